@@ -1,0 +1,1 @@
+"""Core of dgx-spark-deploy: settings, plans, facts and operations."""

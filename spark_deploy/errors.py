@@ -1,0 +1,57 @@
+"""Every deliberate error of the project, in three parts: where, what, how to fix.
+
+pyinfra prints subclasses of ``PyinfraError`` as one message without a traceback, so all of ours
+derive from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyinfra.api.exceptions import PyinfraError
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake: ``where`` it stands, ``what`` is wrong, how to ``fix`` it."""
+
+    where: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}\n  fix: {self.fix}"
+
+
+class SparkError(PyinfraError):
+    """Base of every error a user can cause; carries all problems found at once."""
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(["", *(str(problem) for problem in self.problems)]))
+
+    @classmethod
+    def one(cls, where: str, what: str, fix: str) -> SparkError:
+        """Build the error for a single problem."""
+        return cls([Problem(where, what, fix)])
+
+
+class SettingsError(SparkError):
+    """Settings (group_vars, host_vars, --data, --limit) cannot be used as they are."""
+
+
+class CatalogError(SparkError):
+    """A catalog file is malformed or missing."""
+
+
+class LockError(SparkError):
+    """A name is not locked, cannot be locked, or the lock contradicts the hub."""
+
+
+class PlanError(SparkError):
+    """Valid settings that cannot work together (397B on one host, memory that does not fit)."""
+
+
+class HostError(SparkError):
+    """A host is not in a state we may change."""

@@ -1,0 +1,250 @@
+"""The plan of one host: frozen data, the only thing roles and operations receive.
+
+Every slice has a ``digest`` property made from its own content (``plan/digest.py``), so equal
+inputs give equal names on the host. Sizes are bytes, times are seconds. Paths are paths on the
+host, as text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_deploy.plan.digest import digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where things live on a host."""
+
+    models_dir: str  # built checkpoints: <name>-<digest12>/
+    sources_dir: str  # verified source trees: <org>--<repo>-<commit12>/
+    cache_dir: str  # engine compile caches, keyed by image
+    config_dir: str  # /etc/spark: releases/, gateway/, api-key
+    state_dir: str  # /var/lib/spark: jobs/, proofs/, receipts/
+    tools_dir: str  # /usr/local/lib/spark: host tools by digest, `current` points at one
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsPlan:
+    """What preflight demands of the host before anything is changed."""
+
+    arch: str  # uname -m
+    pci_ids: tuple[str, ...]  # any of these, "10de:2e12"
+    gpu_name: str  # as nvidia-smi prints it
+    os_id: str
+    os_version: str
+    driver_min: str
+    dgx_release: str  # "require" | "warn" | "ignore"
+    takeover: tuple[str, ...]  # containers we may stop
+    allow_memory_holders: tuple[str, ...]  # process names that may keep memory
+    ports: tuple[int, ...]  # must be free or ours
+    disk_needed_bytes: tuple[tuple[str, int], ...]  # (path, bytes still to be written at peak)
+    disk_reserve_bytes: int
+    memory_needed_bytes: int
+    memory_total_min_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AptRepository:
+    """One signed package repository; ``key_sha256`` pins the key file's content."""
+
+    name: str
+    url: str
+    suite: str
+    components: tuple[str, ...]
+    key_url: str
+    key_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class BasePlan:
+    """Packages and host care that need no GPU."""
+
+    packages: tuple[str, ...]
+    hold_driver_in_unattended_upgrades: bool
+    disable_sleep: bool
+    paths: Paths
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlan:
+    """CUDA toolkit: kept when present at ``version``, else installed. Never the driver."""
+
+    version: str  # "13.0"
+    package: str
+    repositories: tuple[AptRepository, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DockerPlan:
+    """Container engine with the NVIDIA runtime."""
+
+    packages: tuple[str, ...]
+    toolkit_packages: tuple[str, ...]
+    repositories: tuple[AptRepository, ...]
+    daemon: dict[str, Any]  # merged into daemon.json
+    check_image: str  # pinned reference; a container of it must print a line starting "GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolsPlan:
+    """Our own host tools (files/serve, files/checkpoint), installed by content digest."""
+
+    digest: str
+    python_requirements: str  # path in the checkout of the hash-pinned wheels list
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a source tree; exactly one of ``sha256`` and ``git_sha1`` is set."""
+
+    path: str
+    size_bytes: int
+    sha256: str | None = None
+    git_sha1: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlan:
+    """One repository at one commit, fetched whole."""
+
+    role: str  # "base" | "donor" | "ready" | "draft"
+    repo: str
+    commit: str
+    dir: str  # on the host
+    files: tuple[SourceFile, ...]
+    endpoint: str
+    mirrors: tuple[str, ...]
+    look_in: tuple[str, ...]
+    parallel: int
+    rate_limit_bytes_per_s: int | None
+    token_needed: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tree."""
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """Identity of the tree's content (not of where it comes from)."""
+        return digest_of({"repo": self.repo, "commit": self.commit, "files": self.files})
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """The hybrid checkpoint to build; ``builder`` is PLAN.json without paths and digest."""
+
+    name: str
+    dir: str
+    base: SourcePlan
+    donor_repo: str | None
+    donor_commit: str | None
+    donor_url: str | None  # {endpoint}/{repo}/resolve/{commit}
+    builder: dict[str, Any]
+    recipe_version: int
+    output_bytes: int  # new bytes on disk (overlay: the small shard only)
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """The engine image: a base by digest plus our plugin layer."""
+
+    base: str  # name@sha256:...
+    tag: str  # local name: spark-vllm:<digest12>
+    context_digest: str  # content of files/image
+    plugin: bool
+    supported_engines: tuple[str, ...]
+    pull_only: bool  # True: serve the base unchanged (profiles without the plugin)
+    size_bytes: int
+
+    @property
+    def digest(self) -> str:
+        """Identity of the built image's inputs."""
+        return digest_of({"base": self.base, "context": self.context_digest, "plugin": self.plugin})
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How one host's unified memory is spent."""
+
+    total_bytes: int
+    reserve_bytes: int
+    weights_bytes: int
+    drafter_bytes: int
+    graphs_bytes: int
+    kv_cache_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    full_context_users: float  # kv_tokens / max_model_len
+    needed_bytes: int  # MemAvailable required before start
+    floor_bytes: int  # spark-watch stops the engine below this
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes on the filesystem of ``path``: after the run, and the highest on the way."""
+
+    path: str
+    what: str
+    peak_bytes: int
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayPlan:
+    """The only way in."""
+
+    listen: tuple[tuple[str, int], ...]  # (address, port)
+    max_body_bytes: int
+    key_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """One release: everything that decides how the service runs. ``release`` is its JSON."""
+
+    service: str
+    names: tuple[str, ...]
+    model: str
+    profile: str
+    argv: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    image_tag: str
+    tree_dir: str
+    tree_digest: str
+    gateway: GatewayPlan
+    release: dict[str, Any]  # release.json without name and digest
+    drain_s: int
+    start_timeout_s: int
+    # SSH, sudo and rolling order never enter the digest.
+    digest: str = field(default="")
+
+    @property
+    def name(self) -> str:
+        """Instance name of every unit of this release."""
+        return f"{self.service}-{self.digest[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """All there is to do on one host."""
+
+    host: str
+    model: str
+    profile: str
+    paths: Paths
+    needs: NeedsPlan
+    base: BasePlan
+    cuda: CudaPlan
+    docker: DockerPlan
+    tools: ToolsPlan
+    sources: tuple[SourcePlan, ...]  # only those fetched whole
+    checkpoint: CheckpointPlan | None  # None: the base tree is served as it is
+    image: ImagePlan
+    memory: MemoryPlan
+    disk: tuple[DiskUse, ...]
+    serve: ServePlan
+    warnings: tuple[str, ...]
