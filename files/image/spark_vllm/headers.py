@@ -1,0 +1,86 @@
+"""Headers of a checkpoint's safetensors files, and the index over them.
+
+Only the JSON header of each file is read (format: 8 bytes little-endian length, then JSON), so
+that a 70 GB checkpoint is checked in a second or two.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reader
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor is and what it looks like."""
+
+    file: str
+    dtype: str  # as safetensors spells it: "BF16", "F8_E4M3", "I32"
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """All tensors of the files a checkpoint's index names."""
+
+    directory: Path
+    index: dict[str, str]  # tensor name -> file name
+    tensors: dict[str, Tensor]  # those in the index
+    unlisted: dict[str, Tensor]  # in those files, but not in the index under that file
+    problems: tuple[str, ...]  # of reading: files and names that are missing
+
+
+def read_tree(directory: Path) -> Tree:
+    """Read the index and every header it needs; what is missing becomes a problem, not an error.
+
+    Raises:
+        ValueError: when there is no readable index at all.
+    """
+    try:
+        index: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{directory / INDEX}: unreadable ({type(error).__name__}: {error}); "
+            "fix: serve a directory that the deploy built"
+        ) from error
+    problems: list[str] = []
+    tensors: dict[str, Tensor] = {}
+    unlisted: dict[str, Tensor] = {}
+    for file in sorted(set(index.values())):
+        try:
+            header = read_header(directory / file)
+        except (OSError, ValueError) as error:
+            problems.append(f"{file}: unreadable ({error})")
+            continue
+        for name, entry in header.items():
+            tensor = Tensor(file, entry["dtype"], tuple(entry["shape"]))
+            (tensors if index.get(name) == file else unlisted)[name] = tensor
+    readable = {name for name, file in index.items() if (directory / file).is_file()}
+    problems += [f"{index[name]}: no tensor {name}" for name in sorted(readable - tensors.keys())]
+    return Tree(directory, index, tensors, unlisted, tuple(problems))
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the entries of one safetensors file's header, without its metadata.
+
+    Raises:
+        ValueError: when the file is no safetensors file or shorter than its header says.
+    """
+    size_bytes = path.stat().st_size
+    with path.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+        if length > min(MAX_HEADER_BYTES, size_bytes - 8):
+            raise ValueError("no safetensors header")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if 8 + length + end != size_bytes:
+        raise ValueError(f"{size_bytes} bytes, its header says {8 + length + end}")
+    return header

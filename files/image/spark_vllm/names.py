@@ -1,0 +1,142 @@
+"""Names of tensors and modules: pure functions, no vLLM, no torch.
+
+Three spellings of one layer meet here: the checkpoint's (``...mlp.shared_expert.gate_proj``), the
+engine's after fusion (``...mlp.shared_expert.gate_up_proj``), and the overlay's tensor names
+(``...gate_proj.weight_fp8``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+FP8_WEIGHT = "weight_fp8"
+"""Overlay name of a block-FP8 weight; loaded as ``weight``."""
+
+FP8_SCALE = "weight_scale_inv_fp8"
+"""Overlay name of its block scales; loaded as ``weight_scale_inv``."""
+
+HEAD = "lm_head"
+HEAD_PARTS = ("qweight", "scales", "qzeros")
+HEAD_SUFFIX = "_int8"
+"""Overlay suffix of the INT8 head's tensors: ``lm_head.qweight_int8``."""
+
+TEXT_LAYERS = "model.language_model.layers."
+"""Prefix every swapped module must have: the overlay rules are anchored on it."""
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+"""Fused modules of Qwen3.5 in vLLM 0.30 to 0.33; the self-check compares it with the engine's."""
+
+
+def fused_shards(module: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the checkpoint modules behind ``module``: its shards, or itself when not fused."""
+    parent, _, last = module.rpartition(".")
+    if last not in packed:
+        return [module]
+    prefix = f"{parent}." if parent else ""
+    return [prefix + shard for shard in packed[last]]
+
+
+def all_shards_listed(
+    module: str, listed: Collection[str], packed: Mapping[str, Sequence[str]]
+) -> bool:
+    """Return whether every shard of ``module`` is in ``listed``; some but not all is an error.
+
+    Raises:
+        ValueError: when a fused module would be half one scheme and half another.
+    """
+    shards = fused_shards(module, packed)
+    missing = [shard for shard in shards if shard not in listed]
+    if not missing:
+        return True
+    if len(missing) == len(shards):
+        return False
+    present = [shard for shard in shards if shard in listed]
+    raise ValueError(
+        f"config.json: quantization_config.fp8_block.modules: the engine fuses {module} from "
+        f"{', '.join(shards)}, but only {', '.join(present)} is listed; "
+        "fix: build the checkpoint again, all shards of a fused module need the same scheme"
+    )
+
+
+def fused_modules(modules: Iterable[str], packed: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the engine's modules for checkpoint ``modules``, each once, in order.
+
+    Raises:
+        ValueError: when a fused module is listed only in part.
+    """
+    listed = dict.fromkeys(modules)
+    fused_of = {shard: fused for fused, shards in packed.items() for shard in shards}
+    result: dict[str, None] = {}
+    for module in listed:
+        parent, _, last = module.rpartition(".")
+        name = f"{parent}.{fused_of[last]}" if last in fused_of else module
+        all_shards_listed(name, listed, packed)
+        result[name] = None
+    return list(result)
+
+
+def overlay_rules(
+    fp8_modules: Sequence[str], head_int8: bool
+) -> list[tuple[re.Pattern[str], str | None]]:
+    r"""Return the ordered rename rules that turn an overlay's names into plain ones.
+
+    A rule is (pattern, replacement); ``None`` drops the tensor. The 16-bit weight must be dropped
+    *before* the FP8 weight takes its name. vLLM applies the same rules again at every nested
+    loader, to ever shorter names, so each pattern is anchored at the full checkpoint name:
+    otherwise the second level would drop what the first one renamed.
+
+    Raises:
+        ValueError: when a module lies outside the text layers.
+    """
+    rules: list[tuple[re.Pattern[str], str | None]] = []
+    if fp8_modules:
+        modules = _modules_pattern(fp8_modules)
+        rules.append((re.compile(rf"^{modules}\.weight$"), None))
+        rules.append((re.compile(rf"^({modules})\.{FP8_WEIGHT}$"), r"\1.weight"))
+        rules.append((re.compile(rf"^({modules})\.{FP8_SCALE}$"), r"\1.weight_scale_inv"))
+    if head_int8:
+        parts = "|".join(HEAD_PARTS)
+        rules.append((re.compile(rf"^{HEAD}\.weight$"), None))
+        rules.append((re.compile(rf"^{HEAD}\.({parts}){HEAD_SUFFIX}$"), rf"{HEAD}.\1"))
+    return rules
+
+
+def rename(name: str, rules: Iterable[tuple[re.Pattern[str], str | None]]) -> str | None:
+    """Return ``name`` after ``rules`` as vLLM's weight mapper applies them; ``None``: dropped."""
+    for pattern, replacement in rules:
+        if pattern.search(name):
+            if replacement is None:
+                return None
+            name = pattern.sub(replacement, name)
+    return name
+
+
+def _modules_pattern(modules: Sequence[str]) -> str:
+    """Return one regular expression that matches exactly ``modules``.
+
+    Layers with the same set of inner names share one alternative, so that the pattern stays short
+    for 144 names: it is tried on every one of about 113,000 tensor names.
+    """
+    layers_of: dict[str, list[str]] = {}
+    for module in modules:
+        layer, _, inner = module.removeprefix(TEXT_LAYERS).partition(".")
+        if not module.startswith(TEXT_LAYERS) or not layer.isdigit() or not inner:
+            raise ValueError(
+                f"config.json: quantization_config.fp8_block.modules: {module!r} is not below "
+                f"{TEXT_LAYERS}N; fix: build with layout 'full', the overlay cannot hold it"
+            )
+        layers_of.setdefault(layer, []).append(inner)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for layer, inners in layers_of.items():
+        groups.setdefault(tuple(sorted(inners)), []).append(layer)
+    alternatives = (
+        rf"(?:{'|'.join(layers)})\.(?:{'|'.join(map(re.escape, inners))})"
+        for inners, layers in groups.items()
+    )
+    return re.escape(TEXT_LAYERS) + f"(?:{'|'.join(alternatives)})"

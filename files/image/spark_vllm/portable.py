@@ -1,0 +1,79 @@
+"""Load format ``spark_portable``: the same checkpoint on hardware without its kernels.
+
+Every INT4, INT8 and block-FP8 module is dequantised to BF16 while it is read, one module at a
+time, and handed to the engine under its plain name; no layer is quantised. It needs about four
+times the memory and proves the checkpoint and the names, not the kernels. Nothing selects it by
+itself.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from vllm.config import ModelConfig, VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from spark_vllm import PORTABLE_LOAD_FORMAT
+from spark_vllm.reader import ModuleReader
+from spark_vllm.settings import read_settings
+
+# Below "vllm.", because vLLM gives handlers only to its own logger.
+logger = init_logger("vllm.spark_vllm.portable")
+
+
+class PortableLoader(BaseModelLoader):
+    """Model loader of the load format ``spark_portable``."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Do nothing: the checkpoint is a directory of this host."""
+
+    def load_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+    ) -> torch.nn.Module:
+        """Build every layer unquantised, then load the dequantised weights.
+
+        Raises:
+            ValueError: when the checkpoint is not one of ours.
+        """
+        enter = getattr(vllm_config.quant_config, "enter_portable_mode", None)
+        if enter is None:
+            raise ValueError(
+                f"--load-format {PORTABLE_LOAD_FORMAT}: {model_config.model} is no hybrid "
+                "checkpoint; fix: leave the option out, stock vLLM loads this one"
+            )
+        enter()
+        model: torch.nn.Module = super().load_model(
+            vllm_config=vllm_config, model_config=model_config, prefix=prefix
+        )
+        return model
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Stream the checkpoint into ``model`` as BF16."""
+        config = json.loads((Path(model_config.model) / "config.json").read_text())
+        settings = read_settings(config["quantization_config"])
+        reader = ModuleReader(Path(model_config.model), settings)
+        unused = getattr(model, "is_unused_checkpoint_weight", None)
+        loaded = model.load_weights(reader.weights(lambda name: unused is None or not unused(name)))
+        _demand_all_loaded(model, loaded)
+        logger.warning(
+            "spark portable mode: dequantised %d tensors to bfloat16 (%s) for %s; "
+            "every layer runs unquantised, no kernel of the checkpoint's formats is used",
+            reader.counts.total(),
+            ", ".join(f"{kind} {count}" for kind, count in sorted(reader.counts.items())),
+            type(model).__name__,
+        )
+
+
+def _demand_all_loaded(model: torch.nn.Module, loaded: set[str] | None) -> None:
+    """Refuse a model with parameters that no tensor filled: they would hold random memory."""
+    if loaded is None:
+        return
+    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+    if missing:
+        raise ValueError(
+            f"{len(missing)} parameters have no tensor in the checkpoint: "
+            f"{', '.join(missing[:5])}; fix: build the checkpoint again"
+        )

@@ -1,0 +1,23 @@
+"""The entry point vLLM calls in every one of its processes, more than once in some."""
+
+from __future__ import annotations
+
+from spark_vllm import PORTABLE_LOAD_FORMAT, QUANT_METHOD
+
+
+def register() -> None:
+    """Register the quantisation method and the load format; a second call changes nothing."""
+    from vllm.model_executor.layers.quantization import (
+        QUANTIZATION_METHODS,
+        register_quantization_config,
+    )
+
+    if QUANT_METHOD in QUANTIZATION_METHODS:
+        return
+    from vllm.model_executor.model_loader import register_model_loader
+
+    from spark_vllm.portable import PortableLoader
+    from spark_vllm.spark_inc import SparkIncConfig
+
+    register_model_loader(PORTABLE_LOAD_FORMAT)(PortableLoader)
+    register_quantization_config(QUANT_METHOD)(SparkIncConfig)

@@ -1,0 +1,137 @@
+"""Quantisation method ``spark_inc``: INC's INT4 plus block FP8 for exactly named modules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from vllm.model_executor.layers.quantization.inc import INCConfig
+from vllm.model_executor.models.utils import WeightsMapper
+
+from spark_vllm import QUANT_METHOD, names
+from spark_vllm.checkpoint import check_checkpoint
+from spark_vllm.settings import Settings, read_settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Below "vllm.", because vLLM gives handlers only to its own logger.
+logger = init_logger("vllm.spark_vllm")
+
+
+class SparkIncConfig(INCConfig):
+    """INC with an exact list of block-FP8 modules.
+
+    A subclass, not a wrapper: vLLM replicates ``in_proj_ba`` under tensor parallelism only for
+    instances of INCConfig. Holds plain data only; vLLM pickles and deep-copies it.
+    """
+
+    settings: Settings
+    fp8_modules: list[str]  # engine names once apply_vllm_mapper ran
+    portable: bool = False
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Return the name in vLLM's registry."""
+        return QUANT_METHOD
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: Any, hf_config: Any = None
+    ) -> str | None:
+        """Claim nothing: the inherited method would take every plain ``auto-round`` checkpoint."""
+        return None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SparkIncConfig:
+        """Build from ``quantization_config`` of ``config.json``.
+
+        Raises:
+            ValueError: when a key is missing or has a value we do not serve.
+        """
+        settings = read_settings(config)
+        instance: SparkIncConfig = super().from_config(config)
+        instance.settings = settings
+        instance.fp8_modules = list(settings.fp8_modules)
+        return instance
+
+    def maybe_update_config(
+        self,
+        model_name: str,
+        hf_config: PreTrainedConfig | None = None,
+        revision: str | None = None,
+    ) -> None:
+        """Check the checkpoint's names, dtypes and shapes before any weight is loaded.
+
+        The engine itself misses most damage: an absent block scale gives NaN logits and an absent
+        drafter tensor gives drafts nobody accepts, both without a word.
+
+        Raises:
+            ValueError: naming every problem found.
+        """
+        text_config = getattr(hf_config, "text_config", hf_config)
+        check_checkpoint(
+            model_name,
+            self.settings,
+            mtp_layers=getattr(text_config, "mtp_num_hidden_layers", 0) or 0,
+            experts=getattr(text_config, "num_experts", 0) or 0,
+        )
+        # Logged here: lines of the registering function are lost, logging is not set up by then.
+        logger.info(
+            "%s: %d FP8 block names in %d modules, block_shape=%s",
+            QUANT_METHOD,
+            len(self.settings.fp8_modules),
+            len(names.fused_modules(self.settings.fp8_modules, names.FUSED)),
+            list(self.settings.block_shape),
+        )
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Turn checkpoint names into the engine's; vLLM calls it once per model class."""
+        super().apply_vllm_mapper(hf_to_vllm_mapper)
+        self.fp8_modules = hf_to_vllm_mapper.apply_list(self.fp8_modules)
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """Add the overlay's renames to INC's; the portable loader hands out plain names."""
+        mapper = super().get_checkpoint_weight_mapper()
+        if self.portable:
+            return mapper
+        return mapper | WeightsMapper(orig_to_new_regex=dict(self.settings.rules))
+
+    def enter_portable_mode(self) -> None:
+        """Build every layer unquantised from here on; called by the portable loader."""
+        self.portable = True
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return block FP8 for listed modules, unquantised in portable mode, else INC's choice.
+
+        Raises:
+            ValueError: when only some shards of a fused module are listed.
+        """
+        if self.portable:
+            return _unquantised(layer)
+        if isinstance(layer, LinearBase) and names.all_shards_listed(
+            prefix, self.fp8_modules, self.packed_modules_mapping
+        ):
+            # Fp8LinearMethod itself, not a subclass: vLLM picks the weight loader by class name.
+            return Fp8LinearMethod(
+                Fp8Config(
+                    is_checkpoint_fp8_serialized=True,
+                    activation_scheme="dynamic",
+                    weight_block_size=list(self.settings.block_shape),
+                )
+            )
+        return super().get_quant_method(layer, prefix)
+
+
+def _unquantised(layer: torch.nn.Module) -> QuantizeMethodBase | None:
+    """Return what a plain BF16 model uses for ``layer``; ``None`` is vLLM's own default."""
+    if isinstance(layer, LinearBase):
+        return UnquantizedLinearMethod()
+    if isinstance(layer, RoutedExperts):
+        return UnquantizedFusedMoEMethod(layer.moe_config)
+    return None
