@@ -1,0 +1,99 @@
+"""The containers of a host, and which of them are model servers or hold the GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# No environment and no command line: both carry other people's keys.
+_FIELDS = {
+    "id": ".Id",
+    "name": ".Name",
+    "image": ".Config.Image",
+    "state": ".State.Status",
+    "restart": ".HostConfig.RestartPolicy.Name",
+    "runtime": ".HostConfig.Runtime",
+    "requests": ".HostConfig.DeviceRequests",
+    "labels": ".Config.Labels",
+}
+_FORMAT = "{" + ",".join(f'"{key}":{{{{json {path}}}}}' for key, path in _FIELDS.items()) + "}"
+
+SCRIPT = rf"""
+echo '== containers'
+if command -v docker >/dev/null 2>&1; then
+  ids=$(timeout 20 docker ps -aq --no-trunc) || echo unreachable
+  [ -n "$ids" ] && timeout 30 docker inspect --format '{_FORMAT}' $ids
+fi
+"""
+
+# Names of servers that load models; matched against the image's repository name.
+_ENGINES = re.compile(
+    r"vllm|sglang|ollama|llama[._-]?cpp|llama-server|text-generation|tritonserver|trtllm|"
+    r"tensorrt|lmdeploy|exllama|tabbyapi|lmstudio|comfyui|nim/|aphrodite|localai"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One container as ``docker inspect`` shows it."""
+
+    id: str
+    name: str
+    image: str
+    state: str  # created running paused restarting removing exited dead
+    restart: str  # no always unless-stopped on-failure
+    uses_gpu: bool
+    labels: dict[str, str]
+
+    @property
+    def ours(self) -> bool:
+        """Whether our own units run it."""
+        return any(key.startswith("spark.") for key in self.labels) or self.name.startswith(
+            "spark-"
+        )
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether it serves models or holds the GPU, as far as can be told from outside."""
+        return self.uses_gpu or bool(_ENGINES.search(self.image.lower()))
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs now or is about to."""
+        return self.state in ("running", "restarting", "paused")
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether docker may start it again without being asked."""
+        return self.restart in ("always", "unless-stopped")
+
+
+def parse(lines: Iterable[str]) -> tuple[Container, ...]:
+    """Read one JSON object a line, as ``SCRIPT`` prints them."""
+    found = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        found.append(
+            Container(
+                id=row["id"],
+                name=row["name"].lstrip("/"),
+                image=row["image"],
+                state=row["state"],
+                restart=row["restart"] or "no",
+                uses_gpu=row["runtime"] == "nvidia" or _asks_for_gpu(row["requests"]),
+                labels=row["labels"] or {},
+            )
+        )
+    return tuple(found)
+
+
+def _asks_for_gpu(requests: object) -> bool:
+    if not isinstance(requests, list):
+        return False
+    words = json.dumps(requests).lower()
+    return '"gpu"' in words or "nvidia" in words

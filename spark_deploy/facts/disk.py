@@ -1,0 +1,83 @@
+"""Free bytes per filesystem, what is already there, and what pruning docker would free."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from spark_deploy.facts.sections import Sections
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A path we will write to and the filesystem it is (or will be) on."""
+
+    path: str
+    present_bytes: int  # already under this very path
+    mount: str
+    device: str
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaimable:
+    """One line of ``docker system df``."""
+
+    what: str
+    bytes: int
+
+
+def script(paths: Sequence[str]) -> str:
+    """Ask for the filesystem of each path; one that does not exist yet counts as its parent."""
+    words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
+    return rf"""
+echo '== places'
+for path in {words}; do
+  there=$path
+  while [ ! -d "$there" ]; do there=$(dirname "$there"); done
+  used=0; [ -d "$path" ] && used=$(du -sk --apparent-size "$path" | cut -f1)
+  df -Pk "$there" | awk -v path="$path" -v used="$used" \
+    'NR == 2 {{ m = $6; for (i = 7; i <= NF; i++) m = m " " $i; print path "\t" used "\t" $1 "\t" $4 "\t" m }}'
+done
+echo '== docker-df'
+command -v docker >/dev/null 2>&1 && timeout 20 docker system df --format '{{{{json .}}}}'
+"""
+
+
+def parse_places(lines: Iterable[str]) -> tuple[Place, ...]:
+    """Read the ``places`` section; df and du speak KiB."""
+    places = []
+    for line in lines:
+        fields = line.split("\t")
+        if len(fields) == 5 and fields[1].isdigit() and fields[3].isdigit():
+            path, used_kib, device, available_kib, mount = fields
+            places.append(
+                Place(path, int(used_kib) * 1024, mount, device, int(available_kib) * 1024)
+            )
+    return tuple(places)
+
+
+def parse_reclaimable(sections: Sections) -> tuple[Reclaimable, ...]:
+    """Read ``docker system df --format '{{json .}}'``, one object a line."""
+    found = []
+    for line in sections.get("docker-df", ()):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        size = size_bytes(str(row.get("Reclaimable", "")).split(" ")[0])
+        if size:
+            found.append(Reclaimable(str(row.get("Type", "")).lower(), size))
+    return tuple(found)
+
+
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def size_bytes(text: str) -> int:
+    """Read docker's decimal sizes: ``12.3GB`` is 12 300 000 000; unreadable text is 0."""
+    match = re.fullmatch(r"([\d.]+)([kKMGT]?B)", text)
+    return int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0

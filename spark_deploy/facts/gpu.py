@@ -1,0 +1,143 @@
+"""What the NVIDIA driver says, including each way in which it can be broken.
+
+Sources: nvidia-smi 580 (query in CSV), /proc/driver/nvidia/version, nvidia-spark-ota-check 1.0.16.
+On GB10 memory figures read ``[N/A]``; that is normal, so they are not asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from spark_deploy.facts.sections import Sections
+
+SCRIPT = r"""
+echo '== module'; cat /proc/driver/nvidia/version
+echo '== smi'
+if command -v nvidia-smi >/dev/null 2>&1; then
+  timeout 30 nvidia-smi --query-gpu=name,driver_version,compute_cap --format=csv,noheader 2>&1
+  echo "rc=$?"
+  echo '== compute-apps'
+  timeout 30 nvidia-smi --query-compute-apps=pid,process_name --format=csv,noheader 2>/dev/null
+fi
+echo '== torn'
+if command -v nvidia-spark-ota-check >/dev/null 2>&1; then
+  timeout 60 nvidia-spark-ota-check torn-score 2>&1
+fi
+echo '== driver-packages'
+dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\n' 'nvidia-driver-*' 'cuda-drivers*' \
+  'nvidia-fabricmanager-*' 'nvidia-system-station*' 2>/dev/null
+"""
+
+SmiStatus = Literal["ok", "missing", "no-driver", "mismatch", "no-devices", "error"]
+
+_BROKEN: tuple[tuple[str, SmiStatus], ...] = (
+    ("couldn't communicate with the NVIDIA driver", "no-driver"),
+    ("Driver/library version mismatch", "mismatch"),
+    ("No devices were found", "no-devices"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi names it."""
+
+    name: str
+    driver_version: str
+    compute_cap: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeApp:
+    """A process that holds a CUDA context."""
+
+    pid: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """State of driver and GPU."""
+
+    module_version: str  # loaded kernel module; "" when none
+    smi: SmiStatus
+    smi_says: str  # what nvidia-smi printed when it did not work
+    gpus: tuple[Gpu, ...]
+    compute_apps: tuple[ComputeApp, ...]
+    torn_score: int | None  # packages off the vendor's set; None: tool absent or could not tell
+    torn_name: str
+    driver_branches: tuple[str, ...]  # of installed driver packages: ("580",)
+
+    @property
+    def driver_version(self) -> str:
+        """Version of the user-space driver, or of the module when nvidia-smi is dead."""
+        return self.gpus[0].driver_version if self.gpus else self.module_version
+
+
+def parse(sections: Sections) -> GpuState:
+    """Read the sections of ``SCRIPT``."""
+    smi, says, gpus = parse_smi(list(sections.get("smi", ())))
+    torn_score, torn_name = parse_torn(sections.get("torn", ()))
+    return GpuState(
+        module_version=module_version("\n".join(sections.get("module", ()))),
+        smi=smi,
+        smi_says=says,
+        gpus=gpus,
+        compute_apps=tuple(
+            ComputeApp(int(pid), name.strip())
+            for pid, _, name in (line.partition(",") for line in sections.get("compute-apps", ()))
+            if pid.strip().isdigit()
+        ),
+        torn_score=torn_score,
+        torn_name=torn_name,
+        driver_branches=driver_branches(sections.get("driver-packages", ())),
+    )
+
+
+def parse_smi(lines: list[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
+    """Tell a working nvidia-smi from the ways in which it fails."""
+    if not lines:
+        return "missing", "", ()
+    returned = lines.pop().removeprefix("rc=") if lines[-1].startswith("rc=") else "0"
+    text = "\n".join(lines).strip()
+    for words, status in _BROKEN:
+        if words in text:
+            return status, text, ()
+    gpus = tuple(
+        Gpu(*(field.strip() for field in line.split(",")))
+        for line in lines
+        if line.count(",") == 2
+    )
+    if returned != "0" or not gpus:
+        return "error", text or f"exit status {returned}", ()
+    return "ok", "", gpus
+
+
+def module_version(text: str) -> str:
+    """Find the version in /proc/driver/nvidia/version (open and proprietary wording)."""
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?(?:\+\w+)?)\s", text)
+    return found.group(1) if found else ""
+
+
+def parse_torn(lines: Sequence[str]) -> tuple[int | None, str]:
+    """Read ``nvidia-spark-ota-check torn-score``: how many packages are off the vendor's set."""
+    try:
+        answer = json.loads("\n".join(lines))
+    except ValueError:
+        return None, ""
+    if not isinstance(answer, dict) or not isinstance(answer.get("torn"), int):
+        return None, ""
+    return answer["torn"], str(answer.get("name", ""))
+
+
+def driver_branches(lines: Sequence[str]) -> tuple[str, ...]:
+    """List the branches of installed ``nvidia-driver-NNN[-open]`` packages."""
+    found = set()
+    for line in lines:
+        match = re.match(r"ii\s+nvidia-driver-(\d+)(?:-open|-server|-server-open)?\s", line)
+        if match:
+            found.add(match.group(1))
+    return tuple(sorted(found))

@@ -1,0 +1,97 @@
+"""Who a host is: architecture, operating system, PCI devices, pending reboot."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from spark_deploy.facts.sections import Sections, key_values
+
+SCRIPT = r"""
+echo '== uname'; uname -m; uname -r
+echo '== os-release'; cat /etc/os-release
+echo '== dgx-release'; [ -r /etc/dgx-release ] && grep -v SERIAL /etc/dgx-release
+echo '== pci'
+for device in /sys/bus/pci/devices/*; do
+  [ -r "$device/vendor" ] || continue
+  read -r v <"$device/vendor"; read -r d <"$device/device"; read -r c <"$device/class"
+  echo "${device##*/} $v $d $c"
+done
+echo '== kernels'; for image in /boot/vmlinuz-*; do [ -e "$image" ] && echo "${image##*/vmlinuz-}"; done
+echo '== reboot'; [ -e /run/reboot-required ] && { echo required; cat /run/reboot-required.pkgs; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PciDevice:
+    """One PCI function; ``id`` is ``vendor:device`` in hex, as lspci -n prints it."""
+
+    address: str
+    id: str
+    class_code: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostIdentity:
+    """What the host says about itself, without asking any driver."""
+
+    arch: str
+    kernel: str
+    os_id: str
+    os_version: str
+    os_name: str
+    dgx_release: dict[str, str]  # empty: no /etc/dgx-release
+    pci: tuple[PciDevice, ...]
+    newest_kernel: str  # newest installed; "" when /boot shows none
+    reboot_required: bool
+    reboot_packages: tuple[str, ...]
+
+    @property
+    def reboot_pending(self) -> str:
+        """Why a reboot is pending, or an empty string."""
+        if self.reboot_required:
+            return f"/run/reboot-required is set ({', '.join(self.reboot_packages) or 'no package named'})"
+        if self.newest_kernel and self.newest_kernel != self.kernel:
+            return f"kernel {self.newest_kernel} is installed, {self.kernel} is running"
+        return ""
+
+
+def parse(sections: Sections) -> HostIdentity:
+    """Read the sections of ``SCRIPT``."""
+    arch, kernel = [*sections.get("uname", ()), "", ""][:2]
+    os_release = key_values(sections.get("os-release", ()))
+    reboot = list(sections.get("reboot", ()))
+    return HostIdentity(
+        arch=arch,
+        kernel=kernel,
+        os_id=os_release.get("ID", ""),
+        os_version=os_release.get("VERSION_ID", ""),
+        os_name=os_release.get("PRETTY_NAME", ""),
+        dgx_release=key_values(sections.get("dgx-release", ())),
+        pci=tuple(_pci(line) for line in sections.get("pci", ()) if len(line.split()) == 4),
+        newest_kernel=newest(list(sections.get("kernels", ())), like=kernel),
+        reboot_required=bool(reboot),
+        reboot_packages=tuple(sorted({line for line in reboot[1:] if line})),
+    )
+
+
+def _pci(line: str) -> PciDevice:
+    address, vendor, device, class_code = line.split()
+    return PciDevice(
+        address, f"{vendor.removeprefix('0x')}:{device.removeprefix('0x')}", class_code[2:6]
+    )
+
+
+def newest(versions: list[str], like: str = "") -> str:
+    """Return the newest version of the flavour of ``like`` (``-nvidia``), else an empty string.
+
+    A ``-generic`` kernel beside a running ``-nvidia`` one is not a pending update.
+    """
+    flavour = like.rpartition("-")[2] if "-" in like else ""
+    same = [v for v in versions if not flavour or v.endswith(f"-{flavour}")]
+    return max(same, key=version_key, default="")
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """Order versions by their numbers: 6.17.0-1021-nvidia after 6.17.0-1004-nvidia."""
+    return tuple(int(number) for number in re.findall(r"\d+", version))

@@ -1,0 +1,90 @@
+"""Unified memory: how much is left, and which processes hold the rest.
+
+On GB10 GPU allocations are charged to no process and no cgroup, so a process list alone never
+adds up; ``MemAvailable`` is the figure that counts (/proc/meminfo, kernel documentation).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from spark_deploy.facts.sections import Sections
+
+BIG_PROCESS_BYTES = 1 << 30
+
+SCRIPT = r"""
+echo '== meminfo'; grep -E '^(MemTotal|MemAvailable|SwapTotal|SwapFree):' /proc/meminfo
+echo '== processes'
+ps -eo pid=,rss=,comm= --sort=-rss | head -n 40 | while read -r pid rss name; do
+  [ "$rss" -ge 1048576 ] || break
+  echo "$pid $rss $(tail -n 1 "/proc/$pid/cgroup" | cut -d: -f3) $name"
+done
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Figures of /proc/meminfo in bytes."""
+
+    total_bytes: int
+    available_bytes: int
+    swap_total_bytes: int
+    swap_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process with at least 1 GiB resident."""
+
+    pid: int
+    rss_bytes: int
+    cgroup: str
+    name: str
+
+    @property
+    def container_id(self) -> str:
+        """Full id of the container it runs in, or an empty string."""
+        return container_id(self.cgroup)
+
+    @property
+    def ours(self) -> bool:
+        """Whether one of our own units holds it."""
+        return is_ours(self.cgroup)
+
+
+def container_id(cgroup: str) -> str:
+    """Find a container's id in a cgroup path (docker, cgroup v1 or v2, both drivers)."""
+    found = re.search(r"[0-9a-f]{64}", cgroup)
+    return found.group(0) if found else ""
+
+
+def is_ours(cgroup: str) -> bool:
+    """Tell whether a cgroup path belongs to a unit named spark-*@*."""
+    return bool(re.search(r"/spark-[a-z]+(@|\\x40|-|\.)", cgroup))
+
+
+def parse_memory(sections: Sections) -> Memory:
+    """Read the lines of /proc/meminfo."""
+    kib: dict[str, int] = {}
+    for line in sections.get("meminfo", ()):
+        match = re.match(r"(\w+):\s+(\d+) kB", line)
+        if match:
+            kib[match.group(1)] = int(match.group(2))
+    return Memory(
+        *(
+            kib.get(key, 0) * 1024
+            for key in ("MemTotal", "MemAvailable", "SwapTotal", "SwapFree")
+        )
+    )
+
+
+def parse_processes(lines: Iterable[str]) -> tuple[Process, ...]:
+    """Read the ``processes`` section: pid, RSS in KiB, cgroup path, name (may hold blanks)."""
+    found = []
+    for line in lines:
+        pid, rss_kib, cgroup, name = [*line.split(maxsplit=3), "", "", "", ""][:4]
+        if pid.isdigit() and rss_kib.isdigit():
+            found.append(Process(int(pid), int(rss_kib) * 1024, cgroup, name))
+    return tuple(found)

@@ -1,0 +1,57 @@
+"""One shell script, many answers: `== name` markers split its output again.
+
+Every fact command costs one SSH round trip, so a role asks everything in one script. Scripts are
+POSIX sh, print sections and always exit 0: a tool that is missing or fails is an answer too.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+
+Sections = Mapping[str, Sequence[str]]
+
+MARKER = "== "
+
+
+def split(output: Iterable[str]) -> dict[str, list[str]]:
+    """Group the lines of a script by the marker above them; lines before any are dropped."""
+    sections: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for line in output:
+        if line.startswith(MARKER):
+            current = sections.setdefault(line.removeprefix(MARKER).strip(), [])
+        elif current is not None:
+            current.append(line)
+    return sections
+
+
+def script(*parts: str) -> str:
+    """Join snippets into one script that prints English and never fails."""
+    return "\n".join(["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts), "exit 0"])
+
+
+def as_root(text: str) -> str:
+    """Wrap a script so that it runs as root when sudo needs no password, and says which it was.
+
+    The command must be run without pyinfra's own sudo: where sudo asks for a password, pyinfra
+    would stop and prompt, and we want to report that host and go on.
+    """
+    quoted = shlex.quote(text)
+    return (
+        "echo '== sudo'; "
+        'if [ "$(id -u)" = 0 ]; then echo root; S=; '
+        "elif sudo -n true 2>/dev/null; then echo yes; S='sudo -n'; "
+        "else echo no; id -un; S=; fi; "
+        f"$S sh -c {quoted} 2>/dev/null; exit 0"
+    )
+
+
+def key_values(lines: Iterable[str]) -> dict[str, str]:
+    """Read `KEY=value` lines with optional double quotes; the last of equal keys counts."""
+    values: dict[str, str] = {}
+    for line in lines:
+        key, found, value = line.partition("=")
+        if found and not key.startswith("#"):
+            values[key.strip()] = value.strip().strip('"')
+    return values
