@@ -1,0 +1,1 @@
+"""One step of a deploy each: one public ``apply(*, plan)``."""

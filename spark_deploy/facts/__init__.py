@@ -1,0 +1,1 @@
+"""What hosts say: one command each, parsed by pure functions."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # No environment and no command line: both carry other people's keys.
@@ -27,6 +28,18 @@ if command -v docker >/dev/null 2>&1; then
   [ -n "$ids" ] && timeout 30 docker inspect --format '{_FORMAT}' $ids
 fi
 """
+
+
+def images_script(references: Sequence[str]) -> str:
+    """Print those of ``references`` (tags or name@digest) that the host has."""
+    names = " ".join(shlex.quote(reference) for reference in references)
+    return rf"""
+echo '== images'
+command -v docker >/dev/null 2>&1 && for image in {names}; do
+  timeout 20 docker image inspect "$image" >/dev/null 2>&1 && echo "$image"
+done
+"""
+
 
 # Names of servers that load models; matched against the image's repository name.
 _ENGINES = re.compile(

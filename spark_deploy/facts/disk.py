@@ -30,17 +30,28 @@ class Reclaimable:
     bytes: int
 
 
-def script(paths: Sequence[str]) -> str:
-    """Ask for the filesystem of each path; one that does not exist yet counts as its parent."""
+def script(paths: Sequence[str], shared: Sequence[str] = ()) -> str:
+    """Ask for the filesystem of each path; one that does not exist yet counts as its parent.
+
+    Args:
+        paths: what we will write to.
+        shared: those among them that hold more than ours; their content is not added up.
+    """
     words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
+    skip = "|".join(shlex.quote(path) for path in shared) or "''"
     return rf"""
 echo '== places'
 for path in {words}; do
   there=$path
   while [ ! -d "$there" ]; do there=$(dirname "$there"); done
-  used=0; [ -d "$path" ] && used=$(du -sk --apparent-size "$path" | cut -f1)
+  used=0
+  case $path in
+    {skip}) ;;
+    *) [ -d "$path" ] && used=$(du -sk --apparent-size "$path" | cut -f1) ;;
+  esac
   df -Pk "$there" | awk -v path="$path" -v used="$used" \
-    'NR == 2 {{ m = $6; for (i = 7; i <= NF; i++) m = m " " $i; print path "\t" used "\t" $1 "\t" $4 "\t" m }}'
+    'NR == 2 {{ mount = $6; for (i = 7; i <= NF; i++) mount = mount " " $i
+      print path "\t" used "\t" $1 "\t" $4 "\t" mount }}'
 done
 echo '== docker-df'
 command -v docker >/dev/null 2>&1 && timeout 20 docker system df --format '{{{{json .}}}}'

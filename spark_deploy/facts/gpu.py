@@ -107,9 +107,7 @@ def parse_smi(lines: list[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
         if words in text:
             return status, text, ()
     gpus = tuple(
-        Gpu(*(field.strip() for field in line.split(",")))
-        for line in lines
-        if line.count(",") == 2
+        Gpu(*(field.strip() for field in line.split(","))) for line in lines if line.count(",") == 2
     )
     if returned != "0" or not gpus:
         return "error", text or f"exit status {returned}", ()

@@ -17,7 +17,8 @@ for device in /sys/bus/pci/devices/*; do
   read -r v <"$device/vendor"; read -r d <"$device/device"; read -r c <"$device/class"
   echo "${device##*/} $v $d $c"
 done
-echo '== kernels'; for image in /boot/vmlinuz-*; do [ -e "$image" ] && echo "${image##*/vmlinuz-}"; done
+echo '== kernels'
+for image in /boot/vmlinuz-*; do [ -e "$image" ] && echo "${image##*/vmlinuz-}"; done
 echo '== reboot'; [ -e /run/reboot-required ] && { echo required; cat /run/reboot-required.pkgs; }
 """
 
@@ -50,7 +51,8 @@ class HostIdentity:
     def reboot_pending(self) -> str:
         """Why a reboot is pending, or an empty string."""
         if self.reboot_required:
-            return f"/run/reboot-required is set ({', '.join(self.reboot_packages) or 'no package named'})"
+            packages = ", ".join(self.reboot_packages) or "no package named"
+            return f"/run/reboot-required is set ({packages})"
         if self.newest_kernel and self.newest_kernel != self.kernel:
             return f"kernel {self.newest_kernel} is installed, {self.kernel} is running"
         return ""

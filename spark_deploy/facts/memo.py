@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from pyinfra.api.facts import FactBase
 from pyinfra.api.host import Host
-from pyinfra.context import ctx_host, ctx_state
+from pyinfra.context import host, state
 
 T = TypeVar("T")
 
@@ -31,10 +31,10 @@ def read(fact: type[FactBase[T]], **arguments: Any) -> T:
     Raises:
         FactUnavailable: the command failed, so there is no state to decide from.
     """
-    host: Host = ctx_host.get()
-    key = (ctx_state.get().current_stage, fact, tuple(sorted(arguments.items())))
-    done = commands_executed(host)
-    answers = _answers.setdefault(host, {})
+    current = state.inventory.get_host(host.name)  # `host` itself is a proxy, the same for all
+    key = (state.current_stage, fact, tuple(sorted(arguments.items())))
+    done = commands_executed(current)
+    answers = _answers.setdefault(current, {})
     if key in answers and answers[key][0] == done:
         remembered: T = answers[key][1]
         return remembered
@@ -45,7 +45,7 @@ def read(fact: type[FactBase[T]], **arguments: Any) -> T:
     return value
 
 
-def commands_executed(host: Host) -> int:
+def commands_executed(on: Host) -> int:
     """Count the operations that ran a command on this host so far."""
-    operations = ctx_state.get().ops[host].values()
+    operations = state.ops[on].values()
     return sum(1 for data in operations if data.operation_meta.executed)

@@ -73,10 +73,7 @@ def parse_memory(sections: Sections) -> Memory:
         if match:
             kib[match.group(1)] = int(match.group(2))
     return Memory(
-        *(
-            kib.get(key, 0) * 1024
-            for key in ("MemTotal", "MemAvailable", "SwapTotal", "SwapFree")
-        )
+        *(kib.get(key, 0) * 1024 for key in ("MemTotal", "MemAvailable", "SwapTotal", "SwapFree"))
     )
 
 

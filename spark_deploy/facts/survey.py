@@ -10,6 +10,12 @@ from pyinfra.api.facts import FactBase
 
 from spark_deploy.facts import containers, disk, gpu, memory, ports, sections
 from spark_deploy.facts import host as identity
+from spark_deploy.facts.containers import Container
+from spark_deploy.facts.disk import Place, Reclaimable
+from spark_deploy.facts.gpu import GpuState
+from spark_deploy.facts.host import HostIdentity
+from spark_deploy.facts.memory import Memory, Process
+from spark_deploy.facts.ports import Listener
 
 STUB_SUFFIX = "+labstub"
 
@@ -28,18 +34,19 @@ class Survey:
     """What one look at a host found."""
 
     user: str  # login name when sudo asks for a password, else ""
-    identity: identity.HostIdentity
-    gpu: gpu.GpuState
-    memory: memory.Memory
-    processes: tuple[memory.Process, ...]
-    places: tuple[disk.Place, ...]
-    reclaimable: tuple[disk.Reclaimable, ...]
-    listeners: tuple[ports.Listener, ...]
-    containers: tuple[containers.Container, ...]
+    identity: HostIdentity
+    gpu: GpuState
+    memory: Memory
+    processes: tuple[Process, ...]
+    places: tuple[Place, ...]
+    reclaimable: tuple[Reclaimable, ...]
+    listeners: tuple[Listener, ...]
+    containers: tuple[Container, ...]
     docker_reachable: bool  # False: installed, but the daemon did not answer
     broken_packages: tuple[str, ...]  # what dpkg --audit names
     serving: tuple[str, ...]  # our units that are up
     stub_packages: tuple[str, ...]  # "name version" of stand-ins
+    images: tuple[str, ...]  # those of the plan that are there
 
     @property
     def sudo_works(self) -> bool:
@@ -59,15 +66,22 @@ class Survey:
 class HostSurvey(FactBase[Survey]):
     """One look at the whole host; run it without pyinfra's sudo, it finds its own way to root."""
 
-    def command(self, paths: Sequence[str], ports_wanted: Sequence[int]) -> str:  # noqa: D102
+    def command(  # noqa: D102
+        self,
+        paths: Sequence[str],
+        ports_wanted: Sequence[int],
+        images: Sequence[str] = (),
+        shared_paths: Sequence[str] = (),
+    ) -> str:
         return sections.as_root(
             sections.script(
                 identity.SCRIPT,
                 gpu.SCRIPT,
                 memory.SCRIPT,
-                disk.script(paths),
+                disk.script(paths, shared_paths),
                 ports.script(ports_wanted),
                 containers.SCRIPT,
+                containers.images_script(images),
                 _DPKG,
             )
         )
@@ -102,6 +116,7 @@ def parse(output: Sequence[str]) -> Survey:
         stub_packages=tuple(
             " ".join(line.split()[1:3]) for line in found.get("stubs", ()) if line[:2] == "ii"
         ),
+        images=tuple(found.get("images", ())),
     )
 
 

@@ -1,0 +1,1 @@
+"""What changes hosts: reads state, yields only what is needed."""

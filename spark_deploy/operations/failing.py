@@ -6,25 +6,40 @@ import functools
 from collections.abc import Callable, Generator
 from typing import Any, ParamSpec
 
-from pyinfra.api.command import FunctionCommand
+from pyinfra.api.command import FunctionCommand, PyinfraCommand
 from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
+from pyinfra.context import host as current_host
+from pyinfra.context import state as current_state
 
 from spark_deploy.errors import Problem
 
 P = ParamSpec("P")
 
+Commands = Generator[str | PyinfraCommand, None, None]
+
 
 def _refuse(state: State, host: Host, text: str) -> bool:
-    for line in text.splitlines():
-        host.log_styled(line, fg="red")
+    show(host, text)
     return False
 
 
+def show(host: Host, text: str, colour: str = "red") -> None:
+    """Print a text of several lines under the host's name."""
+    for line in text.splitlines():
+        host.log_styled(line, fg=colour)
+
+
 def refuse(*problems: Problem) -> FunctionCommand:
-    """Return the command that fails the current host and prints every problem."""
-    return FunctionCommand(_refuse, ["\n".join(str(problem) for problem in problems)], {})
+    """Return the command that fails the current host and prints every problem.
+
+    A dry run executes no command, so the problems are printed while predicting as well.
+    """
+    text = "\n".join(str(problem) for problem in problems)
+    if not current_state.is_executing:
+        show(current_host, text)
+    return FunctionCommand(_refuse, [text], {})
 
 
 def host_errors(

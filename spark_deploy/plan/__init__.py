@@ -1,0 +1,1 @@
+"""The plan of a host: pure, frozen, digestible."""

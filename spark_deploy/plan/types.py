@@ -43,6 +43,9 @@ class NeedsPlan:
     disk_reserve_bytes: int
     memory_needed_bytes: int
     memory_total_min_bytes: int
+    docker_dir: str = "/var/lib/docker"
+    # Images of the plan; once all of them are there, nothing more is written below docker_dir.
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class DockerPlan:
     repositories: tuple[AptRepository, ...]
     daemon: dict[str, Any]  # merged into daemon.json
     check_image: str  # pinned reference; a container of it must print a line starting "GPU"
+    receipt_path: str = "/var/lib/spark/receipts/gpu-container.json"
 
 
 @dataclass(frozen=True, slots=True)

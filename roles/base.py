@@ -1,0 +1,17 @@
+"""Packages, directories and host care; never driver, kernel, firmware, network or swap."""
+
+from __future__ import annotations
+
+from pyinfra.api.deploy import deploy
+
+from spark_deploy.operations import base
+from spark_deploy.plan.types import BasePlan
+
+
+@deploy("Base")
+def apply(*, plan: BasePlan) -> None:
+    """Have the packages and directories everything after this needs, on a host that stays awake."""
+    base.packages(name="Install packages", plan=plan)
+    base.owned_directories(name="Create directories", plan=plan)
+    base.driver_hold(name="Hold driver packages in unattended upgrades", plan=plan)
+    base.no_sleep(name="Disable sleep", plan=plan)

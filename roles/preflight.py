@@ -1,0 +1,15 @@
+"""Look at the host and refuse it before anything is changed, naming all that is wrong."""
+
+from __future__ import annotations
+
+from pyinfra.api.deploy import deploy
+
+from spark_deploy.operations import preflight
+from spark_deploy.plan.types import NeedsPlan
+
+
+@deploy("Preflight")
+def apply(*, plan: NeedsPlan) -> None:
+    """Check identity, health, neighbours and room; take over only what settings name."""
+    preflight.fit_host(name="Check that the host fits", needs=plan)
+    preflight.taken_over(name="Take over containers", needs=plan)

@@ -1,0 +1,88 @@
+"""Packages, directories, files and masked units: what the base role compares with its plan."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pyinfra.api.exceptions import FactProcessError
+from pyinfra.api.facts import FactBase
+
+from spark_deploy.facts import sections
+from spark_deploy.facts.files import FileStates
+from spark_deploy.managed import FileState
+
+
+def packages_script(names: Sequence[str]) -> str:
+    """List those of ``names`` that are installed, or provided by an installed package."""
+    return rf"""
+echo '== packages'
+dpkg-query -W -f '${{db:Status-Abbrev}}\t${{Package}}\t${{Version}}\t${{Provides}}\n' 2>/dev/null |
+awk -F '\t' -v names={shlex.quote(" ".join(names))} '
+  BEGIN {{ n = split(names, list, " "); for (i = 1; i <= n; i++) wanted[list[i]] = 1 }}
+  $1 ~ /^.i ?$/ {{
+    if ($2 in wanted) print $2 "\t" $3
+    n = split($4, provided, /, */)
+    for (i = 1; i <= n; i++) {{ sub(/ .*/, "", provided[i])
+      if (provided[i] in wanted && provided[i] != $2) print provided[i] "\t" $2 " " $3 }}
+  }}'
+"""
+
+
+def parse_packages(lines: Iterable[str]) -> dict[str, str]:
+    """Read the ``packages`` section: name to version (or to the provider and its version)."""
+    return dict(line.split("\t", 1) for line in lines if "\t" in line)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """State of the base role."""
+
+    packages: dict[str, str]  # installed ones of those asked for
+    directories: dict[str, tuple[str, str]]  # path: (mode "755", owner "root:root")
+    files: dict[str, FileState]
+    units: dict[str, str]  # unit: what is-enabled says ("masked", "static", ...)
+
+
+class BaseState(FactBase[Base]):
+    """Everything the base role compares with its plan, in one command."""
+
+    def command(  # noqa: D102
+        self,
+        packages: Sequence[str],
+        directories: Sequence[str],
+        files: Sequence[str],
+        units: Sequence[str],
+    ) -> str:
+        places = " ".join(shlex.quote(path) for path in directories)
+        names = " ".join(shlex.quote(unit) for unit in units)
+        return sections.script(
+            packages_script(packages),
+            f"echo '== directories'; stat -L -c '%F|%a|%U:%G|%n' -- {places} 2>/dev/null",
+            f"echo '== files'; {FileStates().command(files)}",
+            f"echo '== units'; for unit in {names}; do"
+            ' echo "$unit $(systemctl is-enabled "$unit" 2>/dev/null)"; done',
+            "echo '== end'",
+        )
+
+    def process(self, output: list[str]) -> Base:  # noqa: D102
+        found = sections.split(output)
+        if "end" not in found:
+            raise FactProcessError("the answer of the host was cut off; run again")
+        return Base(
+            packages=parse_packages(found.get("packages", ())),
+            directories=parse_directories(found.get("directories", ())),
+            files=FileStates().process(found.get("files", ())),
+            units=dict([*line.split(), ""][:2] for line in found.get("units", ()) if line.split()),
+        )
+
+
+def parse_directories(lines: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Read ``stat`` lines of directories; anything that is not one is left out."""
+    found = {}
+    for line in lines:
+        kind, mode, owner, path = line.split("|", 3)
+        if kind == "directory":
+            found[path] = (mode, owner)
+    return found

@@ -1,0 +1,186 @@
+"""What the docker operations do on a host once they have decided to: start, reload, prove."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from pyinfra.api.host import Host
+from pyinfra.api.state import State
+
+from spark_deploy import daemon_json
+from spark_deploy.errors import Problem
+from spark_deploy.facts.docker import Docker, DockerState
+from spark_deploy.operations.failing import show
+from spark_deploy.operations.running import CommandFailed, run, talking
+from spark_deploy.plan.types import DockerPlan
+
+_LOG_TAIL = "journalctl -u docker.service -n 15 -o cat --no-pager"
+
+# An installation exits 0 even when the daemon died at its first start, so look at the daemon.
+_WAIT = (
+    "for i in $(seq 60); do "
+    "systemctl is-active -q docker && docker info >/dev/null 2>&1 && exit 0; "
+    "systemctl is-failed -q docker && exit 1; sleep 1; done; exit 1"
+)
+
+
+def start(state: State, host: Host, question: Mapping[str, Any]) -> bool:
+    """Enable and start the engine, and see that its daemon answers."""
+    return _bring_up(host, "systemctl reset-failed docker; systemctl enable --now docker")
+
+
+def settle(
+    state: State,
+    host: Host,
+    question: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    keys: tuple[str, ...],
+) -> bool:
+    """Make the engine take up ``keys``: by reload, and by restart where that does not do."""
+    if set(keys) <= daemon_json.RELOADABLE:
+        try:
+            run(host, "systemctl reload docker && sleep 1", timeout_s=60)
+        except CommandFailed as failure:
+            host.log(f"docker did not reload: {failure.output.strip()}")
+        if not daemon_json.unmet(wanted, _look(host, question).info):
+            return True
+        host.log("a reload was not enough, docker is restarted")
+    if not _bring_up(host, "systemctl reset-failed docker; systemctl restart docker"):
+        return False
+    left = daemon_json.unmet(wanted, _look(host, question).info)
+    if left:
+        problem = Problem(
+            "docker",
+            f"after a restart the daemon still does not run with {', '.join(left)}",
+            "look for the same keys as options of dockerd in `systemctl cat docker`",
+        )
+        show(host, str(problem))
+    return not left
+
+
+def _look(host: Host, question: Mapping[str, Any]) -> Docker:
+    fact = DockerState()
+    return fact.process(run(host, fact.command(**question), timeout_s=120))
+
+
+def _bring_up(host: Host, command: str) -> bool:
+    try:
+        with talking(host, "docker starts"):
+            run(host, f"{command}; {_WAIT}", timeout_s=120)
+    except CommandFailed:
+        tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
+        problem = Problem(
+            "docker",
+            f"the daemon does not come up\n{tail}",
+            "mend what it complains about (`journalctl -u docker`), then run again",
+        )
+        show(host, str(problem))
+        return False
+    return True
+
+
+def proof_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
+    """Name what the proof with a container depends on; any change asks for a new one."""
+    return {
+        "image": plan.check_image,
+        "docker": str(state.info.get("ServerVersion", "")),
+        "toolkit": state.toolkit_version,
+        "mode": state.toolkit_mode,
+        "driver": state.driver_version,
+        "kernel": state.kernel,
+    }
+
+
+def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str, Any]) -> bool:
+    """Run a container that lists the GPUs and keep the proof; only a `GPU` line counts.
+
+    Exit status and first line prove nothing: CUDA images print a banner before, and exit 0
+    without any GPU.
+    """
+    image = shlex.quote(plan.check_image)
+    try:
+        with talking(host, f"container check with {plan.check_image}"):
+            lines = run(
+                host,
+                "docker run --rm --network none --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all "
+                f"-e NVIDIA_DRIVER_CAPABILITIES=utility,compute {image} nvidia-smi -L",
+                timeout_s=1800,
+            )
+    except CommandFailed as failure:
+        show(host, str(explained(failure.output, plan.check_image)))
+        return False
+    gpus = [line for line in lines if line.startswith("GPU ")]
+    if not gpus:
+        show(host, str(explained("\n".join(lines), plan.check_image)))
+        return False
+    receipt = {
+        "schema_version": 1,
+        "key": proof_key(plan, _look(host, question)),
+        "gpu": gpus[0].partition(" (UUID")[0],
+    }
+    path = shlex.quote(plan.receipt_path)
+    run(
+        host,
+        f"install -d $(dirname {path}) && cat > {path}.new && chmod 644 {path}.new "
+        f"&& mv -fT {path}.new {path}",
+        stdin=json.dumps(receipt, sort_keys=True),
+    )
+    host.log(f"a container sees {receipt['gpu']}")
+    return True
+
+
+_KNOWN = (
+    (
+        "unknown or invalid runtime name",
+        "the nvidia runtime is not registered",
+        "run again; if it stays, look at runtimes in /etc/docker/daemon.json",
+    ),
+    (
+        "Unknown runtime specified",
+        "the nvidia runtime is not registered",
+        "run again; if it stays, look at runtimes in /etc/docker/daemon.json",
+    ),
+    (
+        "could not select device driver",
+        "docker has no driver for GPUs: the toolkit is missing or was installed after its start",
+        "restart docker",
+    ),
+    (
+        "unresolvable CDI devices",
+        "the toolkit resolves the GPU through CDI and finds no matching specification",
+        '`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`, or mode = "legacy" in '
+        "/etc/nvidia-container-runtime/config.toml",
+    ),
+    (
+        "invoking the NVIDIA Container Runtime Hook directly",
+        "the toolkit is forced to CDI, and docker calls its hook",
+        'set mode = "auto" in /etc/nvidia-container-runtime/config.toml',
+    ),
+    (
+        "exec format error",
+        "the image is of another architecture, or CDI left its entry point empty",
+        'check images.gpu_check; with a CDI specification present set mode = "legacy" in '
+        "/etc/nvidia-container-runtime/config.toml",
+    ),
+    (
+        "Driver/library version mismatch",
+        "the running module and the installed library differ",
+        "reboot",
+    ),
+)
+
+
+def explained(output: str, image: str) -> Problem:
+    """Turn what docker said into a cause and a way out; texts of docker 20.10 to 29."""
+    for words, what, fix in _KNOWN:
+        if words in output:
+            return Problem("container check", what, fix)
+    tail = "\n".join(output.strip().splitlines()[-8:]) or "no output"
+    return Problem(
+        "container check",
+        f"no line starting with GPU from `nvidia-smi -L` in {image}:\n{tail}",
+        "check images.gpu_check and `docker info` on the host",
+    )

@@ -1,0 +1,72 @@
+"""Run commands from inside an operation's function, and never fall silent meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+import gevent
+from paramiko import SSHException
+from pyinfra.api.command import StringCommand
+from pyinfra.api.host import Host
+from pyinfra.context import host as current_host
+from pyinfra.context import state
+
+
+def say(text: str) -> None:
+    """Tell the reader something about the current host; only while executing, so only once."""
+    if state.is_executing:
+        current_host.log(text)
+
+
+class CommandFailed(Exception):  # noqa: N818 - the shell's word
+    """A command on the host failed; carries what it printed."""
+
+    def __init__(self, command: str, output: str):
+        self.output = output
+        super().__init__(f"{command.splitlines()[0][:120]}\n{output}")
+
+
+def run(
+    host: Host, command: str | StringCommand, *, timeout_s: int = 600, stdin: str | None = None
+) -> list[str]:
+    """Run a command inside a ``FunctionCommand`` with the operation's own sudo settings.
+
+    Returns:
+        The lines of standard output.
+
+    Raises:
+        CommandFailed: exit status other than 0, a time-out, or a lost connection.
+    """
+    given: dict[str, Any] = dict(host.current_op_global_arguments or {})
+    keep = ("_sudo", "_sudo_user", "_sudo_password", "_use_sudo_login", "_env", "_shell_executable")
+    arguments: dict[str, Any] = {key: given[key] for key in keep if given.get(key)}
+    if stdin is not None:
+        arguments["_stdin"] = stdin
+    wrapped = command if isinstance(command, StringCommand) else StringCommand(command)
+    try:
+        ok, output = host.run_shell_command(wrapped, _timeout=timeout_s, **arguments)
+    except (TimeoutError, OSError, SSHException) as error:
+        raise CommandFailed(str(wrapped), f"{type(error).__name__} {error}".strip()) from error
+    if not ok:
+        raise CommandFailed(str(wrapped), output.output)
+    return output.stdout_lines
+
+
+@contextmanager
+def talking(host: Host, what: str, every_s: float = 10) -> Iterator[None]:
+    """Say every few seconds that ``what`` is still going on, so that a run is never silent."""
+    started = monotonic()
+
+    def talk() -> None:
+        while True:
+            gevent.sleep(every_s)
+            host.log(f"{what}: {monotonic() - started:.0f} s")
+
+    greenlet = gevent.spawn(talk)
+    try:
+        yield
+    finally:
+        greenlet.kill()

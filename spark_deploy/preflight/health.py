@@ -1,0 +1,51 @@
+"""Is the host whole: root access, finished updates, a running kernel that is the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spark_deploy.errors import Problem
+from spark_deploy.facts.survey import Survey
+from spark_deploy.plan.types import NeedsPlan
+from spark_deploy.preflight.verdict import Verdict
+
+
+def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
+    """Look for half-done updates and missing rights."""
+    return Verdict(tuple(_problems(survey)), tuple(_warnings(survey)))
+
+
+def _problems(survey: Survey) -> Iterator[Problem]:
+    if not survey.sudo_works:
+        yield Problem(
+            "sudo",
+            f"{survey.user} cannot become root without a password",
+            "run `pyinfra INVENTORY deploys/bootstrap.py` once",
+        )
+    if survey.broken_packages:
+        yield Problem(
+            "packages",
+            f"half installed: {', '.join(survey.broken_packages)}",
+            "run `dpkg --configure -a` and `apt-get -f install` on the host",
+        )
+    if survey.gpu.torn_score:
+        yield Problem(
+            "updates",
+            f"the vendor's update is torn: {survey.gpu.torn_score} packages differ from "
+            f"{survey.gpu.torn_name or 'the set'}",
+            "finish it with the DGX Dashboard (or apt full-upgrade) and reboot",
+        )
+    if not survey.docker_reachable:
+        yield Problem(
+            "docker",
+            "docker is installed but its daemon does not answer, so containers of others "
+            "cannot be told",
+            "see `systemctl status docker` on the host",
+        )
+
+
+def _warnings(survey: Survey) -> Iterator[Problem]:
+    if survey.identity.reboot_pending:
+        yield Problem(
+            "reboot", f"pending: {survey.identity.reboot_pending}", "reboot when it suits you"
+        )

@@ -1,0 +1,91 @@
+"""Who else uses the host: other engines, processes that hold memory, strangers on our ports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spark_deploy.errors import Problem
+from spark_deploy.facts.containers import Container
+from spark_deploy.facts.survey import Survey
+from spark_deploy.plan.types import NeedsPlan
+from spark_deploy.preflight.verdict import Verdict
+
+GIB = 1 << 30
+
+
+def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
+    """Find what would fight with our engine for memory, GPU or ports."""
+    problems = [*_containers(needs, survey), *_ports(needs, survey)]
+    warnings: list[Problem] = []
+    short = survey.memory.available_bytes < needs.memory_needed_bytes and not survey.serving
+    for problem, serious in _holders(needs, survey):
+        (problems if serious or short else warnings).append(problem)
+    return Verdict(tuple(problems), tuple(warnings))
+
+
+def in_the_way(survey: Survey) -> tuple[Container, ...]:
+    """List engine containers of others that run, or that docker may start again."""
+    return tuple(
+        container
+        for container in survey.containers
+        if container.is_engine and not container.ours and (container.alive or container.comes_back)
+    )
+
+
+def _containers(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+    for container in in_the_way(survey):
+        if container.name in needs.takeover:
+            continue
+        yield Problem(
+            f"container {container.name}",
+            f"another engine ({container.image}) is {container.state}, restart: "
+            f"{container.restart}; two engines do not fit into the memory",
+            f"stop it (`docker update --restart=no {container.name}; docker stop "
+            f"{container.name}`), or add it to takeover: to have that done",
+        )
+
+
+def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+    for listener in survey.listeners:
+        if listener.port not in needs.ports or listener.ours:
+            continue
+        who = f"{listener.process} (pid {listener.pid})" if listener.process else "someone"
+        yield Problem(
+            f"port {listener.port}",
+            f"{who} already listens on {listener.address}",
+            "stop it, or choose another serve.port",
+        )
+
+
+def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[tuple[Problem, bool]]:
+    """Yield each foreign holder and whether it is serious even when memory suffices."""
+    takeover = {c.id for c in survey.containers if c.name in needs.takeover or c.ours}
+    on_gpu = {app.pid: app.name for app in survey.gpu.compute_apps}
+    known: dict[int, str] = {process.pid: process.name for process in survey.processes}
+    for process in survey.processes:
+        if process.ours or process.container_id in takeover or _allowed(needs, process.name):
+            continue
+        uses = " and the GPU" if process.pid in on_gpu else ""
+        yield (
+            Problem(
+                f"process {process.name}",
+                f"pid {process.pid} holds {process.rss_bytes / GIB:.1f} GiB{uses}",
+                "stop it, or add its name to allow_memory_holders:",
+            ),
+            process.pid in on_gpu,
+        )
+    for pid, name in on_gpu.items():
+        if pid in known or _allowed(needs, name.rsplit("/", 1)[-1]) or survey.serving:
+            continue
+        yield (
+            Problem(
+                f"process {name}",
+                f"pid {pid} uses the GPU",
+                "stop it, or add its name to allow_memory_holders:",
+            ),
+            True,
+        )
+
+
+def _allowed(needs: NeedsPlan, name: str) -> bool:
+    return name in needs.allow_memory_holders

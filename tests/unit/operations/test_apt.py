@@ -1,0 +1,98 @@
+"""No package of driver, kernel or firmware ever changes because of us."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_deploy.operations import apt, docker_engine
+from spark_deploy.plan.types import AptRepository
+from tests.unit.facts.test_facts import lines_of
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        "nvidia-driver-580-open",
+        "nvidia-dkms-580",
+        "libnvidia-compute-580:arm64",
+        "nvidia-firmware-580-580.142",
+        "cuda-drivers-580",
+        "linux-image-6.17.0-1021-nvidia",
+        "linux-modules-nvidia-580-open-6.17.0-1021-nvidia",
+        "linux-nvidia-hwe-24.04",
+        "nvidia-fabricmanager-580",
+        "dgx-release",
+        "fwupd",
+    ],
+)
+def test_an_installation_that_would_change_the_driver_set_is_seen(package: str) -> None:
+    simulation = [
+        "Reading package lists...",
+        f"Inst {package} [1.0] (1.1 repo [arm64])",
+        f"Conf {package} (1.1 repo [arm64])",
+    ]
+    assert apt.forbidden(simulation) == (package,)
+    assert apt.forbidden([f"Remv {package} [1.0]"]) == (package,)
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        "nvidia-container-toolkit",
+        "nvidia-container-toolkit-base",
+        "libnvidia-container1",
+        "libnvidia-container-tools",
+        "cuda-toolkit-13-0",
+        "cuda-nvcc-13-0",
+        "linux-libc-dev",
+        "docker.io",
+    ],
+)
+def test_toolkits_may_be_installed(package: str) -> None:
+    assert apt.forbidden([f"Inst {package} (1.0 repo [arm64])"]) == ()
+
+
+def repository(**changes) -> AptRepository:
+    given = {
+        "name": "vendor",
+        "url": "https://packages.example.test/cuda",
+        "suite": "stable",
+        "components": ("main", "extra"),
+        "key_url": "https://packages.example.test/key.asc",
+        "key_sha256": "ab" * 32,
+    }
+    return AptRepository(**{**given, **changes})
+
+
+def test_a_source_is_bound_to_its_own_key() -> None:
+    lines = apt.sources_file(repository()).content.decode().splitlines()
+    assert "Signed-By: /etc/apt/keyrings/spark-vendor.asc" in lines
+    assert "Components: main extra" in lines
+
+
+def test_a_flat_repository_has_no_components() -> None:
+    assert b"Components" not in apt.sources_file(repository(suite="./", components=())).content
+
+
+def test_a_binary_key_gets_the_suffix_apt_reads_it_by() -> None:
+    assert apt.key_path(repository(key_url="https://x.example.test/a.gpg")).endswith(".gpg")
+
+
+@pytest.mark.parametrize(
+    ("capture", "words"),
+    [
+        ("docker-run--unknown-runtime--03.txt", "not registered"),
+        ("docker-run--unknown-runtime-old--05.txt", "not registered"),
+        ("docker-run--no-device-driver--04.txt", "no driver for GPUs"),
+        ("docker-run--cdi-unresolvable--02.txt", "through CDI"),
+        ("docker-run--cdi-mode-gpus-flag--01.txt", "forced to CDI"),
+        ("docker-logs--exec-format-error--01.txt", "another architecture"),
+        ("nvidia-smi--driver-library-mismatch--01.txt", "module and the installed library"),
+        ("nvidia-smi--no-driver--01.txt", "no line starting with GPU"),
+    ],
+)
+def test_each_way_a_container_misses_the_gpu_has_its_own_words(capture: str, words: str) -> None:
+    output = "\n".join(lines_of({"capture": capture}))
+    problem = docker_engine.explained(output, "image@sha256:00")
+    assert words in problem.what
+    assert problem.fix

@@ -1,0 +1,219 @@
+"""Every operation yields exactly what a host's state asks for: `<module>.<operation>/<case>.yml`.
+
+A case gives `plan` (fields that differ from the plan below), `fact` (sections as in the fact
+cases, or `like: <Fact>/<case>` and sections that differ) and either `noop` (words of the reason)
+or `commands` (one regular expression for each command; a function shows as `name(arguments)`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from pyinfra.api.command import FunctionCommand
+from pyinfra.api.state import StateStage
+from pyinfra.context import ctx_host, ctx_state
+
+from spark_deploy.operations import base, cuda, docker, preflight
+from spark_deploy.plan.types import (
+    AptRepository,
+    BasePlan,
+    CudaPlan,
+    DockerPlan,
+    NeedsPlan,
+    Paths,
+)
+
+HERE = Path(__file__).parent
+CASES = sorted(HERE.glob("*/*.yml"))
+MODULES = {"base": base, "cuda": cuda, "docker": docker, "preflight": preflight}
+
+VENDOR = AptRepository(
+    name="vendor",
+    url="https://packages.example.test/cuda",
+    suite="./",
+    components=(),
+    key_url="https://packages.example.test/key.asc",
+    key_sha256="ab" * 32,
+)
+PATHS = Paths(
+    models_dir="/srv/spark/models",
+    sources_dir="/srv/spark/sources",
+    cache_dir="/srv/spark/cache",
+    config_dir="/etc/spark",
+    state_dir="/var/lib/spark",
+    tools_dir="/usr/local/lib/spark",
+    **({"docker_dir": "/var/lib/docker"} if "docker_dir" in Paths.__slots__ else {}),
+)
+NEEDS = NeedsPlan(
+    arch="aarch64",
+    pci_ids=("10de:2e12",),
+    gpu_name="NVIDIA GB10",
+    os_id="ubuntu",
+    os_version="24.04",
+    driver_min="580",
+    dgx_release="warn",
+    takeover=(),
+    allow_memory_holders=(),
+    ports=(8000,),
+    disk_needed_bytes=(("/srv/spark/models/x", 80 << 30), ("/var/lib/docker", 20 << 30)),
+    disk_reserve_bytes=20 << 30,
+    memory_needed_bytes=90 << 30,
+    memory_total_min_bytes=110 << 30,
+    docker_dir="/var/lib/docker",
+    images=("spark-vllm:0123456789ab",),
+)
+PLANS: dict[str, Any] = {
+    "base": BasePlan(
+        packages=("curl", "nginx-light"),
+        hold_driver_in_unattended_upgrades=True,
+        disable_sleep=True,
+        paths=PATHS,
+    ),
+    "cuda": CudaPlan(version="13.0", package="cuda-toolkit-13-0", repositories=(VENDOR,)),
+    "docker": DockerPlan(
+        packages=("docker.io",),
+        toolkit_packages=("nvidia-container-toolkit",),
+        repositories=(VENDOR,),
+        daemon={},
+        check_image="registry.example.test/check@sha256:00",
+    ),
+    "preflight": NEEDS,
+}
+
+
+def frozen(value: Any) -> Any:
+    return tuple(frozen(item) for item in value) if isinstance(value, list) else value
+
+
+class FakeHost:
+    """Answers facts from one case and records what operations say."""
+
+    name = "spark-1"
+    current_op_global_arguments: Any = None
+
+    def __init__(self, sections: dict[str, Any]):
+        from tests.unit.facts.test_facts import output_of
+
+        self.output = output_of(sections)
+        self.asked = 0
+        self.noops: list[str] = []
+        self.logs: list[str] = []
+
+    def get_fact(self, fact: Any, **arguments: Any) -> Any:
+        arguments.pop("_sudo", None)
+        assert isinstance(fact().command(**arguments), str)
+        self.asked += 1
+        return fact().process(self.output)
+
+    def noop(self, text: str) -> None:
+        self.noops.append(text)
+
+    def log(self, text: str, **_: Any) -> None:
+        self.logs.append(text)
+
+    log_styled = log
+
+
+@contextmanager
+def on(host: FakeHost, executing: bool = True):
+    state = SimpleNamespace(
+        is_executing=executing,
+        current_stage=StateStage.Execute if executing else StateStage.Prepare,
+        inventory=SimpleNamespace(get_host=lambda name: host),
+        ops=defaultdict(dict),
+    )
+    with ctx_state.use(state), ctx_host.use(host):
+        yield state
+
+
+def sections_of(fact: dict[str, Any]) -> dict[str, Any]:
+    like = fact.get("like")
+    base_case = HERE.parent / "facts" / f"{like}.yml"
+    sections = yaml.safe_load(base_case.read_text())["sections"] if like else {}
+    own = {key: value for key, value in fact.items() if key != "like"}
+    return {**{k: v for k, v in sections.items() if k != "end"}, **own, "end": []}
+
+
+def shown(command: Any) -> str:
+    if isinstance(command, FunctionCommand):
+        return f"{command.function.__name__}({', '.join(map(str, command.args))})"
+    return str(command)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_an_operation_does_what_the_state_asks_for(case: Path) -> None:
+    data = yaml.safe_load(case.read_text())
+    module, _, name = case.parent.name.partition(".")
+    changes = {key: frozen(value) for key, value in data.get("plan", {}).items()}
+    plan = dataclasses.replace(PLANS[module], **changes)
+    host = FakeHost(sections_of(data["fact"]))
+    with on(host):
+        commands = [shown(command) for command in getattr(MODULES[module], name)._inner(plan)]
+    if "noop" in data:
+        assert commands == []
+        assert re.search(data["noop"], host.noops[0])
+        return
+    assert len(commands) == len(data["commands"]), commands
+    for command, wanted in zip(commands, data["commands"], strict=True):
+        assert re.search(wanted, command, re.DOTALL), command
+    for line in data.get("says", []):
+        assert any(re.search(line, said) for said in host.logs), host.logs
+
+
+def test_every_operation_has_a_case_that_does_nothing_and_one_that_acts() -> None:
+    seen: dict[str, set[str]] = defaultdict(set)
+    for case in CASES:
+        seen[case.parent.name].add("noop" if "noop" in yaml.safe_load(case.read_text()) else "acts")
+    operations = {
+        f"{name}.{attribute}"
+        for name, module in MODULES.items()
+        for attribute, value in vars(module).items()
+        if hasattr(value, "_inner") and value.__module__ == module.__name__
+    }
+    assert {name: seen[name] for name in operations} == {
+        name: {"noop", "acts"} for name in operations
+    }
+
+
+def test_operations_of_a_role_share_one_look_at_the_host() -> None:
+    host = FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
+    with on(host):
+        for operation in (docker.engine, docker.daemon_config, docker.running):
+            list(operation._inner(PLANS["docker"]))
+    assert host.asked == 1
+
+
+def test_a_look_at_the_host_is_forgotten_once_a_command_ran() -> None:
+    host = FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
+    with on(host) as state:
+        list(docker.engine._inner(PLANS["docker"]))
+        state.ops[host]["hash"] = SimpleNamespace(operation_meta=SimpleNamespace(executed=True))
+        list(docker.daemon_config._inner(PLANS["docker"]))
+    assert host.asked == 2
+
+
+def test_a_prediction_is_not_taken_for_the_state_at_execution() -> None:
+    host = FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
+    with on(host, executing=False):
+        list(docker.engine._inner(PLANS["docker"]))
+    with on(host, executing=True):
+        list(docker.engine._inner(PLANS["docker"]))
+    assert host.asked == 2
+
+
+def test_a_host_that_cannot_be_read_is_refused_and_not_taken_for_empty() -> None:
+    host = FakeHost({})
+    host.get_fact = lambda *_, **__: None  # what pyinfra gives after a failed fact
+    with on(host):
+        commands = [shown(command) for command in docker.engine._inner(PLANS["docker"])]
+    assert len(commands) == 1
+    assert commands[0].startswith("_refuse(")
+    assert "could not read the state" in commands[0]

@@ -1,0 +1,268 @@
+"""Preflight names every reason against a host, in words that say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spark_deploy.facts.survey import Survey, parse
+from spark_deploy.preflight import judge
+from tests.unit.facts.test_facts import output_of
+from tests.unit.operations.test_operations import NEEDS
+
+HEALTHY = {
+    "meminfo": ["MemTotal: 125513944 kB", "MemAvailable: 120000000 kB"],
+    "processes": [],
+    "compute-apps": [],
+    "containers": [],
+    "listeners": [],
+    "places": [
+        "/srv/spark/models/x\t0\t/dev/nvme0n1p2\t3670016000\t/",
+        "/var/lib/docker\t0\t/dev/nvme0n1p2\t3670016000\t/",
+    ],
+}
+OLLAMA = (
+    '{"id":"a1","name":"/ollama","image":"ollama/ollama","state":"STATE","restart":"RESTART",'
+    '"runtime":"runc","requests":null,"labels":null}'
+)
+
+
+def survey(**sections: Any) -> Survey:
+    case = Path(__file__).parents[1] / "facts" / "HostSurvey" / "factory_spark.yml"
+    seen = yaml.safe_load(case.read_text())["sections"]
+    return parse(
+        output_of({**seen, **HEALTHY, **{k.replace("_", "-"): v for k, v in sections.items()}})
+    )
+
+
+def problems(seen: Survey, **needs: Any) -> list[str]:
+    return [str(p) for p in judge(dataclasses.replace(NEEDS, **needs), seen).problems]
+
+
+def warnings(seen: Survey, **needs: Any) -> list[str]:
+    return [str(p) for p in judge(dataclasses.replace(NEEDS, **needs), seen).warnings]
+
+
+def one(found: list[str], *words: str) -> None:
+    assert len(found) == 1, found
+    for word in words:
+        assert word in found[0]
+
+
+def test_a_factory_spark_fits() -> None:
+    assert problems(survey()) == []
+    assert warnings(survey()) == []
+
+
+def test_another_architecture_is_the_only_thing_said_of_a_wrong_host() -> None:
+    one(problems(survey(uname=["x86_64", "6.1"], smi=[], pci=[])), "x86_64, expected aarch64")
+
+
+def test_a_board_without_the_gpu_names_what_it_has() -> None:
+    one(
+        problems(survey(pci=["0000:01:00.0 0x10de 0x2e03 0x030000"], smi=[])),
+        "no device 10de:2e12",
+        "10de:2e03",
+    )
+
+
+@pytest.mark.parametrize(
+    ("smi", "what", "fix"),
+    [
+        ([], "not installed", "never installs"),
+        ([{"capture": "nvidia-smi--no-driver--01.txt"}, "rc=9"], "couldn't communicate", "reboot"),
+        (
+            [{"capture": "nvidia-smi--driver-library-mismatch--01.txt"}, "rc=18"],
+            "version mismatch",
+            "reboot",
+        ),
+        (["No devices were found", "rc=6"], "No devices", "power-cycle"),
+        (["Segmentation fault", "rc=139"], "Segmentation", "dmesg"),
+    ],
+)
+def test_each_broken_driver_is_told_apart_on_the_right_board(
+    smi: list[Any], what: str, fix: str
+) -> None:
+    one(problems(survey(smi=smi)), "driver", what, fix)
+
+
+def test_an_old_driver_is_refused_and_left_alone() -> None:
+    found = problems(survey(smi=["NVIDIA GB10, 575.99.01, 12.1", "rc=0"], module=[]))
+    one(found, "575.99.01 is older than 580")
+
+
+def test_a_module_that_is_not_the_librarys_is_named() -> None:
+    one(problems(survey(smi=["NVIDIA GB10, 580.159.03, 12.1", "rc=0"])), "580.142", "580.159.03")
+
+
+def test_two_driver_branches_are_refused() -> None:
+    found = problems(
+        survey(driver_packages=["ii  nvidia-driver-580-open 580.1", "ii  nvidia-driver-590 590.4"])
+    )
+    one(found, "several branches", "580, 590")
+
+
+def test_another_release_of_the_system_is_refused() -> None:
+    one(problems(survey(os_release=["ID=ubuntu", 'VERSION_ID="26.04"'])), "expected ubuntu 24.04")
+
+
+@pytest.mark.parametrize(
+    ("rule", "refused", "warned"), [("require", 1, 0), ("warn", 0, 1), ("ignore", 0, 0)]
+)
+def test_plain_ubuntu_is_judged_by_the_rule(rule: str, refused: int, warned: int) -> None:
+    plain = survey(dgx_release=[])
+    assert len(problems(plain, dgx_release=rule)) == refused
+    assert len(warnings(plain, dgx_release=rule)) == warned
+
+
+def test_a_user_without_free_sudo_is_sent_to_bootstrap() -> None:
+    one(problems(survey(sudo=["no", "ann"])), "ann cannot become root", "bootstrap")
+
+
+def test_a_torn_vendor_update_is_refused() -> None:
+    one(
+        problems(survey(torn={"capture": "nvidia-spark-ota-check--torn-score--03.txt"})),
+        "3 packages differ from OTA2.2",
+    )
+
+
+def test_half_installed_packages_are_refused() -> None:
+    one(problems(survey(dpkg_audit=["bad:", " libx  something"])), "libx", "dpkg --configure -a")
+
+
+def test_a_pending_reboot_is_only_a_warning() -> None:
+    seen = survey(reboot=["required", "libc6"])
+    assert problems(seen) == []
+    one(warnings(seen), "libc6")
+
+
+@pytest.mark.parametrize(
+    ("state", "restart"),
+    [
+        ("running", "no"),
+        ("restarting", "on-failure"),
+        ("exited", "unless-stopped"),
+        ("exited", "always"),
+    ],
+)
+def test_an_engine_of_others_that_runs_or_comes_back_is_named(state: str, restart: str) -> None:
+    container = OLLAMA.replace("STATE", state).replace("RESTART", restart)
+    one(problems(survey(containers=[container])), "ollama", state, restart, "takeover")
+
+
+def test_an_engine_that_stays_stopped_is_nobodys_business() -> None:
+    container = OLLAMA.replace("STATE", "exited").replace("RESTART", "no")
+    assert problems(survey(containers=[container])) == []
+
+
+def test_a_container_we_may_take_over_is_no_problem() -> None:
+    container = OLLAMA.replace("STATE", "running").replace("RESTART", "always")
+    assert problems(survey(containers=[container]), takeover=("ollama",)) == []
+
+
+def test_our_own_engine_is_no_stranger() -> None:
+    container = (
+        '{"id":"a1","name":"/spark-main-0123456789ab","image":"spark-vllm:0123456789ab",'
+        '"state":"running","restart":"no","runtime":"nvidia","requests":null,'
+        '"labels":{"spark.release":"main-0123456789ab"}}'
+    )
+    seen = survey(
+        containers=[container],
+        serving=["spark-serve@main-0123456789ab.service"],
+        compute_apps=["77, VLLM::EngineCore"],
+        meminfo=["MemTotal: 125513944 kB", "MemAvailable: 9000000 kB"],
+    )
+    assert problems(seen) == []
+
+
+def test_a_process_that_holds_memory_is_named_when_memory_does_not_suffice() -> None:
+    seen = survey(
+        processes=["9 41943040 /user.slice/x llama-server"],
+        meminfo=["MemTotal: 125513944 kB", "MemAvailable: 60000000 kB"],
+    )
+    found = problems(seen)
+    assert "llama-server" in found[0]
+    assert "40.0 GiB" in found[0]
+    assert "57.2 GiB available" in found[1]
+
+
+def test_a_process_that_holds_memory_is_a_warning_when_memory_suffices() -> None:
+    seen = survey(processes=["9 2097152 /user.slice/x gnome-shell"])
+    assert problems(seen) == []
+    one(warnings(seen), "gnome-shell")
+    assert warnings(seen, allow_memory_holders=("gnome-shell",)) == []
+
+
+def test_a_stranger_on_the_gpu_is_refused_even_when_memory_suffices() -> None:
+    one(problems(survey(compute_apps=["9, /opt/x/python3"])), "/opt/x/python3", "uses the GPU")
+    assert (
+        problems(survey(compute_apps=["9, /opt/x/python3"]), allow_memory_holders=("python3",))
+        == []
+    )
+
+
+def test_a_stranger_on_our_port_is_named_and_our_gateway_is_not() -> None:
+    case = Path(__file__).parents[1] / "facts" / "HostSurvey" / "port_taken.yml"
+    ports = yaml.safe_load(case.read_text())["sections"]
+    seen = survey(listeners=ports["listeners"], listener_cgroups=ports["listener-cgroups"])
+    assert problems(seen, ports=(8000,)) == []
+    one(problems(seen, ports=(8001,)), "port 8001", "docker-proxy (pid 99)")
+    one(problems(seen, ports=(8002,)), "someone")
+    assert problems(seen, ports=(9000,)) == []
+
+
+def test_disk_is_added_up_per_filesystem_with_what_pruning_frees() -> None:
+    seen = survey(
+        places=[
+            "/srv/spark/models/x\t0\t/dev/a\t104857600\t/",
+            "/var/lib/docker\t0\t/dev/a\t104857600\t/",
+        ]
+    )
+    one(
+        problems(seen),
+        "disk /: 100.0 GiB free, 100.0 GiB to be written and 20.0 GiB kept free",
+        "free 20.0 GiB",
+        "11.5 GiB of images",
+    )
+
+
+def test_bytes_already_in_place_are_not_asked_for_again() -> None:
+    seen = survey(
+        places=[
+            "/srv/spark/models/x\t83886080\t/dev/a\t26214400\t/",
+            "/var/lib/docker\t0\t/dev/b\t26214400\t/var/lib/docker",
+        ],
+        images=["spark-vllm:0123456789ab"],
+    )
+    assert problems(seen) == []
+
+
+def test_a_full_disk_stops_nobody_when_nothing_is_left_to_write() -> None:
+    seen = survey(
+        places=[
+            "/srv/spark/models/x\t83886080\t/dev/a\t1024\t/",
+            "/var/lib/docker\t0\t/dev/a\t1024\t/",
+        ],
+        images=["spark-vllm:0123456789ab"],
+    )
+    assert problems(seen) == []
+
+
+def test_a_smaller_machine_is_refused() -> None:
+    one(problems(survey(), memory_total_min_bytes=200 << 30), "119.7 GiB in all")
+
+
+def test_everything_is_said_at_once() -> None:
+    seen = survey(
+        sudo=["no", "ann"],
+        smi=[],
+        dpkg_audit=[" libx  broken"],
+        containers=[OLLAMA.replace("STATE", "running").replace("RESTART", "always")],
+        meminfo=["MemTotal: 125513944 kB", "MemAvailable: 1000 kB"],
+    )
+    where = [str(p).split(":")[0] for p in judge(NEEDS, seen).problems]
+    assert where == ["driver", "sudo", "packages", "container ollama", "memory"]
