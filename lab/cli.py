@@ -1,0 +1,179 @@
+"""The `lab` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from lab import boot, faults, guest, lifecycle, record, servers, supervise
+from lab.code import use_copied_code
+from lab.errors import LabError
+from lab.guest import Guest
+from lab.hub import server as hub_server
+from lab.paths import APT_PORT, CDN_PORT, HOST_IP, HUB_PORT, USER, LabPaths, guest_names, lab_paths
+from lab.webserver import serve_files
+
+
+def _up(paths: LabPaths, options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    bootstrap = frozenset(guest_names(options.bootstrap_guest or []))
+    names = guest_names(options.guests)
+    with lifecycle.lab_lock(paths):
+        for one in lifecycle.up(paths, names, fresh=options.fresh, bootstrap=bootstrap):
+            how = "new Spark: password in lab.json" if one.spec().bootstrap else "key"
+            print(f"{one.name}  {one.ip}  ssh as {USER} ({how})")
+    print(f"lab up in {time.monotonic() - started:.1f} s; state in {paths.state}")
+    return 0
+
+
+def _down(paths: LabPaths, options: argparse.Namespace) -> int:
+    with lifecycle.lab_lock(paths):
+        names = guest_names(options.guests)
+        lifecycle.down(paths, names, delete=options.delete)
+        left = [] if names else lifecycle.leftovers(paths)
+    for line in left:
+        print(f"left over: {line}", file=sys.stderr)
+    return 1 if left else 0
+
+
+def _status(paths: LabPaths, options: argparse.Namespace) -> int:
+    for one in record.all_guests(paths):
+        kind = "bootstrap" if one.spec().bootstrap else "normal"
+        print(f"{one.name}  {one.ip}  {guest.state(one)}  {kind}")
+    for name, server in servers.SERVERS.items():
+        running = "running" if servers.pid_of(paths, name) else "stopped"
+        print(f"{name}  {HOST_IP}:{server.port}  {running}")
+    for line in faults.active(paths):
+        print(f"broken: {line}")
+    return 0
+
+
+def _ssh(paths: LabPaths, options: argparse.Namespace) -> int:
+    one = Guest(paths, guest_names([options.guest])[0])
+    if options.root or one.spec().bootstrap:
+        command = ["sh", "-c", " ".join(options.command)] if options.command else ["bash", "-l"]
+        argv = guest.enter_argv(one, command)
+    else:
+        argv = [
+            "ssh", "-i", str(paths.ssh_key), "-o", f"UserKnownHostsFile={paths.known_hosts}",
+            "-o", "IdentitiesOnly=yes", f"{USER}@{one.ip}", *options.command,
+        ]  # fmt: skip
+    return subprocess.run(argv, check=False).returncode
+
+
+def _logs(paths: LabPaths, options: argparse.Namespace) -> int:
+    if options.name in servers.SERVERS:
+        files = [paths.run / f"{options.name}.log"]
+    else:
+        one = Guest(paths, guest_names([options.name])[0])
+        files = [one.home / "supervisor.log", one.console]
+    for file in files:
+        if file.exists():
+            print(f"== {file}")
+            print("\n".join(file.read_text(errors="replace").splitlines()[-options.lines :]))
+    return 0
+
+
+def _break(paths: LabPaths, options: argparse.Namespace) -> int:
+    if options.what is None:
+        for fault in faults.FAULTS.values():
+            print(f"{fault.name:16} {fault.summary}")
+        return 0
+    use_copied_code(paths)
+    name = guest_names([options.guest])[0] if options.guest else None
+    with lifecycle.lab_lock(paths):
+        faults.apply(paths, options.what, name, value=options.value, match=options.match,
+                     times=options.times, heal=options.heal)  # fmt: skip
+    return 0
+
+
+def _restart_servers(paths: LabPaths, options: argparse.Namespace) -> int:
+    use_copied_code(paths)
+    with lifecycle.lab_lock(paths):
+        for name in options.names or servers.SERVERS:
+            servers.stop(paths, name)
+            servers.start(paths, name)
+    return 0
+
+
+def _inner(paths: LabPaths, options: argparse.Namespace) -> int:
+    """Run one of the lab's own long-lived processes."""
+    if options.command == "_supervise":
+        supervise.main(Guest(paths, options.guest))
+    elif options.command == "_boot":
+        boot.boot(Guest(paths, options.guest))
+    elif options.command == "_packages":
+        serve_files(paths.apt, HOST_IP, APT_PORT)
+    elif options.command == "_hub":
+        hub_server.serve(paths.hub, paths.run, HOST_IP, HUB_PORT, CDN_PORT)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lab", description="Stand-in Spark hosts on one machine.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="have guests running (a number, or names such as lab-3)")
+    up.add_argument("guests", nargs="+", metavar="N|NAME")
+    up.add_argument("--fresh", action="store_true", help="make the named guests anew")
+    up.add_argument("--bootstrap-guest", action="append", metavar="NAME",
+                    help="this guest starts like a new Spark: password only")  # fmt: skip
+    up.set_defaults(run=_up)
+
+    down = commands.add_parser("down", help="power guests off; without names the whole lab")
+    down.add_argument("guests", nargs="*", metavar="NAME")
+    down.add_argument("--delete", action="store_true", help="forget their disks as well")
+    down.set_defaults(run=_down)
+
+    commands.add_parser("status", help="guests, servers, faults").set_defaults(run=_status)
+
+    ssh = commands.add_parser("ssh", help="shell or command in a guest")
+    ssh.add_argument("--root", action="store_true", help="as root, without SSH")
+    ssh.add_argument("guest", metavar="NAME")
+    ssh.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD")
+    ssh.set_defaults(run=_ssh)
+
+    logs = commands.add_parser("logs", help="console of a guest, or log of a server")
+    logs.add_argument("name", metavar="NAME")
+    logs.add_argument("-n", "--lines", type=int, default=40)
+    logs.set_defaults(run=_logs)
+
+    fault = commands.add_parser("break", help="break something on purpose; without WHAT: the list")
+    fault.add_argument("what", nargs="?", choices=sorted(faults.FAULTS), metavar="WHAT")
+    fault.add_argument("guest", nargs="?", metavar="NAME")
+    fault.add_argument("--heal", action="store_true", help="make it well again")
+    fault.add_argument("--value", type=int, default=0, help="HTTP status, bytes/s or bytes left")
+    fault.add_argument("--match", default="*", help="only files like this (hub)")
+    fault.add_argument("--times", type=int, default=0, help="only so many answers (hub)")
+    fault.set_defaults(run=_break)
+
+    restart = commands.add_parser("restart-servers", help="restart servers with this code")
+    restart.add_argument("names", nargs="*", choices=[*servers.SERVERS, []])
+    restart.set_defaults(run=_restart_servers)
+    return parser
+
+
+def _inner_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lab")
+    parser.add_argument("command", choices=["_supervise", "_boot", "_packages", "_hub"])
+    parser.add_argument("guest", nargs="?")
+    parser.set_defaults(run=_inner)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the lab's own errors are one message and status 1."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    inner = bool(words) and words[0].startswith("_")
+    options = (_inner_parser() if inner else _parser()).parse_args(words)
+    try:
+        if os.geteuid() != 0:
+            raise LabError("lab", "needs root (namespaces, mounts, cgroups)", "run it with sudo")
+        return int(options.run(lab_paths(), options))
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1

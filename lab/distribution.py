@@ -1,0 +1,83 @@
+"""What this machine's own package manager says: its release, its mirror, missing programs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.errors import LabError
+from lab.shell import run
+
+# Program -> package that brings it, on Debian and Ubuntu alike.
+PROGRAMS = {
+    "systemd-nspawn": "systemd-container",
+    "debootstrap": "debootstrap",
+    "ssh-keygen": "openssh-client",
+    "ssh": "openssh-client",
+    "ip": "iproute2",
+    "apt-ftparchive": "apt-utils",
+    "gpg": "gnupg",
+    "docker-registry": "docker-registry",
+    "mkfs.ext4": "e2fsprogs",
+    "nsenter": "util-linux",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """The release that the guests are made from: the machine's own."""
+
+    os_id: str
+    version: str
+    codename: str
+    mirror: str
+    components: str
+    deb_arch: str
+    machine: str
+
+
+def this_distribution() -> Distribution:
+    """Read the release of this machine and the mirror that its apt is configured with."""
+    release = _os_release()
+    codename = release.get("VERSION_CODENAME", "")
+    wanted = "$(REPO_URI) $(CODENAME) $(COMPONENT)"
+    lines = run(["apt-get", "indextargets", "--format", wanted, "Created-By: Packages"])
+    targets = [line.split() for line in lines.splitlines()]
+    ours = [target for target in targets if len(target) == 3 and target[1] == codename]
+    main = next((target for target in ours if target[2] == "main"), None)
+    if main is None:
+        raise LabError("apt", f"no package index of {codename} main", "run `apt-get update`")
+    components = sorted({target[2] for target in ours} & {"main", "universe"})
+    return Distribution(
+        os_id=release["ID"],
+        version=release["VERSION_ID"],
+        codename=codename,
+        mirror=main[0].rstrip("/"),
+        components=",".join(components),
+        deb_arch=run(["dpkg", "--print-architecture"]).strip(),
+        machine=platform.machine(),
+    )
+
+
+def _os_release() -> dict[str, str]:
+    pairs = (line.partition("=") for line in Path("/etc/os-release").read_text().splitlines())
+    return {key: value.strip('"') for key, _, value in pairs if key}
+
+
+def install_programs() -> list[str]:
+    """Install the packages whose programs this machine lacks; return their names.
+
+    Raises:
+        LabError: not root, or the package manager fails.
+    """
+    if os.geteuid() != 0:
+        raise LabError("lab", "needs root (namespaces, mounts, cgroups)", "run it with sudo")
+    sbin = "/usr/local/sbin:/usr/sbin:/sbin:" + os.environ.get("PATH", "")
+    missing = sorted({p for name, p in PROGRAMS.items() if shutil.which(name, path=sbin) is None})
+    if missing:
+        run(["apt-get", "update", "-q"])
+        run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *missing])
+    return missing

@@ -1,0 +1,217 @@
+"""One guest: its disk, its identity, its life from create to destroy."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lab import cgroup, mounts, network
+from lab.errors import LabError
+from lab.paths import LabPaths, guest_index, guest_ip
+from lab.shell import run
+
+DISK_GIB = 24  # sparse: costs what is written
+
+
+@dataclass(frozen=True, slots=True)
+class GuestSpec:
+    """What a guest was created as; kept beside its disk."""
+
+    name: str
+    base: str  # the read-only tree below its disk
+    bootstrap: bool  # starts like a new Spark: password login, no key
+    password: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """A guest's place in the state directory."""
+
+    paths: LabPaths
+    name: str
+
+    @property
+    def index(self) -> int:
+        """Its number, from 1."""
+        return guest_index(self.name)
+
+    @property
+    def ip(self) -> str:
+        """Its address on the bridge."""
+        return guest_ip(self.index)
+
+    @property
+    def home(self) -> Path:
+        """Its directory."""
+        return self.paths.guests / self.name
+
+    @property
+    def disk_image(self) -> Path:
+        """The sparse file that is its disk."""
+        return self.home / "disk.img"
+
+    @property
+    def disk(self) -> Path:
+        """Where its disk is mounted: upper/, work/ and docker/ lie on it."""
+        return self.home / "disk"
+
+    @property
+    def root(self) -> Path:
+        """Where its root filesystem is mounted."""
+        return self.home / "root"
+
+    @property
+    def console(self) -> Path:
+        """What its console printed."""
+        return self.home / "console.log"
+
+    def spec(self) -> GuestSpec:
+        """Read what it was created as.
+
+        Raises:
+            LabError: there is no such guest.
+        """
+        try:
+            return GuestSpec(**json.loads((self.home / "guest.json").read_text()))
+        except FileNotFoundError as error:
+            raise LabError(self.name, "no such guest", f"run `lab up {self.name}`") from error
+
+    def exists(self) -> bool:
+        """Tell whether it was created (running or not)."""
+        return (self.home / "guest.json").exists()
+
+
+def create(guest: Guest, spec: GuestSpec) -> None:
+    """Make the guest's disk; its spec, written last, says that the disk is whole."""
+    if guest.home.exists():
+        shutil.rmtree(guest.home)
+    for directory in (guest.disk, guest.root, guest.home / "cg", guest.home / "cg2"):
+        directory.mkdir(parents=True)
+    with guest.disk_image.open("wb") as file:
+        file.truncate(DISK_GIB << 30)
+    run(["mkfs.ext4", "-q", "-m", "1", "-E", "lazy_itable_init=1", guest.disk_image])
+    mounts.mount_disk(guest.disk_image, guest.disk)
+    for name in ("upper", "work", "docker"):
+        (guest.disk / name).mkdir()
+    (guest.home / "guest.json").write_text(json.dumps(asdict(spec)))
+
+
+def mount_root(guest: Guest) -> None:
+    """Mount the guest's disk and its root filesystem over the base."""
+    if not os.path.ismount(guest.disk):
+        mounts.mount_disk(guest.disk_image, guest.disk)
+    if os.path.ismount(guest.root):
+        return
+    layers = f"lowerdir={guest.spec().base},upperdir={guest.disk}/upper,workdir={guest.disk}/work"
+    run(["mount", "-t", "overlay", f"lab-{guest.name}", "-o", layers, guest.root])
+
+
+def start(guest: Guest) -> None:
+    """Boot the guest under its own supervisor; returns before it is reachable."""
+    network.connect(guest.name)
+    cgroup.create(guest.name)
+    with (guest.home / "supervisor.log").open("ab") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "lab", "_supervise", guest.name],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/",
+        )  # fmt: skip
+
+
+@contextmanager
+def supervising(guest: Guest) -> Iterator[None]:
+    """Hold the lock that says "this guest has a supervisor" for as long as the process lives."""
+    with (guest.home / "supervisor.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (guest.home / "supervisor.pid").write_text(str(os.getpid()))
+        yield
+
+
+def supervisor_pid(guest: Guest) -> int | None:
+    """Return the living supervisor's pid, ``None`` when nobody holds its lock."""
+    path = guest.home / "supervisor.lock"
+    if not path.exists():
+        return None
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int((guest.home / "supervisor.pid").read_text())
+    return None
+
+
+def leader_pid(guest: Guest) -> int | None:
+    """Return the pid of the guest's init: process 1 of the namespace just below ours."""
+    for pid in sorted(cgroup.pids(guest.name)):
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        nspid = next(line.split()[1:] for line in status.splitlines() if line.startswith("NSpid"))
+        if len(nspid) == 2 and nspid[1] == "1":
+            return pid
+    return None
+
+
+def state(guest: Guest) -> str:
+    """Return ``running``, ``orphan`` (its supervisor is gone), ``stopped`` or ``absent``."""
+    if supervisor_pid(guest) is not None and leader_pid(guest) is not None:
+        return "running"
+    if cgroup.pids(guest.name):
+        return "orphan" if supervisor_pid(guest) is None else "starting"
+    return "stopped" if guest.exists() else "absent"
+
+
+def power_off(guest: Guest, *, timeout_s: float = 40) -> None:
+    """Shut the guest down in good order, if it has a supervisor to do it; then clean up."""
+    pid = supervisor_pid(guest)
+    if pid is not None:
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + timeout_s
+        while supervisor_pid(guest) is not None and time.monotonic() < deadline:
+            time.sleep(0.1)
+    clean(guest)
+
+
+def power_cut(guest: Guest) -> None:
+    """End every process of the guest at once, its supervisor too; the disk keeps what it has."""
+    cgroup.kill(guest.name)
+
+
+def clean(guest: Guest) -> None:
+    """Leave no process, mount, namespace or cgroup of the guest; its disk stays."""
+    cgroup.kill(guest.name)
+    mounts.unmount_below(guest.home)
+    mounts.wait_for_loop(guest.disk_image)
+    network.disconnect(guest.name)
+    cgroup.remove(guest.name)
+    for lock in Path("/run/systemd/nspawn/locks").glob(f"*{guest.name}*"):
+        lock.unlink()
+
+
+def destroy(guest: Guest) -> None:
+    """Clean up and forget the guest with its disk."""
+    clean(guest)
+    if guest.home.exists():
+        shutil.rmtree(guest.home)
+
+
+def enter_argv(guest: Guest, command: list[str]) -> list[str]:
+    """Return the command line that runs ``command`` as root inside the guest, without SSH.
+
+    Raises:
+        LabError: the guest is not running.
+    """
+    pid = leader_pid(guest)
+    if pid is None:
+        raise LabError(guest.name, f"is {state(guest)}", f"run `lab up {guest.name}`")
+    return ["nsenter", "-t", str(pid), "-m", "-u", "-i", "-n", "-p", "-C", "--", *command]

@@ -1,0 +1,1 @@
+"""A model hub that serves local directories to the real hub client and to our own fetcher."""

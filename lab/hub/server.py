@@ -1,0 +1,235 @@
+"""The hub's two HTTP servers: the hub itself, and a second host that hands out large files.
+
+As on the real one, ``resolve`` of a small file is a relative redirect and of a large file a
+redirect to signed, expiring links on another host, which must not be sent the hub's token.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from lab.hub import answers
+from lab.hub.body import send_body
+from lab.hub.faults import FaultSwitch
+from lab.hub.store import Commit, FileRecord, GatedError, NotFoundError, Store
+from lab.webserver import LabHttpServer
+
+LINK_LIFETIME_S = 3600
+
+
+@dataclass(slots=True)
+class Hub:
+    """What both servers share."""
+
+    store: Store
+    faults: FaultSwitch
+    cdn_url: str
+    access_log: Path
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    hub: Hub
+
+    def do_GET(self) -> None:
+        self._handle()
+
+    def do_HEAD(self) -> None:
+        self._handle()
+
+    def do_POST(self) -> None:
+        self._handle()
+
+    def _handle(self) -> None:
+        try:
+            self.route(unquote(urlsplit(self.path).path))
+        except NotFoundError as error:
+            self.refuse(HTTPStatus.NOT_FOUND, str(error), code=error.code)
+        except GatedError as error:
+            self.refuse(HTTPStatus.UNAUTHORIZED, f"{error} is gated", code="GatedRepo")
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def route(self, path: str) -> None:
+        """Answer one request."""
+        raise NotImplementedError
+
+    @property
+    def token(self) -> str | None:
+        """The bearer token of the request."""
+        word, _, token = self.headers.get("Authorization", "").partition(" ")
+        return token if word == "Bearer" else None
+
+    def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        """Send one small answer; a HEAD request gets its headers only."""
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def answer_json(self, value: object) -> None:
+        """Send ``value`` as JSON."""
+        self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def refuse(self, status: int, what: str, *, code: str = "", retry_s: int = 0) -> None:
+        """Send an error as the hub words it."""
+        headers = {"X-Error-Message": what, "Content-Type": "application/json"}
+        if code:
+            headers["X-Error-Code"] = code
+        if retry_s:
+            headers["Retry-After"] = str(retry_s)
+        self.answer(status, json.dumps({"error": what}).encode(), headers)
+
+    def send_file(self, record: FileRecord, headers: dict[str, str]) -> None:
+        """Send the file or the range that was asked for, as well as the faults allow."""
+        header = self.headers.get("Range")
+        if self.hub.faults.current("no-range", record.path):
+            header = None
+        try:
+            asked = answers.byte_range(header, record.size_bytes)
+        except ValueError:
+            total = {"Content-Range": f"bytes */{record.size_bytes}"}
+            self.answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, b"", total)
+            return
+        start, end = asked or (0, record.size_bytes - 1)
+        self.send_response(206 if asked else 200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{end}/{record.size_bytes}")
+        self.send_header("Content-Length", str(end - start + 1))
+        self.end_headers()
+        if self.command != "HEAD" and not send_body(
+            self.wfile, record, start, end, self.hub.faults
+        ):
+            self.close_connection = True
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Write one JSON line per answer, so that a test can count what was asked for."""
+        line = {
+            "at": round(time.time(), 3),
+            "client": self.client_address[0],
+            "method": self.command,
+            "path": self.path,
+            "range": self.headers.get("Range"),
+            "status": int(code),
+            "authorized": "Authorization" in self.headers,
+        }
+        with self.hub.access_log.open("a") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+class HubHandler(_Handler):
+    """The hub itself: its API and ``resolve``."""
+
+    def route(self, path: str) -> None:
+        """Answer one request to the hub."""
+        fault = self.hub.faults.current("status", path)
+        if fault is not None:
+            self.refuse(fault.value or 503, "the lab's hub was told to refuse", retry_s=1)
+            return
+        words = path.strip("/").split("/")
+        if words[:2] == ["api", "models"] and len(words) >= 4:
+            self._api("/".join(words[2:4]), words[4:])
+        elif words[:3] == ["api", "resolve-cache", "models"] and len(words) >= 7:
+            commit = self._commit("/".join(words[3:5]), words[5])
+            record = commit.file("/".join(words[6:]))
+            self.send_file(record, answers.file_headers(commit, record))
+        elif len(words) >= 5 and words[2] == "resolve":
+            self._resolve(self._commit("/".join(words[:2]), words[3]), "/".join(words[4:]))
+        else:
+            self.refuse(HTTPStatus.NOT_FOUND, f"no such page: {path}")
+
+    def _commit(self, repo: str, revision: str | None) -> Commit:
+        return self.hub.store.commit(repo, revision, self.token)
+
+    def _api(self, repo: str, rest: list[str]) -> None:
+        query = parse_qs(urlsplit(self.path).query)
+        action = rest[0] if rest else "revision"
+        commit = self._commit(repo, "/".join(rest[1:]) or None)
+        actions: dict[str, Callable[[], object]] = {
+            "revision": lambda: answers.model_info(commit, blobs="blobs" in query),
+            "tree": lambda: [answers.tree_entry(record) for record in commit.files],
+            "paths-info": lambda: self._paths_info(commit),
+        }
+        if action not in actions:
+            self.refuse(HTTPStatus.NOT_FOUND, f"no such page: {self.path}")
+            return
+        self.answer_json(actions[action]())
+
+    def _paths_info(self, commit: Commit) -> list[dict[str, object]]:
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0"))).decode()
+        if "json" in self.headers.get("Content-Type", ""):
+            wanted = json.loads(body)["paths"]
+        else:
+            wanted = parse_qs(body).get("paths", [])
+        return [answers.tree_entry(record) for record in commit.files if record.path in wanted]
+
+    def _resolve(self, commit: Commit, path: str) -> None:
+        record = commit.file(path)
+        headers = answers.file_headers(commit, record)
+        if record.large:
+            expired = self.hub.faults.current("expire", record.path)
+            expires_at = int(time.time()) + (-1 if expired else LINK_LIFETIME_S)
+            link = answers.signed_link(self.hub.cdn_url, record.sha256, self.hub.secret, expires_at)
+            self.answer(HTTPStatus.FOUND, b"", {**headers, "Location": link})
+            return
+        cached = f"/api/resolve-cache/models/{commit.repo}/{commit.sha}/{record.path}"
+        self.answer(HTTPStatus.TEMPORARY_REDIRECT, b"", {**headers, "Location": cached})
+
+
+class CdnHandler(_Handler):
+    """The second host: large files by their hash, to holders of a valid link."""
+
+    def route(self, path: str) -> None:
+        """Answer one request for a blob."""
+        if "Authorization" in self.headers:
+            self.refuse(HTTPStatus.BAD_REQUEST, "only one auth mechanism allowed: drop the token")
+            return
+        refusal = answers.link_refusal(self.path, self.hub.secret, time.time())
+        if refusal is not None:
+            self.refuse(HTTPStatus.FORBIDDEN, refusal)
+            return
+        record = self.hub.store.by_sha256(path.rpartition("/")[2])
+        if record is None:
+            self.refuse(HTTPStatus.NOT_FOUND, "no such blob")
+            return
+        self.send_file(record, {"ETag": f'"{record.sha256}"', "Accept-Ranges": "bytes"})
+
+
+def make_servers(hub: Hub, host: str, port: int, cdn_port: int) -> tuple[LabHttpServer, ...]:
+    """Return the two servers, bound but not yet serving."""
+    kinds = ((HubHandler, port), (CdnHandler, cdn_port))
+    return tuple(
+        LabHttpServer((host, bind), type(kind.__name__, (kind,), {"hub": hub}))
+        for kind, bind in kinds
+    )
+
+
+def serve(store: Path, run_dir: Path, host: str, port: int, cdn_port: int) -> None:
+    """Serve the hub until the process ends."""
+    store.mkdir(parents=True, exist_ok=True)
+    hub = Hub(
+        store=Store(store),
+        faults=FaultSwitch(run_dir / "hub-fault.json"),
+        cdn_url=f"http://{host}:{cdn_port}",
+        access_log=run_dir / "hub-access.jsonl",
+    )
+    servers = make_servers(hub, host, port, cdn_port)
+    for server in servers[1:]:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    servers[0].serve_forever()

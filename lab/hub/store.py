@@ -1,0 +1,162 @@
+"""What the hub holds on disk: ``<org>/<name>/<commit>/...`` and ``<org>/<name>/refs/<ref>``.
+
+A file ``<org>/<name>/token`` makes the repository gated: only that bearer token opens it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt")
+_WEIGHT_NAMES = ("tokenizer.json",)  # kept as large files by the repositories we deploy
+
+
+class NotFoundError(Exception):
+    """Nothing there; ``code`` is the hub's X-Error-Code, which the client turns into a class."""
+
+    def __init__(self, code: str, what: str):
+        self.code = code
+        super().__init__(what)
+
+
+class GatedError(Exception):
+    """The repository wants a token that the request did not bring."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of a commit; ``large`` ones are identified by sha256, others by git blob id."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+    git_sha1: str
+    large: bool
+    disk_path: Path
+
+    @property
+    def etag(self) -> str:
+        """The identity that the hub gives it."""
+        return self.sha256 if self.large else self.git_sha1
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One revision of a repository."""
+
+    repo: str
+    sha: str
+    files: tuple[FileRecord, ...]
+
+    def file(self, path: str) -> FileRecord:
+        """Return one file.
+
+        Raises:
+            NotFoundError: the commit has no such file.
+        """
+        for record in self.files:
+            if record.path == path:
+                return record
+        raise NotFoundError("EntryNotFound", f"{path} is not in {self.repo}@{self.sha[:12]}")
+
+
+def commit_id(files: Iterable[tuple[str, str]], note: str) -> str:
+    """Return the 40 hex digits that name a commit of these (path, sha256) pairs."""
+    lines = [f"{path}\0{sha256}\n" for path, sha256 in sorted(files)]
+    return hashlib.sha1("".join([*lines, note]).encode()).hexdigest()
+
+
+class Store:
+    """Reads the hub's directory; hashes every file once and remembers it by size and time."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._digests: dict[tuple[str, int, int], tuple[str, str]] = {}
+        self._by_sha256: dict[str, FileRecord] = {}
+        self._lock = threading.Lock()
+
+    def repositories(self) -> dict[str, dict[str, object]]:
+        """Return every repository with its ``main`` commit and all its commits."""
+        found: dict[str, dict[str, object]] = {}
+        for directory in sorted(self._root.glob("*/*")):
+            if not directory.is_dir():
+                continue
+            commits = sorted(p.name for p in directory.iterdir() if _COMMIT.fullmatch(p.name))
+            main = directory / "refs/main"
+            name = directory.relative_to(self._root).as_posix()
+            found[name] = {
+                "main": main.read_text().strip() if main.exists() else None,
+                "commits": commits,
+            }
+        return found
+
+    def commit(self, repo: str, revision: str | None, token: str | None = None) -> Commit:
+        """Return ``repo`` at ``revision`` (a commit, a ref, or ``None`` for main).
+
+        Raises:
+            NotFoundError: no such repository or revision.
+            GatedError: the repository is gated and ``token`` does not open it.
+        """
+        directory = self._root / repo
+        if ".." in repo or not (directory / "refs").is_dir():
+            raise NotFoundError("RepoNotFound", f"{repo} does not exist")
+        gate = directory / "token"
+        if gate.exists() and gate.read_text().strip() != token:
+            raise GatedError(repo)
+        sha = self._sha(directory, revision or "main")
+        if sha is None:
+            raise NotFoundError("RevisionNotFound", f"{repo} has no revision {revision}")
+        files = tuple(self._record(directory / sha, path) for path in _files(directory / sha))
+        with self._lock:
+            self._by_sha256.update((record.sha256, record) for record in files)
+        return Commit(repo, sha, files)
+
+    def by_sha256(self, sha256: str) -> FileRecord | None:
+        """Return a file that some answer has already named by its hash."""
+        with self._lock:
+            return self._by_sha256.get(sha256)
+
+    @staticmethod
+    def _sha(directory: Path, revision: str) -> str | None:
+        if _COMMIT.fullmatch(revision):
+            return revision if (directory / revision).is_dir() else None
+        ref = directory / "refs" / revision
+        if ".." in revision or not ref.is_file():
+            return None
+        return ref.read_text().strip()
+
+    def _record(self, root: Path, path: Path) -> FileRecord:
+        stat = path.stat()
+        key = (str(path), stat.st_size, stat.st_mtime_ns)
+        if key not in self._digests:
+            self._digests[key] = _digests(path, stat.st_size)
+        sha256, git_sha1 = self._digests[key]
+        return FileRecord(
+            path=path.relative_to(root).as_posix(),
+            size_bytes=stat.st_size,
+            sha256=sha256,
+            git_sha1=git_sha1,
+            large=path.name.endswith(_WEIGHT_SUFFIXES) or path.name in _WEIGHT_NAMES,
+            disk_path=path,
+        )
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _digests(path: Path, size_bytes: int) -> tuple[str, str]:
+    """Return sha256 and git blob sha1 in one pass."""
+    sha256 = hashlib.sha256()
+    git_sha1 = hashlib.sha1(f"blob {size_bytes}\0".encode())
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            sha256.update(block)
+            git_sha1.update(block)
+    return sha256.hexdigest(), git_sha1.hexdigest()

@@ -1,0 +1,74 @@
+"""What makes a guest itself: name, accounts, keys, package sources; written before first boot."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+
+from lab import cgroup
+from lab.archive import ARCHIVES
+from lab.guest import Guest, GuestSpec
+from lab.paths import HOST_IP, USER, LabPaths
+from lab.shell import run
+
+
+def ensure_ssh_key(paths: LabPaths) -> None:
+    """Have the lab's own SSH key."""
+    if not paths.ssh_key.exists():
+        comment = "virtual lab"
+        run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", paths.ssh_key])
+
+
+def new_spec(name: str, base: Path, *, bootstrap: bool) -> GuestSpec:
+    """Return the spec of a new guest; a bootstrap guest gets a password of its own."""
+    password = secrets.token_urlsafe(12) if bootstrap else None
+    return GuestSpec(name=name, base=str(base), bootstrap=bootstrap, password=password)
+
+
+def write_identity(guest: Guest) -> None:
+    """Write the guest's identity into its mounted root."""
+    spec, etc = guest.spec(), guest.root / "etc"
+    (etc / "hostname").write_text(f"{guest.name}\n")
+    (etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {guest.name}\n{HOST_IP} lab-host\n")
+    if not cgroup.is_v2():
+        # On v1 a guest hears nothing when a delegated cgroup becomes empty: stopping the user
+        # manager (at each log-out, and at reboot) would take its whole timeout of two minutes.
+        (etc / "systemd/system/user@.service").symlink_to("/dev/null")
+    _write_sources(guest)
+    sshd = etc / "ssh/sshd_config.d/10-lab.conf"
+    sshd.parent.mkdir(exist_ok=True)
+    sshd.write_text(f"PasswordAuthentication {'yes' if spec.bootstrap else 'no'}\nUseDNS no\n")
+    if spec.password is not None:
+        run(["chroot", guest.root, "chpasswd"], stdin=f"{USER}:{spec.password}\n")
+    else:
+        _open_for_the_lab(guest)
+    (guest.home / "identity").write_text("written")
+
+
+def _write_sources(guest: Guest) -> None:
+    """Configure the archives a delivered system knows; their keys are in place as well."""
+    keyrings = guest.root / "etc/apt/keyrings"
+    keyrings.mkdir(parents=True, exist_ok=True)
+    for archive in ARCHIVES:
+        if not archive.preconfigured:
+            continue
+        key = keyrings / f"{archive.name}.asc"
+        shutil.copy(guest.paths.apt / archive.directory / "archive-key.asc", key)
+        source = (
+            f"deb [signed-by=/etc/apt/keyrings/{key.name}] {archive.url} {archive.suite} main\n"
+        )
+        (guest.root / f"etc/apt/sources.list.d/{archive.name}.list").write_text(source)
+
+
+def _open_for_the_lab(guest: Guest) -> None:
+    """Leave the guest as a bootstrapped Spark: the lab's key, sudo without a password."""
+    ssh_dir = guest.root / "home" / USER / ".ssh"
+    ssh_dir.mkdir(mode=0o700)
+    authorized = ssh_dir / "authorized_keys"
+    authorized.write_text(guest.paths.ssh_key.with_suffix(".pub").read_text())
+    authorized.chmod(0o600)
+    run(["chroot", guest.root, "chown", "-R", f"{USER}:{USER}", f"/home/{USER}/.ssh"])
+    sudoers = guest.root / "etc/sudoers.d/90-lab"
+    sudoers.write_text(f"{USER} ALL=(ALL:ALL) NOPASSWD: ALL\n")
+    sudoers.chmod(0o440)

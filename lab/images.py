@@ -1,0 +1,257 @@
+"""Container images without a container engine: layers, configuration, manifest, upload.
+
+Formats: OCI image specification 1.0 (config), Docker image manifest version 2 schema 2, and the
+registry HTTP API v2 for the upload.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import tarfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+
+from lab.errors import LabError
+from lab.paths import LabPaths
+
+MANIFEST_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
+_CONFIG_TYPE = "application/vnd.docker.container.image.v1+json"
+_LAYER_TYPE = "application/vnd.docker.image.rootfs.diff.tar.gzip"
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """How a container of the image starts."""
+
+    entrypoint: Sequence[str] = ()
+    cmd: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    workdir: str = "/"
+    machine: str = "x86_64"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A gzipped tar on disk, with the hashes of both its forms."""
+
+    path: Path
+    digest: str  # of the gzipped bytes
+    diff_id: str  # of the tar itself
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedImage:
+    """An image in the registry; a deploy pins ``repository@digest``."""
+
+    repository: str
+    tag: str
+    digest: str
+
+
+def layer_from_tree(tree: Path, target: Path, *, prefix: str = "", gzip_level: int = 6) -> Layer:
+    """Write ``tree`` as a layer under ``prefix``; equal files give equal bytes.
+
+    Owners become root and times zero: the layer's digest then depends on its content only.
+    """
+
+    def normal(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = 0
+        info.uname = info.gname = ""
+        info.mtime = 0
+        return info
+
+    def fill(tar: tarfile.TarFile) -> None:
+        for path in sorted(tree.rglob("*")):
+            name = (Path(prefix) / path.relative_to(tree)).as_posix()
+            tar.add(path, arcname=name, recursive=False, filter=normal)
+
+    return _write_layer(target, fill, gzip_level)
+
+
+def layer_from_files(files: Mapping[str, tuple[bytes, int]], target: Path) -> Layer:
+    """Write a layer of ``{path in the image: (content, mode)}``."""
+
+    def fill(tar: tarfile.TarFile) -> None:
+        for name, (content, mode) in sorted(files.items()):
+            info = tarfile.TarInfo(name.lstrip("/"))
+            info.size, info.mode = len(content), mode
+            tar.addfile(info, io.BytesIO(content))
+
+    return _write_layer(target, fill, 6)
+
+
+def layer_from_tar(tar_path: Path, target: Path, *, gzip_level: int = 1) -> Layer:
+    """Compress an existing tar into a layer."""
+    diff_id = hashlib.sha256()
+    with (
+        tar_path.open("rb") as source,
+        target.open("wb") as raw,
+        gzip.GzipFile("", "wb", gzip_level, raw, mtime=0) as packed,
+    ):
+        while block := source.read(_BLOCK_BYTES):
+            diff_id.update(block)
+            packed.write(block)
+    return Layer(target, _file_digest(target), f"sha256:{diff_id.hexdigest()}", _size(target))
+
+
+class _HashingWriter(io.RawIOBase):
+    """Passes a tar on to gzip and hashes it on the way."""
+
+    def __init__(self, packed: gzip.GzipFile):
+        self._packed = packed
+        self.sha256 = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        block = bytes(data)  # type: ignore[call-overload]  # bytes-like by RawIOBase's contract
+        self.sha256.update(block)
+        return self._packed.write(block)
+
+
+def _write_layer(target: Path, fill: Callable[[tarfile.TarFile], None], gzip_level: int) -> Layer:
+    with target.open("wb") as raw, gzip.GzipFile("", "wb", gzip_level, raw, mtime=0) as packed:
+        hashing = _HashingWriter(packed)
+        with tarfile.open(fileobj=hashing, mode="w|", format=tarfile.GNU_FORMAT) as tar:
+            fill(tar)
+    diff_id = f"sha256:{hashing.sha256.hexdigest()}"
+    return Layer(target, _file_digest(target), diff_id, _size(target))
+
+
+def config_bytes(layers: Sequence[Layer], config: ImageConfig) -> bytes:
+    """Return the image's configuration."""
+    body = {
+        "architecture": _ARCHITECTURES[config.machine],
+        "os": "linux",
+        "config": {
+            "Entrypoint": list(config.entrypoint) or None,
+            "Cmd": list(config.cmd) or None,
+            "Env": [f"{key}={value}" for key, value in sorted(config.env.items())],
+            "Labels": dict(sorted(config.labels.items())) or None,
+            "WorkingDir": config.workdir,
+        },
+        "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
+        "history": [{"created_by": "virtual lab"} for _ in layers],
+        "created": "2026-01-01T00:00:00Z",
+    }
+    return json.dumps(body, sort_keys=True).encode()
+
+
+def manifest_bytes(layers: Sequence[Layer], config: bytes) -> bytes:
+    """Return the image's manifest; its sha256 is the digest that pins the image."""
+    body = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": {
+            "mediaType": _CONFIG_TYPE,
+            "size": len(config),
+            "digest": f"sha256:{hashlib.sha256(config).hexdigest()}",
+        },
+        "layers": [
+            {"mediaType": _LAYER_TYPE, "size": layer.size_bytes, "digest": layer.digest}
+            for layer in layers
+        ],
+    }
+    return json.dumps(body, sort_keys=True).encode()
+
+
+def push_image(
+    registry: str, name: str, tag: str, layers: Sequence[Layer], config: ImageConfig
+) -> str:
+    """Upload the image to ``registry`` (host:port) and return its digest.
+
+    Raises:
+        LabError: the registry refuses or cannot be reached.
+    """
+    base = f"http://{registry}/v2/{name}"
+    packed_config = config_bytes(layers, config)
+    for layer in layers:
+        _upload_blob(base, layer.digest, layer.path.read_bytes)
+    config_digest = f"sha256:{hashlib.sha256(packed_config).hexdigest()}"
+    _upload_blob(base, config_digest, lambda: packed_config)
+    manifest = manifest_bytes(layers, packed_config)
+    headers = {"Content-Type": MANIFEST_TYPE}
+    _request("PUT", f"{base}/manifests/{tag}", manifest, headers)
+    return f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+
+
+def has_manifest(registry: str, name: str, reference: str) -> bool:
+    """Tell whether the registry has ``name`` at ``reference`` (tag or digest)."""
+    url = f"http://{registry}/v2/{name}/manifests/{reference}"
+    return _exists(url, {"Accept": MANIFEST_TYPE})
+
+
+def _upload_blob(base: str, digest: str, content: Callable[[], bytes]) -> None:
+    if _exists(f"{base}/blobs/{digest}", {}):
+        return
+    location = _request("POST", f"{base}/blobs/uploads/", b"", {})
+    upload = urljoin(f"{base}/", location)
+    mark = "&" if urlsplit(upload).query else "?"
+    headers = {"Content-Type": "application/octet-stream"}
+    _request("PUT", f"{upload}{mark}digest={digest}", content(), headers)
+
+
+def _exists(url: str, headers: Mapping[str, str]) -> bool:
+    try:
+        _request("HEAD", url, None, headers)
+    except LabError as error:
+        if "HTTP 404" in error.what:
+            return False
+        raise
+    return True
+
+
+def _request(method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> str:
+    request = urllib.request.Request(url, data=body, headers=dict(headers), method=method)
+    # The registry is on this machine: a proxy of the environment must not be asked.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=120) as answer:
+            return str(answer.headers.get("Location", ""))
+    except urllib.error.HTTPError as error:
+        detail = error.read(500).decode(errors="replace")
+        what = f"HTTP {error.code} {detail}".strip()
+        raise LabError(
+            f"{method} {url}", what, "read run/registry.log in the lab's state"
+        ) from error
+    except OSError as error:
+        raise LabError(f"{method} {url}", str(error), "is the registry up? `lab status`") from error
+
+
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def read_published(paths: LabPaths) -> dict[str, PublishedImage]:
+    """Return the images that the lab has put into its registry, by short name."""
+    path = paths.state / "images.json"
+    if not path.exists():
+        return {}
+    return {name: PublishedImage(**body) for name, body in json.loads(path.read_text()).items()}
+
+
+def write_published(paths: LabPaths, images: Iterable[tuple[str, PublishedImage]]) -> None:
+    """Remember images in addition to those already known."""
+    known = read_published(paths) | dict(images)
+    text = json.dumps({name: asdict(image) for name, image in sorted(known.items())}, indent=1)
+    (paths.state / "images.json").write_text(text + "\n")

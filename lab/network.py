@@ -1,0 +1,75 @@
+"""The lab's bridge and one network namespace per guest; no route leads out of the machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lab.paths import BRIDGE, HOST_IP, guest_index, guest_ip
+from lab.shell import run, succeeds
+
+
+def _links() -> set[str]:
+    return {entry["ifname"] for entry in json.loads(run(["ip", "-j", "link"]) or "[]")}
+
+
+def namespace(name: str) -> Path:
+    """Return the file of the guest's network namespace."""
+    return Path("/run/netns") / _netns(name)
+
+
+def _netns(name: str) -> str:
+    return f"spark-{name}"
+
+
+def _veth(name: str) -> str:
+    return f"veth-{name}"
+
+
+def ensure_bridge() -> None:
+    """Have the bridge up with the host's address."""
+    if BRIDGE not in _links():
+        run(["ip", "link", "add", BRIDGE, "type", "bridge"])
+    run(["ip", "addr", "replace", f"{HOST_IP}/24", "dev", BRIDGE])
+    run(["ip", "link", "set", BRIDGE, "up"])
+
+
+def remove_bridge() -> None:
+    """Remove the bridge if it is there."""
+    if BRIDGE in _links():
+        run(["ip", "link", "del", BRIDGE])
+
+
+def connect(name: str) -> None:
+    """Give the guest a namespace with eth0 on the bridge; removes an old one first."""
+    disconnect(name)
+    netns, veth = _netns(name), _veth(name)
+    run(["ip", "netns", "add", netns])
+    run(["ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", netns])
+    run(["ip", "link", "set", veth, "master", BRIDGE, "up"])
+    address = f"{guest_ip(guest_index(name))}/24"
+    run(["ip", "-n", netns, "addr", "add", address, "dev", "eth0"])
+    for link in ("lo", "eth0"):
+        run(["ip", "-n", netns, "link", "set", link, "up"])
+    run(["ip", "-n", netns, "route", "add", "default", "via", HOST_IP])
+
+
+def disconnect(name: str) -> None:
+    """Remove the guest's namespace; its link goes with it."""
+    if namespace(name).exists():
+        run(["ip", "netns", "del", _netns(name)])
+    if _veth(name) in _links():
+        succeeds(["ip", "link", "del", _veth(name)])
+
+
+def set_cable(name: str, *, plugged: bool) -> None:
+    """Plug or unplug the guest's network cable."""
+    run(["ip", "link", "set", _veth(name), "up" if plugged else "down"])
+
+
+def leftovers() -> list[str]:
+    """Return what of the lab's network is still there."""
+    links = [link for link in _links() if link == BRIDGE or link.startswith("veth-lab-")]
+    netns_dir = Path("/run/netns")
+    names = [p.name for p in netns_dir.iterdir()] if netns_dir.exists() else []
+    return sorted(links + [name for name in names if name.startswith("spark-lab-")])

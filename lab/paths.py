@@ -1,0 +1,112 @@
+"""Where the lab keeps its state, and the addresses it uses."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.errors import LabError
+
+BRIDGE = "br-lab"
+HOST_IP = "10.77.0.1"
+APT_PORT, HUB_PORT, CDN_PORT, REGISTRY_PORT = 8081, 8082, 8083, 5000
+USER = "spark"
+MAX_GUESTS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class LabPaths:
+    """The lab's directories under one state directory."""
+
+    state: Path
+
+    @property
+    def cache(self) -> Path:
+        """Heavy pieces under their content keys; safe to delete while the lab is down."""
+        return self.state / "cache"
+
+    @property
+    def guests(self) -> Path:
+        """One directory for each guest."""
+        return self.state / "guests"
+
+    @property
+    def run(self) -> Path:
+        """Pids, logs and fault switches of the servers."""
+        return self.state / "run"
+
+    @property
+    def apt(self) -> Path:
+        """The two package repositories as they are served."""
+        return self.state / "apt"
+
+    @property
+    def hub(self) -> Path:
+        """The model hub's store: <org>/<name>/<commit>/ and <org>/<name>/refs/."""
+        return self.state / "hub"
+
+    @property
+    def registry(self) -> Path:
+        """The image registry's storage."""
+        return self.state / "registry"
+
+    @property
+    def ssh_key(self) -> Path:
+        """Private key that opens every guest that is already bootstrapped."""
+        return self.state / "id_ed25519"
+
+    @property
+    def known_hosts(self) -> Path:
+        """Host keys of the guests that are already bootstrapped."""
+        return self.state / "known_hosts"
+
+    @property
+    def record(self) -> Path:
+        """What inventory/lab.py and the tests read."""
+        return self.state / "lab.json"
+
+
+def lab_paths() -> LabPaths:
+    """Return the state directory from SPARK_LAB_DIR, /var/lib/spark-lab by default.
+
+    Raises:
+        LabError: the directory lies under /tmp, which a guest's systemd could empty.
+    """
+    state = Path(os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab")).resolve()
+    if state.is_relative_to("/tmp"):
+        raise LabError("SPARK_LAB_DIR", f"{state} lies under /tmp", "choose a place on a disk")
+    return LabPaths(state)
+
+
+def guest_ip(index: int) -> str:
+    """Return the address of guest ``index`` (from 1)."""
+    return f"10.77.0.{10 + index}"
+
+
+def guest_names(words: list[str]) -> list[str]:
+    """Turn ``["2"]`` into lab-1 and lab-2, and keep names such as ``lab-3`` as they are.
+
+    Raises:
+        LabError: a word is neither a number of guests nor a guest's name.
+    """
+    names: list[str] = []
+    for word in words:
+        count = int(word) if word.isdigit() else None
+        found = [word] if count is None else [f"lab-{index + 1}" for index in range(count)]
+        names += [name for name in found if name not in names]
+    for name in names:
+        guest_index(name)
+    return names
+
+
+def guest_index(name: str) -> int:
+    """Return 3 for ``lab-3``.
+
+    Raises:
+        LabError: ``name`` is not a guest's name.
+    """
+    prefix, _, number = name.partition("-")
+    if prefix != "lab" or not number.isdigit() or not 1 <= int(number) <= MAX_GUESTS:
+        raise LabError(name, "not a guest's name", f"use lab-1 .. lab-{MAX_GUESTS}, or a number")
+    return int(number)

@@ -1,0 +1,102 @@
+"""lab.json and known_hosts: what inventories, tests and people need to know of the running lab."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from lab import packages
+from lab.archive import ARCHIVES, key_sha256
+from lab.distribution import Distribution
+from lab.guest import Guest
+from lab.hardware import DRIVER_VERSION
+from lab.hub.store import Store
+from lab.images import read_published
+from lab.paths import CDN_PORT, HOST_IP, HUB_PORT, REGISTRY_PORT, USER, LabPaths
+
+SCHEMA_VERSION = 1
+
+
+def all_guests(paths: LabPaths) -> list[Guest]:
+    """Return the guests that were created, by number."""
+    homes = paths.guests.glob("*/guest.json") if paths.guests.exists() else []
+    return sorted((Guest(paths, home.parent.name) for home in homes), key=lambda guest: guest.index)
+
+
+def host_key(guest: Guest) -> str | None:
+    """Return the guest's public host key, ``None`` before its first boot."""
+    path = guest.disk / "upper/etc/ssh/ssh_host_ed25519_key.pub"
+    return " ".join(path.read_text().split()[:2]) if path.exists() else None
+
+
+def _guest_record(guest: Guest) -> dict[str, object]:
+    spec = guest.spec()
+    return {
+        "name": guest.name,
+        "ip": guest.ip,
+        "user": USER,
+        "port": 22,
+        "bootstrap": spec.bootstrap,
+        "password": spec.password,
+        "host_key": host_key(guest),
+    }
+
+
+def lab_record(paths: LabPaths, distribution: Distribution) -> dict[str, object]:
+    """Return the content of lab.json."""
+    stubs = {name: packages.stub_control(name)["Version"] for name in packages.VENDOR_STUBS}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "state_dir": str(paths.state),
+        "host_ip": HOST_IP,
+        "ssh": {"user": USER, "key": str(paths.ssh_key), "known_hosts": str(paths.known_hosts)},
+        "guests": [_guest_record(guest) for guest in all_guests(paths)],
+        "apt": [
+            {
+                "name": archive.name,
+                "url": archive.url,
+                "suite": archive.suite,
+                "components": ["main"],
+                "key_url": archive.key_url,
+                "key_sha256": key_sha256(paths, archive),
+                "preconfigured": archive.preconfigured,
+            }
+            for archive in ARCHIVES
+        ],
+        "hub": {
+            "endpoint": f"http://{HOST_IP}:{HUB_PORT}",
+            "cdn": f"http://{HOST_IP}:{CDN_PORT}",
+            "repos": Store(paths.hub).repositories(),
+        },
+        "registry": f"{HOST_IP}:{REGISTRY_PORT}",
+        "images": {name: asdict(image) for name, image in read_published(paths).items()},
+        "os": {
+            "arch": distribution.machine,
+            "os_id": distribution.os_id,
+            "os_version": distribution.version,
+        },
+        "stub_versions": {"nvidia-smi": DRIVER_VERSION, **stubs},
+    }
+
+
+def write_record(paths: LabPaths, distribution: Distribution) -> None:
+    """Write lab.json (it holds a bootstrap guest's password, so for root only) and known_hosts."""
+    text = json.dumps(lab_record(paths, distribution), indent=1)
+    _replace(paths.record, text + "\n", 0o600)
+    lines = []
+    for guest in all_guests(paths):
+        key = host_key(guest)
+        # A bootstrap has to show and record the key of a new host by itself.
+        if key is not None and not guest.spec().bootstrap:
+            lines.append(f"{guest.ip} {key}\n{guest.name} {key}\n")
+    _replace(paths.known_hosts, "".join(lines), 0o644)
+
+
+def _replace(path: Path, text: str, mode: int) -> None:
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.touch(mode=mode)
+    os.chmod(fresh, mode)
+    fresh.write_text(text)
+    fresh.rename(path)

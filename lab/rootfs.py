@@ -1,0 +1,133 @@
+"""The guests' common base: a bootstrapped system, configured once and then read-only.
+
+It is the lower layer of every guest, so a finished one is never written to: a change of anything
+here gives another content key and with it another directory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.content import cached, content_key
+from lab.distribution import Distribution
+from lab.hardware import write_tree
+from lab.paths import USER, LabPaths
+from lab.shell import run
+
+PACKAGES = (
+    "systemd", "systemd-sysv", "dbus", "libpam-systemd", "openssh-server", "iproute2", "python3",
+    "sudo", "ca-certificates", "curl", "gnupg", "iptables", "kmod", "procps", "netbase", "less",
+    "pciutils", "iputils-ping", "e2fsprogs", "tzdata",
+)  # fmt: skip
+
+# Timers and consoles that only make noise in a container.
+MASKED = (
+    "getty@tty1.service", "console-getty.service", "apt-daily.timer", "apt-daily-upgrade.timer",
+    "dpkg-db-backup.timer", "fstrim.timer", "e2scrub_reap.service", "e2scrub_all.timer",
+    "systemd-networkd-wait-online.service",
+)  # fmt: skip
+
+_HOST_KEYS_UNIT = """\
+[Unit]
+Description=Make this host's own SSH keys
+Before=ssh.service
+ConditionPathExists=!/etc/ssh/ssh_host_ed25519_key
+
+[Service]
+Type=oneshot
+ExecStart=/usr/bin/ssh-keygen -A
+
+[Install]
+WantedBy=ssh.service
+"""
+
+# /proc and /sys belong to the machine under the lab: what a Spark shows there is bound over them.
+_HARDWARE_UNIT = """\
+[Unit]
+Description=Show the hardware of a Spark (virtual lab)
+DefaultDependencies=no
+Before=sysinit.target
+ConditionPathExists=/usr/lib/labstub/proc-driver
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/bin/mount --bind /usr/lib/labstub/proc-driver /proc/driver
+ExecStart=/bin/mount --bind /usr/lib/labstub/pci-devices /sys/bus/pci/devices
+
+[Install]
+WantedBy=sysinit.target
+"""
+
+
+def bootstrap(paths: LabPaths, distribution: Distribution) -> Path:
+    """Return the plain bootstrapped tree, from the cache when it was made before."""
+    key = content_key(distribution.codename, distribution.mirror, distribution.deb_arch, PACKAGES)
+    debs = paths.cache / "debootstrap-debs"
+    debs.mkdir(parents=True, exist_ok=True)
+
+    def make(target: Path) -> None:
+        run(
+            [
+                "debootstrap", "--variant=minbase", f"--cache-dir={debs}",
+                f"--components={distribution.components}", f"--include={','.join(PACKAGES)}",
+                distribution.codename, target, distribution.mirror,
+            ]
+        )  # fmt: skip
+        for archive in (target / "var/cache/apt/archives").glob("*.deb"):
+            archive.unlink()
+
+    return cached(paths.cache / f"bootstrap-{key}", make)
+
+
+def base(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
+    """Return the configured base over ``tree`` with the stand-in packages installed."""
+    key = content_key(tree.name, [deb.name for deb in stub_debs], trees=_made_by(stub_debs))
+
+    def make(target: Path) -> None:
+        run(["cp", "-a", "--reflink=auto", tree, target])
+        _forget_identity(target)
+        write_tree(target)
+        _install_stubs(target, stub_debs)
+        _configure(target)
+
+    return cached(paths.cache / f"base-{key}", make)
+
+
+def _made_by(stub_debs: Sequence[Path]) -> list[Path]:
+    here = Path(__file__)
+    return [here, here.with_name("hardware.py"), *stub_debs]
+
+
+def _forget_identity(root: Path) -> None:
+    """Leave machine id and host keys to each guest."""
+    (root / "etc/machine-id").write_text("")
+    (root / "var/lib/dbus/machine-id").unlink(missing_ok=True)
+    for key in (root / "etc/ssh").glob("ssh_host_*"):
+        key.unlink()
+
+
+def _install_stubs(root: Path, stub_debs: Sequence[Path]) -> None:
+    inbox = root / "root/stubs"
+    inbox.mkdir()
+    for deb in stub_debs:
+        shutil.copy(deb, inbox / deb.name)
+    run(["chroot", root, "dpkg", "-i", *[f"/root/stubs/{deb.name}" for deb in stub_debs]])
+    shutil.rmtree(inbox)
+
+
+def _configure(root: Path) -> None:
+    units = root / "etc/systemd/system"
+    for unit in MASKED:
+        (units / unit).unlink(missing_ok=True)
+        (units / unit).symlink_to("/dev/null")
+    (units / "lab-host-keys.service").write_text(_HOST_KEYS_UNIT)
+    (units / "lab-hardware.service").write_text(_HARDWARE_UNIT)
+    run(["chroot", root, "systemctl", "enable", "lab-host-keys", "lab-hardware", "ssh"])
+    run(["chroot", root, "useradd", "-m", "-s", "/bin/bash", "-u", "1000", "-G", "sudo", USER])
+    # Debian's own sources point out of the lab: a guest has no way there.
+    (root / "etc/apt/sources.list").write_text("")
+    for source in (root / "etc/apt/sources.list.d").glob("*"):
+        source.unlink()

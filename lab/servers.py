@@ -1,0 +1,136 @@
+"""The lab's servers on the host: package repositories, model hub, image registry.
+
+They live in the cgroup ``lab/host``, so that clean-up finds them as it finds a guest.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab import cgroup
+from lab.errors import LabError
+from lab.paths import APT_PORT, HOST_IP, HUB_PORT, REGISTRY_PORT, LabPaths
+
+HOST_TREE = "host"
+
+_REGISTRY_CONFIG = """\
+version: 0.1
+log: {{level: warn, accesslog: {{disabled: true}}}}
+storage:
+  filesystem: {{rootdirectory: {root}}}
+  delete: {{enabled: true}}
+http:
+  addr: {address}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server: how to start it and the port that answers when it is up."""
+
+    name: str
+    port: int
+    argv: Callable[[LabPaths], list[str]]
+
+
+def _python(name: str) -> Callable[[LabPaths], list[str]]:
+    return lambda paths: [sys.executable, "-m", "lab", f"_{name}"]
+
+
+def _registry_argv(paths: LabPaths) -> list[str]:
+    config = paths.run / "registry.yml"
+    address = f"{HOST_IP}:{REGISTRY_PORT}"
+    config.write_text(_REGISTRY_CONFIG.format(root=paths.registry, address=address))
+    return ["/usr/bin/docker-registry", "serve", str(config)]
+
+
+SERVERS = {
+    server.name: server
+    for server in (
+        Server("packages", APT_PORT, _python("packages")),
+        Server("hub", HUB_PORT, _python("hub")),
+        Server("registry", REGISTRY_PORT, _registry_argv),
+    )
+}
+
+
+def pid_of(paths: LabPaths, name: str) -> int | None:
+    """Return the server's pid when it runs in the servers' cgroup."""
+    try:
+        pid = int((paths.run / f"{name}.pid").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return pid if pid in cgroup.pids(HOST_TREE) else None
+
+
+def start(paths: LabPaths, name: str) -> None:
+    """Have the server up and answering on its port."""
+    server = SERVERS[name]
+    if pid_of(paths, name) is not None:
+        return
+    paths.run.mkdir(parents=True, exist_ok=True)
+    cgroup.create(HOST_TREE)
+    with (paths.run / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            server.argv(paths), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
+            start_new_session=True, preexec_fn=lambda: cgroup.enter(HOST_TREE),
+        )  # fmt: skip
+    (paths.run / f"{name}.pid").write_text(str(process.pid))
+    _wait_for_port(paths, server, process)
+
+
+def _wait_for_port(paths: LabPaths, server: Server, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST_IP, server.port)) == 0:
+                return
+        time.sleep(0.05)
+    log = paths.run / f"{server.name}.log"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+    raise LabError(f"server {server.name}", f"did not start\n{tail}", f"read {log}")
+
+
+def stop(paths: LabPaths, name: str) -> None:
+    """Stop the server; its clients see a refused connection."""
+    pid = pid_of(paths, name)
+    if pid is None:
+        return
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 5
+    while pid in cgroup.pids(HOST_TREE) and not _is_zombie(pid):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    (paths.run / f"{name}.pid").unlink(missing_ok=True)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def start_all(paths: LabPaths) -> None:
+    """Have every server up."""
+    for name in SERVERS:
+        start(paths, name)
+
+
+def stop_all(paths: LabPaths) -> None:
+    """Stop every server and leave no cgroup of theirs."""
+    for name in SERVERS:
+        stop(paths, name)
+    cgroup.kill(HOST_TREE)
+    cgroup.remove(HOST_TREE)

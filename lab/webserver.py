@@ -1,0 +1,35 @@
+"""A small threaded HTTP/1.1 server that both file servers of the lab are made of."""
+
+from __future__ import annotations
+
+import socket
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class LabHttpServer(ThreadingHTTPServer):
+    """Threads per connection; waits for none of them when it ends."""
+
+    daemon_threads = True
+    request_queue_size = 128
+    allow_reuse_address = True
+
+    def server_bind(self) -> None:
+        """Bind without the reverse name look-up of the parent, which may hang without DNS."""
+        socket.socket.bind(self.socket, self.server_address)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+
+class _Files(SimpleHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+
+def serve_files(directory: Path, host: str, port: int) -> None:
+    """Serve ``directory`` read-only until the process ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def handler(*words: object) -> _Files:
+        return _Files(*words, directory=str(directory))  # type: ignore[arg-type]  # as the server calls it
+
+    LabHttpServer((host, port), handler).serve_forever()
