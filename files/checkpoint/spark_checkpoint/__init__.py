@@ -1,0 +1,11 @@
+"""Fetches sources, builds hybrid checkpoints and proves both, on the host that will serve them.
+
+Standard library only; numpy is imported where numbers must be looked at (scales, spot check,
+INT8 packing) and nowhere else.
+"""
+
+TOOL_VERSION = "0.1.0"
+
+# Raise it exactly when the bytes of a built tree change for the same plan; a golden-hash test
+# (tests/unit/checkpoint/test_builder_golden.py) fails when one happens without the other.
+RECIPE_VERSION = 1

@@ -1,0 +1,279 @@
+"""Builds a checkpoint: gates, replacements, layout, index and config, receipt, one rename."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_checkpoint.config import result_config
+from spark_checkpoint.donor import Donor, open_donor
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.gates import (
+    MTP_PREFIX,
+    SCALE,
+    WEIGHT,
+    donor_fits,
+    donor_unmatched,
+    packable,
+    same_names,
+    swappable,
+)
+from spark_checkpoint.layouts import Layout, write_full, write_overlay, written_bytes
+from spark_checkpoint.patterns import expand, expand_all
+from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, BuildPlan
+from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.receipt import checkpoint_receipt, load_receipt, write_receipt
+from spark_checkpoint.replacements import (
+    Changes,
+    bake_head,
+    graft_mtp,
+    scale_of,
+    staging,
+    swap_by_int8,
+    swap_by_own_fp8,
+    swap_from_donor,
+)
+from spark_checkpoint.sources import base_hashes, compare_duplicates
+from spark_checkpoint.storage import (
+    clear,
+    json_bytes,
+    partial_dir,
+    publish,
+    refuse_without_room,
+    sole_use,
+    write_durably,
+)
+from spark_checkpoint.tree import Tree, read_config, read_tree
+from spark_checkpoint.verify import verify_tree
+
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The gated inputs of a build."""
+
+    base: Tree
+    hashes: dict[str, str]
+    donor: Donor | None
+    modules: list[str]
+    mtp_missing: list[str]
+
+
+def build(plan: BuildPlan, progress: Progress) -> bool:
+    """Build the plan's tree; return False when it was already there."""
+    if _is_built(plan, progress):
+        shutil.rmtree(partial_dir(plan.out), ignore_errors=True)
+        return False
+    work = partial_dir(plan.out)
+    with sole_use(work):
+        # Another builder may have finished while this one waited for the lock.
+        if _is_built(plan, progress):
+            return False
+        donor_dir = work / _donor_dir_name(plan)
+        clear(work, keep=frozenset({donor_dir.name}))
+        sources = open_sources(plan, progress)
+        changes = make_changes(plan, sources, work, donor_dir, progress)
+        _refuse_without_room(plan, sources, written_bytes(sources.base, changes, plan.layout))
+        tree_dir = work / "tree"
+        tree_dir.mkdir()
+        write = write_overlay if plan.layout == "overlay" else write_full
+        layout = write(tree_dir, sources.base, sources.hashes, changes, progress)
+        _finish_tree(plan, sources, layout, tree_dir)
+        _gate_result(plan, sources, changes, layout)
+        report = {**changes.report, **_report(sources, layout)}
+        write_receipt(tree_dir, checkpoint_receipt(plan, layout.files, len(layout.index), report))
+        verify_tree(tree_dir, progress, full=False)
+        publish(tree_dir, plan.out)
+        clear(work)
+        work.rmdir()
+    return True
+
+
+def open_sources(plan: BuildPlan, progress: Progress) -> Sources:
+    """Open base and donor and hold them against the plan's exact sets."""
+    progress.phase("gates")
+    base = read_tree(plan.base_dir)
+    modules = [module for pattern in plan.swap for module in expand(pattern)]
+    names = base.owner.keys()
+    where = str(plan.base_dir)
+    mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
+    same_names(
+        where, "base tensors", names - mtp_found, expand_all(plan.base_tensors, "base_tensors")
+    )
+    mtp_expected = expand_all(plan.mtp_tensors, "mtp_tensors")
+    if mtp_found - mtp_expected:
+        same_names(where, "MTP tensors", mtp_found, mtp_expected)
+    mtp_missing = sorted(mtp_expected - mtp_found)
+    absent = [module for module in modules if module + WEIGHT not in base.owner]
+    if absent or len(set(modules)) != len(modules):
+        same_names(where, "modules to swap", set(modules) - set(absent), modules)
+    if plan.shared_experts != "keep":
+        swappable(plan.base_dir, {m + WEIGHT: base.tensor(m + WEIGHT) for m in modules})
+    if plan.shared_experts == "int8-g128":
+        for module in modules:
+            packable(module + WEIGHT, base.tensor(module + WEIGHT), head=False)
+    if plan.head == "int8-g128":
+        packable(HEAD, base.tensor(HEAD), head=True)
+    donor = _open_donor(plan, base, modules, mtp_missing)
+    hashes = base_hashes(plan, progress)
+    return Sources(base, hashes, donor, modules, mtp_missing)
+
+
+def make_changes(
+    plan: BuildPlan, sources: Sources, work: Path, donor_dir: Path, progress: Progress
+) -> Changes:
+    """Have the bytes of every new tensor on this host."""
+    changes = Changes()
+    base, modules, block = sources.base, sources.modules, plan.block_shape
+    spans = {}
+    wanted = _donor_names(plan, sources)
+    if sources.donor is not None and wanted:
+        entries = sources.donor.tensors(wanted)
+        needed = sum(entry.size_bytes for entry in entries.values())
+        _refuse_without_room(plan, sources, needed)
+        spans = sources.donor.stage(wanted, donor_dir, progress)
+    with staging(work / "new-tensors") as stage:
+        if plan.shared_experts == "fp8-donor" and sources.donor is not None:
+            donor = sources.donor.tensors([m + s for m in modules for s in (WEIGHT, SCALE)])
+            swap_from_donor(base, modules, donor, spans, block, progress, changes)
+        elif plan.shared_experts == "fp8-self":
+            swap_by_own_fp8(base, modules, block, stage, progress, changes)
+        elif plan.shared_experts == "int8-g128":
+            swap_by_int8(base, modules, stage, progress, changes)
+        if plan.head == "int8-g128":
+            bake_head(base, HEAD, stage, progress, changes)
+        if sources.mtp_missing and sources.donor is not None:
+            graft_mtp(sources.mtp_missing, sources.donor, spans, block, stage, changes)
+    return changes
+
+
+def _open_donor(
+    plan: BuildPlan, base: Tree, modules: list[str], mtp_missing: list[str]
+) -> Donor | None:
+    if plan.donor is None or (plan.shared_experts != "fp8-donor" and not mtp_missing):
+        if mtp_missing:
+            raise GateRefused(
+                str(plan.base_dir),
+                f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from",
+                "plan a donor, or use a base that has them",
+            )
+        return None
+    donor = open_donor(plan.donor)
+    where = str(plan.donor.dir or plan.donor.url)
+    needed = [m + s for m in modules for s in (WEIGHT, SCALE)]
+    if plan.shared_experts == "fp8-donor":
+        have = donor.names.intersection(needed)
+        same_names(where, "donor weights and scales", have, needed)
+    same_names(
+        where,
+        "donor names without a partner",
+        donor_unmatched(donor.names, base.owner, modules),
+        expand_all(plan.donor_unmatched, "donor_unmatched"),
+    )
+    same_names(where, "MTP tensors to graft", donor.names.intersection(mtp_missing), mtp_missing)
+    if plan.shared_experts == "fp8-donor":
+        entries = donor.tensors(needed)
+        for module in modules:
+            weight, scale = entries[module + WEIGHT], entries[module + SCALE]
+            donor_fits(module, base.tensor(module + WEIGHT), weight, scale, plan.block_shape)
+    return donor
+
+
+def _donor_names(plan: BuildPlan, sources: Sources) -> list[str]:
+    if sources.donor is None:
+        return []
+    names = list(sources.mtp_missing)
+    names += [s for s in map(scale_of, sources.mtp_missing) if s in sources.donor.names]
+    if plan.shared_experts == "fp8-donor":
+        names += [module + suffix for module in sources.modules for suffix in (WEIGHT, SCALE)]
+    return names
+
+
+def _donor_dir_name(plan: BuildPlan) -> str:
+    url = (plan.donor.url if plan.donor else None) or ""
+    return f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+
+def _refuse_without_room(plan: BuildPlan, sources: Sources, needed_bytes: int) -> None:
+    refuse_without_room(plan.out.parent, needed_bytes, f"building {plan.name}")
+
+
+def _finish_tree(plan: BuildPlan, sources: Sources, layout: Layout, tree_dir: Path) -> None:
+    """Write index and config, the last files before the receipt."""
+    config = result_config(
+        read_config(plan.base_dir),
+        names=layout.index,
+        swap=sources.modules,
+        block_shape=plan.block_shape,
+        shared_experts=plan.shared_experts,
+        head=plan.head,
+        layout=plan.layout,
+        extra=plan.extra,
+    )
+    index = {
+        "metadata": {"total_size": layout.total_size_bytes},
+        "weight_map": dict(sorted(layout.index.items())),
+    }
+    documents = {INDEX_NAME: index, CONFIG_NAME: config}
+    if (plan.base_dir / QUANTIZATION_NAME).exists():
+        documents[QUANTIZATION_NAME] = config["quantization_config"]
+    for name, document in documents.items():
+        data = json_bytes(document)
+        sha256 = write_durably(tree_dir / name, data)
+        layout.files.append(
+            {
+                "path": name,
+                "size_bytes": len(data),
+                "sha256": sha256,
+                "modified_ns": (tree_dir / name).stat().st_mtime_ns,
+            }
+        )
+
+
+def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout) -> None:
+    """Refuse a result whose names are not exactly base, minus dropped, plus new."""
+    new = {t.name for tensors in changes.added.values() for t in tensors}
+    overlaid = plan.layout == "overlay"
+    found = set(layout.index)
+    expected_count = len(sources.base.owner.keys() - set(changes.added)) + len(new)
+    if len(found) != expected_count:
+        raise GateRefused(
+            str(plan.out),
+            f"would hold {len(found)} tensors, {expected_count} were planned",
+            "report this: the builder contradicts itself",
+        )
+    mtp = {name for name in found if name.startswith(MTP_PREFIX)}
+    same_names(str(plan.out), "MTP tensors", mtp, expand_all(plan.mtp_tensors, "mtp_tensors"))
+    if not overlaid:
+        expected = (sources.base.owner.keys() - set(changes.added)) | new
+        same_names(str(plan.out), "tensors of the result", found, expected)
+
+
+def _report(sources: Sources, layout: Layout) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "written_bytes": sum(f["size_bytes"] for f in layout.files if "link_of" not in f),
+        "linked_bytes": sum(f["size_bytes"] for f in layout.files if "link_of" in f),
+    }
+    if sources.donor is not None:
+        report["donor_received_bytes"] = sources.donor.received_bytes
+    if sources.base.duplicates:
+        report["duplicates"] = compare_duplicates(sources.base)
+    return report
+
+
+def _is_built(plan: BuildPlan, progress: Progress) -> bool:
+    if not plan.out.exists():
+        return False
+    receipt = load_receipt(plan.out)
+    if receipt is None or receipt.digest != plan.digest:
+        found = "has no receipt" if receipt is None else f"holds plan {receipt.digest[:12]}"
+        raise GateRefused(
+            str(plan.out), f"{found}, so it is not ours to replace", "move it away, run again"
+        )
+    verify_tree(plan.out, progress, full=False)
+    note(f"{plan.out}: already holds plan {plan.digest[:12]}")
+    return True

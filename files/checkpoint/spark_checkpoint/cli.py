@@ -1,0 +1,81 @@
+"""The command line: fetch, build, verify, inspect. Exit codes are in errors.py."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from spark_checkpoint import RECIPE_VERSION, TOOL_VERSION
+from spark_checkpoint.build import build
+from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, BuilderError
+from spark_checkpoint.fetch import fetch
+from spark_checkpoint.plan import load_build_plan, load_fetch_plan
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.verify import verify_tree
+
+_FIXES = {
+    errno.ENOSPC: "free space on this filesystem, then run again: it goes on from here",
+    errno.EDQUOT: "raise the quota, then run again: it goes on from here",
+    errno.EROFS: "mount the filesystem writable",
+    errno.EACCES: "run as root",
+    errno.EPERM: "run as root",
+    errno.EIO: "check the disk (dmesg)",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    # A stopped unit ends like an interrupted one: partial work stays for the next run.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with Progress() as progress:
+            return _run(arguments, progress)
+    except BuilderError as error:
+        return _fail(str(error), error.exit_code)
+    except OSError as error:
+        where = error.filename or "this host"
+        fix = _FIXES.get(error.errno or 0, "see the kernel log (dmesg)")
+        return _fail(f"{where}: {error.strerror or error}; fix: {fix}", EXIT_TRANSFER)
+    except KeyboardInterrupt:
+        return _fail("interrupted: nothing was published; fix: run again", EXIT_TRANSFER)
+
+
+def _run(arguments: argparse.Namespace, progress: Progress) -> int:
+    if arguments.command == "fetch":
+        fetch(load_fetch_plan(arguments.order), progress)
+    elif arguments.command == "build":
+        build(load_build_plan(arguments.plan), progress)
+    elif arguments.command == "verify":
+        verify_tree(arguments.dir, progress, full=arguments.full)
+    progress.finish()
+    return EXIT_OK
+
+
+def _fail(message: str, code: int) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spark_checkpoint",
+        description="Fetches sources, builds hybrid checkpoints and proves both.",
+        epilog="exit codes: 0 ok, 2 bad input, 3 gate refused, 4 I/O or network, 5 tree differs",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"{TOOL_VERSION} recipe {RECIPE_VERSION}"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("fetch", help="have a repository at a commit, verified")
+    one.add_argument("order", type=Path, metavar="FETCH.json")
+    one = commands.add_parser("build", help="build the checkpoint of a plan")
+    one.add_argument("plan", type=Path, metavar="PLAN.json")
+    one = commands.add_parser("verify", help="check a tree against its receipt")
+    one.add_argument("dir", type=Path, metavar="DIR")
+    one.add_argument("--full", action="store_true", help="hash every file")
+    return parser

@@ -1,0 +1,107 @@
+"""Derives the result's config.json from the base's and from the tensors really there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from spark_checkpoint import RECIPE_VERSION
+from spark_checkpoint.errors import GateRefused
+
+PLUGIN_METHOD = "spark_inc"
+_LANGUAGE_BLOCKS = "model.language_model.layers"
+_MTP_BLOCKS = "mtp.layers"
+_INT8 = {"bits": 8, "group_size": 128, "sym": True, "data_type": "int"}
+_PLAIN = {"bits": 16, "data_type": "float"}
+
+
+def result_config(
+    base: Mapping[str, Any],
+    *,
+    names: Iterable[str],
+    swap: Sequence[str],
+    block_shape: tuple[int, int],
+    shared_experts: str,
+    head: str,
+    layout: str,
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return config.json of a result whose tensors are ``names``.
+
+    The method is renamed only where an engine without the plugin would read the tree wrongly;
+    a tree of INT4, INT8 and 16-bit weights in full layout stays plain ``auto-round``.
+    """
+    config = copy.deepcopy(dict(base))
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        raise GateRefused(
+            "config.json", "has no quantization_config: not an INT4 base", "check the base"
+        )
+    fp8 = shared_experts in ("fp8-donor", "fp8-self")
+    replaced = fp8 or shared_experts == "int8-g128" or head != "keep"
+    if fp8 or (layout == "overlay" and replaced):
+        quantization["quant_method"] = PLUGIN_METHOD
+    if fp8:
+        quantization["fp8_block"] = {"modules": list(swap), "block_shape": list(block_shape)}
+    per_module = quantization.setdefault("extra_config", {})
+    if shared_experts == "int8-g128":
+        per_module.update({module: dict(_INT8) for module in swap})
+    if head == "int8-g128":
+        _refuse_tied(config)
+        per_module["lm_head"] = dict(_INT8)
+    _set_blocks(quantization, set(names))
+    quantization["spark"] = {"layout": layout, "recipe_version": RECIPE_VERSION, "head": head}
+    return merged(config, extra)
+
+
+def merged(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge ``extra`` into ``config``, mapping by mapping; anything else replaces."""
+    for key, value in extra.items():
+        if isinstance(value, Mapping) and isinstance(config.get(key), dict):
+            merged(config[key], value)
+        else:
+            config[key] = copy.deepcopy(value)
+    return config
+
+
+def int4_modules(names: Iterable[str]) -> set[str]:
+    """Return modules stored as packed integers."""
+    return {name.removesuffix(".qweight") for name in names if name.endswith(".qweight")}
+
+
+def _set_blocks(quantization: dict[str, Any], names: set[str]) -> None:
+    """Name the blocks that hold packed weights, as the tensors say, not as the base claims.
+
+    Without the list the engine takes every linear for quantised, MTP included; with MTP listed
+    although its tensors are 16-bit (or the other way round) it refuses or misreads them.
+    """
+    packed = int4_modules(names)
+    blocks = [
+        block
+        for block in (_LANGUAGE_BLOCKS, _MTP_BLOCKS)
+        if any(module.startswith(f"{block}.") for module in packed)
+    ]
+    as_text = not isinstance(quantization.get("block_name_to_quantize"), list)
+    quantization["block_name_to_quantize"] = ",".join(blocks) if as_text else blocks
+    if _MTP_BLOCKS not in blocks:
+        return
+    for name in sorted(names):
+        module = name.removesuffix(".weight")
+        plain = name.startswith(f"{_MTP_BLOCKS}.") and module != name and module not in packed
+        if plain and not module.endswith("norm"):
+            quantization["extra_config"].setdefault(module, dict(_PLAIN))
+
+
+def _refuse_tied(config: Mapping[str, Any]) -> None:
+    levels = [config, config.get("text_config", {})]
+    if any(level.get("tie_word_embeddings") for level in levels if isinstance(level, dict)):
+        raise GateRefused(
+            "config.json",
+            "ties the head to the embeddings, so the head cannot be packed alone",
+            "plan head: keep",
+        )
+    # The engine's default is true where the key is missing.
+    for level in levels:
+        if isinstance(level, dict):
+            level["tie_word_embeddings"] = False

@@ -1,0 +1,204 @@
+"""The FP8 donor: a local tree, or byte ranges of a repository at a pinned commit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from urllib.parse import quote
+
+from spark_checkpoint.errors import GateRefused, TransferFailed
+from spark_checkpoint.header import Header, Tensor, header_json_bytes, parse_header
+from spark_checkpoint.plan import INDEX_NAME, DonorPlan
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.ranges import Request, Wanted, merge
+from spark_checkpoint.storage import write_all
+from spark_checkpoint.transport import Transport
+from spark_checkpoint.tree import read_tree
+
+# Covers most headers in one request; a longer one takes a second.
+_FIRST_READ_BYTES = 512 << 10
+_INDEX_LIMIT_BYTES = 256 << 20
+
+
+class Span(NamedTuple):
+    """Bytes of a local file."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+
+
+class Donor(Protocol):
+    """What the surgery asks of a donor."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor name the donor has."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came over the network so far."""
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the header entries of the names."""
+
+    def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
+        """Have the bytes of the names on this host; ``directory`` may hold them afterwards."""
+
+
+def open_donor(plan: DonorPlan) -> Donor:
+    """Return the donor a plan names."""
+    if plan.dir is not None:
+        return DirDonor(plan.dir)
+    return UrlDonor(plan)
+
+
+class DirDonor:
+    """A donor tree on this host; nothing is copied."""
+
+    def __init__(self, directory: Path):
+        self._tree = read_tree(directory)
+        self.names = frozenset(self._tree.owner)
+        self.received_bytes = 0
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the header entries of the names."""
+        return {name: self._tree.tensor(name) for name in names}
+
+    def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
+        """Return where the bytes lie in the donor's own shards."""
+        spans = {}
+        for name in names:
+            shard = self._tree.owner[name]
+            offset = self._tree.shards[shard].file_offset(name)
+            size = self._tree.tensor(name).size_bytes
+            spans[name] = Span(self._tree.directory / shard, offset, size)
+        return spans
+
+
+class UrlDonor:
+    """A donor on a hub: index, the headers of the shards needed, then only the ranges needed."""
+
+    def __init__(self, plan: DonorPlan):
+        self._base_url = (plan.url or "").rstrip("/") + "/"
+        self._parallel = plan.wire.parallel
+        self._transport = Transport(plan.wire, (self._base_url,))
+        self._index = self._read_index()
+        self._headers: dict[str, Header] = {}
+        self.names = frozenset(self._index)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came over the network so far."""
+        return self._transport.received_bytes
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the header entries of the names, reading headers not read before."""
+        wanted = list(names)
+        shards = sorted({self._index[name] for name in wanted} - self._headers.keys())
+        with ThreadPoolExecutor(self._parallel) as pool:
+            self._headers.update(zip(shards, pool.map(self._read_header, shards), strict=True))
+        found = {}
+        for name in wanted:
+            entry = self._headers[self._index[name]].tensors.get(name)
+            if entry is None:
+                raise GateRefused(
+                    self._url(self._index[name]),
+                    f"does not hold {name}, which the donor's index puts there",
+                    "use another commit of the donor",
+                )
+            found[name] = entry
+        return found
+
+    def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
+        """Read the ranges into files of ``directory``; files from an earlier try are reused."""
+        wanted = list(names)
+        self.tensors(wanted)
+        directory.mkdir(exist_ok=True)
+        by_shard: dict[str, list[Wanted]] = {}
+        for name in wanted:
+            header = self._headers[self._index[name]]
+            begin = header.file_offset(name)
+            end = begin + header.tensors[name].size_bytes
+            by_shard.setdefault(self._index[name], []).append(Wanted(name, begin, end))
+        jobs = [(shard, request) for shard in by_shard for request in merge(by_shard[shard])]
+        progress.phase("donor", sum(request.end - request.begin for _, request in jobs))
+        spans: dict[str, Span] = {}
+        with ThreadPoolExecutor(self._parallel) as pool:
+            futures = [
+                pool.submit(self._stage_one, shard, request, directory, progress)
+                for shard, request in jobs
+            ]
+            try:
+                for future in futures:
+                    spans.update(future.result())
+            except BaseException:
+                self._transport.cancel()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return spans
+
+    def _stage_one(
+        self, shard: str, request: Request, directory: Path, progress: Progress
+    ) -> Mapping[str, Span]:
+        size = request.end - request.begin
+        path = directory / f"{shard}.{request.begin}-{request.end}"
+        if path.exists() and path.stat().st_size == size:
+            progress.skip(size)
+        else:
+            growing = path.with_name(path.name + ".part")
+            fd = os.open(growing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                total = self._headers[shard].data_start + self._headers[shard].data_bytes
+                for piece in self._transport.stream(
+                    self._url(shard), request.begin, request.end, total
+                ):
+                    write_all(fd, piece)
+                    progress.add(len(piece))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            growing.rename(path)
+        return {
+            piece.name: Span(path, piece.begin - request.begin, piece.end - piece.begin)
+            for piece in request.pieces
+        }
+
+    def _url(self, path: str) -> str:
+        return self._base_url + quote(path)
+
+    def _read_index(self) -> dict[str, str]:
+        url = self._url(INDEX_NAME)
+        try:
+            raw = self._transport.read_whole(url, _INDEX_LIMIT_BYTES)
+        except TransferFailed as error:
+            if "answers 404" not in error.what:
+                raise
+            return self._single_shard()
+        try:
+            weight_map = json.loads(raw)["weight_map"]
+            index = {str(name): str(shard) for name, shard in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise GateRefused(url, "is no index of tensors", "check the donor") from error
+        for shard in set(index.values()):
+            if "/" in shard or not shard.endswith(".safetensors"):
+                raise GateRefused(url, f"names the odd shard {shard!r}", "check the donor")
+        return index
+
+    def _single_shard(self) -> dict[str, str]:
+        shard = "model.safetensors"
+        self._headers = {shard: self._read_header(shard)}
+        return dict.fromkeys(self._headers[shard].tensors, shard)
+
+    def _read_header(self, shard: str) -> Header:
+        url = self._url(shard)
+        size, first = self._transport.read_start(url, _FIRST_READ_BYTES)
+        length = header_json_bytes(first, size, url)
+        raw = first[8 : 8 + length]
+        if len(raw) < length:
+            raw += self._transport.read(url, len(first), 8 + length, size)
+        return parse_header(raw, size, url)

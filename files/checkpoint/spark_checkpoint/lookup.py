@@ -1,0 +1,97 @@
+"""Finds wanted files among bytes already on this host, by size and then by hash."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from spark_checkpoint.plan import FetchFile
+from spark_checkpoint.progress import note
+
+# A folder tree above this is somebody's home, not a model store; looking on would take minutes.
+_ENTRY_LIMIT = 200_000
+
+
+class _Hasher(Protocol):
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class ContentHash:
+    """The hashes of one file as its bytes pass: sha256 always, git blob sha1 when asked for."""
+
+    def __init__(self, file: FetchFile):
+        self._file = file
+        self._sha256: _Hasher = hashlib.sha256()
+        self._git: _Hasher | None = None
+        if file.git_sha1 is not None:
+            # Git names a blob by a hash of this prefix and the content; no security rests on it.
+            self._git = hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Take the next bytes."""
+        self._sha256.update(data)
+        if self._git is not None:
+            self._git.update(data)
+
+    @property
+    def sha256(self) -> str:
+        """The sha256 of what passed."""
+        return self._sha256.hexdigest()
+
+    def mismatch(self) -> str | None:
+        """Say how the content differs from what was locked; None when it is right."""
+        if self._file.sha256 is not None and self.sha256 != self._file.sha256:
+            return f"sha256 is {self.sha256}, locked is {self._file.sha256}"
+        if self._git is not None and self._git.hexdigest() != self._file.git_sha1:
+            return f"git sha1 is {self._git.hexdigest()}, locked is {self._file.git_sha1}"
+        return None
+
+
+def candidates(files: Iterable[FetchFile], look_in: Iterable[str]) -> dict[int, list[Path]]:
+    """Return size → files of that size below the directories the globs name.
+
+    Links are followed to the file behind them, once per file; a hub cache is found through
+    its blobs. Files that are named like the hash come first.
+    """
+    hashes = {h for file in files for h in (file.sha256, file.git_sha1) if h is not None}
+    sizes = {file.size_bytes for file in files}
+    found: dict[int, list[Path]] = {size: [] for size in sizes}
+    seen: set[tuple[int, int]] = set()
+    for pattern in look_in:
+        for root in sorted(glob.glob(pattern)):
+            for path in _walk(Path(root)):
+                try:
+                    status = path.stat()
+                except OSError:
+                    # Dangling links and files of others are no candidates.
+                    continue
+                identity = (status.st_dev, status.st_ino)
+                if status.st_size in sizes and identity not in seen:
+                    seen.add(identity)
+                    found[status.st_size].append(path.resolve())
+    for paths in found.values():
+        paths.sort(key=lambda path: (path.name not in hashes, str(path)))
+    return found
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    if root.is_file():
+        yield root
+        return
+    left = _ENTRY_LIMIT
+    for directory, below, names in os.walk(root):
+        below[:] = sorted(name for name in below if not name.endswith(".partial"))
+        left -= len(names) + 1
+        if left < 0:
+            note(f"look_in: {root}: more than {_ENTRY_LIMIT} entries, the rest is not searched")
+            return
+        for name in names:
+            path = Path(directory, name)
+            if path.is_file():
+                yield path

@@ -1,0 +1,149 @@
+"""Turns raw tensor bytes into numbers and back: BF16, e4m3 with block scales. Needs numpy.
+
+e4m3 here is the finite kind of the safetensors dtype F8_E4M3: 4 exponent bits with bias 7,
+largest value 448, no infinities, 0x7F and 0xFF are NaN (OCP 8-bit floating point, revision 1.0).
+Every step is a single IEEE operation per element, so all platforms give the same bytes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from spark_checkpoint.errors import GateRefused, InputRefused
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+    Words = NDArray[np.uint16]
+    Codes = NDArray[np.uint8]
+
+E4M3_MAX = 448.0
+SIXTEEN_BIT = frozenset({"BF16", "F16"})
+
+
+@cache
+def numpy() -> ModuleType:
+    """Return numpy, or say that it is missing."""
+    try:
+        import numpy
+    except ImportError as error:
+        raise InputRefused(
+            "numpy",
+            f"cannot be imported ({error}), and this plan looks at tensor values",
+            "put numpy on PYTHONPATH, or plan shared_experts keep and head keep",
+        ) from error
+    return numpy
+
+
+def floats(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
+    """Return a tensor's bytes as float32."""
+    np: Any = numpy()
+    if dtype == "BF16":
+        words = np.frombuffer(raw, "<u2").astype(np.uint32)
+        words <<= 16
+        values = words.view(np.float32)
+    elif dtype in ("F16", "F32"):
+        values = np.frombuffer(raw, "<f2" if dtype == "F16" else "<f4").astype(np.float32)
+    else:
+        raise GateRefused("tensor", f"has dtype {dtype}, not a float of 16 or 32 bits", "check it")
+    result: Floats = values.reshape(shape)
+    return result
+
+
+def bf16_bits(values: Floats) -> Words:
+    """Round float32 to BF16, to nearest, ties to even; returns the 16 bits."""
+    np: Any = numpy()
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
+    result: Words = rounded.astype("<u2")
+    return result
+
+
+def from_bf16_bits(bits: Words) -> Floats:
+    """Return BF16 bits as float32."""
+    np: Any = numpy()
+    result: Floats = (bits.astype(np.uint32) << 16).view(np.float32)
+    return result
+
+
+@cache
+def _e4m3_values() -> Any:
+    np: Any = numpy()
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    values = np.where(
+        exponent == 0,
+        mantissa * 2.0**-9,
+        (1 + mantissa / 8) * 2.0 ** (exponent.astype(np.float64) - 7),
+    )
+    values = np.where(codes & 0x80, -values, values)
+    values[[0x7F, 0xFF]] = np.nan
+    return values.astype(np.float32)
+
+
+def from_e4m3(codes: Codes) -> Floats:
+    """Return e4m3 codes as float32."""
+    result: Floats = _e4m3_values()[codes]
+    return result
+
+
+def to_e4m3(values: Floats) -> Codes:
+    """Round float32 of magnitude up to 448 to e4m3 codes, to nearest, ties to even."""
+    np: Any = numpy()
+    bits = values.view(np.uint32)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    # Keep 3 mantissa bits; float32 has bias 127, e4m3 has 7.
+    rounded = (magnitude + np.uint32(0x7FFFF) + ((magnitude >> 20) & 1)) >> 20
+    normal = np.minimum(rounded.astype(np.int32) - ((127 - 7) << 3), 0x7E)
+    small = np.rint(np.abs(values) * np.float32(512)).astype(np.int32)
+    codes = np.where(np.abs(values) < np.float32(2.0**-6), small, normal).astype(np.uint8)
+    result: Codes = codes | (bits >> 24).astype(np.uint8) & np.uint8(0x80)
+    return result
+
+
+def spread(scales: Floats, shape: tuple[int, int], block: tuple[int, int]) -> Floats:
+    """Repeat block scales so that each element of a ``shape`` matrix has its own."""
+    np: Any = numpy()
+    rows = np.repeat(scales, block[0], axis=0)[: shape[0]]
+    result: Floats = np.repeat(rows, block[1], axis=1)[:, : shape[1]]
+    return result
+
+
+def dequantise(codes: Codes, scales: Floats, block: tuple[int, int]) -> Floats:
+    """Return what FP8 block weights stand for: code value times the scale of its block."""
+    result: Floats = from_e4m3(codes)
+    result *= spread(scales, (codes.shape[0], codes.shape[1]), block)
+    return result
+
+
+def block_sums(values: Floats, block: tuple[int, int]) -> Floats:
+    """Return the sum of each block; blocks at the edges may be smaller."""
+    np: Any = numpy()
+    rows = np.add.reduceat(values, range(0, values.shape[0], block[0]), axis=0)
+    result: Floats = np.add.reduceat(rows, range(0, values.shape[1], block[1]), axis=1)
+    return result
+
+
+def block_maxima(values: Floats, block: tuple[int, int]) -> Floats:
+    """Return the largest value of each block."""
+    np: Any = numpy()
+    rows = np.maximum.reduceat(values, range(0, values.shape[0], block[0]), axis=0)
+    result: Floats = np.maximum.reduceat(rows, range(0, values.shape[1], block[1]), axis=1)
+    return result
+
+
+def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Words]:
+    """Return e4m3 codes and BF16 scale bits; the largest of a block becomes about 448.
+
+    The codes are made with the scale as it is stored, so its rounding costs nothing.
+    """
+    np: Any = numpy()
+    largest = block_maxima(np.abs(weights), block)
+    scales = bf16_bits(np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1)))
+    stored = spread(from_bf16_bits(scales), (weights.shape[0], weights.shape[1]), block)
+    scaled = np.clip(weights / stored, -np.float32(E4M3_MAX), np.float32(E4M3_MAX))
+    return to_e4m3(scaled), scales

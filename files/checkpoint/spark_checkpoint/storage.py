@@ -1,0 +1,147 @@
+"""The filesystem rules: durable writes, one rename, one builder at a time, room beforehand."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spark_checkpoint.errors import GateRefused, TransferFailed
+
+COPY_BYTES = 4 << 20
+# Room kept beyond the bytes known to be needed: directories, headers, filesystem blocks.
+_RESERVE_FRACTION = 0.05
+
+
+class Stamp(NamedTuple):
+    """What changes when somebody touches a file's content."""
+
+    inode: int
+    size_bytes: int
+    modified_ns: int
+
+
+def stamp_of(fd: int) -> Stamp:
+    """Return the stamp of an open file."""
+    status = os.fstat(fd)
+    return Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def stamp_path(path: Path) -> Stamp:
+    """Return the stamp of a file by name."""
+    status = path.stat()
+    return Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write every byte; a single ``write`` may take fewer."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def sync_dir(path: Path) -> None:
+    """Make the directory's entries survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(path: Path) -> None:
+    """Make the entries of a directory and all below it survive a power cut."""
+    for directory, _, _ in os.walk(path):
+        sync_dir(Path(directory))
+
+
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """Return JSON as people and diffs like it, the same bytes for the same content."""
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def write_durably(path: Path, data: bytes) -> str:
+    """Write a small file, fsync it and return its sha256."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_file(path: Path, on_bytes: Any = None) -> str:
+    """Return the sha256 of a file, reading it in bounded pieces."""
+    hasher = hashlib.sha256()
+    buffer = memoryview(bytearray(COPY_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            hasher.update(buffer[:count])
+            if on_bytes is not None:
+                on_bytes(count)
+    return hasher.hexdigest()
+
+
+def refuse_without_room(directory: Path, needed_bytes: int, what: str) -> None:
+    """Refuse before the first byte when the filesystem cannot take them all."""
+    usage = os.statvfs(directory)
+    free_bytes = usage.f_bavail * usage.f_frsize
+    wanted_bytes = int(needed_bytes * (1 + _RESERVE_FRACTION))
+    if free_bytes < wanted_bytes:
+        raise GateRefused(
+            str(directory),
+            f"{what} needs {wanted_bytes} bytes, {free_bytes} are free",
+            f"free {wanted_bytes - free_bytes} bytes on this filesystem",
+        )
+
+
+def partial_dir(out: Path) -> Path:
+    """Return where ``out`` grows before it is renamed; the same on every try."""
+    return out.parent / f".{out.name}.partial"
+
+
+@contextmanager
+def sole_use(directory: Path) -> Iterator[None]:
+    """Hold a lock on ``directory`` (made when missing) that dies with this process."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise GateRefused(
+                str(directory), "another process is working here", "wait for it to end"
+            ) from error
+        yield
+    finally:
+        os.close(fd)
+
+
+def publish(partial: Path, out: Path) -> None:
+    """Make a finished directory appear under its name in one step."""
+    sync_tree(partial)
+    try:
+        os.rename(partial, out)
+    except OSError as error:
+        raise TransferFailed(
+            str(out), f"cannot take its name ({error.strerror})", "move what is there away"
+        ) from error
+    sync_dir(out.parent)
+
+
+def clear(directory: Path, keep: frozenset[str] = frozenset()) -> None:
+    """Empty a directory of ours, except the entries in ``keep``."""
+    for entry in directory.iterdir():
+        if entry.name in keep:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()

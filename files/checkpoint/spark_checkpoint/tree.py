@@ -1,0 +1,135 @@
+"""A local source tree: its shards, which shard holds which name, and names held twice."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
+from spark_checkpoint.header import Header, Tensor, read_header
+from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, RECEIPT_NAME
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Headers of every shard of a directory.
+
+    ``owner`` says for each name which shard counts. A name in several shards belongs to the
+    last one in natural order of file names, because the engine loads files in that order and
+    a later load overwrites an earlier one.
+    """
+
+    directory: Path
+    shards: dict[str, Header]
+    owner: dict[str, str]
+    duplicates: dict[str, tuple[str, ...]]
+    index: dict[str, str] | None
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the entry of the copy that counts."""
+        return self.shards[self.owner[name]].tensors[name]
+
+    def unindexed(self) -> set[str]:
+        """Return names that are in a shard but that the index does not list."""
+        return set() if self.index is None else self.owner.keys() - self.index.keys()
+
+
+def natural_order(name: str) -> list[str | int]:
+    """Sort key that puts shard 9 before shard 10."""
+    return [int(part) if part.isdigit() else part for part in _DIGITS.split(name)]
+
+
+def files_of(directory: Path) -> list[str]:
+    """Return every file below a directory as relative paths, without the receipt."""
+    found = [
+        str(path.relative_to(directory))
+        for path in directory.rglob("*")
+        if path.is_file() and ".cache" not in path.relative_to(directory).parts
+    ]
+    return sorted(name for name in found if name != RECEIPT_NAME)
+
+
+def read_tree(directory: Path) -> Tree:
+    """Read all headers and the index of a directory, and refuse what contradicts itself."""
+    if not directory.is_dir():
+        raise InputRefused(str(directory), "is not a directory", "fetch the source first")
+    names = sorted((path.name for path in directory.glob("*.safetensors")), key=natural_order)
+    if not names:
+        raise GateRefused(str(directory), "holds no .safetensors file", "fetch the source again")
+    shards = {name: read_header(directory / name) for name in names}
+    owner: dict[str, str] = {}
+    holders: dict[str, list[str]] = {}
+    for shard, header in shards.items():
+        for tensor in header.tensors:
+            if tensor in owner:
+                holders.setdefault(tensor, [owner[tensor]]).append(shard)
+            owner[tensor] = shard
+    duplicates = {name: tuple(files) for name, files in holders.items()}
+    index = read_index(directory)
+    if index is not None:
+        _check_index(directory, index, shards)
+    for name, files in duplicates.items():
+        entries = {(shards[f].tensors[name].dtype, shards[f].tensors[name].shape) for f in files}
+        if len(entries) > 1:
+            raise GateRefused(
+                str(directory),
+                f"{name} is in {', '.join(files)} with different dtypes or shapes",
+                "use another commit of the base",
+            )
+    return Tree(directory, shards, owner, duplicates, index)
+
+
+def read_index(directory: Path) -> dict[str, str] | None:
+    """Return name → shard from the index, or None when the tree has no index."""
+    path = directory / INDEX_NAME
+    if not path.exists():
+        return None
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
+        raise GateRefused(str(path), "has no weight_map of names to files", "fetch it again")
+    return weight_map
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return config.json."""
+    return read_json(directory / CONFIG_NAME)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a source."""
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise GateRefused(str(path), "is missing", "fetch the source again") from error
+    except OSError as error:
+        raise TransferFailed(
+            str(path), f"cannot be read ({error.strerror})", "see dmesg"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise GateRefused(str(path), f"is not JSON ({error})", "fetch it again") from error
+    if not isinstance(document, dict):
+        raise GateRefused(str(path), "is no JSON object", "fetch it again")
+    return document
+
+
+def _check_index(directory: Path, index: dict[str, str], shards: dict[str, Header]) -> None:
+    for name, shard in index.items():
+        if shard not in shards:
+            raise GateRefused(
+                str(directory / INDEX_NAME),
+                f"names the shard {shard}, which is not there",
+                "fetch the source again",
+            )
+        if name not in shards[shard].tensors:
+            raise GateRefused(
+                str(directory / INDEX_NAME),
+                f"says {name} is in {shard}, whose header does not have it",
+                "use another commit, or fetch the source again",
+            )

@@ -1,0 +1,112 @@
+"""Proves a tree against its receipt: quickly by size, header and index, fully by hash."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
+from spark_checkpoint.header import Header, read_header
+from spark_checkpoint.plan import RECEIPT_NAME
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.receipt import Receipt, ReceiptFile, load_receipt
+from spark_checkpoint.storage import hash_file
+from spark_checkpoint.tree import files_of, read_index
+
+_FIX = "move the directory away and run the deploy again"
+_HASHES_AT_ONCE = 4
+
+
+def verify_tree(directory: Path, progress: Progress, *, full: bool) -> Receipt:
+    """Check a tree and return its receipt.
+
+    Quick: the file set, sizes, every header, the index, and the hash of files whose
+    modification time is not the receipt's. Full: the hash of every file.
+    """
+    if not directory.is_dir():
+        raise InputRefused(str(directory), "is not a directory", "check the path")
+    receipt = load_receipt(directory)
+    if receipt is None:
+        raise TreeDiffers(
+            str(directory), f"has no {RECEIPT_NAME}: it was never finished", "run its job again"
+        )
+    _check_files(directory, receipt)
+    try:
+        shards = {
+            file.path: read_header(directory / file.path)
+            for file in receipt.files
+            if file.path.endswith(".safetensors")
+        }
+        if receipt.kind == "checkpoint":
+            _check_index(directory, shards, receipt)
+    except GateRefused as error:
+        kind = "a broken header" if isinstance(error, HeaderRefused) else "a broken index"
+        raise TreeDiffers(error.where, f"{error.what} ({kind})", _FIX) from error
+    to_hash = [file for file in receipt.files if full or _touched(directory, file)]
+    _check_hashes(directory, to_hash, progress)
+    return receipt
+
+
+def check_names(where: Path, index: dict[str, str], shards: dict[str, Header]) -> None:
+    """Refuse an index that names a tensor its shard does not have."""
+    for name, shard in index.items():
+        if shard not in shards:
+            raise TreeDiffers(str(where), f"the index names the missing file {shard}", _FIX)
+        if name not in shards[shard].tensors:
+            raise TreeDiffers(str(where), f"the index puts {name} into {shard}: not there", _FIX)
+
+
+def _check_files(directory: Path, receipt: Receipt) -> None:
+    for file in receipt.files:
+        path = directory / file.path
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise TreeDiffers(str(path), f"is gone ({error.strerror})", _FIX) from error
+        if size != file.size_bytes:
+            raise TreeDiffers(
+                str(path), f"has {size} bytes, the receipt says {file.size_bytes}", _FIX
+            )
+    surplus = set(files_of(directory)) - {file.path for file in receipt.files}
+    if surplus:
+        raise TreeDiffers(
+            str(directory), f"holds files no receipt knows: {', '.join(sorted(surplus)[:5])}", _FIX
+        )
+
+
+def _check_index(directory: Path, shards: dict[str, Header], receipt: Receipt) -> None:
+    index = read_index(directory)
+    if index is None:
+        raise TreeDiffers(str(directory), "has no index", _FIX)
+    check_names(directory, index, shards)
+    if len(index) != receipt.document.get("tensors"):
+        raise TreeDiffers(
+            str(directory),
+            f"the index lists {len(index)} tensors, the receipt {receipt.document.get('tensors')}",
+            _FIX,
+        )
+
+
+def _touched(directory: Path, file: ReceiptFile) -> bool:
+    if file.modified_ns is None:
+        return False
+    return (directory / file.path).stat().st_mtime_ns != file.modified_ns
+
+
+def _check_hashes(directory: Path, files: list[ReceiptFile], progress: Progress) -> None:
+    progress.phase("verify", sum(file.size_bytes for file in files))
+
+    def one(file: ReceiptFile) -> None:
+        if file.sha256 is None:
+            raise TreeDiffers(str(directory / file.path), "has no hash in the receipt", _FIX)
+        found = hash_file(directory / file.path, progress.add)
+        if found != file.sha256:
+            raise TreeDiffers(
+                str(directory / file.path),
+                f"has sha256 {found}, the receipt says {file.sha256}",
+                _FIX,
+            )
+
+    with ThreadPoolExecutor(_HASHES_AT_ONCE) as pool:
+        for future in [pool.submit(one, file) for file in files]:
+            future.result()

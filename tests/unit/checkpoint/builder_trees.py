@@ -1,0 +1,392 @@
+"""Synthetic sources with the naming of the real ones, written by the safetensors package.
+
+Nothing here uses the code under test, so a wrong reader or writer cannot agree with itself.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from safetensors import TensorSpec, safe_open, serialize
+
+ROOT = Path(__file__).parents[3]
+LAYERS, EXPERTS, HIDDEN, WIDTH, VOCABULARY = 4, 2, 256, 128, 320
+BLOCK = 128
+BASE_COMMIT, DONOR_COMMIT = "b" * 40, "d" * 40
+SWAP = "model.language_model.layers.{0..3}.mlp.shared_expert.{gate,up,down}_proj"
+
+SERIAL = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "I32": "int32",
+    "F8_E4M3": "float8_e4m3fn",
+}
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "F8_E4M3": 1}
+
+
+@dataclass
+class Raw:
+    """A tensor as bytes."""
+
+    dtype: str
+    shape: tuple
+    data: bytes
+
+
+def bf16(values):
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def bf16_tensor(values):
+    return Raw("BF16", tuple(values.shape), bf16(values).tobytes())
+
+
+def bf16_values(raw):
+    return (
+        (np.frombuffer(raw.data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(raw.shape)
+    )
+
+
+def _e4m3_table():
+    """All 127 finite magnitudes, from the definition, not from the code under test."""
+    table = [mantissa * 2.0**-9 for mantissa in range(8)]
+    table += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
+    return np.array(table[:127], np.float64)
+
+
+E4M3 = _e4m3_table()
+
+
+def e4m3_codes(values):
+    """Round to the nearest magnitude by search; ties go to the even code."""
+    magnitude = np.abs(values).astype(np.float64).ravel()
+    upper = np.clip(np.searchsorted(E4M3, magnitude), 1, 126)
+    low, high = E4M3[upper - 1], E4M3[upper]
+    down, up = magnitude - low, high - magnitude
+    take_up = (up < down) | ((up == down) & (upper % 2 == 0))
+    codes = np.where(take_up, upper, upper - 1).astype(np.uint8)
+    return (codes | np.where(np.signbit(values).ravel(), 0x80, 0).astype(np.uint8)).reshape(
+        values.shape
+    )
+
+
+def e4m3_values(codes):
+    values = E4M3[np.minimum(codes & 0x7F, 126)]
+    return np.where(codes & 0x80, -values, values)
+
+
+def fp8_pair(values):
+    """Return FP8 weight and BF16 block scales of a matrix, block by block."""
+    rows, columns = values.shape
+    grid = (-(-rows // BLOCK), -(-columns // BLOCK))
+    codes, scales = np.zeros(values.shape, np.uint8), np.zeros(grid, "<u2")
+    for i in range(grid[0]):
+        for j in range(grid[1]):
+            part = (slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK))
+            scales[i, j] = bf16(np.abs(values[part]).max() / np.float32(448))[0]
+            scale = (scales[i, j].astype(np.uint32) << 16).view(np.float32)
+            codes[part] = e4m3_codes(np.clip(values[part] / scale, -448, 448))
+    return Raw("F8_E4M3", values.shape, codes.tobytes()), Raw("BF16", grid, scales.tobytes())
+
+
+def write_shard(path, tensors, metadata=None):
+    """Write with the safetensors package."""
+    alive = {name: np.frombuffer(raw.data, np.uint8) for name, raw in tensors.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=SERIAL[raw.dtype],
+            shape=raw.shape,
+            data_ptr=alive[name].ctypes.data,
+            data_len=len(raw.data),
+        )
+        for name, raw in tensors.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(serialize(specs, metadata=metadata or {"format": "pt"})))
+
+
+def read_shard(path):
+    """Read name → Raw by parsing the layout by hand."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    body = data[8 + length :]
+    return {
+        name: Raw(e["dtype"], tuple(e["shape"]), body[slice(*e["data_offsets"])])
+        for name, e in header.items()
+    }
+
+
+def readable_by_safetensors(path):
+    with safe_open(path, "numpy") as file:
+        return set(file.keys())
+
+
+def _matrix(random, shape, scale=0.02):
+    return (random.standard_normal(shape) * scale).astype(np.float32)
+
+
+def _int4(random, outputs, inputs):
+    return {
+        "qweight": Raw("I32", (inputs // 8, outputs), random.bytes(inputs // 8 * outputs * 4)),
+        "qzeros": Raw(
+            "I32", (inputs // 128, outputs // 8), b"\x77" * (inputs // 32 * outputs // 8)
+        ),
+        "scales": Raw(
+            "F16",
+            (inputs // 128, outputs),
+            np.full((inputs // 128, outputs), 0.01, "<f2").tobytes(),
+        ),
+    }
+
+
+def language_tensors(random):
+    """Return (base tensors, 16-bit originals of what the donor has in FP8)."""
+    base, linear = {}, {}
+    for layer in range(LAYERS):
+        prefix = f"model.language_model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            base[f"{prefix}.{norm}.weight"] = bf16_tensor(np.ones(HIDDEN, np.float32))
+        base[f"{prefix}.mlp.gate.weight"] = bf16_tensor(_matrix(random, (EXPERTS, HIDDEN)))
+        base[f"{prefix}.mlp.shared_expert_gate.weight"] = bf16_tensor(_matrix(random, (1, HIDDEN)))
+        for expert in range(EXPERTS):
+            for part, (rows, columns) in _mlp_shapes().items():
+                for suffix, raw in _int4(random, rows, columns).items():
+                    base[f"{prefix}.mlp.experts.{expert}.{part}.{suffix}"] = raw
+        for part, shape in _mlp_shapes().items():
+            name = f"{prefix}.mlp.shared_expert.{part}"
+            linear[name] = _matrix(random, shape)
+            base[f"{name}.weight"] = bf16_tensor(linear[name])
+        for part in ("q_proj", "o_proj"):
+            name = f"{prefix}.self_attn.{part}"
+            linear[name] = _matrix(random, (HIDDEN, HIDDEN))
+            for suffix, raw in _int4(random, HIDDEN, HIDDEN).items():
+                base[f"{name}.{suffix}"] = raw
+    base["model.language_model.embed_tokens.weight"] = bf16_tensor(
+        _matrix(random, (VOCABULARY, HIDDEN))
+    )
+    base["model.language_model.norm.weight"] = bf16_tensor(np.ones(HIDDEN, np.float32))
+    base["lm_head.weight"] = bf16_tensor(_matrix(random, (VOCABULARY, HIDDEN)))
+    return base, linear
+
+
+def _mlp_shapes():
+    return {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+
+
+def mtp_originals(random):
+    """Return name → float32 of the MTP head."""
+    tensors = {
+        f"mtp.{n}.weight": np.ones(HIDDEN, np.float32) for n in ("norm", "pre_fc_norm_hidden")
+    }
+    tensors["mtp.fc.weight"] = _matrix(random, (HIDDEN, 2 * HIDDEN))
+    for expert in range(EXPERTS):
+        for part, shape in _mlp_shapes().items():
+            tensors[f"mtp.layers.0.mlp.experts.{expert}.{part}.weight"] = _matrix(random, shape)
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = _matrix(random, (HIDDEN, HIDDEN))
+    return tensors
+
+
+MTP_IN_FP8 = (".mlp.", ".self_attn.")
+
+
+@cache
+def _repositories(seed):
+    """Return the base, its MTP head, and a donor made from the same 16-bit values."""
+    random = np.random.default_rng(seed)
+    base, linear = language_tensors(random)
+    originals = mtp_originals(random)
+    donor = {"lm_head.weight": base["lm_head.weight"]}
+    for name, values in linear.items():
+        plain = bf16_values(bf16_tensor(values))
+        donor[f"{name}.weight"], donor[f"{name}.weight_scale_inv"] = fp8_pair(plain)
+    for name, values in originals.items():
+        donor[name] = bf16_tensor(values)
+        if any(part in name for part in MTP_IN_FP8):
+            scale = name.replace(".weight", ".weight_scale_inv")
+            donor[name], donor[scale] = fp8_pair(bf16_values(donor[name]))
+    mtp = {name: bf16_tensor(values) for name, values in originals.items()}
+    return base, mtp, donor
+
+
+@dataclass
+class Workshop:
+    """A base, a donor and plans over them, in a temporary directory."""
+
+    root: Path
+    seed: int = 1
+    base: dict = field(default_factory=dict)
+    donor: dict = field(default_factory=dict)
+    mtp: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.base, self.mtp, self.donor = (dict(part) for part in _repositories(self.seed))
+
+    @property
+    def base_dir(self):
+        return self.root / "base"
+
+    @property
+    def donor_dir(self):
+        return self.root / "donor"
+
+    @property
+    def out(self):
+        return self.root / "models" / "tiny-hybrid"
+
+    @property
+    def modules(self):
+        return sorted(
+            name.removesuffix(".weight") for name in self.base if ".shared_expert." in name
+        )
+
+    def write_base(self, shard_count=3, *, index_mtp=True, receipt=True):
+        names = list(self.base)
+        shards = {}
+        for number in range(shard_count):
+            name = f"model-{number + 1:05}-of-{shard_count:05}.safetensors"
+            shards[name] = {n: self.base[n] for n in names[number::shard_count]}
+        if self.mtp:
+            shards["model_extra_tensors.safetensors"] = dict(self.mtp)
+        self._write_tree(self.base_dir, shards, lambda n: index_mtp or not n.startswith("mtp."))
+        config = {
+            "model_type": "qwen3_5_moe",
+            "tie_word_embeddings": False,
+            "text_config": {"num_hidden_layers": LAYERS, "tie_word_embeddings": False},
+            "quantization_config": {
+                "quant_method": "auto-round",
+                "bits": 4,
+                "group_size": 128,
+                "sym": True,
+                "packing_format": "auto_round:auto_gptq",
+                "block_name_to_quantize": "model.language_model.layers",
+                "extra_config": {m: {"bits": 16, "data_type": "float"} for m in self.modules},
+            },
+        }
+        (self.base_dir / "config.json").write_text(json.dumps(config))
+        (self.base_dir / "tokenizer.json").write_text('{"version": "1.0"}')
+        if receipt:
+            self.write_receipt()
+
+    def write_receipt(self):
+        document = {
+            "schema_version": 1,
+            "kind": "source",
+            "digest": "5" * 64,
+            "name": "lab/tiny",
+            "commit": BASE_COMMIT,
+            "files": file_entries(self.base_dir, stamps=True),
+            "tool_version": "0",
+            "written_at": "2026-01-01T00:00:00Z",
+        }
+        (self.base_dir / "receipt.json").write_text(json.dumps(document))
+
+    def write_donor(self, directory=None, shard_count=2):
+        names = list(self.donor)
+        shards = {
+            f"model-{n + 1:05}-of-{shard_count:05}.safetensors": {
+                name: self.donor[name] for name in names[n::shard_count]
+            }
+            for n in range(shard_count)
+        }
+        self._write_tree(directory or self.donor_dir, shards, lambda name: True)
+
+    def _write_tree(self, directory, shards, indexed):
+        directory.mkdir(parents=True, exist_ok=True)
+        weight_map = {}
+        for shard, tensors in shards.items():
+            write_shard(directory / shard, tensors)
+            weight_map.update({name: shard for name in tensors if indexed(name)})
+        index = {"metadata": {}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def plan(self, **changes):
+        partners = {*self.base, *(f"{m}.weight_scale_inv" for m in self.modules)}
+        self.out.parent.mkdir(exist_ok=True)
+        plan = {
+            "schema_version": 1,
+            "digest": "1" * 64,
+            "name": "tiny",
+            "base": {"dir": str(self.base_dir), "revision": BASE_COMMIT},
+            "donor": {"dir": str(self.donor_dir)},
+            "swap": [SWAP],
+            "block_shape": [BLOCK, BLOCK],
+            "base_tensors": sorted(self.base),
+            "donor_unmatched": sorted(
+                n for n in self.donor if ".mlp.experts." not in n and n not in partners
+            ),
+            "mtp_tensors": sorted(
+                n for n in self.donor if n.startswith("mtp.") and "scale" not in n
+            ),
+            "shared_experts": "fp8-donor",
+            "head": "keep",
+            "layout": "overlay",
+            "out": str(self.out),
+            "extra": {},
+        }
+        plan.update(changes)
+        return plan
+
+    def write_plan(self, **changes):
+        path = self.root / "plan.json"
+        path.write_text(json.dumps(self.plan(**changes)))
+        return path
+
+    def build(self, check=True, **changes):
+        return run_tool("build", self.write_plan(**changes), check=check)
+
+    def result(self):
+        """Return name → Raw of the built tree through its index."""
+        return tree_tensors(self.out)
+
+    def base_hashes(self):
+        return {entry["path"]: entry["sha256"] for entry in file_entries(self.base_dir)}
+
+
+def tree_tensors(directory):
+    """Return name → Raw through the index."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = {shard: read_shard(directory / shard) for shard in set(index.values())}
+    return {name: shards[shard][name] for name, shard in index.items()}
+
+
+def file_entries(directory, *, stamps=False):
+    entries = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.name != "receipt.json":
+            entry = {
+                "path": str(path.relative_to(directory)),
+                "size_bytes": path.stat().st_size,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            }
+            if stamps:
+                entry["modified_ns"] = path.stat().st_mtime_ns
+            entries.append(entry)
+    return entries
+
+
+def tool_environment():
+    return {**os.environ, "PYTHONPATH": str(ROOT / "files/checkpoint")}
+
+
+def run_tool(*arguments, check=True, timeout_s=120):
+    """Run the builder as a host does; its output never holds a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "spark_checkpoint", *map(str, arguments)],
+        env=tool_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    if "Traceback" in done.stderr or (check and done.returncode != 0):
+        raise AssertionError(f"exit {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done

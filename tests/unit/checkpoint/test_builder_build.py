@@ -1,0 +1,126 @@
+"""What a build makes of a base and a donor, in both layouts."""
+
+import json
+import os
+
+import pytest
+from builder_trees import BASE_COMMIT, readable_by_safetensors, run_tool, tree_tensors
+
+LAYOUTS = ("overlay", "full")
+
+
+def plain_name(name):
+    return name.replace("_scale_inv_fp8", "_scale_inv").replace("weight_fp8", "weight")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exactly_the_swap_set_changes_and_every_other_byte_is_the_bases(workshop, layout):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build(layout=layout)
+    result = {plain_name(name): raw for name, raw in workshop.result().items()}
+    swapped = {f"{m}.{s}" for m in workshop.modules for s in ("weight", "weight_scale_inv")}
+    untouched = {**workshop.base, **workshop.mtp}
+    assert result.keys() == untouched.keys() | swapped
+    for name, raw in result.items():
+        assert raw == (workshop.donor if name in swapped else untouched)[name], name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_safetensors_package_reads_every_shard(workshop, layout):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build(layout=layout)
+    index = json.loads((workshop.out / "model.safetensors.index.json").read_text())["weight_map"]
+    for shard in set(index.values()):
+        names = readable_by_safetensors(workshop.out / shard)
+        assert {name for name, where in index.items() if where == shard} <= names
+
+
+def test_an_overlay_links_the_base_and_leaves_the_old_names_out_of_the_index(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    before = workshop.base_hashes()
+    workshop.build(layout="overlay")
+    index = json.loads((workshop.out / "model.safetensors.index.json").read_text())["weight_map"]
+    for module in workshop.modules:
+        assert f"{module}.weight" not in index
+        assert index[f"{module}.weight_fp8"] == "model-spark-overlay.safetensors"
+        assert index[f"{module}.weight_scale_inv_fp8"] == "model-spark-overlay.safetensors"
+    for shard in workshop.base_dir.glob("*.safetensors"):
+        assert os.path.samefile(shard, workshop.out / shard.name)
+    assert workshop.base_hashes() == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_config_names_the_plugin_and_every_fp8_module(workshop, layout):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build(layout=layout, extra={"text_config": {"added": 1}})
+    config = json.loads((workshop.out / "config.json").read_text())
+    quantization = config["quantization_config"]
+    assert quantization["quant_method"] == "spark_inc"
+    assert sorted(quantization["fp8_block"]["modules"]) == workshop.modules
+    assert quantization["fp8_block"]["block_shape"] == [128, 128]
+    assert quantization["spark"] == {"layout": layout, "recipe_version": 1, "head": "keep"}
+    assert quantization["extra_config"][workshop.modules[0]]["bits"] == 16
+    assert config["text_config"] == {
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": False,
+        "added": 1,
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_receipt_is_complete_and_verify_accepts_the_tree(workshop, layout):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build(layout=layout)
+    receipt = json.loads((workshop.out / "receipt.json").read_text())
+    assert receipt["digest"] == "1" * 64
+    assert receipt["plan"] == workshop.plan(layout=layout)
+    assert receipt["tensors"] == len(tree_tensors(workshop.out))
+    present = {p.name for p in workshop.out.iterdir()} - {"receipt.json"}
+    assert {file["path"] for file in receipt["files"]} == present
+    assert run_tool("verify", workshop.out, "--full").returncode == 0
+    assert list(workshop.out.parent.iterdir()) == [workshop.out]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_second_build_of_the_same_plan_does_nothing(workshop, layout):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build(layout=layout)
+    before = {p.name: p.stat().st_mtime_ns for p in workshop.out.iterdir()}
+    done = workshop.build(layout=layout)
+    assert "already holds plan" in done.stderr
+    assert {p.name: p.stat().st_mtime_ns for p in workshop.out.iterdir()} == before
+
+
+def test_a_directory_of_another_plan_is_never_replaced(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build()
+    done = workshop.build(check=False, digest="2" * 64)
+    assert done.returncode == 3
+    assert "not ours to replace" in done.stderr
+
+
+def test_a_base_without_the_plans_commit_is_refused(workshop):
+    workshop.write_base(receipt=False)
+    workshop.write_donor()
+    done = workshop.build(check=False)
+    assert done.returncode == 3
+    assert "has no receipt" in done.stderr
+    assert BASE_COMMIT in done.stderr
+    assert not workshop.out.exists()
+
+
+def test_an_unpinned_base_is_hashed_by_the_build_itself(workshop):
+    workshop.write_base(receipt=False)
+    workshop.write_donor()
+    workshop.build(base={"dir": str(workshop.base_dir), "revision": None})
+    receipt = json.loads((workshop.out / "receipt.json").read_text())
+    hashes = {f["path"]: f["sha256"] for f in receipt["files"] if "link_of" in f}
+    assert hashes.items() <= workshop.base_hashes().items()
+    assert len(hashes) == 5
