@@ -12,7 +12,7 @@ import io
 import shlex
 import tarfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -21,7 +21,7 @@ class ManagedFile:
     """One regular file, owned by root:root."""
 
     path: str
-    content: bytes
+    content: bytes = field(repr=False)  # may be a secret
     mode: int = 0o644
 
     @property

@@ -1,0 +1,71 @@
+# Every way to work with the project; `make` alone lists them.
+SHELL := /bin/bash
+PY := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help venv test check fmt unit host faults gpu demo lab-up lab-down plan docs golden lock-requirements
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+venv: .venv/installed ## the controller's Python environment, pinned with hashes
+
+.venv/installed: requirements/dev.txt pyproject.toml
+	@python3 -m venv --clear .venv 2>/dev/null || { \
+	  apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q python3-venv && \
+	  python3 -m venv --clear .venv; }
+	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . \
+	  || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+test: venv ## everything that needs no GPU, from nothing, in the virtual lab (root)
+	$(PY) -m lab prepare
+	$(PY) -m pytest tests/unit tests/host tests/faults
+
+check: venv ## format, lint, types, unit tests, documentation (about a minute)
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	$(PY) docs/generate.py --check
+	$(PY) -m pytest -q tests/unit
+
+fmt: venv ## format and fix what can be fixed
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+unit: venv ## fast tests: no network, no root
+	$(PY) -m pytest -q tests/unit
+
+host: venv ## lab tests of converging, switching and serving (root)
+	$(PY) -m pytest tests/host
+
+faults: venv ## lab tests that break things on purpose (root)
+	$(PY) -m pytest tests/faults
+
+gpu: venv ## tests of plugin and kernels on a CUDA machine
+	$(PY) -m pytest tests/gpu
+
+demo: venv ## two virtual hosts from nothing to a proven model server, with real vLLM (root)
+	$(PY) -m lab demo
+
+lab-up: venv ## bring up the virtual lab with two hosts (root)
+	$(PY) -m lab up 2
+
+lab-down: venv ## take the virtual lab down (root)
+	$(PY) -m lab down
+
+plan: venv ## print the plan of the hosts in inventory/spark.py; touches no host
+	.venv/bin/spark-deploy plan
+
+docs: venv ## write the generated reference pages
+	$(PY) docs/generate.py
+
+golden: venv ## write the expected plans anew; read the diff before committing
+	$(PY) -m pytest -q tests/unit/plan --update-golden
+
+lock-requirements: venv ## pin the Python dependencies anew, with hashes and without addresses
+	$(PY) -m pip install --quiet uv
+	.venv/bin/uv pip compile pyproject.toml --universal --python-version 3.10 --generate-hashes \
+	  --no-header --no-annotate --quiet --output-file requirements/run.txt
+	.venv/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 \
+	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/dev.txt

@@ -1,0 +1,43 @@
+"""From SSH login to a proven model server: one step per line, in order.
+
+Run as ``pyinfra inventory/spark.py deploy.py``. Every step reads the host and does nothing when
+it is right, so a second run changes nothing and a killed run is finished by the next one.
+"""
+
+from pyinfra.context import host, state
+from spark_deploy.plans import plan_for
+from spark_deploy.ssh import no_delay
+
+from roles import (
+    base,
+    checkpoint,
+    cuda,
+    docker,
+    image,
+    preflight,
+    serve,
+    sources,
+    tools,
+    verify,
+)
+from spark_deploy.payload import read_payload
+from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.release import release_files_of
+
+no_delay(state, host)
+plan, payload = plan_for(host), read_payload()
+jobs, release = jobs_of(plan, payload.image_context), plan.serve.name
+
+preflight.apply(plan=plan.needs)
+base.apply(plan=plan.base)
+tools.apply(plan=plan.tools, paths=plan.paths, files=payload.tools)
+# Downloads and the build need no container engine: they start now and go on beside the rest.
+sources.apply(jobs=jobs, release=release, paths=plan.paths)
+checkpoint.apply(jobs=jobs, release=release, paths=plan.paths)
+cuda.apply(plan=plan.cuda)
+docker.apply(plan=plan.docker)
+image.apply(jobs=jobs, release=release, paths=plan.paths)
+serve.apply(
+    plan=plan.serve, jobs=jobs, files=release_files_of(plan, payload.units), paths=plan.paths
+)
+verify.apply(plan=plan.serve, paths=plan.paths)

@@ -1,0 +1,41 @@
+"""Serve the release: its files, the wait for everything slow, and the switch with a way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyinfra.api.deploy import deploy
+from pyinfra.context import host, inventory
+
+from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.jobs import prepared
+from spark_deploy.operations.serve import release_files, switched
+from spark_deploy.plan.jobs import Job
+from spark_deploy.plan.types import Paths, ServePlan
+
+PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
+
+
+@deploy("Serve")
+def apply(
+    *, plan: ServePlan, jobs: Sequence[Job], files: Sequence[ManagedFile], paths: Paths
+) -> None:
+    """Prepare everything while the old release answers, then change over host by host."""
+    prepared(
+        name="Wait until everything is prepared",
+        jobs=tuple(jobs),
+        release=plan.name,
+        tools_dir=paths.tools_dir,
+        timeout_s=PREPARE_TIMEOUT_S,
+    )
+    release_files(name="Install units and release", plan=plan, files=tuple(files),
+                  user="spark-gateway")  # fmt: skip
+    # One operation per host in inventory order: a fault stops at the first host it meets.
+    for name in host.loop([each.name for each in inventory]):
+        if name == host.name:
+            switched(
+                name=f"Serve the release on {name}",
+                plan=plan,
+                paths=paths,
+                timeout_s=plan.start_timeout_s * 2 + 600,
+            )

@@ -1,0 +1,16 @@
+"""Install our host tools: the service tools, the builder and its pinned wheels."""
+
+from __future__ import annotations
+
+from pyinfra.api.deploy import deploy
+
+from spark_deploy.operations.tools import host_tools, python_site
+from spark_deploy.payload import ToolFiles
+from spark_deploy.plan.types import Paths, ToolsPlan
+
+
+@deploy("Tools")
+def apply(*, plan: ToolsPlan, paths: Paths, files: ToolFiles) -> None:
+    """Have the tools of ``plan.digest`` on the host and current."""
+    host_tools(name="Install host tools", plan=plan, paths=paths, files=files)
+    python_site(name="Install the builder's Python packages", plan=plan, paths=paths)

@@ -1,0 +1,14 @@
+"""Close the run: red unless the host provably serves what was planned."""
+
+from __future__ import annotations
+
+from pyinfra.api.deploy import deploy
+
+from spark_deploy.operations.serve import proven
+from spark_deploy.plan.types import Paths, ServePlan
+
+
+@deploy("Verify")
+def apply(*, plan: ServePlan, paths: Paths) -> None:
+    """Compare what runs, what is proven and one live answer with the plan."""
+    proven(name="Prove what is served", plan=plan, paths=paths)

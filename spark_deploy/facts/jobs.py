@@ -1,0 +1,82 @@
+"""State of the slow work on a host, in one command for any number of jobs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyinfra.api.exceptions import FactProcessError
+from pyinfra.api.facts import FactBase
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """One job as ``spark-host job poll`` reports it."""
+
+    state: str  # "waiting" | "running" | "done" | "failed" | "unknown"
+    title: str
+    progress: str
+    exit_code: int | None
+    log_tail: tuple[str, ...]
+
+
+def poll_command(tools_dir: str, jobs: Sequence[str]) -> str:
+    """Return the command that reports on ``jobs``; silent when the tools are not there yet."""
+    tool = shlex.quote(f"{tools_dir}/current/bin/spark-host")
+    names = " ".join(shlex.quote(job) for job in jobs)
+    return f"if [ -x {tool} ]; then {tool} job poll {names}; fi"
+
+
+def parse_poll(text: str) -> dict[str, JobState]:
+    """Read the JSON list of ``job poll``; empty when the host has no tools yet.
+
+    Raises:
+        ValueError: the text is not what the tool prints.
+    """
+    if not text.strip():
+        return {}
+    try:
+        return {entry["digest"][:12]: _job_state(entry) for entry in json.loads(text)}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"job poll: missing {error}") from error
+
+
+def _job_state(entry: dict[str, Any]) -> JobState:
+    return JobState(
+        state=entry["state"],
+        title=entry.get("title") or entry["digest"][:12],
+        progress=_progress_text(entry.get("progress") or {}),
+        exit_code=entry.get("exit_code"),
+        log_tail=tuple(entry.get("log_tail") or ()),
+    )
+
+
+def _progress_text(progress: dict[str, Any]) -> str:
+    """Say where a job stands, in the units people read."""
+    words = [str(progress.get("phase", "starting"))]
+    done, total = progress.get("bytes"), progress.get("total")
+    if done is not None and total:
+        words.append(f"{done / 1e9:.2f}/{total / 1e9:.2f} GB ({100 * done / total:.0f} %)")
+    if progress.get("rate_bytes_per_s"):
+        words.append(f"{progress['rate_bytes_per_s'] / 1e6:.0f} MB/s")
+    if progress.get("eta_s") is not None:
+        words.append(f"{progress['eta_s']:.0f} s left")
+    return ", ".join(words)
+
+
+class JobStates(FactBase[dict[str, JobState]]):
+    """State of each job by its 12-digit name; jobs the host does not know are left out."""
+
+    default = dict
+
+    def command(self, tools_dir: str, jobs: Sequence[str]) -> str:
+        return poll_command(tools_dir, jobs)
+
+    def process(self, output: Iterable[str]) -> dict[str, JobState]:
+        try:
+            return parse_poll("\n".join(output))
+        except ValueError as error:
+            raise FactProcessError(str(error)) from error

@@ -1,0 +1,50 @@
+"""What of our own programs a host has."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pyinfra.api.facts import FactBase
+
+
+class SymlinkTarget(FactBase[str]):
+    """Where a symlink points, literally; empty when there is none."""
+
+    default = str
+
+    def command(self, path: str) -> str:
+        return f"readlink -- {shlex.quote(path)} || true"
+
+    def process(self, output: Iterable[str]) -> str:
+        return next(iter(output), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The host's Python and the packages it has from us."""
+
+    python_version: str  # "3.12"
+    machine: str  # "aarch64"
+    target: str  # where `site` points; "" when absent
+    receipt: str  # digest of what was unpacked; "" when unproven
+
+
+class PythonSite(FactBase["Site | None"]):
+    """Version and architecture of ``python3`` and the state of our site directory."""
+
+    def command(self, tools_dir: str) -> str:
+        site = shlex.quote(f"{tools_dir}/site")
+        return (
+            "python3 -c 'import platform, sys; "
+            'print("%d.%d" % sys.version_info[:2], platform.machine())\' 2>/dev/null || echo -; '
+            f"readlink -- {site} || echo -; cat {site}/.receipt 2>/dev/null || echo -"
+        )
+
+    def process(self, output: Iterable[str]) -> Site | None:
+        lines = list(output)
+        if len(lines) != 3 or " " not in lines[0]:
+            return None
+        version, machine = lines[0].split()
+        return Site(version, machine, lines[1].strip("-"), lines[2].strip("-"))

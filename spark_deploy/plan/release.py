@@ -1,0 +1,56 @@
+"""The files of one release on a host."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from spark_deploy.managed import ManagedFile
+from spark_deploy.plan.digest import plain
+from spark_deploy.plan.types import HostPlan
+
+UNITS_DIR = "/etc/systemd/system"
+
+
+def release_files_of(plan: HostPlan, units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
+    """Return the static units, release.json, the plan it came from and the unit's limits."""
+    serve = plan.serve
+    home = f"{plan.paths.config_dir}/releases/{serve.name}"
+    release = {**serve.release, "name": serve.name, "digest": serve.digest}
+    return (
+        *units,
+        ManagedFile(
+            "/usr/local/bin/spark-check",
+            f'#!/bin/sh\nexec {plan.paths.tools_dir}/current/bin/spark-host check "$@"\n'.encode(),
+            0o755,
+        ),
+        ManagedFile(f"{home}/release.json", _json(release)),
+        ManagedFile(f"{home}/plan.json", _json(plain({"serve": serve, "memory": plan.memory}))),
+        ManagedFile(
+            f"{UNITS_DIR}/spark-serve@{serve.name}.service.d/50-release.conf",
+            _limits(release).encode(),
+        ),
+    )
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _limits(release: dict[str, Any]) -> str:
+    """Return the drop-in with this release's time and start limits.
+
+    The limits belong to the release because they follow from its load time: a start limit only
+    triggers when its interval outlasts ``burst`` failing starts.
+    """
+    restart, timeouts, memory = release["restart"], release["timeouts"], release["memory"]
+    start_s = timeouts["start_s"] + memory["wait_s"] + 120
+    return (
+        "[Unit]\n"
+        f"StartLimitIntervalSec={restart['interval_s']}\n"
+        f"StartLimitBurst={restart['burst']}\n"
+        "[Service]\n"
+        f"RestartSec={restart['delay_s']}\n"
+        f"TimeoutStartSec={start_s}\n"
+        f"TimeoutStopSec={timeouts['stop_s'] + 60}\n"
+    )
