@@ -111,7 +111,7 @@ def _watch_switch(state: State, host: Host, release: str, tools_dir: str, timeou
     deadline = time.monotonic() + timeout_s
     last, said_at = "", 0.0
     while time.monotonic() < deadline:
-        ok, out, err = poll(host, f"{tool} switch-poll {shlex.quote(release)}")
+        ok, out, _err = poll(host, f"{tool} switch-poll {shlex.quote(release)}")
         result: dict[str, Any] = json.loads(out) if ok and out.strip() else {}
         text = f"{result.get('phase', 'waiting')}: {result.get('reason') or '...'}"
         if text != last or time.monotonic() - said_at > SAY_SOMETHING_EVERY_S:
