@@ -1,0 +1,54 @@
+"""A run is only "nothing to do" when the host provably serves the planned release."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from spark_deploy.facts.serve import HostStatus, Status
+
+RELEASE = "main-0123456789ab"
+RIGHT: dict[str, Any] = {
+    "services": {
+        "main": {
+            "good": RELEASE, "active": RELEASE, "enabled": [RELEASE], "door_open": True,
+            "gateway": {"active": "active"},
+        }
+    },
+    "proofs": {RELEASE: {"current": True}},
+    "live": {"ok": True, "seconds": 0.2},
+}  # fmt: skip
+
+
+def test_a_proven_running_release_needs_nothing() -> None:
+    assert HostStatus(RIGHT).unproven("main", RELEASE) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("services", "main", "active"), "main-other", "serves main-other"),
+        (("services", "main", "active"), None, "serves nothing"),
+        (("services", "main", "good"), None, "check has not passed"),
+        (("services", "main", "enabled"), [], "boots nothing"),
+        (("services", "main", "enabled"), [RELEASE, "main-b"], "boots main-0123456789ab, main-b"),
+        (("proofs", RELEASE, "current"), False, "proof"),
+        (("proofs",), {}, "proof: none"),
+        (("services", "main", "door_open"), False, "gateway is closed"),
+        (("services", "main", "gateway"), {"active": "failed"}, "gateway is not running"),
+        (("live",), {"ok": False, "detail": "timed out"}, "no answer: timed out"),
+        (("live",), None, "no answer"),
+    ],
+)
+def test_each_missing_piece_is_named(path: tuple[str, ...], value: Any, said: str) -> None:
+    document = copy.deepcopy(RIGHT)
+    node = document
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+
+    assert said in HostStatus(document).unproven("main", RELEASE)
+
+
+def test_a_host_without_our_tools_is_unproven_and_no_error() -> None:
+    assert "tools" in Status().process([]).unproven("main", RELEASE)
