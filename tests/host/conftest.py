@@ -1,0 +1,53 @@
+"""One lab for all lab tests: two fresh hosts, one of them as new as a Spark out of the box."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.labkit import Guest, Run, Site, info, lab
+
+
+@dataclass
+class Fleet:
+    """The hosts of the lab, the user's repository, and the first run that set them up."""
+
+    site: Site
+    guests: list[Guest]
+    first: Run
+
+    def settle(self, **choices: object) -> None:
+        """Bring every host to the usual choices; each test begins from there."""
+        self.site.choose(**{**USUAL, **choices})
+        run = self.site.deploy()
+        if run.exit_code != 0:
+            raise AssertionError(f"cannot settle: {run.failed}\n{run.stderr[-4000:]}")
+
+
+USUAL = {"model": "lab-stub", "profile": "v2"}
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    if os.geteuid() != 0:
+        pytest.skip("the virtual lab needs root")
+    lab("up", "lab-1", "lab-2", "--fresh", "--bootstrap-guest", "lab-2")
+    root: Path = tmp_path_factory.mktemp("site")
+    site = Site(root, hosts=["lab-1", "lab-2"])
+    site.choose(**USUAL)
+    password = root / "password"
+    password.touch(mode=0o600)
+    bootstrap_guest = next(guest for guest in info()["guests"] if guest["bootstrap"])
+    password.write_text(bootstrap_guest["password"] + "\n")
+    bootstrapped = site.deploy(
+        deploy="deploys/bootstrap.py", env={"SPARK_BOOTSTRAP_PASSWORD_FILE": str(password)}
+    )
+    assert bootstrapped.exit_code == 0, bootstrapped.stderr[-4000:]
+    first = site.deploy()
+    assert first.exit_code == 0, f"{first.failed}\n{first.stderr[-6000:]}"
+    guests = [Guest(guest["name"], guest["ip"]) for guest in info()["guests"]]
+    yield Fleet(site, [guest for guest in guests if guest.name in site.hosts], first)

@@ -1,0 +1,111 @@
+"""From bare hosts to proven servers, and nothing to do the second time."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.host.conftest import Fleet
+from tests.labkit import lab
+
+
+def test_bare_hosts_become_proven_servers(fleet: Fleet) -> None:
+    for guest in fleet.guests:
+        assert len(guest.serving()) == 1
+        assert guest.boots() == guest.serving()
+        status, body = guest.ask("What is the capital of France?")
+        assert status == 200
+        assert "Paris" in body["choices"][0]["message"]["content"]
+        release = guest.serving()[0].removeprefix("spark-serve@").removesuffix(".service")
+        proof = guest.json(f"cat /var/lib/spark/proofs/{release}.json")
+        invocation = guest.run(f"systemctl show -p InvocationID --value {guest.serving()[0]}")
+        assert proof["ok"]
+        assert proof["invocation_id"] == invocation
+
+
+def test_the_second_run_changes_nothing(fleet: Fleet, capsys: object) -> None:
+    fleet.settle()
+    since = {guest.name: guest.run("date +%s") for guest in fleet.guests}
+
+    again = fleet.site.deploy()
+
+    assert again.exit_code == 0
+    assert again.changed == []
+    assert again.failed == []
+    operations = again.document["results"]["operations"]
+    assert all(operation["no_change"] for operation in operations)
+    for guest in fleet.guests:
+        # sudo's own journal, so that nothing of ours does the counting.
+        commands = guest.run(
+            f"journalctl -t sudo --since @{since[guest.name]} -o cat | grep -c COMMAND="
+        )
+        print(f"{guest.name}: {int(commands) - 1} commands, {again.seconds:.1f} s, no change")
+
+
+def test_a_dry_run_predicts_exactly_what_the_run_changes(fleet: Fleet) -> None:
+    fleet.settle()
+    fleet.guests[0].run("rm /usr/local/bin/spark-check")
+
+    predicted = fleet.site.deploy(dry=True)
+    really = fleet.site.deploy()
+
+    assert predicted.predicted == really.changed
+    assert len(really.changed) == 1
+
+
+def test_both_hosts_serve_again_after_a_reboot_without_us(fleet: Fleet) -> None:
+    fleet.settle()
+    before = [guest.serving() for guest in fleet.guests]
+    boots = [guest.run("cat /proc/sys/kernel/random/boot_id; systemctl show -p "
+                       "UserspaceTimestampMonotonic --value") for guest in fleet.guests]  # fmt: skip
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda guest: guest.run("systemctl reboot", check=False), fleet.guests))
+    assert boots
+    for guest, units in zip(fleet.guests, before, strict=True):
+        guest.wait(f"systemctl is-active {units[0]} && curl -sf -o /dev/null "
+                   "-H \"Authorization: Bearer $(cat /etc/spark/api-key)\" "
+                   "http://127.0.0.1:8000/v1/models", seconds=180)  # fmt: skip
+        assert guest.serving() == units
+    assert fleet.site.deploy().changed == []
+
+
+def test_the_gateway_is_the_only_way_in(fleet: Fleet) -> None:
+    fleet.settle()
+    guest = fleet.guests[0]
+
+    assert guest.ask("What is the capital of France?")[0] == 200
+    assert guest.ask("What is the capital of France?", key="wrong", model="x")[0] == 401
+    assert guest.call("GET", "/v1/models")[0] == 401
+    key = guest.key()
+    for path in ("/invocations", "/metrics", "/tokenize", "/version", "/load", "/docs"):
+        assert guest.call("POST", path, "{}", key=key)[0] == 404, path
+    assert guest.run("stat -c '%a %U' /etc/spark/api-key") == "600 root"
+    listening = guest.run("ss -Hltn | awk '{print $4}'").split()
+    assert [address for address in listening if address.endswith(":8000")] == ["127.0.0.1:8000"]
+    # Whoever may look at processes, units or containers must not learn the key.
+    for command in ("ps axww -o args", "systemctl cat 'spark-*'", "journalctl -b -o cat",
+                    "docker inspect $(docker ps -q)"):  # fmt: skip
+        assert key not in guest.run(command), command
+
+
+def test_containers_of_the_check_ask_for_what_a_spark_needs(fleet: Fleet) -> None:
+    fleet.settle()
+    guest = fleet.guests[0]
+    name = guest.run("docker ps --filter label=spark.release --format '{{.Names}}'")
+    inspected = json.loads(guest.run(f"docker inspect {name}"))[0]
+
+    assert inspected["HostConfig"]["RestartPolicy"]["Name"] in ("", "no")
+    assert inspected["HostConfig"]["Runtime"] == "nvidia"
+    assert all(
+        mount["Mode"] == "ro" or not mount["RW"]
+        for mount in inspected["Mounts"]
+        if mount["Destination"].startswith("/model")
+    )
+
+
+def test_what_stands_beside_the_lab_is_reported_as_stubbed(fleet: Fleet) -> None:
+    run = fleet.site.deploy()
+
+    assert "+labstub" in run.stderr
+    assert lab("status")

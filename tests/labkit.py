@@ -1,0 +1,257 @@
+"""What lab tests need: guests to look into, and a user's own repository to deploy from.
+
+Looking goes through plain ``ssh``, ``systemctl``, ``docker`` and ``curl``, never through the code
+under test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+STATE = Path(os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab"))
+
+
+def lab(*arguments: str, timeout_s: float = 1500) -> str:
+    """Run a lab command and return what it printed.
+
+    Raises:
+        RuntimeError: it failed; the message holds its output.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "lab", *arguments],
+        cwd=CHECKOUT, capture_output=True, text=True, timeout=timeout_s, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise RuntimeError(f"lab {' '.join(arguments)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def info() -> dict[str, Any]:
+    """Return what ``lab up`` wrote about the running lab."""
+    return json.loads((STATE / "lab.json").read_text())
+
+
+@dataclass(frozen=True)
+class Guest:
+    """One virtual host, looked at through ssh."""
+
+    name: str
+    ip: str
+
+    def run(self, command: str, *, check: bool = True, timeout_s: float = 120) -> str:
+        """Run a command as root on the guest and return its output without the last newline."""
+        ssh = info()["ssh"]
+        done = subprocess.run(
+            [
+                "ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={ssh['known_hosts']}",
+                "-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes",
+                "-o", "ConnectTimeout=5", f"{ssh['user']}@{self.ip}",
+                f"sudo -n sh -c {shlex.quote(command)}",
+            ],
+            capture_output=True, text=True, timeout=timeout_s, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        if check and done.returncode != 0:
+            raise RuntimeError(
+                f"{self.name}: {command!r} exited with {done.returncode}:\n"
+                f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
+        return done.stdout.rstrip("\n")
+
+    def json(self, command: str) -> Any:
+        """Run a command that prints JSON."""
+        return json.loads(self.run(command))
+
+    def status(self) -> dict[str, Any]:
+        """Return the host tools' own view (only to wait on, never to judge by)."""
+        return self.json("/usr/local/lib/spark/current/bin/spark-host status --live")
+
+    def serving(self) -> list[str]:
+        """Return the active serve units, by systemd's word."""
+        out = self.run(
+            "systemctl list-units --plain --no-legend --state=active 'spark-serve@*' | cut -d' ' -f1"
+        )
+        return [line for line in out.splitlines() if line]
+
+    def boots(self) -> list[str]:
+        """Return the serve units that the next boot starts."""
+        out = self.run(
+            "ls /etc/systemd/system/multi-user.target.wants 2>/dev/null | grep '^spark-serve@' || :"
+        )
+        return out.split()
+
+    def key(self) -> str:
+        """Return the API key."""
+        return self.run("cat /etc/spark/api-key")
+
+    def argv(self) -> list[str]:
+        """Return the running engine's command line, by the container engine's word."""
+        name = self.run("docker ps --filter label=spark.release --format '{{.Names}}'")
+        inspected = self.json(f"docker inspect {name}")[0]
+        return [*inspected["Config"]["Entrypoint"], *inspected["Config"]["Cmd"]]
+
+    def ask(self, prompt: str, *, key: str | None = None, model: str = "") -> tuple[int, Any]:
+        """Ask through the gateway with curl; return the HTTP status and the body."""
+        body = {
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 200, "temperature": 0, "model": model or self.names()[0],
+        }  # fmt: skip
+        return self.post("/v1/chat/completions", body, key=self.key() if key is None else key)
+
+    def names(self) -> list[str]:
+        """Return the served model names."""
+        _, body = self.call("GET", "/v1/models", key=self.key())
+        return [entry["id"] for entry in body["data"]]
+
+    def post(self, path: str, body: Any, *, key: str = "") -> tuple[int, Any]:
+        """POST JSON to the gateway."""
+        return self.call("POST", path, json.dumps(body), key=key)
+
+    def call(self, method: str, path: str, body: str = "", *, key: str = "") -> tuple[int, Any]:
+        """Call the gateway on the guest's loopback address."""
+        header = f"-H {shlex.quote('Authorization: Bearer ' + key)}" if key else ""
+        out = self.run(
+            f"curl -sS -m 60 -w '\\n%{{http_code}}' -X {method} {header} "
+            f"-H 'Content-Type: application/json' -d {shlex.quote(body)} "
+            f"http://127.0.0.1:8000{path}",
+            check=False,
+        )
+        text, _, code = out.rpartition("\n")
+        try:
+            return int(code or 0), json.loads(text)
+        except ValueError:
+            return int(code or 0), text
+
+    def wait(self, command: str, *, seconds: float = 60) -> str:
+        """Wait until a command succeeds on the guest.
+
+        Raises:
+            TimeoutError: it never did.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                return self.run(command, timeout_s=20)
+            except (RuntimeError, subprocess.TimeoutExpired):
+                time.sleep(0.5)
+        raise TimeoutError(f"{self.name}: {command!r} did not succeed within {seconds:.0f} s")
+
+
+@dataclass
+class Run:
+    """One run of pyinfra, as its ``--json`` tells it."""
+
+    exit_code: int
+    document: dict[str, Any]
+    stderr: str
+    seconds: float
+
+    def operations(self, field_name: str) -> list[str]:
+        """Return ``host: operation`` for every host named in a field of the results."""
+        results = (self.document.get("results") or {}).get("operations") or []
+        return [operation["name"] for operation in results if operation.get(field_name)]
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of operations that changed something."""
+        return self.operations("success")
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of operations that failed."""
+        return self.operations("error")
+
+    @property
+    def predicted(self) -> list[str]:
+        """With ``--dry``: names of operations that would change something."""
+        return [
+            operation["name"]
+            for operation in self.document.get("plan") or []
+            if operation.get("hosts_with_change")
+        ]
+
+
+@dataclass
+class Site:
+    """A user's own repository with inventory and group_vars, outside the checkout."""
+
+    root: Path
+    hosts: list[str]
+    choices: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        (self.root / "inventory").mkdir(parents=True, exist_ok=True)
+        (self.root / "group_vars").mkdir(exist_ok=True)
+        text = (CHECKOUT / "inventory/lab.py").read_text()
+        (self.root / "inventory/lab.py").write_text(
+            text.replace("_Path(__file__).resolve().parent.parent", f"_Path({str(CHECKOUT)!r})")
+        )
+        shutil.copy(CHECKOUT / "group_vars/lab.yml", self.root / "group_vars/lab.yml")
+        self.choose()
+
+    def choose(self, **settings: Any) -> None:
+        """Write choices of this test over the lab's, as a user edits a file."""
+        self.choices.update(settings)
+        lab_settings = yaml.safe_load((CHECKOUT / "group_vars/lab.yml").read_text())
+        merged = _merge(lab_settings, self.choices)
+        (self.root / "group_vars/lab.yml").write_text(yaml.safe_dump(merged, sort_keys=False))
+
+    def command(self, *arguments: str, deploy: str = "deploy.py") -> list[str]:
+        """Return the command line a user types."""
+        pyinfra = Path(sys.executable).with_name("pyinfra")
+        return [
+            str(pyinfra), str(self.root / "inventory/lab.py"), str(CHECKOUT / deploy), *arguments
+        ]  # fmt: skip
+
+    def deploy(
+        self, *arguments: str, dry: bool = False, deploy: str = "deploy.py",
+        timeout_s: float = 900, env: dict[str, str] | None = None,
+    ) -> Run:  # fmt: skip
+        """Run pyinfra and read its JSON."""
+        limit = ("--limit", ",".join(self.hosts)) if self.hosts else ()
+        started = time.monotonic()
+        done = subprocess.run(
+            self.command(*limit, *arguments, "--dry" if dry else "-y", "--json", deploy=deploy),
+            cwd=self.root, capture_output=True, text=True, timeout=timeout_s, check=False,
+            stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})},
+        )  # fmt: skip
+        try:
+            document = json.loads(done.stdout) if done.stdout.strip() else {}
+        except ValueError:
+            document = {"unreadable": done.stdout}
+        return Run(done.returncode, document, done.stderr, time.monotonic() - started)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start pyinfra and leave it running; its lines arrive on ``stderr``."""
+        limit = ("--limit", ",".join(self.hosts)) if self.hosts else ()
+        return subprocess.Popen(
+            self.command(*limit, *arguments, "-y"),
+            cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """End a controller the hard way: no handler of its runs."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=20)
+
+
+def _merge(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return {**base, **{key: _merge(base.get(key), value) for key, value in over.items()}}
+    return over

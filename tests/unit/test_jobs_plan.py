@@ -1,0 +1,61 @@
+"""Jobs carry everything systemd needs, and equal work has equal names."""
+
+import json
+from dataclasses import replace
+
+from spark_deploy.plan.jobs import fetch_job, image_job
+from spark_deploy.managed import ManagedFile
+from spark_deploy.plan.types import ImagePlan, Paths, SourceFile, SourcePlan
+
+PATHS = Paths(
+    models_dir="/m", sources_dir="/s", cache_dir="/c", config_dir="/e", state_dir="/v",
+    tools_dir="/t",
+)  # fmt: skip
+SOURCE = SourcePlan(
+    role="base", repo="org/name", commit="a" * 40, dir="/s/org--name",
+    files=(SourceFile("a.safetensors", 10, sha256="b" * 64), SourceFile("c", 1, git_sha1="d" * 40)),
+    endpoint="http://hub/", mirrors=("http://mirror",), look_in=("/home",), parallel=4,
+    rate_limit_bytes_per_s=None, token_needed=False,
+)  # fmt: skip
+
+
+def read(job, name):  # noqa: ANN
+    return json.loads({file.path: file.content for file in job.files()}[f"{job.dir}/{name}"])
+
+
+def test_mirrors_are_asked_before_the_hub() -> None:
+    fetch = read(fetch_job(SOURCE, PATHS), "fetch.json")
+
+    assert fetch["urls"] == [
+        f"http://mirror/org/name/resolve/{'a' * 40}/",
+        f"http://hub/org/name/resolve/{'a' * 40}/",
+    ]
+
+
+def test_where_bytes_come_from_does_not_rename_the_work_but_what_they_are_does() -> None:
+    job = fetch_job(SOURCE, PATHS)
+
+    assert fetch_job(replace(SOURCE, mirrors=(), parallel=1), PATHS).digest == job.digest
+    other = (SourceFile("a.safetensors", 10, sha256="e" * 64),)
+    assert fetch_job(replace(SOURCE, files=other), PATHS).digest != job.digest
+
+
+def test_a_token_reaches_a_job_only_as_the_path_of_its_file() -> None:
+    job = fetch_job(replace(SOURCE, token_needed=True), PATHS)
+
+    assert read(job, "fetch.json")["token_file"] == "/e/hub-token"
+
+
+def test_an_image_job_waits_for_the_container_engine_and_carries_its_context() -> None:
+    plan = ImagePlan(
+        base="r/b@sha256:" + "1" * 64, tag="spark-vllm:x", context_digest="2" * 64, plugin=True,
+        supported_engines=("0.33.0",), pull_only=False, size_bytes=1,
+    )  # fmt: skip
+    job = image_job(plan, PATHS, (ManagedFile("Dockerfile", b"FROM x\n"),))
+    files = {file.path: file.content for file in job.files()}
+
+    assert files[f"{job.dir}/context/Dockerfile"] == b"FROM x\n"
+    order = files[f"/etc/systemd/system/{job.unit}.d/order.conf"].decode()
+    assert "Requires=docker.service" in order
+    assert f"BASE={plan.base}" in job.argv
+    assert f"spark.digest={plan.digest}" in job.argv
