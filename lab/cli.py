@@ -23,7 +23,10 @@ def _up(paths: LabPaths, options: argparse.Namespace) -> int:
     bootstrap = frozenset(guest_names(options.bootstrap_guest or []))
     names = guest_names(options.guests)
     with lifecycle.lab_lock(paths):
-        for one in lifecycle.up(paths, names, fresh=options.fresh, bootstrap=bootstrap):
+        guests = lifecycle.up(
+            paths, names, fresh=options.fresh, bootstrap=bootstrap, engine=options.engine
+        )
+        for one in guests:
             how = "new Spark: password in lab.json" if one.spec().bootstrap else "key"
             print(f"{one.name}  {one.ip}  ssh as {USER} ({how})")
     print(f"lab up in {time.monotonic() - started:.1f} s; state in {paths.state}")
@@ -122,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--fresh", action="store_true", help="make the named guests anew")
     up.add_argument("--bootstrap-guest", action="append", metavar="NAME",
                     help="this guest starts like a new Spark: password only")  # fmt: skip
+    up.add_argument("--engine", choices=["none", "stub", "cpu"], default="stub",
+                    help="engine images to have in the registry")  # fmt: skip
     up.set_defaults(run=_up)
 
     down = commands.add_parser("down", help="power guests off; without names the whole lab")

@@ -11,7 +11,7 @@ from pathlib import Path
 from lab.errors import LabError
 from lab.shell import run
 
-# Program -> package that brings it, on Debian and Ubuntu alike.
+# Program -> packages that bring it, on Debian and Ubuntu alike.
 PROGRAMS = {
     "systemd-nspawn": "systemd-container",
     "debootstrap": "debootstrap",
@@ -23,6 +23,7 @@ PROGRAMS = {
     "docker-registry": "docker-registry",
     "mkfs.ext4": "e2fsprogs",
     "nsenter": "util-linux",
+    "gcc": "gcc libc6-dev",
 }
 
 
@@ -76,7 +77,8 @@ def install_programs() -> list[str]:
     if os.geteuid() != 0:
         raise LabError("lab", "needs root (namespaces, mounts, cgroups)", "run it with sudo")
     sbin = "/usr/local/sbin:/usr/sbin:/sbin:" + os.environ.get("PATH", "")
-    missing = sorted({p for name, p in PROGRAMS.items() if shutil.which(name, path=sbin) is None})
+    wanted = (p for name, p in PROGRAMS.items() if shutil.which(name, path=sbin) is None)
+    missing = sorted({package for packages in wanted for package in packages.split()})
     if missing:
         run(["apt-get", "update", "-q"])
         run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *missing])

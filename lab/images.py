@@ -80,12 +80,14 @@ def layer_from_tree(tree: Path, target: Path, *, prefix: str = "", gzip_level: i
 
 
 def layer_from_files(files: Mapping[str, tuple[bytes, int]], target: Path) -> Layer:
-    """Write a layer of ``{path in the image: (content, mode)}``."""
+    """Write a layer of ``{path in the image: (content, mode)}``; ``path/`` is a directory."""
 
     def fill(tar: tarfile.TarFile) -> None:
         for name, (content, mode) in sorted(files.items()):
             info = tarfile.TarInfo(name.lstrip("/"))
             info.size, info.mode = len(content), mode
+            if name.endswith("/"):
+                info.type = tarfile.DIRTYPE
             tar.addfile(info, io.BytesIO(content))
 
     return _write_layer(target, fill, 6)

@@ -8,9 +8,22 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from lab import archive, cgroup, guest, identity, mounts, network, packages, record, rootfs, servers
+from lab import (
+    archive,
+    cgroup,
+    guest,
+    identity,
+    mounts,
+    network,
+    packages,
+    recipes,
+    record,
+    rootfs,
+    servers,
+)
 from lab.code import use_copied_code
 from lab.distribution import Distribution, install_programs, this_distribution
 from lab.errors import LabError
@@ -29,8 +42,17 @@ def lab_lock(paths: LabPaths) -> Iterator[None]:
         yield
 
 
-def prepare(paths: LabPaths) -> tuple[Distribution, Path]:
-    """Have programs, packages, base and servers; return the release and the base tree."""
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What every guest stands on."""
+
+    distribution: Distribution
+    base: Path  # read-only tree below every new guest's disk
+    debs: Path  # packages that the base lacks
+
+
+def prepare(paths: LabPaths) -> Ground:
+    """Have programs, packages, base and servers."""
     installed = install_programs()
     if installed:
         print(f"installed on this machine: {' '.join(installed)}", flush=True)
@@ -38,15 +60,15 @@ def prepare(paths: LabPaths) -> tuple[Distribution, Path]:
         directory.mkdir(parents=True, exist_ok=True)
     use_copied_code(paths)
     distribution = this_distribution()
-    base = _publish_packages(paths, distribution)
+    ground = _publish_packages(paths, distribution)
     identity.ensure_ssh_key(paths)
     network.ensure_bridge()
     servers.start_all(paths)
-    return distribution, base
+    return ground
 
 
-def _publish_packages(paths: LabPaths, distribution: Distribution) -> Path:
-    """Have the base and both package repositories; return the base."""
+def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
+    """Have the base and both package repositories."""
     tree = rootfs.bootstrap(paths, distribution)
     preinstalled = [packages.build_stub(paths, name) for name in packages.PREINSTALLED_STUBS]
     vendor = [packages.build_stub(paths, name) for name in packages.VENDOR_STUBS]
@@ -56,22 +78,32 @@ def _publish_packages(paths: LabPaths, distribution: Distribution) -> Path:
     arch = distribution.deb_arch
     archive.publish(paths, archive.OS_ARCHIVE, [*debs, *preinstalled], arch)
     archive.publish(paths, archive.VENDOR_ARCHIVE, vendor, arch)
-    return base
+    return Ground(distribution, base, offered)
+
+
+def publish_images(paths: LabPaths, ground: Ground, engine: str) -> None:
+    """Have the images in the registry; ``engine`` is ``none``, ``stub`` or ``cpu`` (both)."""
+    made = [recipes.gpu_check(paths, ground.distribution, ground.debs)]
+    if engine in ("stub", "cpu") and recipes.STUB_ENGINE_DIR.exists():
+        made.append(recipes.stub_engine(paths, ground.distribution))
+    for recipe in made:
+        recipes.publish(paths, recipe)
 
 
 def up(
-    paths: LabPaths, names: Sequence[str], *, fresh: bool, bootstrap: frozenset[str]
+    paths: LabPaths, names: Sequence[str], *, fresh: bool, bootstrap: frozenset[str], engine: str
 ) -> list[Guest]:
     """Have the named guests running and reachable; running ones are left alone."""
-    distribution, base = prepare(paths)
+    ground = prepare(paths)
     guests = [Guest(paths, name) for name in names]
     for one in guests:
         if fresh:
             guest.destroy(one)
-        _up_one(one, base, bootstrap=one.name in bootstrap)
+        _up_one(one, ground.base, bootstrap=one.name in bootstrap)
+    publish_images(paths, ground, engine)
     for one in guests:
         wait_until_reachable(one)
-    record.write_record(paths, distribution)
+    record.write_record(paths, ground.distribution)
     return guests
 
 
