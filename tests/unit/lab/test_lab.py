@@ -1,0 +1,184 @@
+"""The lab's parts that need neither root nor a guest."""
+
+import argparse
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lab import archive, cgroup, faults, hardware, packages, paths
+from lab.archive import OS_ARCHIVE, VENDOR_ARCHIVE
+from lab.boot import nspawn_argv, nspawn_environment
+from lab.cli import _parser
+from lab.content import cached, content_key
+from lab.errors import LabError
+from lab.guest import Guest
+from lab.paths import LabPaths, guest_names, lab_paths
+
+
+def test_a_number_means_the_first_guests_and_a_name_means_itself():
+    assert guest_names(["2"]) == ["lab-1", "lab-2"]
+    assert guest_names(["2", "lab-2", "lab-4"]) == ["lab-1", "lab-2", "lab-4"]
+    assert guest_names(["0"]) == []
+
+
+@pytest.mark.parametrize("word", ["spark-1", "lab-", "lab-0", "lab-41", "lab-x", "../lab-1"])
+def test_other_names_are_refused(word):
+    with pytest.raises(LabError, match="not a guest's name"):
+        guest_names([word])
+
+
+def test_the_state_never_lies_under_tmp(monkeypatch):
+    monkeypatch.setenv("SPARK_LAB_DIR", "/tmp/lab")
+    with pytest.raises(LabError, match="under /tmp"):
+        lab_paths()
+
+
+def test_a_content_key_follows_names_bytes_and_the_executable_bit(tmp_path):
+    (tmp_path / "a").write_text("1")
+    first = content_key("x", trees=[tmp_path])
+    assert content_key("x", trees=[tmp_path]) == first
+    (tmp_path / "a").chmod(0o755)
+    assert content_key("x", trees=[tmp_path]) != first
+    assert content_key("y", trees=[tmp_path]) != content_key("x", trees=[tmp_path])
+
+
+def test_a_half_made_piece_is_made_again(tmp_path):
+    calls = []
+
+    def make(target: Path, *, fail: bool) -> None:
+        calls.append(target)
+        target.mkdir()
+        if fail:
+            raise LabError("x", "y", "z")
+
+    with pytest.raises(LabError):
+        cached(tmp_path / "piece", lambda target: make(target, fail=True))
+    assert not (tmp_path / "piece").exists()
+    assert cached(tmp_path / "piece", lambda target: make(target, fail=False)).is_dir()
+    cached(tmp_path / "piece", lambda target: make(target, fail=True))
+    assert len(calls) == 2
+
+
+def test_the_gpu_is_in_the_hardware_tree_as_a_spark_shows_it(tmp_path):
+    hardware.write_tree(tmp_path)
+    gpu = tmp_path / "usr/lib/labstub/pci-devices/000f:01:00.0"
+    assert (gpu / "vendor").read_text() == "0x10de\n"
+    assert (gpu / "device").read_text() == "0x2e12\n"
+    assert (gpu / "class").read_text() == "0x030000\n"
+    assert (gpu / "config").read_bytes()[:4] == bytes.fromhex("de10122e")
+    version = (tmp_path / "usr/lib/labstub/proc-driver/nvidia/version").read_text()
+    assert hardware.DRIVER_VERSION in version
+
+
+@pytest.mark.parametrize("name", [*packages.PREINSTALLED_STUBS, *packages.VENDOR_STUBS])
+def test_every_stand_in_says_so_in_its_version(name):
+    control = packages.stub_control(name)
+    assert control["Package"] == name
+    assert control["Version"].endswith("+labstub")
+
+
+def nvidia_smi(*words: str) -> subprocess.CompletedProcess[str]:
+    program = packages.STUBS_DIR / "nvidia-utils-580/usr/bin/nvidia-smi"
+    return subprocess.run([program, *words], capture_output=True, text=True, check=False)
+
+
+def test_the_stand_in_answers_queries_as_captured_from_a_spark():
+    fields = "name,memory.total,memory.used,driver_version"
+    with_header = nvidia_smi(f"--query-gpu={fields}", "--format=csv").stdout
+    assert with_header == (
+        "name, memory.total [MiB], memory.used [MiB], driver_version\n"
+        f"NVIDIA GB10, [N/A], [N/A], {hardware.DRIVER_VERSION}\n"
+    )
+    plain = nvidia_smi("--query-gpu=name,compute_cap", "--format=csv,noheader").stdout
+    assert plain == "NVIDIA GB10, 12.1\n"
+    assert nvidia_smi("-L").stdout.startswith("GPU 0: NVIDIA GB10 (UUID: GPU-")
+    assert "NVIDIA GB10" in nvidia_smi().stdout
+    assert len({len(line) for line in nvidia_smi().stdout.splitlines()[1:] if line}) == 1
+
+
+def test_a_field_the_real_tool_does_not_know_is_refused():
+    answer = nvidia_smi("--query-gpu=name,colour", "--format=csv")
+    assert answer.returncode == 2
+    assert '"colour" is not a valid field' in answer.stdout
+
+
+def test_cgroups_of_v1_are_found_without_their_aliases(tmp_path):
+    for name in ("cpu", "pids", "systemd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cgroup.procs").write_text("")
+    (tmp_path / "cpuacct").symlink_to("cpu")
+    assert not cgroup.is_v2(tmp_path)
+    assert [path.name for path in cgroup.hierarchies(tmp_path)] == ["cpu", "pids", "systemd"]
+
+
+def test_cgroups_of_v2_are_one_hierarchy(tmp_path):
+    (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
+    (tmp_path / "cgroup.procs").write_text("")
+    assert cgroup.is_v2(tmp_path)
+    assert cgroup.hierarchies(tmp_path) == [tmp_path]
+
+
+def test_a_guest_is_shown_its_own_cgroup_tree_on_v1_only():
+    guest = Guest(LabPaths(Path("/lab")), "lab-2")
+    on_v1 = nspawn_argv(guest, guest.home / "cg2")
+    assert "--bind=/lab/guests/lab-2/cg2:/sys/fs/cgroup" in on_v1
+    assert "--bind=/lab/guests/lab-2/disk/docker:/var/lib/docker" in on_v1
+    assert not any("/sys/fs/cgroup" in word for word in nspawn_argv(guest, None))
+    assert nspawn_environment(v2=True)["SYSTEMD_NSPAWN_UNIFIED_HIERARCHY"] == "1"
+
+
+def test_every_fault_that_can_be_switched_off_is_also_on_the_command_line():
+    parser = _parser()
+    for name in faults.FAULTS:
+        options = parser.parse_args(["break", name, "lab-1", "--heal"])
+        assert isinstance(options, argparse.Namespace)
+        assert options.what == name
+
+
+def test_a_fault_of_a_guest_wants_its_name(tmp_path):
+    with pytest.raises(LabError, match="needs a guest"):
+        faults.apply(LabPaths(tmp_path), "disk-full", None, value=0, match="*", times=0, heal=False)
+
+
+def test_a_power_cut_is_not_healed_by_a_switch(tmp_path):
+    with pytest.raises(LabError, match="lab up"):
+        faults.apply(
+            LabPaths(tmp_path), "kill-guest", "lab-1", value=0, match="*", times=0, heal=True
+        )
+
+
+needs_repository_tools = pytest.mark.skipif(
+    not all(shutil.which(name) for name in ("apt-ftparchive", "gpg", "dpkg-deb")),
+    reason="needs apt-ftparchive, gpg and dpkg-deb",
+)
+
+
+@needs_repository_tools
+def test_a_repository_is_signed_by_its_own_key_and_lists_its_packages(tmp_path):
+    state = LabPaths(tmp_path)
+    deb = packages.build_stub(state, "dgx-release")
+    for one in (OS_ARCHIVE, VENDOR_ARCHIVE):
+        archive.publish(state, one, [deb], "amd64")
+    root = state.apt / "os"
+    listing = (root / "dists/lab/main/binary-amd64/Packages").read_text()
+    assert "Package: dgx-release\n" in listing
+    release = (root / "dists/lab/InRelease").read_text()
+    assert "BEGIN PGP SIGNED MESSAGE" in release
+    assert "Codename: lab\n" in release
+    assert archive.key_sha256(state, OS_ARCHIVE) != archive.key_sha256(state, VENDOR_ARCHIVE)
+
+
+@needs_repository_tools
+def test_an_unchanged_repository_is_not_written_again(tmp_path):
+    state = LabPaths(tmp_path)
+    deb = packages.build_stub(state, "dgx-release")
+    archive.publish(state, OS_ARCHIVE, [deb], "amd64")
+    before = (state.apt / "os/dists/lab/InRelease").stat().st_mtime_ns
+    archive.publish(state, OS_ARCHIVE, [deb], "amd64")
+    assert (state.apt / "os/dists/lab/InRelease").stat().st_mtime_ns == before
+
+
+def test_addresses_are_those_the_documentation_names():
+    assert [paths.guest_ip(index) for index in (1, 4)] == ["10.77.0.11", "10.77.0.14"]
