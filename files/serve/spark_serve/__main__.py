@@ -1,0 +1,150 @@
+"""``spark-host VERB``: the entry point of everything that runs on the host."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+from spark_serve.errors import HostToolError
+from spark_serve.paths import Paths, default_paths
+
+Words = list[str]
+
+# Imports are local to the verbs: the fact that a controller asks for most must be quick.
+
+
+def _job(words: Words, paths: Paths) -> int:
+    from spark_serve import jobs
+
+    return jobs.main(words, paths)
+
+
+def _check(words: Words, paths: Paths) -> int:
+    from spark_serve.check import runner
+
+    return runner.main(words, paths)
+
+
+def _status(words: Words, paths: Paths) -> int:
+    from spark_serve import status
+
+    return status.main(words, paths)
+
+
+def _serve_step(verb: str) -> Callable[[Words, Paths], int]:
+    def step(words: Words, paths: Paths) -> int:
+        from spark_serve import serve
+
+        steps = {
+            "may-start": serve.may_start,
+            "prepare": serve.prepare,
+            "serve": serve.run,
+            "stop": serve.stop,
+            "after-stop": serve.after_stop,
+        }
+        return steps[verb](_one(words, "a release"), paths)
+
+    return step
+
+
+def _switch(words: Words, paths: Paths) -> int:
+    from spark_serve import switch
+
+    return switch.switch(_one(words, "a release"), paths)
+
+
+def _switch_recover(words: Words, paths: Paths) -> int:
+    from spark_serve import switch
+
+    return switch.recover(_one(words, "a release"), paths)
+
+
+def _switch_poll(words: Words, paths: Paths) -> int:
+    from spark_serve import switch
+
+    json.dump(switch.poll(_one(words, "a release"), paths), sys.stdout)
+    print()
+    return 0
+
+
+def _rollback(words: Words, paths: Paths) -> int:
+    from spark_serve import switch
+
+    if not words or words[0].startswith("-"):
+        raise HostToolError("rollback", "no service named", "rollback SERVICE [--to R] [--dry]", 2)
+    return switch.rollback(words, paths)
+
+
+def _stop_service(words: Words, paths: Paths) -> int:
+    from spark_serve import boot
+
+    return boot.stop_service(_one(words, "a service"), paths)
+
+
+def _start_service(words: Words, paths: Paths) -> int:
+    from spark_serve import boot
+
+    return boot.start_service(_one(words, "a service"), paths)
+
+
+def _gateway(words: Words, paths: Paths) -> int:
+    from spark_serve import gateway
+
+    return gateway.run(_one(words, "a service"), paths)
+
+
+def _gateway_reload(words: Words, paths: Paths) -> int:
+    from spark_serve import gateway
+
+    return gateway.reload(_one(words, "a service"), paths)
+
+
+def _watch(words: Words, paths: Paths) -> int:
+    from spark_serve import watch
+
+    return watch.run(_one(words, "a release"), paths)
+
+
+def _one(words: Words, what: str) -> str:
+    if len(words) != 1:
+        raise HostToolError("spark-host", f"wants {what}, got {words}", "see `spark-host help`", 2)
+    return words[0]
+
+
+VERBS: dict[str, tuple[Callable[[Words, Paths], int], str]] = {
+    "status": (_status, "[--live]: everything about this host as JSON"),
+    "check": (_check, "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine"),
+    "switch": (_switch, "RELEASE: change to a release (run by spark-switch@RELEASE)"),
+    "switch-recover": (_switch_recover, "RELEASE: finish a switch that was killed"),
+    "switch-poll": (_switch_poll, "RELEASE: how the last switch to it stands, as JSON"),
+    "rollback": (_rollback, "SERVICE [--to RELEASE] [--dry]: go back to a proven release"),
+    "stop-service": (_stop_service, "SERVICE: stop it until someone starts it again"),
+    "start-service": (_start_service, "SERVICE: start the last proven release again"),
+    "gateway": (_gateway, "SERVICE: run its nginx (run by spark-gateway@SERVICE)"),
+    "gateway-reload": (_gateway_reload, "SERVICE: take over a new key or new settings"),
+    "watch": (_watch, "RELEASE: watch its engine (run by spark-watch@RELEASE)"),
+    "job": (_job, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
+    "may-start": (_serve_step("may-start"), "RELEASE: whether its unit may start"),
+    "prepare": (_serve_step("prepare"), "RELEASE: make the host ready for its start"),
+    "serve": (_serve_step("serve"), "RELEASE: run its engine (run by spark-serve@RELEASE)"),
+    "stop": (_serve_step("stop"), "RELEASE: stop its engine"),
+    "after-stop": (_serve_step("after-stop"), "RELEASE: clean up after its engine"),
+}
+
+
+def main(argv: Words) -> int:
+    """Run one verb; a deliberate error is one line on stderr."""
+    if not argv or argv[0] not in VERBS:
+        for verb, (_, text) in VERBS.items():
+            print(f"spark-host {verb} {text}", file=sys.stderr)
+        return 0 if argv[:1] == ["help"] else 2
+    try:
+        return VERBS[argv[0]][0](argv[1:], default_paths())
+    except HostToolError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""Which release may run: the boot pointer (enabled unit), the good record, the stop marker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spark_serve import files, systemd
+from spark_serve.errors import HostToolError
+from spark_serve.paths import Paths
+from spark_serve.release import Release, load, names, service_of
+
+_KEPT = 10
+
+
+def enabled(service: str, paths: Paths) -> list[str]:
+    """Return the releases of a service that systemd starts at boot."""
+    directory = paths.units / "multi-user.target.wants"
+    if not directory.is_dir():
+        return []
+    found = []
+    for link in directory.glob("spark-serve@*.service"):
+        name = link.name.removeprefix("spark-serve@").removesuffix(".service")
+        try:
+            if service_of(name) == service:
+                found.append(name)
+        except HostToolError:
+            continue
+    return sorted(found)
+
+
+def good(service: str, paths: Paths) -> dict[str, Any]:
+    """Return the record of proven releases: ``{"release", "previous": [...]}``."""
+    return files.read_json(paths.good(service)) or {"release": None, "previous": []}
+
+
+def record_good(release: Release, paths: Paths) -> None:
+    """Record the release as the last good one, the one before it as the way back."""
+    before = good(release.service, paths)
+    previous = [name for name in (before["release"], *before["previous"]) if name]
+    kept = [name for name in dict.fromkeys(previous) if name != release.name][:_KEPT]
+    files.write_json(
+        paths.good(release.service),
+        {"release": release.name, "previous": kept, "at": files.now()},
+    )
+
+
+def enable_only(release: Release, paths: Paths) -> None:
+    """Make the release the one that boots.
+
+    The order is what makes a power cut harmless: the good record first, then the new link, then
+    the old link away. With both links there, :func:`obstacle` lets only the good one start.
+    """
+    record_good(release, paths)
+    _systemctl("enable", release.serve_unit)
+    for name in enabled(release.service, paths):
+        if name != release.name:
+            _systemctl("disable", f"spark-serve@{name}.service")
+
+
+def obstacle(release: Release, paths: Paths) -> str | None:
+    """Return why the unit of this release must not start now, or ``None``."""
+    if paths.stopped(release.service).exists():
+        return f"service {release.service} was stopped by hand (spark-host start-service)"
+    rivals = enabled(release.service, paths)
+    if release.name in rivals and len(rivals) > 1:
+        chosen = good(release.service, paths)["release"]
+        if chosen in rivals and chosen != release.name:
+            return f"{chosen} is the last good release"
+    return None
+
+
+def active(service: str, paths: Paths) -> str | None:
+    """Return the release of a service whose unit is up or coming up, if any."""
+    mine = [name for name in names(paths) if service_of(name) == service]
+    units = systemd.show([f"spark-serve@{name}.service" for name in mine], ["ActiveState"])
+    for name in mine:
+        state = units.get(f"spark-serve@{name}.service", {}).get("ActiveState")
+        if state in ("active", "activating", "reloading"):
+            return name
+    return None
+
+
+def stop_service(service: str, paths: Paths) -> int:
+    """Stop a service for good: it stays down over reboots until someone starts it again."""
+    running = active(service, paths)
+    boots = enabled(service, paths)
+    chosen = good(service, paths)["release"]
+    marker = files.read_json(paths.stopped(service)) or {}
+    release = running or (boots[0] if boots else None) or chosen or marker.get("release")
+    # The marker alone keeps it down: whatever is interrupted below, no boot starts it.
+    files.write_json(paths.stopped(service), {"release": release, "at": files.now()})
+    for name in {*boots, *([running] if running else [])}:
+        _systemctl("stop", f"spark-serve@{name}.service", timeout_s=900)
+    print(f"{service}: stopped; it stays down until: spark-host start-service {service}")
+    return 0
+
+
+def start_service(service: str, paths: Paths) -> int:
+    """Take back a stop by hand and start the last good release."""
+    marker = files.read_json(paths.stopped(service)) or {}
+    chosen = good(service, paths)["release"] or marker.get("release")
+    files.remove(paths.stopped(service))
+    if chosen is None:
+        raise HostToolError(service, "no proven release to start", "run the deploy for this host")
+    release = load(chosen, paths)
+    systemd.systemctl("reset-failed", release.serve_unit)
+    _systemctl("start", release.serve_unit, timeout_s=release.timeouts.start_s + 900)
+    print(f"{service}: {chosen} is up")
+    return 0
+
+
+def previous(service: str, wanted: str | None, paths: Paths) -> tuple[str | None, Release]:
+    """Return the current good release and the one to go back to.
+
+    Args:
+        service: The service to change.
+        wanted: A release by name; ``None`` means the last good one before the current.
+        paths: Where the records are.
+    """
+    record = good(service, paths)
+    choices = [name for name in record["previous"] if (paths.releases / name).is_dir()]
+    name = wanted or (choices[0] if choices else None)
+    if name is None:
+        raise HostToolError(
+            service, "no earlier proven release is kept on this host", "change the settings instead"
+        )
+    return record["release"], load(name, paths)
+
+
+def _systemctl(verb: str, unit: str, timeout_s: float = 120) -> None:
+    said = systemd.systemctl(verb, unit, timeout_s=timeout_s)
+    if said.returncode != 0:
+        raise HostToolError(
+            f"systemctl {verb} {unit}", said.stderr.strip() or "failed", f"journalctl -u {unit}"
+        )

@@ -1,0 +1,80 @@
+"""The little we ask of Docker: its API socket for questions, its client for actions."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+from urllib.parse import quote
+
+API_SOCKET = "/var/run/docker.sock"
+
+
+class _SocketConnection(HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str, timeout_s: float):
+        super().__init__("docker", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def ask(path: str, timeout_s: float = 10) -> Any:
+    """Return the JSON answer of the daemon to ``GET path``; ``None`` when there is none."""
+    connection = _SocketConnection(os.environ.get("SPARK_DOCKER_SOCKET", API_SOCKET), timeout_s)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read()
+        return json.loads(body) if answer.status == 200 else None
+    except (OSError, HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+
+
+def is_up() -> bool:
+    """Return whether the daemon answers."""
+    return ask("/version", 5) is not None
+
+
+def image(reference: str) -> dict[str, Any] | None:
+    """Return what the daemon knows of an image (tag, or name@digest)."""
+    found = ask(f"/images/{quote(reference, safe='/:@')}/json")
+    return found if isinstance(found, dict) else None
+
+
+def image_label(reference: str, label: str = "spark.digest") -> str | None:
+    """Return one label of an image; ``None`` when the image or the label is absent."""
+    found = image(reference)
+    labels = ((found or {}).get("Config") or {}).get("Labels") or {}
+    value = labels.get(label)
+    return None if value is None else str(value)
+
+
+def engine_containers() -> list[str]:
+    """Return the names of all containers of ours, running or not."""
+    chosen = quote(json.dumps({"label": ["spark.release"]}))
+    found = ask(f"/containers/json?all=1&filters={chosen}")
+    if not isinstance(found, list):
+        return []
+    return sorted(str(item["Names"][0]).lstrip("/") for item in found if item.get("Names"))
+
+
+def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run the docker client and return what it said; the caller judges the exit code."""
+    return subprocess.run(
+        ["docker", *words], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def remove_container(name: str) -> None:
+    """Remove a container, running or not; an absent one is fine."""
+    client("rm", "-f", name)

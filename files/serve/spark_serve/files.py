@@ -1,0 +1,65 @@
+"""Files that are whole or absent: written aside, synced, renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Replace ``path`` atomically and durably; its directory is created when missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        os.fchmod(descriptor, mode)
+        os.write(descriptor, text.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(aside, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and removals in ``path`` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> bool:
+    """Remove ``path`` durably; return whether it was there."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    sync_directory(path.parent)
+    return True
+
+
+def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
+    """Replace ``path`` by ``value`` as JSON, atomically and durably."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n", mode)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in ``path``; ``None`` when it is absent or not a JSON object.
+
+    A file cut short by a power loss proves nothing, so it counts as absent.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def now() -> str:
+    """Return the time in UTC, to the second, as ISO 8601."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

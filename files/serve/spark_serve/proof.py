@@ -1,0 +1,102 @@
+"""Proofs: what the last check of a release found, bound to one run of its unit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from spark_serve import docker, files
+from spark_serve.paths import Paths
+
+LEVELS = ("quick", "full", "deep")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions whose change asks for a new proof; absent parts are ``""``."""
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        daemon = pool.submit(docker.ask, "/version", 5)
+        toolkit = pool.submit(_first_line, ("nvidia-ctk", "--version"))
+        driver = pool.submit(_driver)
+        return {
+            "kernel": os.uname().release,
+            "driver": driver.result(),
+            "docker": str((daemon.result() or {}).get("Version", "")),
+            "toolkit": _version_in(toolkit.result()),
+        }
+
+
+def _driver() -> str:
+    loaded = Path("/proc/driver/nvidia/version")
+    if loaded.is_file():
+        # "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.159.03  Release Build"
+        return _version_in(loaded.read_text().splitlines()[0])
+    asked = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return _first_line(asked)
+
+
+def _version_in(text: str) -> str:
+    match = re.search(r"\b\d+\.\d+(\.\d+)*\S*", text)
+    return match[0] if match else ""
+
+
+def _first_line(argv: tuple[str, ...]) -> str:
+    try:
+        said = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = said.stdout.splitlines()
+    return lines[0].strip() if said.returncode == 0 and lines else ""
+
+
+def read(release: str, paths: Paths) -> dict[str, Any] | None:
+    """Return the proof of a release, or ``None``."""
+    return files.read_json(paths.proof(release))
+
+
+def write(proof: dict[str, Any], paths: Paths) -> None:
+    """Keep a proof; a passed quick check does not replace a passed full one of the same run."""
+    before = read(proof["release"], paths) or {}
+    full = before.get("last_full")
+    if proof["ok"] and proof["level"] != "quick":
+        full = {key: proof[key] for key in ("invocation_id", "checked_at", "versions")}
+    same_run = before.get("invocation_id") == proof["invocation_id"]
+    if proof["ok"] and proof["level"] == "quick" and same_run and before.get("ok"):
+        return
+    files.write_json(paths.proof(proof["release"]), {**proof, "last_full": full})
+
+
+def why_not(
+    proof: dict[str, Any] | None, digest: str, invocation_id: str | None, now: dict[str, str]
+) -> str | None:
+    """Return why the proof does not cover the present run; ``None`` when it does.
+
+    A quick proof of this run is enough when a full one was passed under the same versions.
+    """
+    if proof is None:
+        return "never checked"
+    if proof.get("digest") != digest:
+        return "the proof is of another release"
+    if not proof.get("ok"):
+        return "the last check failed"
+    if not invocation_id or proof.get("invocation_id") != invocation_id:
+        return "the engine was started after the last check"
+    full = proof.get("last_full")
+    if not full:
+        return "only the quick check was run"
+    changed = [
+        f"{key} {full['versions'].get(key) or 'none'} -> {now[key] or 'none'}"
+        for key in now
+        if full["versions"].get(key) != now[key]
+    ]
+    return f"changed since the full check: {', '.join(changed)}" if changed else None

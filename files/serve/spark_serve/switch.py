@@ -1,0 +1,392 @@
+"""The change of a service to another release, with a way back, run by systemd on the host.
+
+What is true is never kept in this process: running is asked of systemd, booting is the enabled
+unit, proven is the proof. So it may be killed at any point, and :func:`recover` or the next boot
+finds the old release; the candidate is enabled last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from spark_serve import boot, docker, door, files, gateway, memory, proof, serve, systemd
+from spark_serve.check import runner
+from spark_serve.engine import Engine, EngineError
+from spark_serve.errors import HostToolError
+from spark_serve.paths import Paths
+from spark_serve.release import Release, load, load_if_present, service_of
+
+_TELL_S = 5.0
+_TAIL_LINES = 40
+
+
+class TrialError(Exception):
+    """The candidate did not become a proven server; the message is a plain sentence."""
+
+
+class Record:
+    """The switch's result file, rewritten at every step.
+
+    Args:
+        release: The candidate.
+        paths: Where the file goes.
+    """
+
+    def __init__(self, release: Release, paths: Paths):
+        self._path = paths.switch(release.name)
+        self._began = time.monotonic()
+        self.data: dict[str, Any] = {
+            "schema_version": 1,
+            "release": release.name,
+            "service": release.service,
+            "state": "running",
+            "phase": None,
+            "progress": None,
+            "reason": None,
+            "failed_phase": None,
+            "failed_checks": [],
+            "log_tail": [],
+            "previous": None,
+            "serving": None,
+            "started_at": files.now(),
+            "ended_at": None,
+            "boot_id": boot_id(),
+            "times_s": {},
+        }
+
+    def set(self, **values: Any) -> None:
+        """Change fields and write the file."""
+        self.data.update(values)
+        files.write_json(self._path, self.data)
+
+    def tell(self, text: str) -> None:
+        """Show what is going on, in the journal and to whoever polls."""
+        serve.say(text)
+        self.set(progress=text)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name and time one step."""
+        serve.say(f"phase={name}")
+        self.set(phase=name, progress=None)
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.data["times_s"][name] = round(time.monotonic() - start, 3)
+
+    def end(self, state: str, serving: str | None) -> None:
+        """Write the final state."""
+        self.data["times_s"]["total"] = round(time.monotonic() - self._began, 3)
+        self.set(state=state, serving=serving, ended_at=files.now(), progress=None)
+        reason = self.data["reason"]
+        serve.say(f"{state}: serving {serving or 'nothing'}" + (f"; {reason}" if reason else ""))
+
+
+def boot_id() -> str:
+    """Return the kernel's id of this boot."""
+    with open("/proc/sys/kernel/random/boot_id") as source:
+        return source.read().strip()
+
+
+def switch(name: str, paths: Paths) -> int:
+    """Change the service to release ``name``; 0 only when it is proven and boots from now on."""
+    release = load(name, paths)
+    with _one_at_a_time(release.service, paths):
+        record = Record(release, paths)
+        old = _previous(release, paths)
+        record.set(previous=old.name if old else None, serving=boot.active(release.service, paths))
+        problem = _refusal(release, paths, record)
+        if problem is not None:
+            record.set(reason=str(problem), failed_phase="prove")
+            record.end("refused", boot.active(release.service, paths))
+            return 1
+        if systemd.is_active(release.serve_unit) and _prove_running(release, paths, record):
+            return 0
+        try:
+            _replace(release, old, paths, record)
+        except (TrialError, HostToolError) as error:
+            record.set(reason=str(error), failed_phase=record.data["phase"])
+            _back(release, old, paths, record)
+            return 1
+        record.end("switched", release.name)
+        return 0
+
+
+def recover(name: str, paths: Paths) -> int:
+    """Finish what a killed switch left; nothing to do after one that ended by itself."""
+    release = load(name, paths)
+    left = files.read_json(paths.switch(name)) or {}
+    if left.get("state") != "running" or left.get("boot_id") != boot_id():
+        return 0
+    if systemd.is_stopping():
+        return 0
+    with _one_at_a_time(release.service, paths):
+        record = Record(release, paths)
+        record.data.update(left)
+        phase = str(left.get("phase"))
+        old = load_if_present(left["previous"], paths) if left.get("previous") else None
+        serve.say(f"the switch was killed in phase {phase}")
+        record.set(reason=f"the switch was killed in phase {phase}", failed_phase=phase)
+        if phase in ("None", "prove"):
+            record.end("refused", boot.active(release.service, paths))
+        elif phase in ("open", "enable") and _covered(release, paths):
+            _take_over(release, paths, record)
+            record.set(reason=None, failed_phase=None)
+            record.end("switched", release.name)
+        else:
+            _back(release, old, paths, record)
+    return 0
+
+
+def poll(name: str, paths: Paths) -> dict[str, Any]:
+    """Return the result of the last switch to a release and whether it still goes on."""
+    unit = systemd.state(f"spark-switch@{name}.service", "ActiveState", "Job")
+    state = unit.get("ActiveState", "inactive")
+    found = files.read_json(paths.switch(name)) or {"release": name, "state": "none"}
+    pending = unit.get("Job", "0") not in ("", "0")
+    if found["state"] == "running" and state not in ("activating", "active", "deactivating"):
+        found["state"] = "running" if pending else "interrupted"
+    return {**found, "unit": "activating" if pending and state == "inactive" else state}
+
+
+def _previous(release: Release, paths: Paths) -> Release | None:
+    record = boot.good(release.service, paths)
+    candidates = (
+        boot.active(release.service, paths),
+        *boot.enabled(release.service, paths),
+        record["release"],
+        *record["previous"],
+    )
+    for name in candidates:
+        if name and name != release.name:
+            found = load_if_present(name, paths)
+            if found is not None:
+                return found
+    return None
+
+
+def _refusal(release: Release, paths: Paths, record: Record) -> HostToolError | None:
+    """Prove image, tree and gateway while the old release still answers."""
+    with record.phase("prove"):
+        if paths.stopped(release.service).exists():
+            return HostToolError(
+                release.service,
+                "was stopped by hand",
+                f"spark-host start-service {release.service}, then deploy again",
+            )
+        return serve.part_problem(release) or gateway.problem(release)
+
+
+def _prove_running(release: Release, paths: Paths, record: Record) -> bool:
+    """Prove a candidate that already runs; ``False`` when it has to be started anew."""
+    try:
+        if not _covered(release, paths):
+            with record.phase("check"):
+                _full_check(release, paths, record)
+    except TrialError as error:
+        record.tell(f"it runs but fails: {error}; starting it again")
+        return False
+    _take_over(release, paths, record)
+    record.end("switched", release.name)
+    return True
+
+
+def _covered(release: Release, paths: Paths) -> bool:
+    invocation = systemd.invocation(release.serve_unit)
+    if not systemd.is_active(release.serve_unit):
+        return False
+    found = proof.read(release.name, paths)
+    return proof.why_not(found, release.digest, invocation, proof.versions()) is None
+
+
+def _replace(release: Release, old: Release | None, paths: Paths, record: Record) -> None:
+    running = load_if_present(boot.active(release.service, paths) or "", paths) or old
+    with record.phase("drain"):
+        door.close(release.service, paths)
+        if running is not None:
+            _drain(running, paths, record)
+    with record.phase("stop"):
+        for name in _loaded(release.service):
+            _stop_unit(name)
+    with record.phase("memory"):
+        for container in docker.engine_containers():
+            docker.remove_container(container)
+        memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, record.tell)
+    with record.phase("start"):
+        _start(release, paths, record)
+    with record.phase("check"):
+        _full_check(release, paths, record)
+    _take_over(release, paths, record)
+
+
+def _take_over(release: Release, paths: Paths, record: Record) -> None:
+    with record.phase("open"):
+        gateway.bring_up(release, paths)
+        door.open_for(release, paths)
+        gateway.wait_until_listening(release, paths)
+    with record.phase("enable"):
+        boot.enable_only(release, paths)
+
+
+def _back(release: Release, old: Release | None, paths: Paths, record: Record) -> None:
+    """Stop the candidate and have the old release serve, proven, again."""
+    record.tell(f"failed in {record.data['failed_phase']}: {record.data['reason']}")
+    with record.phase("rollback"):
+        if not record.data["log_tail"]:
+            record.set(log_tail=_log_tail(release))
+        door.close(release.service, paths)
+        _stop_unit(release.serve_unit)
+        systemd.systemctl("reset-failed", release.serve_unit)
+        if old is None:
+            systemd.systemctl("disable", release.serve_unit)
+        else:
+            failure = _restore(old, paths, record)
+    if old is None:
+        record.end("failed-no-previous", None)
+    elif failure is None:
+        record.end("rolled-back", old.name)
+    else:
+        record.set(reason=f"{record.data['reason']}; and the old release: {failure}")
+        record.end("rollback-failed", boot.active(release.service, paths))
+
+
+def _restore(old: Release, paths: Paths, record: Record) -> str | None:
+    try:
+        if not systemd.is_active(old.serve_unit):
+            _start(old, paths, record)
+        if not _covered(old, paths):
+            _full_check(old, paths, record)
+        gateway.bring_up(old, paths)
+        door.open_for(old, paths)
+        boot.enable_only(old, paths)
+    except (TrialError, HostToolError) as error:
+        return str(error)
+    return None
+
+
+def _drain(old: Release, paths: Paths, record: Record) -> None:
+    engine = Engine.of(old, paths)
+    deadline = time.monotonic() + old.timeouts.drain_s
+    told = 0.0
+    while time.monotonic() < deadline:
+        try:
+            left = engine.metrics(5).unfinished
+        except EngineError:
+            return
+        if left <= 0:
+            return
+        if time.monotonic() - told >= _TELL_S:
+            told = time.monotonic()
+            record.tell(f"phase=drain requests={left:.0f} left_s={deadline - told:.0f}")
+        time.sleep(0.2)
+    record.tell(f"phase=drain the limit of {old.timeouts.drain_s:.0f} s passed; requests are cut")
+
+
+def _loaded(service: str) -> list[str]:
+    """Return the loaded serve units of a service."""
+    found = []
+    for unit in systemd.listed("spark-serve@*.service"):
+        name = unit.removeprefix("spark-serve@").removesuffix(".service")
+        if service_of(name) == service:
+            found.append(unit)
+    return found
+
+
+def _stop_unit(unit: str) -> None:
+    systemd.systemctl("stop", unit, timeout_s=1800)
+
+
+def _start(release: Release, paths: Paths, record: Record) -> None:
+    """Start a release's unit and return once it is active, that is, past its quick check."""
+    unit = release.serve_unit
+    systemd.systemctl("reset-failed", unit)
+    said = systemd.systemctl("start", "--no-block", unit)
+    if said.returncode != 0:
+        raise TrialError(f"systemctl start {unit}: {said.stderr.strip()}")
+    begun = told = time.monotonic()
+    while True:
+        state = systemd.state(unit, "ActiveState", "SubState", "Job", "Result", "InvocationID")
+        active = state.get("ActiveState")
+        if active == "active":
+            return
+        pending = state.get("Job", "0") not in ("", "0")
+        if state.get("SubState") == "auto-restart" or (
+            active in ("inactive", "failed") and not pending
+        ):
+            record.set(log_tail=_log_tail(release))
+            raise TrialError(_why_not_started(release, state, paths))
+        if time.monotonic() - told >= _TELL_S:
+            told = time.monotonic()
+            lines = systemd.journal(state.get("InvocationID", ""), unit, lines=1)
+            last = lines[-1].strip()[:200] if lines else ""
+            record.tell(f"phase=start waited_s={told - begun:.0f} last: {last}")
+        time.sleep(0.25)
+
+
+def _why_not_started(release: Release, state: systemd.UnitState, paths: Paths) -> str:
+    found = proof.read(release.name, paths)
+    if found and not found["ok"] and found["invocation_id"] == state.get("InvocationID"):
+        return _failures(found)
+    last = next((line for line in reversed(_log_tail(release)) if "error" in line.lower()), "")
+    return f"{release.serve_unit} did not start ({state.get('Result')}); {last}".rstrip("; ")
+
+
+def _full_check(release: Release, paths: Paths, record: Record) -> None:
+    result = runner.check(release, paths, "full", record.tell)
+    if not result["ok"]:
+        failed = [item["name"] for item in result["checks"] if not item["ok"]]
+        record.set(log_tail=_log_tail(release), failed_checks=failed)
+        raise TrialError(_failures(result))
+
+
+def _failures(result: dict[str, Any]) -> str:
+    failed = [f"{item['name']}: {item['detail']}" for item in result["checks"] if not item["ok"]]
+    return "; ".join(failed[:3])
+
+
+def _log_tail(release: Release) -> list[str]:
+    invocation = systemd.invocation(release.serve_unit) or ""
+    return systemd.journal(invocation, release.serve_unit, lines=_TAIL_LINES)
+
+
+@contextmanager
+def _one_at_a_time(service: str, paths: Paths) -> Iterator[None]:
+    paths.run.mkdir(parents=True, exist_ok=True)
+    # Opened without inheritance: a child must not keep the lock of a killed switch.
+    descriptor = os.open(paths.run / f"switch-{service}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise HostToolError(
+                f"switch of {service}",
+                "another change is under way",
+                "wait for it: systemctl list-units 'spark-switch@*'",
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def rollback(words: list[str], paths: Paths) -> int:
+    """Run ``rollback SERVICE [--to RELEASE] [--dry]``."""
+    dry = "--dry" in words
+    rest = [word for word in words if word != "--dry"]
+    wanted = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
+    current, target = boot.previous(rest[0], wanted, paths)
+    unit = f"spark-switch@{target.name}.service"
+    json.dump({"from": current, "to": target.name, "unit": unit}, sys.stdout)
+    print()
+    if not dry:
+        systemd.systemctl("reset-failed", unit)
+        said = systemd.systemctl("start", "--no-block", unit)
+        return said.returncode
+    return 0

@@ -1,0 +1,111 @@
+"""The watch: sees a wedged engine and a starving host, and acts within the start limits.
+
+It only ever kills the engine's container. systemd then restarts the unit after ``RestartSec``,
+counts the start, and gives up at the start limit; so the loop ends and the host stays reachable.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from spark_serve import docker, files, systemd
+from spark_serve.engine import Engine, EngineError, Metrics
+from spark_serve.memory import GIB, available_bytes
+from spark_serve.paths import Paths
+from spark_serve.release import Release, Watch, load
+
+_EVENTS_KEPT = 1000
+
+
+@dataclass(slots=True)
+class Judge:
+    """Turns samples into a verdict; keeps the little history that takes."""
+
+    plan: Watch
+    floor_bytes: int
+    moved_at_s: float | None = None
+    last_tokens: float = -1.0
+    low_samples: int = 0
+
+    def stalled(self, metrics: Metrics | None, now_s: float) -> str | None:
+        """Return why the engine counts as wedged, or ``None``.
+
+        ``None`` for metrics means that the engine did not answer, which says nothing: a unit whose
+        engine has died is systemd's business.
+        """
+        if metrics is None:
+            return None
+        if metrics.running <= 0 or metrics.tokens != self.last_tokens or self.moved_at_s is None:
+            self.last_tokens, self.moved_at_s = metrics.tokens, now_s
+            return None
+        flat_s = now_s - self.moved_at_s
+        if flat_s < self.plan.stall_s:
+            return None
+        return (
+            f"{metrics.running:.0f} requests are running, but no token was read or written "
+            f"for {flat_s:.0f} s"
+        )
+
+    def starving(self, available: int) -> str | None:
+        """Return why the host counts as starving, or ``None``."""
+        self.low_samples = self.low_samples + 1 if available < self.floor_bytes else 0
+        if self.low_samples < self.plan.memory_samples:
+            return None
+        return (
+            f"{available / GIB:.2f} GiB of memory are available, "
+            f"the floor is {self.floor_bytes / GIB:.2f} GiB"
+        )
+
+
+def run(name: str, paths: Paths) -> int:
+    """Watch a release until its unit ends (systemd stops the watch with it)."""
+    release = load(name, paths)
+    engine = Engine.of(release, paths)
+    judge = Judge(release.watch, release.memory.floor_bytes)
+    while True:
+        reason = judge.starving(available_bytes())
+        if reason is not None:
+            act(release, "starving", reason, paths)
+            judge.low_samples = 0
+        reason = judge.stalled(_metrics(engine), time.monotonic())
+        if reason is not None:
+            act(release, "stalled", reason, paths)
+            judge.moved_at_s = None
+        time.sleep(release.watch.interval_s)
+
+
+def act(release: Release, kind: str, reason: str, paths: Paths) -> None:
+    """Write the event, then kill the engine; systemd decides about another start."""
+    event(release, kind, f"{reason}; the engine is stopped", paths)
+    said = docker.client("kill", release.container, timeout_s=20)
+    if said.returncode != 0:
+        event(release, "kill", f"docker kill: {said.stderr.strip()}; killing the unit", paths)
+        systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
+
+
+def event(release: Release, kind: str, text: str, paths: Paths) -> None:
+    """Append one event to the file a person can read, and to the journal."""
+    path = paths.events(release.service)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = {"at": files.now(), "release": release.name, "kind": kind, "text": text}
+    print(f"{kind}: {text}", flush=True)
+    lines = path.read_text().splitlines()[-_EVENTS_KEPT + 1 :] if path.exists() else []
+    files.write_text(path, "\n".join([*lines, json.dumps(line)]) + "\n")
+
+
+def events(service: str, paths: Paths, count: int = 10) -> list[dict[str, Any]]:
+    """Return the last events of a service, oldest first."""
+    path = paths.events(service)
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()[-count:]]
+
+
+def _metrics(engine: Engine) -> Metrics | None:
+    try:
+        return engine.metrics(5)
+    except EngineError:
+        return None

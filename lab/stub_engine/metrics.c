@@ -1,0 +1,42 @@
+/* The counters a check and a watch read, under vLLM's names. */
+#include "stub.h"
+
+counters counted;
+
+void count_answer(int prompt_tokens, int generated_tokens) {
+    if (fault("counters-flat")) return;
+    atomic_fetch_add(&counted.prompt_tokens, prompt_tokens);
+    atomic_fetch_add(&counted.generation_tokens, generated_tokens);
+    atomic_fetch_add(&counted.requests, 1);
+    int width = config.speculative_tokens;
+    if (!width || fault("no-drafts")) return;
+    /* A step yields one token of the model and the accepted drafts: 4 of 5 drafts are accepted. */
+    int drafts = generated_tokens ? (generated_tokens + width) / (width + 1) : 0;
+    long drafted = (long)drafts * width;
+    atomic_fetch_add(&counted.drafts, drafts);
+    atomic_fetch_add(&counted.draft_tokens, drafted);
+    if (!fault("low-acceptance"))
+        atomic_fetch_add(&counted.accepted_tokens, drafted - drafted / 5);
+}
+
+static void metric(buffer *b, const char *kind, const char *name, long number) {
+    put(b, "# HELP vllm:%s %s\n# TYPE vllm:%s %s\n", name, name, name, kind);
+    put(b, "vllm:%s{engine=\"0\",model_name=\"%s\"} %ld.0\n", name, config.names[0], number);
+}
+
+void put_metrics(buffer *b) {
+    metric(b, "gauge", "num_requests_running", atomic_load(&counted.running));
+    metric(b, "gauge", "num_requests_waiting", 0);
+    metric(b, "counter", "prompt_tokens_total", atomic_load(&counted.prompt_tokens));
+    metric(b, "counter", "generation_tokens_total", atomic_load(&counted.generation_tokens));
+    metric(b, "counter", "request_success_total", atomic_load(&counted.requests));
+    metric(b, "gauge", "kv_cache_usage_perc", 0);
+    if (config.speculative_tokens && !fault("no-drafts")) {
+        metric(b, "counter", "spec_decode_num_drafts_total", atomic_load(&counted.drafts));
+        metric(b, "counter", "spec_decode_num_draft_tokens_total", atomic_load(&counted.draft_tokens));
+        metric(b, "counter", "spec_decode_num_accepted_tokens_total", atomic_load(&counted.accepted_tokens));
+    }
+    if (!fault("no-cache-info"))
+        put(b, "vllm:cache_config_info{block_size=\"%s\",cache_dtype=\"%s\",engine=\"0\"} 1.0\n",
+            config.block_size, config.kv_cache_dtype);
+}

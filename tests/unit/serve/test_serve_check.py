@@ -1,0 +1,189 @@
+"""Each check passes on a sound engine, and each is failed by the fault that violates it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from spark_serve import proof
+from spark_serve.check import runner
+from spark_serve.release import Release
+from stub_host import Host
+
+
+def check(host: Host, release: Release, level: str = "deep") -> dict[str, Any]:
+    return runner.check(release, host.paths, level, print, invocation_id="run-1")
+
+
+def failed(result: dict[str, Any]) -> dict[str, str]:
+    return {item["name"]: item["detail"] for item in result["checks"] if not item["ok"]}
+
+
+def test_a_sound_engine_passes_every_check(host: Host) -> None:
+    release = host.release()
+    host.started(release)
+    result = check(host, release)
+    assert failed(result) == {}
+    assert result["ok"]
+    names = {item["name"] for item in result["checks"]}
+    assert names == {"ready", *(item.name for item in runner.CHECKS)}
+    assert result["engine"] == {"version": "0.0.0+stub"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "violated", "sentence"),
+    [
+        ("wrong-name", "served names", "serves the names ['other', 'other']"),
+        ("wrong-context", "context length", "is 2048, the release wants 4096"),
+        ("log-missing", "log lines", "has no line matching 'spark plugin is on'"),
+        ("log-forbidden", "log lines", "forbidden line"),
+        ("wrong-arithmetic", "answers", "was answered '35352138'"),
+        ("copy-typo", "copy", "asked to repeat"),
+        ("stream-cut", "stream", "broke"),
+        ("unsteady", "repeat", "the same greedy request gave"),
+        ("no-tool", "tool call", "no tool was called"),
+        ("tool-types", "tool call", "days='3', not the number 3"),
+        ("reasoning-mixed", "reasoning", "thinking is mixed into the answer"),
+        ("forgets", "conversation", "in turn 2 of a conversation"),
+        ("mixes-up", "parallel", "among 3 requests at once"),
+        ("low-acceptance", "acceptance", "the floor is 50%"),
+        ("no-drafts", "acceptance", "switched off"),
+        ("needle-lost", "needle", "was not found"),
+        ("no-cache-info", "metrics", "no sample of vllm:cache_config_info carries"),
+        ("unhealthy-later", "health", "HTTP 503 after the check"),
+    ],
+)
+def test_a_fault_fails_the_check_made_for_it(
+    host: Host, fault: str, violated: str, sentence: str
+) -> None:
+    # The faults of one kind of answer must not show in another check: each question stands alone.
+    exact = [
+        {"prompt": "What is the capital of France?", "expect": "Paris", "max_tokens": 32},
+        {"prompt": "What is 7823 * 4519?", "expect": "35352137", "max_tokens": 32},
+    ]
+    alone = {
+        "wrong-arithmetic": {
+            "check__conversation": False,
+            "check__parallel": 1,
+            "check__repeat": False,
+        },
+        "unsteady": {"check__copy": []},
+    }
+    release = host.release(check__questions=exact, **alone.get(fault, {}))
+    host.started(release, fault)
+    problems = failed(check(host, release))
+    others = {"acceptance"} if fault == "no-drafts" else set()
+    assert set(problems) - others <= {violated}
+    assert sentence in problems[violated]
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("garbage", "was answered 'ent fjord"),
+        ("nan", "by one token over and over"),
+        ("empty", "was answered ''"),
+        ("error-500", "HTTP 500"),
+        ("wedge", "no usable answer after 1.5 s"),
+    ],
+)
+def test_a_broken_engine_never_passes_the_quick_check(
+    host: Host, fault: str, sentence: str
+) -> None:
+    release = host.release()
+    host.started(release, fault)
+    result = check(host, release, "quick")
+    assert not result["ok"]
+    assert sentence in failed(result)["first answer"]
+
+
+def test_frozen_counters_fail_the_counters_check(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spark_serve.check import evidence
+
+    monkeypatch.setattr(evidence, "_COUNTER_WAIT_S", 0.3)
+    release = host.release(check__metrics_required={})
+    host.started(release, "counters-flat")
+    problems = failed(check(host, release, "quick"))
+    assert "moved by 0" in problems["counters"]
+    assert set(problems) == {"counters"}
+
+
+@pytest.mark.parametrize("fault", ["never-ready", "crash-at-start", "oom-at-start", "unhealthy"])
+def test_an_engine_that_is_never_ready_is_given_up_at_the_limit(host: Host, fault: str) -> None:
+    release = host.release(timeouts__start_s=1)
+    host.start(release, fault)
+    result = check(host, release, "quick")
+    assert [item["name"] for item in result["checks"]] == ["ready"]
+    assert "not ready after 1 s" in failed(result)["ready"]
+
+
+def test_a_slow_engine_is_waited_for(host: Host) -> None:
+    release = host.release(timeouts__start_s=10)
+    host.start(release, STUB_LOAD_S="0.7")
+    result = check(host, release, "quick")
+    assert result["ok"]
+    assert result["checks"][0]["seconds"] > 0.5
+
+
+def test_an_engine_that_dies_during_the_check_is_not_proven(host: Host) -> None:
+    release = host.release()
+    host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_TOKEN_S="0.05")
+    result = check(host, release)
+    assert not result["ok"]
+    assert "went away" in failed(result)["health"]
+
+
+def test_a_trickling_answer_does_not_outlive_the_limit(host: Host) -> None:
+    release = host.release(check__timeout_s=0.5)
+    engine = host.started(release, STUB_TOKEN_S="0.2")
+    with pytest.raises(runner.EngineError, match="in time"):
+        list(
+            engine.stream_chat(
+                {"messages": [{"role": "user", "content": "hi"}], "stream": True}, 0.5
+            )
+        )
+
+
+def test_the_proof_is_bound_to_the_run_and_the_versions(host: Host) -> None:
+    release = host.release()
+    host.started(release)
+    result = check(host, release, "full")
+    kept = json.loads(host.paths.proof(release.name).read_text())
+    now = result["versions"]
+    assert proof.why_not(kept, release.digest, "run-1", now) is None
+    assert proof.why_not(kept, release.digest, "run-2", now) == (
+        "the engine was started after the last check"
+    )
+    assert "kernel" in (proof.why_not(kept, release.digest, "run-1", {**now, "kernel": "9"}) or "")
+    assert proof.why_not(kept, "e" * 64, "run-1", now) == "the proof is of another release"
+
+
+def test_a_quick_check_after_a_reboot_is_enough_when_nothing_changed(host: Host) -> None:
+    release = host.release()
+    host.started(release)
+    first = check(host, release, "full")
+    runner.check(release, host.paths, "quick", print, invocation_id="run-2")
+    kept = proof.read(release.name, host.paths)
+    assert proof.why_not(kept, release.digest, "run-2", first["versions"]) is None
+
+
+def test_a_quick_check_alone_is_not_a_proof(host: Host) -> None:
+    release = host.release()
+    host.started(release)
+    result = check(host, release, "quick")
+    kept = proof.read(release.name, host.paths)
+    why = proof.why_not(kept, release.digest, "run-1", result["versions"])
+    assert why == "only the quick check was run"
+
+
+def test_a_failed_check_takes_the_proof_away(host: Host) -> None:
+    release = host.release()
+    host.started(release)
+    versions = check(host, release, "full")["versions"]
+    (host.paths.service_run("main") / "stub-fault").write_text("garbage")
+    check(host, release, "full")
+    kept = proof.read(release.name, host.paths)
+    assert proof.why_not(kept, release.digest, "run-1", versions) == "the last check failed"

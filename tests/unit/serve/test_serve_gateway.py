@@ -1,0 +1,248 @@
+"""The gateway: a real nginx before a stub engine, on a port of 127.0.0.1."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from spark_serve import door, gateway
+from spark_serve.errors import HostToolError
+from spark_serve.release import Release
+from stub_host import REPOSITORY, Host, wait_until
+
+if shutil.which("nginx", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0:
+    pytest.skip("needs nginx and root", allow_module_level=True)
+
+QUESTION = {
+    "model": "main-model",
+    "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+}
+
+
+@dataclass
+class Door:
+    """A running gateway and how to knock at it."""
+
+    host: Host
+    release: Release
+    process: subprocess.Popen[bytes]
+
+    @property
+    def key(self) -> str:
+        return gateway.read_key(self.release, self.host.paths)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(*self.release.gateway.listen[0], timeout=10)
+
+    def ask(
+        self, path: str, body: object = None, method: str | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        connection = self.connect()
+        names = {key.replace("_", "-"): value for key, value in headers.items()}
+        text = json.dumps(body) if body is not None else None
+        connection.request(method or ("POST" if text else "GET"), path, text, names)
+        answer = connection.getresponse()
+        result = answer.status, dict(answer.getheaders()), answer.read()
+        connection.close()
+        return result
+
+    def chat(self, **headers: str) -> int:
+        return self.ask("/v1/chat/completions", QUESTION, **headers)[0]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def gate(host: Host) -> Iterator[Door]:
+    os.chmod(host.paths.root.parent, 0o755)
+    os.chmod(host.paths.root.parent.parent, 0o755)
+    data = {
+        "listen": [["127.0.0.1", free_port()]],
+        "max_body_bytes": 4096,
+        "key_path": "/etc/spark/api-key",
+        "user": "nobody",
+    }
+    release = host.release(gateway=data)
+    host.started(release, STUB_TOKEN_S="0.05")
+    gateway.make_key(release, host.paths)
+    door.open_for(release, host.paths)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spark_serve", "gateway", "main"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY / "files" / "serve"),
+            "SPARK_ROOT": str(host.paths.root),
+        },
+    )
+    try:
+        gateway.wait_until_listening(release, host.paths)
+        yield Door(host, release, process)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def test_the_right_key_is_let_in_and_everything_else_is_not(gate: Door) -> None:
+    assert gate.chat(Authorization=f"Bearer {gate.key}") == 200
+    assert gate.chat(x_api_key=gate.key) == 200
+    assert gate.chat() == 401
+    assert gate.chat(Authorization="Bearer wrong") == 401
+    assert gate.chat(Authorization=gate.key) == 401
+    assert gate.chat(x_api_key=gate.key[:-1]) == 401
+    assert gate.chat(Authorization=f"Bearer {gate.key}x") == 401
+
+
+def test_the_key_counts_letter_case(gate: Door) -> None:
+    assert gate.key.swapcase() != gate.key
+    assert gate.chat(Authorization=f"Bearer {gate.key.swapcase()}") == 401
+    assert gate.chat(x_api_key=gate.key.swapcase()) == 401
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/invocations", "/metrics", "/tokenize", "/detokenize", "/version", "/load", "/docs"),
+        *("/openapi.json", "/ping", "/", "/v1/load_lora_adapter", "/v1/chat/completions/render"),
+        *("//invocations", "/v1/../invocations", "/%69nvocations", "/v1/models/../../metrics"),
+        "/v1/chat/completions/",
+    ],
+)
+def test_paths_the_engine_leaves_open_do_not_exist_even_with_the_key(gate: Door, path: str) -> None:
+    for body in (None, QUESTION):
+        status, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
+        assert status == 404
+        assert json.loads(text)["error"]["code"] == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+)
+def test_allowed_paths_reach_the_engine(gate: Door, path: str) -> None:
+    body = {**QUESTION, "prompt": "What is 12 + 30?", "input": "What is 12 + 30?"}
+    status, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
+    assert (status, b"42" in text) == (200, True)
+
+
+def test_health_needs_no_key_and_models_does(gate: Door) -> None:
+    assert gate.ask("/health")[0] == 200
+    assert gate.ask("/v1/models")[0] == 401
+    assert gate.ask("/v1/models", Authorization=f"Bearer {gate.key}")[0] == 200
+
+
+def test_the_key_never_reaches_the_engine_argv_or_a_readable_file(gate: Door) -> None:
+    gate.chat(Authorization=f"Bearer {gate.key}")
+    assert gate.key not in gate.host.log.read_text()
+    command = Path(f"/proc/{gate.process.pid}/cmdline").read_text()
+    assert gate.key not in command
+    for path in gate.host.paths.root.rglob("*"):
+        if path.is_file() and gate.key.encode() in path.read_bytes():
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_a_closed_door_is_a_clear_503_while_answers_under_way_go_on(gate: Door) -> None:
+    connection = gate.connect()
+    body = {
+        **QUESTION,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * 12}],
+    }
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {gate.key}"}
+    )
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data: ")
+    door.close("main", gate.host.paths)
+    status, headers, text = gate.ask(
+        "/v1/chat/completions", QUESTION, Authorization=f"Bearer {gate.key}"
+    )
+    assert (status, headers["Retry-After"]) == (503, "10")
+    assert json.loads(text)["error"]["type"] == "service_unavailable"
+    assert gate.ask("/health")[0] == 503
+    assert answer.read().rstrip().endswith(b"data: [DONE]")
+
+
+def test_an_engine_that_is_away_is_a_clear_503(gate: Door) -> None:
+    gate.host.engines[0].kill()
+    gate.host.engines[0].wait()
+    status, headers, text = gate.ask(
+        "/v1/chat/completions", QUESTION, Authorization=f"Bearer {gate.key}"
+    )
+    assert (status, headers["Retry-After"]) == (503, "10")
+    assert json.loads(text)["error"]["code"] == 503
+
+
+def test_a_streamed_answer_arrives_piece_by_piece(gate: Door) -> None:
+    connection = gate.connect()
+    body = {
+        **QUESTION,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * 10}],
+    }
+    start = time.monotonic()
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {gate.key}"}
+    )
+    answer = connection.getresponse()
+    arrivals = []
+    while line := answer.readline():
+        if line.startswith(b"data: "):
+            arrivals.append(time.monotonic() - start)
+    assert len(arrivals) >= 11
+    # Ten pieces 50 ms apart: a buffering proxy would hand them over together.
+    assert arrivals[-1] - arrivals[0] > 0.4
+    assert arrivals[0] < 0.3
+
+
+def test_a_body_over_the_limit_is_refused(gate: Door) -> None:
+    body = {**QUESTION, "filler": "x" * 5000}
+    status, _, text = gate.ask("/v1/chat/completions", body, Authorization=f"Bearer {gate.key}")
+    assert (status, json.loads(text)["error"]["code"]) == (413, 413)
+
+
+def test_a_new_key_holds_after_a_reload_and_the_old_one_is_out(gate: Door) -> None:
+    old = gate.key
+    path = gate.host.paths.root / "etc/spark/api-key"
+    path.write_text("another-key-0123456789\n")
+    gateway.reload("main", gate.host.paths)
+    wait_until(
+        lambda: gate.chat(Authorization="Bearer another-key-0123456789") == 200,
+        "the new key is taken over",
+    )
+    assert gate.chat(Authorization=f"Bearer {old}") == 401
+
+
+def test_a_key_is_made_once_and_only_for_root(host: Host) -> None:
+    release = host.release()
+    gateway.make_key(release, host.paths)
+    first = gateway.read_key(release, host.paths)
+    gateway.make_key(release, host.paths)
+    assert gateway.read_key(release, host.paths) == first
+    path = host.paths.root / "etc/spark/api-key"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    with pytest.raises(HostToolError, match="readable by others"):
+        gateway.read_key(release, host.paths)
+
+
+@pytest.mark.parametrize("key", ["short", 'quote"1234567890123456', "brace{}1234567890123456"])
+def test_a_key_that_could_break_the_configuration_is_refused(host: Host, key: str) -> None:
+    release = host.release()
+    gateway.make_key(release, host.paths)
+    (host.paths.root / "etc/spark/api-key").write_text(key)
+    with pytest.raises(HostToolError, match="not a usable key"):
+        gateway.read_key(release, host.paths)

@@ -1,0 +1,146 @@
+"""Jobs end well only with their proof, and say where they stand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_serve import jobs, systemd
+from stub_host import Host
+
+D12 = "0123456789ab"
+
+
+@pytest.fixture
+def units(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+    """What systemd answers about each unit; empty means it never saw it."""
+    states: dict[str, dict[str, str]] = {}
+    monkeypatch.setattr(systemd, "show", lambda wanted, fields: states)
+    return states
+
+
+def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Path:
+    receipt = host.paths.root / f"out-{digest}/receipt.json"
+    receipt.parent.mkdir(exist_ok=True)
+    data = {
+        "schema_version": 1,
+        "digest": digest.ljust(64, "0"),
+        "kind": "fetch",
+        "title": f"job {digest}",
+        "argv": [sys.executable, "-u", "-c", script],
+        "env": {"RECEIPT": str(receipt), "DIGEST": digest.ljust(64, "0")},
+        "stdin": None,
+        "proof": {"receipt": str(receipt), "digest": digest.ljust(64, "0")},
+        "total_bytes": 1000,
+        "after": [],
+        **changes,
+    }
+    folder = host.paths.job(digest)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.json").write_text(json.dumps(data))
+    return receipt
+
+
+RECEIPT = (
+    "import json, os; json.dump({'digest': os.environ['DIGEST']}, open(os.environ['RECEIPT'], 'w'))"
+)
+
+
+def poll(host: Host, *digests: str) -> list[dict[str, Any]]:
+    return jobs.poll(list(digests or [D12]), host.paths)
+
+
+def test_a_job_with_its_proof_is_not_run_again(host: Host, units: dict[str, Any]) -> None:
+    receipt = write_job(host, f"{RECEIPT}; open(os.environ['RECEIPT'] + '.runs', 'a').write('x')")
+    assert jobs.run(D12, host.paths) == 0
+    assert jobs.run(D12, host.paths) == 0
+    assert Path(f"{receipt}.runs").read_text() == "x"
+    assert poll(host)[0]["state"] == "done"
+
+
+def test_a_program_that_says_yes_without_a_proof_has_failed(
+    host: Host, units: dict[str, Any]
+) -> None:
+    write_job(host, "print('all fine')")
+    assert jobs.run(D12, host.paths) == 5
+    entry = poll(host)[0]
+    assert (entry["state"], entry["exit_code"]) == ("failed", 5)
+    assert "ended without its proof" in entry["log_tail"][-1]
+
+
+def test_a_receipt_of_another_digest_proves_nothing(host: Host, units: dict[str, Any]) -> None:
+    receipt = write_job(host, "raise SystemExit(3)")
+    receipt.write_text(json.dumps({"digest": "f" * 64}))
+    assert jobs.run(D12, host.paths) == 3
+    assert poll(host)[0]["state"] == "failed"
+
+
+def test_a_receipt_cut_short_proves_nothing(host: Host) -> None:
+    receipt = write_job(host, "raise SystemExit(4)")
+    receipt.write_text('{"digest": "01')
+    assert jobs.run(D12, host.paths) == 4
+
+
+def test_a_failed_job_shows_its_last_lines(host: Host, units: dict[str, Any]) -> None:
+    write_job(host, "for i in range(50): print('line', i)\nraise SystemExit('error: hub: 404')")
+    assert jobs.run(D12, host.paths) == 1
+    entry = poll(host)[0]
+    assert entry["log_tail"][-1] == "error: hub: 404"
+    assert len(entry["log_tail"]) == 20
+
+
+def test_progress_lines_become_numbers(host: Host, units: dict[str, Any]) -> None:
+    write_job(host, "print('phase=write bytes=456 rate_bytes_per_s=78.9 eta_s=7')")
+    jobs.run(D12, host.paths)
+    units[jobs.unit_of(D12)] = {"ActiveState": "activating"}
+    entry = poll(host)[0]
+    assert entry["state"] == "running"
+    assert entry["progress"] == {
+        "phase": "write",
+        "bytes": 456,
+        "total": 1000,
+        "rate_bytes_per_s": 78,
+        "eta_s": 7,
+    }
+
+
+def test_a_job_cut_by_a_reboot_is_told_apart_from_one_never_started(
+    host: Host, units: dict[str, Any]
+) -> None:
+    write_job(host, "pass")
+    assert poll(host)[0]["state"] == "waiting"
+    jobs._write_status(host.paths.job(D12), "running", None, "2026-01-01T00:00:00Z", [])
+    assert (poll(host)[0]["state"], poll(host)[0]["result"]) == ("failed", "interrupted")
+
+
+def test_a_job_behind_a_failed_one_has_failed_too(host: Host, units: dict[str, Any]) -> None:
+    first, second, third = "a" * 12, "b" * 12, "c" * 12
+    write_job(host, "raise SystemExit(4)", first)
+    write_job(host, "pass", second, after=[first])
+    write_job(host, "pass", third, after=[second])
+    jobs.run(first, host.paths)
+    states = {e["title"][-12:]: (e["state"], e["result"]) for e in poll(host, third, second, first)}
+    assert states[second] == ("failed", f"needs the failed job {first}")
+    assert states[third] == ("failed", f"needs the failed job {second}")
+
+
+def test_a_job_gets_its_secret_on_standard_input_only(host: Host) -> None:
+    secret = host.paths.root / "token"
+    secret.write_text("hf_secret")
+    receipt = write_job(
+        host,
+        f"import sys; token = sys.stdin.read(); {RECEIPT}; "
+        "open(os.environ['RECEIPT'] + '.token', 'w').write(token)",
+        stdin=str(secret),
+    )
+    assert jobs.run(D12, host.paths) == 0
+    assert Path(f"{receipt}.token").read_text() == "hf_secret"
+
+
+def test_a_job_whose_program_is_missing_says_so(host: Host, units: dict[str, Any]) -> None:
+    write_job(host, "", argv=["/no/such/program"])
+    assert jobs.run(D12, host.paths) == 4
+    assert "No such file" in poll(host)[0]["log_tail"][0]

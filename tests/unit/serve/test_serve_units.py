@@ -1,0 +1,66 @@
+"""The units are what systemd accepts, and they cannot loop for ever."""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from stub_host import REPOSITORY
+
+UNITS = REPOSITORY / "files" / "serve" / "units"
+
+
+def section(unit: str, name: str) -> dict[str, str]:
+    parser = configparser.RawConfigParser(strict=False)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string((UNITS / unit).read_text())
+    return dict(parser[name])
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_finds_no_fault_in_any_unit(tmp_path: Path) -> None:
+    program = tmp_path / "spark-host"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    for unit in UNITS.iterdir():
+        if unit.suffix in (".service", ".target"):
+            text = unit.read_text().replace(
+                "/usr/local/lib/spark/current/bin/spark-host", str(program)
+            )
+            (tmp_path / unit.name).write_text(text)
+    for neighbour in ("docker.service",):
+        (tmp_path / neighbour).write_text(f"[Service]\nExecStart={program}\n")
+    instances = [
+        str(tmp_path / path.name.replace("@.", "@main-0123456789ab."))
+        for path in UNITS.iterdir()
+        if path.suffix in (".service", ".target")
+    ]
+    said = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *instances],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:/lib/systemd/system", "PATH": "/usr/bin:/bin"},
+    )
+    ours = [line for line in said.stderr.splitlines() if "spark-" in line or str(tmp_path) in line]
+    assert ours == []
+
+
+def test_the_start_limit_of_the_server_can_really_trigger() -> None:
+    unit, service = (
+        section("spark-serve@.service", "Unit"),
+        section("spark-serve@.service", "Service"),
+    )
+    burst, delay_s = int(unit["StartLimitBurst"]), int(service["RestartSec"])
+    slowest_failure_s = 1800  # a load that ends at the start timeout
+    assert int(unit["StartLimitIntervalSec"]) > burst * (delay_s + slowest_failure_s)
+    assert service["Restart"] == "on-failure"
+
+
+def test_an_upgrade_of_docker_does_not_end_the_server_for_good() -> None:
+    unit = section("spark-serve@.service", "Unit")
+    assert "docker.service" not in unit.get("Requires", "")
+    assert "docker.service" in unit["After"]
