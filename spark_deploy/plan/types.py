@@ -61,6 +61,14 @@ class AptRepository:
 
 
 @dataclass(frozen=True, slots=True)
+class BootstrapPlan:
+    """What a new host gets, so that it never asks for a password again."""
+
+    public_key: str  # one line of authorized_keys
+    sudoers_path: str = "/etc/sudoers.d/90-spark-deploy"
+
+
+@dataclass(frozen=True, slots=True)
 class BasePlan:
     """Packages and host care that need no GPU."""
 

@@ -15,12 +15,15 @@ import pytest
 import yaml
 from pyinfra.api.exceptions import FactProcessError
 
+from spark_deploy.facts.access import LoginAccess
 from spark_deploy.facts.cuda import CudaState
 from spark_deploy.facts.docker import DockerState
 from spark_deploy.facts.packages import BaseState
 from spark_deploy.facts.survey import HostSurvey
 
-FACTS = {fact.__name__: fact for fact in (HostSurvey, BaseState, CudaState, DockerState)}
+FACTS = {
+    fact.__name__: fact for fact in (HostSurvey, BaseState, CudaState, DockerState, LoginAccess)
+}
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "captures"
 CASES = sorted(Path(__file__).parent.glob("*/*.yml"))
 

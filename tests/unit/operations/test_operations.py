@@ -1,8 +1,8 @@
 """Every operation yields exactly what a host's state asks for: `<module>.<operation>/<case>.yml`.
 
 A case gives `plan` (fields that differ from the plan below), `fact` (sections as in the fact
-cases, or `like: <Fact>/<case>` and sections that differ) and either `noop` (words of the reason)
-or `commands` (one regular expression for each command; a function shows as `name(arguments)`).
+cases, or `like: <Fact>/<case>` and sections that differ), further `arguments`, and either `noop` (words of
+the reason) or `commands` (one regular expression for each; a function shows as `name(arguments)`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.state import StateStage
 from pyinfra.context import ctx_host, ctx_state
 
-from spark_deploy.operations import base, cuda, docker, preflight
+from spark_deploy.operations import access, base, cuda, docker, preflight
 from spark_deploy.plan.types import (
     AptRepository,
     BasePlan,
+    BootstrapPlan,
     CudaPlan,
     DockerPlan,
     NeedsPlan,
@@ -33,7 +34,7 @@ from spark_deploy.plan.types import (
 
 HERE = Path(__file__).parent
 CASES = sorted(HERE.glob("*/*.yml"))
-MODULES = {"base": base, "cuda": cuda, "docker": docker, "preflight": preflight}
+MODULES = {"access": access, "base": base, "cuda": cuda, "docker": docker, "preflight": preflight}
 
 VENDOR = AptRepository(
     name="vendor",
@@ -86,6 +87,7 @@ PLANS: dict[str, Any] = {
         check_image="registry.example.test/check@sha256:00",
     ),
     "preflight": NEEDS,
+    "access": BootstrapPlan(public_key="ssh-ed25519 AAAAkey ann@desk"),
 }
 
 
@@ -143,6 +145,8 @@ def sections_of(fact: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(command: Any) -> str:
+    if isinstance(command, str):
+        return command
     if isinstance(command, FunctionCommand):
         return f"{command.function.__name__}({', '.join(map(str, command.args))})"
     return str(command)
@@ -156,7 +160,10 @@ def test_an_operation_does_what_the_state_asks_for(case: Path) -> None:
     plan = dataclasses.replace(PLANS[module], **changes)
     host = FakeHost(sections_of(data["fact"]))
     with on(host):
-        commands = [shown(command) for command in getattr(MODULES[module], name)._inner(plan)]
+        arguments = data.get("arguments", {})
+        given = [] if arguments.pop("without_plan", False) else [plan]
+        operation = getattr(MODULES[module], name)
+        commands = [shown(command) for command in operation._inner(*given, **arguments)]
     if "noop" in data:
         assert commands == []
         assert re.search(data["noop"], host.noops[0])

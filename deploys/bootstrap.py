@@ -1,0 +1,16 @@
+"""A new host: password login and sudo password, asked once for all, never needed again."""
+
+from pyinfra.api.command import FunctionCommand
+from pyinfra.context import host
+
+from roles import bootstrap
+from spark_deploy.bootstrap import contact_of, prove
+from spark_deploy.plan.types import BootstrapPlan
+
+contact = contact_of(host.name)
+bootstrap.apply(
+    plan=BootstrapPlan(public_key=contact.public_key),
+    password=contact.password,
+    ready=contact.access.ready,
+    check=FunctionCommand(prove, [contact.endpoint], {}),
+)

@@ -1,0 +1,27 @@
+"""Turn a host with passwords into one that our key and sudo get into without."""
+
+from __future__ import annotations
+
+from pyinfra.api.command import FunctionCommand
+from pyinfra.api.deploy import deploy
+from pyinfra.api.hiddenvalue import HiddenValue
+
+from spark_deploy.operations import access
+from spark_deploy.plan.types import BootstrapPlan
+
+
+@deploy("Bootstrap")
+def apply(
+    *, plan: BootstrapPlan, password: HiddenValue | None, ready: bool, check: FunctionCommand
+) -> None:
+    """Install key and sudo rule, then prove them with a new login.
+
+    Args:
+        plan: key and place of the sudo rule.
+        password: of the login user; ``None`` where none is needed.
+        ready: whether key and sudo worked before this run.
+        check: logs in with the key alone.
+    """
+    access.authorized_key(name="Install our key", plan=plan)
+    access.free_sudo(name="Let sudo work without a password", plan=plan, password=password)
+    access.proven_access(name="Prove key and sudo", ready=ready, check=check)

@@ -1,0 +1,61 @@
+"""How the login user gets in and becomes root."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyinfra.api.exceptions import FactProcessError
+from pyinfra.api.facts import FactBase
+
+from spark_deploy.facts import sections
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Key and sudo of the login user."""
+
+    user: str
+    is_root: bool
+    key_installed: bool
+    sudo_free: bool  # sudo asks for no password
+    sudo_there: bool
+    sudoers: str | None  # our file; None: absent, or not readable without a password
+
+
+class LoginAccess(FactBase[Access]):
+    """Look at key and sudo of the login user, as that user."""
+
+    def command(self, public_key: str, sudoers_path: str) -> str:  # noqa: D102
+        # Type and body of the key; the comment behind them is anybody's.
+        body = shlex.quote(" ".join(public_key.split()[:2]))
+        return sections.script(
+            "echo '== user'; id -un; id -u",
+            f"echo '== key'; grep -cF -- {body} ~/.ssh/authorized_keys 2>/dev/null",
+            "echo '== sudo'; command -v sudo >/dev/null && echo there",
+            "sudo -n true 2>/dev/null && echo free",
+            f"echo '== sudoers'; sudo -n cat {shlex.quote(sudoers_path)} 2>/dev/null",
+            "echo '== end'",
+        )
+
+    def process(self, output: list[str]) -> Access:  # noqa: D102
+        return parse(output)
+
+
+def parse(output: Sequence[str]) -> Access:
+    """Read the script's output."""
+    found = sections.split(output)
+    if "end" not in found:
+        raise FactProcessError("the answer of the host was cut off; run again")
+    user, uid = [*found.get("user", ()), "", ""][:2]
+    sudo = found.get("sudo", ())
+    sudoers = found.get("sudoers", ())
+    return Access(
+        user=user,
+        is_root=uid == "0",
+        key_installed=next(iter(found.get("key", ())), "0") not in ("", "0"),
+        sudo_free=uid == "0" or "free" in sudo,
+        sudo_there="there" in sudo,
+        sudoers="\n".join(sudoers) + "\n" if sudoers else None,
+    )

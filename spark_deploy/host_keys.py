@@ -1,0 +1,133 @@
+"""Host keys of the inventory: shown before they are trusted, recorded, and never replaced.
+
+known_hosts format: sshd(8). Fingerprints are printed as `ssh-keygen -l` does (SHA256, base64
+without padding), so that they can be compared with the ones shown at the machine itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from paramiko import HostKeys, PKey, SSHException, Transport
+from paramiko.hostkeys import HostKeyEntry
+from pyinfra.connectors.sshuserclient.client import SSHClient, get_host_keys
+
+from spark_deploy.errors import Problem
+
+CONNECT_TIMEOUT_S = 10.0
+
+KeyState = Literal["known", "new", "changed", "unreachable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a host is reached: everything taken from settings and the SSH configuration."""
+
+    host: str  # name in the inventory
+    hostname: str
+    user: str | None
+    port: int | None
+    known_hosts: str | None
+    config_file: str | None
+    key_file: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The key a host showed, compared with what is recorded."""
+
+    endpoint: Endpoint
+    entry_name: str  # how known_hosts names the host
+    path: Path  # the known_hosts file
+    state: KeyState
+    key: PKey | None
+    recorded: PKey | None  # of the same type, when it differs
+    detail: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Type and fingerprint of the key that was shown."""
+        return describe(self.key) if self.key else ""
+
+
+def describe(key: PKey) -> str:
+    """Return a key's type and SHA256 fingerprint."""
+    digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+    return f"{key.get_name()} SHA256:{digest}"
+
+
+def look(endpoint: Endpoint) -> Seen:
+    """Ask a host for its key without logging in, through jump hosts where configured."""
+    given: dict[str, object] = {"timeout": CONNECT_TIMEOUT_S}
+    if endpoint.port:
+        given["port"] = endpoint.port
+    hostname, config, _, _, files, _, _ = SSHClient().parse_config(  # type: ignore[no-untyped-call]  # pyinfra
+        endpoint.hostname, given, ssh_config_file=endpoint.config_file
+    )
+    port = int(config["port"])
+    name = hostname if port == 22 else f"[{hostname}]:{port}"
+    path = Path(endpoint.known_hosts or files[0]).expanduser()
+    known = HostKeys(str(path)) if path.exists() else HostKeys()
+    recorded: Mapping[str, PKey] = known.lookup(name) or {}
+    try:
+        transport = Transport(config.get("sock") or _socket(hostname, port))
+        try:
+            _prefer(transport, list(recorded.keys()))
+            transport.start_client(timeout=CONNECT_TIMEOUT_S)
+            key = transport.get_remote_server_key()
+        finally:
+            transport.close()
+    except (OSError, EOFError, SSHException) as error:
+        return Seen(endpoint, name, path, "unreachable", None, None, str(error))
+    same_type = recorded.get(key.get_name())
+    if same_type is None:
+        return Seen(endpoint, name, path, "changed" if recorded else "new", key, None)
+    state: KeyState = "known" if same_type == key else "changed"
+    return Seen(endpoint, name, path, state, key, same_type)
+
+
+def _socket(hostname: str, port: int) -> socket.socket:
+    return socket.create_connection((hostname, port), timeout=CONNECT_TIMEOUT_S)
+
+
+def _prefer(transport: Transport, types: Sequence[str]) -> None:
+    """Ask for a key type that is recorded, so that a host with several keys is recognised."""
+    options = transport.get_security_options()
+    wanted = [t for t in options.key_types if t in types]
+    options.key_types = tuple([*wanted, *(t for t in options.key_types if t not in wanted)])
+
+
+def problems_of(seen: Sequence[Seen]) -> list[Problem]:
+    """List hosts whose key is not the recorded one."""
+    return [
+        Problem(
+            item.endpoint.host,
+            f"shows the host key {item.fingerprint}, but {item.path} has "
+            f"{describe(item.recorded) if item.recorded else 'keys of other types'}: "
+            "it was reinstalled, or someone stands between",
+            f"compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` at the machine; "
+            f"if it is right: ssh-keygen -f {item.path} -R '{item.entry_name}'",
+        )
+        for item in seen
+        if item.state == "changed"
+    ]
+
+
+def record(seen: Sequence[Seen]) -> None:
+    """Append new keys to their known_hosts files, which are made when missing."""
+    for item in seen:
+        if item.state != "new" or item.key is None:
+            continue
+        item.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        text = item.path.read_text() if item.path.exists() else ""
+        line = HostKeyEntry([item.entry_name], item.key).to_line() or ""
+        with item.path.open("a") as file:
+            file.write(("" if not text or text.endswith("\n") else "\n") + line)
+    # pyinfra reads each file once; let it see what was added.
+    get_host_keys.cache.clear()

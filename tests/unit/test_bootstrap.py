@@ -1,0 +1,184 @@
+"""Bootstrap trusts no changed key, asks for one password once, and never shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paramiko import ECDSAKey, Ed25519Key
+from paramiko.hostkeys import HostKeyEntry, HostKeys
+
+from spark_deploy import bootstrap, host_keys
+from spark_deploy.errors import SettingsError
+from spark_deploy.host_keys import Endpoint, Seen
+from spark_deploy.operations.access import explained, sudoers
+
+
+def new_key() -> Any:
+    return ECDSAKey.generate()
+
+
+def seen(path: Path, state: Any, name: str = "10.0.0.1", **given: Any) -> Seen:
+    endpoint = Endpoint("spark-1", "10.0.0.1", "ann", None, str(path), None, None)
+    return Seen(endpoint, name, path, state, given.get("key", new_key()), given.get("recorded"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "_password", [])
+    monkeypatch.setattr(bootstrap, "_contacts", {})
+    monkeypatch.delenv(bootstrap.PASSWORD_FILE_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", type("Tty", (), {"isatty": lambda self: True})())
+
+
+@pytest.fixture
+def new_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """Two hosts that want a password; one host that is ready; key and known_hosts in tmp_path."""
+    (tmp_path / "id.pub").write_text("ssh-ed25519 AAAA ann@desk\n")
+    monkeypatch.setattr(
+        bootstrap,
+        "look",
+        lambda e: Seen(e, e.hostname, Path(e.known_hosts), "new", new_key(), None),
+    )
+    monkeypatch.setattr(
+        bootstrap,
+        "try_key",
+        lambda e: bootstrap.Access(e.host == "ready", e.host == "ready"),
+    )
+    return {
+        name: {
+            "ssh_hostname": f"{name}.example.test",
+            "ssh_user": "ann",
+            "ssh_key": str(tmp_path / "id"),
+            "ssh_known_hosts_file": str(tmp_path / "known_hosts"),
+        }
+        for name in ("spark-1", "spark-2", "ready")
+    }
+
+
+def test_a_new_host_key_is_recorded_once_it_is_agreed_to(tmp_path: Path) -> None:
+    path = tmp_path / "ssh" / "known_hosts"
+    first, second = seen(path, "new"), seen(path, "new", name="[10.0.0.2]:2222")
+    host_keys.record([first])
+    path.write_text(path.read_text().rstrip("\n"))  # people edit these files
+    host_keys.record([second])
+    known = HostKeys(str(path))
+    assert known.check("10.0.0.1", first.key)
+    assert known.check("[10.0.0.2]:2222", second.key)
+
+
+def test_a_changed_host_key_is_refused_with_both_fingerprints(tmp_path: Path) -> None:
+    item = seen(tmp_path / "known_hosts", "changed", recorded=new_key())
+    (problem,) = host_keys.problems_of([item])
+    assert item.fingerprint in problem.what
+    assert host_keys.describe(item.recorded) in problem.what
+    assert "ssh-keygen" in problem.fix
+    assert "-R '10.0.0.1'" in problem.fix
+
+
+def test_fingerprints_read_as_ssh_keygen_prints_them() -> None:
+    line = "h ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJFfMrpNeTelRflm0IbZ9HE5k8PQkXtrcxHQridZPhsA"
+    entry = HostKeyEntry.from_line(line)
+    assert isinstance(entry.key, Ed25519Key)
+    wanted = "ssh-ed25519 SHA256:YxkaboBWNOhhcME+pW0TApsKDpPRaR+iskMAH5cHYSY"
+    assert host_keys.describe(entry.key) == wanted
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_the_password_is_asked_once_for_all_hosts_that_need_it(new_hosts) -> None:
+    asked = []
+    data = bootstrap.prepare(new_hosts, agree=True, ask=lambda text: asked.append(text) or "x")
+    assert len(asked) == 1
+    assert "spark-1, spark-2" in asked[0]
+    assert data["ready"] == {}
+    assert data["spark-1"]["ssh_password"] == "x"
+    assert data["spark-1"]["_sudo"] is False
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_a_second_group_does_not_ask_again(new_hosts) -> None:
+    asked = []
+    for name in ("spark-1", "spark-2"):
+        bootstrap.prepare(
+            {name: new_hosts[name]}, agree=True, ask=lambda text: asked.append(text) or "x"
+        )
+    assert len(asked) == 1
+    assert "ann on spark-1" in asked[0]
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_new_keys_that_nobody_agrees_to_are_not_recorded(new_hosts, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="not agreed"):
+        bootstrap.prepare(new_hosts, confirm=lambda _: "n")
+    assert not (tmp_path / "known_hosts").exists()
+
+
+def test_without_a_terminal_the_way_to_give_a_password_is_named(new_hosts, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", type("Pipe", (), {"isatty": lambda self: False})())
+    with pytest.raises(SettingsError, match=bootstrap.PASSWORD_FILE_VARIABLE):
+        bootstrap.prepare(new_hosts, agree=True)
+
+
+def test_a_password_file_serves_where_there_is_no_terminal(
+    new_hosts, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr("sys.stdin", type("Pipe", (), {"isatty": lambda self: False})())
+    (tmp_path / "password").write_text("pass word\nsecond line\n")
+    monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
+    data = bootstrap.prepare(new_hosts, agree=True)
+    assert data["spark-2"]["ssh_password"] == "pass word"
+    assert bootstrap.contact_of("spark-2").password.unmask() == "pass word"
+
+
+def test_debug_output_shows_stars_for_the_password(new_hosts, monkeypatch, tmp_path) -> None:
+    (tmp_path / "password").write_text("geheim\n")
+    monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
+    data = bootstrap.prepare(new_hosts, agree=True)
+    assert "geheim" not in f"{data!r} {data} {bootstrap.contact_of('spark-1')!r}"
+
+
+def test_hosts_that_are_ready_ask_nobody(new_hosts) -> None:
+    def nobody(_: str) -> str:
+        raise AssertionError("asked")
+
+    assert bootstrap.prepare({"ready": new_hosts["ready"]}, agree=True, ask=nobody) == {"ready": {}}
+
+
+def test_this_machine_itself_needs_no_bootstrap() -> None:
+    assert bootstrap.prepare({"@local": {}}) == {}
+
+
+def test_a_missing_key_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="ssh-keygen -t ed25519"):
+        bootstrap.public_key(None, home=tmp_path)
+    with pytest.raises(SettingsError, match=f"ssh-keygen -t ed25519 -f {tmp_path}/none"):
+        bootstrap.public_key(str(tmp_path / "none"))
+
+
+def test_the_public_key_is_made_from_the_private_one_when_it_has_no_file(tmp_path: Path) -> None:
+    key = new_key()
+    key.write_private_key_file(str(tmp_path / "id"))
+    assert bootstrap.public_key(str(tmp_path / "id")) == f"{key.get_name()} {key.get_base64()}"
+
+
+def test_the_sudo_rule_is_one_line_for_one_user() -> None:
+    rules = [line for line in sudoers("ann").splitlines() if not line.startswith("#")]
+    assert rules == ["ann ALL=(ALL:ALL) NOPASSWD: ALL"]
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("Sorry, try again.\nsudo: no password was provided", "refuses the password"),
+        ("sudo: 1 incorrect password attempt", "refuses the password"),
+        ("ann is not in the sudoers file.", "may not use sudo"),
+        ("visudo refuses the rule", "was not activated"),
+    ],
+)
+def test_what_sudo_says_is_told_apart(output: str, words: str) -> None:
+    assert words in explained(output).what
