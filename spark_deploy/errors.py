@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pyinfra.api.exceptions import PyinfraError
+
+_Error = TypeVar("_Error", bound="SparkError")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class SparkError(PyinfraError):
         super().__init__("\n".join(["", *(str(problem) for problem in self.problems)]))
 
     @classmethod
-    def one(cls, where: str, what: str, fix: str) -> SparkError:
+    def one(cls: type[_Error], where: str, what: str, fix: str) -> _Error:
         """Build the error for a single problem."""
         return cls([Problem(where, what, fix)])
 

@@ -1,0 +1,129 @@
+"""Check plain data against one of our JSON schemas and say each mistake as a sentence."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.errors import Problem
+
+KeyPath = tuple[str | int, ...]
+_TYPES = {
+    "string": "text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "null",
+}
+
+
+@functools.cache
+def load_schema(name: str, *, checkout: Path = CHECKOUT) -> dict[str, Any]:
+    """Return ``schema/<name>.schema.json`` as plain data."""
+    text = (checkout / "schema" / f"{name}.schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """Write a key path the way people say it: ``serve.names[0]``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part}"
+    return text
+
+
+def problems_of(
+    data: Any, schema: dict[str, Any], where: Callable[[KeyPath], str]
+) -> Iterator[Problem]:
+    """Yield every mistake of ``data``; ``where`` names the file that set a key path."""
+    validator = jsonschema.Draft202012Validator(schema)
+    for error in sorted(validator.iter_errors(data), key=lambda e: dotted(tuple(e.absolute_path))):
+        path = tuple(error.absolute_path)
+        if error.validator == "additionalProperties" and isinstance(error.schema, dict):
+            for key in sorted(set(error.instance) - set(error.schema.get("properties", {}))):
+                yield _unknown_key((*path, str(key)), error.schema, schema, where)
+        else:
+            place = f"{where(path)}: {dotted(path)}" if path else where(path)
+            yield Problem(place, _say(error), _advise(error))
+
+
+def closest(word: str, known: Sequence[str]) -> str | None:
+    """Return the known name that ``word`` is most likely a misspelling of."""
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _unknown_key(
+    path: KeyPath,
+    level: dict[str, Any],
+    schema: dict[str, Any],
+    where: Callable[[KeyPath], str],
+) -> Problem:
+    key = str(path[-1])
+    known = sorted(level.get("properties", {}))
+    guess = closest(key, known)
+    elsewhere = [p for p in _all_keys(schema) if p.rsplit(".", 1)[-1] == key]
+    if guess:
+        fix = f"did you mean {dotted((*path[:-1], guess))}?"
+    elif elsewhere:
+        fix = f"did you mean {elsewhere[0]}?"
+    else:
+        fix = f"known here: {', '.join(known)}"
+    return Problem(f"{where(path)}: {dotted(path)}", "unknown key", fix)
+
+
+def _all_keys(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in schema.get("properties", {}).items():
+        yield f"{prefix}{key}"
+        yield from _all_keys(value, f"{prefix}{key}.")
+
+
+def _say(error: jsonschema.ValidationError) -> str:
+    value = json.dumps(error.instance, default=str, ensure_ascii=False)
+    value = value if len(value) <= 60 else value[:57] + "..."
+    limit: Any = error.validator_value
+    if error.validator == "type":
+        names = [limit] if isinstance(limit, str) else list(limit)
+        return f"{value} is not {' or '.join(_TYPES[name] for name in names)}"
+    if error.validator == "enum":
+        return f"{value} is not one of {', '.join(str(item) for item in limit)}"
+    if error.validator == "required":
+        return error.message.replace("'", "").replace("a required property", "missing but needed")
+    if error.validator == "oneOf":
+        return f"{value} has none of the forms that are known here"
+    if error.validator == "uniqueItems":
+        return f"{value} names something twice"
+    sentences = {
+        "minimum": f"{value} is below {limit}",
+        "exclusiveMinimum": f"{value} is not above {limit}",
+        "maximum": f"{value} is above {limit}",
+        "pattern": f"{value} does not have the form {limit}",
+        "minLength": "is empty",
+        "minItems": "the list is empty",
+        "maxProperties": f"{value} has more than one key",
+        "minProperties": f"{value} has no key",
+    }
+    return sentences.get(str(error.validator), error.message)
+
+
+def _advise(error: jsonschema.ValidationError) -> str:
+    schema = error.schema if isinstance(error.schema, dict) else {}
+    text = str(schema.get("description", "see the schema's description of this key"))
+    if error.validator == "type" and isinstance(error.instance, (int, float)):
+        kinds: Any = error.validator_value
+        if kinds == "string" or "string" in kinds:
+            return f'write it in quotes: "{error.instance}"'
+    examples = schema.get("examples")
+    if examples:
+        text += f" Example: {json.dumps(examples[0], ensure_ascii=False)}"
+    return text

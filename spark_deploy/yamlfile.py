@@ -1,0 +1,48 @@
+"""Read one YAML mapping and say where it is wrong; duplicate keys are mistakes, not overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spark_deploy.errors import Problem
+
+
+class _NoDuplicates(yaml.SafeLoader):
+    """Safe loader that refuses a key given twice (YAML keeps the last one silently)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_mapping(path: Path, *, shown: str) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the mapping of ``path`` (empty when it has none) and what is wrong with it."""
+    try:
+        # The loader derives from SafeLoader, so it builds plain data only.
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_NoDuplicates)
+    except OSError as error:
+        return {}, [Problem(shown, f"cannot be read: {error.strerror}", "check the file")]
+    except UnicodeDecodeError:
+        return {}, [Problem(shown, "is not UTF-8 text", "save it as UTF-8")]
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{shown} line {mark.line + 1}" if mark else shown
+        what = getattr(error, "problem", None) or "is not YAML"
+        return {}, [Problem(where, str(what), "correct the YAML of that line or the one above")]
+    if data is None:
+        return {}, []
+    if not isinstance(data, dict):
+        what = f"holds a {type(data).__name__}, not keys and values"
+        return {}, [Problem(shown, what, "write one `key: value` a line")]
+    return {str(key): value for key, value in data.items()}, []

@@ -1,0 +1,196 @@
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.errors import SettingsError
+from spark_deploy.settings import load_hosts, merge, undot
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An inventory of a user's own, outside the checkout."""
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "host_vars").mkdir()
+    return tmp_path
+
+
+def write(root: Path, name: str, text: str) -> None:
+    (root / name).write_text(text, encoding="utf-8")
+
+
+def load(root: Path, hosts=("spark-1",), **more):
+    return load_hosts({"spark": list(hosts)}, root=root, **more)
+
+
+def refused(root: Path, hosts=("spark-1",), **more) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(root, hosts, **more)
+    return str(caught.value)
+
+
+def test_without_any_file_the_defaults_of_the_checkout_hold(root):
+    settings = load(root)["spark-1"].settings
+    assert (settings.model, settings.profile, settings.serve.port) == ("qwen3.5-122b", "v2", 8000)
+
+
+def test_later_files_win_and_mappings_merge(root):
+    write(root, "group_vars/all.yml", "serve: {port: 9000, drain_s: 1}\n")
+    write(root, "group_vars/spark.yml", "serve: {port: 9001}\nprofile: base\n")
+    write(root, "host_vars/spark-2.yml", "serve: {port: 9002}\n")
+    found = load(root, ["spark-1", "spark-2"], overrides={"profile": "v2-tq"})
+    assert [found[h].settings.serve.port for h in ("spark-1", "spark-2")] == [9001, 9002]
+    assert {h.settings.serve.drain_s for h in found.values()} == {1}
+    assert {h.settings.profile for h in found.values()} == {"v2-tq"}
+    assert {h.settings.serve.max_body_bytes for h in found.values()} == {32 * 1024**2}
+
+
+def test_the_lock_of_a_foreign_inventory_lies_beside_its_group_vars(root):
+    assert load(root)["spark-1"].lock_path == root / "spark.lock.yml"
+
+
+def test_dotted_data_sets_one_key_of_a_mapping(root):
+    settings = load(root, overrides={"serve.port": 9000})["spark-1"].settings
+    assert (settings.serve.port, settings.serve.drain_s) == (9000, 30)
+
+
+def test_an_empty_mapping_and_an_empty_file_change_nothing(root):
+    write(root, "group_vars/spark.yml", "serve:\nengine:\n")
+    write(root, "host_vars/spark-1.yml", "# nothing yet\n")
+    assert load(root)["spark-1"].settings.serve.port == 8000
+
+
+def test_the_local_machine_has_a_host_vars_file_too(root):
+    write(root, "host_vars/local.yml", "profile: base\n")
+    assert load(root, ["@local"])["@local"].settings.profile == "base"
+
+
+def test_generated_settings_rank_between_group_and_host(root):
+    write(root, "group_vars/spark.yml", "hub: {endpoint: 'http://a'}\n")
+    write(root, "host_vars/spark-2.yml", "hub: {endpoint: 'http://c'}\n")
+    found = load(root, ["spark-1", "spark-2"], generated={"hub": {"endpoint": "http://b"}})
+    assert [h.settings.hub.endpoint for h in found.values()] == ["http://b", "http://c"]
+
+
+def test_sizes_that_people_type_become_bytes_once(root):
+    write(root, "group_vars/spark.yml", "memory: {reserve_gib: 1.5, floor_gib: 1}\n")
+    memory = load(root)["spark-1"].settings.memory
+    assert memory.reserve_bytes == 1_610_612_736
+
+
+WRONG = {
+    "misspelt key": ("profil: v2", "profil: unknown key", "did you mean profile?"),
+    "key on the wrong level": ("port: 80", "port: unknown key", "did you mean serve.port?"),
+    "misspelt nested key": (
+        "serve: {prot: 1}",
+        "serve.prot: unknown key",
+        "did you mean serve.port?",
+    ),
+    "unknown profile": ("profile: v3", "'v3' is not a profile (known: base, v2, v2-tq)", "v2"),
+    "unknown model": ("model: qwen3.5-122", "is not a model", "did you mean qwen3.5-122b?"),
+    "text for a number": ("serve: {port: http}", '"http" is not a whole number', "Port of"),
+    "port out of range": ("serve: {port: 70000}", "70000 is above 65535", "Port of"),
+    "number for text": ("expect: {os_version: 24.04}", "24.04 is not text", 'quotes: "24.04"'),
+    "unknown exposure": ("serve: {expose: web}", "not one of loopback, docker, lan", "gateway"),
+    "secret in clear": ("serve: {api_key: hunter2}", "none of the forms", "controller"),
+    "two places for a secret": (
+        "hub: {token: {env: A, file: b}}",
+        "hub.token",
+        "Where the controller reads",
+    ),
+    "memory reserve too large": ("memory: {reserve_gib: 120}", "leaves nothing", "lower it"),
+    "floor above the reserve": ("memory: {floor_gib: 20}", "stop every engine", "at or below"),
+    "repository not described": (
+        "cuda: {repositories: [nvidia]}",
+        "'nvidia' is not described",
+        "describe it",
+    ),
+    "path inside a path": (
+        "paths: {cache_dir: /srv/spark/models/cache}",
+        "lies inside paths.models_dir",
+        "folder of its own",
+    ),
+    "relative path": ("paths: {models_dir: models}", "does not have the form", "Built"),
+    "option with its own setting": (
+        "engine: {options: {max_model_len: 4096}}",
+        "is decided elsewhere",
+        "set engine.max_context_tokens",
+    ),
+    "way around the gateway": ("engine: {options: {host: 0.0.0.0}}", "elsewhere", "only way in"),
+    "secret in the environment": (
+        "engine: {environment: {HF_TOKEN: x}}",
+        "looks like a secret",
+        "hub.token",
+    ),
+    "not a mapping": ("- v2", "holds a list", "key: value"),
+    "broken YAML": ("serve: {port: 1", "line", "correct the YAML"),
+    "key twice": ("model: a\nmodel: b", "'model' is given twice", "correct"),
+    "list for a mapping": ("serve: [1]", "[1] is not a mapping", "Names, gateway"),
+    "unhashed key of a repository": (
+        "repositories: {v: {url: 'https://a', suite: b, components: [], key_url: 'https://a/k'}}",
+        "key_sha256",
+        "One signed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_group_vars_file_is_refused_with_where_what_and_fix(root, case):
+    text, what, fix = WRONG[case]
+    write(root, "group_vars/spark.yml", text + "\n")
+    message = refused(root)
+    assert "group_vars/spark.yml" in message
+    assert what in message
+    assert fix in message
+
+
+def test_all_mistakes_of_all_hosts_are_reported_at_once(root):
+    write(root, "group_vars/spark.yml", "serve: {port: x}\n")
+    write(root, "host_vars/spark-1.yml", "profil: v2\n")
+    write(root, "host_vars/spark-2.yml", "memory: {reserve_gib: many}\n")
+    message = refused(root, ["spark-1", "spark-2"], overrides={"serve.expose": "web"})
+    for part in ("serve.port", "profil:", "memory.reserve_gib", "--data: serve.expose"):
+        assert part in message
+
+
+def test_a_mistake_of_a_group_is_reported_once_not_for_every_host(root):
+    write(root, "group_vars/spark.yml", "profil: v2\n")
+    assert refused(root, [f"spark-{n}" for n in range(9)]).count("unknown key") == 1
+
+
+def test_a_host_in_two_groups_is_refused(root):
+    with pytest.raises(SettingsError, match="two groups"):
+        load_hosts({"a": ["x"], "b": ["x"]}, root=root)
+
+
+def test_a_new_catalog_file_is_all_a_new_profile_needs(root, tmp_path):
+    copy = tmp_path / "checkout"
+    for part in ("schema", "catalog", "group_vars"):
+        shutil.copytree(CHECKOUT / part, copy / part)
+    shutil.copy(copy / "catalog/profiles/v2.yml", copy / "catalog/profiles/mine.yml")
+    write(root, "group_vars/spark.yml", "profile: mine\n")
+    assert load(root, checkout=copy)["spark-1"].settings.profile == "mine"
+
+
+def test_every_group_vars_file_of_the_checkout_loads(root):
+    for path in (CHECKOUT / "group_vars").glob("*.yml"):
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        write(root, "group_vars/spark.yml", yaml.safe_dump(data))
+        generated = {"repositories": {}}
+        for name in data.get("cuda", {}).get("repositories", ()):
+            generated["repositories"][name] = {
+                "url": "http://a",
+                "suite": "s",
+                "components": [],
+                "key_url": "http://a/k",
+                "key_sha256": "0" * 64,
+            }
+        assert load(root, generated=generated)
+
+
+def test_undot_and_merge_build_nested_mappings():
+    assert undot({"a.b": 1, "a.c": 2}) == {"a": {"b": 1, "c": 2}}
+    assert merge({"a": {"b": 1}}, {"a": None}) == {"a": {"b": 1}}
+    assert merge({"a": {"b": 1}}, {"a": None}, null_keeps=False) == {"a": None}
