@@ -1,0 +1,69 @@
+import pytest
+
+from spark_deploy.catalog import load_model
+from spark_deploy.patterns import PatternError, count, expand, expand_all
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "with_mtp", "swap", "unmatched"),
+    [
+        # Published counts: index totals, FP8 linears swapped, donor names without a partner.
+        ("qwen3.5-122b", 112_116, 112_901, 144, 408),
+        ("qwen3.5-35b", 93_486, 95_815, 120, 344),
+        ("qwen3.5-397b", 278_301, 279_854, 180, 504),
+        ("lab-tiny", 423, 464, 12, 56),
+    ],
+)
+def test_the_patterns_of_a_model_stand_for_the_published_sets(
+    name, base, with_mtp, swap, unmatched
+):
+    tensors = load_model(name).tensors
+    assert len(expand_all(tensors.base)) == base
+    assert len(expand_all(tensors.base + tensors.mtp)) == with_mtp
+    assert len(expand_all(tensors.swap)) == swap
+    assert len(expand_all(tensors.donor_unmatched)) == unmatched
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-122b", "qwen3.5-35b", "qwen3.5-397b", "lab-tiny"])
+def test_every_swapped_module_is_a_tensor_of_the_base(name):
+    tensors = load_model(name).tensors
+    swapped = {f"{module}.weight" for module in expand_all(tensors.swap)}
+    assert swapped <= expand_all(tensors.base)
+    assert not swapped & expand_all(tensors.donor_unmatched)
+
+
+def test_attention_and_gdn_layers_together_are_all_layers():
+    names = expand_all(load_model("qwen3.5-122b").tensors.base)
+    kinds = {name.split(".")[3]: name.split(".")[4] for name in names if "_attn." in name}
+    assert len(kinds) == 48
+    assert [layer for layer in range(48) if kinds[str(layer)] == "self_attn"] == list(
+        range(3, 48, 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("a", ["a"]),
+        ("a.{0..2}", ["a.0", "a.1", "a.2"]),
+        ("a.{3..11..4}.b", ["a.3.b", "a.7.b", "a.11.b"]),
+        ("{x,y}.{0..1}", ["x.0", "x.1", "y.0", "y.1"]),
+        ("a{,s}", ["a", "as"]),
+    ],
+)
+def test_braces_expand_in_their_own_order(pattern, names):
+    assert list(expand(pattern)) == names
+    assert count(pattern) == len(names)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a{", "a}", "{a,{b,c}}", "{a}", "{a,a}", "{2..1}", "{0..4..0}", "{}"]
+)
+def test_a_malformed_pattern_is_refused(pattern):
+    with pytest.raises(PatternError):
+        list(expand(pattern))
+
+
+def test_two_patterns_with_a_common_name_are_refused():
+    with pytest.raises(PatternError, match="a second time"):
+        expand_all(["a.{0..3}", "a.3"])
