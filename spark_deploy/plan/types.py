@@ -23,6 +23,25 @@ class Paths:
     config_dir: str  # /etc/spark: releases/, gateway/, api-key
     state_dir: str  # /var/lib/spark: jobs/, proofs/, receipts/
     tools_dir: str  # /usr/local/lib/spark: host tools by digest, `current` points at one
+    docker_dir: str  # where the container engine keeps images; for the disk plan only
+
+
+@dataclass(frozen=True, slots=True)
+class SecretSource:
+    """Where the controller reads a secret; ``kind`` is env, file, command or generate."""
+
+    kind: str
+    value: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What this checkout sends to hosts, by content; made by ``spark_deploy/payload.py``."""
+
+    tools_digest: str  # files/serve and files/checkpoint
+    image_context_digest: str  # files/image
+    recipe_version: int  # of the checkpoint builder
+    python_requirements: str  # path in the checkout of the hash-pinned wheels list
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +150,13 @@ class SourcePlan:
     look_in: tuple[str, ...]
     parallel: int
     rate_limit_bytes_per_s: int | None
-    token_needed: bool
+    token: SecretSource | None  # for gated repositories; never part of a digest
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Addresses that a file's path is appended to, in the order to try."""
+        hosts = (*self.mirrors, self.endpoint)
+        return tuple(f"{host}/{self.repo}/resolve/{self.commit}/" for host in hosts)
 
     @property
     def size_bytes(self) -> int:
@@ -154,6 +179,7 @@ class CheckpointPlan:
     donor_repo: str | None
     donor_commit: str | None
     donor_url: str | None  # {endpoint}/{repo}/resolve/{commit}
+    donor_token: SecretSource | None
     builder: dict[str, Any]
     recipe_version: int
     output_bytes: int  # new bytes on disk (overlay: the small shard only)
@@ -189,10 +215,12 @@ class MemoryPlan:
     graphs_bytes: int
     kv_cache_bytes: int
     kv_bytes_per_token: int
+    block_tokens: int  # one cache block holds one GDN state, so it is this many tokens
     kv_tokens: int
     full_context_users: float  # kv_tokens / max_model_len
     needed_bytes: int  # MemAvailable required before start
     floor_bytes: int  # spark-watch stops the engine below this
+    memory_fraction: float  # as handed to the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +240,7 @@ class GatewayPlan:
     listen: tuple[tuple[str, int], ...]  # (address, port)
     max_body_bytes: int
     key_path: str
+    key: SecretSource  # kind "generate": the host makes it once
 
 
 @dataclass(frozen=True, slots=True)

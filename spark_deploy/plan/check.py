@@ -1,0 +1,25 @@
+"""Say before any connection whether model, profile and host fit: needs no lock."""
+
+from __future__ import annotations
+
+from spark_deploy.catalog import load_guard_rails, load_model, load_profile
+from spark_deploy.errors import Problem, SparkError
+from spark_deploy.plan.fit import refusal
+from spark_deploy.plan.guard_rails import apply_rails, facts_of
+from spark_deploy.plan.host import effective_profile
+from spark_deploy.plan.memory import missing_bytes, plan_memory
+from spark_deploy.settings_types import Settings
+
+
+def check_pair(settings: Settings) -> list[Problem]:
+    """Return why these settings can never be planned; empty when they can."""
+    try:
+        model = load_model(settings.model)
+        profile = effective_profile(load_profile(settings.profile, settings.model), settings)
+        if missing_bytes(model, profile, settings) > 0:
+            return list(refusal(model, profile, settings).problems)
+        memory = plan_memory(model, profile, settings)
+        apply_rails(load_guard_rails(), facts_of(model, profile, memory))
+    except SparkError as error:
+        return list(error.problems)
+    return []

@@ -1,0 +1,125 @@
+"""Which trees a host needs, and the plan of the tree we build from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spark_deploy.catalog import Model, Profile
+from spark_deploy.errors import PlanError
+from spark_deploy.lock_types import Lock, LockedSource
+from spark_deploy.plan.digest import digest_of
+from spark_deploy.plan.types import CheckpointPlan, Payload, SecretSource, SourcePlan
+from spark_deploy.plan.weights import weights_of
+from spark_deploy.settings_types import Settings
+
+
+def secret(settings: Settings) -> SecretSource | None:
+    """Return where the hub token is read, if one is set."""
+    token = settings.hub.token
+    return SecretSource(token.kind, token.value) if token else None
+
+
+def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
+    """Return the locked commit of ``repo``; a plan cannot be made without it."""
+    found = lock.source(repo, revision)
+    if found is None:
+        fix = "run `spark-deploy lock`, or set locked: first-use"
+        raise PlanError.one(f"lock: {repo}", f"revision {revision} is not locked", fix)
+    return found
+
+
+def source_plan(role: str, source: LockedSource, settings: Settings) -> SourcePlan:
+    """Return the plan to fetch one repository whole."""
+    name = source.repo.replace("/", "--")
+    return SourcePlan(
+        role=role,
+        repo=source.repo,
+        commit=source.commit,
+        dir=f"{settings.paths.sources_dir}/{name}-{source.commit[:12]}",
+        files=source.files,
+        endpoint=settings.hub.endpoint,
+        mirrors=settings.hub.mirrors,
+        look_in=settings.downloads.look_in,
+        parallel=settings.downloads.parallel,
+        rate_limit_bytes_per_s=settings.downloads.rate_limit_bytes_per_s,
+        token=secret(settings),
+    )
+
+
+def checkpoint_plan(
+    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: Payload
+) -> CheckpointPlan | None:
+    """Return the plan of the tree to build; ``None`` when the base is served as it is."""
+    if not profile.builds_checkpoint:
+        return None
+    base = source_plan(
+        "base", locked_source(lock, model.sources.base, model.sources.revision), settings
+    )
+    donor = _donor(model, profile, lock)
+    builder = builder_plan(model, profile)
+    digest = digest_of(
+        {
+            "base": base.digest,
+            "donor": donor and {"repo": donor.repo, "commit": donor.commit},
+            "builder": builder,
+            "recipe_version": payload.recipe_version,
+        }
+    )
+    return CheckpointPlan(
+        name=builder["name"],
+        dir=f"{settings.paths.models_dir}/{builder['name']}-{digest[:12]}",
+        base=base,
+        donor_repo=donor.repo if donor else None,
+        donor_commit=donor.commit if donor else None,
+        donor_url=f"{settings.hub.endpoint}/{donor.repo}/resolve/{donor.commit}" if donor else None,
+        donor_token=secret(settings) if donor else None,
+        builder=builder,
+        recipe_version=payload.recipe_version,
+        output_bytes=output_bytes(model, profile, base.size_bytes),
+        digest=digest,
+    )
+
+
+def builder_plan(model: Model, profile: Profile) -> dict[str, Any]:
+    """Return PLAN.json without paths, donor address and digest.
+
+    The name carries no profile: profiles that want the same tree share one.
+    """
+    tensors = model.tensors
+    return {
+        "schema_version": 1,
+        "name": model.name,
+        "swap": list(tensors.swap),
+        "block_shape": list(tensors.block_shape),
+        "base_tensors": list(tensors.base),
+        "donor_unmatched": list(tensors.donor_unmatched),
+        "mtp_tensors": list(tensors.mtp),
+        "shared_experts": profile.shared_experts,
+        "head": profile.head,
+        "layout": profile.layout,
+        "extra": {},
+    }
+
+
+def output_bytes(model: Model, profile: Profile, base_bytes: int) -> int:
+    """Return the new bytes the builder writes: replaced tensors, or the whole tree."""
+    sizes = weights_of(model.architecture)
+    new = old = 0
+    if profile.shared_experts != "keep":
+        new = sizes.shared_fp8_bytes
+        if profile.shared_experts == "int8-g128":
+            new = sizes.shared_int8_bytes
+        old = sizes.shared_bytes
+    if profile.head == "int8-g128":
+        new, old = new + sizes.head_int8_bytes, old + sizes.head_bytes
+    return new if profile.layout == "overlay" else base_bytes - old + new
+
+
+def _donor(model: Model, profile: Profile, lock: Lock) -> LockedSource | None:
+    if profile.shared_experts != "fp8-donor":
+        return None
+    if model.sources.donor is None:
+        what = f"profile {profile.name} takes shared experts from an FP8 donor; this model has none"
+        fix = "name one in its sources.donor, or choose a profile with another shared_experts"
+        raise PlanError.one(f"catalog/models/{model.name}.yml", what, fix)
+    return locked_source(lock, model.sources.donor, model.sources.revision)

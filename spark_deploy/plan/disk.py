@@ -1,0 +1,40 @@
+"""Bytes on each filesystem a host writes to: the highest on the way, and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spark_deploy.plan.types import CheckpointPlan, DiskUse, ImagePlan, Paths, SourcePlan
+
+_GIB = 1024**3
+# Layers unpack to a bit more than twice their compressed size, and both lie there for a while.
+_UNPACKED = 2.2
+_CACHE_BYTES = 2 * _GIB
+
+
+def disk_plan(
+    paths: Paths,
+    sources: Sequence[SourcePlan],
+    checkpoint: CheckpointPlan | None,
+    image: ImagePlan,
+) -> tuple[DiskUse, ...]:
+    """Return the use of every folder; image and cache are estimates, the rest is exact."""
+    uses = [
+        DiskUse(paths.sources_dir, f"{source.repo}", source.size_bytes, source.size_bytes)
+        for source in sources
+    ]
+    if checkpoint:
+        size = checkpoint.output_bytes
+        uses.append(DiskUse(paths.models_dir, f"checkpoint {checkpoint.name}", size, size))
+    unpacked = round(image.size_bytes * _UNPACKED)
+    uses.append(DiskUse(paths.docker_dir, "engine image", image.size_bytes + unpacked, unpacked))
+    uses.append(DiskUse(paths.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES))
+    return tuple(uses)
+
+
+def needed_by_path(uses: Sequence[DiskUse]) -> tuple[tuple[str, int], ...]:
+    """Return the peak of every folder, for preflight."""
+    total: dict[str, int] = {}
+    for use in uses:
+        total[use.path] = total.get(use.path, 0) + use.peak_bytes
+    return tuple(sorted(total.items()))

@@ -1,0 +1,173 @@
+"""The plan of one host: settings, catalog, lock and payload joined. Pure: same in, same out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spark_deploy.catalog import (
+    GuardRail,
+    Model,
+    Profile,
+    load_guard_rails,
+    load_model,
+    load_profile,
+)
+from spark_deploy.lock_types import Lock
+from spark_deploy.plan.checkpoint import checkpoint_plan, locked_source, source_plan
+from spark_deploy.plan.disk import disk_plan, needed_by_path
+from spark_deploy.plan.fit import refusal
+from spark_deploy.plan.guard_rails import apply_rails, facts_of
+from spark_deploy.plan.image import image_plan, locked_image
+from spark_deploy.plan.memory import missing_bytes, plan_memory
+from spark_deploy.plan.serve import serve_plan
+from spark_deploy.plan.types import (
+    AptRepository,
+    BasePlan,
+    CudaPlan,
+    DiskUse,
+    DockerPlan,
+    HostPlan,
+    MemoryPlan,
+    NeedsPlan,
+    Paths,
+    Payload,
+    ToolsPlan,
+)
+from spark_deploy.settings_types import Settings
+
+
+def plan_host(settings: Settings, lock: Lock, payload: Payload, *, host: str = "any") -> HostPlan:
+    """Return everything there is to do on one host, or raise ``PlanError``."""
+    model = load_model(settings.model)
+    profile = effective_profile(load_profile(settings.profile, settings.model), settings)
+    return join(host, model, profile, settings, lock, payload, load_guard_rails())
+
+
+def join(
+    host: str,
+    model: Model,
+    profile: Profile,
+    settings: Settings,
+    lock: Lock,
+    payload: Payload,
+    rails: tuple[GuardRail, ...],
+) -> HostPlan:
+    """Join one model and one profile; the guard rails have the last word."""
+    if missing_bytes(model, profile, settings) > 0:
+        raise refusal(model, profile, settings)
+    memory = plan_memory(model, profile, settings)
+    warnings = apply_rails(rails, facts_of(model, profile, memory))
+    paths = Paths(**{f.name: getattr(settings.paths, f.name) for f in dataclasses.fields(Paths)})
+    checkpoint = checkpoint_plan(model, profile, settings, lock, payload)
+    if checkpoint:
+        base = checkpoint.base
+    else:
+        locked = locked_source(lock, model.sources.base, model.sources.revision)
+        base = source_plan("base", locked, settings)
+    image = image_plan(model, profile, settings, lock, payload)
+    disk = disk_plan(paths, (base,), checkpoint, image)
+    return HostPlan(
+        host=host,
+        model=model.name,
+        profile=profile.name,
+        paths=paths,
+        needs=_needs(settings, memory, disk),
+        base=_base(settings, paths),
+        cuda=_cuda(settings),
+        docker=_docker(model, settings, lock),
+        tools=ToolsPlan(payload.tools_digest, payload.python_requirements),
+        sources=(base,),
+        checkpoint=checkpoint,
+        image=image,
+        memory=memory,
+        disk=disk,
+        serve=serve_plan(model, profile, settings, checkpoint or base, image, memory),
+        warnings=warnings,
+    )
+
+
+def effective_profile(profile: Profile, settings: Settings) -> Profile:
+    """Return the profile with the ``engine`` settings of the host put in."""
+    engine = settings.engine
+    limits = dataclasses.replace(
+        profile.limits,
+        max_context_tokens=engine.max_context_tokens or profile.limits.max_context_tokens,
+        max_sequences=engine.max_sequences or profile.limits.max_sequences,
+        memory_fraction=engine.memory_fraction or profile.limits.memory_fraction,
+    )
+    cache = profile.kv_cache
+    if engine.kv_cache_bytes is not None:
+        cache = dataclasses.replace(cache, size_bytes=engine.kv_cache_bytes)
+    return dataclasses.replace(
+        profile,
+        limits=limits,
+        kv_cache=cache,
+        vision=profile.vision if engine.vision is None else engine.vision,
+        options={**profile.options, **engine.options},
+        environment={**profile.environment, **engine.environment},
+    )
+
+
+def _needs(settings: Settings, memory: MemoryPlan, disk: tuple[DiskUse, ...]) -> NeedsPlan:
+    expect = settings.expect
+    return NeedsPlan(
+        arch=expect.arch,
+        pci_ids=expect.pci_ids,
+        gpu_name=expect.gpu_name,
+        os_id=expect.os_id,
+        os_version=expect.os_version,
+        driver_min=expect.driver_min,
+        dgx_release=expect.dgx_release,
+        takeover=settings.takeover,
+        allow_memory_holders=settings.allow_memory_holders,
+        ports=(settings.serve.port,),
+        disk_needed_bytes=needed_by_path(disk),
+        disk_reserve_bytes=settings.disk.reserve_bytes,
+        memory_needed_bytes=memory.needed_bytes,
+        # MemTotal of two equal machines differs by firmware settings.
+        memory_total_min_bytes=round(memory.total_bytes * 0.98),
+    )
+
+
+def _base(settings: Settings, paths: Paths) -> BasePlan:
+    return BasePlan(
+        packages=settings.base.packages,
+        hold_driver_in_unattended_upgrades=settings.base.hold_driver_in_unattended_upgrades,
+        disable_sleep=settings.base.disable_sleep,
+        paths=paths,
+    )
+
+
+def _cuda(settings: Settings) -> CudaPlan:
+    cuda = settings.cuda
+    return CudaPlan(cuda.version, cuda.package, _repositories(settings, cuda.repositories))
+
+
+def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
+    docker = settings.docker
+    daemon = dict(docker.daemon)
+    if settings.registries.insecure:
+        daemon["insecure-registries"] = sorted(
+            {*daemon.get("insecure-registries", ()), *settings.registries.insecure}
+        )
+    return DockerPlan(
+        packages=docker.packages,
+        toolkit_packages=docker.toolkit_packages,
+        repositories=_repositories(settings, docker.repositories),
+        daemon=daemon,
+        check_image=locked_image(model, settings, lock, "gpu_check").pinned,
+    )
+
+
+def _repositories(settings: Settings, names: tuple[str, ...]) -> tuple[AptRepository, ...]:
+    return tuple(
+        AptRepository(
+            name=name,
+            url=settings.repositories[name].url,
+            suite=settings.repositories[name].suite,
+            components=settings.repositories[name].components,
+            key_url=settings.repositories[name].key_url,
+            key_sha256=settings.repositories[name].key_sha256,
+        )
+        for name in names
+    )

@@ -1,0 +1,175 @@
+"""One release: everything that decides how the service runs, as ``release.json``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spark_deploy.catalog import Model, Profile
+from spark_deploy.commands import (
+    CACHE_MOUNT,
+    MODEL_MOUNT,
+    container_arguments,
+    engine_arguments,
+    engine_environment,
+)
+from spark_deploy.patterns import expand_all
+from spark_deploy.plan.digest import digest_of, plain
+from spark_deploy.plan.memory import context_tokens
+from spark_deploy.plan.types import (
+    CheckpointPlan,
+    GatewayPlan,
+    ImagePlan,
+    MemoryPlan,
+    SecretSource,
+    ServePlan,
+    SourcePlan,
+)
+from spark_deploy.settings_types import Settings
+
+SERVICE = "main"
+# Docker's own default; another one is read from the daemon settings.
+_BRIDGE = "172.17.0.1"
+_RESTART_DELAY_S = 60
+_RESTART_BURST = 3
+_PORTABLE_LINE = r"spark portable mode: .*dequantised .* tensors to bfloat16"
+
+
+def serve_plan(
+    model: Model,
+    profile: Profile,
+    settings: Settings,
+    tree: CheckpointPlan | SourcePlan,
+    image: ImagePlan,
+    memory: MemoryPlan,
+) -> ServePlan:
+    """Return the release of the service, its digest made from its own content."""
+    serve = settings.serve
+    names = serve.names or (model.name,)
+    argv = engine_arguments(model, profile, memory, names)
+    environment = engine_environment(
+        profile, plugin=image.plugin, start_timeout_s=serve.start_timeout_s
+    )
+    gateway = _gateway(settings)
+    drafts = profile.speculation.tokens if profile.speculation else 0
+    # The compile cache is not keyed on the number of drafts and breaks when it changes.
+    cache = f"{settings.paths.cache_dir}/{image.digest[:12]}-mtp{drafts}"
+    release: dict[str, Any] = {
+        "schema_version": 1,
+        "service": SERVICE,
+        "model": model.name,
+        "profile": profile.name,
+        "names": list(names),
+        "image": {"tag": image.tag, "digest_label": image.digest if image.plugin else None},
+        "tree": {"path": tree.dir, "digest": tree.digest},
+        "engine": {
+            "argv": list(argv),
+            "env": environment,
+            "mounts": [
+                {"source": tree.dir, "target": MODEL_MOUNT, "read_only": True},
+                {"source": cache, "target": CACHE_MOUNT, "read_only": False},
+            ],
+            "docker_args": list(container_arguments()),
+        },
+        "memory": {
+            "needed_bytes": memory.needed_bytes,
+            "wait_s": settings.memory.start_wait_s,
+            "floor_bytes": memory.floor_bytes,
+        },
+        "timeouts": {
+            "start_s": serve.start_timeout_s,
+            "stop_s": serve.stop_timeout_s,
+            "drain_s": serve.drain_s,
+        },
+        "restart": {
+            "delay_s": _RESTART_DELAY_S,
+            "burst": _RESTART_BURST,
+            "interval_s": _restart_interval_s(settings),
+        },
+        "gateway": {
+            "listen": [list(address) for address in gateway.listen],
+            "max_body_bytes": gateway.max_body_bytes,
+            "key_path": gateway.key_path,
+        },
+        "check": check_section(model, profile, settings, plugin=image.plugin),
+        "watch": {"stall_s": settings.watch.stall_s, "interval_s": settings.watch.interval_s},
+    }
+    return ServePlan(
+        service=SERVICE,
+        names=tuple(names),
+        model=model.name,
+        profile=profile.name,
+        argv=argv,
+        env=tuple(sorted(environment.items())),
+        image_tag=image.tag,
+        tree_dir=tree.dir,
+        tree_digest=tree.digest,
+        gateway=gateway,
+        release=release,
+        drain_s=serve.drain_s,
+        start_timeout_s=serve.start_timeout_s,
+        digest=digest_of(release),
+    )
+
+
+def check_section(
+    model: Model, profile: Profile, settings: Settings, *, plugin: bool
+) -> dict[str, Any]:
+    """Return what the proof demands: of the model, of the profile, and of the plugin's log."""
+    required = list(profile.check.log_required)
+    forbidden = list(profile.check.log_forbidden)
+    portable = plugin and profile.engine_mode == "portable"
+    if portable:
+        required.append(_PORTABLE_LINE)
+    elif plugin and profile.shared_experts.startswith("fp8"):
+        required.append(plugin_line(model))
+    if plugin:
+        forbidden += [r"Failed to load plugin", r"weight_scale_inv.* not found"]
+    questions = [plain(question) for question in model.check.questions]
+    return {
+        "timeout_s": settings.check.timeout_s,
+        "max_model_len": context_tokens(model, profile),
+        "questions": questions,
+        "copy": list(model.check.copy),
+        "tool_call": model.check.tool_call and model.parsers.tool_call is not None,
+        "reasoning": model.check.reasoning and model.parsers.reasoning is not None,
+        "repeat": model.check.repeat,
+        "acceptance_floor": profile.check.acceptance_floor if profile.speculation else None,
+        "log_required": required,
+        "log_forbidden": forbidden,
+        "portable": portable,
+        "metrics_required": profile.check.metrics_required,
+    }
+
+
+def plugin_line(model: Model) -> str:
+    """Return the pattern of the line in which the plugin states the exact sets it found."""
+    names = expand_all(model.tensors.swap)
+    modules = {name.replace(".gate_proj", ".gate_up_proj") for name in names}
+    modules -= {name for name in modules if name.endswith(".up_proj")}
+    rows, columns = model.tensors.block_shape
+    return (
+        rf"spark_inc: {len(names)} FP8 block names in {len(modules)} modules, "
+        rf"block_shape=\[{rows}, {columns}\]"
+    )
+
+
+def _gateway(settings: Settings) -> GatewayPlan:
+    serve = settings.serve
+    bridge = str(settings.docker.daemon.get("bip", _BRIDGE)).split("/", 1)[0]
+    addresses = {
+        "loopback": ("127.0.0.1",),
+        "docker": ("127.0.0.1", bridge),
+        "lan": ("0.0.0.0",),
+    }[serve.expose]
+    return GatewayPlan(
+        listen=tuple((address, serve.port) for address in addresses),
+        max_body_bytes=serve.max_body_bytes,
+        key_path=f"{settings.paths.config_dir}/api-key",
+        key=SecretSource(serve.api_key.kind, serve.api_key.value),
+    )
+
+
+def _restart_interval_s(settings: Settings) -> int:
+    """Return an interval in which the start limit can really trigger: all tries fit in."""
+    one_try = settings.serve.start_timeout_s + settings.memory.start_wait_s + _RESTART_DELAY_S
+    return max(7200, _RESTART_BURST * one_try + 600)
