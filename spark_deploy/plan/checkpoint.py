@@ -8,15 +8,9 @@ from spark_deploy.catalog import Model, Profile
 from spark_deploy.errors import PlanError
 from spark_deploy.lock_types import Lock, LockedSource
 from spark_deploy.plan.digest import digest_of
-from spark_deploy.plan.types import CheckpointPlan, Payload, SecretSource, SourcePlan
+from spark_deploy.plan.types import CheckpointPlan, PayloadIdentity, SourcePlan
 from spark_deploy.plan.weights import weights_of
 from spark_deploy.settings_types import Settings
-
-
-def secret(settings: Settings) -> SecretSource | None:
-    """Return where the hub token is read, if one is set."""
-    token = settings.hub.token
-    return SecretSource(token.kind, token.value) if token else None
 
 
 def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
@@ -42,12 +36,12 @@ def source_plan(role: str, source: LockedSource, settings: Settings) -> SourcePl
         look_in=settings.downloads.look_in,
         parallel=settings.downloads.parallel,
         rate_limit_bytes_per_s=settings.downloads.rate_limit_bytes_per_s,
-        token=secret(settings),
+        token_needed=settings.hub.token is not None,
     )
 
 
 def checkpoint_plan(
-    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: Payload
+    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: PayloadIdentity
 ) -> CheckpointPlan | None:
     """Return the plan of the tree to build; ``None`` when the base is served as it is."""
     if not profile.builds_checkpoint:
@@ -72,7 +66,6 @@ def checkpoint_plan(
         donor_repo=donor.repo if donor else None,
         donor_commit=donor.commit if donor else None,
         donor_url=f"{settings.hub.endpoint}/{donor.repo}/resolve/{donor.commit}" if donor else None,
-        donor_token=secret(settings) if donor else None,
         builder=builder,
         recipe_version=payload.recipe_version,
         output_bytes=output_bytes(model, profile, base.size_bytes),

@@ -14,6 +14,7 @@ _CACHE_BYTES = 2 * _GIB
 
 def disk_plan(
     paths: Paths,
+    docker_dir: str,
     sources: Sequence[SourcePlan],
     checkpoint: CheckpointPlan | None,
     image: ImagePlan,
@@ -27,7 +28,7 @@ def disk_plan(
         size = checkpoint.output_bytes
         uses.append(DiskUse(paths.models_dir, f"checkpoint {checkpoint.name}", size, size))
     unpacked = round(image.size_bytes * _UNPACKED)
-    uses.append(DiskUse(paths.docker_dir, "engine image", image.size_bytes + unpacked, unpacked))
+    uses.append(DiskUse(docker_dir, "engine image", image.size_bytes + unpacked, unpacked))
     uses.append(DiskUse(paths.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES))
     return tuple(uses)
 

@@ -30,13 +30,14 @@ from spark_deploy.plan.types import (
     MemoryPlan,
     NeedsPlan,
     Paths,
-    Payload,
+    PayloadIdentity,
+    SecretSource,
     ToolsPlan,
 )
 from spark_deploy.settings_types import Settings
 
 
-def plan_host(settings: Settings, lock: Lock, payload: Payload, *, host: str = "any") -> HostPlan:
+def plan_host(settings: Settings, lock: Lock, payload: PayloadIdentity, *, host: str = "any") -> HostPlan:
     """Return everything there is to do on one host, or raise ``PlanError``."""
     model = load_model(settings.model)
     profile = effective_profile(load_profile(settings.profile, settings.model), settings)
@@ -49,7 +50,7 @@ def join(
     profile: Profile,
     settings: Settings,
     lock: Lock,
-    payload: Payload,
+    payload: PayloadIdentity,
     rails: tuple[GuardRail, ...],
 ) -> HostPlan:
     """Join one model and one profile; the guard rails have the last word."""
@@ -65,16 +66,18 @@ def join(
         locked = locked_source(lock, model.sources.base, model.sources.revision)
         base = source_plan("base", locked, settings)
     image = image_plan(model, profile, settings, lock, payload)
-    disk = disk_plan(paths, (base,), checkpoint, image)
+    token = settings.hub.token
+    docker = _docker(model, settings, lock)
+    disk = disk_plan(paths, settings.paths.docker_dir, (base,), checkpoint, image)
     return HostPlan(
         host=host,
         model=model.name,
         profile=profile.name,
         paths=paths,
-        needs=_needs(settings, memory, disk),
+        needs=_needs(settings, memory, disk, (docker.check_image, image.tag)),
         base=_base(settings, paths),
         cuda=_cuda(settings),
-        docker=_docker(model, settings, lock),
+        docker=docker,
         tools=ToolsPlan(payload.tools_digest, payload.python_requirements),
         sources=(base,),
         checkpoint=checkpoint,
@@ -83,6 +86,7 @@ def join(
         disk=disk,
         serve=serve_plan(model, profile, settings, checkpoint or base, image, memory),
         warnings=warnings,
+        hub_token=SecretSource(token.kind, token.value) if token else None,
     )
 
 
@@ -108,7 +112,9 @@ def effective_profile(profile: Profile, settings: Settings) -> Profile:
     )
 
 
-def _needs(settings: Settings, memory: MemoryPlan, disk: tuple[DiskUse, ...]) -> NeedsPlan:
+def _needs(
+    settings: Settings, memory: MemoryPlan, disk: tuple[DiskUse, ...], images: tuple[str, ...]
+) -> NeedsPlan:
     expect = settings.expect
     return NeedsPlan(
         arch=expect.arch,
@@ -126,6 +132,8 @@ def _needs(settings: Settings, memory: MemoryPlan, disk: tuple[DiskUse, ...]) ->
         memory_needed_bytes=memory.needed_bytes,
         # MemTotal of two equal machines differs by firmware settings.
         memory_total_min_bytes=round(memory.total_bytes * 0.98),
+        docker_dir=settings.paths.docker_dir,
+        images=images,
     )
 
 
@@ -156,6 +164,7 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
         repositories=_repositories(settings, docker.repositories),
         daemon=daemon,
         check_image=locked_image(model, settings, lock, "gpu_check").pinned,
+        receipt_path=f"{settings.paths.state_dir}/receipts/gpu-container.json",
     )
 
 

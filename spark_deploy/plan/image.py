@@ -5,7 +5,7 @@ from __future__ import annotations
 from spark_deploy.catalog import Model, Profile
 from spark_deploy.errors import PlanError
 from spark_deploy.lock_types import Lock, LockedImage
-from spark_deploy.plan.types import ImagePlan, Payload
+from spark_deploy.plan.types import ImagePlan, PayloadIdentity
 from spark_deploy.settings_types import Settings
 
 # Engine versions the plugin is tested with; its own check refuses others while building.
@@ -13,7 +13,7 @@ SUPPORTED_ENGINES = ("0.30.0", "0.32.0", "0.33.0")
 
 
 def image_plan(
-    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: Payload
+    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: PayloadIdentity
 ) -> ImagePlan:
     """Return the plan of the engine image."""
     base = locked_image(model, settings, lock, model.image.role)

@@ -23,7 +23,6 @@ class Paths:
     config_dir: str  # /etc/spark: releases/, gateway/, api-key
     state_dir: str  # /var/lib/spark: jobs/, proofs/, receipts/
     tools_dir: str  # /usr/local/lib/spark: host tools by digest, `current` points at one
-    docker_dir: str  # where the container engine keeps images; for the disk plan only
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,8 @@ class SecretSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
-    """What this checkout sends to hosts, by content; made by ``spark_deploy/payload.py``."""
+class PayloadIdentity:
+    """What this checkout sends to hosts, by content alone; ``spark_deploy/payload.py`` has both."""
 
     tools_digest: str  # files/serve and files/checkpoint
     image_context_digest: str  # files/image
@@ -150,13 +149,7 @@ class SourcePlan:
     look_in: tuple[str, ...]
     parallel: int
     rate_limit_bytes_per_s: int | None
-    token: SecretSource | None  # for gated repositories; never part of a digest
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """Addresses that a file's path is appended to, in the order to try."""
-        hosts = (*self.mirrors, self.endpoint)
-        return tuple(f"{host}/{self.repo}/resolve/{self.commit}/" for host in hosts)
+    token_needed: bool
 
     @property
     def size_bytes(self) -> int:
@@ -179,7 +172,6 @@ class CheckpointPlan:
     donor_repo: str | None
     donor_commit: str | None
     donor_url: str | None  # {endpoint}/{repo}/resolve/{commit}
-    donor_token: SecretSource | None
     builder: dict[str, Any]
     recipe_version: int
     output_bytes: int  # new bytes on disk (overlay: the small shard only)
@@ -289,3 +281,4 @@ class HostPlan:
     disk: tuple[DiskUse, ...]
     serve: ServePlan
     warnings: tuple[str, ...]
+    hub_token: SecretSource | None = None  # for gated repositories; never part of a digest

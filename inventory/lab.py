@@ -1,0 +1,64 @@
+"""The virtual lab: its guests, and what its services are called since it came up.
+
+`lab up N` writes lab.json (addresses, keys, image tags); here it becomes settings, so that the
+deploy itself knows nothing of a lab. The choices are in group_vars/lab.yml as for any group.
+"""
+
+import json as _json
+import os as _os
+import pathlib as _pathlib
+import sys as _sys
+
+_sys.path.insert(0, str(_pathlib.Path(__file__).resolve().parent.parent))
+
+from spark_deploy.errors import SettingsError as _SettingsError
+from spark_deploy.inventory import group_from as _group_from
+
+_state = _pathlib.Path(_os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab")) / "lab.json"
+try:
+    _lab = _json.loads(_state.read_text(encoding="utf-8"))
+except (OSError, ValueError) as _error:
+    raise _SettingsError.one(
+        str(_state), f"the lab's state cannot be read ({_error})", "bring it up: lab/lab up 2"
+    ) from None
+
+
+def _image(_name):
+    """Return the reference of an image of the lab's registry, made already or not."""
+    _made = _lab["images"].get(_name, {})
+    _repository = _made.get("repository", f"{_lab['registry']}/lab/{_name}")
+    return f"{_repository}:{_made.get('tag', '1')}"
+
+
+_repositories = {
+    _entry["name"]: {
+        _key: _entry[_key] for _key in ("url", "suite", "components", "key_url", "key_sha256")
+    }
+    for _entry in _lab["apt"]
+}
+
+lab = _group_from(
+    "lab",
+    hosts=[_guest["name"] for _guest in _lab["guests"]],
+    file=__file__,
+    generated={
+        "hub": {"endpoint": _lab["hub"]["endpoint"]},
+        "registries": {"insecure": [_lab["registry"]]},
+        "repositories": _repositories,
+        "images": {
+            "engine": _image("vllm-cpu"),
+            "stub_engine": _image("stub-engine"),
+            "gpu_check": _image("cuda-check"),
+        },
+        "expect": _lab["os"],
+        "ssh": {
+            "user": _lab["ssh"]["user"],
+            "key_file": _lab["ssh"]["key"],
+            "known_hosts_file": _lab["ssh"]["known_hosts"],
+        },
+    },
+    host_data={
+        _guest["name"]: {"ssh_hostname": _guest["ip"], "ssh_port": _guest["port"]}
+        for _guest in _lab["guests"]
+    },
+)
