@@ -1,0 +1,124 @@
+"""Schemas, dataclasses and YAML files of the repository agree."""
+
+import dataclasses
+import json
+import typing
+
+import jsonschema
+import pytest
+import yaml
+
+from spark_deploy import catalog, settings_types
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.settings import merge, schema_key
+from spark_deploy.settings_types import Settings
+
+SCHEMAS = sorted((CHECKOUT / "schema").glob("*.schema.json"))
+
+
+def schema_of(name: str) -> dict:
+    return json.loads((CHECKOUT / "schema" / f"{name}.schema.json").read_text("utf-8"))
+
+
+def levels(schema: dict, path: str = ""):
+    """Yield (path, part) for the schema and everything described in it."""
+    yield path, schema
+    for key, part in schema.get("properties", {}).items():
+        yield from levels(part, f"{path}.{key}")
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict) and "$ref" not in schema[key]:
+            yield from levels(schema[key], f"{path}[]")
+    for key, part in schema.get("$defs", {}).items():
+        yield from levels(part, f"$defs.{key}")
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
+def test_every_schema_is_valid_and_closed_and_describes_each_key(path):
+    schema = json.loads(path.read_text("utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["$schema"].endswith("2020-12/schema")
+    for where, part in levels(schema):
+        if "properties" in part:
+            assert part.get("additionalProperties") is False, f"{where} takes unknown keys"
+            for key, value in part["properties"].items():
+                assert value.get("title"), f"{where}.{key} has no title"
+                assert value.get("description"), f"{where}.{key} has no description"
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
+def test_examples_in_a_schema_follow_it(path):
+    schema = json.loads(path.read_text("utf-8"))
+    for where, part in levels(schema):
+        for example in part.get("examples", ()):
+            whole = {**part, "$defs": schema.get("$defs", {})}
+            problems = list(jsonschema.Draft202012Validator(whole).iter_errors(example))
+            assert not problems, f"{where}: {problems}"
+
+
+def typed_keys(cls: type, schema: dict) -> set[str]:
+    keys = schema["properties"]
+    return {schema_key(field.name, keys)[0] for field in dataclasses.fields(cls)}
+
+
+def nested(cls: type):
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kinds = [hints[field.name], *typing.get_args(hints[field.name])]
+        for kind in kinds:
+            if dataclasses.is_dataclass(kind) and kind is not settings_types.SecretRef:
+                yield field.name, kind
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "own"),
+    [
+        (Settings, "settings", set()),
+        (catalog.Model, "model", {"name"}),
+        (catalog.Profile, "profile", {"name", "engine_mode"}),
+    ],
+)
+def test_dataclass_fields_are_the_schema_keys(cls, name, own):
+    schema = schema_of(name)
+    assert typed_keys(cls, schema) - own == set(schema["properties"]) - {"based_on"}
+    for field, kind in nested(cls):
+        part = schema["properties"][field]
+        if "properties" not in part:
+            continue
+        assert typed_keys(kind, part) == set(part["properties"]), field
+
+
+def test_all_yml_gives_every_setting_a_default():
+    schema = schema_of("settings")
+    data = yaml.safe_load((CHECKOUT / "group_vars/all.yml").read_text("utf-8"))
+    for where, part in levels(schema):
+        if where.startswith("$defs") or "properties" not in part or where.count("[]"):
+            continue
+        level = data
+        for key in filter(None, where.split(".")):
+            level = level[key]
+        assert set(level) == set(part["properties"]), f"defaults of {where or 'the top'}"
+
+
+YAML_FILES = [
+    path
+    for folder in ("group_vars", "host_vars", "catalog")
+    for path in sorted((CHECKOUT / folder).rglob("*.yml"))
+] + [CHECKOUT / "tests/fixtures/lock.yml"]
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: str(path.relative_to(CHECKOUT)))
+def test_every_yaml_file_of_the_repository_follows_its_schema(path):
+    text = path.read_text("utf-8")
+    if "fixtures" in path.parts:
+        schema = schema_of("lock")
+    else:
+        first = text.splitlines()[0]
+        assert first.startswith("# yaml-language-server: $schema="), "editors need this line"
+        named = (path.parent / first.partition("$schema=")[2]).resolve()
+        assert named in SCHEMAS, f"{named} is not one of our schemas"
+        schema = json.loads(named.read_text("utf-8"))
+    data = yaml.safe_load(text) or {}
+    if "based_on" in data:
+        parent = yaml.safe_load((path.parent / f"{data.pop('based_on')}.yml").read_text("utf-8"))
+        data = merge(parent, data, null_keeps=False)
+    jsonschema.Draft202012Validator(schema).validate(data)
