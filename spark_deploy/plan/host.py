@@ -37,7 +37,9 @@ from spark_deploy.plan.types import (
 from spark_deploy.settings_types import Settings
 
 
-def plan_host(settings: Settings, lock: Lock, payload: PayloadIdentity, *, host: str = "any") -> HostPlan:
+def plan_host(
+    settings: Settings, lock: Lock, payload: PayloadIdentity, *, host: str = "any"
+) -> HostPlan:
     """Return everything there is to do on one host, or raise ``PlanError``."""
     model = load_model(settings.model)
     profile = effective_profile(load_profile(settings.profile, settings.model), settings)

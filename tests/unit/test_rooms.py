@@ -13,6 +13,9 @@ CATALOG = {"spark_deploy.catalog", "spark_deploy.settings_types", "spark_deploy.
 BASICS = {"spark_deploy.errors", "spark_deploy.checkout", "spark_deploy.patterns"}
 READING = {"spark_deploy.yamlfile", "spark_deploy.schema_check", "spark_deploy.settings_rules"}
 HOST_SIDE = {
+    "spark_deploy.managed",
+    "spark_deploy.daemon_json",
+    "spark_deploy.preflight",
     "pyinfra",
     "gevent",
     "paramiko",
@@ -38,9 +41,28 @@ ROOMS: dict[str, set[str]] = {
     "spark_deploy/settings.py": {"yaml", *BASICS, *READING, "spark_deploy.settings_types"},
     "spark_deploy/catalog.py": {*BASICS, *READING, "spark_deploy.settings"},
     "spark_deploy/lock_types.py": {"spark_deploy.plan.types"},
-    "spark_deploy/plan": {*CATALOG, *BASICS, "spark_deploy.plan", "spark_deploy.commands"},
+    "spark_deploy/managed.py": set(),
+    "spark_deploy/daemon_json.py": BASICS,
+    "spark_deploy/plan": {
+        *CATALOG,
+        *BASICS,
+        "spark_deploy.plan",
+        "spark_deploy.commands",
+        "spark_deploy.managed",
+    },
+    "spark_deploy/preflight": {
+        "spark_deploy.errors",
+        "spark_deploy.facts",
+        "spark_deploy.plan.types",
+        "spark_deploy.preflight",
+    },
     "spark_deploy/commands.py": {*CATALOG, *BASICS, "spark_deploy.plan"},
-    "spark_deploy/facts": {"pyinfra", "spark_deploy.facts", "spark_deploy.errors"},
+    "spark_deploy/facts": {
+        "pyinfra",
+        "spark_deploy.facts",
+        "spark_deploy.errors",
+        "spark_deploy.managed",
+    },
     "spark_deploy/operations": HOST_SIDE,
     "roles": HOST_SIDE,
 }

@@ -15,12 +15,12 @@ from spark_deploy.errors import PlanError
 from spark_deploy.lock import read_lock
 from spark_deploy.plan.digest import plain
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.types import Payload
+from spark_deploy.plan.types import PayloadIdentity
 from spark_deploy.settings import load_hosts
 
 GOLDEN = Path(__file__).parent / "golden"
 PAIRS = list(itertools.product(catalog_names("models"), catalog_names("profiles")))
-PAYLOAD = Payload("1" * 64, "2" * 64, 1, "files/checkpoint/requirements.txt")
+PAYLOAD = PayloadIdentity("1" * 64, "2" * 64, 1, "files/checkpoint/requirements.txt")
 LAB_IMAGES = {"stub_engine": "registry.lab:5000/lab/stub-engine:1"}
 
 
