@@ -1,8 +1,9 @@
 """Every operation yields exactly what a host's state asks for: `<module>.<operation>/<case>.yml`.
 
 A case gives `plan` (fields that differ from the plan below), `fact` (sections as in the fact
-cases, or `like: <Fact>/<case>` and sections that differ), further `arguments`, and either `noop` (words of
-the reason) or `commands` (one regular expression for each; a function shows as `name(arguments)`).
+cases, or `like: <Fact>/<case>` and sections that differ), further `arguments`, and either `noop`
+(words of the reason) or `commands` (one regular expression for each; a function shows as
+`name(arguments)`).
 """
 
 from __future__ import annotations
