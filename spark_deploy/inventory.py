@@ -67,10 +67,44 @@ def groups_from(
     if arguments:
         signal.signal(signal.SIGINT, _stop)
     extra = host_data or {}
-    return {
-        group: ([(host, {**_data(found[host]), **extra.get(host, {})}) for host in hosts], {})
-        for group, hosts in groups.items()
-    }
+    data = {host: {**_data(found[host]), **extra.get(host, {})} for host in found}
+    if _is_bootstrap(arguments):
+        chosen = _chosen(arguments, groups, Path(file).stem)
+        for host, further in _first_contact({host: data[host] for host in chosen}, arguments):
+            data[host].update(further)
+    return {group: ([(host, data[host]) for host in hosts], {}) for group, hosts in groups.items()}
+
+
+def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
+    operations: Sequence[str] = arguments.get("operations") or []
+    return any(Path(name).parts[-2:] == ("deploys", "bootstrap.py") for name in operations[:1])
+
+
+def _chosen(
+    arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
+) -> list[str]:
+    """List the hosts that --limit and --exclude leave, as pyinfra will."""
+    names = list(dict.fromkeys(host for hosts in groups.values() for host in hosts))
+
+    def matching(option: str) -> set[str]:
+        found: set[str] = set()
+        for pattern in arguments.get(option) or ():
+            found.update(names if pattern in ("all", stem) else groups.get(pattern, ()))
+            found.update(fnmatch.filter(names, pattern))
+        return found
+
+    limited = matching("limit") if arguments.get("limit") else set(names)
+    excluded = matching("exclude")
+    return [name for name in names if name in limited and name not in excluded]
+
+
+def _first_contact(
+    data: Mapping[str, Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Let bootstrap look at the hosts; everything else never logs in with a password."""
+    from spark_deploy.bootstrap import prepare  # only this run needs an SSH client this early
+
+    return list(prepare(data, agree=bool(arguments.get("yes"))).items())
 
 
 def settings_of(host: str) -> HostSettings:

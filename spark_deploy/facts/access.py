@@ -27,7 +27,7 @@ class Access:
 class LoginAccess(FactBase[Access]):
     """Look at key and sudo of the login user, as that user."""
 
-    def command(self, public_key: str, sudoers_path: str) -> str:  # noqa: D102
+    def command(self, public_key: str, sudoers_path: str) -> str:
         # Type and body of the key; the comment behind them is anybody's.
         body = shlex.quote(" ".join(public_key.split()[:2]))
         return sections.script(
@@ -39,7 +39,7 @@ class LoginAccess(FactBase[Access]):
             "echo '== end'",
         )
 
-    def process(self, output: list[str]) -> Access:  # noqa: D102
+    def process(self, output: list[str]) -> Access:
         return parse(output)
 
 

@@ -47,14 +47,12 @@ class Cuda:
 class CudaState(FactBase[Cuda]):
     """Everything the cuda role compares with its plan, in one command."""
 
-    def command(  # noqa: D102
-        self, urls: Sequence[str] = (), repository_files: Sequence[str] = ()
-    ) -> str:
+    def command(self, urls: Sequence[str] = (), repository_files: Sequence[str] = ()) -> str:
         return sections.script(
             _TOOLKITS, repositories.script(urls, repository_files), "echo '== end'"
         )
 
-    def process(self, output: list[str]) -> Cuda:  # noqa: D102
+    def process(self, output: list[str]) -> Cuda:
         found = sections.split(output)
         if "end" not in found:
             raise FactProcessError("the answer of the host was cut off; run again")

@@ -104,7 +104,7 @@ class Docker:
 class DockerState(FactBase[Docker]):
     """Everything the docker role compares with its plan, in one command."""
 
-    def command(  # noqa: D102
+    def command(
         self,
         packages: Sequence[str],
         receipt_path: str,
@@ -120,7 +120,7 @@ class DockerState(FactBase[Docker]):
             "echo; echo '== end'",
         )
 
-    def process(self, output: list[str]) -> Docker:  # noqa: D102
+    def process(self, output: list[str]) -> Docker:
         return parse(output)
 
 

@@ -48,7 +48,7 @@ class Base:
 class BaseState(FactBase[Base]):
     """Everything the base role compares with its plan, in one command."""
 
-    def command(  # noqa: D102
+    def command(
         self,
         packages: Sequence[str],
         directories: Sequence[str],
@@ -66,7 +66,7 @@ class BaseState(FactBase[Base]):
             "echo '== end'",
         )
 
-    def process(self, output: list[str]) -> Base:  # noqa: D102
+    def process(self, output: list[str]) -> Base:
         found = sections.split(output)
         if "end" not in found:
             raise FactProcessError("the answer of the host was cut off; run again")

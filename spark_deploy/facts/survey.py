@@ -66,7 +66,7 @@ class Survey:
 class HostSurvey(FactBase[Survey]):
     """One look at the whole host; run it without pyinfra's sudo, it finds its own way to root."""
 
-    def command(  # noqa: D102
+    def command(
         self,
         paths: Sequence[str],
         ports_wanted: Sequence[int],
@@ -86,7 +86,7 @@ class HostSurvey(FactBase[Survey]):
             )
         )
 
-    def process(self, output: list[str]) -> Survey:  # noqa: D102
+    def process(self, output: list[str]) -> Survey:
         return parse(output)
 
 

@@ -9,7 +9,7 @@ import pytest
 from paramiko import ECDSAKey, Ed25519Key
 from paramiko.hostkeys import HostKeyEntry, HostKeys
 
-from spark_deploy import bootstrap, host_keys
+from spark_deploy import bootstrap, host_keys, inventory
 from spark_deploy.errors import SettingsError
 from spark_deploy.host_keys import Endpoint, Seen
 from spark_deploy.operations.access import explained, sudoers
@@ -182,3 +182,25 @@ def test_the_sudo_rule_is_one_line_for_one_user() -> None:
 )
 def test_what_sudo_says_is_told_apart(output: str, words: str) -> None:
     assert words in explained(output).what
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ({}, ["spark-1", "spark-2", "head"]),
+        ({"limit": ["spark-*"]}, ["spark-1", "spark-2"]),
+        ({"limit": ["spark"], "exclude": ["spark-2"]}, ["spark-1"]),
+        ({"limit": ["all"], "exclude": ["head"]}, ["spark-1", "spark-2"]),
+    ],
+)
+def test_only_hosts_of_this_run_are_contacted(options, chosen) -> None:
+    groups = {"spark": ["spark-1", "spark-2"], "heads": ["head"]}
+    assert inventory._chosen(options, groups, "site") == chosen
+
+
+def test_no_other_deploy_makes_a_first_contact() -> None:
+    assert inventory._is_bootstrap({"operations": ("deploys/bootstrap.py",)})
+    assert inventory._is_bootstrap({"operations": ("/opt/x/deploys/bootstrap.py",)})
+    assert not inventory._is_bootstrap({"operations": ("deploy.py",)})
+    assert not inventory._is_bootstrap({"operations": ("debug-inventory", "deploys/bootstrap.py")})
+    assert not inventory._is_bootstrap({})
