@@ -1,0 +1,42 @@
+"""Run the engine's Python on this machine, whatever distribution it is.
+
+The two trees become one root in a mount namespace of its own, which the kernel takes down with
+the last process in it. The working directory, /tmp and the directories named in
+SPARK_LAB_ENGINE_BIND (colon-separated) are seen at their own places.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from lab.engine.build import CONFIG, VENV, Engine
+
+_ENTER = """\
+set -e
+root=$1 rootfs=$2 venv=$3 workdir=$4 binds=$5; shift 5
+mount -t tmpfs tmpfs "$root"
+mkdir "$root/upper" "$root/work" "$root/root"
+mount -t overlay overlay -o "lowerdir=$rootfs,upperdir=$root/upper,workdir=$root/work" "$root/root"
+root=$root/root
+mkdir -p "$root/opt/vllm"
+mount --bind "$venv" "$root/opt/vllm"
+for path in proc sys dev tmp; do mount --rbind "/$path" "$root/$path"; done
+IFS=:
+for path in $binds; do mkdir -p "$root$path"; mount --bind "$path" "$root$path"; done
+unset IFS
+exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "$workdir" "$@"
+"""
+
+
+def enter(engine: Engine, argv: list[str]) -> NoReturn:
+    """Replace this process by the engine's Python with ``argv``."""
+    workdir = Path.cwd()
+    binds = {str(workdir), *filter(None, os.environ.get("SPARK_LAB_ENGINE_BIND", "").split(":"))}
+    root = Path("/run/spark-lab-engine")
+    root.mkdir(parents=True, exist_ok=True)
+    words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "sh"]
+    words += [str(root), str(engine.rootfs), str(engine.venv), str(workdir)]
+    words += [":".join(sorted(binds)), f"/{VENV}/bin/python", *argv]
+    os.execvpe(words[0], words, {**os.environ, **CONFIG.env})

