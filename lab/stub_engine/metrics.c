@@ -37,6 +37,6 @@ void put_metrics(buffer *b) {
         metric(b, "counter", "spec_decode_num_accepted_tokens_total", atomic_load(&counted.accepted_tokens));
     }
     if (!fault("no-cache-info"))
-        put(b, "vllm:cache_config_info{block_size=\"%s\",cache_dtype=\"%s\",engine=\"0\"} 1.0\n",
-            config.block_size, config.kv_cache_dtype);
+        put(b, "vllm:cache_config_info{block_size=\"%s\",cache_dtype=\"%s\",engine=\"0\",kv_cache_memory_bytes=\"%s\"} 1.0\n",
+            config.block_size, config.kv_cache_dtype, config.kv_cache_memory_bytes);
 }

@@ -10,7 +10,8 @@
 
 settings config = {
     .host = "127.0.0.1", .port = 8000, .max_model_len = 4096, .max_num_seqs = 4,
-    .kv_cache_dtype = "auto", .block_size = "16", .load_s = 0.2,
+    .kv_cache_dtype = "auto", .block_size = "16", .kv_cache_memory_bytes = "None",
+    .load_s = 0.2,
 };
 
 void say(const char *format, ...) {
@@ -58,6 +59,7 @@ static void take(const char *name, const char *text) {
     else if (!strcmp(name, "--max-num-seqs")) config.max_num_seqs = atoi(text);
     else if (!strcmp(name, "--kv-cache-dtype")) config.kv_cache_dtype = text;
     else if (!strcmp(name, "--block-size")) config.block_size = text;
+    else if (!strcmp(name, "--kv-cache-memory-bytes")) config.kv_cache_memory_bytes = text;
     else if (!strcmp(name, "--served-model-name")) {
         if (config.name_count < 16) config.names[config.name_count++] = text;
     } else if (!strcmp(name, "--speculative-config")) {

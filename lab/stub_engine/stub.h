@@ -35,7 +35,7 @@ typedef struct {
     int port, max_model_len, max_num_seqs, speculative_tokens;
     const char *names[16];
     int name_count;
-    const char *kv_cache_dtype, *block_size;
+    const char *kv_cache_dtype, *block_size, *kv_cache_memory_bytes;
     double load_s, token_s;
     bool tools, reasoning;
     json *answers;

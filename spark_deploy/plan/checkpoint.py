@@ -50,13 +50,12 @@ def checkpoint_plan(
         "base", locked_source(lock, model.sources.base, model.sources.revision), settings
     )
     donor = _donor(model, profile, lock)
-    builder = builder_plan(model, profile)
+    builder = {**builder_plan(model, profile), "recipe_version": payload.recipe_version}
     digest = digest_of(
         {
             "base": base.digest,
             "donor": donor and {"repo": donor.repo, "commit": donor.commit},
             "builder": builder,
-            "recipe_version": payload.recipe_version,
         }
     )
     return CheckpointPlan(

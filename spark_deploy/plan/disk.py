@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spark_deploy.plan.types import CheckpointPlan, DiskUse, ImagePlan, Paths, SourcePlan
+from spark_deploy.plan.types import CheckpointPlan, DiskUse, ImagePlan, SourcePlan
 
 _GIB = 1024**3
 # Layers unpack to a bit more than twice their compressed size, and both lie there for a while.
@@ -13,23 +13,25 @@ _CACHE_BYTES = 2 * _GIB
 
 
 def disk_plan(
-    paths: Paths,
+    cache_dir: str,
     docker_dir: str,
     sources: Sequence[SourcePlan],
     checkpoint: CheckpointPlan | None,
     image: ImagePlan,
 ) -> tuple[DiskUse, ...]:
-    """Return the use of every folder; image and cache are estimates, the rest is exact."""
+    """Return the use of every folder; image and cache are estimates, the rest is exact.
+
+    Each path is the folder of one artefact, so that what lies there already can be subtracted.
+    """
     uses = [
-        DiskUse(paths.sources_dir, f"{source.repo}", source.size_bytes, source.size_bytes)
-        for source in sources
+        DiskUse(source.dir, source.repo, source.size_bytes, source.size_bytes) for source in sources
     ]
     if checkpoint:
         size = checkpoint.output_bytes
-        uses.append(DiskUse(paths.models_dir, f"checkpoint {checkpoint.name}", size, size))
+        uses.append(DiskUse(checkpoint.dir, f"checkpoint {checkpoint.name}", size, size))
     unpacked = round(image.size_bytes * _UNPACKED)
     uses.append(DiskUse(docker_dir, "engine image", image.size_bytes + unpacked, unpacked))
-    uses.append(DiskUse(paths.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES))
+    uses.append(DiskUse(cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES))
     return tuple(uses)
 
 

@@ -19,7 +19,7 @@ from spark_deploy.plan.fit import refusal
 from spark_deploy.plan.guard_rails import apply_rails, facts_of
 from spark_deploy.plan.image import image_plan, locked_image
 from spark_deploy.plan.memory import missing_bytes, plan_memory
-from spark_deploy.plan.serve import serve_plan
+from spark_deploy.plan.serve import cache_dir, serve_plan
 from spark_deploy.plan.types import (
     AptRepository,
     BasePlan,
@@ -70,7 +70,9 @@ def join(
     image = image_plan(model, profile, settings, lock, payload)
     token = settings.hub.token
     docker = _docker(model, settings, lock)
-    disk = disk_plan(paths, settings.paths.docker_dir, (base,), checkpoint, image)
+    disk = disk_plan(
+        cache_dir(settings, profile, image), settings.paths.docker_dir, (base,), checkpoint, image
+    )
     return HostPlan(
         host=host,
         model=model.name,

@@ -31,7 +31,7 @@ SERVICE = "main"
 _BRIDGE = "172.17.0.1"
 _RESTART_DELAY_S = 60
 _RESTART_BURST = 3
-_PORTABLE_LINE = r"spark portable mode: .*dequantised .* tensors to bfloat16"
+_PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
 
 
 def serve_plan(
@@ -50,9 +50,7 @@ def serve_plan(
         profile, plugin=image.plugin, start_timeout_s=serve.start_timeout_s
     )
     gateway = _gateway(settings)
-    drafts = profile.speculation.tokens if profile.speculation else 0
-    # The compile cache is not keyed on the number of drafts and breaks when it changes.
-    cache = f"{settings.paths.cache_dir}/{image.digest[:12]}-mtp{drafts}"
+    cache = cache_dir(settings, profile, image)
     release: dict[str, Any] = {
         "schema_version": 1,
         "service": SERVICE,
@@ -111,6 +109,16 @@ def serve_plan(
     )
 
 
+def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
+    """Return the folder of the engine's compile cache on the host.
+
+    One for each image and number of drafts: the cache is not keyed on the latter and breaks when
+    it changes.
+    """
+    drafts = profile.speculation.tokens if profile.speculation else 0
+    return f"{settings.paths.cache_dir}/{image.digest[:12]}-mtp{drafts}"
+
+
 def check_section(
     model: Model, profile: Profile, settings: Settings, *, plugin: bool
 ) -> dict[str, Any]:
@@ -118,10 +126,12 @@ def check_section(
     required = list(profile.check.log_required)
     forbidden = list(profile.check.log_forbidden)
     portable = plugin and profile.engine_mode == "portable"
+    if plugin and profile.shared_experts.startswith("fp8"):
+        required.append(plugin_line(model))
     if portable:
         required.append(_PORTABLE_LINE)
-    elif plugin and profile.shared_experts.startswith("fp8"):
-        required.append(plugin_line(model))
+    elif plugin:
+        forbidden.append(r"spark portable mode")
     if plugin:
         forbidden += [r"Failed to load plugin", r"weight_scale_inv.* not found"]
     questions = [plain(question) for question in model.check.questions]
