@@ -11,7 +11,8 @@ from spark_deploy.plan.types import BasePlan
 @deploy("Base")
 def apply(*, plan: BasePlan) -> None:
     """Have the packages and directories everything after this needs, on a host that stays awake."""
+    # First: a damaged file in apt.conf.d stops every installation after it.
+    base.driver_hold(name="Hold driver packages in unattended upgrades", plan=plan)
     base.packages(name="Install packages", plan=plan)
     base.owned_directories(name="Create directories", plan=plan)
-    base.driver_hold(name="Hold driver packages in unattended upgrades", plan=plan)
     base.no_sleep(name="Disable sleep", plan=plan)

@@ -36,7 +36,9 @@ def lab(*arguments: str, timeout_s: float = 1500) -> str:
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     if done.returncode != 0:
-        raise RuntimeError(f"lab {' '.join(arguments)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"lab {' '.join(arguments)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
     return done.stdout
 
 

@@ -24,7 +24,8 @@ _FORMAT = "{" + ",".join(f'"{key}":{{{{json {path}}}}}' for key, path in _FIELDS
 SCRIPT = rf"""
 echo '== containers'
 if command -v docker >/dev/null 2>&1; then
-  ids=$(timeout 20 docker ps -aq --no-trunc) || echo unreachable
+  ids=$(timeout 20 docker ps -aq --no-trunc) ||
+    echo "unreachable $(systemctl show -p ActiveState --value docker.service)"
   [ -n "$ids" ] && timeout 30 docker inspect --format '{_FORMAT}' $ids
 fi
 """

@@ -42,7 +42,7 @@ class Survey:
     reclaimable: tuple[Reclaimable, ...]
     listeners: tuple[Listener, ...]
     containers: tuple[Container, ...]
-    docker_reachable: bool  # False: installed, but the daemon did not answer
+    docker_silent: str  # state of the unit whose daemon did not answer; "" when it did
     broken_packages: tuple[str, ...]  # what dpkg --audit names
     serving: tuple[str, ...]  # our units that are up
     stub_packages: tuple[str, ...]  # "name version" of stand-ins
@@ -110,7 +110,14 @@ def parse(output: Sequence[str]) -> Survey:
         reclaimable=disk.parse_reclaimable(found),
         listeners=ports.parse(found.get("listeners", ()), found.get("listener-cgroups", ())),
         containers=containers.parse(found.get("containers", ())),
-        docker_reachable="unreachable" not in found.get("containers", ()),
+        docker_silent=next(
+            (
+                line.removeprefix("unreachable ")
+                for line in found.get("containers", ())
+                if line.startswith("unreachable ")
+            ),
+            "",
+        ),
         broken_packages=audited(found.get("dpkg-audit", ())),
         serving=tuple(line for line in found.get("serving", ()) if line),
         stub_packages=tuple(

@@ -12,12 +12,15 @@ from pyinfra.api.state import State
 
 from spark_deploy import daemon_json
 from spark_deploy.errors import Problem
+from spark_deploy.facts import containers, sections
 from spark_deploy.facts.docker import Docker, DockerState
 from spark_deploy.operations.failing import show
 from spark_deploy.operations.running import CommandFailed, run, talking
 from spark_deploy.plan.types import DockerPlan
+from spark_deploy.preflight import neighbours
 
-_LOG_TAIL = "journalctl -u docker.service -n 15 -o cat --no-pager"
+# Its own words; those of systemd about it say nothing new.
+_LOG_TAIL = "journalctl -u docker.service -t dockerd -n 8 -o cat --no-pager"
 
 # An installation exits 0 even when the daemon died at its first start, so look at the daemon.
 _WAIT = (
@@ -28,8 +31,23 @@ _WAIT = (
 
 
 def start(state: State, host: Host, question: Mapping[str, Any]) -> bool:
-    """Enable and start the engine, and see that its daemon answers."""
-    return _bring_up(host, "systemctl reset-failed docker; systemctl enable --now docker")
+    """Enable and start the engine, and see that its daemon answers.
+
+    Preflight could not look at containers while the daemon was down, and docker starts those
+    with a restart policy by itself: so they are looked at here.
+    """
+    if not _bring_up(host, "systemctl reset-failed docker; systemctl enable --now docker"):
+        return False
+    lines = run(host, sections.script("exec 2>/dev/null", containers.SCRIPT), timeout_s=60)
+    strangers = neighbours.in_the_way(containers.parse(sections.split(lines)["containers"]))
+    for container in strangers:
+        problem = Problem(
+            f"container {container.name}",
+            f"came up with docker ({container.image}, restart: {container.restart})",
+            "run again: preflight takes it over where takeover: names it, else stop it first",
+        )
+        show(host, str(problem))
+    return not strangers
 
 
 def settle(

@@ -54,7 +54,7 @@ def taken_over(needs: NeedsPlan) -> Commands:
     They are not removed: `docker update --restart=unless-stopped NAME; docker start NAME` brings
     one back.
     """
-    names = [c.name for c in in_the_way(survey_of(needs)) if c.name in needs.takeover]
+    names = [c.name for c in in_the_way(survey_of(needs).containers) if c.name in needs.takeover]
     if not names:
         host.noop("no container to take over")
         return

@@ -35,16 +35,21 @@ def _problems(survey: Survey) -> Iterator[Problem]:
             f"{survey.gpu.torn_name or 'the set'}",
             "finish it with the DGX Dashboard (or apt full-upgrade) and reboot",
         )
-    if not survey.docker_reachable:
+    if survey.docker_silent == "active":
         yield Problem(
             "docker",
-            "docker is installed but its daemon does not answer, so containers of others "
-            "cannot be told",
-            "see `systemctl status docker` on the host",
+            "its daemon runs but does not answer, so containers of others cannot be told",
+            "see `journalctl -u docker` on the host; a restart of docker may be needed",
         )
 
 
 def _warnings(survey: Survey) -> Iterator[Problem]:
+    if survey.docker_silent not in ("", "active"):
+        yield Problem(
+            "docker",
+            f"its unit is {survey.docker_silent}; containers of others cannot be told yet",
+            "nothing to do: it is started, and looked at again then",
+        )
     if survey.identity.reboot_pending:
         yield Problem(
             "reboot", f"pending: {survey.identity.reboot_pending}", "reboot when it suits you"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.containers import Container
@@ -23,17 +23,17 @@ def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     return Verdict(tuple(problems), tuple(warnings))
 
 
-def in_the_way(survey: Survey) -> tuple[Container, ...]:
+def in_the_way(containers: Sequence[Container]) -> tuple[Container, ...]:
     """List engine containers of others that run, or that docker may start again."""
     return tuple(
         container
-        for container in survey.containers
+        for container in containers
         if container.is_engine and not container.ours and (container.alive or container.comes_back)
     )
 
 
 def _containers(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
-    for container in in_the_way(survey):
+    for container in in_the_way(survey.containers):
         if container.name in needs.takeover:
             continue
         yield Problem(

@@ -134,6 +134,12 @@ def test_half_installed_packages_are_refused() -> None:
     one(problems(survey(dpkg_audit=["bad:", " libx  something"])), "libx", "dpkg --configure -a")
 
 
+def test_a_daemon_that_is_down_is_a_warning_and_one_that_hangs_a_problem() -> None:
+    assert problems(survey(containers=["unreachable failed"])) == []
+    one(warnings(survey(containers=["unreachable failed"])), "its unit is failed")
+    one(problems(survey(containers=["unreachable active"])), "does not answer")
+
+
 def test_a_pending_reboot_is_only_a_warning() -> None:
     seen = survey(reboot=["required", "libc6"])
     assert problems(seen) == []
