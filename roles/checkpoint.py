@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
-from pyinfra.context import host
 
+from spark_deploy.loop import each
 from spark_deploy.operations.jobs import job
 from spark_deploy.plan.jobs import Job
 from spark_deploy.plan.types import Paths
@@ -16,7 +16,7 @@ from spark_deploy.plan.types import Paths
 def apply(*, jobs: Sequence[Job], release: str, paths: Paths) -> None:
     """Start the build once its base is fetched, unless its receipt is there."""
     names = tuple(spec.digest12 for spec in jobs)
-    for spec in host.loop([spec for spec in jobs if spec.kind == "checkpoint"]):
+    for spec in each(spec for spec in jobs if spec.kind == "checkpoint"):
         job(
             name="Build the checkpoint",
             spec=spec,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
-from pyinfra.context import host
 
+from spark_deploy.loop import each
 from spark_deploy.operations.jobs import job
 from spark_deploy.plan.jobs import Job
 from spark_deploy.plan.types import Paths
@@ -16,7 +16,7 @@ from spark_deploy.plan.types import Paths
 def apply(*, jobs: Sequence[Job], release: str, paths: Paths) -> None:
     """Start building or pulling the image, unless it is there with its label."""
     names = tuple(spec.digest12 for spec in jobs)
-    for spec in host.loop([spec for spec in jobs if spec.kind.startswith("image")]):
+    for spec in each(spec for spec in jobs if spec.kind.startswith("image")):
         job(
             name="Prepare the engine image",
             spec=spec,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pyinfra.api.deploy import deploy
 from pyinfra.context import host, inventory
 
+from spark_deploy.loop import each
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.jobs import prepared
 from spark_deploy.operations.serve import release_files, switched
@@ -31,7 +32,7 @@ def apply(
     release_files(name="Install units and release", plan=plan, files=tuple(files),
                   user="spark-gateway")  # fmt: skip
     # One operation per host in inventory order: a fault stops at the first host it meets.
-    for name in host.loop([each.name for each in inventory]):
+    for name in each(member.name for member in inventory):
         if name == host.name:
             switched(
                 name=f"Serve the release on {name}",

@@ -1,0 +1,133 @@
+"""The whole product in one command: from nothing to two proven model servers.
+
+Everything is run the way a user runs it (``pyinfra INVENTORY deploy.py``); only the hosts are
+virtual.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lab.errors import LabError
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+INVENTORY = "inventory/lab.py"
+QUESTION = "What is the capital of France?"
+
+T = TypeVar("T")
+
+
+def run(state_dir: Path, up: Callable[[], None]) -> None:
+    """Bring the lab up, deploy, ask, deploy again, and say how to go on.
+
+    Args:
+        state_dir: where the lab keeps ``lab.json``.
+        up: brings up two fresh hosts, the second one as new as a Spark out of the box.
+
+    Raises:
+        LabError: a step failed; the message says which and how to look closer.
+    """
+    times: list[tuple[str, float]] = []
+
+    def step(title: str, work: Callable[[], T]) -> T:
+        print(f"\n=== {title}", flush=True)
+        started = time.monotonic()
+        result = work()
+        times.append((title, time.monotonic() - started))
+        return result
+
+    step("Two virtual hosts", up)
+    info = json.loads((state_dir / "lab.json").read_text())
+    step("Bootstrap: password login becomes key login", lambda: _bootstrap(info))
+    step("Deploy: from bare hosts to proven servers", lambda: _pyinfra("deploy.py", "-y"))
+    step(f"Ask each host: {QUESTION}", lambda: [_ask(info, guest) for guest in info["guests"]])
+    changed = step("Deploy again", _again)
+    print("\n" + "\n".join(f"{seconds:8.1f} s  {title}" for title, seconds in times))
+    print(f"{sum(seconds for _, seconds in times):8.1f} s  in all")
+    print(f"\n{changed} changed" + ("" if changed == 0 else " (should be 0)"))
+    _say_how_to_go_on(info)
+    if changed:
+        raise LabError("the second run changed something; run it again with -v to see what")
+
+
+def _tool(name: str) -> str:
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else name
+
+
+def _pyinfra(deploy: str, *arguments: str, env: dict[str, str] | None = None) -> None:
+    command = [_tool("pyinfra"), INVENTORY, deploy, *arguments]
+    print("$", shlex.join(["pyinfra", *command[1:]]), flush=True)
+    done = subprocess.run(command, cwd=CHECKOUT, env={**os.environ, **(env or {})}, check=False)
+    if done.returncode != 0:
+        raise LabError(f"{deploy} exited with {done.returncode}; the lab is left up to look into")
+
+
+def _bootstrap(info: dict[str, Any]) -> None:
+    """Answer the password question from a file, since nobody sits at the terminal."""
+    password = next(guest["password"] for guest in info["guests"] if guest["bootstrap"])
+    with tempfile.NamedTemporaryFile("w", prefix="spark-", suffix=".password") as file:
+        file.write(password + "\n")
+        file.flush()
+        _pyinfra("deploys/bootstrap.py", "-y", env={"SPARK_BOOTSTRAP_PASSWORD_FILE": file.name})
+
+
+def _curl(info: dict[str, Any], guest: dict[str, Any], path: str, body: str = "") -> Any:
+    """Call the gateway on the guest; the key goes over standard input, never into argv."""
+    ssh = info["ssh"]
+    data = f"-H 'Content-Type: application/json' -d {shlex.quote(body)}" if body else ""
+    command = (
+        "sudo sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key | "
+        f"curl -sS --fail-with-body -K - {data} http://127.0.0.1:8000{path}"
+    )
+    done = subprocess.run(
+        ["ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={ssh['known_hosts']}",
+         "-o", "BatchMode=yes", f"{ssh['user']}@{guest['ip']}", command],
+        capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise LabError(f"{guest['name']}: {path}: {done.stderr.strip()} {done.stdout.strip()}")
+    return json.loads(done.stdout)
+
+
+def _ask(info: dict[str, Any], guest: dict[str, Any]) -> None:
+    names = [entry["id"] for entry in _curl(info, guest, "/v1/models")["data"]]
+    body = {
+        "model": names[0], "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 200, "temperature": 0,
+    }  # fmt: skip
+    answered = _curl(info, guest, "/v1/chat/completions", json.dumps(body))
+    print(f"{guest['name']} serves {', '.join(names)}")
+    print(f"  answer: {answered['choices'][0]['message']['content'].strip()!r}", flush=True)
+
+
+def _again() -> int:
+    done = subprocess.run(
+        [_tool("pyinfra"), INVENTORY, "deploy.py", "-y", "--json"],
+        cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise LabError("the second run failed")
+    operations = json.loads(done.stdout)["results"]["operations"]
+    return sum(1 for operation in operations if operation["success"] or operation["error"])
+
+
+def _say_how_to_go_on(info: dict[str, Any]) -> None:
+    guest = info["guests"][0]
+    print(f"""
+The lab stays up.
+  talk to it       .venv/bin/spark-deploy connect --inventory {INVENTORY}
+  look into it     .venv/bin/python -m lab ssh {guest["name"]}
+  switch profile   set `profile: v2-tq` in group_vars/lab.yml, then
+                   .venv/bin/pyinfra {INVENTORY} deploy.py -y
+  take it down     make lab-down
+""")

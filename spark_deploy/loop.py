@@ -1,0 +1,19 @@
+"""Loop over data inside a role the way pyinfra can order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from pyinfra.context import host
+
+T = TypeVar("T")
+
+
+def each(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items; pyinfra tells their operations apart by position, not by line alone.
+
+    A plain ``for`` would pair unrelated operations of different hosts (pyinfra 3.10 identifies
+    an operation by the line numbers of the call stack).
+    """
+    yield from host.loop(list(items))  # type: ignore[no-untyped-call]  # untyped in pyinfra
