@@ -49,14 +49,14 @@ def run(state_dir: Path, up: Callable[[], None]) -> None:
     info = json.loads((state_dir / "lab.json").read_text())
     step("Bootstrap: password login becomes key login", lambda: _bootstrap(info))
     step("Deploy: from bare hosts to proven servers", lambda: _pyinfra("deploy.py", "-y"))
-    step(f"Ask each host: {QUESTION}", lambda: [_ask(info, guest) for guest in info["guests"]])
+    step(f"Ask each host: {QUESTION}", lambda: _ask_all(info))
     changed = step("Deploy again", _again)
     print("\n" + "\n".join(f"{seconds:8.1f} s  {title}" for title, seconds in times))
     print(f"{sum(seconds for _, seconds in times):8.1f} s  in all")
     print(f"\n{changed} changed" + ("" if changed == 0 else " (should be 0)"))
     _say_how_to_go_on(info)
     if changed:
-        raise LabError("the second run changed something; run it again with -v to see what")
+        raise LabError("deploy.py", f"the second run changed {changed} things", "run it with -v")
 
 
 def _tool(name: str) -> str:
@@ -69,7 +69,7 @@ def _pyinfra(deploy: str, *arguments: str, env: dict[str, str] | None = None) ->
     print("$", shlex.join(["pyinfra", *command[1:]]), flush=True)
     done = subprocess.run(command, cwd=CHECKOUT, env={**os.environ, **(env or {})}, check=False)
     if done.returncode != 0:
-        raise LabError(f"{deploy} exited with {done.returncode}; the lab is left up to look into")
+        raise LabError(deploy, f"exited with {done.returncode}", "read the lines above")
 
 
 def _bootstrap(info: dict[str, Any]) -> None:
@@ -95,8 +95,17 @@ def _curl(info: dict[str, Any], guest: dict[str, Any], path: str, body: str = ""
         capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     if done.returncode != 0:
-        raise LabError(f"{guest['name']}: {path}: {done.stderr.strip()} {done.stdout.strip()}")
+        raise LabError(
+            f"{guest['name']}: {path}",
+            f"{done.stderr.strip()} {done.stdout.strip()}",
+            f"python -m lab ssh {guest['name']}, then spark-check",
+        )
     return json.loads(done.stdout)
+
+
+def _ask_all(info: dict[str, Any]) -> None:
+    for guest in info["guests"]:
+        _ask(info, guest)
 
 
 def _ask(info: dict[str, Any], guest: dict[str, Any]) -> None:
@@ -116,7 +125,7 @@ def _again() -> int:
         cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     if done.returncode != 0:
-        raise LabError("the second run failed")
+        raise LabError("deploy.py", "the second run failed", "read the lines above")
     operations = json.loads(done.stdout)["results"]["operations"]
     return sum(1 for operation in operations if operation["success"] or operation["error"])
 
