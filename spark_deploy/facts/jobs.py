@@ -48,15 +48,19 @@ def _job_state(entry: dict[str, Any]) -> JobState:
     return JobState(
         state=entry["state"],
         title=entry.get("title") or entry["digest"][:12],
-        progress=_progress_text(entry.get("progress") or {}),
+        progress=_progress_text(entry),
         exit_code=entry.get("exit_code"),
         log_tail=tuple(entry.get("log_tail") or ()),
     )
 
 
-def _progress_text(progress: dict[str, Any]) -> str:
+def _progress_text(entry: dict[str, Any]) -> str:
     """Say where a job stands, in the units people read."""
-    words = [str(progress.get("phase", "starting"))]
+    progress = entry.get("progress") or {}
+    if not progress:  # a tool that counts no bytes: its last line and how long it has run
+        elapsed = f" ({entry['elapsed_s']} s)" if entry.get("elapsed_s") else ""
+        return f"{entry.get('last_line') or entry.get('result') or 'starting'}{elapsed}"
+    words = [str(progress.get("phase") or "working")]
     done, total = progress.get("bytes"), progress.get("total")
     if done is not None and total:
         words.append(f"{done / 1e9:.2f}/{total / 1e9:.2f} GB ({100 * done / total:.0f} %)")

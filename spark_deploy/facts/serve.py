@@ -33,15 +33,15 @@ class HostStatus:
         found: dict[str, Any] = self.document.get("proofs", {}).get(release, {})
         return found
 
-    @property
-    def live(self) -> dict[str, Any]:
+    def live(self, release: str) -> dict[str, Any]:
         """Return the outcome of one completion through the running engine."""
-        return self.document.get("live") or {}
+        found: dict[str, Any] = (self.document.get("live") or {}).get(release) or {}
+        return found
 
     def unproven(self, service: str, release: str) -> str:
         """Say why ``release`` is not what the host provably serves; "" when it is."""
         state = self.service(service)
-        proof = self.proof(release)
+        proof, live = self.proof(release), self.live(release)
         reasons = (
             (not self.installed, "the host tools are not there yet"),
             (state.get("active") != release, f"serves {state.get('active') or 'nothing'}"),
@@ -56,7 +56,7 @@ class HostStatus:
                 (state.get("gateway") or {}).get("active") != "active",
                 "the gateway is not running",
             ),
-            (not self.live.get("ok"), f"no answer: {self.live.get('detail') or 'not asked'}"),
+            (not live.get("ok"), f"no answer: {live.get('detail') or 'not asked'}"),
         )
         return next((text for wrong, text in reasons if wrong), "")
 

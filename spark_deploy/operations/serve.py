@@ -113,15 +113,21 @@ def _watch_switch(state: State, host: Host, release: str, tools_dir: str, timeou
     while time.monotonic() < deadline:
         ok, out, _err = poll(host, f"{tool} switch-poll {shlex.quote(release)}")
         result: dict[str, Any] = json.loads(out) if ok and out.strip() else {}
-        text = f"{result.get('phase', 'waiting')}: {result.get('reason') or '...'}"
+        text = f"{result.get('phase') or 'waiting'}: {_said(result)}"
         if text != last or time.monotonic() - said_at > SAY_SOMETHING_EVERY_S:
             host.log(f"switch to {release}: {text}")
             last, said_at = text, time.monotonic()
-        if result.get("state") not in (None, "running"):
+        if result.get("state") not in (None, "none", "running"):
             return _report(host, release, result)
         gevent.sleep(POLL_EVERY_S)
     host.log_styled(f"switch to {release}: still under way after {timeout_s} s", fg="red")
     return False
+
+
+def _said(result: dict[str, Any]) -> str:
+    """Return the last thing the switch said, without the field that repeats the phase."""
+    text = result.get("progress") or result.get("reason") or "under way"
+    return " ".join(word for word in str(text).split(" ") if not word.startswith("phase="))
 
 
 def _report(host: Host, release: str, result: dict[str, Any]) -> bool:
@@ -134,7 +140,7 @@ def _report(host: Host, release: str, result: dict[str, Any]) -> bool:
     for line in result.get("log_tail") or ():
         host.log(f"  {line}")
     host.log_styled(
-        f"{release}: {result['state']} in phase {result.get('phase')}: {result.get('reason')}\n"
+        f"{release}: {result['state']} in phase {result.get('failed_phase')}: {result.get('reason')}\n"
         f"  now serving: {result.get('serving') or 'nothing'}\n"
         f"  fix: correct the cause above and run again; the host keeps what it serves",
         fg="red",
@@ -178,7 +184,7 @@ def summary(plan: ServePlan, status: HostStatus) -> list[str]:
         f"serves {plan.model} with profile {plan.profile} as {', '.join(plan.names)} at {listen}",
         f"proof: {proof.get('level')} check of {proof.get('checked_at')}, "
         f"{len(proof.get('checks') or ())} checks; one live answer in "
-        f"{status.live.get('seconds', 0):.1f} s",
+        f"{status.live(plan.name).get('seconds', 0):.1f} s",
     ]
     if proof.get("portable"):
         lines.append("portable mode: weights dequantised to BF16; proves no Spark kernel")

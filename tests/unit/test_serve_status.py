@@ -16,7 +16,7 @@ RIGHT: dict[str, Any] = {
         }
     },
     "proofs": {RELEASE: {"current": True}},
-    "live": {"ok": True, "seconds": 0.2},
+    "live": {RELEASE: {"ok": True, "seconds": 0.2}},
 }  # fmt: skip
 
 
@@ -36,8 +36,8 @@ def test_a_proven_running_release_needs_nothing() -> None:
         (("proofs",), {}, "proof: none"),
         (("services", "main", "door_open"), False, "gateway is closed"),
         (("services", "main", "gateway"), {"active": "failed"}, "gateway is not running"),
-        (("live",), {"ok": False, "detail": "timed out"}, "no answer: timed out"),
-        (("live",), None, "no answer"),
+        (("live", RELEASE), {"ok": False, "detail": "timed out"}, "no answer: timed out"),
+        (("live",), {}, "no answer"),
     ],
 )
 def test_each_missing_piece_is_named(path: tuple[str, ...], value: Any, said: str) -> None:

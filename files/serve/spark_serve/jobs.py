@@ -67,11 +67,22 @@ def load(digest12: str, paths: Paths) -> Job:
 def proven(job: Job) -> bool:
     """Return whether the job's proof is there: a receipt with its digest, or an image."""
     if "receipt" in job.proof:
-        receipt = files.read_json(Path(job.proof["receipt"]))
-        return receipt is not None and receipt.get("digest") == job.proof["digest"]
+        path = Path(job.proof["receipt"])
+        receipt = files.read_json(path)
+        if receipt is None or receipt.get("digest") != job.proof["digest"]:
+            return False
+        return _whole(path.parent, receipt.get("files") or [])
     if "label" in job.proof:
         return docker.image_label(job.proof["image"]) == job.proof["label"]
     return docker.image(job.proof["image"]) is not None
+
+
+def _whole(tree: Path, listed: list[dict[str, Any]]) -> bool:
+    """Return whether every file of a receipt is there with its size (somebody may tidy up)."""
+    try:
+        return all((tree / file["path"]).stat().st_size == file["size_bytes"] for file in listed)
+    except OSError:
+        return False
 
 
 def run(digest12: str, paths: Paths) -> int:
