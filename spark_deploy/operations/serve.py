@@ -140,7 +140,8 @@ def _report(host: Host, release: str, result: dict[str, Any]) -> bool:
     for line in result.get("log_tail") or ():
         host.log(f"  {line}")
     host.log_styled(
-        f"{release}: {result['state']} in phase {result.get('failed_phase')}: {result.get('reason')}\n"
+        f"{release}: {result['state']} in phase {result.get('failed_phase')}: "
+        f"{result.get('reason')}\n"
         f"  now serving: {result.get('serving') or 'nothing'}\n"
         f"  fix: correct the cause above and run again; the host keeps what it serves",
         fg="red",
