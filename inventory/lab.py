@@ -23,7 +23,7 @@ except (OSError, ValueError) as _error:
     ) from None
 
 
-def _image(_name):
+def _image(_name: str) -> str:
     """Return the reference of an image of the lab's registry, made already or not."""
     _made = _lab["images"].get(_name, {})
     _repository = _made.get("repository", f"{_lab['registry']}/lab/{_name}")

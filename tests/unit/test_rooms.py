@@ -13,6 +13,7 @@ CATALOG = {"spark_deploy.catalog", "spark_deploy.settings_types", "spark_deploy.
 BASICS = {"spark_deploy.errors", "spark_deploy.checkout", "spark_deploy.patterns"}
 READING = {"spark_deploy.yamlfile", "spark_deploy.schema_check", "spark_deploy.settings_rules"}
 HOST_SIDE = {
+    "spark_deploy.loop",
     "spark_deploy.managed",
     "spark_deploy.daemon_json",
     "spark_deploy.preflight",
