@@ -11,6 +11,8 @@ from typing import Any
 from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
 
+BOOT_LINKS = "/etc/systemd/system/multi-user.target.wants"
+
 
 @dataclass(frozen=True, slots=True)
 class JobState:
@@ -71,16 +73,34 @@ def _progress_text(entry: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-class JobStates(FactBase[dict[str, JobState]]):
-    """State of each job by its 12-digit name; jobs the host does not know are left out."""
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """The jobs of a release, and whether a boot would go on with them."""
 
-    default = dict
+    states: dict[str, JobState]  # by 12-digit name; jobs the host does not know are left out
+    linked: bool
 
-    def command(self, tools_dir: str, jobs: Sequence[str]) -> str:
-        return poll_command(tools_dir, jobs)
+    def done(self, names: Iterable[str]) -> bool:
+        """Return whether each of ``names`` has its proof."""
+        return all(name in self.states and self.states[name].state == "done" for name in names)
 
-    def process(self, output: Iterable[str]) -> dict[str, JobState]:
+
+class JobStates(FactBase[Jobs]):
+    """State of jobs, and whether the prepare target of their release is linked into the boot."""
+
+    @staticmethod
+    def default() -> Jobs:
+        """Return what a host without our tools has to say."""
+        return Jobs({}, False)
+
+    def command(self, tools_dir: str, jobs: Sequence[str], target: str) -> str:
+        link = shlex.quote(f"{BOOT_LINKS}/{target}")
+        return f"{poll_command(tools_dir, jobs)}; if [ -L {link} ]; then echo linked; fi"
+
+    def process(self, output: Iterable[str]) -> Jobs:
+        lines = list(output)
+        linked = "linked" in lines
         try:
-            return parse_poll("\n".join(output))
+            return Jobs(parse_poll("\n".join(line for line in lines if line != "linked")), linked)
         except ValueError as error:
             raise FactProcessError(str(error)) from error

@@ -64,6 +64,11 @@ class HostStatus:
 class Status(FactBase[HostStatus]):
     """Everything the host tools know, one live completion included."""
 
+    @staticmethod
+    def default() -> HostStatus:
+        """Return what a host without our tools has to say."""
+        return HostStatus({})
+
     def command(self, tools_dir: str) -> str:
         tool = shlex.quote(f"{tools_dir}/current/bin/spark-host")
         return f"if [ -x {tool} ]; then {tool} status --live; fi"

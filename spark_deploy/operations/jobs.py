@@ -44,7 +44,10 @@ def job(
         tools_dir: where the host tools are.
         names: every job of the release, so that one question serves all operations.
     """
-    state = read(JobStates, tools_dir=tools_dir, jobs=names).get(spec.digest12)
+    target = f"spark-prepare@{release}.target"
+    state = read(JobStates, tools_dir=tools_dir, jobs=names, target=target).states.get(
+        spec.digest12
+    )
     if state is not None and state.state == "done":
         host.noop(f"{spec.title}: proven by its receipt")
         return
@@ -52,7 +55,6 @@ def job(
         host.noop(f"{spec.title}: already running, attaching")
         return
     yield from place((*spec.files(), _pulled_in(spec, release)))
-    target = f"spark-prepare@{release}.target"
     # Enabled only while there is work: a reboot in the middle carries on by itself.
     yield StringCommand(
         "sh", "-c",
@@ -88,12 +90,12 @@ def prepared(
         timeout_s: give up waiting after this long; the work itself goes on.
     """
     names = tuple(spec.digest12 for spec in jobs)
-    states = read(JobStates, tools_dir=tools_dir, jobs=names)
-    if all(name in states and states[name].state == "done" for name in names):
+    target = f"spark-prepare@{release}.target"
+    found = read(JobStates, tools_dir=tools_dir, jobs=names, target=target)
+    if found.done(names) and not found.linked:
         host.noop(f"{len(names)} jobs are proven")
         return
     yield FunctionCommand(_wait, [tuple(jobs), tools_dir, timeout_s], {})
-    target = f"spark-prepare@{release}.target"
     yield StringCommand(
         "sh", "-c",
         shlex.quote(
