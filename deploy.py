@@ -5,8 +5,6 @@ it is right, so a second run changes nothing and a killed run is finished by the
 """
 
 from pyinfra.context import host, state
-from spark_deploy.plans import plan_for
-from spark_deploy.ssh import no_delay
 
 from roles import (
     base,
@@ -22,7 +20,9 @@ from roles import (
 )
 from spark_deploy.payload import read_payload
 from spark_deploy.plan.jobs import jobs_of
-from spark_deploy.plan.release import release_files_of
+from spark_deploy.plan.release import release_files_of, unit_files_of
+from spark_deploy.plans import plan_for
+from spark_deploy.ssh import no_delay
 
 no_delay(state, host)
 plan, payload = plan_for(host), read_payload()
@@ -30,14 +30,17 @@ jobs, release = jobs_of(plan, payload.image_context), plan.serve.name
 
 preflight.apply(plan=plan.needs)
 base.apply(plan=plan.base)
-tools.apply(plan=plan.tools, paths=plan.paths, files=payload.tools)
+tools.apply(
+    plan=plan.tools,
+    paths=plan.paths,
+    files=payload.tools,
+    units=unit_files_of(plan, payload.units),
+)
 # Downloads and the build need no container engine: they start now and go on beside the rest.
 sources.apply(jobs=jobs, release=release, paths=plan.paths)
 checkpoint.apply(jobs=jobs, release=release, paths=plan.paths)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker)
 image.apply(jobs=jobs, release=release, paths=plan.paths)
-serve.apply(
-    plan=plan.serve, jobs=jobs, files=release_files_of(plan, payload.units), paths=plan.paths
-)
+serve.apply(plan=plan.serve, jobs=jobs, files=release_files_of(plan), paths=plan.paths)
 verify.apply(plan=plan.serve, paths=plan.paths)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pyinfra.api.deploy import deploy
 
+from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.tools import host_tools, python_site
 from spark_deploy.payload import ToolFiles
 from spark_deploy.plan.types import Paths, ToolsPlan
 
 
 @deploy("Tools")
-def apply(*, plan: ToolsPlan, paths: Paths, files: ToolFiles) -> None:
+def apply(*, plan: ToolsPlan, paths: Paths, files: ToolFiles, units: Sequence[ManagedFile]) -> None:
     """Have the tools of ``plan.digest`` on the host and current."""
-    host_tools(name="Install host tools", plan=plan, paths=paths, files=files)
+    host_tools(name="Install host tools", plan=plan, paths=paths, files=files, units=units)
     python_site(name="Install the builder's Python packages", plan=plan, paths=paths)

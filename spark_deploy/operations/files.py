@@ -12,6 +12,8 @@ from pyinfra.context import host
 from spark_deploy.facts.files import FileStates
 from spark_deploy.managed import ManagedFile, archive, differing, unpack_script
 
+SHOWN = 8  # names of differing files; a first run would fill screens
+
 
 def place(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
     """Yield the one command that repairs what differs; return whether anything did.
@@ -22,8 +24,10 @@ def place(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
     wrong = differing(files, states)
     if not wrong:
         return False
-    for file in wrong:
+    for file in wrong[:SHOWN]:
         host.log(f"{file.path}: {'differs' if file.path in states else 'missing'}")
+    if len(wrong) > SHOWN:
+        host.log(f"and {len(wrong) - SHOWN} more files")
     yield StringCommand("sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong))
     return True
 

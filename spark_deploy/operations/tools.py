@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from pyinfra.api.command import FileUploadCommand, StringCommand
@@ -12,6 +12,7 @@ from pyinfra.context import host
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.tools import PythonSite, SymlinkTarget
+from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.failing import host_errors, refuse
 from spark_deploy.operations.files import place
 from spark_deploy.payload import ToolFiles, site_archive
@@ -20,16 +21,21 @@ from spark_deploy.plan.types import Paths, ToolsPlan
 
 @operation()
 @host_errors
-def host_tools(plan: ToolsPlan, paths: Paths, files: ToolFiles) -> Generator[Any, None, None]:
+def host_tools(
+    plan: ToolsPlan, paths: Paths, files: ToolFiles, units: Sequence[ManagedFile]
+) -> Generator[Any, None, None]:
     """Have the host tools of ``plan.digest``, every file as shipped, and ``current`` on them.
 
     Args:
         plan: which version.
         paths: where tools live.
         files: their content.
+        units: the static units that run them, and the command people use.
     """
     home = f"{paths.tools_dir}/{plan.digest[:12]}"
-    changed = yield from place(files.installed(home))
+    changed = yield from place((*files.installed(home), *units))
+    if changed:
+        yield "systemctl daemon-reload"
     current = f"{paths.tools_dir}/current"
     if host.get_fact(SymlinkTarget, path=current) != home:
         yield _point(current, home)

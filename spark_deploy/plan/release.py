@@ -12,18 +12,18 @@ from spark_deploy.plan.types import HostPlan
 UNITS_DIR = "/etc/systemd/system"
 
 
-def release_files_of(plan: HostPlan, units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
-    """Return the static units, release.json, the plan it came from and the unit's limits."""
+def unit_files_of(plan: HostPlan, units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
+    """Return the static units and the command that proves a server by hand."""
+    check = f'#!/bin/sh\nexec {plan.paths.tools_dir}/current/bin/spark-host check "$@"\n'
+    return (*units, ManagedFile("/usr/local/bin/spark-check", check.encode(), 0o755))
+
+
+def release_files_of(plan: HostPlan) -> tuple[ManagedFile, ...]:
+    """Return release.json, the plan it came from and the unit's limits."""
     serve = plan.serve
     home = f"{plan.paths.config_dir}/releases/{serve.name}"
     release = {**serve.release, "name": serve.name, "digest": serve.digest}
     return (
-        *units,
-        ManagedFile(
-            "/usr/local/bin/spark-check",
-            f'#!/bin/sh\nexec {plan.paths.tools_dir}/current/bin/spark-host check "$@"\n'.encode(),
-            0o755,
-        ),
         ManagedFile(f"{home}/release.json", _json(release)),
         ManagedFile(f"{home}/plan.json", _json(plain({"serve": serve, "memory": plan.memory}))),
         ManagedFile(

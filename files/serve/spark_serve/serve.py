@@ -42,6 +42,9 @@ def prepare(name: str, paths: Paths) -> int:
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
     directory.mkdir(mode=0o710, exist_ok=True)
     door.give_to_gateway(directory, release, 0o710)
+    for mount in release.engine.mounts:
+        if not mount.read_only:  # caches of the engine start empty
+            Path(mount.source).mkdir(mode=0o755, parents=True, exist_ok=True)
     socket = socket_path(release, paths)
     if socket is not None:
         files.remove(socket)
