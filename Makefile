@@ -61,7 +61,7 @@ docs: venv ## write the generated reference pages
 	$(PY) docs/generate.py
 
 golden: venv ## write the expected plans anew; read the diff before committing
-	$(PY) -m pytest -q tests/unit/plan --update-golden
+	GOLDEN=write $(PY) -m pytest -q tests/unit/plan/test_goldens.py
 
 lock-requirements: venv ## pin the Python dependencies anew, with hashes and without addresses
 	$(PY) -m pip install --quiet uv

@@ -27,13 +27,16 @@ class Listener:
 
 
 def script(ports: Sequence[int]) -> str:
-    """List the listeners of some ports, then the cgroup of each process behind them."""
+    """List the listeners of some ports, then the cgroup of each process behind them.
+
+    The longest path of /proc/PID/cgroup counts: with v1 controllers the v2 line says only "/".
+    """
     wanted = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
     return rf"""
 echo '== listeners'; listeners=$(ss -Hltnp {shlex.quote(f"( {wanted} )")}); echo "$listeners"
 echo '== listener-cgroups'
-for pid in $(echo "$listeners" | sed -n 's/.*pid=\([0-9]*\).*/\1/p' | sort -u); do
-  echo "$pid $(tail -n 1 "/proc/$pid/cgroup" | cut -d: -f3)"
+for pid in $(echo "$listeners" | grep -o 'pid=[0-9]*' | cut -d= -f2 | sort -u); do
+  echo "$pid $(awk -F: 'length($3) > length(p) {{p = $3}} END {{print p}}' "/proc/$pid/cgroup")"
 done
 """
 
