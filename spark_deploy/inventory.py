@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from spark_deploy.settings import HostSettings, load_hosts
 Group = tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]
 
 _known: dict[str, HostSettings] = {}
+_outside: dict[str, Any] = {}  # what `spark-deploy` was called with, in pyinfra's words
 
 
 def group_from(
@@ -144,8 +146,37 @@ def _data(found: HostSettings) -> dict[str, Any]:
     return {**data, **{key: value for key, value in connection.items() if value is not None}}
 
 
+def read_inventory(
+    path: Path,
+    *,
+    data: Sequence[str] = (),
+    limit: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> dict[str, dict[str, Any]]:
+    """Run an inventory file outside pyinfra and return pyinfra's data of each chosen host."""
+    if not path.is_file():
+        fix = "name an inventory file, such as inventory/spark.py"
+        raise SettingsError.one(str(path), "is not a file", fix)
+    _outside.update(inventory=str(path), data=data, limit=limit, exclude=exclude)
+    try:
+        names = runpy.run_path(str(path))
+    finally:
+        _outside.clear()
+    groups = {
+        name: value
+        for name, value in names.items()
+        if not name.startswith("_") and isinstance(value, tuple)
+    }
+    hosts = {host: more for members, _ in groups.values() for host, more in members}
+    members = {name: [host for host, _ in value[0]] for name, value in groups.items()}
+    chosen = _chosen({"limit": limit, "exclude": exclude}, members, path.stem)
+    return {host: hosts[host] for host in chosen}
+
+
 def _command_line() -> dict[str, Any]:
-    """Return pyinfra's own command line; empty when used from elsewhere."""
+    """Return the command line of pyinfra or of `spark-deploy`; empty when used from elsewhere."""
+    if _outside:
+        return dict(_outside)
     context = click.get_current_context(silent=True)
     if context is None or "inventory" not in context.params:
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,13 @@ class Wanted:
         return Wanted(
             frozenset(name for name in self.sources if lock.source(*name) is None),
             frozenset(name for name in self.images if lock.image(name) is None),
+        )
+
+    def without(self, names: Collection[str]) -> Wanted:
+        """Return what is not among ``names``."""
+        return Wanted(
+            frozenset(source for source in self.sources if source[0] not in names),
+            frozenset(image for image in self.images if image not in names),
         )
 
     @property
@@ -97,12 +104,3 @@ def size(size_bytes: int) -> str:
             return f"{value:.1f} {unit}" if unit != "B" else f"{value:.0f} B"
         value /= 1000
     return f"{value:.1f} GB"
-
-
-def merged(settings: Iterable[Settings]) -> Wanted:
-    """Return the names that several hosts need together."""
-    all_wanted = [wanted_by(one) for one in settings]
-    return Wanted(
-        frozenset().union(*(wanted.sources for wanted in all_wanted)),
-        frozenset().union(*(wanted.images for wanted in all_wanted)),
-    )

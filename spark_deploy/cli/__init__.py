@@ -1,0 +1,77 @@
+"""``spark-deploy``: looking and locking. Changes to hosts go through pyinfra and deploy.py."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "plan": "print what a deploy would make of each host; no host is touched",
+    "lock": "look up the commits and digests behind the names in use and write them down",
+    "status": "show what each host serves, how well it is proven and what differs from the plan",
+    "doctor": "look at hosts without changing them and say what speaks against a deploy",
+    "connect": "show how to talk to each server: URL, model name, key, an example",
+}
+_HOST_COMMANDS = {"status", "doctor", "connect"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 fine, 1 something is wrong, 2 bad usage)."""
+    options = _parser().parse_args(arguments)
+    if options.command in _HOST_COMMANDS:
+        # Hosts are asked at the same time; must happen before anything opens a socket.
+        from gevent import monkey
+
+        monkey.patch_all()
+    from spark_deploy.errors import SparkError
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    module = importlib.import_module(f"spark_deploy.cli.{options.command}")
+    try:
+        return int(module.run(options))
+    except SparkError as error:
+        for problem in error.problems:
+            print(problem, file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `spark-deploy plan | head`
+        sys.stderr.close()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="spark-deploy", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        _hosts(command)
+        if name == "plan":
+            command.add_argument(
+                "--estimate",
+                action="store_true",
+                help="ask no hub: sizes from the architecture, identities left open",
+            )
+        if name == "lock":
+            command.add_argument(
+                "--update",
+                metavar="NAME",
+                nargs="*",
+                help="look up these names anew; without a name all of them",
+            )
+            command.add_argument("--check", action="store_true", help="write nothing; 1 if missing")
+        else:
+            command.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _hosts(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "inventory", nargs="?", help="inventory file (default: inventory/spark.py)"
+    )
+    command.add_argument("--limit", "--host", action="append", default=[], metavar="NAME")
+    command.add_argument("--exclude", action="append", default=[], metavar="NAME")
+    command.add_argument("--model", help="plan with this model instead")
+    command.add_argument("--profile", help="plan with this profile instead")
+    command.add_argument("--data", action="append", default=[], metavar="KEY=VALUE")

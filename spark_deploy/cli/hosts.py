@@ -1,0 +1,82 @@
+"""Which hosts a command is about, and their settings and plans."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_deploy.catalog import load_model
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.inventory import read_inventory, settings_of
+from spark_deploy.lock import read_lock, with_entries
+from spark_deploy.lock_types import Lock, LockedImage, LockedSource
+from spark_deploy.locking import resolve, wanted_by
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.types import HostPlan, SourceFile
+from spark_deploy.plan.weights import weights_of
+from spark_deploy.plans import payload_identity
+from spark_deploy.settings import HostSettings
+from spark_deploy.settings_types import Settings
+
+OPEN_COMMIT = "0" * 40
+_OPEN_DIGEST = f"sha256:{'0' * 64}"
+_GUESSED_IMAGE_BYTES = 10_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One host of an inventory: pyinfra's data and our settings."""
+
+    name: str
+    data: dict[str, Any]
+    settings: HostSettings
+
+
+def listed(options: argparse.Namespace) -> list[Listed]:
+    """Return the hosts that the command line names."""
+    path = Path(options.inventory) if options.inventory else default_inventory()
+    data = list(options.data)
+    data += [
+        f"{key}={getattr(options, key)}" for key in ("model", "profile") if getattr(options, key)
+    ]
+    found = read_inventory(path, data=data, limit=options.limit, exclude=options.exclude)
+    return [Listed(name, more, settings_of(name)) for name, more in found.items()]
+
+
+def default_inventory() -> Path:
+    """Return ``inventory/spark.py`` of the working directory, else that of the checkout."""
+    here = Path("inventory/spark.py")
+    return here if here.is_file() else CHECKOUT / here
+
+
+def planned(host: Listed, *, estimate: bool = False) -> HostPlan:
+    """Return the plan of a host; names that are not locked are looked up but not written down."""
+    settings = host.settings.settings
+    lock = read_lock(host.settings.lock_path)
+    missing = wanted_by(settings).missing_in(lock)
+    if missing.names and estimate:
+        lock = with_estimates(lock, settings)
+    elif missing.names:
+        say("not locked yet, asking the hub (nothing is written; --estimate asks nobody):")
+        lock = resolve(lock, missing, settings, say)
+    return plan_host(settings, lock, payload_identity(), host=host.name)
+
+
+def with_estimates(lock: Lock, settings: Settings) -> Lock:
+    """Return the lock with open identities for what is missing, sized by the architecture."""
+    missing = wanted_by(settings).missing_in(lock)
+    size = weights_of(load_model(settings.model).architecture).tree_bytes
+    sources = [
+        LockedSource(repo, revision, OPEN_COMMIT, (SourceFile("estimate", size, OPEN_COMMIT),))
+        for repo, revision in missing.sources
+    ]
+    images = [LockedImage(name, _OPEN_DIGEST, _GUESSED_IMAGE_BYTES) for name in missing.images]
+    return with_entries(lock, sources, images)
+
+
+def say(text: str) -> None:
+    """Tell a person something that is no part of the answer."""
+    print(text, file=sys.stderr)

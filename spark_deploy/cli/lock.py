@@ -1,0 +1,75 @@
+"""``spark-deploy lock``: write down which commit and which digest stand behind every name."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.errors import LockError
+from spark_deploy.lock import read_lock, write_lock
+from spark_deploy.lock_types import Lock
+from spark_deploy.locking import Wanted, resolve, wanted_by
+from spark_deploy.schema_check import closest
+
+
+def run(options: argparse.Namespace) -> int:
+    """Lock what is missing, or look up names anew; each lock file once."""
+    by_path: dict[Path, list[Listed]] = {}
+    for host in listed(options):
+        by_path.setdefault(host.settings.lock_path, []).append(host)
+    missing = 0
+    for path, hosts in by_path.items():
+        missing += _lock_file(path, hosts, options)
+    return 1 if options.check and missing else 0
+
+
+def _lock_file(path: Path, hosts: list[Listed], options: argparse.Namespace) -> int:
+    before = lock = read_lock(path)
+    _refuse_unknown(options.update, hosts)
+    done: set[str] = set()
+    for host in hosts:
+        settings = host.settings.settings
+        wanted = wanted_by(settings)
+        todo = wanted.missing_in(lock) if options.update is None else _named(wanted, options.update)
+        todo = todo.without(done)
+        done.update(todo.names)
+        if todo.names and not options.check:
+            lock = resolve(lock, todo, settings, say)
+    if options.check:
+        for name in sorted(done):
+            say(f"{path.name}: {name} is not locked")
+    elif lock == before:
+        say(f"{path}: nothing to write, {len(lock.sources) + len(lock.images)} names are locked")
+    else:
+        write_lock(path, lock)
+        say(f"{path}: written ({_difference(before, lock)})")
+    return len(done)
+
+
+def _named(wanted: Wanted, names: list[str]) -> Wanted:
+    if not names:
+        return wanted
+    return Wanted(
+        frozenset(source for source in wanted.sources if source[0] in names),
+        frozenset(image for image in wanted.images if image in names),
+    )
+
+
+def _refuse_unknown(names: list[str] | None, hosts: list[Listed]) -> None:
+    known = sorted({name for host in hosts for name in wanted_by(host.settings.settings).names})
+    for name in names or ():
+        if name not in known:
+            guess = closest(name, known)
+            fix = f"did you mean {guess}?" if guess else f"in use: {', '.join(known)}"
+            raise LockError.one(f"--update {name}", "no host of the inventory uses it", fix)
+
+
+def _difference(before: Lock, after: Lock) -> str:
+    old = {entry.repo: entry.commit for entry in before.sources}
+    old |= {entry.reference: entry.digest for entry in before.images}
+    new = {entry.repo: entry.commit for entry in after.sources}
+    new |= {entry.reference: entry.digest for entry in after.images}
+    added = len(set(new) - set(old))
+    moved = sum(1 for name in set(new) & set(old) if new[name] != old[name])
+    return f"{added} added, {moved} moved"

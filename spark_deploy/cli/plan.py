@@ -1,0 +1,119 @@
+"""``spark-deploy plan``: the plan of each host as text or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator
+
+from spark_deploy.catalog import Profile, load_model, load_profile
+from spark_deploy.cli.hosts import OPEN_COMMIT, listed, planned
+from spark_deploy.locking import size
+from spark_deploy.plan.digest import plain
+from spark_deploy.plan.host import effective_profile
+from spark_deploy.plan.memory import gib
+from spark_deploy.plan.types import CheckpointPlan, HostPlan, ServePlan
+from spark_deploy.settings_types import Settings
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plans of the chosen hosts."""
+    hosts = listed(options)
+    plans = [planned(host, estimate=options.estimate) for host in hosts]
+    if options.json:
+        print(json.dumps([plain(plan) for plan in plans], indent=1))
+        return 0
+    texts = (lines(plan, host.settings.settings) for plan, host in zip(plans, hosts, strict=True))
+    print("\n\n".join("\n".join(text) for text in texts))
+    return 0
+
+
+def lines(plan: HostPlan, settings: Settings) -> Iterator[str]:
+    """Yield the plan of one host as lines for people."""
+    model = load_model(plan.model)
+    profile = effective_profile(load_profile(plan.profile, plan.model), settings)
+    yield f"{plan.host}: {plan.model} with {plan.profile}, release {plan.serve.name}"
+    yield _row("model", model.summary)
+    yield _row("profile", profile.summary)
+    for source in plan.sources:
+        commit = _identity(source.commit)
+        yield _row("download", f"{source.repo} {commit}, {size(source.size_bytes)}")
+    yield _row("checkpoint", _checkpoint(plan))
+    if plan.checkpoint and plan.checkpoint.donor_repo:
+        yield _row("", _donor(plan.checkpoint))
+    layer = "with our plugin layer" if plan.image.plugin else "unchanged"
+    yield _row("image", f"{plan.image.base}, {size(plan.image.size_bytes)} compressed, {layer}")
+    yield from _memory(plan, profile)
+    yield from _disk(plan)
+    yield _row("engine", shlex.join(["vllm", "serve", *plan.serve.argv]))
+    yield from _service(plan.serve)
+    for warning in plan.warnings:
+        yield _row("WARNING", warning)
+
+
+def _row(title: str, text: str) -> str:
+    return f"  {title:<11} {text}"
+
+
+def _identity(commit: str) -> str:
+    return "(estimated, not locked)" if commit == OPEN_COMMIT else f"at {commit[:12]}"
+
+
+def _checkpoint(plan: HostPlan) -> str:
+    built = plan.checkpoint
+    if built is None:
+        return "the downloaded tree is served as it is"
+    builder = built.builder
+    return (
+        f"{built.dir}, {size(built.output_bytes)} new ({builder['layout']}; shared experts "
+        f"{builder['shared_experts']}, head {builder['head']})"
+    )
+
+
+def _donor(built: CheckpointPlan) -> str:
+    commit = _identity(built.donor_commit or OPEN_COMMIT)
+    return f"byte ranges of {built.donor_repo} {commit} are read, not kept"
+
+
+def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
+    memory = plan.memory
+    used = memory.weights_bytes + memory.drafter_bytes + memory.graphs_bytes
+    left = memory.total_bytes - used - memory.kv_cache_bytes
+    yield _row(
+        "memory",
+        f"{gib(memory.total_bytes)} = weights {gib(memory.weights_bytes)} + drafter "
+        f"{gib(memory.drafter_bytes)} + runtime {gib(memory.graphs_bytes)} + KV cache "
+        f"{gib(memory.kv_cache_bytes)} + left {gib(left)}",
+    )
+    context = plan.serve.release["check"]["max_model_len"]
+    yield _row(
+        "",
+        f"KV cache of {memory.kv_tokens:,} tokens has room for {memory.full_context_users:.1f} "
+        f"requests of {context:,}; {profile.limits.max_sequences} are computed at once",
+    )
+
+
+def _disk(plan: HostPlan) -> Iterator[str]:
+    title = "disk"
+    for use in plan.disk:
+        peak = f", {size(use.peak_bytes)} on the way" if use.peak_bytes != use.after_bytes else ""
+        yield _row(title, f"{size(use.after_bytes):>9}{peak} for {use.what} in {use.path}")
+        title = ""
+
+
+def _service(serve: ServePlan) -> Iterator[str]:
+    addresses = ", ".join(f"http://{address}:{port}/v1" for address, port in serve.gateway.listen)
+    yield _row(
+        "serves", f"{addresses} as {', '.join(serve.names)}; key in {serve.gateway.key_path}"
+    )
+    check = serve.release["check"]
+    parts = [f"{len(check['questions'])} questions", f"{len(check['copy'])} copies"]
+    parts += [
+        name.replace("_", " ") for name in ("tool_call", "reasoning", "repeat") if check[name]
+    ]
+    if check["acceptance_floor"]:
+        parts.append(f"draft acceptance of {check['acceptance_floor']} or more")
+    if check["portable"]:
+        parts.append("PORTABLE MODE: every layer dequantised, says nothing of a Spark")
+    yield _row("check", ", ".join(parts))

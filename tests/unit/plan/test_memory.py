@@ -1,0 +1,120 @@
+import dataclasses
+
+import pytest
+
+from spark_deploy.catalog import load_model, load_profile
+from spark_deploy.plan.check import check_pair
+from spark_deploy.plan.fit import ways_to_fit
+from spark_deploy.plan.host import effective_profile
+from spark_deploy.plan.memory import GIB, cache_shape, missing_bytes, plan_memory
+from spark_deploy.plan.weights import weights_of
+from spark_deploy.settings import load_hosts
+
+
+def settings_with(tmp_path, **overrides):
+    return load_hosts({"spark": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
+
+
+def profile_with(name, model="qwen3.5-122b", **changes):
+    return dataclasses.replace(load_profile(name, model), **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree_gb", "mtp_gb"),
+    [("qwen3.5-122b", 72.37, 5.05), ("qwen3.5-35b", 21.09, 0.46), ("qwen3.5-397b", 224.3, 13.2)],
+)
+def test_weights_from_the_architecture_match_the_published_trees(name, tree_gb, mtp_gb):
+    sizes = weights_of(load_model(name).architecture)
+    assert sizes.tree_bytes / 1e9 == pytest.approx(tree_gb, rel=0.001)
+    assert sizes.mtp_bytes / 1e9 == pytest.approx(mtp_gb, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_tokens"),
+    # Block sizes the engine chooses for this architecture without drafts.
+    [
+        ("auto", 2096),
+        ("fp8", 4176),
+        ("turboquant_k8v4", 5504),
+        ("turboquant_4bit_nc", 8160),
+        ("turboquant_k3v4_nc", 9280),
+        ("turboquant_3bit_nc", 10784),
+    ],
+)
+def test_cache_blocks_are_those_of_the_engine(dtype, block_tokens):
+    profile = profile_with("base")
+    profile = dataclasses.replace(
+        profile, kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype)
+    )
+    shape = cache_shape(load_model("qwen3.5-122b").architecture, profile)
+    assert shape.block_tokens == block_tokens
+
+
+def test_drafts_add_a_layer_to_the_cache_and_states_to_each_request():
+    model = load_model("qwen3.5-122b").architecture
+    without, with_drafts = (
+        cache_shape(model, profile_with("base")),
+        cache_shape(model, profile_with("v2")),
+    )
+    assert (without.bytes_per_token, with_drafts.bytes_per_token) == (24 * 1024, 26 * 1024)
+    assert (without.state_blocks, with_drafts.state_blocks) == (3, 9)
+
+
+def test_the_parts_add_up_and_never_exceed_the_pool(tmp_path):
+    settings = settings_with(tmp_path)
+    for profile in ("v2", "v2-tq", "base"):
+        plan = plan_memory(load_model("qwen3.5-122b"), profile_with(profile), settings)
+        used = plan.weights_bytes + plan.drafter_bytes + plan.graphs_bytes + plan.kv_cache_bytes
+        assert used == pytest.approx(0.85 * plan.total_bytes, abs=1)
+        assert used + plan.reserve_bytes <= plan.total_bytes
+        assert plan.total_bytes < 120 * GIB, "never plan with the number on the box"
+
+
+def test_a_larger_reserve_lowers_the_fraction_the_engine_gets(tmp_path):
+    model, profile = load_model("qwen3.5-122b"), profile_with("v2")
+    plan = plan_memory(model, profile, settings_with(tmp_path, **{"memory.reserve_gib": 30}))
+    assert plan.memory_fraction == 0.74
+    assert plan.needed_bytes < 0.77 * plan.total_bytes
+
+
+def test_a_pinned_cache_decides_the_fraction(tmp_path):
+    settings = settings_with(tmp_path, **{"engine.kv_cache_gib": 10})
+    profile = effective_profile(profile_with("v2"), settings)
+    plan = plan_memory(load_model("qwen3.5-122b"), profile, settings)
+    assert plan.kv_cache_bytes == 10 * GIB
+    assert plan.memory_fraction == 0.67
+    assert plan.memory_fraction * plan.total_bytes >= plan.weights_bytes + plan.kv_cache_bytes
+
+
+def test_turboquant_holds_more_tokens_than_sixteen_bit(tmp_path):
+    settings = settings_with(tmp_path)
+    model = load_model("qwen3.5-122b")
+    tokens = {p: plan_memory(model, profile_with(p), settings).kv_tokens for p in ("v2", "v2-tq")}
+    assert tokens["v2-tq"] > 3 * tokens["v2"] > 3_000_000
+
+
+def test_what_never_fits_names_both_sides_and_the_way_out(tmp_path):
+    [problem] = check_pair(settings_with(tmp_path, model="qwen3.5-397b"))
+    assert problem.where == "model qwen3.5-397b with profile v2"
+    assert "weights 194.2 GiB" in problem.what
+    assert "smaller model" in problem.fix
+
+
+def test_what_nearly_fits_names_three_ways_and_each_of_them_works(tmp_path):
+    settings = settings_with(tmp_path, **{"memory.reserve_gib": 44})
+    model, profile = load_model("qwen3.5-122b"), profile_with("v2")
+    assert missing_bytes(model, profile, settings) > 0
+    [problem] = check_pair(settings)
+    assert problem.fix.split("; or ") == ways_to_fit(model, profile, settings)
+    assert problem.fix.split("; or ") == [
+        "lower memory.reserve_gib to 8",
+        "set engine.max_context_tokens to 131072",
+        "choose a profile without draft tokens",
+    ]
+    for change in ({"memory.reserve_gib": 8}, {"engine.max_context_tokens": 131072}):
+        assert check_pair(settings_with(tmp_path, **{"memory.reserve_gib": 44, **change})) == []
+
+
+def test_a_cache_pinned_too_small_for_one_request_is_refused(tmp_path):
+    [problem] = check_pair(settings_with(tmp_path, **{"engine.kv_cache_gib": 1}))
+    assert problem.fix.startswith("drop engine.kv_cache_gib")

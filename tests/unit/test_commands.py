@@ -1,0 +1,91 @@
+import dataclasses
+import json
+
+import pytest
+
+from spark_deploy.catalog import load_model, load_profile
+from spark_deploy.commands import engine_arguments, engine_environment, option_arguments
+from spark_deploy.errors import PlanError
+from spark_deploy.plan.memory import plan_memory
+from spark_deploy.settings import load_hosts
+
+
+def argv(tmp_path, profile="v2", **changes):
+    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    model = load_model("qwen3.5-122b")
+    chosen = dataclasses.replace(load_profile(profile, model.name), **changes)
+    memory = plan_memory(model, chosen, settings)
+    return engine_arguments(model, chosen, memory, ["first", "second"])
+
+
+def value_of(arguments, flag):
+    return arguments[arguments.index(flag) + 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({"seed": 1}, ["--seed", "1"]),
+        ({"enforce_eager": True}, ["--enforce-eager"]),
+        ({"async-scheduling": False}, ["--no-async-scheduling"]),
+        ({"seed": None}, []),
+        ({"a": {"y": 1, "x": "b c"}}, ["--a", '{"x":"b c","y":1}']),
+        ({"a": ["x", 2]}, ["--a", "x", "2"]),
+        ({"a": "with space; rm -rf"}, ["--a", "with space; rm -rf"]),
+    ],
+)
+def test_options_become_arguments_without_any_quoting(options, arguments):
+    assert option_arguments(options) == arguments
+
+
+@pytest.mark.parametrize("options", [{"a": "-x"}, {"a": -1}, {"a": ["b", "--c"]}])
+def test_a_value_that_would_be_read_as_an_option_is_refused(options):
+    with pytest.raises(PlanError, match="begins with '-'"):
+        option_arguments(options)
+
+
+def test_all_names_are_served_the_first_one_first(tmp_path):
+    arguments = argv(tmp_path)
+    at = arguments.index("--served-model-name")
+    assert arguments[at + 1 : at + 4] == ("first", "second", "--max-model-len")
+
+
+def test_v2_drafts_two_tokens_and_never_caches_prefixes(tmp_path):
+    arguments = argv(tmp_path)
+    drafts = json.loads(value_of(arguments, "--speculative-config"))
+    assert drafts == {"method": "mtp", "num_speculative_tokens": 2}
+    assert "--no-enable-prefix-caching" in arguments
+    assert value_of(arguments, "--gpu-memory-utilization") == "0.85"
+
+
+def test_v2_tq_compresses_the_cache_for_one_sequence_without_drafts(tmp_path):
+    arguments = argv(tmp_path, "v2-tq")
+    assert value_of(arguments, "--kv-cache-dtype") == "turboquant_k8v4"
+    assert value_of(arguments, "--max-num-seqs") == "1"
+    assert "--speculative-config" not in arguments
+
+
+def test_vision_drops_the_text_only_flag(tmp_path):
+    assert "--language-model-only" in argv(tmp_path)
+    assert "--language-model-only" not in argv(tmp_path, vision=True)
+
+
+def test_an_option_of_the_user_replaces_one_of_the_profile(tmp_path):
+    arguments = argv(tmp_path, options={"load_format": "safetensors"})
+    assert arguments.count("--load-format") == 1
+    assert value_of(arguments, "--load-format") == "safetensors"
+
+
+def test_no_argument_names_a_quantization_and_the_socket_is_the_only_door(tmp_path):
+    for profile in ("v2", "v2-tq", "base"):
+        arguments = argv(tmp_path, profile)
+        assert not {"--quantization", "--port", "--host", "--api-key"} & set(arguments)
+        assert value_of(arguments, "--uds") == "/run/spark/engine.sock"
+
+
+def test_the_environment_names_the_plugin_only_where_it_is_installed():
+    profile = load_profile("v2", "qwen3.5-122b")
+    with_plugin = engine_environment(profile, plugin=True, start_timeout_s=60)
+    assert with_plugin["VLLM_PLUGINS"] == "spark"
+    assert "VLLM_PLUGINS" not in engine_environment(profile, plugin=False, start_timeout_s=60)
+    assert with_plugin["HF_HUB_OFFLINE"] == "1"

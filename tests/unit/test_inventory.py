@@ -1,0 +1,98 @@
+"""Inventories through pyinfra itself: everything here ends before a connection."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spark_deploy.checkout import CHECKOUT
+
+INVENTORY = """
+import sys as _sys
+_sys.path.insert(0, {checkout!r})
+from spark_deploy.inventory import group_from as _group_from
+spark = _group_from("spark", hosts={hosts!r}, file=__file__)
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """An inventory in a user's own repository, with group_vars beside it."""
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/spark.yml").write_text("profile: base\nssh: {user: me}\n")
+    path = tmp_path / "sparks.py"
+    path.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["spark-1", "spark-2"]))
+    return path
+
+
+def pyinfra(inventory: Path, *arguments: str, cwd: Path | None = None):
+    command = [sys.executable, "-m", "pyinfra", str(inventory), *arguments, "debug-inventory"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd or inventory.parent, env=environment
+    )
+
+
+def data_of(text: str, host: str) -> dict:
+    part = text.split(f"[{host}]")[1].split("--> Data:")[1]
+    return json.JSONDecoder().raw_decode(part[part.index("{") :])[0]
+
+
+def test_an_inventory_outside_the_checkout_brings_its_own_group_vars(foreign):
+    done = pyinfra(foreign)
+    assert done.returncode == 0, done.stderr
+    data = data_of(done.stdout + done.stderr, "spark-2")
+    assert (data["profile"], data["model"]) == ("base", "qwen3.5-122b")
+    assert (data["ssh_user"], data["_sudo"]) == ("me", True)
+    assert data["ssh_strict_host_key_checking"] == "yes"
+
+
+def test_the_local_machine_is_a_host_like_any_other(foreign):
+    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["@local"]))
+    done = pyinfra(foreign)
+    data = data_of(done.stdout + done.stderr, "@local")
+    assert data["profile"] == "base"
+    assert not [key for key in data if key.startswith("ssh_")]
+
+
+def test_data_of_the_command_line_is_validated_too(foreign):
+    done = pyinfra(foreign, "--data", "profile=v9", "--data", "serve.port=http")
+    assert done.returncode == 1
+    assert '--data: serve.port: "http" is not a whole number' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--limit", "--exclude"])
+def test_a_pattern_that_matches_nothing_is_refused(foreign, option):
+    done = pyinfra(foreign, option, "sprk-1")
+    assert done.returncode == 1
+    assert f"{option} sprk-1: matches no host or group" in done.stderr
+    assert "did you mean spark-1?" in done.stderr
+
+
+@pytest.mark.parametrize("pattern", ["spark-1", "spark-*", "spark", "all", "sparks"])
+def test_names_globs_and_groups_are_good_limits(foreign, pattern):
+    assert pyinfra(foreign, "--limit", pattern).returncode == 0
+
+
+def test_a_pair_that_cannot_work_is_refused_before_connecting(foreign):
+    done = pyinfra(foreign, "--data", "model=qwen3.5-397b")
+    assert done.returncode == 1
+    assert "model qwen3.5-397b with profile base: does not fit on one host" in done.stderr
+    assert "Connecting" not in done.stderr
+
+
+def test_the_inventory_of_the_checkout_works_from_any_folder(tmp_path):
+    done = pyinfra(CHECKOUT / "inventory/spark.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_lab_that_is_down_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARK_LAB_DIR", str(tmp_path))
+    done = pyinfra(CHECKOUT / "inventory/lab.py")
+    assert done.returncode == 1
+    assert "lab.json: the lab's state cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr

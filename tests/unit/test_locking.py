@@ -1,0 +1,240 @@
+"""Locking against a hub and a registry that answer over real HTTP on this machine."""
+
+import dataclasses
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from spark_deploy import hub, registry
+from spark_deploy.errors import LockError
+from spark_deploy.lock import read_lock, write_lock
+from spark_deploy.locking import locked_for, wanted_by
+from spark_deploy.registry import parse_reference
+from spark_deploy.settings import load_hosts
+
+COMMIT = {"lab/tiny-int4": "1" * 40, "lab/tiny-fp8": "2" * 40}
+LAYERS = {"layers": [{"size": 700}, {"size": 300}]}
+INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
+
+
+def sha(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+MANIFEST = json.dumps(LAYERS).encode()
+INDEX = json.dumps(
+    {
+        "manifests": [
+            {"digest": sha(b"other"), "platform": {"os": "linux", "architecture": "s390x"}},
+            {"digest": sha(MANIFEST), "platform": {"os": "linux", "architecture": "arm64"}},
+        ]
+    }
+).encode()
+MANIFESTS = {"plain": MANIFEST, sha(MANIFEST): MANIFEST, "many": INDEX}
+
+
+class Server(BaseHTTPRequestHandler):
+    """Both services; ``asked`` records what was wanted."""
+
+    asked: ClassVar[list[str]] = []
+    broken: ClassVar[set[str]] = set()
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/"):
+            self.hub(path.removeprefix("/api/models/").split("/revision/"))
+        elif path.rsplit("/", 1)[-1] in MANIFESTS:
+            self.reply(200, MANIFESTS[path.rsplit("/", 1)[-1]])
+        else:
+            self.reply(404, b"{}")
+
+    def hub(self, parts):
+        repo, revision = parts[0], parts[1] if len(parts) > 1 else "main"
+        if repo not in COMMIT:
+            return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if revision != "main":
+            return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        siblings = [
+            {"rfilename": ".gitattributes", "size": 1, "blobId": "a" * 40},
+            {"rfilename": "config.json", "size": 9, "blobId": "b" * 40},
+            {
+                "rfilename": "model.safetensors",
+                "size": 5000,
+                "blobId": "c" * 40,
+                "lfs": {"sha256": "d" * 64, "size": 5000, "pointerSize": 130},
+            },
+        ]
+        body = {"id": repo, "sha": COMMIT[repo], "siblings": siblings, "tags": []}
+        return self.reply(200, json.dumps(body).encode())
+
+    def reply(self, code, body, headers=None):
+        self.send_response(code)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        if "manifests" in self.path:
+            digest = sha(b"lie") if "lie" in self.broken else sha(body)
+            self.send_header("Docker-Content-Digest", digest)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server():
+    Server.asked, Server.broken = [], set()
+    found = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{found.server_port}"
+    found.shutdown()
+    thread.join()
+
+
+@pytest.fixture
+def settings(server, tmp_path):
+    overrides = {
+        "model": "lab-tiny",
+        "hub.endpoint": f"http://{server}",
+        "registries.insecure": [server],
+        "images": {"engine": f"{server}/lab/engine:many", "gpu_check": f"{server}/lab/check:plain"},
+        "expect.arch": "aarch64",
+    }
+    return load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
+
+
+def test_the_first_use_locks_shows_and_writes_what_a_host_needs(settings, tmp_path, server):
+    path, said = tmp_path / "spark.lock.yml", []
+    lock = locked_for(settings, path, said.append)
+    source = lock.source("lab/tiny-int4", "main")
+    assert source.commit == "1" * 40
+    assert [(file.path, file.size_bytes) for file in source.files] == [
+        ("config.json", 9),
+        ("model.safetensors", 5000),
+    ]
+    assert [(f.git_sha1, f.sha256) for f in source.files] == [("b" * 40, None), (None, "d" * 64)]
+    assert lock.image(f"{server}/lab/engine:many").digest == sha(INDEX)
+    assert lock.image(f"{server}/lab/engine:many").pinned == f"{server}/lab/engine@{sha(INDEX)}"
+    assert read_lock(path) == lock
+    assert any("lab/tiny-int4" in line and "5.0 kB" in line for line in said)
+
+
+def test_a_second_run_asks_nobody(settings, tmp_path):
+    path = tmp_path / "spark.lock.yml"
+    locked_for(settings, path, lambda text: None)
+    text = path.read_text()
+    Server.asked.clear()
+    locked_for(settings, path, lambda text: None)
+    assert Server.asked == []
+    assert path.read_text() == text
+
+
+def test_only_what_is_missing_is_looked_up(settings, tmp_path):
+    path = tmp_path / "spark.lock.yml"
+    lock = locked_for(settings, path, lambda text: None)
+    write_lock(path, type(lock)(lock.sources[:1], lock.images))
+    Server.asked.clear()
+    assert locked_for(settings, path, lambda text: None) == lock
+    assert len(Server.asked) == 1
+
+
+def test_required_locks_refuse_new_names_and_name_all_of_them(settings, tmp_path):
+    strict = dataclasses.replace(settings, locked="required")
+    with pytest.raises(LockError) as caught:
+        locked_for(strict, tmp_path / "spark.lock.yml", lambda text: None)
+    assert len(caught.value.problems) == 4
+    assert Server.asked == []
+    assert not (tmp_path / "spark.lock.yml").exists()
+
+
+def test_a_profile_without_a_donor_does_not_lock_one(settings):
+    base = dataclasses.replace(settings, profile="base")
+    assert {repo for repo, _ in wanted_by(base).sources} == {"lab/tiny-int4"}
+
+
+@pytest.mark.parametrize(
+    ("repo", "revision", "what"),
+    [("lab/none", "main", "no such repository"), ("lab/tiny-int4", "v9", "no branch, tag")],
+)
+def test_a_name_the_hub_does_not_know_is_one_clear_line(server, repo, revision, what):
+    with pytest.raises(LockError, match=what):
+        hub.look_up(f"http://{server}", repo, revision, None)
+
+
+def test_a_hub_that_is_down_is_one_clear_line():
+    with pytest.raises(LockError, match="cannot be asked"):
+        hub.look_up("http://127.0.0.1:9", "lab/tiny-int4", "main", None)
+
+
+def test_the_size_is_that_of_the_wanted_platform_and_the_digest_that_of_the_tag(server):
+    found = registry.look_up(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
+    assert (found.digest, found.size_bytes) == (sha(INDEX), 1000)
+
+
+def test_an_image_without_the_platform_is_refused(server):
+    with pytest.raises(LockError, match="no linux/amd64 image"):
+        registry.look_up(f"{server}/lab/engine:many", arch="x86_64", insecure=[server])
+
+
+def test_an_unknown_tag_is_refused(server):
+    with pytest.raises(LockError, match="no such image or tag"):
+        registry.look_up(f"{server}/lab/engine:v9", arch="x86_64", insecure=[server])
+
+
+def test_bytes_that_differ_from_the_claimed_digest_are_refused(server):
+    Server.broken.add("lie")
+    with pytest.raises(LockError, match="sent other bytes"):
+        registry.look_up(f"{server}/lab/engine:plain", arch="x86_64", insecure=[server])
+
+
+def test_a_registry_without_tls_must_be_declared(server):
+    with pytest.raises(LockError, match=r"registries\.insecure"):
+        registry.look_up(f"{server}/lab/engine:plain", arch="x86_64")
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "name", "version"),
+    [
+        ("vllm/vllm-openai:v1", "registry-1.docker.io", "vllm/vllm-openai", "v1"),
+        ("ubuntu", "registry-1.docker.io", "library/ubuntu", "latest"),
+        ("10.0.0.1:5000/a/b:c", "10.0.0.1:5000", "a/b", "c"),
+        ("localhost/a", "localhost", "a", "latest"),
+        ("ghcr.io/a/b@sha256:0", "ghcr.io", "a/b", "sha256:0"),
+    ],
+)
+def test_references_are_read_as_the_container_engine_reads_them(text, host, name, version):
+    found = parse_reference(text)
+    assert (found.host, found.name, found.version) == (host, name, version)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("schema_version: 2\nsources: {}\nimages: {}\n", "schema_version"),
+        ("schema_version: 1\nsources: {}\n", "images"),
+        (
+            "schema_version: 1\nimages: {}\nsources:\n  a/b:\n    revision: main\n"
+            "    commit: main\n    files: []\n",
+            "commit",
+        ),
+        (
+            f"schema_version: 1\nimages: {{}}\nsources:\n  a/b:\n    revision: main\n"
+            f"    commit: {'1' * 40}\n    files: [{{path: ../x, size_bytes: 1, "
+            f"git_sha1: {'1' * 40}}}]\n",
+            "path",
+        ),
+    ],
+)
+def test_a_lock_that_does_not_pin_everything_is_refused(tmp_path, change, what):
+    path = tmp_path / "spark.lock.yml"
+    path.write_text(change)
+    with pytest.raises(LockError, match=what):
+        read_lock(path)
