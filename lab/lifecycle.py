@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from lab import (
     cgroup,
     guest,
     identity,
+    models,
     mounts,
     network,
     packages,
@@ -37,8 +40,15 @@ BOOT_TIMEOUT_S = 60
 def lab_lock(paths: LabPaths) -> Iterator[None]:
     """Let one lab command change things at a time; the next one waits."""
     paths.state.mkdir(parents=True, exist_ok=True, mode=0o755)
-    with (paths.state / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (paths.state / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            print(f"waiting for another lab command: {lock.read().strip()}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        print(f"pid {os.getpid()}: {' '.join(sys.argv[1:])}", file=lock, flush=True)
         yield
 
 
@@ -86,6 +96,8 @@ def publish_images(paths: LabPaths, ground: Ground, engine: str) -> None:
     made = [recipes.gpu_check(paths, ground.distribution, ground.debs)]
     if engine in ("stub", "cpu") and recipes.STUB_ENGINE_DIR.exists():
         made.append(recipes.stub_engine(paths, ground.distribution))
+    if engine == "cpu":
+        made.append(recipes.vllm_cpu(paths))
     for recipe in made:
         recipes.publish(paths, recipe)
 
@@ -101,8 +113,11 @@ def up(
             guest.destroy(one)
         _up_one(one, ground.base, bootstrap=one.name in bootstrap)
     publish_images(paths, ground, engine)
+    if engine != "none" and models.MODEL_DIR.exists():
+        models.ensure_models(paths, trained=engine == "cpu")
     for one in guests:
         wait_until_reachable(one)
+    _prune_bases(paths, ground.base)
     record.write_record(paths, ground.distribution)
     return guests
 
@@ -146,6 +161,14 @@ def wait_until_reachable(one: Guest, timeout_s: float = BOOT_TIMEOUT_S) -> None:
         one.name, "\n".join([f"not reachable after {timeout_s:.0f} s", *tail, *log]),
         f"read {one.console}; then `lab down {one.name}` and `lab up {one.name}`",
     )  # fmt: skip
+
+
+def _prune_bases(paths: LabPaths, current: Path) -> None:
+    """Delete bases that no guest stands on any more."""
+    used = {Path(one.spec().base) for one in record.all_guests(paths)} | {current}
+    for tree in paths.cache.glob("base-*"):
+        if tree not in used:
+            shutil.rmtree(tree)
 
 
 def down(paths: LabPaths, names: Sequence[str], *, delete: bool) -> None:
