@@ -26,7 +26,7 @@ def ensure_models(paths: LabPaths, *, trained: bool) -> None:
     made = json.loads(mark.read_text()) if mark.exists() else {"key": "", "trained": False}
     if made["key"] == key and (made["trained"] or not trained):
         return
-    trained = trained or made["trained"]
+    trained = trained or bool(made["trained"])
     words = [
         "-m",
         "lab.model",
