@@ -41,7 +41,7 @@ from spark_deploy.settings import build  # noqa: E402
 from spark_deploy.settings_types import Settings  # noqa: E402
 
 REFERENCE = CHECKOUT / "docs" / "reference"
-TYPES = {"string": "text", "object": "mapping", "array": "list", "boolean": "true/false"}
+TYPES: dict[str, str] = {"string": "text", "object": "mapping", "array": "list", "boolean": "true/false"}
 
 
 def main() -> int:
@@ -70,7 +70,7 @@ def settings_page() -> Iterator[str]:
     """Yield the page of every setting."""
     schema = load_schema("settings")
     defaults = _defaults()
-    yield "<!-- generated from schema/settings.schema.json and group_vars/all.yml by `make docs` -->"
+    yield "<!-- generated from settings.schema.json and group_vars/all.yml by `make docs` -->"
     yield "# Settings"
     yield ""
     yield (
@@ -111,7 +111,7 @@ def _form(part: dict[str, Any]) -> str:
     if "$ref" in part:
         return "a secret"
     kinds = part["type"] if isinstance(part["type"], list) else [part["type"]]
-    return " or ".join(TYPES.get(kind, kind) for kind in kinds)
+    return " or ".join(TYPES.get(str(kind), str(kind)) for kind in kinds)
 
 
 def models_page() -> Iterator[str]:

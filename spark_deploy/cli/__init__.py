@@ -13,9 +13,9 @@ COMMANDS = {
     "lock": "look up the commits and digests behind the names in use and write them down",
     "status": "show what each host serves, how well it is proven and what differs from the plan",
     "doctor": "look at hosts without changing them and say what speaks against a deploy",
-    "connect": "show how to talk to each server: URL, model name, key, an example",
+    "connect": "show how to talk to each server: URL, model name, key; no host is touched",
 }
-_HOST_COMMANDS = {"status", "doctor", "connect"}
+_HOST_COMMANDS = {"status", "doctor"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

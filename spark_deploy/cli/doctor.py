@@ -1,0 +1,96 @@
+"""``spark-deploy doctor``: judge hosts as a deploy would, and change nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pyinfra.api.host import Host
+
+from spark_deploy.cli.hosts import Listed, listed, planned
+from spark_deploy.cli.looking import Answer, look, plain_answer
+from spark_deploy.errors import Problem
+from spark_deploy.facts.survey import HostSurvey, Survey
+from spark_deploy.plan.memory import gib
+from spark_deploy.plan.types import NeedsPlan
+from spark_deploy.preflight import judge
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the verdict on the chosen hosts; 1 when a deploy would refuse one of them."""
+    hosts = listed(options)
+    needs = {host.name: planned(host, estimate=True).needs for host in hosts}
+    answers = look(hosts, lambda host, one: _ask(host, needs[one.name]))
+    found = [verdict_of(answer, needs[answer.host.name]) for answer in answers]
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n\n".join("\n".join(lines(one)) for one in found))
+    return 0 if all(one["reachable"] and not one["problems"] for one in found) else 1
+
+
+def _ask(host: Host, needs: NeedsPlan) -> Survey | None:
+    found: Survey | None = host.get_fact(
+        HostSurvey,
+        # The survey finds its own way to root, so a host that still wants a password is seen too.
+        _sudo=False,
+        paths=tuple(path for path, _ in needs.disk_needed_bytes),
+        ports_wanted=needs.ports,
+        images=needs.images,
+        shared_paths=(needs.docker_dir,),
+    )
+    return found
+
+
+def verdict_of(answer: Answer[Survey], needs: NeedsPlan) -> dict[str, Any]:
+    """Return the verdict on one host as plain data."""
+    survey = answer.value
+    if survey is None:
+        return {**plain_answer(answer), "problems": [], "warnings": []}
+    verdict = judge(needs, survey)
+    return {
+        **plain_answer(answer),
+        "problems": [_plain(problem) for problem in verdict.problems],
+        "warnings": [_plain(problem) for problem in verdict.warnings],
+        "stubbed": list(survey.stubbed),
+        "looks": dict(_looks(survey, needs)),
+    }
+
+
+def lines(one: dict[str, Any]) -> Iterator[str]:
+    """Yield the verdict on one host as lines for people."""
+    if not one["reachable"]:
+        yield f"{one['host']}: {one['problem']}"
+        return
+    count = len(one["problems"])
+    yield f"{one['host']}: " + (
+        f"a deploy would refuse it for {count} reason{'s' if count > 1 else ''}"
+        if count
+        else "a deploy would go ahead"
+    )
+    for title, text in one["looks"].items():
+        yield f"  {title:<9} {text}"
+    for word, key in (("REFUSED", "problems"), ("warning", "warnings")):
+        for problem in one[key]:
+            yield f"  {word:<9} {problem['where']}: {problem['what']}"
+            yield f"  {'':<9} fix: {problem['fix']}"
+    if one["stubbed"]:
+        yield f"  stand-ins {', '.join(one['stubbed'])}: this says nothing of a Spark"
+
+
+def _looks(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
+    identity, gpu, memory = survey.identity, survey.gpu, survey.memory
+    yield "system", f"{identity.os_id} {identity.os_version} on {identity.arch}"
+    yield "gpu", f"{gpu.name or 'none seen'}, driver {gpu.driver_version or 'not answering'}"
+    yield (
+        "memory",
+        f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} available, the engine needs "
+        f"{gib(needs.memory_needed_bytes)}",
+    )
+    yield "serving", ", ".join(survey.serving) or "nothing of ours"
+
+
+def _plain(problem: Problem) -> dict[str, str]:
+    return {"where": problem.where, "what": problem.what, "fix": problem.fix}

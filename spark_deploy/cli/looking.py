@@ -1,0 +1,85 @@
+"""Ask hosts something without changing them, all at the same time, over pyinfra's connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import gevent
+from pyinfra.api.config import Config
+from pyinfra.api.connect import disconnect_all
+from pyinfra.api.exceptions import PyinfraError
+from pyinfra.api.host import Host
+from pyinfra.api.inventory import Inventory
+from pyinfra.api.state import BaseStateCallback, State, StateStage
+from pyinfra.context import ctx_host, ctx_state
+
+from spark_deploy.cli.hosts import Listed
+from spark_deploy.ssh import no_delay
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[T]):
+    """What one host said; ``problem`` is set when it said nothing."""
+
+    host: Listed
+    value: T | None
+    problem: str = ""
+
+
+class _Refused(BaseStateCallback):
+    """Keeps the reason why a connection failed; pyinfra only logs it."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    def host_connect_error(self, state: State, host: Host, error: Exception) -> None:
+        self.reasons[host.name] = str(error)
+
+
+def look(hosts: Sequence[Listed], ask: Callable[[Host, Listed], T | None]) -> list[Answer[T]]:
+    """Return one answer for each host, in the order of the inventory."""
+    data = [(host.name, host.data) for host in hosts]
+    state = State(Inventory((data, {})), Config())
+    refused = _Refused()
+    state.add_callback_handler(refused)  # type: ignore[no-untyped-call]  # pyinfra
+    state.set_stage(StateStage.Connect)
+    by_name = {host.name: host for host in hosts}
+    with ctx_state.use(state):
+        tasks = [
+            state.pool.spawn(_one, state, host, by_name[host.name], refused, ask)
+            for host in state.inventory
+        ]
+        gevent.joinall(tasks, raise_error=True)
+        disconnect_all(state)
+    return [task.value for task in tasks]
+
+
+def _one(
+    state: State,
+    host: Host,
+    listed: Listed,
+    refused: _Refused,
+    ask: Callable[[Host, Listed], T | None],
+) -> Answer[T]:
+    with ctx_host.use(host):
+        try:
+            host.connect(raise_exceptions=False, show_errors=False)
+            if not host.connected:
+                reason = refused.reasons.get(host.name, "no reason given")
+                return Answer(listed, None, f"cannot be reached: {reason}")
+            state.activate_host(host)
+            no_delay(state, host)
+            value = ask(host, listed)
+        except (PyinfraError, OSError) as error:
+            return Answer(listed, None, f"cannot be asked: {error}")
+    return Answer(listed, value, "" if value is not None else "gave no answer that can be read")
+
+
+def plain_answer(answer: Answer[Any]) -> dict[str, Any]:
+    """Return the parts of an answer that every command prints as JSON."""
+    return {"host": answer.host.name, "reachable": answer.value is not None,
+            "problem": answer.problem}  # fmt: skip

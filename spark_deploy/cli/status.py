@@ -1,0 +1,143 @@
+"""``spark-deploy status``: what each host serves, how well it is proven, what differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+from pyinfra.api.host import Host
+
+from spark_deploy.cli.hosts import Listed, listed, planned
+from spark_deploy.cli.looking import Answer, look, plain_answer
+from spark_deploy.facts.serve import HostStatus, Status
+from spark_deploy.lock import read_lock
+from spark_deploy.locking import wanted_by
+from spark_deploy.plan.memory import gib
+from spark_deploy.plan.serve import SERVICE
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the state of the chosen hosts; 1 when one does not provably serve its plan."""
+    answers = look(listed(options), _ask)
+    found = [summary_of(answer) for answer in answers]
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join("\n".join(lines(one)) for one in found))
+    return 0 if all(one["reachable"] and not one["drift"] for one in found) else 1
+
+
+def _ask(host: Host, one: Listed) -> HostStatus | None:
+    tools_dir = one.settings.settings.paths.tools_dir
+    found: HostStatus | None = host.get_fact(Status, tools_dir=tools_dir)
+    return found
+
+
+def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
+    """Return what is worth knowing of one host as plain data."""
+    status = answer.value
+    if status is None:
+        return {**plain_answer(answer), "drift": answer.problem}
+    service = status.service(SERVICE)
+    active = service.get("active")
+    release = next((r for r in status.document.get("releases", ()) if r["name"] == active), {})
+    wanted = _wanted_release(answer.host)
+    serving = next((u for u in status.document.get("serve", ()) if u["release"] == active), {})
+    return {
+        **plain_answer(answer),
+        "installed": status.installed,
+        "release": active,
+        "model": release.get("model"),
+        "profile": release.get("profile"),
+        "names": release.get("names", []),
+        "planned": wanted,
+        "drift": status.unproven(SERVICE, wanted) if wanted else "the plan is not locked yet",
+        "proof": status.proof(active) if active else {},
+        "restarts": serving.get("restarts"),
+        "live": status.live,
+        "memory": status.document.get("memory", {}),
+        "versions": status.document.get("versions", {}),
+        "stopped_by_hand": service.get("stopped_by_hand"),
+        "jobs": [job for job in status.document.get("jobs", ()) if job.get("state") != "done"],
+        "events": status.document.get("events", []),
+    }
+
+
+def _wanted_release(host: Listed) -> str | None:
+    """Return the release the settings ask for; ``None`` while names are not locked."""
+    lock = read_lock(host.settings.lock_path)
+    if wanted_by(host.settings.settings).missing_in(lock).names:
+        return None
+    return planned(host).serve.name
+
+
+def lines(one: dict[str, Any]) -> Iterator[str]:
+    """Yield the state of one host as lines for people."""
+    if not one["reachable"]:
+        yield f"{one['host']}: {one['problem']}"
+        return
+    if not one["installed"]:
+        yield f"{one['host']}: nothing of ours is installed yet"
+        return
+    if one["release"]:
+        names = ", ".join(one["names"])
+        yield f"{one['host']}: {one['model']} with {one['profile']} as {names} ({one['release']})"
+    else:
+        yield f"{one['host']}: serves nothing"
+    yield f"  plan     {one['drift'] or 'as planned'}" + (
+        f" (wants {one['planned']})" if one["drift"] and one["planned"] else ""
+    )
+    if one["proof"]:
+        yield f"  proof    {_proof(one['proof'])}"
+    if one["live"]:
+        live = one["live"]
+        said = f"answered in {live.get('seconds', 0):.1f} s" if live.get("ok") else "no answer: "
+        yield f"  live     {said}{'' if live.get('ok') else live.get('detail')}"
+    if one["memory"]:
+        memory = one["memory"]
+        free, total = gib(memory["available_bytes"]), gib(memory["total_bytes"])
+        yield f"  memory   {free} of {total} available, {one['restarts'] or 0} restarts"
+    if one["stopped_by_hand"]:
+        yield f"  stopped  by hand at {one['stopped_by_hand'].get('at')}"
+    for job in one["jobs"]:
+        progress = job.get("progress") or {}
+        share = ""
+        if progress.get("total"):
+            share = f" {100 * (progress.get('bytes') or 0) / progress['total']:.0f} %"
+        yield f"  job      {job['title']}: {job['state']}{share}"
+    for event in one["events"][-3:]:
+        yield f"  event    {event if isinstance(event, str) else json.dumps(event)}"
+
+
+def _proof(proof: dict[str, Any]) -> str:
+    checks = proof.get("checks", ())
+    good = sum(1 for check in checks if check.get("ok"))
+    text = f"{proof.get('level')} check, {good} of {len(checks)} passed, {_age(proof)}"
+    if not proof.get("current"):
+        text += f"; no longer current: {proof.get('why')}"
+    if proof.get("portable"):
+        text += "; PORTABLE MODE"
+    if proof.get("stubbed"):
+        text += f"; stand-ins: {', '.join(proof['stubbed'])}"
+    return text
+
+
+def _age(proof: dict[str, Any]) -> str:
+    """Say how long ago the check ran; hosts write seconds of the epoch or an ISO time."""
+    checked = proof.get("checked_at")
+    if isinstance(checked, str):
+        try:
+            checked = datetime.fromisoformat(checked.replace("Z", "+00:00")).timestamp()
+        except ValueError:
+            return f"at {checked}"
+    if not isinstance(checked, (int, float)):
+        return "at an unknown time"
+    seconds = max(0.0, datetime.now(timezone.utc).timestamp() - checked)
+    for unit, size_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= size_s:
+            count = int(seconds // size_s)
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "just now"
