@@ -41,7 +41,12 @@ from spark_deploy.settings import build  # noqa: E402
 from spark_deploy.settings_types import Settings  # noqa: E402
 
 REFERENCE = CHECKOUT / "docs" / "reference"
-TYPES: dict[str, str] = {"string": "text", "object": "mapping", "array": "list", "boolean": "true/false"}
+TYPES: dict[str, str] = {
+    "string": "text",
+    "object": "mapping",
+    "array": "list",
+    "boolean": "true/false",
+}
 
 
 def main() -> int:

@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from spark_deploy.errors import SparkError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    # Answers carry the reasons of failed connections; pyinfra would say them a second time.
+    logging.getLogger("pyinfra").setLevel(logging.CRITICAL)
     module = importlib.import_module(f"spark_deploy.cli.{options.command}")
     try:
         return int(module.run(options))

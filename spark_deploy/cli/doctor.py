@@ -9,9 +9,9 @@ from typing import Any
 
 from pyinfra.api.host import Host
 
-from spark_deploy.cli.hosts import Listed, listed, planned
+from spark_deploy.cli.hosts import Listed, listed, planned, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
-from spark_deploy.errors import Problem
+from spark_deploy.errors import LockError, Problem
 from spark_deploy.facts.survey import HostSurvey, Survey
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import NeedsPlan
@@ -21,7 +21,7 @@ from spark_deploy.preflight import judge
 def run(options: argparse.Namespace) -> int:
     """Print the verdict on the chosen hosts; 1 when a deploy would refuse one of them."""
     hosts = listed(options)
-    needs = {host.name: planned(host, estimate=True).needs for host in hosts}
+    needs = {host.name: _needs(host) for host in hosts}
     answers = look(hosts, lambda host, one: _ask(host, needs[one.name]))
     found = [verdict_of(answer, needs[answer.host.name]) for answer in answers]
     if options.json:
@@ -29,6 +29,15 @@ def run(options: argparse.Namespace) -> int:
     else:
         print("\n\n".join("\n".join(lines(one)) for one in found))
     return 0 if all(one["reachable"] and not one["problems"] for one in found) else 1
+
+
+def _needs(host: Listed) -> NeedsPlan:
+    """Return what a deploy would demand; sizes are estimated when the hub cannot be asked."""
+    try:
+        return planned(host).needs
+    except LockError as error:
+        say(f"{error.problems[0]}\ngoing on with estimated sizes")
+        return planned(host, estimate=True).needs
 
 
 def _ask(host: Host, needs: NeedsPlan) -> Survey | None:
@@ -83,7 +92,8 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
 def _looks(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
     identity, gpu, memory = survey.identity, survey.gpu, survey.memory
     yield "system", f"{identity.os_id} {identity.os_version} on {identity.arch}"
-    yield "gpu", f"{gpu.name or 'none seen'}, driver {gpu.driver_version or 'not answering'}"
+    names = ", ".join(one.name for one in gpu.gpus) or "none seen"
+    yield "gpu", f"{names}, driver {gpu.driver_version or 'not answering'}"
     yield (
         "memory",
         f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} available, the engine needs "

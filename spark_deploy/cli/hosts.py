@@ -24,6 +24,7 @@ from spark_deploy.settings_types import Settings
 OPEN_COMMIT = "0" * 40
 _OPEN_DIGEST = f"sha256:{'0' * 64}"
 _GUESSED_IMAGE_BYTES = 10_000_000_000
+_looked_up: dict[Path, Lock] = {}  # answers of the hub for the other hosts of this command
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,14 @@ def default_inventory() -> Path:
 def planned(host: Listed, *, estimate: bool = False) -> HostPlan:
     """Return the plan of a host; names that are not locked are looked up but not written down."""
     settings = host.settings.settings
-    lock = read_lock(host.settings.lock_path)
+    path = host.settings.lock_path
+    lock = _looked_up.get(path) or read_lock(path)
     missing = wanted_by(settings).missing_in(lock)
     if missing.names and estimate:
         lock = with_estimates(lock, settings)
     elif missing.names:
         say("not locked yet, asking the hub (nothing is written; --estimate asks nobody):")
-        lock = resolve(lock, missing, settings, say)
+        lock = _looked_up[path] = resolve(lock, missing, settings, say)
     return plan_host(settings, lock, payload_identity(), host=host.name)
 
 

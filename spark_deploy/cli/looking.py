@@ -36,26 +36,29 @@ class _Refused(BaseStateCallback):
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
 
-    def host_connect_error(self, state: State, host: Host, error: Exception) -> None:
+    def host_connect_error(  # type: ignore[override]  # called on the instance
+        self, state: State, host: Host, error: Exception
+    ) -> None:
+        """Remember the reason."""
         self.reasons[host.name] = str(error)
 
 
 def look(hosts: Sequence[Listed], ask: Callable[[Host, Listed], T | None]) -> list[Answer[T]]:
     """Return one answer for each host, in the order of the inventory."""
     data = [(host.name, host.data) for host in hosts]
-    state = State(Inventory((data, {})), Config())
+    inventory = Inventory((data, {}))  # type: ignore[no-untyped-call]  # pyinfra
+    state = State(inventory, Config())  # type: ignore[no-untyped-call]  # pyinfra
     refused = _Refused()
     state.add_callback_handler(refused)  # type: ignore[no-untyped-call]  # pyinfra
     state.set_stage(StateStage.Connect)
     by_name = {host.name: host for host in hosts}
     with ctx_state.use(state):
         tasks = [
-            state.pool.spawn(_one, state, host, by_name[host.name], refused, ask)
-            for host in state.inventory
+            gevent.spawn(_one, state, host, by_name[host.name], refused, ask) for host in inventory
         ]
         gevent.joinall(tasks, raise_error=True)
         disconnect_all(state)
-    return [task.value for task in tasks]
+    return [task.get() for task in tasks]
 
 
 def _one(
@@ -70,7 +73,8 @@ def _one(
             host.connect(raise_exceptions=False, show_errors=False)
             if not host.connected:
                 reason = refused.reasons.get(host.name, "no reason given")
-                return Answer(listed, None, f"cannot be reached: {reason}")
+                hint = "; run deploys/bootstrap.py first" if "No host key" in reason else ""
+                return Answer(listed, None, f"cannot be reached: {reason}{hint}")
             state.activate_host(host)
             no_delay(state, host)
             value = ask(host, listed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -43,9 +43,9 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
         return {**plain_answer(answer), "drift": answer.problem}
     service = status.service(SERVICE)
     active = service.get("active")
-    release = next((r for r in status.document.get("releases", ()) if r["name"] == active), {})
+    release = _named(status.document.get("releases", ()), "name", active)
     wanted = _wanted_release(answer.host)
-    serving = next((u for u in status.document.get("serve", ()) if u["release"] == active), {})
+    serving = _named(status.document.get("serve", ()), "release", active)
     return {
         **plain_answer(answer),
         "installed": status.installed,
@@ -57,13 +57,17 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
         "drift": status.unproven(SERVICE, wanted) if wanted else "the plan is not locked yet",
         "proof": status.proof(active) if active else {},
         "restarts": serving.get("restarts"),
-        "live": status.live,
+        "live": status.live(active) if active else {},
         "memory": status.document.get("memory", {}),
         "versions": status.document.get("versions", {}),
         "stopped_by_hand": service.get("stopped_by_hand"),
         "jobs": [job for job in status.document.get("jobs", ()) if job.get("state") != "done"],
-        "events": status.document.get("events", []),
+        "events": status.document.get("events", {}).get(SERVICE, []),
     }
+
+
+def _named(entries: Sequence[dict[str, Any]], key: str, name: str | None) -> dict[str, Any]:
+    return next((entry for entry in entries if entry[key] == name), {})
 
 
 def _wanted_release(host: Listed) -> str | None:
@@ -78,38 +82,47 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
     """Yield the state of one host as lines for people."""
     if not one["reachable"]:
         yield f"{one['host']}: {one['problem']}"
-        return
-    if not one["installed"]:
+    elif not one["installed"]:
         yield f"{one['host']}: nothing of ours is installed yet"
-        return
-    if one["release"]:
-        names = ", ".join(one["names"])
-        yield f"{one['host']}: {one['model']} with {one['profile']} as {names} ({one['release']})"
     else:
-        yield f"{one['host']}: serves nothing"
-    yield f"  plan     {one['drift'] or 'as planned'}" + (
-        f" (wants {one['planned']})" if one["drift"] and one["planned"] else ""
-    )
+        yield f"{one['host']}: {_serves(one)}"
+        wants = f" (wants {one['planned']})" if one["drift"] and one["planned"] else ""
+        yield f"  plan     {one['drift'] or 'as planned'}{wants}"
+        yield from _details(one)
+
+
+def _serves(one: dict[str, Any]) -> str:
+    if not one["release"]:
+        return "serves nothing"
+    names = ", ".join(one["names"])
+    return f"{one['model']} with {one['profile']} as {names} ({one['release']})"
+
+
+def _details(one: dict[str, Any]) -> Iterator[str]:
     if one["proof"]:
         yield f"  proof    {_proof(one['proof'])}"
     if one["live"]:
         live = one["live"]
-        said = f"answered in {live.get('seconds', 0):.1f} s" if live.get("ok") else "no answer: "
-        yield f"  live     {said}{'' if live.get('ok') else live.get('detail')}"
+        said = f"answered in {live.get('seconds', 0):.1f} s"
+        yield f"  live     {said if live.get('ok') else 'no answer: ' + str(live.get('detail'))}"
     if one["memory"]:
-        memory = one["memory"]
-        free, total = gib(memory["available_bytes"]), gib(memory["total_bytes"])
+        free, total = (gib(one["memory"][key]) for key in ("available_bytes", "total_bytes"))
         yield f"  memory   {free} of {total} available, {one['restarts'] or 0} restarts"
     if one["stopped_by_hand"]:
         yield f"  stopped  by hand at {one['stopped_by_hand'].get('at')}"
     for job in one["jobs"]:
-        progress = job.get("progress") or {}
-        share = ""
-        if progress.get("total"):
-            share = f" {100 * (progress.get('bytes') or 0) / progress['total']:.0f} %"
-        yield f"  job      {job['title']}: {job['state']}{share}"
+        yield f"  job      {_job(job)}"
     for event in one["events"][-3:]:
-        yield f"  event    {event if isinstance(event, str) else json.dumps(event)}"
+        yield f"  event    {event.get('at')} {event.get('kind')}: {event.get('text')}"
+
+
+def _job(job: dict[str, Any]) -> str:
+    progress = job.get("progress") or {}
+    share = ""
+    if progress.get("total"):
+        share = f" {100 * (progress.get('bytes') or 0) / progress['total']:.0f} %"
+    why = f" ({job['result']})" if job["state"] == "failed" and job.get("result") else ""
+    return f"{job['title']}: {job['state']}{share}{why}"
 
 
 def _proof(proof: dict[str, Any]) -> str:

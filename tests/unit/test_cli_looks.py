@@ -1,0 +1,129 @@
+"""What status, doctor and connect say, from documents of real lab hosts."""
+
+from pathlib import Path
+
+import pytest
+
+from spark_deploy.cli.connect import connection_of
+from spark_deploy.cli.connect import lines as connect_lines
+from spark_deploy.cli.doctor import lines as doctor_lines
+from spark_deploy.cli.hosts import Listed
+from spark_deploy.cli.looking import Answer
+from spark_deploy.cli.status import lines as status_lines
+from spark_deploy.cli.status import summary_of
+from spark_deploy.facts.serve import HostStatus
+from spark_deploy.settings import load_hosts
+
+RELEASE = "main-aaaaaaaaaaaa"
+
+
+def listed(tmp_path: Path, name="lab-1", data=None, **overrides) -> Listed:
+    overrides = {"model": "lab-stub", "serve.names": ["lab-model", "other"], **overrides}
+    found = load_hosts({"lab": [name]}, root=tmp_path, overrides=overrides)[name]
+    return Listed(name, data or {"ssh_hostname": "10.0.0.9", "ssh_user": "spark"}, found)
+
+
+def document(**changes) -> dict:
+    """Return `spark-host status` of a lab host, shortened."""
+    return {
+        "releases": [
+            {"name": RELEASE, "model": "lab-stub", "profile": "v2", "names": ["lab-model"]}
+        ],
+        "serve": [{"release": RELEASE, "active": "active", "restarts": 2}],
+        "services": {
+            "main": {
+                "good": RELEASE,
+                "enabled": [RELEASE],
+                "active": RELEASE,
+                "stopped_by_hand": None,
+                "door_open": True,
+                "gateway": {"active": "active"},
+            }
+        },
+        "proofs": {
+            RELEASE: {
+                "current": True,
+                "level": "full",
+                "checked_at": "2020-01-01T00:00:00Z",
+                "checks": [{"name": "ready", "ok": True}, {"name": "copy", "ok": True}],
+                "stubbed": ["driver"],
+            }
+        },
+        "jobs": [
+            {"title": "fetch a", "state": "done"},
+            {"title": "build b", "state": "running", "progress": {"bytes": 1, "total": 4}},
+        ],
+        "memory": {"total_bytes": 16 * 2**30, "available_bytes": 4 * 2**30},
+        "live": {RELEASE: {"ok": True, "seconds": 0.16}},
+        "events": {"main": [{"at": "2026-11-21T10:00:00Z", "kind": "stall", "text": "restarted"}]},
+        **changes,
+    }
+
+
+def shown(tmp_path, found: dict) -> str:
+    return "\n".join(status_lines(summary_of(Answer(listed(tmp_path), HostStatus(found)))))
+
+
+def test_status_says_what_is_served_how_well_proven_and_what_differs(tmp_path):
+    text = shown(tmp_path, document())
+    assert f"lab-1: lab-stub with v2 as lab-model ({RELEASE})" in text
+    assert "the plan is not locked yet" in text
+    assert "full check, 2 of 2 passed" in text
+    assert "days ago" in text
+    assert "stand-ins: driver" in text
+    assert "answered in 0.2 s" in text
+    assert "4.0 GiB of 16.0 GiB available, 2 restarts" in text
+    assert "build b: running 25 %" in text
+    assert "fetch a" not in text
+    assert "2026-11-21T10:00:00Z stall: restarted" in text
+
+
+def test_status_of_a_proof_that_is_no_longer_current_says_why(tmp_path):
+    proofs = {RELEASE: {"current": False, "why": "the driver changed", "level": "quick"}}
+    assert "no longer current: the driver changed" in shown(tmp_path, document(proofs=proofs))
+
+
+def test_status_of_an_untouched_host_is_one_line(tmp_path):
+    assert shown(tmp_path, {}) == "lab-1: nothing of ours is installed yet"
+
+
+@pytest.mark.parametrize("lines", [status_lines, doctor_lines])
+def test_a_host_that_cannot_be_reached_is_one_line(lines):
+    one = {"host": "lab-1", "reachable": False, "problem": "cannot be reached: refused"}
+    assert list(lines(one)) == ["lab-1: cannot be reached: refused"]
+
+
+def test_doctor_counts_reasons_and_names_each_with_its_fix():
+    one = {
+        "host": "lab-1",
+        "reachable": True,
+        "problems": [{"where": "disk /", "what": "1 GiB free", "fix": "free 9 GiB"}],
+        "warnings": [{"where": "kernel", "what": "a reboot is pending", "fix": "reboot"}],
+        "stubbed": ["driver 580+labstub"],
+        "looks": {"system": "debian 12 on x86_64"},
+    }
+    text = "\n".join(doctor_lines(one))
+    assert "would refuse it for 1 reason\n" in text
+    assert "REFUSED   disk /: 1 GiB free" in text
+    assert "fix: free 9 GiB" in text
+    assert "warning   kernel" in text
+    assert "says nothing of a Spark" in text
+
+
+def test_connect_gives_a_tunnel_for_a_loopback_gateway(tmp_path):
+    one = connection_of(listed(tmp_path))
+    assert one.base_url == "http://127.0.0.1:8000/v1"
+    assert (one.model, one.names) == ("lab-model", ("lab-model", "other"))
+    assert one.tunnel == "ssh -N -L 8000:127.0.0.1:8000 spark@10.0.0.9"
+    assert one.read_key == "ssh spark@10.0.0.9 sudo cat /etc/spark/api-key"
+    assert "from here ssh -N" in "\n".join(connect_lines(one))
+
+
+def test_connect_to_a_gateway_on_the_network_needs_no_tunnel(tmp_path):
+    one = connection_of(listed(tmp_path, **{"serve.expose": "lan", "serve.port": 9000}))
+    assert (one.base_url, one.tunnel) == ("http://10.0.0.9:9000/v1", None)
+
+
+def test_connect_to_this_machine_needs_no_ssh(tmp_path):
+    one = connection_of(listed(tmp_path, "@local", {"_sudo": True}))
+    assert (one.tunnel, one.read_key) == (None, "sudo cat /etc/spark/api-key")
