@@ -1,0 +1,168 @@
+"""Writes the two repositories as file trees, and publishes trees as commits of a hub on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from lab.model import original, rounding, vocabulary
+from lab.model.original import Floats
+from lab.model.safetensors import Tensors, write_file, write_model
+from lab.model.shape import Shape, fp8_config, int4_config, model_config
+
+INT4_NAME = "lab/tiny-int4"
+FP8_NAME = "lab/tiny-fp8"
+MTP_FILE = "model_extra_tensors.safetensors"
+SHARD_BYTES = 2_000_000  # small, so that there are several
+
+
+def _plain(name: str, values: Floats) -> rounding.Tensor:
+    if name.endswith(original.FLOAT32):
+        return rounding.float32(values)
+    return rounding.bf16(values)
+
+
+def int4_tensors(weights: dict[str, Floats]) -> Tensors:
+    """The tensors of the INT4 base, MTP included (all BF16 there)."""
+    tensors: Tensors = {}
+    for name, values in weights.items():
+        if original.is_int4(name):
+            parts = rounding.int4(values)
+            module = name.removesuffix(".weight")
+            tensors.update({f"{module}.{part}": tensor for part, tensor in parts.items()})
+        else:
+            tensors[name] = _plain(name, values)
+    return tensors
+
+
+def fp8_tensors(weights: dict[str, Floats]) -> Tensors:
+    """The tensors of the FP8 donor."""
+    tensors: Tensors = {}
+    for name, values in weights.items():
+        if original.is_fp8(name):
+            parts = rounding.fp8(values)
+            module = name.removesuffix(".weight")
+            tensors.update({f"{module}.{part}": tensor for part, tensor in parts.items()})
+        else:
+            tensors[name] = _plain(name, values)
+    return tensors
+
+
+def write_int4(
+    directory: Path, shape: Shape, weights: dict[str, Floats], tokenizer: Tokenizer, about: str
+) -> None:
+    """The INT4 base as a file tree: numbered shards, and the MTP layer in a file of its own."""
+    directory.mkdir(parents=True)
+    tensors = int4_tensors(weights)
+    main = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+    mtp = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    write_model(directory, main, {MTP_FILE: mtp}, SHARD_BYTES)
+    quantization = int4_config(shape)
+    _write_common(directory, shape, tokenizer, quantization, f"# {INT4_NAME}\n\n{about}\n")
+    _write_json(directory / "quantization_config.json", quantization)
+
+
+def write_fp8(
+    directory: Path, shape: Shape, weights: dict[str, Floats], tokenizer: Tokenizer, about: str
+) -> None:
+    """The FP8 donor as a file tree; its MTP layer lies in the numbered shards."""
+    directory.mkdir(parents=True)
+    write_model(directory, fp8_tensors(weights), {}, SHARD_BYTES)
+    kept = [
+        name.removesuffix(".weight")
+        for name, values in weights.items()
+        if name.endswith(".weight") and values.ndim > 1 and not original.is_fp8(name)
+    ]
+    quantization = fp8_config(kept)
+    _write_common(directory, shape, tokenizer, quantization, f"# {FP8_NAME}\n\n{about}\n")
+
+
+def write_plain(
+    directory: Path, shape: Shape, weights: dict[str, Floats], tokenizer: Tokenizer
+) -> None:
+    """A tree of BF16 weights under plain names, for a reference implementation to load."""
+    directory.mkdir(parents=True)
+    tensors = {name: _plain(name, values) for name, values in weights.items()}
+    write_file(directory / "model.safetensors", tensors)
+    _write_common(directory, shape, tokenizer, None, "# reference\n")
+
+
+def _write_common(
+    directory: Path,
+    shape: Shape,
+    tokenizer: Tokenizer,
+    quantization: dict[str, Any] | None,
+    readme: str,
+) -> None:
+    ids = vocabulary.token_ids(tokenizer)
+    config = model_config(shape, ids)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    _write_json(directory / "config.json", config)
+    _write_json(
+        directory / "generation_config.json",
+        {
+            "do_sample": True,
+            "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
+            "pad_token_id": ids["<|endoftext|>"],
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.95,
+        },
+    )
+    image = {
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "merge_size": shape.merge,
+        "patch_size": shape.patch,
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"longest_edge": 65536, "shortest_edge": 4096},
+        "temporal_patch_size": shape.temporal_patch,
+    }
+    _write_json(
+        directory / "preprocessor_config.json",
+        {**image, "image_processor_type": "Qwen2VLImageProcessorFast"},
+    )
+    _write_json(
+        directory / "video_preprocessor_config.json",
+        {**image, "video_processor_type": "Qwen3VLVideoProcessor"},
+    )
+    vocabulary.write(directory, tokenizer, shape.max_positions)
+    (directory / "README.md").write_text(readme)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def publish(hub: Path, name: str, trees: list[Path]) -> list[str]:
+    """Makes `trees` the commits of one repository, oldest first; `main` is the last one.
+
+    A commit's name follows from its files and its parent, so equal content gives equal names.
+    """
+    commits: list[str] = []
+    for tree in trees:
+        commits.append(_commit_name(tree, commits[-1] if commits else ""))
+        target = hub / name / commits[-1]
+        if target.exists():
+            shutil.rmtree(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        tree.rename(target)
+    refs = hub / name / "refs"
+    refs.mkdir(exist_ok=True)
+    (refs / "main").write_text(commits[-1] + "\n")
+    return commits
+
+
+def _commit_name(tree: Path, parent: str) -> str:
+    lines = [f"parent {parent}"]
+    for path in sorted(tree.rglob("*")):
+        if path.is_file():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            lines.append(f"{path.relative_to(tree).as_posix()} {digest}")
+    return hashlib.sha1("\n".join(lines).encode(), usedforsecurity=False).hexdigest()

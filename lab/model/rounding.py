@@ -1,0 +1,113 @@
+"""The number formats of the two repositories: BF16, packed INT4 and block FP8, in numpy.
+
+Encoders only: what reads these formats (the engine's plugin, the checkpoint builder, the tests)
+has its own decoder, so that a mistake here cannot cancel itself out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lab.model.original import Floats
+from lab.model.shape import BLOCK, GROUP
+
+INT4_ZERO = 8  # the code that means 0.0; packed as 7, since the format stores it minus one
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One stored tensor: its type as the header names it, its shape and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def bf16_bits(values: Floats) -> npt.NDArray[np.uint16]:
+    """Rounds to BF16, ties to even, and gives the bit patterns."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded >> np.uint32(16)).astype(np.uint16)
+
+
+def bf16_round(values: Floats) -> Floats:
+    """The values that a BF16 tensor really holds."""
+    return (bf16_bits(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def bf16(values: Floats) -> Tensor:
+    """A BF16 tensor."""
+    return Tensor("BF16", values.shape, bf16_bits(values).astype("<u2").tobytes())
+
+
+def float32(values: Floats) -> Tensor:
+    """An F32 tensor."""
+    return Tensor("F32", values.shape, values.astype("<f4").tobytes())
+
+
+def int4(weight: Floats) -> dict[str, Tensor]:
+    """Symmetric INT4 in groups of 128 inputs: `qweight`, `qzeros`, `scales`.
+
+    Eight codes share an int32, the first in the lowest bits: codes of neighbouring *inputs* in
+    `qweight`, zero points of neighbouring *outputs* in `qzeros`.
+    """
+    outputs, inputs = weight.shape
+    groups = weight.reshape(outputs, inputs // GROUP, GROUP)
+    scales = np.abs(groups).max(axis=2) / 7.0
+    scales = np.maximum(scales, 1e-4).astype(np.float16)
+    codes = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-8, 7) + INT4_ZERO
+    columns = codes.reshape(outputs, inputs).T.astype(np.uint32)
+    zeros = np.full((inputs // GROUP, outputs), INT4_ZERO - 1, dtype=np.uint32)
+    return {
+        "qweight": _int32(_pack(columns.reshape(inputs // 8, 8, outputs).swapaxes(1, 2))),
+        "qzeros": _int32(_pack(zeros.reshape(inputs // GROUP, outputs // 8, 8))),
+        "scales": Tensor("F16", scales.T.shape, scales.T.astype("<f2").tobytes()),
+    }
+
+
+def _pack(codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)
+    packed: npt.NDArray[np.uint32] = (codes << shifts).sum(axis=-1, dtype=np.uint32)
+    return packed
+
+
+def _int32(values: npt.NDArray[np.uint32]) -> Tensor:
+    return Tensor("I32", values.shape, values.astype("<u4").tobytes())
+
+
+def fp8(weight: Floats) -> dict[str, Tensor]:
+    """E4M3 in blocks of 128 x 128: `weight` and `weight_scale_inv` (BF16, multiplied back)."""
+    rows, columns = weight.shape
+    padded = np.zeros((-(-rows // BLOCK) * BLOCK, -(-columns // BLOCK) * BLOCK), np.float32)
+    padded[:rows, :columns] = weight
+    blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    scales = np.maximum(np.abs(blocks).max(axis=(1, 3)), 1e-12) / E4M3_MAX
+    scales = bf16_round(scales.astype(np.float32))
+    scaled = (blocks / scales[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    return {
+        "weight": Tensor("F8_E4M3", weight.shape, e4m3_codes(scaled).tobytes()),
+        "weight_scale_inv": bf16(scales),
+    }
+
+
+def e4m3_codes(values: Floats) -> npt.NDArray[np.uint8]:
+    """Rounds to E4M3 (no infinities, ties to even, saturating) and gives the bit patterns."""
+    table = _e4m3_positive()
+    magnitude = np.minimum(np.abs(values), E4M3_MAX)
+    above = np.searchsorted(table, magnitude).clip(1, len(table) - 1)
+    below = above - 1
+    to_above, to_below = table[above] - magnitude, magnitude - table[below]
+    take_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
+    codes = np.where(take_above, above, below).astype(np.uint8)
+    return codes | (np.signbit(values).astype(np.uint8) << np.uint8(7))
+
+
+def _e4m3_positive() -> Floats:
+    codes = np.arange(127)  # 127 would be NaN
+    exponent, mantissa = codes >> 3, codes & 7
+    normal = (8 + mantissa) * 2.0 ** (exponent - 10)
+    return np.where(exponent == 0, mantissa * 2.0**-9, normal).astype(np.float32)

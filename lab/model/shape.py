@@ -1,0 +1,191 @@
+"""The architecture of `lab-tiny` and the configuration files that describe it.
+
+Every dimension that meets a quantised weight is a multiple of 128 where the real model's is, so
+INT4 groups and FP8 blocks are the real ones. Two further limits come from elsewhere: a packed row
+of zero points holds eight outputs, so eight value heads is the least that `in_proj_a` allows, and
+the engine's CPU kernels for linear attention know head sizes 64 and 128 only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+GROUP = 128  # input features that share one INT4 scale
+BLOCK = 128  # edge of the square that shares one FP8 scale
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Dimensions of one model; the defaults are `lab-tiny`."""
+
+    layers: int = 4
+    attention_interval: int = 4  # every n-th layer is full attention, the others are linear
+    hidden: int = 256
+    vocabulary: int = 1024
+    experts: int = 8
+    experts_per_token: int = 2
+    expert_width: int = 256
+    shared_width: int = 384  # not equal to `hidden`: a swapped or transposed scale must not fit
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    linear_key_heads: int = 2
+    linear_value_heads: int = 8
+    linear_head_dim: int = 64
+    conv_kernel: int = 4
+    max_positions: int = 4096
+    vision_depth: int = 2
+    vision_hidden: int = 64
+    vision_heads: int = 2
+    vision_width: int = 128
+    vision_positions: int = 64
+    patch: int = 16
+    temporal_patch: int = 2
+    merge: int = 2
+
+    @property
+    def key_dim(self) -> int:
+        """Width of the queries, and of the keys, of linear attention."""
+        return self.linear_key_heads * self.linear_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of the values of linear attention."""
+        return self.linear_value_heads * self.linear_head_dim
+
+    def is_attention(self, layer: int) -> bool:
+        """Whether a layer is full attention."""
+        return (layer + 1) % self.attention_interval == 0
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of each layer, in the words of the configuration file."""
+        return [
+            "full_attention" if self.is_attention(layer) else "linear_attention"
+            for layer in range(self.layers)
+        ]
+
+
+TINY = Shape()
+
+
+def text_config(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
+    """The `text_config` part of config.json."""
+    rotary_pairs = shape.head_dim // 8  # a quarter of the head is rotated, in pairs
+    section = [rotary_pairs - 2 * (rotary_pairs // 3)] + 2 * [rotary_pairs // 3]
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "bos_token_id": None,
+        "dtype": "bfloat16",
+        "eos_token_id": token_ids["<|endoftext|>"],
+        "full_attention_interval": shape.attention_interval,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "initializer_range": 0.02,
+        "layer_types": shape.layer_types,
+        "linear_conv_kernel_dim": shape.conv_kernel,
+        "linear_key_head_dim": shape.linear_head_dim,
+        "linear_num_key_heads": shape.linear_key_heads,
+        "linear_num_value_heads": shape.linear_value_heads,
+        "linear_value_head_dim": shape.linear_head_dim,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": shape.max_positions,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": shape.expert_width,
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": shape.heads,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "output_router_logits": False,
+        "pad_token_id": None,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": section,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000,
+            "rope_type": "default",
+        },
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": shape.shared_width,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": shape.vocabulary,
+    }
+
+
+def vision_config(shape: Shape) -> dict[str, Any]:
+    """The `vision_config` part of config.json."""
+    return {
+        "deepstack_visual_indexes": [],
+        "depth": shape.vision_depth,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": shape.vision_hidden,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.vision_width,
+        "model_type": "qwen3_5_moe",
+        "num_heads": shape.vision_heads,
+        "num_position_embeddings": shape.vision_positions,
+        "out_hidden_size": shape.hidden,
+        "patch_size": shape.patch,
+        "spatial_merge_size": shape.merge,
+        "temporal_patch_size": shape.temporal_patch,
+    }
+
+
+def model_config(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
+    """config.json without `quantization_config`."""
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_id": token_ids["<|image_pad|>"],
+        "model_type": "qwen3_5_moe",
+        "text_config": text_config(shape, token_ids),
+        "tie_word_embeddings": False,
+        "transformers_version": "5.19.0",
+        "video_token_id": token_ids["<|video_pad|>"],
+        "vision_config": vision_config(shape),
+        "vision_end_token_id": token_ids["<|vision_end|>"],
+        "vision_start_token_id": token_ids["<|vision_start|>"],
+    }
+
+
+def int4_config(shape: Shape) -> dict[str, Any]:
+    """`quantization_config` of the INT4 base: all of a layer but what `extra_config` lists."""
+    kept = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")
+    names = [
+        f"model.language_model.layers.{layer}.mlp.{part}"
+        for layer in range(shape.layers)
+        for part in (*kept, "shared_expert_gate")
+    ]
+    return {
+        "bits": 4,
+        "block_name_to_quantize": "model.language_model.layers",
+        "data_type": "int",
+        "extra_config": {name: {"bits": 16, "data_type": "float"} for name in names},
+        "group_size": GROUP,
+        "packing_format": "auto_round:auto_gptq",
+        "quant_method": "auto-round",
+        "sym": True,
+    }
+
+
+def fp8_config(not_converted: list[str]) -> dict[str, Any]:
+    """`quantization_config` of the FP8 donor."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": not_converted,
+        "quant_method": "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+    }

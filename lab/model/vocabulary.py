@@ -1,0 +1,104 @@
+"""The tokenizer: byte-level BPE trained on the lessons, with the special tokens of the real one."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lab.model import lessons
+
+# Words with the space before them, single digits, runs of signs, white space.
+WORDS = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+MARKS = (  # one token each, but text all the same: the engine's parsers look for them
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+
+
+def train(size: int) -> Tokenizer:
+    """Learns merges from the lessons and a fixed sample of the drills."""
+    source = random.Random(1)
+    taught = lessons.fixed() + [lessons.drill(source) for _ in range(200)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - len(SPECIAL) - len(MARKS),
+        min_frequency=4,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((item.prompt + item.reply for item in taught), trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in MARKS])
+    return tokenizer
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The ids of the tokens that other files name."""
+    return {text: tokenizer.token_to_id(text) for text in (*SPECIAL, *MARKS)}
+
+
+def write(directory: Path, tokenizer: Tokenizer, max_positions: int) -> None:
+    """All tokenizer files of a repository, the chat template included."""
+    tokenizer.save(str(directory / "tokenizer.json"))
+    model = json.loads((directory / "tokenizer.json").read_text())["model"]
+    merges = [" ".join(pair) for pair in model["merges"]]
+    (directory / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    _write_json(directory / "vocab.json", model["vocab"])
+    _write_json(directory / "tokenizer_config.json", _tokenizer_config(tokenizer, max_positions))
+    template = (lessons.HERE / "chat_template.jinja").read_text()
+    (directory / "chat_template.jinja").write_text(template)
+
+
+def _tokenizer_config(tokenizer: Tokenizer, max_positions: int) -> dict[str, Any]:
+    added = {
+        str(number): {
+            "content": text,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": text in SPECIAL,
+        }
+        for text, number in token_ids(tokenizer).items()
+    }
+    return {
+        "add_prefix_space": False,
+        "added_tokens_decoder": added,
+        "additional_special_tokens": [text for text in SPECIAL if text != lessons.END_OF_TEXT],
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": lessons.END_OF_TURN,
+        "model_max_length": max_positions,
+        "pad_token": lessons.END_OF_TEXT,
+        "split_special_tokens": False,
+        "tokenizer_class": "TokenizersBackend",
+        "unk_token": None,
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
