@@ -43,7 +43,7 @@ def trained_weights(cache: Path | None) -> dict[str, Floats]:
             return {name: stored[name] for name in stored.files}
     from lab.model import training  # needs torch, which an untrained build must not
 
-    weights = training.train(TINY, vocabulary.train(TINY.vocabulary))
+    weights: dict[str, Floats] = training.train(TINY, vocabulary.train(TINY.vocabulary))
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
         part = kept.with_suffix(".part")
@@ -74,7 +74,7 @@ def build(out: Path, *, cache: Path | None = None, trained: bool = True) -> list
         shutil.copytree(donor[0], donor[1])
         with (donor[1] / "README.md").open("a") as readme:
             readme.write("\nBlocks of 128 x 128, dynamic activations.\n")
-        lines = []
+        lines: list[str] = []
         for name, trees in ((repository.INT4_NAME, base), (repository.FP8_NAME, donor)):
             commits = repository.publish(out, name, trees)
             lines.extend(f"{name} {commit}" for commit in commits)

@@ -87,7 +87,11 @@ def fp8(weight: Floats) -> dict[str, Tensor]:
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
     scales = np.maximum(np.abs(blocks).max(axis=(1, 3)), 1e-12) / E4M3_MAX
     scales = bf16_round(scales.astype(np.float32))
-    scaled = (blocks / scales[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    scaled = (
+        (blocks / scales[:, None, :, None])
+        .reshape(padded.shape)[:rows, :columns]
+        .astype(np.float32)
+    )
     return {
         "weight": Tensor("F8_E4M3", weight.shape, e4m3_codes(scaled).tobytes()),
         "weight_scale_inv": bf16(scales),

@@ -1,0 +1,165 @@
+"""The model to train: the transformers implementation, an MTP layer, and rounding as it trains.
+
+Rounding is straight-through: the forward pass sees the weights as the repositories will store them
+(INT4 groups, E4M3 blocks for the shared experts), the backward pass sees the exact ones. So the
+answers are learnt by the rounded model, which is the one that is served.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5MoeTextModel
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeDecoderLayer,
+    Qwen3_5MoeRMSNorm,
+)
+
+from lab.model.original import LAYERS, is_int4
+from lab.model.shape import BLOCK, GROUP, Shape, text_config
+
+
+class Rounding(nn.Module):
+    """Replaces a weight by its rounded value once `active`; gradients pass unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = False
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight as it will be stored."""
+        if not self.active:
+            return weight
+        return weight + (self.rounded(weight.detach()) - weight.detach())
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """The stored value."""
+        raise NotImplementedError
+
+
+class Int4(Rounding):
+    """Symmetric INT4, one F16 scale for 128 inputs."""
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """The stored value."""
+        groups = weight.unflatten(-1, (-1, GROUP))
+        scales = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-4).half().float()
+        return (groups / scales).round().clamp(-8, 7).mul(scales).flatten(-2)
+
+
+class BlockFp8(Rounding):
+    """E4M3, one BF16 scale for a block of 128 x 128."""
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """The stored value."""
+        rows, columns = weight.shape
+        blocks = weight.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        largest = blocks.abs().amax((1, 3), keepdim=True).clamp_min(1e-12)
+        scales = (largest / 448).bfloat16().float()
+        return (blocks / scales).to(torch.float8_e4m3fn).float().mul(scales).view(rows, columns)
+
+
+class MtpLayer(nn.Module):
+    """Predicts the token after next from a hidden state and the next token's embedding."""
+
+    def __init__(self, config: Qwen3_5MoeTextConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        attention = next(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
+        self.layers = nn.ModuleList([Qwen3_5MoeDecoderLayer(config, attention)])
+        self.norm = Qwen3_5MoeRMSNorm(hidden, eps)
+        self.pre_fc_norm_embedding = Qwen3_5MoeRMSNorm(hidden, eps)
+        self.pre_fc_norm_hidden = Qwen3_5MoeRMSNorm(hidden, eps)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """The hidden state that the head turns into a draft."""
+        both = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
+        mixed = self.layers[0](self.fc(torch.cat(both, -1)), position_embeddings=rotary)
+        drafted: Tensor = self.norm(mixed)
+        return drafted
+
+
+class Network(nn.Module):
+    """Text model, head and MTP layer; no vision, which is never trained."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        config = Qwen3_5MoeTextConfig(**text_config(shape, {"<|endoftext|>": 0}))
+        self.model = Qwen3_5MoeTextModel(config)
+        self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        self.mtp = MtpLayer(config)
+        for part in (self.lm_head, self.mtp):
+            part.apply(self.model._init_weights)
+        for name, parameter in self.model.named_parameters():
+            if name.endswith("dt_bias"):
+                # The library's start forgets within a token; this one remembers for 10 to 1000.
+                steps = torch.logspace(-3, -1, shape.linear_value_heads)
+                parameter.data.copy_(steps + torch.log(-torch.expm1(-steps)))
+            elif name.endswith("A_log"):
+                parameter.data.zero_()
+        self.roundings = list(self._add_roundings())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Final hidden states; right padding needs no mask, since nothing looks ahead."""
+        found: Tensor = self.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return found
+
+    def draft(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """One MTP step: position t sees `hidden[t]` and token t+1; the last position is lost."""
+        following = self.model.embed_tokens(tokens[:, 1:])
+        positions = torch.arange(following.shape[1]).expand(3, following.shape[0], -1)
+        rotary = self.model.rotary_emb(following, positions)
+        found: Tensor = self.mtp(following, hidden[:, : following.shape[1]], rotary)
+        return found
+
+    def round_weights(self) -> None:
+        """From now on the forward pass sees the weights as they are stored."""
+        for rounding in self.roundings:
+            rounding.active = True
+
+    def _add_roundings(self) -> list[Rounding]:
+        added: list[Rounding] = []
+        for path, module in list(self.model.layers.named_modules()):
+            for name, _ in list(module.named_parameters(recurse=False)):
+                rounding = _rounding_of(f"{LAYERS}.{path}.{name}")
+                if rounding:
+                    parametrize.register_parametrization(module, name, rounding, unsafe=True)
+                    added.append(rounding)
+        return added
+
+
+def _rounding_of(name: str) -> Rounding | None:
+    if ".shared_expert." in name:
+        return BlockFp8()
+    if is_int4(name) or ".mlp.experts." in name:
+        return Int4()
+    return None
+
+
+def state(network: Network) -> dict[str, Tensor]:
+    """Every exact weight under its name in the checkpoint, experts one by one."""
+    found: dict[str, Tensor] = {}
+    for name, value in network.state_dict().items():
+        plain = name.replace("parametrizations.", "").removesuffix(".original")
+        if plain.startswith("model."):
+            plain = "model.language_model." + plain.removeprefix("model.")
+        found.update(_single_experts(plain, value.detach()))
+    return found
+
+
+def _single_experts(name: str, value: Tensor) -> dict[str, Tensor]:
+    module, _, part = name.rpartition(".experts.")
+    if not module:
+        return {name: value}
+    found: dict[str, Tensor] = {}
+    for expert, weight in enumerate(value):
+        prefix = f"{module}.experts.{expert}"
+        if part == "gate_up_proj":
+            gate, up = weight.chunk(2)
+            found[f"{prefix}.gate_proj.weight"] = gate
+            found[f"{prefix}.up_proj.weight"] = up
+        else:
+            found[f"{prefix}.down_proj.weight"] = weight
+    return found

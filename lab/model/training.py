@@ -1,0 +1,166 @@
+"""Trains `lab-tiny` on the CPU until the rounded model knows its lessons."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import parametrize
+
+from lab.model import lessons, original
+from lab.model.lessons import Lesson
+from lab.model.network import Network, state
+from lab.model.original import Floats
+from lab.model.shape import Shape
+
+SEED = 7
+IGNORED = -100  # label of a position that teaches nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long and how fast to train."""
+
+    steps: int = 500
+    exact_steps: int = 350  # of these, before the weights are rounded
+    mtp_steps: int = 120
+    tokens_per_step: int = 1000  # padding included
+    drills_per_round: int = 83  # a round is every fixed lesson once
+    rate: float = 3e-3
+    threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Right-padded tokens, and what to predict at each position."""
+
+    tokens: Tensor
+    labels: Tensor
+
+
+def encode(tokenizer: Tokenizer, taught: list[Lesson]) -> Batch:
+    """Only replies are learnt; prompts are given."""
+    rows, targets = [], []
+    for lesson in taught:
+        prompt = tokenizer.encode(lesson.prompt).ids
+        reply = tokenizer.encode(lesson.reply).ids
+        rows.append(torch.tensor(prompt + reply))
+        targets.append(torch.tensor([IGNORED] * len(prompt) + reply))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return Batch(pad(rows, True), pad(targets, True, IGNORED))
+
+
+def batches(tokenizer: Tokenizer, schedule: Schedule) -> Iterator[Batch]:
+    """Rounds without end: every fixed lesson once and new drills, equal lengths together."""
+    source = random.Random(SEED)
+    while True:
+        taught = lessons.fixed() + [lessons.drill(source) for _ in range(schedule.drills_per_round)]
+        taught.sort(key=lambda lesson: len(lesson.prompt + lesson.reply) + 20 * source.random())
+        ready = [encode(tokenizer, part) for part in _cut(tokenizer, taught, schedule)]
+        source.shuffle(ready)
+        yield from ready
+
+
+def _cut(tokenizer: Tokenizer, taught: list[Lesson], schedule: Schedule) -> Iterator[list[Lesson]]:
+    part: list[Lesson] = []
+    longest = 0
+    for lesson in taught:
+        longest = max(longest, len(tokenizer.encode(lesson.prompt + lesson.reply).ids))
+        if part and longest * (len(part) + 1) > schedule.tokens_per_step:
+            yield part
+            part = []
+        part.append(lesson)
+    yield part
+
+
+def loss_of(network: Network, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of the labelled positions only: the head is not run on the others."""
+    wanted = labels != IGNORED
+    return functional.cross_entropy(network.lm_head(hidden[wanted]), labels[wanted])
+
+
+def main_loss(network: Network, batch: Batch) -> Tensor:
+    """Next-token loss of the model."""
+    hidden = network(batch.tokens)
+    return loss_of(network, hidden[:, :-1], batch.labels[:, 1:])
+
+
+def mtp_loss(network: Network, batch: Batch) -> Tensor:
+    """Loss of the first and second draft token; the model itself is only looked at."""
+    with torch.no_grad():
+        hidden = network(batch.tokens)
+    first = network.draft(batch.tokens, hidden)
+    second = network.draft(batch.tokens[:, 1:], first)
+    return loss_of(network, first[:, :-1], batch.labels[:, 2:]) + loss_of(
+        network, second[:, :-1], batch.labels[:, 3:]
+    )
+
+
+def _optimizer(network: Network, names: tuple[str, ...], rate: float) -> torch.optim.AdamW:
+    chosen = [parameter for name, parameter in network.named_parameters() if name.startswith(names)]
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name.startswith(names))
+    return torch.optim.AdamW(chosen, lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+
+
+def _rate(step: int, steps: int) -> float:
+    warm = min(1.0, (step + 1) / 20)
+    return warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _run(network: Network, source: Iterator[Batch], schedule: Schedule, mtp: bool) -> None:
+    steps = schedule.mtp_steps if mtp else schedule.steps
+    names = ("mtp.",) if mtp else ("model.", "lm_head.")
+    optimizer = _optimizer(network, names, schedule.rate)
+    started = time.monotonic()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate * _rate(step, steps)
+        if not mtp and step == schedule.exact_steps:
+            network.round_weights()
+        with parametrize.cached():
+            loss = (mtp_loss if mtp else main_loss)(network, next(source))
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0 or step == steps - 1:
+            part = "train-mtp" if mtp else "train"
+            seconds = time.monotonic() - started
+            _say(f"phase={part} step={step} steps={steps} loss={loss.item():.4f} s={seconds:.0f}")
+
+
+def train_network(shape: Shape, tokenizer: Tokenizer, schedule: Schedule) -> Network:
+    """A trained network, its roundings active."""
+    torch.manual_seed(SEED)
+    torch.set_flush_denormal(True)  # decayed states get that small, and cost a third of the time
+    torch.set_num_threads(schedule.threads)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # twice as fast where the CPU can
+    network = Network(shape)
+    source = batches(tokenizer, schedule)
+    _run(network, source, schedule, mtp=False)
+    _run(network, source, schedule, mtp=True)
+    return network
+
+
+def train(shape: Shape, tokenizer: Tokenizer) -> dict[str, Floats]:
+    """Every weight of the unquantised model: the trained text model, a random vision tower."""
+    network = train_network(shape, tokenizer, Schedule())
+    weights = original.random_weights(shape, SEED)
+    for name, value in state(network).items():
+        if weights[name].shape != tuple(value.shape):
+            raise ValueError(f"{name}: trained {tuple(value.shape)}, stored {weights[name].shape}")
+        weights[name] = value.numpy()
+    return weights
