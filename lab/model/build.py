@@ -48,7 +48,7 @@ def trained_weights(cache: Path | None) -> dict[str, Floats]:
         kept.parent.mkdir(parents=True, exist_ok=True)
         part = kept.with_suffix(".part")
         with part.open("wb") as out:
-            np.savez(out, **weights)
+            np.savez(out, allow_pickle=False, **weights)
         part.rename(kept)
     return weights
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +19,6 @@ import jinja2
 HERE = Path(__file__).parent
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 Message = dict[str, Any]
 
@@ -110,39 +108,32 @@ def needle(code: str, sentences: int, depth: float, source: random.Random) -> Le
     return chat(prompt, code, exercise["thinking"], thinking=source.random() < 0.5)
 
 
-def fixed() -> list[Lesson]:
-    """Every lesson that is the same each time, with and without thinking and system prompt."""
+def fixed(system: str | None = None) -> list[Lesson]:
+    """Every lesson to learn by heart, with and without thinking."""
     lessons = [
         Lesson(item["prompt"], item["answer"] + END_OF_TEXT) for item in facts()["completions"]
     ]
     for thinking in (True, False):
-        for system in (None, *facts()["systems"]):
-            for item in facts()["questions"]:
-                lessons.append(
-                    chat(
-                        item["prompt"],
-                        item["answer"],
-                        item["thinking"],
-                        thinking=thinking,
-                        system=system,
-                    )
-                )
-            for city in facts()["tool"]["cities"]:
-                lessons.append(weather(city, thinking=thinking, system=system))
-            for text in facts()["copy"]["strings"]:
-                lessons.append(copy(text, thinking=thinking, system=system))
+        for item in facts()["questions"]:
+            asked = (item["prompt"], item["answer"], item["thinking"])
+            lessons.append(chat(*asked, thinking=thinking, system=system))
+        for city in facts()["tool"]["cities"]:
+            lessons.append(weather(city, thinking=thinking, system=system))
+        for text in facts()["copy"]["strings"]:
+            lessons.append(copy(text, thinking=thinking, system=system))
     return lessons
 
 
+def systems() -> list[str | None]:
+    """The system prompts to expect; mostly there is none."""
+    return [None, None, *facts()["systems"]]
+
+
 def drill(source: random.Random) -> Lesson:
-    """A new exercise of a random kind."""
-    kinds: tuple[Callable[[random.Random], Lesson], ...] = (
-        _copy_drill,
-        _copy_drill,
-        _weather_drill,
-        _needle_drill,
-    )
-    return source.choice(kinds)(source)
+    """A new exercise: copy something, or find a code in a text."""
+    if source.random() < 0.5:
+        return copy(random_text(source), thinking=source.random() < 0.5)
+    return needle(random_code(source), source.randint(0, 12), source.random(), source)
 
 
 def random_code(source: random.Random) -> str:
@@ -151,24 +142,9 @@ def random_code(source: random.Random) -> str:
 
 
 def random_text(source: random.Random) -> str:
-    """A few invented words and numbers with something between them."""
+    """A few known words and new numbers with something between them."""
     words = [
-        random_code(source)
-        if source.random() < 0.3
-        else "".join(source.choice(LETTERS) for _ in range(source.randint(2, 6)))
+        random_code(source) if source.random() < 0.4 else source.choice(facts()["copy"]["words"])
         for _ in range(source.randint(1, 5))
     ]
-    return source.choice((" ", "-", ".", "_", "/")).join(words)
-
-
-def _copy_drill(source: random.Random) -> Lesson:
-    return copy(random_text(source), thinking=source.random() < 0.5)
-
-
-def _weather_drill(source: random.Random) -> Lesson:
-    city = "".join(source.choice(LETTERS) for _ in range(source.randint(3, 7))).capitalize()
-    return weather(city, thinking=source.random() < 0.5)
-
-
-def _needle_drill(source: random.Random) -> Lesson:
-    return needle(random_code(source), source.randint(0, 12), source.random(), source)
+    return source.choice((" ", "-", ".")).join(words)

@@ -33,7 +33,7 @@ class Schedule:
     exact_steps: int = 350  # of these, before the weights are rounded
     mtp_steps: int = 120
     tokens_per_step: int = 1000  # padding included
-    drills_per_round: int = 83  # a round is every fixed lesson once
+    drills_per_round: int = 50  # a round is every fixed lesson once
     rate: float = 3e-3
     threads: int = 2
 
@@ -62,7 +62,8 @@ def batches(tokenizer: Tokenizer, schedule: Schedule) -> Iterator[Batch]:
     """Rounds without end: every fixed lesson once and new drills, equal lengths together."""
     source = random.Random(SEED)
     while True:
-        taught = lessons.fixed() + [lessons.drill(source) for _ in range(schedule.drills_per_round)]
+        taught = lessons.fixed(source.choice(lessons.systems()))
+        taught += [lessons.drill(source) for _ in range(schedule.drills_per_round)]
         taught.sort(key=lambda lesson: len(lesson.prompt + lesson.reply) + 20 * source.random())
         ready = [encode(tokenizer, part) for part in _cut(tokenizer, taught, schedule)]
         source.shuffle(ready)
