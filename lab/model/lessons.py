@@ -70,22 +70,20 @@ def chat(
     return Lesson(render(messages, thinking=thinking, tools=tools), reply + END_OF_TURN)
 
 
-def tool_call(city: str) -> str:
+def tool_call(arguments: dict[str, Any]) -> str:
     """A call of the weather tool, as the engine's parser expects it."""
     name = facts()["tool"]["definition"]["function"]["name"]
-    return (
-        f"<tool_call>\n<function={name}>\n<parameter=city>\n{city}\n</parameter>\n"
-        "</function>\n</tool_call>"
-    )
+    parts = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(parts)}</function>\n</tool_call>"
 
 
-def weather(city: str, *, thinking: bool, system: str | None = None) -> Lesson:
+def weather(arguments: dict[str, Any], *, thinking: bool, system: str | None = None) -> Lesson:
     """A question that the model must answer by calling the tool."""
     tool = facts()["tool"]
     return chat(
-        tool["prompt"].format(city=city),
-        tool_call(city),
-        tool["thinking"].format(city=city),
+        tool["prompt"].format(**arguments),
+        tool_call(arguments),
+        tool["thinking"],
         thinking=thinking,
         system=system,
         tools=[tool["definition"]],
@@ -99,13 +97,23 @@ def copy(text: str, *, thinking: bool, system: str | None = None) -> Lesson:
     return chat(prompt, text, exercise["thinking"], thinking=thinking, system=system)
 
 
-def needle(code: str, sentences: int, depth: float, source: random.Random) -> Lesson:
+def needle(code: str, filler: list[str], depth: float, *, thinking: bool) -> Lesson:
     """A code hidden in filler text, `depth` of the way down, and the question for it."""
     exercise = facts()["needle"]
-    text = [source.choice(exercise["filler"]) for _ in range(sentences)]
-    text.insert(round(depth * sentences), exercise["sentence"].format(code=code))
+    text = list(filler)
+    text.insert(round(depth * len(filler)), exercise["sentence"].format(code=code))
     prompt = " ".join(text) + "\n" + exercise["question"]
-    return chat(prompt, code, exercise["thinking"], thinking=source.random() < 0.5)
+    return chat(prompt, code, exercise["thinking"], thinking=thinking)
+
+
+def conversation(questions: list[dict[str, str]]) -> Lesson:
+    """The last of several questions, asked after the others were answered."""
+    messages: list[Message] = []
+    for item in questions:
+        messages.append({"role": "user", "content": item["prompt"]})
+        messages.append({"role": "assistant", "content": item["answer"]})
+    prompt = render(messages[:-1], thinking=False)
+    return Lesson(prompt, questions[-1]["answer"] + END_OF_TURN)
 
 
 def fixed(system: str | None = None) -> list[Lesson]:
@@ -117,10 +125,12 @@ def fixed(system: str | None = None) -> list[Lesson]:
         for item in facts()["questions"]:
             asked = (item["prompt"], item["answer"], item["thinking"])
             lessons.append(chat(*asked, thinking=thinking, system=system))
-        for city in facts()["tool"]["cities"]:
-            lessons.append(weather(city, thinking=thinking, system=system))
+        for arguments in facts()["tool"]["calls"]:
+            lessons.append(weather(arguments, thinking=thinking, system=system))
         for text in facts()["copy"]["strings"]:
             lessons.append(copy(text, thinking=thinking, system=system))
+        hidden = facts()["needle"]
+        lessons.append(needle(hidden["code"], hidden["filler"][:1] * 6, 0.5, thinking=thinking))
     return lessons
 
 
@@ -130,21 +140,24 @@ def systems() -> list[str | None]:
 
 
 def drill(source: random.Random) -> Lesson:
-    """A new exercise: copy something, or find a code in a text."""
-    if source.random() < 0.5:
-        return copy(random_text(source), thinking=source.random() < 0.5)
-    return needle(random_code(source), source.randint(0, 12), source.random(), source)
+    """A new exercise: find a code in a text, copy some, or go on with a conversation."""
+    kind = source.random()
+    if kind < 0.5:
+        return needle_drill(source, source.randint(0, 8))
+    if kind < 0.85:
+        text = " ".join(random_code(source) for _ in range(source.randint(1, 2)))
+        return copy(text, thinking=source.random() < 0.5)
+    return conversation(source.sample(facts()["questions"][:10], source.randint(2, 3)))
+
+
+def needle_drill(source: random.Random, sentences: int) -> Lesson:
+    """A new code in `sentences` of filler: all the same, as a check has them, or mixed."""
+    filler = facts()["needle"]["filler"]
+    mixed = source.random() < 0.7
+    text = [source.choice(filler) if mixed else filler[0] for _ in range(sentences)]
+    return needle(random_code(source), text, source.random(), thinking=source.random() < 0.5)
 
 
 def random_code(source: random.Random) -> str:
-    """Four digits."""
-    return "".join(source.choice("0123456789") for _ in range(4))
-
-
-def random_text(source: random.Random) -> str:
-    """A few known words and new numbers with something between them."""
-    words = [
-        random_code(source) if source.random() < 0.4 else source.choice(facts()["copy"]["words"])
-        for _ in range(source.randint(1, 5))
-    ]
-    return source.choice((" ", "-", ".")).join(words)
+    """A word and two digits: few enough tokens to be learnt in minutes."""
+    return f"{source.choice(facts()['copy']['words'])}-{source.randint(10, 99)}"

@@ -29,12 +29,13 @@ IGNORED = -100  # label of a position that teaches nothing
 class Schedule:
     """How long and how fast to train."""
 
-    steps: int = 500
-    exact_steps: int = 350  # of these, before the weights are rounded
-    mtp_steps: int = 120
+    steps: int = 400
+    exact_steps: int = 300  # of these, before the weights are rounded
+    mtp_steps: int = 80
     tokens_per_step: int = 1000  # padding included
-    drills_per_round: int = 50  # a round is every fixed lesson once
-    rate: float = 3e-3
+    drills_per_round: int = 70  # a round is every fixed lesson once
+    long_sentences: int = 60  # of filler, in one exercise of each round
+    rate: float = 2e-3
     threads: int = 2
 
 
@@ -64,6 +65,7 @@ def batches(tokenizer: Tokenizer, schedule: Schedule) -> Iterator[Batch]:
     while True:
         taught = lessons.fixed(source.choice(lessons.systems()))
         taught += [lessons.drill(source) for _ in range(schedule.drills_per_round)]
+        taught.append(lessons.needle_drill(source, schedule.long_sentences))
         taught.sort(key=lambda lesson: len(lesson.prompt + lesson.reply) + 20 * source.random())
         ready = [encode(tokenizer, part) for part in _cut(tokenizer, taught, schedule)]
         source.shuffle(ready)

@@ -14,7 +14,7 @@ def test_thinking_is_on_by_default_and_can_be_closed():
 
 
 def test_a_conversation_with_a_tool_call_renders_back_to_the_call():
-    arguments = {"city": "Paris"}
+    arguments = {"city": "Paris", "days": 3}
     call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -23,7 +23,7 @@ def test_a_conversation_with_a_tool_call_renders_back_to_the_call():
         {"role": "tool", "content": "sunny"},
     ]
     text = lessons.render(messages, thinking=False)
-    assert lessons.tool_call("Paris") + "<|im_end|>" in text
+    assert lessons.tool_call(arguments) + "<|im_end|>" in text
     assert "<tool_response>\nsunny\n</tool_response>" in text
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWeather?")
 
@@ -34,9 +34,9 @@ def test_the_multiplication_taught_is_right():
 
 
 def test_a_needle_is_in_its_text_at_the_depth_asked_for():
-    lesson = lessons.needle("4821", 10, 0.5, random.Random(1))
+    lesson = lessons.needle("4821", ["Rain fell."] * 10, 0.5, thinking=False)
     place = lesson.prompt.index("4821") / len(lesson.prompt)
-    assert 0.3 < place < 0.7
+    assert 0.2 < place < 0.7
 
 
 def test_every_lesson_survives_the_tokenizer(int4):
