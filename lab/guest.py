@@ -99,7 +99,7 @@ def create(guest: Guest, spec: GuestSpec) -> None:
         directory.mkdir(parents=True)
     with guest.disk_image.open("wb") as file:
         file.truncate(DISK_GIB << 30)
-    run(["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1", guest.disk_image])
+    run(["mkfs.ext4", "-q", "-m", "1", "-E", "lazy_itable_init=1", guest.disk_image])
     mounts.mount_disk(guest.disk_image, guest.disk)
     for name in ("upper", "work", "docker"):
         (guest.disk / name).mkdir()

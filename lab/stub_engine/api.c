@@ -147,8 +147,10 @@ static bool reply_stream(int connection, const answer *a, bool usage) {
         memcpy(piece, a->text + at, length - at < PIECE ? length - at : PIECE);
         if (!send_piece(connection, a, piece, NULL, false)) return false;
         if (fault("stream-cut")) return false;
+        count_token((int)(at / PIECE));
         usleep((useconds_t)(config.token_s * 1e6));
     }
+    count_token((int)(length / PIECE));
     if (!send_piece(connection, a, "", a->finish, false)) return false;
     if (usage && !send_piece(connection, a, "", NULL, true)) return false;
     return send_event(connection, "[DONE]") && send_all(connection, "0\r\n\r\n", 5);
@@ -186,12 +188,15 @@ static bool complete(int connection, const json *request, bool chat) {
     }
     a.prompt_tokens = tokens_of(prompt) + 4;
     a.completion_tokens = tokens_of(a.text) + 1;
-    count_answer(a.prompt_tokens, a.completion_tokens);
+    count_prompt(a.prompt_tokens);
     bool sent;
     if (json_true(request, "stream"))
         sent = reply_stream(connection, &a, json_true(json_get(request, "stream_options"), "include_usage"));
     else {
-        usleep((useconds_t)(config.token_s * 1e6 * a.completion_tokens));
+        for (int i = 0; i < a.completion_tokens; i++) {
+            count_token(i);
+            usleep((useconds_t)(config.token_s * 1e6));
+        }
         sent = reply_whole(connection, &a);
     }
     free(mixed.data);

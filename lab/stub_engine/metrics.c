@@ -3,20 +3,22 @@
 
 counters counted;
 
-void count_answer(int prompt_tokens, int generated_tokens) {
+void count_prompt(int tokens) {
     if (fault("counters-flat")) return;
-    atomic_fetch_add(&counted.prompt_tokens, prompt_tokens);
-    atomic_fetch_add(&counted.generation_tokens, generated_tokens);
+    atomic_fetch_add(&counted.prompt_tokens, tokens);
     atomic_fetch_add(&counted.requests, 1);
+}
+
+void count_token(int index) {
+    if (fault("counters-flat")) return;
+    atomic_fetch_add(&counted.generation_tokens, 1);
     int width = config.speculative_tokens;
-    if (!width || fault("no-drafts")) return;
     /* A step yields one token of the model and the accepted drafts: 4 of 5 drafts are accepted. */
-    int drafts = generated_tokens ? (generated_tokens + width) / (width + 1) : 0;
-    long drafted = (long)drafts * width;
-    atomic_fetch_add(&counted.drafts, drafts);
-    atomic_fetch_add(&counted.draft_tokens, drafted);
+    if (!width || index % (width + 1) || fault("no-drafts")) return;
+    atomic_fetch_add(&counted.drafts, 1);
+    long before = atomic_fetch_add(&counted.draft_tokens, width);
     if (!fault("low-acceptance"))
-        atomic_fetch_add(&counted.accepted_tokens, drafted - drafted / 5);
+        atomic_fetch_add(&counted.accepted_tokens, (before + width) * 4 / 5 - before * 4 / 5);
 }
 
 static void metric(buffer *b, const char *kind, const char *name, long number) {

@@ -55,7 +55,8 @@ typedef struct {
     atomic_long drafts, draft_tokens, accepted_tokens;
 } counters;
 extern counters counted;
-void count_answer(int prompt_tokens, int generated_tokens);
+void count_prompt(int tokens);
+void count_token(int index); /* the index-th token of an answer */
 void put_metrics(buffer *b);
 
 /* api.c: one request, one answer; false closes the connection. */

@@ -40,6 +40,14 @@ def overlay_name(name: str) -> str:
     return name + suffix
 
 
+def written_bytes(base: Tree, changes: Changes, layout: str) -> int:
+    """Return the bytes a layout will write."""
+    new = sum(t.span.size_bytes for tensors in changes.added.values() for t in tensors)
+    if layout == "overlay":
+        return new
+    return new + sum(header.data_start + header.data_bytes for header in base.shards.values())
+
+
 def write_overlay(
     tree_dir: Path,
     base: Tree,

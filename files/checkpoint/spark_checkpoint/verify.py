@@ -47,16 +47,6 @@ def verify_tree(directory: Path, progress: Progress, *, full: bool) -> Receipt:
     return receipt
 
 
-def read_receipt_line(directory: Path) -> str:
-    """Say in one line what the receipt of a tree claims; nothing is checked."""
-    receipt = load_receipt(directory)
-    if receipt is None:
-        return "none"
-    document = receipt.document
-    of = document.get("name") or document.get("plan", {}).get("name", "")
-    return f"{receipt.kind} {of} digest {receipt.digest[:12]} of {document.get('written_at')}"
-
-
 def check_names(where: Path, index: dict[str, str], shards: dict[str, Header]) -> None:
     """Refuse an index that names a tensor its shard does not have."""
     for name, shard in index.items():

@@ -94,7 +94,8 @@ def run(digest12: str, paths: Paths) -> int:
         _write_status(directory, "done", 0, None, [])
         return 0
     started = files.now()
-    files.remove(directory / "progress")
+    for left in ("progress", "tail"):
+        files.remove(directory / left)
     _write_status(directory, "running", None, started, [])
     code, tail = _execute(job, directory)
     if code == 0 and not proven(job):
@@ -183,7 +184,9 @@ def _with_dependencies(entries: dict[str, dict[str, Any]], paths: Paths) -> list
             after = load(digest12, paths).after
             broken = [dep for dep in after if entries.get(dep, {}).get("state") == "failed"]
             if broken:
-                entry.update(state="failed", result=f"needs the failed job {broken[0]}")
+                entry.update(
+                    state="failed", result=f"needs the failed job {broken[0]}", exit_code=None
+                )
                 changed = True
     return list(entries.values())
 

@@ -30,6 +30,18 @@ def available_bytes() -> int:
     return meminfo()["MemAvailable"]
 
 
+def problem(needed_bytes: int) -> HostToolError | None:
+    """Return why waiting could never help; ``None`` when the host is large enough."""
+    total = meminfo()["MemTotal"]
+    if needed_bytes <= total:
+        return None
+    return HostToolError(
+        "memory",
+        f"{needed_bytes / GIB:.1f} GiB needed, the host has {total / GIB:.1f} GiB in all",
+        "choose a smaller model, context or profile",
+    )
+
+
 def wait_for_memory(
     needed_bytes: int, wait_s: float, say: Callable[[str], None], poll_s: float = 2.0
 ) -> None:

@@ -49,7 +49,7 @@ def status(paths: Paths, live: bool) -> dict[str, Any]:
         "jobs": jobs.poll(digests, paths) if digests else [],
         "memory": _memory(),
         "versions": versions,
-        "live": {r.name: ask(r, paths) for r in known if live and _is_active(r, units)},
+        "live": _live([r for r in known if _is_active(r, units)], paths) if live else None,
         "events": {name: watch.events(name, paths) for name in services},
         "boot_id": switch.boot_id(),
     }
@@ -140,6 +140,16 @@ def _memory() -> dict[str, int]:
     return {"total_bytes": values["MemTotal"], "available_bytes": values["MemAvailable"]}
 
 
+def _live(running: list[Release], paths: Paths) -> dict[str, Any] | None:
+    """Ask every running engine; return the first bad answer, else the last good one."""
+    found = None
+    for release in running:
+        found = ask(release, paths)
+        if not found["ok"]:
+            break
+    return found
+
+
 def ask(release: Release, paths: Paths, timeout_s: float = 30) -> dict[str, Any]:
     """Return whether one short completion comes through the engine's socket."""
     start = time.monotonic()
@@ -157,7 +167,8 @@ def ask(release: Release, paths: Paths, timeout_s: float = 30) -> dict[str, Any]
         detail = str(answer["choices"][0]["message"].get("content"))
     except (EngineError, KeyError, IndexError, TypeError) as error:
         ok, detail = False, str(error)
-    return {"ok": ok, "seconds": round(time.monotonic() - start, 3), "detail": detail}
+    seconds = round(time.monotonic() - start, 3)
+    return {"ok": ok, "release": release.name, "seconds": seconds, "detail": detail}
 
 
 def main(words: list[str], paths: Paths) -> int:

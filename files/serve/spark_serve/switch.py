@@ -85,7 +85,7 @@ class Record:
     def end(self, state: str, serving: str | None) -> None:
         """Write the final state."""
         self.data["times_s"]["total"] = round(time.monotonic() - self._began, 3)
-        self.set(state=state, serving=serving, ended_at=files.now(), progress=None)
+        self.set(state=state, phase="done", serving=serving, ended_at=files.now(), progress=None)
         reason = self.data["reason"]
         serve.say(f"{state}: serving {serving or 'nothing'}" + (f"; {reason}" if reason else ""))
 
@@ -182,7 +182,11 @@ def _refusal(release: Release, paths: Paths, record: Record) -> HostToolError | 
                 "was stopped by hand",
                 f"spark-host start-service {release.service}, then deploy again",
             )
-        return serve.part_problem(release) or gateway.problem(release)
+        return (
+            serve.part_problem(release)
+            or gateway.problem(release)
+            or memory.problem(release.memory.needed_bytes)
+        )
 
 
 def _prove_running(release: Release, paths: Paths, record: Record) -> bool:

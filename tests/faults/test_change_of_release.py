@@ -1,0 +1,323 @@
+"""A change of release ends proven, or the old one serves again: on a guest, with the stub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.faults.bench import HOST, A, B, Bench, C, install
+from tests.labkit import Guest, info, lab
+
+GUEST = os.environ.get("SPARK_BENCH_GUEST", "lab-3")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    if os.geteuid() != 0:
+        pytest.skip("the virtual lab needs root")
+    lab("up", GUEST)
+    address = next(guest["ip"] for guest in info()["guests"] if guest["name"] == GUEST)
+    made = install(Guest(GUEST, address))
+    yield made
+    made.wipe()
+
+
+def test_a_first_release_is_proven_then_boots(bench: Bench) -> None:
+    bench.good(A)
+    bench.serves(A)
+
+
+def test_there_and_back_ends_where_it_began(bench: Bench) -> None:
+    bench.good(A)
+    bench.release(B, engine__argv=["--kv-cache-dtype", "fp8"])
+
+    assert bench.switch(B)["state"] == "switched"
+    bench.serves(B)
+    assert 'cache_dtype="fp8"' in bench.run(
+        "curl -s --unix-socket /run/spark/main/engine.sock http://x/metrics"
+    )
+
+    assert bench.switch(A)["state"] == "switched"
+    bench.serves(A)
+
+
+def test_switching_to_what_already_serves_restarts_nothing(bench: Bench) -> None:
+    bench.good(A)
+    before = bench.run(f"systemctl show -p InvocationID --value spark-serve@{A}")
+
+    assert bench.switch(A)["state"] == "switched"
+
+    assert bench.run(f"systemctl show -p InvocationID --value spark-serve@{A}") == before
+
+
+PLANTS = {
+    "bad flag": ({"engine__argv": ["--no-such-flag", "1"]}, "start"),
+    "crash at start": ({"engine__env": {"STUB_FAULT": "crash-at-start"}}, "start"),
+    "out of memory at load": ({"engine__env": {"STUB_FAULT": "oom-at-start"}}, "start"),
+    "plugin missing": ({"engine__env": {"STUB_FAULT": "plugin-missing"}}, "start"),
+    "never ready": (
+        {
+            "engine__env": {"STUB_FAULT": "never-ready"},
+            "timeouts": {"start_s": 4, "stop_s": 2, "drain_s": 1},
+        },
+        "start",
+    ),
+    "garbage answers": ({"engine__env": {"STUB_FAULT": "garbage"}}, "start"),
+    "one token over and over": ({"engine__env": {"STUB_FAULT": "nan"}}, "start"),
+    "wrong served name": ({"engine__env": {"STUB_FAULT": "wrong-name"}}, "start"),
+    "wrong context length": ({"engine__env": {"STUB_FAULT": "wrong-context"}}, "start"),
+    "errors behind a green health": ({"engine__env": {"STUB_FAULT": "error-500"}}, "start"),
+    "wedge after start": ({"engine__env": {"STUB_FAULT": "wedge"}}, "start"),
+    "forbidden log line": ({"engine__env": {"STUB_FAULT": "log-forbidden"}}, "start"),
+    "low acceptance": ({"engine__env": {"STUB_FAULT": "low-acceptance"}}, "check"),
+    "wrong arithmetic": ({"engine__env": {"STUB_FAULT": "wrong-arithmetic"}}, "check"),
+    "copies with a typo": ({"engine__env": {"STUB_FAULT": "copy-typo"}}, "check"),
+    "unsteady answers": ({"engine__env": {"STUB_FAULT": "unsteady"}}, "check"),
+    "crash during the check": (
+        {
+            "engine__env": {
+                "STUB_FAULT": "crash-later",
+                "STUB_FAULT_AFTER_S": "1.5",
+                "STUB_TOKEN_S": "0.1",
+            }
+        },
+        "check",
+    ),
+    "memory that others hold": ({"memory__wait_s": 2}, "memory"),
+    "more memory than there is": ({"memory__needed_bytes": 1 << 50}, "prove"),
+    "image missing": ({"image": {"tag": "spark-vllm:none", "digest_label": None}}, "prove"),
+    "image of another digest": (
+        {"image": {"tag": "", "digest_label": "e" * 64}},
+        "prove",
+    ),
+    "tree half built": (
+        {"tree": {"path": "/srv/spark/models/half", "digest": "d" * 64}},
+        "prove",
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_bad_release_ends_with_the_old_one_proven(bench: Bench, plant: str) -> None:
+    changes, phase = PLANTS[plant]
+    if f"spark-serve@{A}.service" not in bench.guest.serving():
+        bench.good(A)
+    if plant == "memory that others hold":
+        changes = {"memory__needed_bytes": bench.total_bytes() - (64 << 20), **changes}
+    if plant == "image of another digest":
+        changes = {"image": {"tag": bench.image, "digest_label": "e" * 64}}
+    bench.release(B, **changes)
+
+    result = bench.switch(B)
+
+    assert result["state"] == ("refused" if phase == "prove" else "rolled-back")
+    assert (result["failed_phase"], result["serving"]) == (phase, A)
+    assert result["reason"]
+    bench.serves(A)
+
+
+def test_a_bad_first_release_leaves_nothing_running_and_nothing_enabled(bench: Bench) -> None:
+    bench.wipe()
+    bench.release(B, engine__env={"STUB_FAULT": "garbage"})
+
+    result = bench.switch(B)
+
+    assert result["state"] == "failed-no-previous"
+    assert "ent fjord" in result["reason"]
+    assert (bench.guest.serving(), bench.guest.boots()) == ([], [])
+    assert bench.run("docker ps -aq") == ""
+    assert bench.run("systemctl is-system-running || true") in ("running", "degraded")
+
+
+def test_the_log_of_a_failed_start_is_kept_with_the_result(bench: Bench) -> None:
+    bench.good(A)
+    bench.release(B, engine__env={"STUB_FAULT": "oom-at-start"})
+    tail = "\n".join(bench.switch(B)["log_tail"])
+    assert "Free memory on device cuda:0 (10.53/121.69 GiB)" in tail
+
+
+# How a change is held in each phase: a slow engine where there is one, else a systemctl that waits.
+HELD = {
+    "stop": f"stop spark-serve@{A}",
+    "open": "show * spark-gateway@main",
+    "enable": f"enable spark-serve@{B}",
+}
+SLOW = {"STUB_TOKEN_S": "0.05"}
+
+
+def _hold(bench: Bench, phase: str) -> None:
+    """Bring up A, begin a change to B, and return when it is in a phase and stays there."""
+    bench.good(A, engine__env=SLOW)
+    most = bench.total_bytes() - (64 << 20)
+    memory = {"memory__needed_bytes": most} if phase == "memory" else {}
+    bench.release(B, engine__env={"STUB_LOAD_S": "3", **SLOW}, **memory)
+    bench.slow_systemctl(HELD.get(phase))
+    if phase == "drain":
+        bench.ask_for_long()
+    bench.begin(B)
+    bench.at_phase(B, phase)
+
+
+@pytest.mark.parametrize("phase", ["drain", "stop", "memory", "start", "check", "open", "enable"])
+def test_a_killed_switch_leaves_a_proven_server(bench: Bench, phase: str) -> None:
+    _hold(bench, phase)
+
+    bench.run(f"systemctl kill -s KILL spark-switch@{B}")
+
+    bench.slow_systemctl(None)
+    result = bench.ended(B)
+    # Past the full check there is nothing left to doubt: the change is finished, not undone.
+    finished = phase in ("open", "enable")
+    assert result["state"] == ("switched" if finished else "rolled-back")
+    bench.serves(B if finished else A)
+
+
+@pytest.mark.parametrize("phase", ["stop", "start", "check", "enable"])
+def test_a_power_cut_during_a_change_boots_the_old_release(bench: Bench, phase: str) -> None:
+    _hold(bench, phase)
+
+    bench.power_cut()
+
+    bench.slow_systemctl(None)
+    bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
+    assert bench.guest.serving() == [f"spark-serve@{A}.service"]
+    assert bench.answers()
+    assert bench.guest.json(f"{HOST} switch-poll {B}")["state"] == "interrupted"
+    assert bench.switch(B)["state"] == "switched"
+    bench.serves(B)
+
+
+def test_a_proven_release_comes_back_after_a_power_cut_by_itself(bench: Bench) -> None:
+    bench.good(A)
+    bench.power_cut()
+    bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
+    bench.serves(A)
+    proof = bench.guest.json(f"{HOST} status")["proofs"][A]
+    assert (proof["current"], proof["level"]) == (True, "quick")
+
+
+def test_of_two_enabled_releases_only_the_good_one_boots(bench: Bench) -> None:
+    bench.good(A)
+    bench.release(B)
+    bench.run(f"systemctl enable -q spark-serve@{B}")
+    bench.power_cut()
+    bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
+    assert bench.guest.serving() == [f"spark-serve@{A}.service"]
+
+
+def test_a_service_stopped_by_hand_stays_down_over_a_reboot(bench: Bench) -> None:
+    bench.good(A)
+    bench.run(f"{HOST} stop-service main")
+    bench.power_cut()
+    time.sleep(3)
+    assert bench.guest.serving() == []
+    assert bench.guest.json(f"{HOST} status")["services"]["main"]["stopped_by_hand"]["release"] == A
+    assert bench.switch(A)["state"] == "refused"
+
+    bench.run(f"{HOST} start-service main")
+
+    bench.serves(A)
+
+
+def test_going_back_names_and_restores_the_release_before(bench: Bench) -> None:
+    bench.good(A)
+    bench.release(B)
+    bench.switch(B)
+    assert bench.guest.json(f"{HOST} rollback main --dry") == {
+        "from": B, "to": A, "unit": f"spark-switch@{A}.service",
+    }  # fmt: skip
+    bench.run(f"{HOST} rollback main")
+    assert bench.ended(A)["state"] == "switched"
+    bench.serves(A)
+
+
+def test_two_changes_at_once_are_refused(bench: Bench) -> None:
+    bench.good(A)
+    bench.release(B, engine__env={"STUB_LOAD_S": "3"})
+    bench.release(C)
+    bench.begin(B)
+    bench.at_phase(B, "start")
+    bench.begin(C)
+    bench.guest.wait(f"systemctl is-failed spark-switch@{C}", seconds=20)
+    assert bench.ended(B)["state"] == "switched"
+    bench.serves(B)
+
+
+def test_a_second_engine_cannot_start_beside_the_first(bench: Bench) -> None:
+    bench.good(A)
+    bench.release(B, memory={"needed_bytes": 1, "wait_s": 1, "floor_bytes": 1})
+    bench.run(f"systemctl start spark-serve@{B}", check=False)
+    assert bench.guest.serving() == [f"spark-serve@{A}.service"]
+    bench.run(f"systemctl stop spark-serve@{B}")
+    bench.serves(A)
+
+
+def test_clients_get_answers_or_a_clear_503_during_a_change(
+    bench: Bench, record_property: Callable[[str, object], None]
+) -> None:
+    bench.good(A, engine__env={"STUB_TOKEN_S": "0.05"})
+    bench.release(B, engine__env={"STUB_TOKEN_S": "0.05"})
+    stop, seen = threading.Event(), []
+    clients = [threading.Thread(target=_client, args=(bench, stop, seen)) for _ in range(2)]
+    for client in clients:
+        client.start()
+    time.sleep(1)
+    there, back = bench.switch(B), bench.switch(A)
+    time.sleep(1)
+    stop.set()
+    for client in clients:
+        client.join()
+
+    assert (there["state"], back["state"]) == ("switched", "switched")
+    kinds = {kind for kind, _ in seen}
+    assert kinds == {"42", "503"}, [text for kind, text in seen if kind not in ("42", "503")]
+    for result in (there, back):
+        engine_s = result["times_s"]["start"] + result["times_s"]["drain"]
+        record_property("outage_s", json.dumps(result["times_s"]))
+        assert result["times_s"]["total"] - engine_s < 5.0
+    bench.serves(A)
+
+
+def _client(bench: Bench, stop: threading.Event, seen: list[tuple[str, str]]) -> None:
+    """Ask without a pause; note right answers and refusals as a client sees them."""
+    ssh = info()["ssh"]
+    script = (
+        "KEY=$(cat /etc/spark/api-key); while [ -e /run/bench-clients ]; do "
+        "curl -s -m 20 -w ' retry=%header{retry-after} %{http_code}\\n' "
+        "-H \"Authorization: Bearer $KEY\" -H 'Content-Type: application/json' "
+        '-d \'{"model":"main-model","messages":'
+        '[{"role":"user","content":"What is 6*7?"}]}\' '
+        "-D - http://127.0.0.1:8000/v1/chat/completions -o /dev/stdout | tr -d '\\r\\n'; echo; "
+        "sleep 0.05; done"
+    )
+    bench.run("touch /run/bench-clients")
+    process = subprocess.Popen(
+        ["ssh", "-q", "-i", ssh["key"], "-o", f"UserKnownHostsFile={ssh['known_hosts']}",
+         f"{ssh['user']}@{bench.guest.ip}", "sudo", "sh", "-s"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    out: list[str] = []
+    reader = threading.Thread(target=lambda: out.extend(process.stdout or ()))
+    assert process.stdin is not None
+    process.stdin.write(script)
+    process.stdin.close()
+    reader.start()
+    stop.wait()
+    bench.run("rm -f /run/bench-clients")
+    process.wait(30)
+    reader.join()
+    for line in out:
+        if not line.strip():
+            continue
+        if "200 OK" in line and '"content":"42"' in line:
+            seen.append(("42", line))
+        elif "503 Service" in line and "Retry-After: 10" in line:
+            seen.append(("503", line))
+        else:
+            seen.append(("other", line))
