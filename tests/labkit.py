@@ -200,7 +200,7 @@ class Site:
         (self.root / "group_vars").mkdir(exist_ok=True)
         text = (CHECKOUT / "inventory/lab.py").read_text()
         (self.root / "inventory/lab.py").write_text(
-            text.replace("_Path(__file__).resolve().parent.parent", f"_Path({str(CHECKOUT)!r})")
+            text.replace("_pathlib.Path(__file__).resolve().parent.parent", repr(str(CHECKOUT)))
         )
         shutil.copy(CHECKOUT / "group_vars/lab.yml", self.root / "group_vars/lab.yml")
         self.choose()

@@ -19,6 +19,7 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.repositories import Repositories
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.failing import show
+from spark_deploy.operations.promises import promise, promised
 from spark_deploy.operations.running import CommandFailed, run, talking
 from spark_deploy.plan.types import AptRepository
 
@@ -98,7 +99,9 @@ def repositories_to_add(
         ours = source.path in state.files
         if not ours and (not needed or repository.url in state.known_urls):
             continue
-        if any(state.files.get(path) != expected for path, expected in right.items()):
+        wrong = any(state.files.get(path) != expected for path, expected in right.items())
+        if wrong and not promised(f"repository {repository.name}"):
+            promise(f"repository {repository.name}")
             found.append(repository)
     return tuple(found)
 

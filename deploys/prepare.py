@@ -1,0 +1,18 @@
+"""Host preparation alone: everything up to a container that sees the GPU, no model, no service.
+
+For a first look at new hosts, and before a download that takes the night.
+"""
+
+from pyinfra.context import host, state
+
+from roles import base, cuda, docker, preflight
+from spark_deploy.plans import plan_for
+from spark_deploy.ssh import no_delay
+
+no_delay(state, host)
+plan = plan_for(host)
+
+preflight.apply(plan=plan.needs)
+base.apply(plan=plan.base)
+cuda.apply(plan=plan.cuda)
+docker.apply(plan=plan.docker)
