@@ -7,6 +7,7 @@ drafts that are never accepted, and neither says so.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,9 @@ from spark_vllm.settings import Settings
 
 SHOWN = 8
 """Problems spelt out in one error; the rest is counted."""
+
+REGEX_CHARACTERS = set(r"*+?^$()[]{}|\\")
+"""INC takes a key of extra_config with one of these for a regular expression."""
 
 FLOATS = ("BF16", "F16", "F32")
 MTP_LAYER_NORMS = (
@@ -138,11 +142,20 @@ def _packed_shapes(
 
 
 def _bits(settings: Settings, module: str) -> int | None:
-    """Return the width INC will use for ``module``; ``None`` when it stays at 16 bits."""
+    """Return the width INC will use for ``module``; ``None`` when it stays at 16 bits.
+
+    As INC's config parser does it: the exact name, then a key that is a regular expression, then
+    the blocks to quantise.
+    """
     entry = settings.extra.get(module)
+    if entry is None:
+        patterns = (key for key in settings.extra if REGEX_CHARACTERS & set(key))
+        found = next((key for key in patterns if re.search(key, module)), None)
+        entry = settings.extra[found] if found is not None else None
     below = any(module.startswith(block) for block in settings.block_names)
-    bits = (entry or {}).get("bits", settings.bits if entry is not None or below else 16)
-    return None if bits >= 16 else int(bits)
+    default = settings.bits if below or module in settings.extra else 16
+    bits = int((entry or {}).get("bits", default))
+    return None if bits >= 16 else bits
 
 
 def _head_problems(tree: Tree, settings: Settings) -> Iterator[str]:

@@ -1,0 +1,144 @@
+"""An INT4 base and an FP8 donor of two layers, with the real names and random bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from plugin_hybrids import INDEX, Raw, raw_bf16, write_file
+
+HIDDEN, WIDTH, VOCABULARY, LAYERS, EXPERTS, GROUP = 256, 384, 64, 2, 2, 128
+TEXT = "model.language_model."
+
+
+class Random:
+    """Random tensors of each stored form."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def bf16(self, *shape: int) -> Raw:
+        return raw_bf16(self._random.normal(0, 0.05, shape).astype(np.float32))
+
+    def fp8(self, out: int, width: int) -> dict[str, Raw]:
+        codes = self._random.integers(0, 256, (out, width), np.uint8)
+        codes[(codes & 127) == 127] = 0  # the two codes of NaN
+        scale = self._random.uniform(0.001, 0.01, (-(-out // 128), -(-width // 128)))
+        return {
+            "weight": ("F8_E4M3", (out, width), codes.tobytes()),
+            "weight_scale_inv": raw_bf16(scale.astype(np.float32)),
+        }
+
+    def int4(self, out: int, width: int) -> dict[str, Raw]:
+        packed = self._random.integers(0, 2**32, (width // 8, out), np.uint32)
+        scales = self._random.uniform(0.001, 0.01, (width // GROUP, out)).astype(np.float16)
+        zeros = np.full((width // GROUP, out // 8), 0x77777777, np.uint32)
+        return {
+            "qweight": ("I32", packed.shape, packed.tobytes()),
+            "scales": ("F16", scales.shape, scales.tobytes()),
+            "qzeros": ("I32", zeros.shape, zeros.tobytes()),
+        }
+
+
+def _shared(prefix: str) -> dict[str, tuple[int, int]]:
+    return {
+        f"{prefix}.mlp.shared_expert.gate_proj": (WIDTH, HIDDEN),
+        f"{prefix}.mlp.shared_expert.up_proj": (WIDTH, HIDDEN),
+        f"{prefix}.mlp.shared_expert.down_proj": (HIDDEN, WIDTH),
+    }
+
+
+def _packed(prefix: str) -> dict[str, tuple[int, int]]:
+    modules = {
+        f"{prefix}.mlp.experts.{expert}.{part}_proj": (HIDDEN, HIDDEN)
+        for expert in range(EXPERTS)
+        for part in ("gate", "up", "down")
+    }
+    return {**modules, **{f"{prefix}.self_attn.{part}_proj": (HIDDEN, HIDDEN) for part in "qkvo"}}
+
+
+def _small(prefix: str) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.input_layernorm.weight": (HIDDEN,),
+        f"{prefix}.post_attention_layernorm.weight": (HIDDEN,),
+        f"{prefix}.self_attn.q_norm.weight": (64,),
+        f"{prefix}.self_attn.k_norm.weight": (64,),
+        f"{prefix}.mlp.gate.weight": (EXPERTS, HIDDEN),
+        f"{prefix}.mlp.shared_expert_gate.weight": (1, HIDDEN),
+    }
+
+
+def _target(random: Random) -> dict[str, Raw]:
+    tensors: dict[str, Raw] = {f"{TEXT}embed_tokens.weight": random.bf16(VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        prefix = f"{TEXT}layers.{layer}"
+        for module, shape in _packed(prefix).items():
+            tensors |= {f"{module}.{part}": raw for part, raw in random.int4(*shape).items()}
+        for module, shape in _shared(prefix).items():
+            tensors[f"{module}.weight"] = random.bf16(*shape)
+        tensors |= {name: random.bf16(*shape) for name, shape in _small(prefix).items()}
+    tensors[f"{TEXT}norm.weight"] = random.bf16(HIDDEN)
+    tensors["lm_head.weight"] = random.bf16(VOCABULARY, HIDDEN)
+    return tensors
+
+
+def _drafter(random: Random) -> dict[str, Raw]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
+        "mtp.norm.weight": (HIDDEN,),
+        "mtp.pre_fc_norm_embedding.weight": (HIDDEN,),
+        "mtp.pre_fc_norm_hidden.weight": (HIDDEN,),
+        **_small("mtp.layers.0"),
+    }
+    linear = {**_packed("mtp.layers.0"), **_shared("mtp.layers.0")}
+    shapes |= {f"{module}.weight": shape for module, shape in linear.items()}
+    return {name: random.bf16(*shape) for name, shape in shapes.items()}
+
+
+def base_config() -> dict[str, Any]:
+    """Return the base's config.json, as far as the plugin reads it."""
+    sixteen = {"bits": 16, "data_type": "float"}
+    shared = [name for n in range(LAYERS) for name in _shared(f"{TEXT}layers.{n}")]
+    return {
+        "text_config": {"mtp_num_hidden_layers": 1, "num_experts": EXPERTS},
+        "quantization_config": {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": GROUP,
+            "sym": True,
+            "data_type": "int",
+            "packing_format": "auto_round:auto_gptq",
+            "block_name_to_quantize": f"{TEXT}layers",
+            "extra_config": dict.fromkeys(shared, sixteen),
+        },
+    }
+
+
+def write_sources(out: Path) -> tuple[Path, Path]:
+    """Write base and donor below ``out`` and return their directories."""
+    random = Random(seed=20)
+    base, donor = out / "base", out / "donor"
+    base.mkdir()
+    donor.mkdir()
+    target, index = _target(random), {}
+    half = len(target) // 2
+    files = {
+        "model-00001-of-00002.safetensors": dict(list(target.items())[:half]),
+        "model-00002-of-00002.safetensors": dict(list(target.items())[half:]),
+        "model_extra_tensors.safetensors": _drafter(random),
+    }
+    for file, tensors in files.items():
+        write_file(base / file, tensors)
+        index.update(dict.fromkeys(tensors, file))
+    (base / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (base / "config.json").write_text(json.dumps(base_config()))
+    swapped = {
+        f"{module}.{part}": raw
+        for layer in range(LAYERS)
+        for module, shape in _shared(f"{TEXT}layers.{layer}").items()
+        for part, raw in random.fp8(*shape).items()
+    }
+    write_file(donor / "model.safetensors", swapped)
+    return base, donor
