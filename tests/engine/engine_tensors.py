@@ -1,0 +1,40 @@
+"""Compare every tensor of hybrids with plain trees, bit for bit; run by the engine's own Python.
+
+Arguments: pairs of a hybrid's directory and the directory of the same weights in plain BF16.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from spark_vllm.headers import INDEX
+from spark_vllm.reader import ModuleReader
+from spark_vllm.settings import read_settings
+
+
+def compare(hybrid: Path, plain: Path) -> int:
+    """Return the number of tensors; raise when names, types or bits differ."""
+    settings = read_settings(
+        json.loads((hybrid / "config.json").read_text())["quantization_config"]
+    )
+    index = json.loads((plain / INDEX).read_text())["weight_map"]
+    found = set()
+    for name, tensor in ModuleReader(hybrid, settings).weights(lambda _: True):
+        with safe_open(str(plain / index[name]), framework="pt") as file:
+            expected = file.get_tensor(name)
+        if tensor.dtype != expected.dtype or not torch.equal(tensor, expected):
+            raise SystemExit(f"{hybrid}: {name} differs from {plain}")
+        found.add(name)
+    if found != set(index):
+        raise SystemExit(f"{hybrid}: other names than {plain}: {sorted(found ^ set(index))[:5]}")
+    return len(found)
+
+
+if __name__ == "__main__":
+    pairs = list(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    counts = [compare(Path(hybrid), Path(plain)) for hybrid, plain in pairs]
+    sys.stdout.write(f"{json.dumps(counts)}\n")

