@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,13 @@ def info() -> dict[str, Any]:
     return json.loads((STATE / "lab.json").read_text())
 
 
+def _known_hosts() -> Path:
+    """Write the host keys the lab made, so that looking does not rest on what a deploy recorded."""
+    path = Path(tempfile.gettempdir()) / f"spark-lab-known-hosts-{os.getpid()}"
+    path.write_text("".join(f"{guest['ip']} {guest['host_key']}\n" for guest in info()["guests"]))
+    return path
+
+
 @dataclass(frozen=True)
 class Guest:
     """One virtual host, looked at through ssh."""
@@ -59,7 +67,7 @@ class Guest:
         ssh = info()["ssh"]
         done = subprocess.run(
             [
-                "ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={ssh['known_hosts']}",
+                "ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={_known_hosts()}",
                 "-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes",
                 "-o", "ConnectTimeout=5", f"{ssh['user']}@{self.ip}",
                 f"sudo -n sh -c {shlex.quote(command)}",
@@ -106,32 +114,36 @@ class Guest:
         inspected = self.json(f"docker inspect {name}")[0]
         return [*inspected["Config"]["Entrypoint"], *inspected["Config"]["Cmd"]]
 
-    def ask(self, prompt: str, *, key: str | None = None, model: str = "") -> tuple[int, Any]:
+    def ask(self, prompt: str, *, model: str = "") -> tuple[int, Any]:
         """Ask through the gateway with curl; return the HTTP status and the body."""
         body = {
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": 200, "temperature": 0, "model": model or self.names()[0],
         }  # fmt: skip
-        return self.post("/v1/chat/completions", body, key=self.key() if key is None else key)
+        return self.call("POST", "/v1/chat/completions", body)
 
     def names(self) -> list[str]:
         """Return the served model names."""
-        _, body = self.call("GET", "/v1/models", key=self.key())
+        _, body = self.call("GET", "/v1/models")
         return [entry["id"] for entry in body["data"]]
 
-    def post(self, path: str, body: Any, *, key: str = "") -> tuple[int, Any]:
-        """POST JSON to the gateway."""
-        return self.call("POST", path, json.dumps(body), key=key)
+    def call(
+        self, method: str, path: str, body: Any = None, *, key: str | None = None
+    ) -> tuple[int, Any]:
+        """Call the gateway on the guest's loopback address; return HTTP status and body.
 
-    def call(self, method: str, path: str, body: str = "", *, key: str = "") -> tuple[int, Any]:
-        """Call the gateway on the guest's loopback address."""
-        header = f"-H {shlex.quote('Authorization: Bearer ' + key)}" if key else ""
+        Without ``key`` the host's own key is used, which curl reads from standard input, so that
+        it stands in no argv and no log.
+        """
+        own = "sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key"
+        given = f"echo {shlex.quote('header = ' + json.dumps(f'Authorization: Bearer {key}'))}"
+        data = f"-d {shlex.quote(json.dumps(body))}" if body is not None else ""
         out = self.run(
-            f"curl -sS -m 60 -w '\\n%{{http_code}}' -X {method} {header} "
-            f"-H 'Content-Type: application/json' -d {shlex.quote(body)} "
+            f"{own if key is None else given if key else ':'} | curl -K - -sS -m 120 "
+            f"-w '\\n%{{http_code}}' -X {method} -H 'Content-Type: application/json' {data} "
             f"http://127.0.0.1:8000{path}",
-            check=False,
-        )
+            check=False, timeout_s=180,
+        )  # fmt: skip
         text, _, code = out.rpartition("\n")
         try:
             return int(code or 0), json.loads(text)
@@ -198,19 +210,31 @@ class Site:
     def __post_init__(self) -> None:
         (self.root / "inventory").mkdir(parents=True, exist_ok=True)
         (self.root / "group_vars").mkdir(exist_ok=True)
+        known_hosts = self.root / "known_hosts"
+        shutil.copy(info()["ssh"]["known_hosts"], known_hosts)
         text = (CHECKOUT / "inventory/lab.py").read_text()
-        (self.root / "inventory/lab.py").write_text(
-            text.replace("_pathlib.Path(__file__).resolve().parent.parent", repr(str(CHECKOUT)))
-        )
-        shutil.copy(CHECKOUT / "group_vars/lab.yml", self.root / "group_vars/lab.yml")
+        for theirs, ours in {
+            "str(_pathlib.Path(__file__).resolve().parent.parent)": str(CHECKOUT),
+            '_lab["ssh"]["known_hosts"]': str(known_hosts),
+        }.items():
+            if theirs not in text:
+                raise RuntimeError(f"inventory/lab.py no longer says {theirs}")
+            text = text.replace(theirs, repr(ours))
+        (self.root / "inventory/lab.py").write_text(text)
         self.choose()
 
     def choose(self, **settings: Any) -> None:
         """Write choices of this test over the lab's, as a user edits a file."""
-        self.choices.update(settings)
+        self.choices |= settings
         lab_settings = yaml.safe_load((CHECKOUT / "group_vars/lab.yml").read_text())
         merged = _merge(lab_settings, self.choices)
         (self.root / "group_vars/lab.yml").write_text(yaml.safe_dump(merged, sort_keys=False))
+
+    def _limit(self, arguments: tuple[str, ...]) -> list[str]:
+        """Keep to this site's hosts; the lab may have others."""
+        if "--limit" in arguments:
+            return []
+        return [word for name in self.hosts for word in ("--limit", name)]
 
     def command(self, *arguments: str, deploy: str = "deploy.py") -> list[str]:
         """Return the command line a user types."""
@@ -224,7 +248,7 @@ class Site:
         timeout_s: float = 900, env: dict[str, str] | None = None,
     ) -> Run:  # fmt: skip
         """Run pyinfra and read its JSON."""
-        limit = ("--limit", ",".join(self.hosts)) if self.hosts else ()
+        limit = self._limit(arguments)
         started = time.monotonic()
         done = subprocess.run(
             self.command(*limit, *arguments, "--dry" if dry else "-y", "--json", deploy=deploy),
@@ -239,7 +263,7 @@ class Site:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start pyinfra and leave it running; its lines arrive on ``stderr``."""
-        limit = ("--limit", ",".join(self.hosts)) if self.hosts else ()
+        limit = self._limit(arguments)
         return subprocess.Popen(
             self.command(*limit, *arguments, "-y"),
             cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

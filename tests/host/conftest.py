@@ -35,13 +35,13 @@ USUAL = {"model": "lab-stub", "profile": "v2"}
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     if os.geteuid() != 0:
         pytest.skip("the virtual lab needs root")
-    lab("up", "lab-1", "lab-2", "--fresh", "--bootstrap-guest", "lab-2")
+    lab("up", "lab-1", "lab-2", "--fresh", "--bootstrap-guest", "lab-2", "--engine", "stub")
     root: Path = tmp_path_factory.mktemp("site")
     site = Site(root, hosts=["lab-1", "lab-2"])
     site.choose(**USUAL)
     password = root / "password"
     password.touch(mode=0o600)
-    bootstrap_guest = next(guest for guest in info()["guests"] if guest["bootstrap"])
+    bootstrap_guest = next(guest for guest in info()["guests"] if guest["name"] == "lab-2")
     password.write_text(bootstrap_guest["password"] + "\n")
     bootstrapped = site.deploy(
         deploy="deploys/bootstrap.py", env={"SPARK_BOOTSTRAP_PASSWORD_FILE": str(password)}

@@ -75,14 +75,16 @@ def test_the_gateway_is_the_only_way_in(fleet: Fleet) -> None:
     guest = fleet.guests[0]
 
     assert guest.ask("What is the capital of France?")[0] == 200
-    assert guest.ask("What is the capital of France?", key="wrong", model="x")[0] == 401
-    assert guest.call("GET", "/v1/models")[0] == 401
-    key = guest.key()
+    question = {"model": "x", "messages": [{"role": "user", "content": "Hello"}]}
+    for key in ("wrong", ""):
+        assert guest.call("POST", "/v1/chat/completions", question, key=key)[0] == 401
+        assert guest.call("GET", "/v1/models", key=key)[0] == 401
     for path in ("/invocations", "/metrics", "/tokenize", "/version", "/load", "/docs"):
-        assert guest.call("POST", path, "{}", key=key)[0] == 404, path
+        assert guest.call("POST", path, {})[0] == 404, path
     assert guest.run("stat -c '%a %U' /etc/spark/api-key") == "600 root"
     listening = guest.run("ss -Hltn | awk '{print $4}'").split()
     assert [address for address in listening if address.endswith(":8000")] == ["127.0.0.1:8000"]
+    key = guest.key()
     # Whoever may look at processes, units or containers must not learn the key.
     for command in ("ps axww -o args", "systemctl cat 'spark-*'", "journalctl -b -o cat",
                     "docker inspect $(docker ps -q)"):  # fmt: skip

@@ -60,9 +60,7 @@ def test_the_real_engine_serves_the_hybrid_that_our_builder_made(fleet: Fleet) -
 
     status, body = one.ask("What is the capital of France?")
     log = one.run(f"journalctl -u {one.serving()[0]} -o cat")
-    metrics = one.run(
-        "curl -sS --unix-socket /run/spark/main/engine.sock http://engine/metrics"
-    )
+    metrics = one.run("curl -sS --unix-socket /run/spark/main/engine.sock http://engine/metrics")
     release = one.serving()[0].removeprefix("spark-serve@").removesuffix(".service")
     proof = one.json(f"cat /var/lib/spark/proofs/{release}.json")
 
