@@ -11,6 +11,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "plan": "print what a deploy would make of each host; no host is touched",
     "lock": "look up the commits and digests behind the names in use and write them down",
+    "manifest": "list everything a deploy owns on each host",
     "status": "show what each host serves, how well it is proven and what differs from the plan",
     "doctor": "look at hosts without changing them and say what speaks against a deploy",
     "connect": "show how to talk to each server: URL, model name, key; no host is touched",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ class Fleet:
 
     def settle(self, **choices: object) -> None:
         """Bring every host to the usual choices; each test begins from there."""
+        self.site.choices.clear()
         self.site.choose(**{**USUAL, **choices})
         run = self.site.deploy()
         if run.exit_code != 0:
@@ -32,7 +32,7 @@ USUAL = {"model": "lab-stub", "profile": "v2"}
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     if os.geteuid() != 0:
         pytest.skip("the virtual lab needs root")
     lab("up", "lab-1", "lab-2", "--fresh", "--bootstrap-guest", "lab-2", "--engine", "stub")
@@ -50,4 +50,4 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     first = site.deploy()
     assert first.exit_code == 0, f"{first.failed}\n{first.stderr[-6000:]}"
     guests = [Guest(guest["name"], guest["ip"]) for guest in info()["guests"]]
-    yield Fleet(site, [guest for guest in guests if guest.name in site.hosts], first)
+    return Fleet(site, [guest for guest in guests if guest.name in site.hosts], first)

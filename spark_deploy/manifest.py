@@ -1,0 +1,98 @@
+"""Everything a deploy owns on a host, each with the operation that repairs it.
+
+One list for people (`spark-deploy manifest`), for the drift tests that change each entry in turn,
+and for whoever wants to take the project off a host again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.base import HOLD_PATH, SLEEP_TARGETS
+from spark_deploy.payload import Payload
+from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.release import release_files_of, unit_files_of
+from spark_deploy.plan.types import HostPlan, Paths
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """One thing on a host: ``kind`` says what ``name`` is."""
+
+    kind: str  # file | link | directory | package | masked | image | tree | active | enabled
+    name: str
+    operation: str  # the operation of a deploy that repairs it
+    mode: int | None = None  # of a file
+
+
+def manifest_of(plan: HostPlan, payload: Payload) -> tuple[Owned, ...]:
+    """List what a deploy of ``plan`` owns on its host."""
+    return (
+        *_base(plan),
+        *_tools(plan, payload),
+        *_artefacts(plan, payload),
+        *_release(plan),
+    )
+
+
+def _base(plan: HostPlan) -> Iterator[Owned]:
+    if plan.base.hold_driver_in_unattended_upgrades:
+        yield Owned("file", HOLD_PATH, "Base | Hold driver packages in unattended upgrades", 0o644)
+    for package in plan.base.packages:
+        yield Owned("package", package, "Base | Install packages")
+    for path in _directories(plan.paths):
+        yield Owned("directory", path, "Base | Create directories")
+    if plan.base.disable_sleep:
+        for target in SLEEP_TARGETS:
+            yield Owned("masked", target, "Base | Disable sleep")
+    yield Owned("package", plan.cuda.package, "CUDA | Install the toolkit")
+    for package in (*plan.docker.packages, *plan.docker.toolkit_packages):
+        yield Owned("package", package, "Docker | Install engine and NVIDIA toolkit")
+    yield Owned("file", plan.docker.receipt_path, "Docker | Prove the GPU in a container", 0o644)
+
+
+def _directories(paths: Paths) -> tuple[str, ...]:
+    return (
+        paths.models_dir, paths.sources_dir, paths.cache_dir, paths.config_dir, paths.state_dir,
+        paths.tools_dir,
+    )  # fmt: skip
+
+
+def _files(files: tuple[ManagedFile, ...], operation: str) -> Iterator[Owned]:
+    for file in files:
+        yield Owned("file", file.path, operation, file.mode)
+
+
+def _tools(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
+    install = "Tools | Install host tools"
+    home = f"{plan.paths.tools_dir}/{plan.tools.digest[:12]}"
+    yield from _files(payload.tools.installed(home), install)
+    yield from _files(unit_files_of(plan, payload.units), install)
+    yield Owned("link", f"{plan.paths.tools_dir}/current", install)
+    site = "Tools | Install the builder's Python packages"
+    yield Owned("link", f"{plan.paths.tools_dir}/site", site)
+
+
+def _artefacts(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
+    for job in jobs_of(plan, payload.image_context):
+        if job.kind == "fetch":
+            operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
+            yield Owned("tree", job.proof["receipt"].removesuffix("/receipt.json"), operation)
+        elif job.kind == "checkpoint":
+            tree = job.proof["receipt"].removesuffix("/receipt.json")
+            yield Owned("tree", tree, "Checkpoint | Build the checkpoint")
+        else:
+            yield Owned("image", job.proof["image"], "Image | Prepare the engine image")
+
+
+def _release(plan: HostPlan) -> Iterator[Owned]:
+    serve = plan.serve
+    yield from _files(release_files_of(plan), "Serve | Install units and release")
+    change = f"Serve | Serve the release on {plan.host}"
+    for unit in (f"spark-serve@{serve.name}.service", f"spark-gateway@{serve.service}.service"):
+        yield Owned("active", unit, change)
+        yield Owned("enabled", unit, change)
+    yield Owned("file", f"{plan.paths.state_dir}/proofs/{serve.name}.json", change)
+    yield Owned("file", serve.gateway.key_path, change, 0o600)
