@@ -16,7 +16,8 @@ from pathlib import Path
 from lab.errors import LabError
 
 ROOT = Path("/sys/fs/cgroup")
-TREE = "lab"
+# A second lab, in a network namespace of its own, needs another name (the lab's tests do that).
+TREE = os.environ.get("SPARK_LAB_CGROUP", "lab")
 _V2_CONTROLLERS = ("cpuset", "cpu", "io", "memory", "pids")
 
 

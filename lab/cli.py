@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lab import boot, faults, guest, lifecycle, record, servers, supervise
+from lab import boot, demo, faults, guest, lifecycle, record, servers, supervise
 from lab.code import use_copied_code
 from lab.errors import LabError
 from lab.guest import Guest
@@ -22,14 +22,24 @@ def _up(paths: LabPaths, options: argparse.Namespace) -> int:
     started = time.monotonic()
     bootstrap = frozenset(guest_names(options.bootstrap_guest or []))
     names = guest_names(options.guests)
-    with lifecycle.lab_lock(paths):
-        guests = lifecycle.up(
-            paths, names, fresh=options.fresh, bootstrap=bootstrap, engine=options.engine
-        )
-        for one in guests:
-            how = "new Spark: password in lab.json" if one.spec().bootstrap else "key"
-            print(f"{one.name}  {one.ip}  ssh as {USER} ({how})")
+    guests = lifecycle.up(
+        paths, names, fresh=options.fresh, bootstrap=bootstrap, engine=options.engine
+    )
+    _print_guests(guests)
     print(f"lab up in {time.monotonic() - started:.1f} s; state in {paths.state}")
+    return 0
+
+
+def _print_guests(guests: Sequence[Guest]) -> None:
+    for one in guests:
+        how = "new Spark: password in lab.json" if one.spec().bootstrap else "key"
+        print(f"{one.name}  {one.ip}  ssh as {USER} ({how})")
+
+
+def _prepare(paths: LabPaths, options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    lifecycle.up(paths, [], fresh=False, bootstrap=frozenset(), engine=options.engine)
+    print(f"lab prepared in {time.monotonic() - started:.1f} s; state in {paths.state}")
     return 0
 
 
@@ -94,6 +104,19 @@ def _break(paths: LabPaths, options: argparse.Namespace) -> int:
     return 0
 
 
+def _demo(paths: LabPaths, options: argparse.Namespace) -> int:
+    names = ["lab-1", "lab-2"]
+    demo.run(
+        paths.state,
+        lambda: _print_guests(
+            lifecycle.up(
+                paths, names, fresh=True, bootstrap=frozenset(names[1:]), engine=options.engine
+            )
+        ),
+    )
+    return 0
+
+
 def _restart_servers(paths: LabPaths, options: argparse.Namespace) -> int:
     use_copied_code(paths)
     with lifecycle.lab_lock(paths):
@@ -129,6 +152,10 @@ def _parser() -> argparse.ArgumentParser:
                     help="engine images to have in the registry")  # fmt: skip
     up.set_defaults(run=_up)
 
+    ready = commands.add_parser("prepare", help="have everything that guests need, and no guest")
+    ready.add_argument("--engine", choices=["none", "stub", "cpu"], default="cpu")
+    ready.set_defaults(run=_prepare)
+
     down = commands.add_parser("down", help="power guests off; without names the whole lab")
     down.add_argument("guests", nargs="*", metavar="NAME")
     down.add_argument("--delete", action="store_true", help="forget their disks as well")
@@ -155,6 +182,10 @@ def _parser() -> argparse.ArgumentParser:
     fault.add_argument("--match", default="*", help="only files like this (hub)")
     fault.add_argument("--times", type=int, default=0, help="only so many answers (hub)")
     fault.set_defaults(run=_break)
+
+    show = commands.add_parser("demo", help="two hosts, from nothing to proven servers")
+    show.add_argument("--engine", choices=["stub", "cpu"], default="cpu")
+    show.set_defaults(run=_demo)
 
     restart = commands.add_parser("restart-servers", help="restart servers with this code")
     restart.add_argument("names", nargs="*", choices=[*servers.SERVERS, []])

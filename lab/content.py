@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def cached(target: Path, make: Callable[[Path], None]) -> Path:
         shutil.rmtree(temporary)
     temporary.unlink(missing_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
+    print(f"making {target.name} (kept for the next time)", file=sys.stderr, flush=True)
     make(temporary)
     temporary.rename(target)
     return target

@@ -93,13 +93,12 @@ class Guest:
 
 def create(guest: Guest, spec: GuestSpec) -> None:
     """Make the guest's disk; its spec, written last, says that the disk is whole."""
-    if guest.home.exists():
-        shutil.rmtree(guest.home)
+    _forget(guest)
     for directory in (guest.disk, guest.root, guest.home / "cg", guest.home / "cg2"):
         directory.mkdir(parents=True)
     with guest.disk_image.open("wb") as file:
         file.truncate(DISK_GIB << 30)
-    run(["mkfs.ext4", "-q", "-m", "1", "-E", "lazy_itable_init=1", guest.disk_image])
+    run(["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1", guest.disk_image])
     mounts.mount_disk(guest.disk_image, guest.disk)
     for name in ("upper", "work", "docker"):
         (guest.disk / name).mkdir()
@@ -201,6 +200,12 @@ def clean(guest: Guest) -> None:
 def destroy(guest: Guest) -> None:
     """Clean up and forget the guest with its disk."""
     clean(guest)
+    _forget(guest)
+
+
+def _forget(guest: Guest) -> None:
+    """Delete the guest's directory; its spec first, so that a half-deleted one is no guest."""
+    (guest.home / "guest.json").unlink(missing_ok=True)
     if guest.home.exists():
         shutil.rmtree(guest.home)
 

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urljoin, urlsplit
 
 from lab.errors import LabError
@@ -180,9 +181,10 @@ def push_image(
     base = f"http://{registry}/v2/{name}"
     packed_config = config_bytes(layers, config)
     for layer in layers:
-        _upload_blob(base, layer.digest, layer.path.read_bytes)
+        with layer.path.open("rb") as content:
+            _upload_blob(base, layer.digest, content, layer.size_bytes)
     config_digest = f"sha256:{hashlib.sha256(packed_config).hexdigest()}"
-    _upload_blob(base, config_digest, lambda: packed_config)
+    _upload_blob(base, config_digest, io.BytesIO(packed_config), len(packed_config))
     manifest = manifest_bytes(layers, packed_config)
     headers = {"Content-Type": MANIFEST_TYPE}
     _request("PUT", f"{base}/manifests/{tag}", manifest, headers)
@@ -195,14 +197,14 @@ def has_manifest(registry: str, name: str, reference: str) -> bool:
     return _exists(url, {"Accept": MANIFEST_TYPE})
 
 
-def _upload_blob(base: str, digest: str, content: Callable[[], bytes]) -> None:
+def _upload_blob(base: str, digest: str, content: BinaryIO, size_bytes: int) -> None:
     if _exists(f"{base}/blobs/{digest}", {}):
         return
     location = _request("POST", f"{base}/blobs/uploads/", b"", {})
     upload = urljoin(f"{base}/", location)
     mark = "&" if urlsplit(upload).query else "?"
-    headers = {"Content-Type": "application/octet-stream"}
-    _request("PUT", f"{upload}{mark}digest={digest}", content(), headers)
+    headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size_bytes)}
+    _request("PUT", f"{upload}{mark}digest={digest}", content, headers)
 
 
 def _exists(url: str, headers: Mapping[str, str]) -> bool:
@@ -215,7 +217,9 @@ def _exists(url: str, headers: Mapping[str, str]) -> bool:
     return True
 
 
-def _request(method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> str:
+def _request(
+    method: str, url: str, body: bytes | BinaryIO | None, headers: Mapping[str, str]
+) -> str:
     request = urllib.request.Request(url, data=body, headers=dict(headers), method=method)
     # The registry is on this machine: a proxy of the environment must not be asked.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

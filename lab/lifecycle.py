@@ -3,107 +3,70 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from lab import (
-    archive,
     cgroup,
     guest,
     identity,
     mounts,
     network,
-    packages,
-    recipes,
     record,
-    rootfs,
     servers,
+    stock,
 )
-from lab.code import use_copied_code
-from lab.distribution import Distribution, install_programs, this_distribution
+from lab.distribution import this_distribution
 from lab.errors import LabError
 from lab.guest import Guest
 from lab.paths import LabPaths
+from lab.shell import kept_open
 
 BOOT_TIMEOUT_S = 60
 
 
 @contextmanager
-def lab_lock(paths: LabPaths) -> Iterator[None]:
+def lab_lock(paths: LabPaths, name: str = "lock") -> Iterator[None]:
     """Let one lab command change things at a time; the next one waits."""
     paths.state.mkdir(parents=True, exist_ok=True, mode=0o755)
-    with (paths.state / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What every guest stands on."""
-
-    distribution: Distribution
-    base: Path  # read-only tree below every new guest's disk
-    debs: Path  # packages that the base lacks
-
-
-def prepare(paths: LabPaths) -> Ground:
-    """Have programs, packages, base and servers."""
-    installed = install_programs()
-    if installed:
-        print(f"installed on this machine: {' '.join(installed)}", flush=True)
-    for directory in (paths.cache, paths.guests, paths.run, paths.hub, paths.registry):
-        directory.mkdir(parents=True, exist_ok=True)
-    use_copied_code(paths)
-    distribution = this_distribution()
-    ground = _publish_packages(paths, distribution)
-    identity.ensure_ssh_key(paths)
-    network.ensure_bridge()
-    servers.start_all(paths)
-    return ground
-
-
-def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
-    """Have the base and both package repositories."""
-    tree = rootfs.bootstrap(paths, distribution)
-    preinstalled = [packages.build_stub(paths, name) for name in packages.PREINSTALLED_STUBS]
-    vendor = [packages.build_stub(paths, name) for name in packages.VENDOR_STUBS]
-    base = rootfs.base(paths, tree, preinstalled)
-    offered = packages.download(paths, distribution, tree)
-    debs = [*(paths.cache / "debootstrap-debs").glob("*.deb"), *offered.glob("*.deb")]
-    arch = distribution.deb_arch
-    archive.publish(paths, archive.OS_ARCHIVE, [*debs, *preinstalled], arch)
-    archive.publish(paths, archive.VENDOR_ARCHIVE, vendor, arch)
-    return Ground(distribution, base, offered)
-
-
-def publish_images(paths: LabPaths, ground: Ground, engine: str) -> None:
-    """Have the images in the registry; ``engine`` is ``none``, ``stub`` or ``cpu`` (both)."""
-    made = [recipes.gpu_check(paths, ground.distribution, ground.debs)]
-    if engine in ("stub", "cpu") and recipes.STUB_ENGINE_DIR.exists():
-        made.append(recipes.stub_engine(paths, ground.distribution))
-    for recipe in made:
-        recipes.publish(paths, recipe)
+    with (paths.state / name).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            print(f"waiting for another lab command: {lock.read().strip()}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        print(f"pid {os.getpid()}: {' '.join(sys.argv[1:])}", file=lock, flush=True)
+        with kept_open(lock.fileno()):
+            yield
 
 
 def up(
     paths: LabPaths, names: Sequence[str], *, fresh: bool, bootstrap: frozenset[str], engine: str
 ) -> list[Guest]:
     """Have the named guests running and reachable; running ones are left alone."""
-    ground = prepare(paths)
     guests = [Guest(paths, name) for name in names]
-    for one in guests:
-        if fresh:
-            guest.destroy(one)
-        _up_one(one, ground.base, bootstrap=one.name in bootstrap)
-    publish_images(paths, ground, engine)
-    for one in guests:
-        wait_until_reachable(one)
-    record.write_record(paths, ground.distribution)
+    with lab_lock(paths):
+        ground = stock.prepare(paths)
+        for one in guests:
+            if fresh:
+                guest.destroy(one)
+            _up_one(one, ground.base, bootstrap=one.name in bootstrap)
+        for one in guests:
+            wait_until_reachable(one)
+        _prune_bases(paths, ground.base)
+        record.write_record(paths, ground.distribution)
+    # Images and models can take minutes; other commands need not wait for them.
+    with lab_lock(paths, "stock.lock"):
+        stock.publish_engine(paths, ground, engine)
+        record.write_record(paths, ground.distribution)
     return guests
 
 
@@ -146,6 +109,14 @@ def wait_until_reachable(one: Guest, timeout_s: float = BOOT_TIMEOUT_S) -> None:
         one.name, "\n".join([f"not reachable after {timeout_s:.0f} s", *tail, *log]),
         f"read {one.console}; then `lab down {one.name}` and `lab up {one.name}`",
     )  # fmt: skip
+
+
+def _prune_bases(paths: LabPaths, current: Path) -> None:
+    """Delete bases that no guest stands on any more."""
+    used = {Path(one.spec().base) for one in record.all_guests(paths)} | {current}
+    for tree in paths.cache.glob("base-*"):
+        if tree not in used:
+            shutil.rmtree(tree)
 
 
 def down(paths: LabPaths, names: Sequence[str], *, delete: bool) -> None:

@@ -45,7 +45,10 @@ def connect(name: str) -> None:
     disconnect(name)
     netns, veth = _netns(name), _veth(name)
     run(["ip", "netns", "add", netns])
-    run(["ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", netns])
+    # A steady address: neighbours would go on sending to the old one for half a minute.
+    mac = f"02:53:50:4b:00:{guest_index(name):02x}"
+    peer = ["peer", "name", "eth0", "address", mac, "netns", netns]
+    run(["ip", "link", "add", veth, "type", "veth", *peer])
     run(["ip", "link", "set", veth, "master", BRIDGE, "up"])
     address = f"{guest_ip(guest_index(name))}/24"
     run(["ip", "-n", netns, "addr", "add", address, "dev", "eth0"])

@@ -112,3 +112,16 @@ def stub_engine(paths: LabPaths, distribution: Distribution) -> Recipe:
         return [layer_from_files(files, directory / "layer.tar.gz")]
 
     return Recipe("stub-engine", key, config, layers)
+
+
+def vllm_cpu(paths: LabPaths) -> Recipe:
+    """Return the image of the real engine, whose two trees `lab.engine` builds.
+
+    Imported here, not above: the lab's long-lived processes run without the engine's files.
+    """
+    from lab.engine.build import CONFIG, build_engine, engine_layers
+
+    engine = build_engine(paths.cache)
+    return Recipe(
+        "vllm-cpu", engine.key, CONFIG, lambda directory: engine_layers(engine, directory)[0]
+    )

@@ -85,13 +85,32 @@ def write_record(paths: LabPaths, distribution: Distribution) -> None:
     """Write lab.json (it holds a bootstrap guest's password, so for root only) and known_hosts."""
     text = json.dumps(lab_record(paths, distribution), indent=1)
     _replace(paths.record, text + "\n", 0o600)
-    lines = []
-    for guest in all_guests(paths):
-        key = host_key(guest)
-        # A bootstrap has to show and record the key of a new host by itself.
-        if key is not None and not guest.spec().bootstrap:
-            lines.append(f"{guest.ip} {key}\n{guest.name} {key}\n")
-    _replace(paths.known_hosts, "".join(lines), 0o644)
+    recorded = paths.known_hosts.read_text().splitlines() if paths.known_hosts.exists() else []
+    lines = [
+        line
+        for guest in all_guests(paths)
+        for line in known_hosts_lines(
+            guest.ip, guest.name, host_key(guest), bootstrap=guest.spec().bootstrap,
+            recorded=recorded,
+        )
+    ]  # fmt: skip
+    _replace(paths.known_hosts, "".join(f"{line}\n" for line in lines), 0o644)
+
+
+def known_hosts_lines(
+    ip: str, name: str, key: str | None, *, bootstrap: bool, recorded: list[str]
+) -> list[str]:
+    """Return a guest's lines for known_hosts.
+
+    A bootstrap has to show and record the key of a new host by itself; what it recorded stays as
+    long as the host has that key.
+    """
+    if key is None:
+        return []
+    lines = [f"{ip} {key}", f"{name} {key}"]
+    if not bootstrap:
+        return lines
+    return [line for line in recorded if " ".join(line.split()[:3]) in lines]
 
 
 def _replace(path: Path, text: str, mode: int) -> None:

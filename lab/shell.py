@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from lab.errors import LabError
 
 # sbin is not in the PATH of every root shell (su without -, cron, some CI runners).
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+_kept_open: list[int] = []
+
+
+@contextmanager
+def kept_open(descriptor: int) -> Iterator[None]:
+    """Let the programs we run hold ``descriptor`` open too.
+
+    For a lock: if we are killed, it stays taken until the program we left behind has ended.
+    """
+    _kept_open.append(descriptor)
+    try:
+        yield
+    finally:
+        _kept_open.remove(descriptor)
 
 
 def run(
@@ -39,6 +56,7 @@ def run(
             cwd=cwd,
             check=False,
             stdin=subprocess.DEVNULL if stdin is None else None,
+            pass_fds=_kept_open,
         )
     except FileNotFoundError as error:
         raise LabError(words[0], "program not found", "run `lab prepare` as root") from error

