@@ -21,22 +21,23 @@ from spark_checkpoint.gates import (
     same_names,
     swappable,
 )
-from spark_checkpoint.layouts import Layout, write_full, write_overlay, written_bytes
+from spark_checkpoint.header import Tensor
+from spark_checkpoint.layouts import Layout, write_full, write_overlay
 from spark_checkpoint.patterns import expand, expand_all
 from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, BuildPlan
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import checkpoint_receipt, load_receipt, write_receipt
 from spark_checkpoint.replacements import (
-    Changes,
     bake_head,
     graft_mtp,
     scale_of,
-    staging,
     swap_by_int8,
     swap_by_own_fp8,
     swap_from_donor,
 )
+from spark_checkpoint.room import fp8_bytes, grafted_bytes, int8_bytes, peak_bytes
 from spark_checkpoint.sources import base_hashes, compare_duplicates
+from spark_checkpoint.staging import Changes, staging
 from spark_checkpoint.storage import (
     clear,
     json_bytes,
@@ -76,8 +77,8 @@ def build(plan: BuildPlan, progress: Progress) -> bool:
         donor_dir = work / _donor_dir_name(plan)
         clear(work, keep=frozenset({donor_dir.name}))
         sources = open_sources(plan, progress)
+        refuse_without_room(plan.out.parent, needed_bytes(plan, sources), f"building {plan.name}")
         changes = make_changes(plan, sources, work, donor_dir, progress)
-        _refuse_without_room(plan, sources, written_bytes(sources.base, changes, plan.layout))
         tree_dir = work / "tree"
         tree_dir.mkdir()
         write = write_overlay if plan.layout == "overlay" else write_full
@@ -132,9 +133,6 @@ def make_changes(
     spans = {}
     wanted = _donor_names(plan, sources)
     if sources.donor is not None and wanted:
-        entries = sources.donor.tensors(wanted)
-        needed = sum(entry.size_bytes for entry in entries.values())
-        _refuse_without_room(plan, sources, needed)
         spans = sources.donor.stage(wanted, donor_dir, progress)
     with staging(work / "new-tensors") as stage:
         if plan.shared_experts == "fp8-donor" and sources.donor is not None:
@@ -198,8 +196,23 @@ def _donor_dir_name(plan: BuildPlan) -> str:
     return f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
-def _refuse_without_room(plan: BuildPlan, sources: Sources, needed_bytes: int) -> None:
-    refuse_without_room(plan.out.parent, needed_bytes, f"building {plan.name}")
+def needed_bytes(plan: BuildPlan, sources: Sources) -> int:
+    """Return what the filesystem of the result must have free before anything is written."""
+    base, made = sources.base, 0
+    weights = [base.tensor(module + WEIGHT) for module in sources.modules]
+    if plan.shared_experts == "fp8-self":
+        made += sum(fp8_bytes(weight, plan.block_shape) for weight in weights)
+    elif plan.shared_experts == "int8-g128":
+        made += sum(int8_bytes(weight) for weight in weights)
+    if plan.head == "int8-g128":
+        made += int8_bytes(base.tensor(HEAD))
+    received: dict[str, Tensor] = {}
+    wanted = _donor_names(plan, sources)
+    if sources.donor is not None and wanted:
+        entries = sources.donor.tensors(wanted)
+        made += grafted_bytes(entries[name] for name in sources.mtp_missing)
+        received = entries
+    return peak_bytes(base, layout=plan.layout, received=received, made_bytes=made)
 
 
 def _finish_tree(plan: BuildPlan, sources: Sources, layout: Layout, tree_dir: Path) -> None:

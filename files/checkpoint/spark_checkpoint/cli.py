@@ -13,8 +13,9 @@ from spark_checkpoint import RECIPE_VERSION, TOOL_VERSION
 from spark_checkpoint.build import build
 from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, BuilderError
 from spark_checkpoint.fetch import fetch
-from spark_checkpoint.plan import load_build_plan, load_fetch_plan
-from spark_checkpoint.progress import Progress
+from spark_checkpoint.inspection import dump, hold_against, open_subject, report, text_of
+from spark_checkpoint.plan import Wire, load_build_plan, load_fetch_plan
+from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.verify import verify_tree
 
 _FIXES = {
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A stopped unit ends like an interrupted one: partial work stays for the next run.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with Progress() as progress:
+        with Progress(quiet=arguments.command == "inspect") as progress:
             return _run(arguments, progress)
     except BuilderError as error:
         return _fail(str(error), error.exit_code)
@@ -52,7 +53,19 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> int:
         build(load_build_plan(arguments.plan), progress)
     elif arguments.command == "verify":
         verify_tree(arguments.dir, progress, full=arguments.full)
+    else:
+        return _inspect(arguments)
     progress.finish()
+    return EXIT_OK
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    wire = Wire(token_file=arguments.token_file, parallel=8)
+    subject = open_subject(arguments.place, arguments.endpoint, wire)
+    data = report(subject)
+    print(dump(data) if arguments.json else text_of(data), end="", flush=True)
+    if arguments.plan is not None:
+        note(f"{subject.place}: {hold_against(subject, load_build_plan(arguments.plan))}")
     return EXIT_OK
 
 
@@ -78,4 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("verify", help="check a tree against its receipt")
     one.add_argument("dir", type=Path, metavar="DIR")
     one.add_argument("--full", action="store_true", help="hash every file")
+    one = commands.add_parser("inspect", help="print what a tree or repository holds")
+    one.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
+    one.add_argument("--plan", type=Path, help="PLAN.json to hold the names against")
+    one.add_argument("--endpoint", help="hub address (default: HF_ENDPOINT, then the public hub)")
+    one.add_argument("--token-file", type=Path, help="file holding a hub token")
+    one.add_argument("--json", action="store_true", help="print JSON")
     return parser

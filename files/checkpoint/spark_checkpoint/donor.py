@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.header import Header, Tensor, header_json_bytes, parse_header
-from spark_checkpoint.plan import INDEX_NAME, DonorPlan
+from spark_checkpoint.plan import INDEX_NAME, DonorPlan, Wire
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.ranges import Request, Wanted, merge
 from spark_checkpoint.storage import write_all
@@ -80,13 +80,50 @@ class DirDonor:
         return spans
 
 
+class UrlFiles:
+    """Files of a repository at one revision, read by headers and ranges."""
+
+    def __init__(self, base_url: str, wire: Wire):
+        self._base_url = base_url.rstrip("/") + "/"
+        self.transport = Transport(wire, (self._base_url,))
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came over the network so far."""
+        return self.transport.received_bytes
+
+    def url(self, path: str) -> str:
+        """Return the address of a file."""
+        return self._base_url + quote(path)
+
+    def small_json(self, url: str, limit_bytes: int) -> dict[str, Any]:
+        """Return a small JSON object."""
+        raw = self.transport.read_whole(url, limit_bytes)
+        try:
+            document = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise GateRefused(url, f"is not JSON ({error})", "check the repository") from error
+        if not isinstance(document, dict):
+            raise GateRefused(url, "is no JSON object", "check the repository")
+        return document
+
+    def header(self, shard: str) -> Header:
+        """Return the header of a shard, in two requests at most."""
+        url = self.url(shard)
+        size, first = self.transport.read_start(url, _FIRST_READ_BYTES)
+        length = header_json_bytes(first, size, url)
+        raw = first[8 : 8 + length]
+        if len(raw) < length:
+            raw += self.transport.read(url, len(first), 8 + length, size)
+        return parse_header(raw, size, url)
+
+
 class UrlDonor:
     """A donor on a hub: index, the headers of the shards needed, then only the ranges needed."""
 
     def __init__(self, plan: DonorPlan):
-        self._base_url = (plan.url or "").rstrip("/") + "/"
+        self._files = UrlFiles(plan.url or "", plan.wire)
         self._parallel = plan.wire.parallel
-        self._transport = Transport(plan.wire, (self._base_url,))
         self._index = self._read_index()
         self._headers: dict[str, Header] = {}
         self.names = frozenset(self._index)
@@ -94,20 +131,21 @@ class UrlDonor:
     @property
     def received_bytes(self) -> int:
         """Bytes that came over the network so far."""
-        return self._transport.received_bytes
+        return self._files.received_bytes
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the header entries of the names, reading headers not read before."""
         wanted = list(names)
         shards = sorted({self._index[name] for name in wanted} - self._headers.keys())
         with ThreadPoolExecutor(self._parallel) as pool:
-            self._headers.update(zip(shards, pool.map(self._read_header, shards), strict=True))
+            headers = pool.map(self._header, shards)
+            self._headers.update(zip(shards, headers, strict=True))
         found = {}
         for name in wanted:
             entry = self._headers[self._index[name]].tensors.get(name)
             if entry is None:
                 raise GateRefused(
-                    self._url(self._index[name]),
+                    self._files.url(self._index[name]),
                     f"does not hold {name}, which the donor's index puts there",
                     "use another commit of the donor",
                 )
@@ -125,7 +163,9 @@ class UrlDonor:
             begin = header.file_offset(name)
             end = begin + header.tensors[name].size_bytes
             by_shard.setdefault(self._index[name], []).append(Wanted(name, begin, end))
-        jobs = [(shard, request) for shard in by_shard for request in merge(by_shard[shard])]
+        jobs = [
+            (shard, request) for shard in sorted(by_shard) for request in merge(by_shard[shard])
+        ]
         progress.phase("donor", sum(request.end - request.begin for _, request in jobs))
         spans: dict[str, Span] = {}
         with ThreadPoolExecutor(self._parallel) as pool:
@@ -137,7 +177,7 @@ class UrlDonor:
                 for future in futures:
                     spans.update(future.result())
             except BaseException:
-                self._transport.cancel()
+                self._files.transport.cancel()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return spans
@@ -154,8 +194,8 @@ class UrlDonor:
             fd = os.open(growing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             try:
                 total = self._headers[shard].data_start + self._headers[shard].data_bytes
-                for piece in self._transport.stream(
-                    self._url(shard), request.begin, request.end, total
+                for piece in self._files.transport.stream(
+                    self._files.url(shard), request.begin, request.end, total
                 ):
                     write_all(fd, piece)
                     progress.add(len(piece))
@@ -168,22 +208,27 @@ class UrlDonor:
             for piece in request.pieces
         }
 
-    def _url(self, path: str) -> str:
-        return self._base_url + quote(path)
+    def _header(self, shard: str) -> Header:
+        """Read a header and forget the routed experts, nine in ten of its names."""
+        header = self._files.header(shard)
+        kept = {
+            name: tensor
+            for name, tensor in header.tensors.items()
+            if ".mlp.experts." not in name or name.startswith("mtp.")
+        }
+        return header._replace(tensors=kept)
 
     def _read_index(self) -> dict[str, str]:
-        url = self._url(INDEX_NAME)
+        url = self._files.url(INDEX_NAME)
         try:
-            raw = self._transport.read_whole(url, _INDEX_LIMIT_BYTES)
+            weight_map = self._files.small_json(url, _INDEX_LIMIT_BYTES).get("weight_map")
         except TransferFailed as error:
             if "answers 404" not in error.what:
                 raise
             return self._single_shard()
-        try:
-            weight_map = json.loads(raw)["weight_map"]
-            index = {str(name): str(shard) for name, shard in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise GateRefused(url, "is no index of tensors", "check the donor") from error
+        if not isinstance(weight_map, dict):
+            raise GateRefused(url, "has no weight_map", "check the donor")
+        index = {str(name): str(shard) for name, shard in weight_map.items()}
         for shard in set(index.values()):
             if "/" in shard or not shard.endswith(".safetensors"):
                 raise GateRefused(url, f"names the odd shard {shard!r}", "check the donor")
@@ -191,14 +236,5 @@ class UrlDonor:
 
     def _single_shard(self) -> dict[str, str]:
         shard = "model.safetensors"
-        self._headers = {shard: self._read_header(shard)}
+        self._headers = {shard: self._files.header(shard)}
         return dict.fromkeys(self._headers[shard].tensors, shard)
-
-    def _read_header(self, shard: str) -> Header:
-        url = self._url(shard)
-        size, first = self._transport.read_start(url, _FIRST_READ_BYTES)
-        length = header_json_bytes(first, size, url)
-        raw = first[8 : 8 + length]
-        if len(raw) < length:
-            raw += self._transport.read(url, len(first), 8 + length, size)
-        return parse_header(raw, size, url)

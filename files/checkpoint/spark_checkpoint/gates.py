@@ -36,11 +36,8 @@ _CAUSES: tuple[_Rule, ...] = (
     (lambda name: ".mlp.experts." in name, "another number of experts or layers: another model"),
     (lambda name: name.startswith("lm_head"), "the head is quantised differently"),
     (lambda name: ".visual." in name, "the vision tower differs: a text-only or other tree"),
-    (
-        lambda name: name.startswith(MTP_PREFIX),
-        "the MTP tensors differ: lost by an earlier build, or quantised differently",
-    ),
 )
+_MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantised differently"
 
 
 def same_names(where: str, what: str, found: Iterable[str], expected: Iterable[str]) -> None:
@@ -54,7 +51,10 @@ def same_names(where: str, what: str, found: Iterable[str], expected: Iterable[s
         parts.append(f"missing {len(missing)} ({groups(missing)})")
     if surplus:
         parts.append(f"surplus {len(surplus)} ({groups(surplus)})")
-    causes = [cause for rule, cause in _CAUSES if any(map(rule, missing | surplus))]
+    odd = missing | surplus
+    mtp = {name for name in odd if name.startswith(MTP_PREFIX)}
+    causes = [cause for rule, cause in _CAUSES if any(map(rule, odd - mtp))]
+    causes += [_MTP_CAUSE] if mtp else []
     if causes:
         parts.append(f"likely {'; '.join(causes)}")
     raise GateRefused(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -229,4 +231,10 @@ def _checked_tensor(name: str, entry: Any, where: str) -> Tensor:
         _refuse(where, f"tensor {name!r} {error}")
     if end - begin != size:
         _refuse(where, f"tensor {name!r} spans {end - begin} bytes but its shape needs {size}")
-    return Tensor(dtype, tuple(shape), begin, end)
+    # A model has few shapes and many tensors: one tuple each saves a third of the memory.
+    return Tensor(sys.intern(dtype), _shared(tuple(shape)), begin, end)
+
+
+@lru_cache(maxsize=4096)
+def _shared(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape

@@ -14,7 +14,7 @@ from spark_checkpoint.donor import Span
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.replacements import Changes, NewTensor
+from spark_checkpoint.staging import Changes, NewTensor
 from spark_checkpoint.tree import Tree, files_of
 from spark_checkpoint.write import Written, aligned, by_alignment, copy_file, write_shard
 
@@ -38,14 +38,6 @@ def overlay_name(name: str) -> str:
     """Return the name a replacement has in an overlay, where the base's own name still exists."""
     suffix = "_int8" if name.endswith((".qweight", ".scales", ".qzeros")) else "_fp8"
     return name + suffix
-
-
-def written_bytes(base: Tree, changes: Changes, layout: str) -> int:
-    """Return the bytes a layout will write."""
-    new = sum(t.span.size_bytes for tensors in changes.added.values() for t in tensors)
-    if layout == "overlay":
-        return new
-    return new + sum(header.data_start + header.data_bytes for header in base.shards.values())
 
 
 def write_overlay(

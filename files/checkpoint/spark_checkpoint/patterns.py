@@ -52,7 +52,8 @@ def groups(names: Iterable[str], limit: int = 4) -> str:
     Numbers count as one group, so 10,000 names make a readable line.
     """
     counted = Counter(_NUMBER.sub("{N}", name) for name in names)
-    shown = [f"{count} x {name}" for name, count in counted.most_common(limit)]
+    largest = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"{count} x {name}" for name, count in largest[:limit]]
     if len(counted) > limit:
         shown.append(f"{len(counted) - limit} more groups")
     return ", ".join(shown)

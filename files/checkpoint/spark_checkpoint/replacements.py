@@ -1,25 +1,19 @@
 """Makes the tensors that replace or join the base's: FP8, INT8 and grafted MTP tensors.
 
-New bytes are staged in files of the work directory, so that writing a tree afterwards is one
-kind of work: copying spans of files.
+Weights are read and compared one row of blocks at a time, so memory stays at a few megabytes
+for each worker whatever the model's size.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from spark_checkpoint.donor import Donor, Span
-from spark_checkpoint.errors import TransferFailed
 from spark_checkpoint.gates import SCALE, WEIGHT
 from spark_checkpoint.header import Tensor
-from spark_checkpoint.int8 import GROUP, PACK, pack_rows, quantise_rows, zero_points
 from spark_checkpoint.numbers import (
     bf16_bits,
     dequantise,
@@ -28,114 +22,34 @@ from spark_checkpoint.numbers import (
     numpy,
     quantise_blocks,
 )
+from spark_checkpoint.packing import pack_weight
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.spotcheck import check_module, error_between
+from spark_checkpoint.spotcheck import (
+    Comparison,
+    Error,
+    check_module,
+    check_outliers,
+    check_scales,
+)
+from spark_checkpoint.staging import Changes, NewTensor, Staging, base_span, read_span
 from spark_checkpoint.tree import Tree
 
-# Each worker holds a few copies of one module or row block as float32.
-WORKERS = min(3, os.cpu_count() or 1)
-_HEAD_BLOCK_BYTES = 8 << 20
-_CODE_ROWS = 64
+WORKERS = min(4, os.cpu_count() or 1)
 
 
-class NewTensor(NamedTuple):
-    """A tensor of the result that is not the base's: its bytes are a span of some file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    span: Span
+def _rows(span: Span, row_bytes: int, rows: int) -> Iterator[bytes]:
+    """Yield a matrix in pieces of ``rows`` rows."""
+    step = row_bytes * rows
+    for offset in range(0, span.size_bytes, step):
+        yield read_span(Span(span.path, span.offset + offset, min(step, span.size_bytes - offset)))
 
 
-@dataclass(slots=True)
-class Changes:
-    """Everything that will differ from the base.
-
-    ``added`` maps a base name that disappears to the tensors standing in for it; names joining
-    without a predecessor are under the empty name.
-    """
-
-    added: dict[str, list[NewTensor]] = field(default_factory=dict)
-    report: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def dropped(self) -> frozenset[str]:
-        """Base names the result does not have."""
-        return frozenset(name for name in self.added if name) - self.names()
-
-    def names(self) -> set[str]:
-        """Names of all new tensors."""
-        return {tensor.name for tensors in self.added.values() for tensor in tensors}
-
-
-class Staging:
-    """One growing file that new tensor bytes are appended to."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._lock = threading.Lock()
-        self._end = 0
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-
-    def append(self, data: bytes) -> Span:
-        """Write bytes at the end and return where they are."""
-        span = self.reserve(len(data))
-        self.write(span, 0, data)
-        return span
-
-    def reserve(self, size_bytes: int) -> Span:
-        """Return room to be filled piece by piece."""
-        with self._lock:
-            span = Span(self._path, self._end, size_bytes)
-            self._end += size_bytes
-        return span
-
-    def write(self, span: Span, offset: int, data: bytes | memoryview) -> None:
-        """Fill part of a reserved span."""
-        view = memoryview(data).cast("B")
-        position = span.offset + offset
-        while view:
-            count = os.pwrite(self._fd, view, position)
-            view, position = view[count:], position + count
-
-    def close(self) -> None:
-        """Close the file; its spans stay readable by name."""
-        os.close(self._fd)
-
-
-@contextmanager
-def staging(path: Path) -> Iterator[Staging]:
-    """Open a staging file for the duration of a block."""
-    stage = Staging(path)
-    try:
-        yield stage
-    finally:
-        stage.close()
-
-
-def read_span(span: Span) -> bytes:
-    """Return the bytes of a span small enough to hold."""
-    with span.path.open("rb", buffering=0) as file:
-        data = bytearray(span.size_bytes)
-        view, position = memoryview(data), span.offset
-        while view:
-            count = os.preadv(file.fileno(), [view], position)
-            if not count:
-                raise TransferFailed(str(span.path), "became shorter", "fetch it again")
-            view, position = view[count:], position + count
-    return bytes(data)
-
-
-def base_span(base: Tree, name: str) -> Span:
-    """Return where a base tensor's bytes lie."""
-    shard = base.owner[name]
-    header = base.shards[shard]
-    return Span(base.directory / shard, header.file_offset(name), header.tensors[name].size_bytes)
-
-
-def _weights(base: Tree, name: str) -> Any:
+def _weight_rows(base: Tree, name: str, rows: int) -> Iterator[Any]:
+    """Yield a base weight as float32 in pieces of ``rows`` rows."""
     tensor = base.tensor(name)
-    return floats(read_span(base_span(base, name)), tensor.dtype, tensor.shape)
+    columns = tensor.shape[1]
+    for raw in _rows(base_span(base, name), columns * 2, rows):
+        yield floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
 
 
 def _each(
@@ -167,24 +81,31 @@ def swap_from_donor(
     changes: Changes,
 ) -> None:
     """Take FP8 weights and scales from the donor, each proven to be the base's own weight."""
-    numpy()
+    np: Any = numpy()
 
-    def one(module: str) -> float:
+    def one(module: str) -> Error:
         weight, scale = donor[module + WEIGHT], donor[module + SCALE]
-        np: Any = numpy()
-        codes = np.frombuffer(read_span(spans[module + WEIGHT]), np.uint8).reshape(weight.shape)
         scales = floats(read_span(spans[module + SCALE]), scale.dtype, scale.shape)
-        weights = _weights(base, module + WEIGHT)
-        return check_module(module, weights, codes, scales, block).module
+        check_scales(module, scales)
+        comparison = Comparison(scales, block)
+        codes = _rows(spans[module + WEIGHT], weight.shape[1], block[0])
+        for weights in _weight_rows(base, module + WEIGHT, block[0]):
+            piece = np.frombuffer(next(codes), np.uint8)
+            comparison.add(weights, piece.reshape(weights.shape))
+        return check_module(module, comparison)
 
     progress.phase("spot-check", sum(base.tensor(m + WEIGHT).size_bytes for m in modules))
     errors = _each(modules, one, progress, lambda m: base.tensor(m + WEIGHT).size_bytes)
+    check_outliers(dict(zip(modules, errors, strict=True)))
     for module in modules:
         changes.added[module + WEIGHT] = [
             NewTensor(name, donor[name].dtype, donor[name].shape, spans[name])
             for name in (module + WEIGHT, module + SCALE)
         ]
-    changes.report["shared_experts"] = _error_report(errors)
+    changes.report["shared_experts"] = {
+        **_error_report([error.module for error in errors]),
+        "elements_beyond_rounding": sum(error.beyond for error in errors),
+    }
 
 
 def swap_by_own_fp8(
@@ -198,14 +119,23 @@ def swap_by_own_fp8(
     """Quantise the base's own 16-bit weights to FP8 with block scales."""
 
     def one(module: str) -> tuple[list[NewTensor], float]:
-        weights = _weights(base, module + WEIGHT)
-        codes, scales = quantise_blocks(weights, block)
-        error = error_between(weights, dequantise(codes, from_bf16_bits(scales), block), block)
+        shape = base.tensor(module + WEIGHT).shape
+        grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        span = stage.reserve(shape[0] * shape[1])
+        lost = power = 0.0
+        scales = []
+        for number, weights in enumerate(_weight_rows(base, module + WEIGHT, block[0])):
+            codes, bits = quantise_blocks(weights, block)
+            stage.write(span, number * block[0] * shape[1], codes.tobytes())
+            scales.append(bits.tobytes())
+            error = dequantise(codes, from_bf16_bits(bits), block) - weights
+            lost += float((error * error).sum(dtype="f8"))
+            power += float((weights * weights).sum(dtype="f8"))
         tensors = [
-            NewTensor(module + WEIGHT, "F8_E4M3", codes.shape, stage.append(codes.tobytes())),
-            NewTensor(module + SCALE, "BF16", scales.shape, stage.append(scales.tobytes())),
+            NewTensor(module + WEIGHT, "F8_E4M3", shape, span),
+            NewTensor(module + SCALE, "BF16", grid, stage.append(b"".join(scales))),
         ]
-        return tensors, error.module
+        return tensors, (lost / power) ** 0.5 if power else 0.0
 
     _quantise(base, modules, one, progress, changes)
 
@@ -216,18 +146,8 @@ def swap_by_int8(
     """Quantise the base's own 16-bit weights to GPTQ-packed INT8."""
 
     def one(module: str) -> tuple[list[NewTensor], float]:
-        outputs, inputs = base.tensor(module + WEIGHT).shape
-        rows = quantise_rows(_weights(base, module + WEIGHT))
-        tensors = [
-            NewTensor(
-                f"{module}.qweight",
-                "I32",
-                (inputs // PACK, outputs),
-                stage.append(pack_rows(rows.codes).tobytes()),
-            ),
-            *_int8_companions(module, outputs, inputs, rows.scales.T.tobytes(), stage),
-        ]
-        return tensors, (rows.error / rows.power) ** 0.5 if rows.power else 0.0
+        packed = pack_weight(base, module + WEIGHT, stage, lambda count: None, workers=1)
+        return packed.tensors, packed.error
 
     _quantise(base, modules, one, progress, changes)
 
@@ -247,44 +167,13 @@ def _quantise(
 
 
 def bake_head(base: Tree, name: str, stage: Staging, progress: Progress, changes: Changes) -> None:
-    """Quantise the LM head in row blocks; memory does not grow with the vocabulary."""
-    np: Any = numpy()
-    outputs, inputs = base.tensor(name).shape
-    dtype = base.tensor(name).dtype
-    span = base_span(base, name)
-    module = name.removesuffix(WEIGHT)
-    qweight = stage.reserve(outputs * inputs)
-    scales = np.empty((inputs // GROUP, outputs), "<u2")
-    block_rows = max(_CODE_ROWS, _HEAD_BLOCK_BYTES // inputs // _CODE_ROWS * _CODE_ROWS)
-    progress.phase("head", span.size_bytes)
-
-    def one(first: int) -> tuple[float, float, float]:
-        count = min(block_rows, outputs - first)
-        codes = np.empty((count, inputs), np.uint8)
-        sums = np.zeros(3)
-        for row in range(0, count, _CODE_ROWS):
-            taken = min(_CODE_ROWS, count - row)
-            start = span.offset + (first + row) * inputs * 2
-            raw = read_span(Span(span.path, start, taken * inputs * 2))
-            rows = quantise_rows(floats(raw, dtype, (taken, inputs)))
-            codes[row : row + taken] = rows.codes
-            scales[:, first + row : first + row + taken] = rows.scales.T
-            sums += (rows.error, rows.error_by_maximum, rows.power)
-            progress.add(len(raw))
-        for line, packed in enumerate(pack_rows(codes)):
-            stage.write(qweight, (line * outputs + first) * PACK, packed.data)
-        return float(sums[0]), float(sums[1]), float(sums[2])
-
-    with ThreadPoolExecutor(WORKERS) as pool:
-        parts = list(pool.map(one, range(0, outputs, block_rows)))
-    error, by_maximum, power = (sum(part[i] for part in parts) for i in range(3))
-    changes.added[name] = [
-        NewTensor(f"{module}.qweight", "I32", (inputs // PACK, outputs), qweight),
-        *_int8_companions(module, outputs, inputs, scales.tobytes(), stage),
-    ]
+    """Replace the LM head by packed INT8."""
+    progress.phase("head", base.tensor(name).size_bytes)
+    packed = pack_weight(base, name, stage, progress.add, WORKERS)
+    changes.added[name] = packed.tensors
     changes.report["head"] = {
-        "relative_error": _rounded((error / power) ** 0.5 if power else 0.0),
-        "relative_error_by_maximum": _rounded((by_maximum / power) ** 0.5 if power else 0.0),
+        "relative_error": _rounded(packed.error),
+        "relative_error_by_maximum": _rounded(packed.error_by_maximum),
     }
 
 
@@ -318,17 +207,6 @@ def graft_mtp(
 def scale_of(weight_name: str) -> str:
     """Return the name of the block scales of an FP8 weight."""
     return weight_name.removesuffix(WEIGHT) + SCALE
-
-
-def _int8_companions(
-    module: str, outputs: int, inputs: int, scales: bytes, stage: Staging
-) -> list[NewTensor]:
-    zeros = zero_points(outputs, inputs)
-    groups = inputs // GROUP
-    return [
-        NewTensor(f"{module}.scales", "BF16", (groups, outputs), stage.append(scales)),
-        NewTensor(f"{module}.qzeros", "I32", (groups, outputs // PACK), stage.append(zeros)),
-    ]
 
 
 def _error_report(errors: Sequence[float]) -> dict[str, Any]:

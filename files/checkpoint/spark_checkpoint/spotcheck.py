@@ -2,15 +2,17 @@
 
 A swapped pair of projections, another layer's tensor, a turned scale or zeroed bytes all have
 the right names, dtypes and shapes. They differ in value: rounding to e4m3 moves a weight by
-about 2.6 % (root mean square), anything else by far more.
+about 2.6 % (root mean square), anything else by far more. A single damaged byte hides in such a
+mean, so elements further off than rounding can put them are counted as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.numbers import block_sums, dequantise, numpy
+from spark_checkpoint.numbers import block_sums, from_e4m3, numpy
 
 if TYPE_CHECKING:
     from spark_checkpoint.numbers import Codes, Floats
@@ -18,41 +20,75 @@ if TYPE_CHECKING:
 MODULE_LIMIT = 0.04
 # One block has fewer elements and so a wider spread than the module's mean.
 BLOCK_LIMIT = 0.08
+# Half a step of 3 mantissa bits, plus what a scale loses that was stored in BF16 afterwards.
+_ROUNDING = 2.0**-4 + 2.0**-7
+# Half the smallest step, in units of the block's scale, with the same allowance.
+_SMALLEST = 2.0**-10 * (1 + 2.0**-3)
+_FIX = "use the donor and base of one model, at the locked commits"
 
 
 class Error(NamedTuple):
-    """Relative errors (root of squared error over squared weight)."""
+    """How far FP8 weights are from the weights they stand for.
+
+    ``module`` and ``worst_block`` are relative errors (root of squared error over squared
+    weight); ``beyond`` counts elements further off than rounding explains.
+    """
 
     module: float
     worst_block: float
+    beyond: int
 
 
-def error_between(weights: Floats, stand_in: Floats, block: tuple[int, int]) -> Error:
-    """Return how far ``stand_in`` is from ``weights``, as a whole and in its worst block."""
+class Comparison:
+    """Compares FP8 block weights with the weights, one row of blocks at a time."""
+
+    def __init__(self, scales: Floats, block: tuple[int, int]):
+        self._scales, self._block = scales, block
+        self._lost: list[Any] = []
+        self._power: list[Any] = []
+        self._beyond = 0
+        self.any_nonzero = False
+        self.any_nan = False
+
+    def add(self, weights: Floats, codes: Codes) -> None:
+        """Take the next row of blocks: ``block[0]`` rows, or fewer at the end."""
+        np: Any = numpy()
+        scale = np.repeat(self._scales[len(self._lost)], self._block[1])[: weights.shape[1]]
+        error = np.abs(from_e4m3(codes) * scale - weights)
+        allowed = np.maximum(np.abs(weights) * np.float32(_ROUNDING), scale * _SMALLEST)
+        # A NaN is beyond every bound.
+        self._beyond += int(error.size - np.count_nonzero(error <= allowed))
+        self._lost.append(block_sums(np.square(error), self._block)[0])
+        self._power.append(block_sums(np.square(weights), self._block)[0])
+        self.any_nonzero = self.any_nonzero or bool(codes.any())
+        self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
+
+    def error(self) -> Error:
+        """Return the error of everything taken so far."""
+        np: Any = numpy()
+        lost, power = np.array(self._lost, np.float64), np.array(self._power, np.float64)
+        blank = power == 0
+        by_block = np.sqrt(lost / np.where(blank, 1, power))
+        worst = float(np.where(blank & (lost > 0), np.inf, by_block).max())
+        total = power.sum()
+        module = float(np.sqrt(lost.sum() / total)) if total > 0 else worst
+        return Error(module, worst, self._beyond)
+
+
+def check_scales(module: str, scales: Floats) -> None:
+    """Refuse scales that cannot be scales."""
     np: Any = numpy()
-    lost = block_sums(np.square(stand_in - weights), block).astype(np.float64)
-    power = block_sums(np.square(weights), block).astype(np.float64)
-    blank = power == 0
-    by_block = np.sqrt(lost / np.where(blank, 1, power))
-    by_block = np.where(blank & (lost > 0), np.inf, by_block)
-    total = power.sum()
-    module = float(np.sqrt(lost.sum() / total)) if total > 0 else float(by_block.max())
-    return Error(module, float(by_block.max()))
-
-
-def check_module(
-    module: str, weights: Floats, codes: Codes, scales: Floats, block: tuple[int, int]
-) -> Error:
-    """Refuse a donor module that is not the FP8 form of ``weights``."""
-    np: Any = numpy()
-    fix = "use the donor and base of one model, at the locked commits"
     if not np.isfinite(scales).all() or not (scales > 0).all():
-        raise GateRefused(module, "donor scales are not all finite and above zero", fix)
-    if ((codes & 0x7F) == 0x7F).any():
-        raise GateRefused(module, "donor weight holds NaN codes", fix)
-    if not codes.any():
-        raise GateRefused(module, "donor weight is all zero", fix)
-    error = error_between(weights, dequantise(codes, scales, block), block)
+        raise GateRefused(module, "donor scales are not all finite and above zero", _FIX)
+
+
+def check_module(module: str, comparison: Comparison) -> Error:
+    """Refuse a donor module that is not the FP8 form of the base's weight."""
+    if comparison.any_nan:
+        raise GateRefused(module, "donor weight holds NaN codes", _FIX)
+    if not comparison.any_nonzero:
+        raise GateRefused(module, "donor weight is all zero", _FIX)
+    error = comparison.error()
     # Written so that a NaN is refused too.
     if not (error.module <= MODULE_LIMIT and error.worst_block <= BLOCK_LIMIT):
         raise GateRefused(
@@ -60,6 +96,24 @@ def check_module(
             f"donor differs from the base's own weight by {error.module:.1%} "
             f"(worst block {error.worst_block:.1%}); FP8 rounding is about 2.6%, "
             f"accepted are {MODULE_LIMIT:.0%} and {BLOCK_LIMIT:.0%}",
-            fix,
+            _FIX,
         )
     return error
+
+
+def check_outliers(errors: Mapping[str, Error]) -> None:
+    """Refuse modules with damaged elements when the others show that there should be none.
+
+    A donor made from exactly the base's weights has no element beyond rounding. One made from
+    slightly other weights has some in nearly every module; then the means above must do.
+    """
+    damaged = {module: error.beyond for module, error in errors.items() if error.beyond}
+    if not damaged or len(damaged) * 10 > len(errors):
+        return
+    module, count = max(damaged.items(), key=lambda item: item[1])
+    raise GateRefused(
+        module,
+        f"{count} donor elements are further from the base than rounding can put them, while "
+        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: damaged bytes",
+        "fetch the donor again",
+    )

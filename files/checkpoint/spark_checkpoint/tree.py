@@ -28,15 +28,10 @@ class Tree:
     shards: dict[str, Header]
     owner: dict[str, str]
     duplicates: dict[str, tuple[str, ...]]
-    index: dict[str, str] | None
 
     def tensor(self, name: str) -> Tensor:
         """Return the entry of the copy that counts."""
         return self.shards[self.owner[name]].tensors[name]
-
-    def unindexed(self) -> set[str]:
-        """Return names that are in a shard but that the index does not list."""
-        return set() if self.index is None else self.owner.keys() - self.index.keys()
 
 
 def natural_order(name: str) -> list[str | int]:
@@ -81,7 +76,7 @@ def read_tree(directory: Path) -> Tree:
                 f"{name} is in {', '.join(files)} with different dtypes or shapes",
                 "use another commit of the base",
             )
-    return Tree(directory, shards, owner, duplicates, index)
+    return Tree(directory, shards, owner, duplicates)
 
 
 def read_index(directory: Path) -> dict[str, str] | None:

@@ -16,7 +16,7 @@ from spark_checkpoint.donor import Span
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.header import DTYPE_BITS, emit_header
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.replacements import NewTensor
+from spark_checkpoint.staging import NewTensor
 from spark_checkpoint.storage import COPY_BYTES, stamp_of, write_all
 
 

@@ -20,7 +20,7 @@ class Hub:
         self.redirect_to = None
         self.ignore_ranges = False
         self.headers = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = QuietServer(("127.0.0.1", 0), Handler)
         self._server.hub = self
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
@@ -36,6 +36,11 @@ class Hub:
     @property
     def url(self):
         return f"http://127.0.0.1:{self._server.server_port}"
+
+
+class QuietServer(ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        """Say nothing: clients of these tests are killed on purpose."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -3,6 +3,7 @@
 Nothing here uses the code under test, so a wrong reader or writer cannot agree with itself.
 """
 
+import atexit
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from safetensors import TensorSpec, safe_open, serialize
@@ -378,15 +380,26 @@ def tool_environment():
     return {**os.environ, "PYTHONPATH": str(ROOT / "files/checkpoint")}
 
 
-def run_tool(*arguments, check=True, timeout_s=120):
-    """Run the builder as a host does; its output never holds a traceback."""
-    done = subprocess.run(
-        [sys.executable, "-m", "spark_checkpoint", *map(str, arguments)],
+@cache
+def _zygote():
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("builder_zygote.py"))],
         env=tool_environment(),
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
     )
+    atexit.register(process.kill)
+    return process
+
+
+def run_tool(*arguments, check=True, fault=None):
+    """Run the builder's command line in a process of its own; its output has no traceback."""
+    request = {"arguments": [str(a) for a in arguments], "fault": fault}
+    zygote = _zygote()
+    zygote.stdin.write(json.dumps(request) + "\n")
+    zygote.stdin.flush()
+    done = SimpleNamespace(**json.loads(zygote.stdout.readline()))
     if "Traceback" in done.stderr or (check and done.returncode != 0):
         raise AssertionError(f"exit {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done

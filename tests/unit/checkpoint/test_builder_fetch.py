@@ -1,11 +1,18 @@
 """The verified fetcher against a hub on localhost."""
 
+import hashlib
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
-from builder_hub import fetch_order
-from builder_trees import run_tool
+from builder_hub import Hub, fetch_order
+from builder_trees import run_tool, tool_environment
 
 REPOSITORY = "lab/tiny/resolve/" + "c" * 40
 
@@ -24,7 +31,8 @@ def source(hub):
 def order(hub, source, tmp_path):
     def write(**changes):
         path = tmp_path / "fetch.json"
-        document = fetch_order(source, tmp_path / "out", [f"{hub.url}/{REPOSITORY}/"], **changes)
+        changes.setdefault("urls", [f"{hub.url}/{REPOSITORY}/"])
+        document = fetch_order(source, tmp_path / "out", **changes)
         path.write_text(json.dumps(document))
         return path
 
@@ -83,3 +91,222 @@ def test_bytes_on_the_host_are_linked_and_not_downloaded(order, hub, source, tmp
     assert os.path.samefile(cache / "anything", tmp_path / "out/file-1.bin")
     assert not any("file-1" in path for path, _, _ in hub.requests)
     assert contents(tmp_path / "out") == contents(source)
+
+
+@pytest.mark.parametrize("place", ["file-1.bin", "other-name"])
+def test_a_hub_cache_is_used_through_its_blobs(order, hub, source, tmp_path, place):
+    cache = tmp_path / "cache/models--lab--tiny"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots/abc").mkdir(parents=True)
+    data = (source / "file-1.bin").read_bytes()
+    blob = cache / "blobs" / hashlib.sha256(data).hexdigest()
+    blob.write_bytes(data)
+    (cache / "snapshots/abc" / place).symlink_to(f"../../blobs/{blob.name}")
+    run_tool("fetch", order(look_in=[str(cache.parent)]))
+    fetched = tmp_path / "out/file-1.bin"
+    assert not fetched.is_symlink()
+    assert os.path.samefile(fetched, blob)
+    assert blob.read_bytes() == data
+
+
+def test_bytes_of_the_right_size_but_wrong_content_are_not_used(order, hub, source, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "file-1.bin").write_bytes(bytes(2_500_000))
+    (cache / "dangling").symlink_to("nowhere")
+    run_tool("fetch", order(look_in=[str(cache)]))
+    assert contents(tmp_path / "out") == contents(source)
+    assert (cache / "file-1.bin").read_bytes() == bytes(2_500_000)
+
+
+def test_a_tree_wholly_on_the_host_needs_no_network(order, hub, source, tmp_path):
+    run_tool("fetch", order(urls=[], look_in=[str(source)]))
+    assert contents(tmp_path / "out") == contents(source)
+    assert hub.requests == []
+
+
+def test_the_next_source_is_used_when_one_lacks_a_file_or_lies(order, hub, source, tmp_path):
+    lying = tmp_path / "lying"
+    with Hub(lying) as peer:
+        (lying / REPOSITORY).mkdir(parents=True)
+        wrong = bytes(300_000)
+        (lying / REPOSITORY / "file-0.bin").write_bytes(wrong)
+        done = run_tool(
+            "fetch", order(urls=[f"{peer.url}/{REPOSITORY}", f"{hub.url}/{REPOSITORY}"])
+        )
+    assert "sha256 is" in done.stderr
+    assert "answers 404" in done.stderr
+    assert contents(tmp_path / "out") == contents(source)
+
+
+def test_small_files_known_by_their_git_hash_are_proven_too(order, source, tmp_path):
+    def git(data):
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+    path = order()
+    document = json.loads(path.read_text())
+    for entry in document["files"]:
+        entry.pop("sha256")
+        entry["git_sha1"] = git((source / entry["path"]).read_bytes())
+    path.write_text(json.dumps(document))
+    run_tool("fetch", path)
+    receipt = json.loads((tmp_path / "out/receipt.json").read_text())
+    for entry in receipt["files"]:
+        data = (source / entry["path"]).read_bytes()
+        assert entry["sha256"] == hashlib.sha256(data).hexdigest()
+    run_tool("verify", tmp_path / "out", "--full")
+    document["files"][0]["git_sha1"] = "0" * 40
+    document["out"] = str(tmp_path / "second")
+    path.write_text(json.dumps(document))
+    done = run_tool("fetch", path, check=False)
+    assert (done.returncode, "git sha1 is" in done.stderr) == (3, True)
+
+
+def half(handler, path, data):
+    """Send half of the large file, then break the connection."""
+    if not path.endswith("file-1.bin") or handler.headers.get("Range"):
+        return False
+    handler.answer(200, data[: len(data) // 2], announced=len(data))
+    handler.close_connection = True
+    return True
+
+
+def test_a_broken_download_continues_inside_the_file(order, hub, source, tmp_path):
+    hub.fault = half
+    run_tool("fetch", order())
+    ranges = [h.get("Range") for p, h, _ in hub.requests if p.endswith("file-1.bin")]
+    assert ranges == [None, "bytes=1250000-2499999"]
+    assert contents(tmp_path / "out") == contents(source)
+
+
+def test_a_killed_fetch_continues_inside_the_file(order, hub, source, tmp_path):
+    def slow(handler, path, data):
+        if not path.endswith("file-1.bin"):
+            return False
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data[:2_000_000])
+        handler.wfile.flush()
+        released.wait(20)
+        return True
+
+    released = threading.Event()
+    hub.fault = slow
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spark_checkpoint", "fetch", str(order())],
+        env=tool_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    parts = tmp_path / ".out.partial/parts"
+    deadline = time.monotonic() + 20
+    while sum(p.stat().st_size for p in parts.glob("*")) < 1_000_000:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    released.set()
+    hub.fault = None
+    hub.requests.clear()
+    run_tool("fetch", order())
+    asked = [h.get("Range") for p, h, _ in hub.requests if p.endswith("file-1.bin")]
+    assert len(asked) == 1
+    assert int(re.fullmatch(r"bytes=(\d+)-2499999", asked[0])[1]) >= 1_000_000
+    assert contents(tmp_path / "out") == contents(source)
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_a_damaged_part_is_noticed_and_the_file_fetched_whole(order, hub, source, tmp_path):
+    hub.fault = lambda h, path, data: path.endswith("file-1.bin") and (half(h, path, data) or True)
+    assert run_tool("fetch", order(tries=1), check=False).returncode == 4
+    part = max((tmp_path / ".out.partial/parts").iterdir(), key=lambda p: p.stat().st_size)
+    part.write_bytes(bytes(part.stat().st_size))
+    hub.fault = None
+    done = run_tool("fetch", order())
+    assert "the earlier part was damaged" in done.stderr
+    assert contents(tmp_path / "out") == contents(source)
+
+
+def test_a_source_that_cannot_continue_sends_the_file_whole(order, hub, source, tmp_path):
+    hub.fault = lambda h, path, data: path.endswith("file-1.bin") and half(h, path, data)
+    assert run_tool("fetch", order(tries=1), check=False).returncode == 4
+    hub.fault, hub.ignore_ranges = None, True
+    done = run_tool("fetch", order())
+    assert "cannot continue" in done.stderr
+    assert contents(tmp_path / "out") == contents(source)
+
+
+def test_a_rate_limit_holds_for_all_files_together(order, source, tmp_path):
+    began = time.monotonic()
+    run_tool("fetch", order(rate_limit_bytes_per_s=1_400_000, parallel=4))
+    assert time.monotonic() - began >= 2.8e6 / 1.4e6 * 0.9
+    assert contents(tmp_path / "out") == contents(source)
+
+
+def test_a_hub_that_promises_other_content_is_refused_at_the_first_byte(order, hub, source):
+    hub.headers = {"X-Linked-ETag": f'"{"0" * 64}"', "X-Linked-Size": "2500000"}
+    done = run_tool("fetch", order(), check=False)
+    assert done.returncode == 3
+    assert "the hub offers" in done.stderr
+
+
+def test_two_fetches_of_one_tree_do_not_mix(order, hub, tmp_path):
+    hub.fault = lambda h, path, data: time.sleep(1.5) or False
+    first = subprocess.Popen(
+        [sys.executable, "-m", "spark_checkpoint", "fetch", str(order())],
+        env=tool_environment(),
+        stdout=subprocess.DEVNULL,
+    )
+    while not (tmp_path / ".out.partial/parts").exists():
+        time.sleep(0.02)
+    second = run_tool("fetch", order(), check=False)
+    assert first.wait() == 0
+    assert second.returncode == 3
+    assert "another process is working here" in second.stderr
+
+
+def test_a_stopped_fetch_ends_soon_and_says_so(order, hub, tmp_path):
+    hub.fault = lambda h, path, data: time.sleep(2) or False
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spark_checkpoint", "fetch", str(order())],
+        env=tool_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not hub.requests:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, message = process.communicate(timeout=10)
+    assert process.returncode == 4
+    assert "interrupted" in message
+    assert "Traceback" not in message
+
+
+BAD_ORDERS = {
+    "a path that leaves the tree": (["files", 0, "path"], "../x", "leaves the tree"),
+    "an absolute path": (["files", 0, "path"], "/etc/passwd", "leaves the tree"),
+    "the receipt's own name": (["files", 0, "path"], "receipt.json", "is taken"),
+    "a file twice": (["files", 0, "path"], "file-1.bin", "is taken"),
+    "no hash": (["files", 0, "sha256"], None, "sha256: is missing"),
+    "a short commit": (["commit"], "abc", "commit: 'abc' does not match"),
+    "an unknown key": (["speed"], 1, "speed: is not a key here"),
+    "no source": (["urls"], [], "names no source"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ORDERS)
+def test_a_bad_order_is_refused_before_anything_is_made(order, tmp_path, case):
+    keys, value, reason = BAD_ORDERS[case]
+    path = order()
+    document = json.loads(path.read_text())
+    place = document
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path.write_text(json.dumps(document))
+    done = run_tool("fetch", path, check=False)
+    assert done.returncode == 2
+    assert reason in done.stderr
+    assert not (tmp_path / ".out.partial").exists()

@@ -1,0 +1,379 @@
+"""Measures the checkpoint builder: time against copying, memory, planning, bytes on the wire.
+
+    python benchmarks/checkpoint.py full --work /var/tmp/bench --gigabytes 4 --pairs 5
+    python benchmarks/checkpoint.py overlay --work /var/tmp/bench
+    python benchmarks/checkpoint.py head --work /var/tmp/bench
+    python benchmarks/checkpoint.py schemes --work /var/tmp/bench
+
+Needs Linux, numpy and room under --work (full: three times the tree). Each command writes its
+result to benchmarks/results/checkpoint-<command>.json, which says where it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "files/checkpoint"), str(ROOT / "benchmarks")]
+
+from checkpoint_hub import serve  # noqa: E402
+from checkpoint_sources import plan, write_base, write_donor  # noqa: E402
+from checkpoint_trees import DONOR_COMMIT, Architecture, base_entries, mtp, size_of  # noqa: E402
+
+RESULTS = ROOT / "benchmarks/results"
+REAL = Architecture()
+
+
+def small_of(gigabytes: float) -> Architecture:
+    """Return an architecture with the 122B's 112,901 names and about that many bytes."""
+    for width in range(256, 4096, 64):
+        found = Architecture(
+            hidden=512,
+            width=width,
+            vocabulary=64000,
+            attention_rows=2048,
+            kv_rows=256,
+            gdn_rows=1536,
+            gdn_values=1024,
+            gdn_heads=32,
+            vision_hidden=256,
+        )
+        if sum(map(size_of, base_entries(found) + mtp(found))) >= gigabytes * 1e9:
+            return found
+    raise SystemExit("too large for this benchmark")
+
+
+# Peak memory as the process itself sees it: rusage would include the parent it was forked from.
+_WRAPPER = """
+import sys
+from spark_checkpoint.cli import main
+code = main(sys.argv[2:])
+lines = open("/proc/self/status").read().splitlines()
+peak = next(line.split()[1] for line in lines if line.startswith("VmHWM"))
+open(sys.argv[1], "w").write(peak)
+sys.exit(code)
+"""
+
+
+def run_builder(*arguments: str) -> dict[str, Any]:
+    """Run the builder and return seconds and peak memory."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "files/checkpoint")}
+    with tempfile.NamedTemporaryFile("r") as peak:
+        command = [sys.executable, "-c", _WRAPPER, peak.name, *arguments]
+        began = time.monotonic()
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.monotonic() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != 0:
+            raise SystemExit(f"spark_checkpoint {arguments[0]} ended with {process.returncode}")
+        return {
+            "seconds": seconds,
+            "peak_bytes": int(peak.read()) * 1024,
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        }
+
+
+def forget(directory: Path) -> None:
+    """Drop a tree from the page cache, so that every contender reads the disk."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def copy_hashing(source: Path, target: Path, threads: int) -> None:
+    """Copy a tree, hashing in the same pass, every file flushed: the yardstick."""
+    target.mkdir()
+
+    def one(path: Path) -> None:
+        hasher, buffer = hashlib.sha256(), memoryview(bytearray(4 << 20))
+        with path.open("rb", buffering=0) as reader, (target / path.name).open("wb", 0) as writer:
+            while count := reader.readinto(buffer):
+                hasher.update(buffer[:count])
+                view = buffer[:count]
+                while view:
+                    view = view[writer.write(view) :]
+            os.fsync(writer.fileno())
+
+    paths = sorted(source.iterdir(), key=lambda path: -path.stat().st_size)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(one, paths))
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Return the seconds a call takes."""
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def bench_full(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Full layout against copies of the same tree, alternating."""
+    work: Path = arguments.work
+    architecture = small_of(arguments.gigabytes)
+    base, donor, out = work / "base", work / "donor", work / "out"
+    write_base(base, architecture, sparse=False)
+    write_donor(donor, architecture, _quantise)
+    document = plan(base, out, architecture, layout="full", donor={"dir": str(donor)})
+    (work / "plan.json").write_text(json.dumps(document))
+    contenders: dict[str, Callable[[], Any]] = {
+        "build": lambda: run_builder("build", str(work / "plan.json")),
+        "copy_hash_fsync_1_thread": lambda: copy_hashing(base, out, 1),
+        "copy_hash_fsync_2_threads": lambda: copy_hashing(base, out, 2),
+        "cp_r": lambda: subprocess.run(["cp", "-r", str(base), str(out)], check=True),
+        "cp_r_and_sync": lambda: subprocess.run(
+            f"cp -r {base} {out} && sync -f {out}", shell=True, check=True
+        ),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    peak = 0
+    for turn in range(arguments.pairs):
+        names = list(contenders)
+        for name in names if turn % 2 == 0 else reversed(names):
+            forget(base)
+            os.sync()
+            began = time.monotonic()
+            done = contenders[name]()
+            seconds[name].append(round(time.monotonic() - began, 3))
+            if name == "build":
+                peak = max(peak, done["peak_bytes"])
+            shutil.rmtree(out)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "tree_bytes": sum(path.stat().st_size for path in base.iterdir()),
+        "tensors": len(base_entries(architecture)) + len(mtp(architecture)),
+        "seconds": seconds,
+        "median_seconds": medians,
+        "build_over": {n: round(medians["build"] / medians[n], 3) for n in medians if n != "build"},
+        "build_peak_bytes": peak,
+    }
+
+
+def bench_overlay(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Overlay of a base of the 122B's real size, its donor read over HTTP by ranges.
+
+    Tensors nobody looks at are holes, so the trees take little disk; names, shapes, headers,
+    shared experts and ranges are of the real size.
+    """
+    work: Path = arguments.work
+    base, out = work / "base", work / "out"
+    write_base(base, REAL, sparse=True)
+    repository = f"bench/donor/resolve/{DONOR_COMMIT}"
+    write_donor(work / "hub" / repository, REAL, _quantise)
+    builds, verifies, received = [], [], 0
+    with serve(work / "hub") as url:
+        donor = {"url": f"{url}/{repository}", "parallel": 8}
+        document = plan(base, out, REAL, donor=donor)
+        (work / "plan.json").write_text(json.dumps(document))
+        for _ in range(arguments.pairs):
+            builds.append(run_builder("build", str(work / "plan.json")))
+            verifies.append(run_builder("verify", str(out)))
+            receipt = json.loads((out / "receipt.json").read_text())
+            received = receipt["report"]["donor_received_bytes"]
+            shutil.rmtree(out)
+    swapped = [name for name, _, shape in base_entries(REAL) if ".shared_expert." in name and shape]
+    return {
+        "base_apparent_bytes": sum(path.stat().st_size for path in base.iterdir()),
+        "base_tensors": len(base_entries(REAL)) + len(mtp(REAL)),
+        "result_tensors": receipt["tensors"],
+        "swapped": len(swapped),
+        "donor_unmatched": len(document["donor_unmatched"]),
+        "build_seconds": [round(run["seconds"], 2) for run in builds],
+        "build_median_seconds": round(statistics.median(run["seconds"] for run in builds), 2),
+        "build_cpu_seconds": [round(run["cpu_seconds"], 2) for run in builds],
+        "build_peak_bytes": max(run["peak_bytes"] for run in builds),
+        "verify_quick_seconds": [round(run["seconds"], 2) for run in verifies],
+        "verify_quick_cpu_seconds": [round(run["cpu_seconds"], 2) for run in verifies],
+        "verify_quick_peak_bytes": max(run["peak_bytes"] for run in verifies),
+        "donor_received_bytes": received,
+        "donor_swap_bytes": 144 * (1024 * 3072 + 384),
+        "written_bytes": receipt["report"]["written_bytes"],
+    }
+
+
+def bench_head(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The INT8 head at the real vocabulary, over normally distributed weights."""
+    import numpy as np
+    from checkpoint_trees import write_shard
+
+    work: Path = arguments.work
+    base, out = work / "base", work / "out"
+    tiny = Architecture(
+        layers=4, experts=2, hidden=3072, width=128, vision_blocks=1, shards=2, vocabulary=64
+    )
+    write_base(base, tiny, sparse=True)
+    random = np.random.default_rng(3)
+    rows, columns = REAL.vocabulary, REAL.hidden
+    shape = (rows, columns)
+    extra = base / "model_head.safetensors"
+    write_shard(extra, [("lm_head.weight", "BF16", shape)], {}, None)
+    with extra.open("r+b") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        for _ in range(0, rows, 4096):
+            values = random.standard_normal((min(4096, rows), columns), np.float32) * 0.02
+            file.write((values.astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes())
+        file.truncate(extra.stat().st_size)
+    return _measure_head(base, out, tiny, extra, work)
+
+
+def _measure_head(
+    base: Path, out: Path, tiny: Architecture, extra: Path, work: Path
+) -> dict[str, Any]:
+    from checkpoint_sources import write_receipt
+
+    index_path = base / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    length = int.from_bytes(extra.read_bytes()[:8], "little")
+    os.truncate(extra, 8 + length + REAL.vocabulary * REAL.hidden * 2)
+    index["weight_map"]["lm_head.weight"] = extra.name
+    index_path.write_text(json.dumps(index))
+    for shard in base.glob("model-*.safetensors"):
+        _drop_tensor(shard, "lm_head.weight")
+    write_receipt(base, hashed=False)
+    document = plan(base, out, tiny, head="int8-g128", shared_experts="keep", donor_unmatched=[])
+    (work / "plan.json").write_text(json.dumps(document))
+    run = run_builder("build", str(work / "plan.json"))
+    report = json.loads((out / "receipt.json").read_text())["report"]
+    return {
+        "head_shape": [REAL.vocabulary, REAL.hidden],
+        "seconds": round(run["seconds"], 2),
+        "cpu_seconds": round(run["cpu_seconds"], 2),
+        "peak_bytes": run["peak_bytes"],
+        **report["head"],
+    }
+
+
+def _drop_tensor(shard: Path, name: str) -> None:
+    """Remove the last tensor of a shard by cutting the file and its header."""
+    data = shard.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    if name not in header:
+        return
+    entry = header.pop(name)
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    body = data[8 + length : 8 + length + entry["data_offsets"][0]]
+    shard.write_bytes(len(raw).to_bytes(8, "little") + raw + body)
+
+
+def bench_schemes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What each choice for the shared experts costs in weight error and bytes."""
+    work: Path = arguments.work
+    a = Architecture(layers=4, experts=2, vision_blocks=1, shards=2, vocabulary=1024)
+    base, donor, out = work / "base", work / "donor", work / "out"
+    write_base(base, a, sparse=True)
+    write_donor(donor, a, _quantise)
+    rows, own = {}, {}
+    for scheme in ("fp8-donor", "fp8-self", "int8-g128", "keep"):
+        document = plan(base, out, a, layout="full", shared_experts=scheme)
+        document["base"]["revision"] = None
+        if scheme == "fp8-donor":
+            document["donor"] = {"dir": str(donor)}
+        (work / "plan.json").write_text(json.dumps(document))
+        run_builder("build", str(work / "plan.json"))
+        report = json.loads((out / "receipt.json").read_text())["report"]
+        tensors = _shared_bytes(out)
+        own[scheme] = tensors
+        rows[scheme] = {
+            "bytes": sum(map(len, tensors.values())),
+            "relative_error_mean": report.get("shared_experts", {}).get("relative_error_mean", 0),
+        }
+        shutil.rmtree(out)
+    same = total = 0
+    for name, data in own["fp8-donor"].items():
+        other = own["fp8-self"][name]
+        same += sum(x == y for x, y in zip(data, other, strict=True))
+        total += len(data)
+    return {
+        "modules": 3 * a.layers,
+        "schemes": rows,
+        "own_fp8_bytes_equal_to_donor": round(same / total, 6),
+        "note": "donor made by this project's rule from normally distributed weights; real donors "
+        "may use another",
+    }
+
+
+def _shared_bytes(directory: Path) -> dict[str, bytes]:
+    found = {}
+    for shard in directory.glob("*.safetensors"):
+        with shard.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            for name, entry in header.items():
+                if name.startswith("model.") and ".shared_expert." in name:
+                    begin, end = entry["data_offsets"]
+                    file.seek(8 + length + begin)
+                    found[name] = file.read(end - begin)
+    return found
+
+
+def _quantise(bits: Any, shape: Sequence[int]) -> tuple[Any, Any]:
+    from spark_checkpoint.numbers import from_bf16_bits, quantise_blocks
+
+    return quantise_blocks(from_bf16_bits(bits).reshape(shape), (128, 128))
+
+
+def machine() -> dict[str, Any]:
+    """Describe where this was measured."""
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+         if line.startswith("model name")),
+        platform.machine(),
+    )  # fmt: skip
+    return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+COMMANDS = {
+    "full": bench_full,
+    "overlay": bench_overlay,
+    "head": bench_head,
+    "schemes": bench_schemes,
+}
+
+
+def main() -> None:
+    """Run one benchmark and write its result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("command", choices=sorted(COMMANDS))
+    parser.add_argument("--work", type=Path, required=True, help="empty or missing directory")
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--pairs", type=int, default=5)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True)
+    try:
+        result = COMMANDS[arguments.command](arguments)
+    finally:
+        shutil.rmtree(arguments.work)
+    document = {
+        "benchmark": f"checkpoint {arguments.command}",
+        "command": f"python benchmarks/checkpoint.py {arguments.command}",
+        "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": machine(),
+        **result,
+    }
+    path = RESULTS / f"checkpoint-{arguments.command}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Writes whole synthetic sources: base with receipt, donor, and the plan that joins them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoint_trees import (
+    BLOCK,
+    COMMIT,
+    Architecture,
+    Entry,
+    Filler,
+    base_entries,
+    donor_entries,
+    mtp,
+    shared_expert_values,
+    split,
+    write_shard,
+)
+
+Quantise = Callable[[Any, tuple[int, int]], tuple[Any, Any]]
+
+
+def write_base(directory: Path, a: Architecture, *, sparse: bool) -> None:
+    """Write the INT4 base; a sparse one gets a receipt without true hashes of its shards."""
+    directory.mkdir(parents=True)
+    filler = None if sparse else Filler()
+    shards = split(base_entries(a), a.shards)
+    names = [f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
+    files = dict(zip(names, shards, strict=True)) | {"model_extra_tensors.safetensors": mtp(a)}
+    index: dict[str, str] = {}
+    for name, entries in files.items():
+        values = {
+            entry[0]: shared_expert_values(entry[0], (entry[2][0], entry[2][1])).tobytes()
+            for entry in entries
+            if entry[0].startswith("model.") and ".shared_expert." in entry[0]
+        }
+        write_shard(directory / name, entries, values, filler)
+        index.update(dict.fromkeys((entry[0] for entry in entries), name))
+    _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+    _write_json(directory / "config.json", _config(a))
+    _write_json(directory / "tokenizer.json", {"version": "1.0"})
+    write_receipt(directory, hashed=not sparse)
+
+
+def write_donor(directory: Path, a: Architecture, quantise: Quantise) -> None:
+    """Write the FP8 donor, holes everywhere but in the shared experts."""
+    directory.mkdir(parents=True)
+    shards = split(donor_entries(a), a.donor_shards)
+    index: dict[str, str] = {}
+    for number, entries in enumerate(shards):
+        name = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        write_shard(directory / name, entries, _donor_values(entries, quantise), None)
+        index.update(dict.fromkeys((entry[0] for entry in entries), name))
+    _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+
+
+def write_receipt(directory: Path, *, hashed: bool) -> None:
+    """Write the receipt the fetcher would have left."""
+    files = []
+    for path in sorted(directory.iterdir()):
+        big = path.suffix == ".safetensors"
+        status = path.stat()
+        files.append(
+            {
+                "path": path.name,
+                "size_bytes": status.st_size,
+                "sha256": _sha256(path) if hashed or not big else "0" * 64,
+                "modified_ns": status.st_mtime_ns,
+            }
+        )
+    document = {"schema_version": 1, "kind": "source", "digest": "5" * 64, "name": "bench/base"}
+    document |= {"commit": COMMIT, "files": files, "tool_version": "0", "written_at": ""}
+    _write_json(directory / "receipt.json", document)
+
+
+def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, Any]:
+    """Return PLAN.json for these sources."""
+    last = a.layers - 1
+    layers = f"model.language_model.layers.{{0..{last}}}"
+    swap = f"{layers}.mlp.shared_expert.{{gate,up,down}}_proj"
+    experts = f"{layers}.mlp.experts.{{0..{a.experts - 1}}}.{{gate,up,down}}_proj"
+    routed = f"{experts}.{{qweight,qzeros,scales}}"
+    base_names = {entry[0] for entry in base_entries(a)}
+    unmatched = [
+        entry[0]
+        for entry in donor_entries(a)
+        if ".mlp.experts." not in entry[0]
+        and entry[0] not in base_names
+        and not (".shared_expert." in entry[0] and entry[0].startswith("model."))
+    ]
+    document = {
+        "schema_version": 1,
+        "digest": "1" * 64,
+        "name": "bench",
+        "base": {"dir": str(base), "revision": COMMIT},
+        "donor": None,
+        "swap": [swap],
+        "block_shape": [BLOCK, BLOCK],
+        "base_tensors": [routed, *sorted(n for n in base_names if ".mlp.experts." not in n)],
+        "donor_unmatched": unmatched,
+        "mtp_tensors": [entry[0] for entry in mtp(a)],
+        "shared_experts": "fp8-donor",
+        "head": "keep",
+        "layout": "overlay",
+        "out": str(out),
+        "extra": {},
+    }
+    return document | changes
+
+
+def _donor_values(entries: list[Entry], quantise: Quantise) -> dict[str, bytes]:
+    values = {}
+    for name, dtype, shape in entries:
+        if dtype == "F8_E4M3" and name.startswith("model.") and ".shared_expert." in name:
+            grid = (shape[0], shape[1])
+            codes, scales = quantise(shared_expert_values(name, grid), grid)
+            values[name] = codes.tobytes()
+            values[name.replace(".weight", ".weight_scale_inv")] = scales.tobytes()
+    return values
+
+
+def _config(a: Architecture) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False,
+        "text_config": {"num_hidden_layers": a.layers, "tie_word_embeddings": False},
+        "quantization_config": {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 128,
+            "sym": True,
+            "packing_format": "auto_round:auto_gptq",
+            "block_name_to_quantize": "model.language_model.layers",
+            "extra_config": {},
+        },
+    }
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document))
+
+
+def _sha256(path: Path) -> str:
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(4 << 20):
+            hasher.update(piece)
+    return hasher.hexdigest()

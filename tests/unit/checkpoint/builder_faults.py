@@ -1,0 +1,27 @@
+"""Breaks a run of the builder at a chosen system call."""
+
+import os
+
+from builder_trees import run_tool
+from builder_zygote import WATCHED, WRITING
+
+POINTS = int(os.environ.get("SPARK_FAULT_POINTS", "10"))
+NAMES = {"kill": WATCHED, "disk_full": WRITING}
+
+
+def run_broken(*arguments, act="kill", number=0, path=None, names=None):
+    """Run with a fault at the call of that number (0: none) and no gate for free space."""
+    fault = {
+        "act": act,
+        "number": number,
+        "path": None if path is None else str(path),
+        "names": names or NAMES[act],
+        "no_room_gate": True,
+    }
+    return run_tool(*arguments, check=False, fault=fault)
+
+
+def points(calls):
+    """Return call numbers over a whole run, its last steps always among them."""
+    some = {1 + round(n * (calls - 1) / (POINTS - 1)) for n in range(POINTS)}
+    return sorted(some | set(range(max(1, calls - 8), calls + 1)))

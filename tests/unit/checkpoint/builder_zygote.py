@@ -1,0 +1,132 @@
+"""A clean interpreter that has imported the builder once and forks for every run.
+
+Starting Python and numpy takes longer than most runs. The test process itself is no place to
+fork from: other tests load libraries that patch sockets and threads. Run as a script it reads
+one JSON request a line and answers with one JSON line.
+"""
+
+import errno
+import json
+import os
+import signal
+import sys
+import tempfile
+
+# Every call of the builder that changes or reads a disk goes through one of these.
+WATCHED = (
+    "open",
+    "write",
+    "pwrite",
+    "readv",
+    "preadv",
+    "fsync",
+    "link",
+    "rename",
+    "mkdir",
+    "rmdir",
+    "unlink",
+)
+WRITING = ("open", "write", "pwrite", "fsync", "link", "rename", "mkdir")
+
+
+def act_kill(path):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def act_disk_full(path):
+    raise OSError(errno.ENOSPC, "No space left on device", "some file")
+
+
+def act_append(path):
+    with open(path, "ab") as file:
+        file.write(b"x")
+
+
+def act_truncate(path):
+    os.truncate(path, os.stat(path).st_size // 2)
+
+
+def act_rewrite(path):
+    with open(path, "r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"!")
+
+
+def watch(names, number, act, path):
+    """Count calls of ``os`` functions and act at the one with the given number."""
+    seen = [0]
+
+    def wrap(name):
+        original = getattr(os, name)
+
+        def watched(*arguments, **keywords):
+            seen[0] += 1
+            if seen[0] == number:
+                act(path)
+            return original(*arguments, **keywords)
+
+        setattr(os, name, watched)
+
+    for name in names:
+        wrap(name)
+    return seen
+
+
+def run_one(request, result_path):
+    from spark_checkpoint import build, cli, fetch
+
+    fault = request.get("fault") or {}
+    if fault.get("no_room_gate"):
+        build.refuse_without_room = fetch.refuse_without_room = lambda *_: None
+    raw_write, raw_open = os.write, os.open
+    seen = watch(
+        fault.get("names", WATCHED),
+        fault.get("number", 0),
+        globals()[f"act_{fault.get('act', 'kill')}"],
+        fault.get("path"),
+    )
+    code = cli.main(request["arguments"])
+    raw_write(raw_open(result_path, os.O_WRONLY), str(seen[0]).encode())
+    return code
+
+
+def serve():
+    import numpy  # noqa: F401
+    import spark_checkpoint.cli  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        with (
+            tempfile.NamedTemporaryFile("r+") as out,
+            tempfile.NamedTemporaryFile("r+") as err,
+            tempfile.NamedTemporaryFile("r+") as result,
+        ):
+            child = os.fork()
+            if child == 0:
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                code = 99
+                try:
+                    code = run_one(request, result.name)
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+            _, status = os.waitpid(child, 0)
+            # The child wrote through the same open files and left them at their ends.
+            for file in (out, err, result):
+                file.seek(0)
+            answer = {
+                "returncode": os.waitstatus_to_exitcode(status),
+                "stdout": out.read(),
+                "stderr": err.read(),
+                "calls": int(result.read() or 0),
+            }
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve()

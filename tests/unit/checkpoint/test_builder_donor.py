@@ -1,0 +1,269 @@
+"""The donor by byte ranges: what is asked, what is refused, who sees the token."""
+
+import json
+import time
+
+import pytest
+from builder_hub import Hub
+from builder_trees import DONOR_COMMIT, tree_tensors
+from hypothesis import given
+from hypothesis import strategies as st
+from spark_checkpoint.ranges import Wanted, merge
+
+DONOR = f"lab/tiny-fp8/resolve/{DONOR_COMMIT}"
+
+
+@pytest.fixture
+def remote(workshop, hub):
+    workshop.write_base()
+    workshop.write_donor(hub.root / DONOR)
+
+    def build(check=True, token=None, **wire):
+        donor = {"url": f"{hub.url}/{DONOR}", "tries": 3, "backoff_s": 0.01, "timeout_s": 5, **wire}
+        if token is not None:
+            (workshop.root / "token").write_text(token)
+            donor["token_file"] = str(workshop.root / "token")
+        return workshop.build(check=check, donor=donor)
+
+    return build
+
+
+def is_shard(path):
+    return path.endswith(".safetensors")
+
+
+def test_a_remote_donor_gives_the_same_tree_as_a_local_one(workshop, remote):
+    remote()
+    by_url = tree_tensors(workshop.out)
+    workshop.out.rename(workshop.out.with_name("by-url"))
+    workshop.write_donor()
+    workshop.build()
+    assert tree_tensors(workshop.out) == by_url
+
+
+def test_only_headers_and_the_needed_ranges_are_asked_for(workshop, hub, remote):
+    remote()
+    asked = [headers["Range"] for path, headers, _ in hub.requests if is_shard(path)]
+    needed = sum(
+        len(workshop.donor[f"{module}.{suffix}"].data)
+        for module in workshop.modules
+        for suffix in ("weight", "weight_scale_inv")
+    )
+    headers = [a for a in asked if a.startswith("bytes=0-")]
+    assert len(headers) == 2
+    received = json.loads((workshop.out / "receipt.json").read_text())["report"]
+    whole = sum(p.stat().st_size for p in (hub.root / DONOR).glob("*.safetensors"))
+    assert needed < received["donor_received_bytes"] < whole + 512 * 1024 * 2
+
+
+def test_a_header_beyond_the_first_read_takes_one_more_request(workshop, hub, remote, monkeypatch):
+    workshop.donor |= {
+        f"model.language_model.layers.0.mlp.experts.{n}.{'x' * 200}": workshop.donor[
+            "mtp.norm.weight"
+        ]
+        for n in range(5000)
+    }
+    workshop.write_donor(hub.root / DONOR)
+    remote()
+    starts = [h["Range"] for p, h, _ in hub.requests if is_shard(p) and "=0-" in h["Range"]]
+    rest = [h["Range"] for p, h, _ in hub.requests if is_shard(p) and "=524288-" in h["Range"]]
+    assert (len(starts), len(rest)) == (2, 2)
+
+
+def test_a_whole_file_where_a_range_was_asked_is_refused(hub, remote):
+    hub.ignore_ranges = True
+    done = remote(check=False)
+    assert done.returncode == 4
+    assert "whole file where a range was asked" in done.stderr
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_server_is_asked_again(hub, remote, status):
+    refused = []
+
+    def busy(handler, path, data):
+        if is_shard(path) and len(refused) < 2:
+            refused.append(path)
+            handler.answer(status, b"later")
+            return True
+        return False
+
+    hub.fault = busy
+    done = remote()
+    assert f"HTTP {status}" in done.stderr
+
+
+def test_retry_after_is_obeyed(hub, remote):
+    moments = []
+
+    def busy(handler, path, data):
+        if is_shard(path):
+            moments.append(time.monotonic())
+            if len(moments) == 1:
+                handler.answer(429, b"", {"Retry-After": "1"})
+                return True
+        return False
+
+    hub.fault = busy
+    remote(parallel=1)
+    assert moments[1] - moments[0] >= 1
+
+
+def test_a_connection_that_breaks_is_continued_where_it_stopped(hub, remote):
+    broken = []
+
+    def cut(handler, path, data):
+        wanted = handler.headers.get("Range", "")
+        if not is_shard(path) or wanted.startswith("bytes=0-") or len(broken) >= 3:
+            return False
+        broken.append(wanted)
+        first, last = (int(n) for n in wanted.removeprefix("bytes=").split("-"))
+        place = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
+        half = data[first : (first + last) // 2]
+        handler.answer(206, half, place, announced=last + 1 - first)
+        handler.close_connection = True
+        return True
+
+    hub.fault = cut
+    remote(parallel=1)
+    assert len(broken) == 3
+    assert len(set(broken)) == 3
+
+
+BAD_ANSWERS = {
+    "short": lambda first, last, data: (data[first:last], f"bytes {first}-{last}/{len(data)}"),
+    "long": lambda first, last, data: (data[first : last + 2], f"bytes {first}-{last}/{len(data)}"),
+    "another range": lambda first, last, data: (
+        data[first - 1 : last],
+        f"bytes {first - 1}-{last - 1}/{len(data)}",
+    ),
+    "another size": lambda first, last, data: (
+        data[first : last + 1],
+        f"bytes {first}-{last}/{len(data) + 8}",
+    ),
+    "no place": lambda first, last, data: (data[first : last + 1], "bytes */*"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ANSWERS)
+def test_an_answer_to_another_question_is_refused(workshop, hub, remote, kind):
+    def lie(handler, path, data):
+        wanted = handler.headers.get("Range", "")
+        if not is_shard(path) or wanted.startswith("bytes=0-"):
+            return False
+        first, last = (int(n) for n in wanted.removeprefix("bytes=").split("-"))
+        body, place = BAD_ANSWERS[kind](first, last, data)
+        handler.answer(206, body, {"Content-Range": place})
+        return True
+
+    hub.fault = lie
+    done = remote(check=False)
+    assert done.returncode in (3, 4)
+    assert done.stderr.strip().splitlines()[-1].startswith("error: http://")
+    assert not workshop.out.exists()
+
+
+def test_the_token_goes_to_the_hub_and_never_to_where_it_redirects(workshop, hub, remote):
+    with Hub(hub.root) as content_host:
+        hub.redirect_to = lambda path: f"{content_host.url}{path}"
+        remote(token="hf_secret")
+    assert {headers.get("Authorization") for _, headers, _ in hub.requests} == {"Bearer hf_secret"}
+    assert content_host.requests
+    assert all("Authorization" not in headers for _, headers, _ in content_host.requests)
+
+
+def test_an_expired_signed_address_is_asked_for_again(workshop, hub, remote):
+    tickets = []
+
+    def sign(path):
+        tickets.append(f"{len(tickets)}")
+        return f"{content_host.url}{path}?ticket={tickets[-1]}"
+
+    uses = {}
+
+    def expire(handler, path, data):
+        uses[handler.path] = uses.get(handler.path, 0) + 1
+        if uses[handler.path] <= 1:
+            return False
+        handler.answer(403, b"expired")
+        return True
+
+    with Hub(hub.root) as content_host:
+        content_host.fault = expire
+        hub.redirect_to = sign
+        done = remote(parallel=1)
+    assert "signed address expired" in done.stderr
+    assert max(uses.values()) == 2
+
+
+def test_an_address_is_signed_once_for_many_ranges(hub, remote):
+    with Hub(hub.root) as content_host:
+        hub.redirect_to = lambda path: f"{content_host.url}{path}"
+        remote()
+    shards = [path for path, _, _ in hub.requests if is_shard(path)]
+    assert sorted(shards) == sorted(set(shards))
+
+
+def test_a_hub_that_answers_with_another_commit_is_refused(hub, remote):
+    hub.headers = {"X-Repo-Commit": "e" * 40}
+    done = remote(check=False)
+    assert done.returncode == 3
+    assert "answers with commit eeee" in done.stderr
+
+
+def test_a_missing_donor_and_a_forbidden_one_say_so(workshop, hub, remote):
+    hub.fault = lambda handler, path, data: handler.answer(401, b"") or True
+    done = remote(check=False)
+    assert done.returncode == 4
+    assert "answers 401; fix: give a token" in done.stderr
+
+
+def test_ranges_staged_before_a_failure_are_not_asked_again(workshop, hub, remote):
+    asked = []
+
+    def fail_late(handler, path, data):
+        wanted = handler.headers.get("Range", "")
+        if is_shard(path) and not wanted.startswith("bytes=0-"):
+            asked.append((path, wanted))
+            if "model-00002" in path:
+                handler.answer(404, b"gone")
+                return True
+        return False
+
+    hub.fault = fail_late
+    assert remote(check=False, parallel=1).returncode == 4
+    first = [item for item in asked if "model-00001" in item[0]]
+    asked.clear()
+    hub.fault = lambda h, path, data: asked.append((path, h.headers.get("Range", "")))
+    remote(parallel=1)
+    assert first
+    assert not set(first) & set(asked)
+
+
+def test_a_donor_in_a_single_file_needs_no_index(workshop, hub, remote):
+    for path in (hub.root / DONOR).iterdir():
+        path.unlink()
+    workshop.write_donor(hub.root / DONOR, shard_count=1)
+    (hub.root / DONOR / "model.safetensors.index.json").unlink()
+    shard = hub.root / DONOR / "model-00001-of-00001.safetensors"
+    shard.rename(shard.with_name("model.safetensors"))
+    remote()
+
+
+spans = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 300)), max_size=30)
+
+
+@given(spans, st.integers(0, 200), st.integers(1, 1000))
+def test_merged_requests_cover_every_piece_once_and_in_order(pieces, gap, limit):
+    wanted = [Wanted(str(n), begin, begin + size) for n, (begin, size) in enumerate(pieces)]
+    requests = merge(wanted, gap, limit)
+    assert sorted(p.name for r in requests for p in r.pieces) == sorted(w.name for w in wanted)
+    for request in requests:
+        assert request.begin == min(p.begin for p in request.pieces)
+        assert request.end == max(p.end for p in request.pieces)
+        longest = max(p.end - p.begin for p in request.pieces)
+        assert request.end - request.begin <= max(limit, longest)
+        reached = request.begin
+        for piece in request.pieces:
+            assert piece.begin - reached <= gap
+            reached = max(reached, piece.end)

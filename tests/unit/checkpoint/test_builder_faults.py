@@ -1,0 +1,235 @@
+"""Killed, out of disk, sources changing underneath: the result is whole or absent."""
+
+import json
+import os
+import subprocess
+
+import pytest
+from builder_faults import POINTS, points, run_broken
+from builder_hub import fetch_order
+from builder_trees import file_entries, run_tool, tree_tensors
+
+LAYOUTS = ("overlay", "full")
+
+
+@pytest.fixture
+def scene(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    return workshop
+
+
+def whole_or_absent(workshop, bytes_before):
+    assert workshop.base_hashes() == bytes_before
+    if workshop.out.exists():
+        run_tool("verify", workshop.out, "--full")
+
+
+def remove(tree):
+    for path in sorted(tree.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    tree.rmdir()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("act", ["kill", "disk_full"])
+def test_a_build_broken_at_any_call_leaves_nothing_half_and_the_next_run_finishes(
+    scene, layout, act
+):
+    plan = scene.write_plan(layout=layout, head="int8-g128")
+    before = scene.base_hashes()
+    calls = run_broken("build", plan, act=act).calls
+    expected = tree_tensors(scene.out)
+    remove(scene.out)
+    broken = 0
+    for number in points(calls):
+        code = run_broken("build", plan, act=act, number=number).returncode
+        assert code in (-9 if act == "kill" else 4, 0)
+        broken += code != 0
+        whole_or_absent(scene, before)
+        run_tool("build", plan)
+        assert tree_tensors(scene.out) == expected
+        assert [p.name for p in scene.out.parent.iterdir()] == [scene.out.name]
+        remove(scene.out)
+    assert broken > POINTS // 2
+
+
+@pytest.mark.parametrize("act", ["kill", "disk_full"])
+def test_a_fetch_broken_at_any_call_leaves_nothing_half_and_the_next_run_finishes(
+    tmp_path, hub, act
+):
+    source = hub.root / "r"
+    (source / "sub").mkdir(parents=True)
+    for number, size in enumerate((3_000_000, 70_000, 0)):
+        (source / "sub" / f"{number}").write_bytes(os.urandom(size))
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "x").write_bytes((source / "sub/1").read_bytes())
+    order, out = tmp_path / "fetch.json", tmp_path / "out"
+    order.write_text(
+        json.dumps(fetch_order(source, out, urls=[f"{hub.url}/r"], look_in=[str(local)]))
+    )
+    calls = run_broken("fetch", order, act=act).calls
+    expected = file_entries(source)
+    remove(out)
+    for number in points(calls):
+        code = run_broken("fetch", order, act=act, number=number).returncode
+        assert code in (-9 if act == "kill" else 4, 0)
+        if out.exists():
+            run_tool("verify", out, "--full")
+        run_tool("fetch", order)
+        assert file_entries(out) == expected
+        assert not (tmp_path / ".out.partial").exists()
+        assert (local / "x").read_bytes() == (source / "sub/1").read_bytes()
+        remove(out)
+
+
+def test_a_filesystem_that_is_too_small_is_refused_before_the_first_byte(scene, small_disk):
+    out = small_disk(600 << 10) / "models" / "tiny"
+    out.parent.mkdir()
+    done = scene.build(check=False, layout="full", out=str(out))
+    assert done.returncode == 3
+    assert "bytes, " in done.stderr
+    assert "are free; fix: free " in done.stderr
+    assert list(out.parent.glob("*/*")) == []
+
+
+def test_a_disk_that_fills_during_the_build_gives_one_line_and_loses_nothing(scene, small_disk):
+    disk = small_disk(4 << 20)
+    out = disk / "models" / "tiny"
+    plan = scene.write_plan(layout="full", out=str(out))
+    out.parent.mkdir()
+    for filler_bytes in range(3_900_000, 1_500_000, -400_000):
+        filler = disk / "filler"
+        filler.write_bytes(bytes(filler_bytes))
+        code = run_broken("build", plan).returncode
+        filler.unlink()
+        if code == 0:
+            break
+        assert code == 4
+        assert not out.exists()
+    run_tool("build", plan)
+    run_tool("verify", out, "--full")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mount small filesystems in memory; they are gone after the test."""
+    mounted = []
+
+    def mount(size_bytes):
+        if os.geteuid() != 0:
+            pytest.skip("mounting a small filesystem needs root")
+        place = tmp_path / f"disk{len(mounted)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(place)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_an_overlay_across_filesystems_says_what_to_do(scene, small_disk):
+    out = small_disk(16 << 20) / "models" / "tiny"
+    out.parent.mkdir()
+    done = scene.build(check=False, out=str(out))
+    assert done.returncode == 3
+    assert "another filesystem" in done.stderr
+    assert "set layout to full" in done.stderr
+    scene.build(layout="full", out=str(out))
+
+
+# --- sources that change -----------------------------------------------------------------------
+
+
+def largest_shard(workshop):
+    return max(workshop.base_dir.glob("model-0*.safetensors"), key=lambda p: p.stat().st_size)
+
+
+def flip(path, *, keep_time):
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(status.st_size - 100)
+        byte = file.read(1)[0]
+        file.seek(status.st_size - 100)
+        file.write(bytes([byte ^ 1]))
+    if keep_time:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_base_shard_edited_after_its_fetch_is_noticed(scene, layout):
+    flip(largest_shard(scene), keep_time=False)
+    done = scene.build(check=False, layout=layout)
+    assert done.returncode == 3
+    assert "was changed after it was fetched" in done.stderr
+    assert not scene.out.exists()
+
+
+def test_a_flipped_byte_is_noticed_while_a_shard_is_rewritten(scene):
+    flip(largest_shard(scene), keep_time=True)
+    done = scene.build(check=False, layout="full")
+    assert done.returncode == 3
+    assert "its receipt says" in done.stderr
+    assert not scene.out.exists()
+
+
+def test_a_flipped_byte_under_an_overlay_is_found_by_the_full_check(scene):
+    scene.build()
+    flip(largest_shard(scene), keep_time=True)
+    assert run_tool("verify", scene.out).returncode == 0
+    done = run_tool("verify", scene.out, "--full", check=False)
+    assert done.returncode == 5
+    assert "has sha256" in done.stderr
+
+
+@pytest.mark.parametrize("act", ["append", "truncate", "rewrite"])
+def test_a_base_that_changes_while_it_is_read_is_noticed(scene, act):
+    plan = scene.write_plan(layout="full")
+    done = run_broken("build", plan, act=act, number=2, path=largest_shard(scene), names=["readv"])
+    assert done.returncode == 3
+    assert not scene.out.exists()
+
+
+def test_a_truncated_donor_is_refused(scene):
+    shard = sorted(scene.donor_dir.glob("*.safetensors"))[1]
+    os.truncate(shard, shard.stat().st_size - 1)
+    done = scene.build(check=False)
+    assert done.returncode == 3
+    assert "tensors end at byte" in done.stderr
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_finished_tree_that_was_damaged_is_reported_and_not_rebuilt_over(scene, layout):
+    scene.build(layout=layout)
+    (scene.out / "config.json").write_text("{}")
+    done = scene.build(check=False, layout=layout)
+    assert done.returncode == 5
+    assert "config.json: has 2 bytes" in done.stderr
+    assert "move the directory away" in done.stderr
+
+
+DAMAGES = {
+    "a file gone": lambda out: (out / "tokenizer.json").unlink(),
+    "a file too many": lambda out: (out / "stray.bin").write_bytes(b"x"),
+    "a shard cut": lambda out: os.truncate(out / "model-00001-of-00003.safetensors", 100),
+    "the receipt broken": lambda out: (out / "receipt.json").write_text("{"),
+    "the receipt gone": lambda out: (out / "receipt.json").unlink(),
+    "the config edited in place": lambda out: (out / "config.json").write_text(
+        (out / "config.json").read_text().replace("spark_inc", "spark_inx")
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_verify_finds_what_is_wrong_without_hashing_everything(scene, damage):
+    scene.build(layout="full")
+    DAMAGES[damage](scene.out)
+    done = run_tool("verify", scene.out, check=False)
+    assert done.returncode == 5
+    assert done.stderr.startswith("error: ")
