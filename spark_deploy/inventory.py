@@ -6,6 +6,7 @@ Names in an inventory file that pyinfra must not take for groups begin with an u
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import runpy
 import signal
@@ -16,7 +17,6 @@ from types import FrameType
 from typing import Any
 
 import click
-from pyinfra_cli.util import parse_cli_arg  # type: ignore[import-untyped]  # no stubs
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import Problem, SettingsError
@@ -188,7 +188,19 @@ def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
     bad = [f"{key}{sign}{value}" for key, sign, value in pairs if not sign]
     if bad:
         raise SettingsError.one(f"--data {bad[0]}", "has no value", "write --data key=value")
-    return {key: parse_cli_arg(value) for key, _, value in pairs if not _is_pyinfra(key)}
+    return {key: _value(text) for key, _, text in pairs if not _is_pyinfra(key)}
+
+
+def _value(text: str) -> Any:
+    """Read a value of ``--data`` by the rules of pyinfra: true, false, number, JSON, else text."""
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    for read in (int, json.loads):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _is_pyinfra(key: str) -> bool:

@@ -73,6 +73,7 @@ def _hosts(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "inventory", nargs="?", help="inventory file (default: inventory/spark.py)"
     )
+    command.add_argument("--inventory", dest="inventory_option", metavar="FILE", help="the same")
     command.add_argument("--limit", "--host", action="append", default=[], metavar="NAME")
     command.add_argument("--exclude", action="append", default=[], metavar="NAME")
     command.add_argument("--model", help="plan with this model instead")

@@ -38,7 +38,8 @@ class Listed:
 
 def listed(options: argparse.Namespace) -> list[Listed]:
     """Return the hosts that the command line names."""
-    path = Path(options.inventory) if options.inventory else default_inventory()
+    named = options.inventory or options.inventory_option
+    path = Path(named) if named else default_inventory()
     data = list(options.data)
     data += [
         f"{key}={getattr(options, key)}" for key in ("model", "profile") if getattr(options, key)

@@ -5,26 +5,32 @@ import sys
 import pytest
 
 from spark_deploy.checkout import CHECKOUT
-
-RUN = "import sys; from spark_deploy.cli import main; sys.exit(main())"
-
-
-def spark_deploy(*arguments: str, cwd=CHECKOUT):
-    command = [sys.executable, "-c", RUN, *arguments]
-    environment = {"PYTHONPATH": str(CHECKOUT), "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+from spark_deploy.cli import main
 
 
-def test_a_plan_needs_neither_host_nor_hub_when_it_estimates(tmp_path):
-    done = spark_deploy("plan", "--estimate", "--profile", "v2-tq", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def spark_deploy(capsys, monkeypatch, tmp_path):
+    """Run one command in an empty folder; returns exit code, output and messages."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str):
+        code = main(arguments)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def test_a_plan_needs_neither_host_nor_hub_when_it_estimates(spark_deploy):
+    code, out, _ = spark_deploy("plan", "--estimate", "--profile", "v2-tq")
+    assert code == 0
     for part in ("turboquant_k8v4", "(estimated, not locked)", "KV cache of", "release main-"):
-        assert part in done.stdout
+        assert part in out
 
 
-def test_a_plan_as_json_is_a_list_with_one_entry_for_each_host(tmp_path):
-    done = spark_deploy("plan", "--estimate", "--json", cwd=tmp_path)
-    [plan] = json.loads(done.stdout)
+def test_a_plan_as_json_is_a_list_with_one_entry_for_each_host(spark_deploy):
+    _, out, _ = spark_deploy("plan", "--estimate", "--json")
+    [plan] = json.loads(out)
     assert (plan["host"], plan["model"], plan["profile"]) == ("spark-1", "qwen3.5-122b", "v2")
 
 
@@ -36,24 +42,39 @@ def test_a_plan_as_json_is_a_list_with_one_entry_for_each_host(tmp_path):
         (("--limit", "spark-9"), "matches no host or group"),
         (("--data", "serve.port=x"), "is not a whole number"),
         (("nothing.py",), "is not a file"),
+        (("--inventory", "nothing.py"), "is not a file"),
     ],
 )
-def test_a_mistake_is_one_message_with_a_fix(arguments, message):
-    done = spark_deploy("plan", "--estimate", *arguments)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "fix:" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_mistake_is_one_message_with_a_fix(spark_deploy, arguments, message):
+    code, out, err = spark_deploy("plan", "--estimate", *arguments)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert "fix:" in err
 
 
-def test_lock_check_names_what_is_missing_and_writes_nothing(tmp_path):
+def test_lock_check_names_what_is_missing_and_writes_nothing(spark_deploy, tmp_path):
     (tmp_path / "group_vars").mkdir()
     inventory = tmp_path / "sparks.py"
     inventory.write_text(
         "from spark_deploy.inventory import group_from as _g\n"
         'spark = _g("spark", hosts=["a", "b"], file=__file__)\n'
     )
-    done = spark_deploy("lock", str(inventory), "--check")
-    assert done.returncode == 1
-    assert done.stderr.count("is not locked") == 4, "each name once, not once for every host"
+    code, _, err = spark_deploy("lock", str(inventory), "--check")
+    assert code == 1
+    assert err.count("is not locked") == 4, "each name once, not once for every host"
     assert not (tmp_path / "spark.lock.yml").exists()
+
+
+def test_an_update_of_a_name_nobody_uses_is_refused_with_a_guess(spark_deploy):
+    code, _, err = spark_deploy("lock", "--update", "Intel/Qwen3.5-122B-A10B-int4-AutoRund")
+    assert code == 1
+    assert "did you mean Intel/Qwen3.5-122B-A10B-int4-AutoRound?" in err
+
+
+def test_the_command_runs_outside_a_test_too(tmp_path):
+    run = "import sys; from spark_deploy.cli import main; sys.exit(main())"
+    environment = {"PYTHONPATH": str(CHECKOUT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", run, "connect"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "http://127.0.0.1:8000/v1" in done.stdout

@@ -96,3 +96,18 @@ def test_a_lab_that_is_down_is_one_clear_line(tmp_path, monkeypatch):
     assert done.returncode == 1
     assert "lab.json: the lab's state cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_values_of_the_command_line_are_read_as_pyinfra_reads_them():
+    """pyinfra hands the same option to hosts as data; the two must not disagree."""
+    texts = ["true", "False", "8", "-1", "1.5", '{"a": 1}', "null", "v2", "013", "", "a=b", "1_0"]
+    # pyinfra_cli patches the interpreter when imported: not in this process.
+    script = (
+        "import sys; from pyinfra_cli.util import parse_cli_arg as theirs\n"
+        "from spark_deploy.inventory import _value as ours\n"
+        "print([text for text in sys.argv[1:] if repr(ours(text)) != repr(theirs(text))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *texts], capture_output=True, text=True, cwd=CHECKOUT
+    )
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,58 @@
+"""What the plan hands to the builder on the host is what the builder takes."""
+
+import json
+
+import jsonschema
+import pytest
+from spark_checkpoint import RECIPE_VERSION
+from spark_checkpoint.patterns import expand_all as host_expand_all
+
+from spark_deploy.catalog import load_model, load_profile
+from spark_deploy.checkout import CHECKOUT, catalog_names
+from spark_deploy.lock import read_lock
+from spark_deploy.patterns import expand_all
+from spark_deploy.payload import recipe_version
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.types import PayloadIdentity
+from spark_deploy.settings import load_hosts
+
+FITTING = [name for name in catalog_names("models") if name != "qwen3.5-397b"]
+
+
+def documents(model: str, profile: str, tmp_path) -> dict[str, dict]:
+    images = {"stub_engine": "registry.lab:5000/lab/stub-engine:1"}
+    overrides = {"model": model, "profile": profile, "images": images}
+    found = load_hosts({"spark": ["a"]}, root=tmp_path, overrides=overrides)["a"]
+    lock = read_lock(CHECKOUT / "tests/fixtures/lock.yml")
+    payload = PayloadIdentity("1" * 64, "2" * 64, RECIPE_VERSION, "requirements.txt")
+    jobs = jobs_of(plan_host(found.settings, lock, payload), ())
+    return {
+        job.kind: json.loads(file.content)
+        for job in jobs
+        for file in job.inputs
+        if file.path.endswith(("fetch.json", "plan.json"))
+    }
+
+
+@pytest.mark.parametrize("profile", catalog_names("profiles"))
+@pytest.mark.parametrize("model", FITTING)
+def test_fetch_and_build_orders_follow_the_schemas_of_the_host(model, profile, tmp_path):
+    found = documents(model, profile, tmp_path)
+    names = {"fetch": "fetch", "checkpoint": "checkpoint-plan"}
+    builds = load_profile(profile, model).builds_checkpoint
+    assert set(found) == ({"fetch", "checkpoint"} if builds else {"fetch"})
+    for kind, document in found.items():
+        schema = json.loads((CHECKOUT / f"schema/{names[kind]}.schema.json").read_text("utf-8"))
+        jsonschema.Draft202012Validator(schema).validate(document)
+
+
+@pytest.mark.parametrize("model", ["qwen3.5-35b", "lab-tiny"])
+@pytest.mark.parametrize("part", ["swap", "base", "mtp", "donor_unmatched"])
+def test_patterns_mean_the_same_here_and_on_the_host(model, part):
+    patterns = getattr(load_model(model).tensors, part)
+    assert host_expand_all(patterns, part) == expand_all(patterns)
+
+
+def test_the_recipe_version_is_the_builders_own():
+    assert recipe_version() == RECIPE_VERSION
