@@ -46,7 +46,6 @@ CONFIG = ImageConfig(
         # vLLM's sampler compiles C++ on its first request, even with --enforce-eager; there is
         # no compiler in the image.
         "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     },
 )
@@ -119,14 +118,20 @@ def _make_venv(target: Path, rootfs: Path) -> None:
     (root / "dev/null").touch()
     _download_wheels(root / "wheels")
     run(["chroot", root, "python3", "-m", "venv", f"/{VENV}"])
-    offline = ["--no-index", "--find-links", "/wheels", "--no-deps", "--no-compile"]
     shutil.copy(REQUIREMENTS, root / "requirements.txt")
-    run(
-        ["chroot", root, f"/{VENV}/bin/python", "-m", "pip", "install", "-q", *offline]
-        + ["--require-hashes", "-r", "/requirements.txt"],
-        # Otherwise the machine's own configuration is read for paths that the root has not.
-        env={"PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": "", "PIP_CERT": ""},
-    )
+    install: list[str | Path] = [
+        "chroot",
+        root,
+        f"/{VENV}/bin/python",
+        "-m",
+        "pip",
+        "install",
+        "-q",
+    ]
+    install += ["--no-index", "--find-links", "/wheels", "--no-deps", "--no-compile"]
+    # Without the machine's own configuration: it names paths that are not below this root.
+    empty = {"PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": "", "PIP_CERT": ""}
+    run([*install, "--require-hashes", "-r", "/requirements.txt"], env=empty)
     patch(root / SITE_PACKAGES)
     (root / VENV).rename(target)
     shutil.rmtree(root)

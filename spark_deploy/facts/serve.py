@@ -35,8 +35,8 @@ class HostStatus:
 
     def live(self, release: str) -> dict[str, Any]:
         """Return the outcome of one completion through the running engine."""
-        found: dict[str, Any] = (self.document.get("live") or {}).get(release) or {}
-        return found
+        found: dict[str, Any] = self.document.get("live") or {}
+        return found if found.get("release") == release else {}
 
     def unproven(self, service: str, release: str) -> str:
         """Say why ``release`` is not what the host provably serves; "" when it is."""

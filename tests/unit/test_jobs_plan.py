@@ -3,8 +3,8 @@
 import json
 from dataclasses import replace
 
-from spark_deploy.plan.jobs import fetch_job, image_job
 from spark_deploy.managed import ManagedFile
+from spark_deploy.plan.jobs import fetch_job, image_job
 from spark_deploy.plan.types import ImagePlan, Paths, SourceFile, SourcePlan
 
 PATHS = Paths(

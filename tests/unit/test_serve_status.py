@@ -16,7 +16,7 @@ RIGHT: dict[str, Any] = {
         }
     },
     "proofs": {RELEASE: {"current": True}},
-    "live": {RELEASE: {"ok": True, "seconds": 0.2}},
+    "live": {"ok": True, "release": RELEASE, "seconds": 0.2},
 }  # fmt: skip
 
 
@@ -36,7 +36,12 @@ def test_a_proven_running_release_needs_nothing() -> None:
         (("proofs",), {}, "proof: none"),
         (("services", "main", "door_open"), False, "gateway is closed"),
         (("services", "main", "gateway"), {"active": "failed"}, "gateway is not running"),
-        (("live", RELEASE), {"ok": False, "detail": "timed out"}, "no answer: timed out"),
+        (
+            ("live",),
+            {"ok": False, "release": RELEASE, "detail": "timed out"},
+            "no answer: timed out",
+        ),
+        (("live", "release"), "main-other", "no answer"),
         (("live",), {}, "no answer"),
     ],
 )

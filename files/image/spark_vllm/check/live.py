@@ -1,0 +1,167 @@
+"""The part of the check that imports the engine: registration and one round trip."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from spark_vllm import ENTRY_POINT, PORTABLE_LOAD_FORMAT, QUANT_METHOD, names
+from spark_vllm.check.row import Row
+
+GROUP = "vllm.general_plugins"
+MODEL_CLASS = "vllm.model_executor.models.qwen3_5:Qwen3_5MoeForConditionalGeneration"
+SAMPLE_LAYERS = 48
+
+
+def live_problems(rows: list[Row]) -> list[str]:
+    """Return what fails when the engine and the plugin are imported and used."""
+    problems = [problem for row in rows if (problem := _import_problem(row)) is not None]
+    for check in (_entry_point, _registration, _round_trip):
+        try:
+            problems += check()
+        except Exception as error:  # whatever an engine raises is the finding
+            problems.append(f"{check.__name__.strip('_')}: {type(error).__name__}: {error}")
+    return problems
+
+
+def _import_problem(row: Row) -> str | None:
+    """Import what a row names: a symbol can be in the source and still not be importable."""
+    from spark_vllm.check.rules import Absent
+
+    if isinstance(row.rule, Absent):
+        return None
+    try:
+        resolve(row.symbol)
+    except AttributeError as error:
+        if _is_field(row.symbol):
+            return None
+        return f"{row.symbol}: {error}\n  we rely on it: {row.why}\n  in: {row.used_by}"
+    except Exception as error:  # whatever an import raises is the finding
+        return (
+            f"{row.symbol}: cannot be imported: {type(error).__name__}: {error}\n"
+            f"  we rely on it: {row.why}\n  in: {row.used_by}"
+        )
+    return None
+
+
+def resolve(symbol: str) -> Any:
+    """Return the object that ``module:name.inner`` names."""
+    module, _, qualname = symbol.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _is_field(symbol: str) -> bool:
+    """Whether ``symbol`` is a dataclass field with a factory, which the class does not keep."""
+    owner, _, name = symbol.rpartition(".")
+    return name in getattr(resolve(owner), "__dataclass_fields__", {})
+
+
+def _entry_point() -> list[str]:
+    found = [point for point in entry_points(group=GROUP) if point.name == ENTRY_POINT]
+    if not found:
+        return [f"entry point: {GROUP} has no {ENTRY_POINT}; the package is not installed"]
+    register: Callable[[], None] = found[0].load()
+    register()
+    register()
+    return []
+
+
+def _registration() -> list[str]:
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.layers.quantization.inc import INCConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    from spark_vllm.portable import PortableLoader
+    from spark_vllm.spark_inc import SparkIncConfig
+
+    problems = []
+    if get_quantization_config(QUANT_METHOD) is not SparkIncConfig:
+        problems.append(f"registration: {QUANT_METHOD} is not ours")
+    if not issubclass(SparkIncConfig, INCConfig):
+        problems.append("registration: our class does not extend INCConfig")
+    if get_quantization_config("inc") is not INCConfig:
+        problems.append("registration: plain INC was replaced")
+    plain = {"quant_method": "auto-round"}
+    if SparkIncConfig.override_quantization_method(plain, None) is not None:
+        problems.append("registration: our class claims plain auto-round checkpoints")
+    loader = get_model_loader(LoadConfig(load_format=PORTABLE_LOAD_FORMAT))
+    if not isinstance(loader, PortableLoader):
+        problems.append(f"registration: load format {PORTABLE_LOAD_FORMAT} is {type(loader)}")
+    return problems
+
+
+def sample_config() -> dict[str, Any]:
+    """Return a ``quantization_config`` with the 144 names of the 122B model."""
+    modules = [
+        f"{names.TEXT_LAYERS}{layer}.mlp.shared_expert.{part}_proj"
+        for layer in range(SAMPLE_LAYERS)
+        for part in ("gate", "up", "down")
+    ]
+    head = {"bits": 8, "group_size": 128, "sym": True, "data_type": "int"}
+    return {
+        "quant_method": QUANT_METHOD,
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "data_type": "int",
+        "packing_format": "auto_round:auto_gptq",
+        "block_name_to_quantize": names.TEXT_LAYERS.rstrip("."),
+        "extra_config": {"lm_head": head},
+        "fp8_block": {"modules": modules, "block_shape": [128, 128]},
+        "spark": {"layout": "overlay", "recipe_version": 1, "head": "int8-g128"},
+    }
+
+
+def _round_trip() -> list[str]:
+    """Take the configuration through the engine's mapper and a pickle, and ask it for names."""
+    from spark_vllm.spark_inc import SparkIncConfig
+
+    model = resolve(MODEL_CLASS)
+    config = SparkIncConfig.from_config(sample_config())
+    config.apply_vllm_mapper(model.hf_to_vllm_mapper.get_rename_mapper())
+    config.packed_modules_mapping = model.packed_modules_mapping
+    config = pickle.loads(pickle.dumps(config))
+    fused = [
+        f"language_model.model.layers.{layer}.mlp.shared_expert.{part}_proj"
+        for layer in range(SAMPLE_LAYERS)
+        for part in ("gate_up", "down")
+    ]
+    packed = config.packed_modules_mapping
+    found = [name for name in fused if names.all_shards_listed(name, config.fp8_modules, packed)]
+    problems = []
+    if found != fused:
+        problems.append(f"round trip: {len(found)} of {len(fused)} modules are dispatched")
+    if names.all_shards_listed("mtp.layers.0.mlp.shared_expert.down_proj", config.fp8_modules, {}):
+        problems.append("round trip: the drafter's shared expert is dispatched")
+    for name, shards in names.FUSED.items():
+        if tuple(packed.get(name, ())) != shards:
+            problems.append(f"round trip: {name} is fused from {packed.get(name)}, not {shards}")
+    return problems + _mapper_problems(config, model)
+
+
+def _mapper_problems(config: Any, model: Any) -> list[str]:
+    """Map an overlay's names as the outermost loader does."""
+    mapper = model.hf_to_vllm_mapper | config.get_checkpoint_weight_mapper()
+    module = f"{names.TEXT_LAYERS}0.mlp.shared_expert.gate_proj"
+    inner = "language_model.model.layers.0.mlp.shared_expert.gate_proj"
+    wanted = {
+        f"{module}.{names.FP8_WEIGHT}": f"{inner}.weight",
+        f"{module}.{names.FP8_SCALE}": f"{inner}.weight_scale_inv",
+        "lm_head.qweight_int8": "language_model.lm_head.qweight",
+        f"{names.TEXT_LAYERS}0.mlp.gate.weight": "language_model.model.layers.0.mlp.gate.weight",
+    }
+    dropped = (f"{module}.weight", "lm_head.weight")
+    found = {name: mapper.apply_list([name]) for name in (*wanted, *dropped)}
+    expected = {**{name: [new] for name, new in wanted.items()}, **{name: [] for name in dropped}}
+    return [
+        f"round trip: {name} is loaded as {found[name]}, not {expected[name]}"
+        for name in expected
+        if found[name] != expected[name]
+    ]

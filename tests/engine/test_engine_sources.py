@@ -1,0 +1,76 @@
+"""The table of what the plugin relies on, against the sources of released engines."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from engine_mutants import Mutant, Mutation, mutations
+from spark_vllm import SUPPORTED_ENGINES
+from spark_vllm.check.row import Row
+from spark_vllm.check.sources import Sources
+from spark_vllm.check.table import TABLE, rows_for, table_problems
+from wheel_sources import RELEASES, fetch
+
+from lab.engine.patch import ENGINE_VERSION
+
+PLUGIN = Path(__file__).parents[2] / "files/image/spark_vllm"
+FILES = {file for row in TABLE for file in Sources.files(row.symbol.partition(":")[0])}
+
+
+def released(version: str) -> Path:
+    return fetch(version, FILES)
+
+
+def test_every_supported_engine_has_recorded_sources() -> None:
+    assert set(RELEASES) == set(SUPPORTED_ENGINES)
+
+
+def test_the_labs_engine_is_supported() -> None:
+    assert ENGINE_VERSION in SUPPORTED_ENGINES
+
+
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+def test_a_released_engine_is_as_the_table_says(version: str) -> None:
+    assert table_problems(Sources(released(version)), version) == []
+
+
+def test_every_import_from_the_engine_has_a_row() -> None:
+    imported = set()
+    for path in PLUGIN.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+                imported |= {f"{node.module}:{alias.name}" for alias in node.names}
+    assert imported - {row.symbol for row in TABLE} == set()
+
+
+def test_every_row_names_a_file_of_ours() -> None:
+    for row in TABLE:
+        places = (PLUGIN / row.used_by, PLUGIN.parent / row.used_by)
+        assert any(path.is_file() for path in places), row
+
+
+MUTANTS = [
+    pytest.param(version, row, mutate, id=f"{version}-{row.symbol.rpartition('.')[2]}-{label}")
+    for version in SUPPORTED_ENGINES
+    for row in rows_for(version)
+    for label, mutate in mutations(row)
+]
+
+
+@pytest.mark.parametrize(("version", "row", "mutate"), MUTANTS)
+def test_a_changed_engine_is_refused(version: str, row: Row, mutate: Mutation) -> None:
+    root = released(version)
+    mutant = Mutant(root, row)
+    mutate(mutant)
+    problems = list(row.problems(mutant.sources(root)))
+    assert problems, f"{row.symbol} may change unnoticed"
+    for problem in problems:
+        assert problem.startswith(f"{row.symbol}: ")
+        assert row.why in problem
+        assert problem.endswith(row.used_by)
+
+
+def test_every_row_has_mutants() -> None:
+    assert {id(row) for row in TABLE} == {id(param.values[1]) for param in MUTANTS}
