@@ -54,7 +54,7 @@ def document(**changes) -> dict:
             {"title": "build b", "state": "running", "progress": {"bytes": 1, "total": 4}},
         ],
         "memory": {"total_bytes": 16 * 2**30, "available_bytes": 4 * 2**30},
-        "live": {RELEASE: {"ok": True, "seconds": 0.16}},
+        "live": {"ok": True, "release": RELEASE, "seconds": 0.16},
         "events": {"main": [{"at": "2026-11-21T10:00:00Z", "kind": "stall", "text": "restarted"}]},
         **changes,
     }
