@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import json
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -10,6 +12,7 @@ from typing import ClassVar
 import pytest
 
 from spark_deploy import hub, registry
+from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import LockError
 from spark_deploy.lock import read_lock, write_lock
 from spark_deploy.locking import locked_for, wanted_by
@@ -238,3 +241,32 @@ def test_a_lock_that_does_not_pin_everything_is_refused(tmp_path, change, what):
     path.write_text(change)
     with pytest.raises(LockError, match=what):
         read_lock(path)
+
+
+def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, tmp_path):
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/here.yml").write_text(
+        f"model: lab-tiny\nhub: {{endpoint: 'http://{server}'}}\n"
+        f"registries: {{insecure: ['{server}']}}\n"
+        f"images: {{engine: '{server}/lab/engine:many', gpu_check: '{server}/lab/check:plain'}}\n"
+    )
+    (tmp_path / "inventory.py").write_text(
+        f"import sys as _sys; _sys.path.insert(0, {str(CHECKOUT)!r})\n"
+        "from spark_deploy.inventory import group_from as _group_from\n"
+        'here = _group_from("here", hosts=["@local"], file=__file__)\n'
+    )
+    (tmp_path / "deploy.py").write_text(
+        "from pyinfra.context import host\n"
+        "from spark_deploy.plans import plan_for\n"
+        "assert plan_for(host) is plan_for(host)\n"
+        "assert plan_for(host).sources[0].commit == '1' * 40\n"
+    )
+    command = [sys.executable, "-m", "pyinfra", "inventory.py", "deploy.py", "-y"]
+    for asked in (4, 0):
+        Server.asked.clear()
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert ("lab/tiny-int4: main is commit 111111111111, 5.0 kB" in done.stderr) == bool(asked)
+        # The list of platforms and the manifest behind it count as one name.
+        assert len({path.split("?")[0] for path in Server.asked}) == (asked and asked + 1)
+    assert len(read_lock(tmp_path / "spark.lock.yml").images) == 2
