@@ -33,6 +33,7 @@ def may_start(name: str, paths: Paths) -> int:
 def prepare(name: str, paths: Paths) -> int:
     """Make the host ready for a start: door closed, no leftovers, memory free."""
     release = load(name, paths)
+    _refuse_beside(_lock_holder(paths), release)
     door.close(release.service, paths)
     _wait_for_docker()
     docker.remove_container(release.container)
@@ -72,10 +73,12 @@ def stop(name: str, paths: Paths) -> int:
 
 
 def after_stop(name: str, paths: Paths) -> int:
-    """Leave nothing behind, however the engine ended."""
+    """Leave nothing behind, however the engine ended; another release's things stay."""
     release = load(name, paths)
-    door.close(release.service, paths)
     docker.remove_container(release.container)
+    if _lock_holder(paths) not in (None, release.name):
+        return 0
+    door.close(release.service, paths)
     socket = socket_path(release, paths)
     if socket is not None:
         files.remove(socket)
@@ -102,20 +105,45 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
 
 
 def _take_engine_lock(release: Release, paths: Paths) -> None:
-    paths.run.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(paths.run / "engine.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = _open_lock(paths)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.read(descriptor, 200).decode(errors="replace").strip()
-        raise HostToolError(
-            "engine lock",
-            f"another engine runs on this host: {holder or 'unknown'}",
-            f"stop it first, then start {release.serve_unit}",
-        ) from error
+    except BlockingIOError:
+        _refuse_beside(_name_in(descriptor), release)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{release.name}\n".encode(), 0)
     os.set_inheritable(descriptor, True)
+
+
+def _lock_holder(paths: Paths) -> str | None:
+    """Return the release whose engine runs on this host; ``None`` when the lock is free."""
+    descriptor = _open_lock(paths)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _name_in(descriptor)
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _open_lock(paths: Paths) -> int:
+    paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
+    return os.open(paths.run / "engine.lock", os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _name_in(descriptor: int) -> str:
+    return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "one without a name"
+
+
+def _refuse_beside(holder: str | None, release: Release) -> None:
+    if holder is not None:
+        raise HostToolError(
+            "engine lock",
+            f"the engine of {holder} runs on this host",
+            f"change over with: systemctl start spark-switch@{release.name}",
+        )
 
 
 def _wait_for_docker() -> None:

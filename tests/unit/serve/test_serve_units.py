@@ -57,7 +57,7 @@ def test_the_start_limit_of_the_server_can_really_trigger() -> None:
     burst, delay_s = int(unit["StartLimitBurst"]), int(service["RestartSec"])
     slowest_failure_s = 1800  # a load that ends at the start timeout
     assert int(unit["StartLimitIntervalSec"]) > burst * (delay_s + slowest_failure_s)
-    assert service["Restart"] == "on-failure"
+    assert service["Restart"] == "always"
 
 
 def test_an_upgrade_of_docker_does_not_end_the_server_for_good() -> None:
