@@ -107,6 +107,7 @@ def prepare(
         accesses = dict(zip((e.host for e in reachable), pool.map(try_key, reachable), strict=True))
     needing = [endpoint for endpoint in reachable if not accesses[endpoint.host].ready]
     password = _one_password(needing, ask) if needing else None
+    _refuse_wrong(password, [e for e in needing if not accesses[e.host].logs_in])
     return {
         endpoint.host: _data(endpoint, accesses[endpoint.host], password) for endpoint in reachable
     }
@@ -149,32 +150,49 @@ def _trust(seen: Sequence[Seen], *, agree: bool, confirm: Callable[[str], str]) 
 def try_key(endpoint: Endpoint) -> Access:
     """Log in with the key alone and see whether sudo asks for a password."""
     client = SSHClient()
-    arguments: dict[str, Any] = {"timeout": CONNECT_TIMEOUT_S, "allow_agent": True}
-    for name, value in (("username", endpoint.user), ("port", endpoint.port)):
-        if value:
-            arguments[name] = value
+    arguments: dict[str, Any] = {"allow_agent": True}
     if endpoint.key_file:
-        arguments["pkey"] = _private_key(endpoint.key_file)
-        arguments.update(allow_agent=False, look_for_keys=False)
+        key = _private_key(endpoint.key_file)
+        arguments = {"pkey": key, "allow_agent": False, "look_for_keys": False}
     try:
-        client.connect(  # type: ignore[no-untyped-call]  # pyinfra
-            endpoint.hostname,
-            _pyinfra_ssh_config_file=endpoint.config_file,
-            _pyinfra_ssh_known_hosts_file=endpoint.known_hosts,
-            _pyinfra_ssh_strict_host_key_checking="yes",
-            **arguments,
-        )
+        _connect(client, endpoint, arguments)
         _, out, _ = client.exec_command(
             '[ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null && echo free', timeout=CONNECT_TIMEOUT_S
         )
         return Access(True, out.read().decode().strip() == "free")
-    except AuthenticationException as error:
-        return Access(False, False, str(error))
     except (SSHException, OSError, EOFError) as error:
-        # No key and no agent: paramiko calls that "No authentication methods available".
+        # Without key and agent too: paramiko's "No authentication methods available".
         return Access(False, False, str(error))
     finally:
         client.close()
+
+
+def takes_password(endpoint: Endpoint, password: str) -> bool:
+    """Whether the host does not refuse the password; other trouble is left to the real login."""
+    client = SSHClient()
+    arguments = {"password": Password(password), "allow_agent": False, "look_for_keys": False}
+    try:
+        _connect(client, endpoint, arguments)
+    except AuthenticationException:
+        return False
+    except (SSHException, OSError, EOFError):
+        return True
+    finally:
+        client.close()
+    return True
+
+
+def _connect(client: SSHClient, endpoint: Endpoint, arguments: Mapping[str, Any]) -> None:
+    named = {"username": endpoint.user, "port": endpoint.port}
+    client.connect(  # type: ignore[no-untyped-call]  # pyinfra
+        endpoint.hostname,
+        _pyinfra_ssh_config_file=endpoint.config_file,
+        _pyinfra_ssh_known_hosts_file=endpoint.known_hosts,
+        _pyinfra_ssh_strict_host_key_checking="yes",
+        timeout=CONNECT_TIMEOUT_S,
+        **{name: value for name, value in named.items() if value},
+        **arguments,
+    )
 
 
 def _private_key(key_file: str) -> Any:
@@ -236,6 +254,23 @@ def _one_password(endpoints: Sequence[Endpoint], ask: Callable[[str], str]) -> s
         raise SettingsError.one("password", "is empty", "run again and type it")
     _password.append(text)
     return text
+
+
+def _refuse_wrong(password: str | None, endpoints: Sequence[Endpoint]) -> None:
+    if password is None or not endpoints:
+        return
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        taken = list(pool.map(lambda endpoint: takes_password(endpoint, password), endpoints))
+    refusing = [e.host for e, takes in zip(endpoints, taken, strict=True) if not takes]
+    if not refusing:
+        return
+    if len(refusing) == len(endpoints):
+        raise SettingsError.one(
+            "password",
+            f"refused by {', '.join(refusing)}",
+            "run again with the right one, and check ssh.user",
+        )
+    _say(f"{', '.join(refusing)} refuses this password: run again for it with --limit")
 
 
 def _data(endpoint: Endpoint, access: Access, password: str | None) -> dict[str, Any]:

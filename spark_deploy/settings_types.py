@@ -126,6 +126,9 @@ class BaseSettings:
     packages: tuple[str, ...]
     hold_driver_in_unattended_upgrades: bool
     disable_sleep: bool
+    protect_login: bool
+    headless: bool
+    earlyoom: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ echo '== meminfo'; grep -E '^(MemTotal|MemAvailable|SwapTotal|SwapFree):' /proc/
 echo '== processes'
 ps -eo pid=,rss=,comm= --sort=-rss | head -n 40 | while read -r pid rss name; do
   [ "$rss" -ge 1048576 ] || break
-  echo "$pid $rss $(awk -F: 'length($3) > length(p) {p = $3} END {print p}' "/proc/$pid/cgroup") $name"
+  group=$(awk -F: 'length($3) > length(p) {p = $3} END {print p}' "/proc/$pid/cgroup")
+  echo "$pid $rss $group $name"
 done
 """
 

@@ -35,6 +35,18 @@ def parse_packages(lines: Iterable[str]) -> dict[str, str]:
     return dict(line.split("\t", 1) for line in lines if "\t" in line)
 
 
+_CARE = r"""
+echo '== stale-units'
+for unit in user.slice system.slice ssh.service; do
+  echo "$unit $(systemctl show -p NeedDaemonReload --value "$unit")"
+done
+echo '== boot-target'; systemctl get-default
+echo '== earlyoom'
+pid=$(systemctl show -p MainPID --value earlyoom.service 2>/dev/null)
+[ "${pid:-0}" != 0 ] && tr '\0' ' ' <"/proc/$pid/cmdline" | sed 's/^[^ ]* //; s/ *$//'; echo
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Base:
     """State of the base role."""
@@ -43,6 +55,9 @@ class Base:
     directories: dict[str, tuple[str, str]]  # path: (mode "755", owner "root:root")
     files: dict[str, FileState]
     units: dict[str, str]  # unit: what is-enabled says ("masked", "static", ...)
+    stale_units: tuple[str, ...]  # those whose files systemd has not read since they changed
+    boot_target: str  # "graphical.target" | "multi-user.target"
+    earlyoom: str  # arguments of the running earlyoom; "" when it does not run
 
 
 class BaseState(FactBase[Base]):
@@ -63,6 +78,7 @@ class BaseState(FactBase[Base]):
             f"echo '== files'; {FileStates().command(files)}",
             f"echo '== units'; for unit in {names}; do"
             ' echo "$unit $(systemctl is-enabled "$unit" 2>/dev/null)"; done',
+            _CARE,
             "echo '== end'",
         )
 
@@ -74,6 +90,11 @@ class BaseState(FactBase[Base]):
             packages=parse_packages(found.get("packages", ())),
             directories=parse_directories(found.get("directories", ())),
             files=FileStates().process(found.get("files", ())),
+            stale_units=tuple(
+                line.split()[0] for line in found.get("stale-units", ()) if line.endswith(" yes")
+            ),
+            boot_target=next(iter(found.get("boot-target", ())), ""),
+            earlyoom=next(iter(found.get("earlyoom", ())), ""),
             units=dict([*line.split(), ""][:2] for line in found.get("units", ()) if line.split()),
         )
 

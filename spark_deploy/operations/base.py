@@ -8,11 +8,13 @@ from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 
+from spark_deploy import host_care
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.packages import Base, BaseState
 from spark_deploy.managed import ManagedFile, archive, differing, unpack_script
 from spark_deploy.operations import apt
 from spark_deploy.operations.failing import Commands, host_errors
+from spark_deploy.operations.running import say
 from spark_deploy.plan.types import BasePlan
 
 SLEEP_TARGETS = (
@@ -66,13 +68,22 @@ def directories(plan: BasePlan) -> dict[str, str]:
     return listed
 
 
+def wanted_packages(plan: BasePlan) -> tuple[str, ...]:
+    """List the packages of the plan and of what it switches on."""
+    return (*plan.packages, *(["earlyoom"] if plan.earlyoom else []))
+
+
 def state_of(plan: BasePlan) -> Base:
     """Read what the host has of everything in ``plan``; one command for all operations."""
     return read(
         BaseState,
-        packages=plan.packages,
+        packages=wanted_packages(plan),
         directories=tuple(directories(plan)),
-        files=(HOLD_PATH,),
+        files=(
+            HOLD_PATH,
+            host_care.EARLYOOM_PATH,
+            *(file.path for file in host_care.guarantee_files()),
+        ),
         units=SLEEP_TARGETS,
     )
 
@@ -82,9 +93,9 @@ def state_of(plan: BasePlan) -> Base:
 def packages(plan: BasePlan) -> Commands:
     """Have every package of ``plan`` installed; what is there is never upgraded."""
     present = state_of(plan).packages
-    missing = [package for package in plan.packages if package not in present]
+    missing = [package for package in wanted_packages(plan) if package not in present]
     if not missing:
-        host.noop(f"{len(present)} packages are installed")
+        host.noop(f"{len(wanted_packages(plan))} packages are installed")
         return
     # Our gateway is an instance of its own; the package's default site has no business on :80.
     nginx = any(package.startswith("nginx") for package in missing)
@@ -141,3 +152,54 @@ def no_sleep(plan: BasePlan) -> Commands:
         host.noop("sleep is disabled")
         return
     yield StringCommand("systemctl", "mask", *awake)
+
+
+@operation()
+@host_errors
+def login_memory(plan: BasePlan) -> Commands:
+    """Guarantee memory to SSH and login sessions, or give the guarantee up again."""
+    state, files = state_of(plan), host_care.guarantee_files()
+    if plan.protect_login:
+        wrong = differing(files, state.files)
+        if wrong:
+            yield StringCommand(
+                "sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong)
+            )
+    else:
+        wrong = tuple(file for file in files if file.path in state.files)
+        if wrong:
+            yield StringCommand("rm", "-f", *(file.path for file in wrong))
+    # systemd tells by itself which files it has not read: so a run that died here is made good.
+    if wrong or state.stale_units:
+        yield "systemctl daemon-reload"
+    else:
+        host.noop("guaranteed" if plan.protect_login else "nothing is guaranteed")
+
+
+@operation()
+@host_errors
+def boot_target(plan: BasePlan) -> Commands:
+    """Boot without the desktop where that is wanted; a desktop in use is not ended."""
+    target = state_of(plan).boot_target
+    if not plan.headless or target == "multi-user.target":
+        host.noop(f"boots into {target}")
+        return
+    say("takes effect at the next boot")
+    yield "systemctl set-default multi-user.target"
+
+
+@operation()
+@host_errors
+def early_killer(plan: BasePlan) -> Commands:
+    """Have earlyoom run with our preferences where it is wanted, decided from its arguments."""
+    state, file = state_of(plan), host_care.earlyoom_file()
+    if not plan.earlyoom:
+        host.noop("earlyoom is not asked for")
+        return
+    wrong = differing([file], state.files)
+    if wrong:
+        yield StringCommand("sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong))
+    if wrong or state.earlyoom != host_care.EARLYOOM_ARGUMENTS:
+        yield "systemctl enable -q earlyoom && systemctl restart earlyoom"
+    else:
+        host.noop("earlyoom runs with our preferences")

@@ -147,6 +147,9 @@ def _base(settings: Settings, paths: Paths) -> BasePlan:
         hold_driver_in_unattended_upgrades=settings.base.hold_driver_in_unattended_upgrades,
         disable_sleep=settings.base.disable_sleep,
         paths=paths,
+        protect_login=settings.base.protect_login,
+        headless=settings.base.headless,
+        earlyoom=settings.base.earlyoom,
     )
 
 

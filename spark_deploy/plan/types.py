@@ -94,6 +94,9 @@ class BasePlan:
     hold_driver_in_unattended_upgrades: bool
     disable_sleep: bool
     paths: Paths
+    protect_login: bool = True
+    headless: bool = False
+    earlyoom: bool = False
 
 
 @dataclass(frozen=True, slots=True)

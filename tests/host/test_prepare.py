@@ -18,6 +18,7 @@ HOLD = "Base | Hold driver packages in unattended upgrades"
 PACKAGES = "Base | Install packages"
 DIRECTORIES = "Base | Create directories"
 SLEEP = "Base | Disable sleep"
+LOGIN = "Base | Guarantee memory to the login"
 CUDA_REPOSITORY = "CUDA | Add package repositories"
 CUDA_TOOLKIT = "CUDA | Install the toolkit"
 ENGINE = "Docker | Install engine and NVIDIA toolkit"
@@ -89,6 +90,15 @@ DRIFT = {
     "the hold made private": ("chmod 600 /etc/apt/apt.conf.d/52spark-hold-driver", [HOLD]),
     "the hold removed": ("rm /etc/apt/apt.conf.d/52spark-hold-driver", [HOLD]),
     "sleep allowed": ("systemctl unmask hibernate.target", [SLEEP]),
+    "the login's memory taken": (
+        "rm /etc/systemd/system/user.slice.d/50-spark.conf",
+        [LOGIN],
+    ),
+    "the login's memory given but not read": (
+        "f=/etc/systemd/system/user.slice.d/50-spark.conf; sed -i s/2G/1G/ $f; "
+        "systemctl daemon-reload; sed -i s/1G/2G/ $f",
+        [LOGIN],
+    ),
     "our key replaced": ("echo x > /etc/apt/keyrings/spark-lab-vendor.asc", [CUDA_REPOSITORY]),
     "our source edited": (
         "sed -i s/vendor/x/ /etc/apt/sources.list.d/spark-lab-vendor.sources",
@@ -203,7 +213,7 @@ def test_a_container_is_stopped_only_when_it_is_named(prepared: Prepared) -> Non
     guest = prepared.guest
     guest.run(
         f"docker tag {prepared.image()} ollama/ollama:1; docker run -d --name ollama "
-        "--restart unless-stopped --entrypoint sleep ollama/ollama:1 600"
+        "--restart unless-stopped --stop-signal KILL --entrypoint sleep ollama/ollama:1 600"
     )
     try:
         prepared.site.choose(takeover=["ollama"])
@@ -273,7 +283,7 @@ def test_the_package_lock_is_waited_for_and_its_holder_named(prepared: Prepared)
     prepared.guest.run(
         "apt-get remove -qy jq; systemd-run -q --unit=holder python3 -c 'import fcntl, time; "
         'f = open("/var/lib/dpkg/lock-frontend", "w"); fcntl.lockf(f, fcntl.LOCK_EX); '
-        "time.sleep(40)' && sleep 1"
+        "time.sleep(25)' && sleep 1"
     )
     started = time.monotonic()
     run = prepared.run()
@@ -344,6 +354,28 @@ def test_a_package_that_would_bring_another_driver_is_refused(prepared: Prepared
     assert "installing tempting would change nvidia-driver-590" in run.stderr
     assert guest.run("dpkg -l tempting nvidia-driver-590", check=False) == ""
     assert prepared.run().changed == []
+
+
+def test_host_care_is_done_only_when_asked_for(prepared: Prepared) -> None:
+    guest = prepared.guest
+    target = guest.run("systemctl get-default")
+    assert guest.run("systemctl is-active earlyoom", check=False) == "inactive"
+    prepared.site.choose(base={"earlyoom": True, "headless": True, "protect_login": False})
+    try:
+        asked, again = prepared.run(), prepared.run()
+        running = guest.run("tr '\\0' ' ' < /proc/$(pidof earlyoom)/cmdline")
+        guaranteed = guest.run("systemctl show -p MemoryMin --value user.slice")
+        headless = guest.run("systemctl get-default")
+    finally:
+        prepared.site.choices.pop("base")
+        prepared.site.choose()
+        guest.run(f"systemctl disable -q --now earlyoom; systemctl set-default -q {target}")
+    assert again.changed == []
+    assert set(asked.changed) >= {LOGIN, "Base | Run earlyoom"}
+    assert "--prefer ^(VLLM|vllm)" in running
+    assert guaranteed == "0"
+    assert headless == "multi-user.target"
+    assert prepared.run().changed == [LOGIN]
 
 
 def test_a_reboot_changes_nothing(prepared: Prepared) -> None:

@@ -39,6 +39,7 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def new_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict[str, Any]]:
     """Two hosts that want a password; one host that is ready; key and known_hosts in tmp_path."""
+    monkeypatch.setattr(bootstrap, "takes_password", lambda e, password: password != "wrong")
     (tmp_path / "id.pub").write_text("ssh-ed25519 AAAA ann@desk\n")
     monkeypatch.setattr(
         bootstrap,
@@ -98,6 +99,21 @@ def test_the_password_is_asked_once_for_all_hosts_that_need_it(new_hosts) -> Non
     assert data["ready"] == {}
     assert data["spark-1"]["ssh_password"] == "x"
     assert data["spark-1"]["_sudo"] is False
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_a_password_that_every_host_refuses_ends_the_run_before_any_change(new_hosts) -> None:
+    with pytest.raises(SettingsError, match="refused by spark-1, spark-2"):
+        bootstrap.prepare(new_hosts, agree=True, ask=lambda _: "wrong")
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_a_host_with_another_password_does_not_stop_the_others(
+    new_hosts, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(bootstrap, "takes_password", lambda e, _: e.host == "spark-1")
+    assert "spark-1" in bootstrap.prepare(new_hosts, agree=True, ask=lambda _: "x")
+    assert "spark-2 refuses this password" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_terminal")

@@ -13,6 +13,7 @@ CATALOG = {"spark_deploy.catalog", "spark_deploy.settings_types", "spark_deploy.
 BASICS = {"spark_deploy.errors", "spark_deploy.checkout", "spark_deploy.patterns"}
 READING = {"spark_deploy.yamlfile", "spark_deploy.schema_check", "spark_deploy.settings_rules"}
 HOST_SIDE = {
+    "spark_deploy.host_care",
     "spark_deploy.loop",
     "spark_deploy.managed",
     "spark_deploy.daemon_json",
@@ -43,6 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "spark_deploy/catalog.py": {*BASICS, *READING, "spark_deploy.settings"},
     "spark_deploy/lock_types.py": {"spark_deploy.plan.types"},
     "spark_deploy/managed.py": set(),
+    "spark_deploy/host_care.py": {"spark_deploy.managed"},
     "spark_deploy/daemon_json.py": BASICS,
     "spark_deploy/plan": {
         *CATALOG,

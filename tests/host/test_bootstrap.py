@@ -1,0 +1,96 @@
+"""A host with passwords becomes one without, once, and nobody sees the password."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.labkit import Run, Site, info, lab
+
+GUEST = "lab-22"
+
+
+class NewHost:
+    """A guest as new as a Spark out of the box, with a known_hosts file of its own."""
+
+    def __init__(self, root: Path):
+        lab("up", GUEST, "--fresh", "--bootstrap-guest", GUEST)
+        self.site = Site(root, hosts=[GUEST])
+        self.known_hosts = root / "known_hosts"
+        inventory = root / "inventory/lab.py"
+        text = inventory.read_text().replace(
+            '_lab["ssh"]["known_hosts"]', repr(str(self.known_hosts))
+        )
+        inventory.write_text(text)
+        self.about = next(guest for guest in info()["guests"] if guest["name"] == GUEST)
+        self.password = root / "password"
+        self.password.touch(mode=0o600)
+        self.password.write_text(self.about["password"] + "\n")
+
+    def bootstrap(self, *arguments: str, password: Path | None = None) -> Run:
+        env = {"SPARK_BOOTSTRAP_PASSWORD_FILE": str(password)} if password else {}
+        return self.site.deploy(*arguments, deploy="deploys/bootstrap.py", env=env)
+
+    def console(self, command: str) -> str:
+        """Run a command at the machine itself, without SSH."""
+        return lab("ssh", "--root", GUEST, command)
+
+
+@pytest.fixture(scope="module")
+def new_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewHost]:
+    yield NewHost(tmp_path_factory.mktemp("site"))
+    lab("down", GUEST)
+
+
+def test_a_wrong_password_changes_nothing(new_host: NewHost, tmp_path: Path) -> None:
+    (tmp_path / "wrong").write_text("not it\n")
+    run = new_host.bootstrap(password=tmp_path / "wrong")
+    assert run.exit_code != 0
+    assert f"password: refused by {GUEST}" in run.stderr
+    assert "authorized_keys" not in new_host.console("ls -A /home/spark/.ssh 2>/dev/null || :")
+
+
+def test_one_password_makes_passwords_superfluous(new_host: NewHost) -> None:
+    run = new_host.bootstrap("-vvv", "--debug", password=new_host.password)
+    assert run.exit_code == 0, run.stderr[-3000:]
+    assert len(run.changed) == 3
+    assert new_host.about["password"] not in run.stderr + str(run.document)
+    journal = new_host.console("journalctl -o cat --no-pager; cat /etc/sudoers.d/*")
+    assert new_host.about["password"] not in journal
+    assert new_host.console("visudo -cq && echo valid").strip() == "valid"
+    # By the plain client: the recorded host key, our key and sudo -n are enough.
+    ssh = info()["ssh"]
+    by_hand = subprocess.run(
+        ["ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={new_host.known_hosts}",
+         "-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes",
+         f"{new_host.about['user']}@{new_host.about['ip']}", "sudo -n id -u"],
+        capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert by_hand.stdout.strip() == "0", by_hand.stderr
+
+
+def test_the_recorded_key_is_the_one_the_machine_has(new_host: NewHost) -> None:
+    assert new_host.about["host_key"] in new_host.known_hosts.read_text()
+
+
+def test_a_second_run_asks_for_nothing_and_changes_nothing(new_host: NewHost) -> None:
+    again = new_host.bootstrap()
+    assert (again.exit_code, again.changed) == (0, [])
+
+
+def test_a_host_key_that_changed_is_refused(new_host: NewHost) -> None:
+    kept = new_host.known_hosts.read_text()
+    other = next(g for g in info()["guests"] if g["name"] != GUEST and g["host_key"])
+    new_host.known_hosts.write_text(f"{new_host.about['ip']} {other['host_key']}\n")
+    try:
+        run = new_host.bootstrap(password=new_host.password)
+        left = new_host.known_hosts.read_text()
+    finally:
+        new_host.known_hosts.write_text(kept)
+    assert run.exit_code != 0
+    assert "someone stands between" in run.stderr
+    assert "ssh-keygen -f" in run.stderr
+    assert new_host.about["host_key"] not in left
