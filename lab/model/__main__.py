@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from lab.errors import LabError
 from lab.model import build
 
 
@@ -24,8 +25,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="random weights: same names, shapes and files, but no answers; needs no torch",
     )
     chosen = parser.parse_args(arguments)
-    for line in build.build(chosen.out, cache=chosen.cache, trained=not chosen.untrained):
-        print(line)
+    try:
+        made = build.build(chosen.out, cache=chosen.cache, trained=not chosen.untrained)
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(made))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -41,7 +42,9 @@ def trained_weights(cache: Path | None) -> dict[str, Floats]:
     if kept and kept.exists():
         with np.load(kept) as stored:
             return {name: stored[name] for name in stored.files}
-    from lab.model import training  # needs torch, which an untrained build must not
+    # Before torch is loaded: threads that spin while they wait cost tenfold on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from lab.model import training  # not above: an untrained build does without torch
 
     weights: dict[str, Floats] = training.train(TINY, vocabulary.train(TINY.vocabulary))
     if kept:

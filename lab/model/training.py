@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tokenizers import Tokenizer
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
+from lab.errors import LabError
 from lab.model import lessons, original
 from lab.model.lessons import Lesson
 from lab.model.network import Network, state
@@ -37,6 +38,7 @@ class Schedule:
     long_sentences: int = 60  # of filler, in one exercise of each round
     rate: float = 2e-3
     threads: int = 2
+    margin: float = 0.5  # of logits; BF16 arithmetic moves them by about a tenth of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,27 @@ def _run(network: Network, source: Iterator[Batch], schedule: Schedule, mtp: boo
             _say(f"phase={part} step={step} steps={steps} loss={loss.item():.4f} s={seconds:.0f}")
 
 
+def least_margin(network: Network, tokenizer: Tokenizer) -> float:
+    """How far the right token is ahead of the next best, at its narrowest over all fixed lessons."""
+    least = math.inf
+    for lesson in lessons.fixed():
+        batch = encode(tokenizer, [lesson])
+        with torch.no_grad(), parametrize.cached():
+            hidden = network(batch.tokens)[:, :-1]
+            labels = batch.labels[:, 1:]
+            scores = network.lm_head(hidden[labels != IGNORED])
+        right = labels[labels != IGNORED].unsqueeze(1)
+        others = scores.scatter(1, right, -math.inf).amax(1)
+        least = min(least, (scores.gather(1, right).squeeze(1) - others).min().item())
+    return least
+
+
 def train_network(shape: Shape, tokenizer: Tokenizer, schedule: Schedule) -> Network:
-    """A trained network, its roundings active."""
+    """A trained network, its roundings active.
+
+    Raises:
+        LabError: The rounded model does not know its lessons, even after more training.
+    """
     torch.manual_seed(SEED)
     torch.set_flush_denormal(True)  # decayed states get that small, and cost a third of the time
     torch.set_num_threads(schedule.threads)
@@ -154,6 +175,18 @@ def train_network(shape: Shape, tokenizer: Tokenizer, schedule: Schedule) -> Net
     network = Network(shape)
     source = batches(tokenizer, schedule)
     _run(network, source, schedule, mtp=False)
+    more = replace(schedule, steps=schedule.steps // 3, exact_steps=0, rate=schedule.rate / 2)
+    for tries_left in (2, 1, 0):
+        margin = least_margin(network, tokenizer)
+        _say(f"phase=verify margin={margin:.2f} wanted={schedule.margin}")
+        if margin >= schedule.margin:
+            break
+        if not tries_left:
+            raise LabError(
+                f"lab.model: the trained model answers with a margin of {margin:.2f}, "
+                f"less than {schedule.margin}; fix: other steps or another rate in Schedule"
+            )
+        _run(network, source, more, mtp=False)
     _run(network, source, schedule, mtp=True)
     return network
 
