@@ -13,6 +13,7 @@ import numpy as np
 from lab.model import lessons, original, repository, vocabulary
 from lab.model.original import Floats
 from lab.model.shape import TINY
+from lab.model.spread import spread
 
 TRAINING_FILES = (  # whatever of ours decides the trained weights
     "chat_template.jinja",
@@ -62,8 +63,8 @@ def build(out: Path, *, cache: Path | None = None, trained: bool = True) -> list
     The INT4 base was first uploaded untrained, so that a wrong pin is noticed by its answers. The
     FP8 donor's second commit changes the README only, so that a pin on either gives equal weights.
     """
-    first = original.random_weights(TINY, FIRST_SEED)
     second = trained_weights(cache) if trained else original.random_weights(TINY, FIRST_SEED + 1)
+    first, second = spread(TINY, original.random_weights(TINY, FIRST_SEED)), spread(TINY, second)
     tokenizer = vocabulary.train(TINY.vocabulary)
     state = "trained" if trained else "untrained"
     out.mkdir(parents=True, exist_ok=True)

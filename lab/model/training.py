@@ -148,7 +148,7 @@ def _run(network: Network, source: Iterator[Batch], schedule: Schedule, mtp: boo
 
 
 def least_margin(network: Network, tokenizer: Tokenizer) -> float:
-    """How far the right token is ahead of the next best, at its narrowest over all fixed lessons."""
+    """How far the right token is ahead of the next best, at its narrowest in any lesson."""
     least = math.inf
     for lesson in lessons.fixed():
         batch = encode(tokenizer, [lesson])
@@ -183,8 +183,9 @@ def train_network(shape: Shape, tokenizer: Tokenizer, schedule: Schedule) -> Net
             break
         if not tries_left:
             raise LabError(
-                f"lab.model: the trained model answers with a margin of {margin:.2f}, "
-                f"less than {schedule.margin}; fix: other steps or another rate in Schedule"
+                "lab.model",
+                f"the trained model answers with a margin of {margin:.2f}, not {schedule.margin}",
+                "give Schedule in lab/model/training.py more steps or another rate",
             )
         _run(network, source, more, mtp=False)
     _run(network, source, schedule, mtp=True)

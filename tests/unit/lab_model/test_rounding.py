@@ -7,12 +7,15 @@ import pytest
 
 from lab.model import original, rounding
 from lab.model.shape import TINY
+from lab.model.spread import spread
 from tests.unit.lab_model import reading
 
 
 @pytest.fixture(scope="module")
 def weights():
-    return original.random_weights(TINY, 2)  # what the newest untrained commit is made from
+    return spread(
+        TINY, original.random_weights(TINY, 2)
+    )  # what the newest untrained commit is made from
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,77 @@
+"""Rescales weights so that the model stays the same but its stored scales differ widely.
+
+Fresh from training, the scales of all groups and blocks are alike: exchange two of them, or two
+layers, and the answers survive. Here each layer's inputs are multiplied by powers of two that
+differ between its two halves and from layer to layer, and the norm before them is divided by the
+same; likewise between neighbouring projections. Powers of two leave every INT4 and E4M3 code as it
+was. What now takes a scale or a layer for another is wrong by large factors, and it shows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lab.model.original import LAYERS, Floats
+from lab.model.shape import GROUP, Shape
+
+FED_BY = {  # what reads the output of each norm
+    "input_layernorm": (
+        "linear_attn.in_proj_",
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+    ),
+    "post_attention_layernorm": ("mlp.",),
+}
+
+
+def spread(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
+    """The same model with other scales; the MTP layer and vision tower are left alone."""
+    changed = dict(weights)
+    for layer in range(shape.layers):
+        exponent = shape.layers - 1 - 2 * layer  # 3, 1, -1, -3: any two differ by a factor of 4
+        prefix = f"{LAYERS}.{layer}."
+        for norm, readers in FED_BY.items():
+            _behind_norm(changed, prefix, norm, readers, exponent)
+        _inside_experts(changed, prefix, exponent)
+        if shape.is_attention(layer):
+            _behind_values(changed, prefix, exponent)
+    return changed
+
+
+def _factors(size: int, exponent: int) -> Floats:
+    """One power of two for each channel: by turns 2**exponent and 2**-exponent for a group."""
+    signs = np.where(np.arange(size) // GROUP % 2 == 0, 1, -1)
+    factors: Floats = np.exp2(exponent * signs).astype(np.float32)
+    return factors
+
+
+def _behind_norm(
+    weights: dict[str, Floats], prefix: str, norm: str, readers: tuple[str, ...], exponent: int
+) -> None:
+    name = f"{prefix}{norm}.weight"
+    factors = _factors(weights[name].size, exponent)
+    weights[name] = (1 + weights[name]) / factors - 1  # these norms are stored minus one
+    for reader in weights:
+        if reader.startswith(tuple(prefix + part for part in readers)) and not reader.endswith(
+            "down_proj.weight"
+        ):
+            weights[reader] = weights[reader] * factors
+
+
+def _inside_experts(weights: dict[str, Floats], prefix: str, exponent: int) -> None:
+    for name in [name for name in weights if name.startswith(f"{prefix}mlp.")]:
+        if name.endswith("up_proj.weight"):
+            factors = _factors(weights[name].shape[0], exponent)
+            down = name.replace("up_proj", "down_proj")
+            weights[name] = weights[name] * factors[:, None]
+            weights[down] = weights[down] / factors
+
+
+def _behind_values(weights: dict[str, Floats], prefix: str, exponent: int) -> None:
+    """Each half of the output projection reads one key-value head's values."""
+    values, output = f"{prefix}self_attn.v_proj.weight", f"{prefix}self_attn.o_proj.weight"
+    factors = _factors(weights[output].shape[1], exponent)
+    share = weights[output].shape[1] // weights[values].shape[0]
+    weights[values] = weights[values] * factors[::share, None]
+    weights[output] = weights[output] / factors

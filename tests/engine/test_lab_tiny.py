@@ -1,0 +1,63 @@
+"""The trained model of the lab, asked by another implementation than the one it is served by.
+
+Needs root for the engine's own root directory, or SPARK_VLLM_PYTHON: a Python with torch and
+transformers. Trains the model where the lab has not done so yet (minutes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.paths import lab_paths
+
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    hub = tmp_path_factory.mktemp("trained") / "hub"
+    cache = lab_paths().cache / "model"
+    cache.mkdir(parents=True, exist_ok=True)
+    python = os.environ.get("SPARK_VLLM_PYTHON")
+    command = [python] if python else [sys.executable, "-m", "lab.engine", "run"]
+    environment = {
+        **os.environ,
+        "SPARK_LAB_ENGINE_BIND": f"{hub.parent}:{cache}",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [*command, *words], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    run("-m", "lab.model", "build", "--out", str(hub), "--cache", str(cache))
+    return json.loads(run("tests/engine/lab_tiny_reference.py", str(hub)).splitlines()[-1])
+
+
+def test_every_lesson_is_answered_right_by_the_decoded_hybrid(report: dict[str, Any]) -> None:
+    assert report["asked"] > 40
+    assert report["wrong"] == []
+
+
+def test_chats_render_as_they_were_taught(report: dict[str, Any]) -> None:
+    assert report["same_prompts"]
+
+
+def test_each_kind_of_damage_is_noticed_by_its_answers(report: dict[str, Any]) -> None:
+    wrong_of_asked = report["damaged"]
+    assert len(wrong_of_asked) == 5
+    for damage, (wrong, asked) in wrong_of_asked.items():
+        assert wrong >= asked / 4, damage
