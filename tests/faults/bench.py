@@ -177,10 +177,10 @@ class Bench:
 
     def answers(self) -> bool:
         """Return whether a right answer comes through the gateway."""
-        status, body = self.guest.post(
+        status, body = self.guest.call(
+            "POST",
             "/v1/chat/completions",
             {"model": "main-model", "messages": [{"role": "user", "content": "What is 6*7?"}]},
-            key=self.guest.key(),
         )
         return status == 200 and body["choices"][0]["message"]["content"] == "42"
 
