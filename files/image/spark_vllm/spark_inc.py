@@ -11,10 +11,12 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from vllm.model_executor.layers.quantization.inc import INCConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
 from spark_vllm import QUANT_METHOD, names
 from spark_vllm.checkpoint import check_checkpoint
+from spark_vllm.lm_head import Int8Head, wanted_head
 from spark_vllm.settings import Settings, read_settings
 
 if TYPE_CHECKING:
@@ -125,6 +127,13 @@ class SparkIncConfig(INCConfig):
                     weight_block_size=list(self.settings.block_shape),
                 )
             )
+        if isinstance(layer, ParallelLMHead) and wanted_head() is not None:
+            if self.settings.head_int8:
+                raise ValueError(
+                    "--additional-config: spark.lm_head: the checkpoint's head is INT8 already; "
+                    "fix: leave the option out, or build the checkpoint with head 'keep'"
+                )
+            return Int8Head()
         return super().get_quant_method(layer, prefix)
 
 

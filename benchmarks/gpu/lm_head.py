@@ -1,0 +1,195 @@
+"""Time and judge the INT8 LM head beside Marlin and BF16 on this machine.
+
+    python3 benchmarks/gpu/lm_head.py --out RESULT.json
+
+Times are medians of CUDA-graph replays. Two floors are given: the bytes of the INT8 weight over
+the rate of reading as many bytes once, and over the best rate of a long read. Run it a second
+time with ``DISABLE_MMA_V3=1`` and ``--tiles 12.1`` for the block sizes and the instructions of a
+Spark, whose compiler has no Hopper matrix instruction. Marlin needs vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
+
+from spark_vllm.lm_head_kernel import logits  # noqa: E402 # after the path above
+from spark_vllm.lm_head_quantise import GROUP_SIZE, quantise_rows  # noqa: E402
+from spark_vllm.lm_head_table import read_table, tile_for  # noqa: E402
+from timing import graph_us, read_gb_per_s  # noqa: E402
+
+ROWS = 248320
+INPUTS = (3072, 2048, 4096)
+BATCHES = (1, 2, 3, 4, 8, 9, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+SPARK_PROCESSORS = 48
+SPARK_GB_PER_S = 273
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+def marlin_head(weight: torch.Tensor) -> Head:
+    """Return vLLM's Marlin W8A16 product for GPTQ-packed INT8 with one scale per 128 inputs."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.utils import marlin_utils as marlin
+    from vllm.scalar_type import scalar_types
+
+    rows, in_features = weight.shape
+    values, scales = quantise_rows(weight)
+    unsigned = (values.int() + 128).t().contiguous().view(in_features // 4, 4, rows)
+    packed = torch.zeros((in_features // 4, rows), dtype=torch.int32, device=weight.device)
+    for place in range(4):
+        packed |= unsigned[:, place] << (8 * place)
+    repacked = ops.gptq_marlin_repack(packed, size_k=in_features, size_n=rows, num_bits=8)
+    ordered = marlin.marlin_permute_scales(
+        scales.contiguous(), size_k=in_features, size_n=rows, group_size=GROUP_SIZE
+    )
+    del packed, unsigned
+    empty = marlin.marlin_make_empty(weight.device)
+    workspace = marlin.marlin_make_workspace_new(weight.device)
+    return lambda x: marlin.apply_gptq_marlin_linear(
+        input=x,
+        weight=repacked,
+        weight_scale=ordered,
+        weight_zp=empty,
+        workspace=workspace,
+        wtype=scalar_types.uint8b128,
+        output_size_per_partition=rows,
+        input_size_per_partition=in_features,
+    )
+
+
+def accuracy(weight: torch.Tensor, heads: dict[str, Head], batch: int) -> dict[str, Any]:
+    """Return error against float64 and disagreements of the top token beyond the error."""
+    torch.manual_seed(1)
+    x = torch.randn(batch, weight.shape[1], device="cuda").bfloat16()
+    reference = torch.cat([x.double() @ block.double().t() for block in weight.split(16384)], 1)
+    top = reference.topk(2, dim=-1)
+    margin = top.values[:, 0] - top.values[:, 1]
+    found: dict[str, Any] = {}
+    for name, head in heads.items():
+        value = head(x).double()
+        worst = (value - reference).abs().amax(-1)
+        differ = value.argmax(-1) != top.indices[:, 0]
+        found[name] = {
+            "error": round(float((value - reference).norm() / reference.norm()), 6),
+            "top_differs": int(differ.sum()),
+            "beyond_margin": int((differ & (margin > 2 * worst)).sum()),
+        }
+    return found
+
+
+def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
+    """Return times in microseconds and accuracy for one input width."""
+    torch.manual_seed(0)
+    weight = torch.randn(ROWS, in_features, device="cuda").bfloat16()
+    values, scales = quantise_rows(weight)
+    properties = torch.cuda.get_device_properties(0)
+    tiles = read_table()[tiles_name]
+    heads: dict[str, Head] = {
+        "bf16": lambda x: x @ weight.t(),
+        "own": lambda x: logits(
+            x, values, scales, tile_for(x.shape[0], tiles), properties.multi_processor_count
+        ),
+    }
+    if marlin:
+        heads["marlin"] = marlin_head(weight)
+    times: dict[str, dict[int, float]] = {name: {} for name in heads}
+    for batch in BATCHES:
+        x = torch.randn(batch, in_features, device="cuda").bfloat16()
+        for name, head in heads.items():
+            times[name][batch] = round(graph_us(lambda h=head, x=x: h(x)), 2)
+    same_size, long_read = read_gb_per_s(values.nbytes), read_gb_per_s(1 << 32)
+    floors = {
+        "same_size_us": round(values.nbytes / same_size / 1000, 2),
+        "long_read_us": round(values.nbytes / long_read / 1000, 2),
+    }
+    result: dict[str, Any] = {
+        "inputs": in_features,
+        "rows": ROWS,
+        "int8_bytes": values.nbytes,
+        "scale_bytes": scales.nbytes,
+        "read_gb_per_s": {"same_size": round(same_size), "long_read": round(long_read)},
+        "floors": floors,
+        "us": times,
+        "over_floor": {
+            batch: {name: round(times["own"][batch] / us, 3) for name, us in floors.items()}
+            for batch in (1, 16)
+        },
+        "accuracy": {"gaussian": accuracy(weight, heads, 64)},
+    }
+    if in_features == INPUTS[0]:
+        result["limited"] = limited(values, scales, in_features)
+    del weight, values, scales, heads
+    torch.cuda.empty_cache()
+    heavy = torch.distributions.StudentT(3.0).sample((65536, in_features)).cuda().bfloat16()
+    parts = quantise_rows(heavy)
+    heavy_heads: dict[str, Head] = {
+        "bf16": lambda x: x @ heavy.t(),
+        "own": lambda x: logits(
+            x, *parts, tile_for(x.shape[0], tiles), properties.multi_processor_count
+        ),
+    }
+    if marlin:
+        heavy_heads["marlin"] = marlin_head(heavy)
+    result["accuracy"]["student_t3"] = accuracy(heavy, heavy_heads, 64)
+    return result
+
+
+def limited(values: torch.Tensor, scales: torch.Tensor, in_features: int) -> dict[str, Any]:
+    """Time the Spark's block sizes with as many programs as a Spark has multiprocessors."""
+    import dataclasses
+
+    found: dict[str, Any] = {}
+    for batch in (1, 3, 12, 64):
+        tile = dataclasses.replace(tile_for(batch, read_table()["12.1"]), programs_per_processor=1)
+        x = torch.randn(batch, in_features, device="cuda").bfloat16()
+        time = graph_us(lambda x=x, t=tile: logits(x, values, scales, t, SPARK_PROCESSORS), 2)
+        rate = values.nbytes / time / 1000
+        found[str(batch)] = {
+            "us": round(time, 1),
+            "gb_per_s": round(rate),
+            "times_spark_bandwidth": round(rate / SPARK_GB_PER_S, 2),
+        }
+    return found
+
+
+def main() -> None:
+    """Measure all widths and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tiles", default=None, help="list of the table; default: this device's")
+    parser.add_argument("--no-marlin", action="store_true")
+    arguments = parser.parse_args()
+    properties = torch.cuda.get_device_properties(0)
+    own = f"{properties.major}.{properties.minor}"
+    name = arguments.tiles or (own if own in read_table() else "default")
+    from benchmarks.gpu.engine_proofs import environment
+
+    document = {
+        "command": f"python3 benchmarks/gpu/lm_head.py --tiles {name}",
+        "tiles": name,
+        "hopper_matrix_instruction": not os.environ.get("DISABLE_MMA_V3"),
+        "seed": 0,
+        **environment(),
+        "shapes": [measure(size, name, not arguments.no_marlin) for size in INPUTS],
+    }
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    for shape in document["shapes"]:
+        print(shape["inputs"], shape["read_gb_per_s"], shape["floors"], shape["over_floor"])
+        for batch in BATCHES:
+            print("  ", batch, {name: times[batch] for name, times in shape["us"].items()})
+        print("  ", json.dumps(shape["accuracy"]), json.dumps(shape.get("limited")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Search block sizes of the LM-head kernel on this machine; the input of ``lm_head_tiles.json``.
+
+    python3 benchmarks/gpu/lm_head_sweep.py --out sweep.json [--inputs 3072] [--batches 1,16]
+
+Compiles every candidate in parallel, times all of them roughly, then the best ones again.
+Set ``DISABLE_MMA_V3=1`` to measure what a Spark can run: Hopper's own matrix instruction, which
+Triton takes otherwise, does not exist there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "files" / "image")]
+
+from spark_vllm.lm_head_kernel import logits  # noqa: E402 # after the path above
+from spark_vllm.lm_head_table import Tile  # noqa: E402
+from timing import graph_us, read_gb_per_s  # noqa: E402
+
+ROWS = 248320
+SHARED_LIMIT_BYTES = 200 * 1024
+
+
+def candidates(batch: int, quick: bool) -> Iterator[Tile]:
+    """Yield block sizes worth a try for ``batch``; all of them are correct."""
+    fitting = [size for size in (8, 16, 32, 64, 128) if size >= batch][:1]
+    shapes = [(64, 4), (128, 4), (128, 8), (256, 8), (64, 2), (32, 2), (32, 1)]
+    for m, (n, warps), groups, split, stages in itertools.product(
+        fitting if batch < 128 else (64, 128, 256),
+        shapes if batch <= 32 else shapes[:5],
+        (1, 2) if batch <= 64 else (1,),
+        (False, True) if batch <= 16 else (True,),
+        (2, 3, 4, 5),
+    ):
+        x_bytes = m * 256
+        if (n * 128 + x_bytes) * groups * stages > SHARED_LIMIT_BYTES:
+            continue
+        if 2 * n * m / (32 * warps) > 260:  # accumulators per thread
+            continue
+        for resident in (0,) if quick else (0, 2, 6):
+            yield Tile(None, m, n, groups, split, warps, stages, resident)
+
+
+def prepare(in_features: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random INT8 rows and scales; speed does not depend on their values being a model."""
+    weight = torch.randint(-127, 128, (rows, in_features), dtype=torch.int8, device="cuda")
+    scales = torch.rand((in_features // 128, rows), device="cuda").bfloat16()
+    return weight, scales
+
+
+def compile_one(job: tuple[Tile, int]) -> str | None:
+    """Compile one candidate in a process of its own; the cache on disk is the result."""
+    tile, in_features = job
+    try:
+        weight, scales = prepare(in_features, 256)
+        x = torch.randn(3, in_features, device="cuda", dtype=torch.bfloat16)
+        logits(x, weight, scales, tile, 1)
+        torch.cuda.synchronize()
+    except Exception as error:  # a candidate may exceed any limit of the device
+        return f"{tile}: {str(error)[:120]}"
+    return None
+
+
+def sweep(in_features: int, batches: list[int], jobs: int) -> dict[str, object]:
+    """Return the twelve best candidates per batch, with times in microseconds."""
+    todo = {
+        (dataclasses.replace(tile, programs_per_processor=0), in_features)
+        for batch in batches
+        for tile in candidates(batch, quick=True)
+    }
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        failed = [error for error in pool.map(compile_one, todo, chunksize=4) if error]
+    bad = {error.split(": ")[0] for error in failed}
+    weight, scales = prepare(in_features, ROWS)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    best = {}
+    for batch in batches:
+        x = torch.randn(batch, in_features, device="cuda", dtype=torch.bfloat16)
+        rough = []
+        for tile in candidates(batch, quick=False):
+            if str(dataclasses.replace(tile, programs_per_processor=0)) in bad:
+                continue
+            time = graph_us(lambda t=tile, x=x: logits(x, weight, scales, t, processors), 2, 2)
+            rough.append((time, tile))
+        rough.sort(key=lambda pair: pair[0])
+        fine = [
+            (graph_us(lambda t=t, x=x: logits(x, weight, scales, t, processors)), t)
+            for _, t in rough[:24]
+        ]
+        fine.sort(key=lambda pair: pair[0])
+        best[batch] = [
+            {"us": round(time, 2), **dataclasses.asdict(tile)} for time, tile in fine[:12]
+        ]
+        print(
+            in_features,
+            batch,
+            len(rough),
+            *(f"{time:.1f} {dataclasses.astuple(t)[1:]}" for time, t in fine[:6]),
+            flush=True,
+        )
+    return {"inputs": in_features, "rows": ROWS, "failed": failed, "best": best}
+
+
+def main() -> None:
+    """Sweep and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--inputs", default="3072")
+    parser.add_argument("--batches", default="1,8,16,32,64,128,256,512")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    arguments = parser.parse_args()
+    batches = [int(batch) for batch in arguments.batches.split(",")]
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "read_gb_per_s": {str(size): round(read_gb_per_s(size)) for size in (762839040, 1 << 32)},
+        "sweeps": [
+            sweep(int(size), batches, arguments.jobs) for size in arguments.inputs.split(",")
+        ],
+    }
+    print("read", result["read_gb_per_s"])
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+# ruff: noqa: N803
+"""Triton kernels of the INT8 LM head: logits of a small batch from INT8 rows, read once.
+
+The head is the largest single read of a decode step, so the kernels are built to move bytes; weight
+rows are the tensor cores' first operand, the batch is the second. Up to eight rows of batch the
+weight becomes BF16 in registers. Above that, turning every weight into BF16 costs more than
+reading it: there the activations are split once into two INT8 halves of a 16-bit number per group,
+products are exact integers, and the weight needs no conversion at all. Asynchronous copies and
+``mma`` are all they need, so one source serves every architecture from 8.0 on.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from spark_vllm.lm_head_quantise import GROUP_SIZE
+from spark_vllm.lm_head_table import Tile
+
+LARGEST_HALF_SUM = 32512
+"""Largest 16-bit activation: 127 * 256, so that its upper half fits in INT8 after rounding."""
+
+
+# batch and groups change at run time or between models: never a reason to compile again.
+@triton.jit(do_not_specialize=["batch", "groups"])  # type: ignore[untyped-decorator] # no types
+def _logits_kernel(
+    x_ptr,  # BF16 or FP16 [batch, in]; SPLIT: int8 [2, batch, groups * GROUP]
+    x_scale_ptr,  # SPLIT: float32 [groups, batch]; otherwise unused
+    weight_ptr,  # int8 [rows, groups * GROUP]
+    scale_ptr,  # BF16 [groups, rows]
+    out_ptr,  # BF16 or FP16 [batch, rows]
+    batch,
+    rows,
+    in_features,
+    groups,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS_PER_STEP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    tiles_m = tl.cdiv(batch, BLOCK_M)
+    tiles = tl.cdiv(rows, BLOCK_N) * tiles_m
+    inner = tl.arange(0, GROUP)
+    x_width = groups * GROUP if SPLIT else in_features
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # Batch tiles of the same rows are neighbours, so that the second one finds them in L2.
+        row = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+        item = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+        # Rows past the end read the last one again: no predicate on the weight's copies.
+        safe_row = tl.minimum(row, rows - 1)
+        weight_row = weight_ptr + safe_row.to(tl.int64)[:, None] * (groups * GROUP) + inner[None, :]
+        x_item = x_ptr + item[None, :] * x_width + inner[:, None]
+        total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        # Triton does not pipeline loads this small; fetched one group ahead, they cost no wait.
+        scale = tl.load(scale_ptr + safe_row)
+        if SPLIT:
+            x_scale = tl.load(x_scale_ptr + item, mask=item < batch, other=0.0)
+        for first in range(0, groups, GROUPS_PER_STEP):
+            for offset in tl.static_range(GROUPS_PER_STEP):
+                group = first + offset
+                next_group = tl.minimum(group + 1, groups - 1)
+                next_scale = tl.load(scale_ptr + next_group * rows + safe_row)
+                weight = tl.load(weight_row + group * GROUP, eviction_policy="evict_first")
+                mask = item[None, :] < batch
+                if SPLIT:
+                    next_x_scale = tl.load(
+                        x_scale_ptr + next_group * batch + item, mask=item < batch, other=0.0
+                    )
+                    upper = tl.load(x_item + group * GROUP, mask=mask, other=0)
+                    lower = tl.load(x_item + (group * GROUP + batch * x_width), mask=mask, other=0)
+                    # Exact: 128 products of 8 by 16 bits stay below 2 ** 31.
+                    exact = tl.dot(weight, upper, out_dtype=tl.int32) * 256
+                    exact = tl.dot(weight, lower, acc=exact, out_dtype=tl.int32)
+                    product = exact.to(tl.float32) * x_scale[None, :]
+                    x_scale = next_x_scale
+                else:
+                    if not EVEN_K:
+                        mask = mask & (group * GROUP + inner[:, None] < in_features)
+                    x = tl.load(x_item + group * GROUP, mask=mask, other=0.0)
+                    product = tl.dot(weight.to(x.dtype), x)
+                total += product * scale.to(tl.float32)[:, None]
+                scale = next_scale
+        target = out_ptr + item[None, :].to(tl.int64) * rows + row[:, None]
+        stored = (item[None, :] < batch) & (row[:, None] < rows)
+        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["batch", "groups"])  # type: ignore[untyped-decorator] # no types
+def _split_kernel(
+    x_ptr,  # BF16 or FP16 [batch, in]
+    halves_ptr,  # int8 [2, batch, groups * GROUP]
+    x_scale_ptr,  # float32 [groups, batch]
+    batch,
+    in_features,
+    groups,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    item, group = tl.program_id(0), tl.program_id(1)
+    inner = group * GROUP + tl.arange(0, GROUP)
+    x = tl.load(x_ptr + item * in_features + inner, mask=inner < in_features, other=0.0)
+    x = x.to(tl.float32)
+    scale = tl.max(tl.abs(x), axis=0) / LARGEST
+    # Rounds half up; which way a tie goes is far below the last bit of a logit.
+    whole = tl.floor(x / tl.where(scale == 0.0, 1.0, scale) + 0.5).to(tl.int32)
+    upper = (whole + 128) >> 8
+    target = halves_ptr + item * (groups * GROUP) + inner
+    tl.store(target, upper.to(tl.int8))
+    tl.store(target + batch * (groups * GROUP), (whole - upper * 256).to(tl.int8))
+    tl.store(x_scale_ptr + group * batch + item, scale)
+
+
+def logits(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, tile: Tile, processors: int
+) -> torch.Tensor:
+    """Return ``x @ dequantised.T`` in the dtype of ``x``.
+
+    Launches one or two kernels and nothing else: no synchronisation, no tuning, so it can be
+    captured in a CUDA graph once the same tile has run before.
+
+    Args:
+        x: BF16 or FP16 ``[batch, in]``.
+        weight: int8 ``[rows, in rounded up to GROUP_SIZE]``, contiguous.
+        scales: BF16 ``[groups, rows]``, contiguous.
+        tile: block sizes; any entry of the table is correct for any batch.
+        processors: multiprocessors of the device.
+    """
+    x = x.contiguous()
+    if x.data_ptr() % 16:  # another alignment would be another compilation, on the request path
+        x = x.clone()
+    batch, in_features = x.shape
+    groups, rows = scales.shape
+    out = torch.empty((batch, rows), dtype=x.dtype, device=x.device)
+    x_scale = scales  # a pointer the kernel does not read
+    if tile.split:
+        halves = torch.empty((2, batch, weight.shape[1]), dtype=torch.int8, device=x.device)
+        x_scale = torch.empty((groups, batch), dtype=torch.float32, device=x.device)
+        _split_kernel[(batch, groups)](
+            x,
+            halves,
+            x_scale,
+            batch,
+            in_features,
+            groups,
+            GROUP_SIZE,
+            LARGEST_HALF_SUM,
+            num_warps=1,
+        )
+        x = halves
+    tiles = triton.cdiv(rows, tile.block_n) * triton.cdiv(batch, tile.block_m)
+    programs = min(tiles, tile.programs_per_processor * processors or tiles)
+    _logits_kernel[(programs,)](
+        x,
+        x_scale,
+        weight,
+        scales,
+        out,
+        batch,
+        rows,
+        in_features,
+        groups,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        GROUP=GROUP_SIZE,
+        GROUPS_PER_STEP=tile.groups_per_step if groups % tile.groups_per_step == 0 else 1,
+        SPLIT=tile.split,
+        EVEN_K=in_features == groups * GROUP_SIZE,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out

@@ -1,0 +1,62 @@
+"""Block sizes of the LM-head kernel: data per compute capability, and the choice among them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TABLE_PATH = Path(__file__).with_name("lm_head_tiles.json")
+"""The shipped table. Every entry gives right logits for any batch and shape; only speed differs."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the kernel cuts the work for batches up to ``max_batch``."""
+
+    max_batch: int | None  # None: no limit; the last entry of every list
+    block_m: int  # batch rows per program; 8 is the narrowest the tensor cores take
+    block_n: int  # vocabulary rows per program
+    groups_per_step: int  # groups loaded together; ignored where it does not divide the input
+    split: bool  # activations as two INT8 halves instead of weights as BF16
+    warps: int
+    stages: int  # tiles in flight
+    programs_per_processor: int  # 0: one program per tile
+
+
+def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:
+    """Return the tiles per compute capability (``"12.1"``) and for ``"default"``.
+
+    Raises:
+        ValueError: when the table has no default or a list does not end without a limit.
+    """
+    data: Mapping[str, Any] = json.loads(path.read_text())
+    table = {name: _tiles(entries) for name, entries in data["tiles"].items()}
+    for name, tiles in table.items():
+        limits = [tile.max_batch for tile in tiles]
+        bounded = [limit for limit in limits[:-1] if limit is not None]
+        if not tiles or limits[-1] is not None or bounded != sorted(set(bounded)):
+            raise ValueError(
+                f"{path}: tiles of {name!r} have limits {limits}; fix: rising, the last null"
+            )
+        if len(bounded) != len(limits) - 1:
+            raise ValueError(f"{path}: tiles of {name!r}: only the last limit may be null")
+    if "default" not in table:
+        raise ValueError(f"{path}: no tiles named 'default'; fix: add them")
+    return table
+
+
+def tiles_for(capability: tuple[int, int], table: Mapping[str, Sequence[Tile]]) -> Sequence[Tile]:
+    """Return the tiles measured on exactly this capability, else the default ones."""
+    return table.get(f"{capability[0]}.{capability[1]}", table["default"])
+
+
+def tile_for(batch: int, tiles: Sequence[Tile]) -> Tile:
+    """Return the first tile whose limit covers ``batch``."""
+    return next(tile for tile in tiles if tile.max_batch is None or batch <= tile.max_batch)
+
+
+def _tiles(entries: Sequence[Mapping[str, Any]]) -> tuple[Tile, ...]:
+    return tuple(Tile(**entry) for entry in entries)
