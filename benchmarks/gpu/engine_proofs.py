@@ -3,7 +3,8 @@
     python3 benchmarks/gpu/engine_proofs.py --trees DIR --work DIR --out DIR --stage eager
 
 Needs a CUDA machine with vLLM and ``spark_vllm`` installed. Stages: ``eager`` (numbers on random
-weights), ``refused`` (damaged trees), ``speculation`` (the lab's trained model).
+weights), ``refused`` (damaged trees), ``speculation`` (the lab's trained model), ``turboquant``
+(the engine's TurboQuant backend and ours).
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def main() -> None:
         cases += [case for case, _ in refused]
     if "speculation" in arguments.stage:
         cases += engine_cases.speculation_cases()
+    if "turboquant" in arguments.stage:
+        cases += engine_cases.turboquant_cases()
     work, trees = arguments.work.resolve(), arguments.trees.resolve()
     # Kernels compile on first use; a few engines alone fill the caches faster than many at once.
     first = [case for case in cases if case["name"] in engine_cases.FIRST]
@@ -114,7 +117,7 @@ def main() -> None:
         path.write_text(json.dumps(document, indent=1) + "\n")
         for item in rows:
             print(
-                "PASS" if item["passed"] else "FAIL",
+                {True: "PASS", False: "FAIL", None: "SEEN"}[item["passed"]],
                 item["claim"],
                 json.dumps(item["numbers"])[:420],
             )
@@ -133,8 +136,10 @@ def judged(
             return engine_judge.judge_eager(results, work, trees), None
         if stage == "refused":
             return engine_judge.judge_refused(results, {c["name"]: t for c, t in refused}), None
+        if stage == "turboquant":
+            return engine_judge.judge_turboquant(results), None
         return engine_judge.judge_speculation(results), None
-    except Exception:  # noqa: BLE001 # engines already ran: keep what they wrote
+    except Exception:  # engines already ran: keep what they wrote
         return [], traceback.format_exc()[-1500:]
 
 

@@ -139,6 +139,10 @@ def prompts_of(case: dict[str, Any], llm: Any) -> list[list[int]]:
     facts = json.loads((lessons.HERE / "facts.json").read_text())
     questions = [item["prompt"] for item in facts["questions"]]
     copies = [f"Repeat exactly: {text}" for text in facts["copy"]["strings"]]
+    texts = (questions + copies)[: case.get("prompt_count", 8)]
+    if case.get("long_last"):
+        # Longer than any earlier request will ever be: it is fresh while those have a prefix.
+        texts = texts[:6] + ["The sky is blue. " * 40 + text for text in texts[:2]]
     tokenizer = llm.get_tokenizer()
     return [
         list(
@@ -146,7 +150,7 @@ def prompts_of(case: dict[str, Any], llm: Any) -> list[list[int]]:
                 [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
             )
         )
-        for text in (questions + copies)[: case.get("prompt_count", 8)]
+        for text in texts
     ]
 
 
@@ -208,6 +212,18 @@ def prefill_logits(llm: Any, recorder: Recorder, prompts: list[list[int]]) -> An
     return torch.cat([hidden for hidden, _ in calls]), torch.cat([logits for _, logits in calls])
 
 
+def use_stock_turboquant() -> None:
+    """Put the engine's own TurboQuant backend back after the plugin has registered ours."""
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    load_general_plugins()
+    register_backend(
+        AttentionBackendEnum.TURBOQUANT,
+        "vllm.v1.attention.backends.turboquant_attn.TurboQuantAttentionBackend",
+    )
+
+
 def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     """Run the engine and return what it did."""
     import torch
@@ -216,6 +232,8 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
 
     recorder = Recorder()
     install(recorder)
+    if case.get("stock_turboquant"):
+        use_stock_turboquant()
     options = {**COMMON, "model": case["tree"], **case.get("options", {})}
     options["additional_config"] = {**COMMON["additional_config"], **case.get("additional", {})}
     if case["prompts"] == "ids":
@@ -259,7 +277,7 @@ def main() -> None:
     started = time.monotonic()
     try:
         result = {"state": "ran", **run(case, out)}
-    except BaseException as error:  # noqa: BLE001 # a refusal is a result; its text is judged
+    except BaseException as error:  # a refusal is a result; its text is judged
         texts, seen = [], error
         while seen is not None:
             texts.append(f"{type(seen).__name__}: {seen}")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-ONLINE_FP8 = {
-    "targets": {
-        r"re:^language_model\.model\.layers\.\d+\.mlp\.shared_expert\.(gate_proj|up_proj|down_proj)$": (
-            "fp8_per_block"
-        )
-    }
-}
+SHARED_EXPERTS = (
+    r"re:^language_model\.model\.layers\.\d+\.mlp\.shared_expert"
+    r"\.(gate_proj|up_proj|down_proj)$"
+)
+ONLINE_FP8 = {"targets": {SHARED_EXPERTS: "fp8_per_block"}}
 FIRST = ("overlay", "tiny-mtp2", "tiny-head8-piecewise-mtp2", "tiny-triton-full")
 """Cases that between them compile almost every kernel of their stage."""
 TRITON = {"spark": {"lm_head": "int8-triton"}}
@@ -131,3 +129,21 @@ def speculation_cases() -> list[dict[str, Any]]:
         )
     )
     return cases
+
+
+def turboquant_cases() -> list[dict[str, Any]]:
+    """TurboQuant on the trained model: the engine's own backend beside ours."""
+    plain = {"kv_cache_dtype": "turboquant_k8v4", "attention_config": {}}
+    quiet = {"capture": False, "long_last": True}
+    stock = {"stock_turboquant": True}
+    graphs = _graphs("FULL_AND_PIECEWISE")
+    tree = "tiny-overlay-head8"
+    return [
+        _case("tq-alone", tree, options={**plain, "max_num_seqs": 1}, **quiet),
+        _case("tq-own", tree, options=plain, **quiet),
+        _case("tq-own-mtp2", tree, options={**plain, **_mtp(2)}, **quiet),
+        _case("tq-own-full-mtp2", tree, options={**plain, **graphs, **_mtp(2)}, **quiet),
+        _case("tq-stock", tree, options=plain, **stock, **quiet),
+        _case("tq-stock-mtp2", tree, options={**plain, **_mtp(2)}, **stock, **quiet),
+        _case("tq-stock-full-mtp2", tree, options={**plain, **graphs, **_mtp(2)}, **stock, **quiet),
+    ]

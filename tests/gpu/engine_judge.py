@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from spark_vllm import names
 from spark_vllm.reader import ModuleReader
 from spark_vllm.settings import read_settings
@@ -137,7 +136,7 @@ def _attempt(name: str, judgement: Callable[[], Row]) -> Row:
     """Return a row even when a run left nothing to judge: it has failed then."""
     try:
         return judgement()
-    except Exception as error:  # noqa: BLE001 # one dead engine must not hide the other rows
+    except Exception as error:  # one dead engine must not hide the other rows
         return row(name, False, [], judging=f"{type(error).__name__}: {error}"[:300])
 
 
@@ -358,3 +357,27 @@ def judge_speculation(results: dict[str, Row]) -> list[Row]:
             )
         )
     return rows
+
+
+def judge_turboquant(results: dict[str, Row]) -> list[Row]:
+    """Judge our TurboQuant backend against one sequence alone; show the engine's own beside it."""
+    own = ("tq-own", "tq-own-mtp2", "tq-own-full-mtp2")
+    stock = ("tq-stock", "tq-stock-mtp2", "tq-stock-full-mtp2")
+    rows = [_attempt(name, lambda n=name: _same_as_alone(results, n)) for name in own]
+    for name in stock:
+        shown = _attempt(name, lambda n=name: _same_as_alone(results, n))
+        shown["claim"] = f"{name}: the engine's own backend beside it, not judged"
+        shown["passed"] = None
+        rows.append(shown)
+    return rows
+
+
+def _same_as_alone(results: dict[str, Row], name: str) -> Row:
+    found = compare_answers(results["tq-alone"], results[name])
+    return row(
+        f"{name}: greedy answers equal one sequence alone outside ties",
+        not found["beyond_margin"],
+        [name, "tq-alone"],
+        acceptance=acceptance(results[name]),
+        **found,
+    )

@@ -61,13 +61,15 @@ def adapted(argv: list[str], tree: str, sock: str) -> tuple[list[str], list[str]
             changed.append(f"{option}: {result[place]} -> {value}")
             result[place] = value
     if "turboquant" in " ".join(argv):
-        return result + ADDED[2:], changed + ["added " + " ".join(ADDED[2:])]
-    return result + ADDED, changed + ["added " + " ".join(ADDED)]
+        return result + ADDED[2:], [*changed, "added " + " ".join(ADDED[2:])]
+    return result + ADDED, [*changed, "added " + " ".join(ADDED)]
 
 
 def talk(sock: str, model: str) -> dict[str, Any]:
     """Ask for the models, an answer, a stream, a tool call and the counters."""
-    found: dict[str, Any] = {"models": json.loads(ask(sock, "GET", "/v1/models")[1])["data"][0]["id"]}
+    found: dict[str, Any] = {
+        "models": json.loads(ask(sock, "GET", "/v1/models")[1])["data"][0]["id"]
+    }
     question = {
         "model": model,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -150,7 +152,12 @@ def main() -> None:
     )
     result["log_tail"] = [] if result["state"] == "served" else lines[-25:]
     out.write_text(json.dumps(result, indent=1) + "\n")
-    print(result["state"], json.dumps({k: result.get(k) for k in ("healthy_s", "chat", "stream", "tool", "counters", "error")})[:1500])
+    print(
+        result["state"],
+        json.dumps(
+            {k: result.get(k) for k in ("healthy_s", "chat", "stream", "tool", "counters", "error")}
+        )[:1500],
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from lab.model import original, repository, vocabulary
 from lab.model.shape import Shape
 

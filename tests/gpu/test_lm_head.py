@@ -1,0 +1,79 @@
+"""The INT8 LM-head kernel on this device: right for any batch and shape, safe in CUDA graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from spark_vllm.lm_head_table import read_table, tile_for  # noqa: E402 # after the skip
+
+TILES = sorted(read_table().items())
+ROUNDING = 0.003
+"""Rounding a logit to BF16 costs about 0.0017."""
+
+
+def _head(rows: int, in_features: int):  # type: ignore[no-untyped-def]
+    from spark_vllm.lm_head_quantise import dequantise_rows, quantise_rows
+
+    weight = torch.randn(rows, in_features, device="cuda").bfloat16()
+    values, scales = quantise_rows(weight, rows_per_block=700)
+    return weight, values, scales, dequantise_rows(values, scales, in_features).double()
+
+
+def _error(value, reference) -> float:  # type: ignore[no-untyped-def]
+    return float((value.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize(("name", "tiles"), TILES)
+@pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
+def test_every_tile_is_right_for_every_batch(name, tiles, rows, in_features):  # type: ignore[no-untyped-def]
+    from spark_vllm.lm_head_kernel import logits
+
+    torch.manual_seed(0)
+    _, values, scales, dequantised = _head(rows, in_features)
+    for batch in (1, 2, 7, 8, 9, 16, 33, 64, 200, 512):
+        x = torch.randn(batch, in_features, device="cuda").bfloat16()
+        reference = x.double() @ dequantised.t()
+        for tile in {tile_for(batch, tiles), *tiles}:
+            for resident in (0, 1):
+                used = dataclasses.replace(tile, programs_per_processor=resident)
+                assert _error(logits(x, values, scales, used, 4), reference) < ROUNDING, used
+
+
+def test_rows_quantised_in_blocks_equal_rows_quantised_at_once():
+    from spark_vllm.lm_head_quantise import quantise_rows
+
+    weight = torch.randn(1000, 300, device="cuda").bfloat16()
+    for one, two in zip(quantise_rows(weight, 64), quantise_rows(weight, 10**6), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_replayed_graph_gives_the_logits_of_new_inputs():
+    from spark_vllm.lm_head_kernel import logits
+
+    _, values, scales, dequantised = _head(1024, 512)
+    for tile in read_table()["12.1"]:
+        x = torch.randn(9, 512, device="cuda").bfloat16()
+        logits(x, values, scales, tile, 48)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = logits(x, values, scales, tile, 48)
+        x.copy_(torch.randn_like(x))
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert _error(out, x.double() @ dequantised.t()) < ROUNDING
+
+
+def test_int8_costs_less_than_one_percent_on_gaussian_weights():
+    from spark_vllm.lm_head_kernel import logits
+
+    torch.manual_seed(0)
+    weight, values, scales, _ = _head(4096, 3072)
+    x = torch.randn(16, 3072, device="cuda").bfloat16()
+    reference = x.double() @ weight.double().t()
+    for tile in read_table()["default"]:
+        assert _error(logits(x, values, scales, tile, 4), reference) < 0.01
