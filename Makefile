@@ -42,8 +42,9 @@ host: venv ## lab tests of converging, switching and serving (root)
 faults: venv ## lab tests that break things on purpose (root)
 	$(PY) -m pytest tests/faults
 
-gpu: venv ## tests of plugin and kernels on a CUDA machine
-	$(PY) -m pytest tests/gpu
+GPU_PYTHON ?= python3
+gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm and pytest
+	$(GPU_PYTHON) -m pytest tests/gpu
 
 demo: venv ## two virtual hosts from nothing to a proven model server, with real vLLM (root)
 	$(PY) -m lab demo

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from lab.model import original, repository, vocabulary
 from lab.model.shape import Shape
 

@@ -1,0 +1,53 @@
+"""The table of block sizes: always an answer, and within the limits of the device it names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from spark_vllm.lm_head_table import TABLE_PATH, read_table, tile_for, tiles_for
+
+SHARED_BYTES = {"12.1": 99 * 1024, "default": 48 * 1024, "9.0": 227 * 1024}
+
+
+def test_every_batch_has_a_tile_on_every_device() -> None:
+    table = read_table()
+    for capability in ((8, 0), (9, 0), (12, 1), (13, 7)):
+        tiles = tiles_for(capability, table)
+        assert all(tile_for(batch, tiles) in tiles for batch in range(1, 513))
+
+
+def test_an_unknown_device_gets_the_default() -> None:
+    table = read_table()
+    assert tiles_for((13, 7), table) == table["default"]
+    assert tiles_for((12, 1), table) == table["12.1"]
+
+
+def test_tiles_in_flight_fit_the_shared_memory_of_their_device() -> None:
+    for name, tiles in read_table().items():
+        for tile in tiles:
+            weight = tile.block_n * 128
+            batch = tile.block_m * 128 * 2  # one BF16 value or two INT8 halves
+            used = (weight + batch) * tile.groups_per_step * tile.stages
+            assert used <= SHARED_BYTES[name], (name, tile)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tiles: tiles.pop("default"), "no tiles named 'default'"),
+        (lambda tiles: tiles["12.1"].pop(), "fix: rising, the last null"),
+        (lambda tiles: tiles["12.1"].reverse(), "fix: rising, the last null"),
+        (lambda tiles: tiles["12.1"][0].update(max_batch=None), "only the last limit"),
+    ],
+)
+def test_a_table_that_could_leave_a_batch_without_tile_is_refused(
+    change: object, message: str, tmp_path: Path
+) -> None:
+    data = json.loads(TABLE_PATH.read_text())
+    change(data["tiles"])  # type: ignore[operator]
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message):
+        read_table(path)
