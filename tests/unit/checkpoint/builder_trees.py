@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -115,6 +116,20 @@ def write_shard(path, tensors, metadata=None):
     path.write_bytes(bytes(serialize(specs, metadata=metadata or {"format": "pt"})))
 
 
+def write_shard_by_hand(path, tensors):
+    """Write the plainest file of the format: names in their order, nothing else."""
+    header, position = {}, 0
+    for name, raw in tensors.items():
+        end = position + len(raw.data)
+        offsets = [position, end]
+        header[name] = {"dtype": raw.dtype, "shape": list(raw.shape), "data_offsets": offsets}
+        position = end
+    text = json.dumps(header).encode()
+    body = b"".join(raw.data for raw in tensors.values())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
 def read_shard(path):
     """Read name → Raw by parsing the layout by hand."""
     data = path.read_bytes()
@@ -133,8 +148,21 @@ def readable_by_safetensors(path):
         return set(file.keys())
 
 
+class Bytes:
+    """Pseudo-random bytes that no version of any library will ever change."""
+
+    def __init__(self, seed):
+        self._seed, self._calls = seed, 0
+
+    def bytes(self, count):
+        self._calls += 1
+        return hashlib.shake_128(f"{self._seed}/{self._calls}".encode()).digest(count)
+
+
 def _matrix(random, shape, scale=0.02):
-    return (random.standard_normal(shape) * scale).astype(np.float32)
+    """Return values that look normally distributed: sums of four uniform numbers."""
+    raw = np.frombuffer(random.bytes(int(np.prod(shape)) * 8), "<u2").reshape(*shape, 4)
+    return ((raw.sum(axis=-1, dtype=np.int64) - 131070) * np.float32(scale / 37837)).astype("<f4")
 
 
 def _int4(random, outputs, inputs):
@@ -204,7 +232,7 @@ MTP_IN_FP8 = (".mlp.", ".self_attn.")
 @cache
 def _repositories(seed):
     """Return the base, its MTP head, and a donor made from the same 16-bit values."""
-    random = np.random.default_rng(seed)
+    random = Bytes(seed)
     base, linear = language_tensors(random)
     originals = mtp_originals(random)
     donor = {"lm_head.weight": base["lm_head.weight"]}
@@ -226,6 +254,7 @@ class Workshop:
 
     root: Path
     seed: int = 1
+    write_shard: Callable = write_shard
     base: dict = field(default_factory=dict)
     donor: dict = field(default_factory=dict)
     mtp: dict = field(default_factory=dict)
@@ -306,7 +335,7 @@ class Workshop:
         directory.mkdir(parents=True, exist_ok=True)
         weight_map = {}
         for shard, tensors in shards.items():
-            write_shard(directory / shard, tensors)
+            self.write_shard(directory / shard, tensors)
             weight_map.update({name: shard for name in tensors if indexed(name)})
         index = {"metadata": {}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -1,0 +1,115 @@
+"""What inspect says of trees and repositories."""
+
+import json
+
+import pytest
+from builder_trees import BASE_COMMIT, run_tool
+
+
+def inspected(*arguments):
+    return json.loads(run_tool("inspect", *arguments, "--json").stdout)
+
+
+def row(data, group, dtype):
+    return next(r for r in data["groups"] if (r["group"], r["dtype"]) == (group, dtype))
+
+
+def test_a_base_is_described_group_by_group(workshop):
+    workshop.write_base()
+    data = inspected(workshop.base_dir)
+    assert data["recipe"] == "INT4 base, quant_method auto-round"
+    assert data["tensors"] == len(workshop.base) + len(workshop.mtp)
+    assert data["mtp_tensors"] == len(workshop.mtp)
+    assert data["unique_bytes"] == sum(
+        len(raw.data) for raw in (*workshop.base.values(), *workshop.mtp.values())
+    )
+    assert row(data, "shared experts", "BF16")["tensors"] == 12
+    assert row(data, "routed experts", "I32")["tensors"] == 4 * 2 * 3 * 2
+    assert (data["layers"], data["experts"], data["hidden"]) == (4, 2, 256)
+    text = run_tool("inspect", workshop.base_dir).stdout
+    assert "INT4 base" in text
+    assert "in several shards" not in text
+
+
+def test_donor_and_results_are_told_apart(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    kinds = {inspected(workshop.donor_dir)["recipe"].split(",")[0]}
+    for number, changes in enumerate(
+        [
+            {"layout": "overlay"},
+            {"layout": "full"},
+            {"layout": "full", "shared_experts": "int8-g128", "head": "int8-g128"},
+        ]
+    ):
+        out = workshop.out.with_name(f"out-{number}")
+        workshop.build(out=str(out), **changes)
+        kinds.add(inspected(out)["recipe"].rsplit(", quant", 1)[0])
+    assert kinds == {
+        "unknown",
+        "hybrid, overlay layout (needs the plugin)",
+        "hybrid, full layout (needs the plugin)",
+        "INT4 with INT8 shared experts (plain auto-round, no plugin)",
+    }
+
+
+def test_what_is_wrong_with_a_tree_is_said_and_not_refused(workshop):
+    workshop.donor.pop(f"{workshop.modules[0]}.weight_scale_inv")
+    workshop.write_donor()
+    workshop.write_base(index_mtp=False)
+    text = run_tool("inspect", workshop.base_dir).stdout
+    assert "in a shard but not in the index: the engine may skip the file: " in text
+    assert "mtp.layers.{N}" in text
+    text = run_tool("inspect", workshop.donor_dir).stdout
+    assert "FP8 weights without block scales: 1 x" in text
+
+
+@pytest.mark.parametrize("layout", ["overlay", "full"])
+def test_a_tree_is_held_against_a_plan(workshop, layout):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build(layout=layout)
+    plan = workshop.root / "plan.json"
+    done = run_tool("inspect", workshop.base_dir, "--plan", plan)
+    assert "the plan's base" in done.stderr
+    done = run_tool("inspect", workshop.out, "--plan", plan)
+    assert "a hybrid with exactly the plan's names" in done.stderr
+    done = run_tool("inspect", workshop.donor_dir, "--plan", plan, check=False)
+    assert done.returncode == 3
+
+
+def test_a_hybrid_that_lacks_one_scale_does_not_pass_for_the_plans(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build()
+    index = workshop.out / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    document["weight_map"].pop(f"{workshop.modules[0]}.weight_scale_inv_fp8")
+    index.write_text(json.dumps(document))
+    plan = workshop.root / "plan.json"
+    done = run_tool("inspect", workshop.out, "--plan", plan, check=False)
+    assert done.returncode == 3
+    assert "missing 1 (1 x model.language_model.layers.{N}.mlp.shared_expert" in done.stderr
+
+
+def test_a_repository_is_read_by_its_headers(workshop, hub):
+    workshop.write_base()
+    tree = hub.root / "lab/tiny/resolve" / BASE_COMMIT
+    tree.parent.mkdir(parents=True)
+    workshop.base_dir.rename(tree)
+    listing = {"sha": BASE_COMMIT, "siblings": [{"rfilename": p.name} for p in tree.iterdir()]}
+    api = hub.root / "api/models/lab/tiny/revision"
+    api.mkdir(parents=True)
+    (api / "main").write_text(json.dumps(listing))
+    data = inspected("lab/tiny", "--endpoint", hub.url)
+    assert data["place"] == f"lab/tiny@{BASE_COMMIT}"
+    assert data["tensors"] == len(workshop.base) + len(workshop.mtp)
+    assert data["index"] == data["tensors"]
+    asked = [h.get("Range") for p, h, _ in hub.requests if p.endswith(".safetensors")]
+    assert set(asked) == {"bytes=0-524287"}
+
+
+def test_what_is_neither_directory_nor_repository_is_refused():
+    done = run_tool("inspect", "/nowhere", check=False)
+    assert done.returncode == 2
+    assert "neither a directory nor org/name" in done.stderr
