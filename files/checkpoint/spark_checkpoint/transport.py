@@ -257,9 +257,10 @@ class Transport:
         if status in _TRY_AGAIN:
             raise _Again(f"HTTP {status}", _retry_after_s(response.headers))
         with self._lock:
-            known = self._locations.pop(url, None)
-        if address != url and status in _EXPIRED and known is not None:
-            raise _Again(f"HTTP {status}: the signed address expired")
+            self._locations.pop(url, None)
+        # Another host speaks of its signed link, which the hub replaces; the hub itself of us.
+        if status in _EXPIRED and origin_of(address) != origin_of(url):
+            raise _Again(f"HTTP {status} from {origin_of(address).host}: the signed link expired")
         fixes = {401: "give a token", 403: "give a token that may read it", 404: "check the lock"}
         raise TransferFailed(
             url, f"the server answers {status}", fixes.get(status, "use another source")

@@ -192,7 +192,7 @@ def test_an_expired_signed_address_is_asked_for_again(workshop, hub, remote):
         content_host.fault = expire
         hub.redirect_to = sign
         done = remote(parallel=1)
-    assert "signed address expired" in done.stderr
+    assert "the signed link expired" in done.stderr
     assert max(uses.values()) == 2
 
 
