@@ -4,6 +4,7 @@
     python benchmarks/checkpoint.py overlay --work /var/tmp/bench
     python benchmarks/checkpoint.py head --work /var/tmp/bench
     python benchmarks/checkpoint.py schemes --work /var/tmp/bench
+    python benchmarks/checkpoint.py fetch --work /var/tmp/bench --gigabytes 2
 
 Needs Linux, numpy and room under --work (full: three times the tree). Each command writes its
 result to benchmarks/results/checkpoint-<command>.json, which says where it was measured.
@@ -20,7 +21,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "files/checkpoint"), str(ROOT / "benchmarks")]
 
+from checkpoint_fetch import bench_fetch  # noqa: E402
 from checkpoint_hub import serve  # noqa: E402
+from checkpoint_run import forget, run_builder  # noqa: E402
 from checkpoint_sources import plan, write_base, write_donor  # noqa: E402
 from checkpoint_trees import DONOR_COMMIT, Architecture, base_entries, mtp, size_of  # noqa: E402
 
@@ -56,47 +58,6 @@ def small_of(gigabytes: float) -> Architecture:
         if sum(map(size_of, base_entries(found) + mtp(found))) >= gigabytes * 1e9:
             return found
     raise SystemExit("too large for this benchmark")
-
-
-# Peak memory as the process itself sees it: rusage would include the parent it was forked from.
-_WRAPPER = """
-import sys
-from spark_checkpoint.cli import main
-code = main(sys.argv[2:])
-lines = open("/proc/self/status").read().splitlines()
-peak = next(line.split()[1] for line in lines if line.startswith("VmHWM"))
-open(sys.argv[1], "w").write(peak)
-sys.exit(code)
-"""
-
-
-def run_builder(*arguments: str) -> dict[str, Any]:
-    """Run the builder and return seconds and peak memory."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "files/checkpoint")}
-    with tempfile.NamedTemporaryFile("r") as peak:
-        command = [sys.executable, "-c", _WRAPPER, peak.name, *arguments]
-        began = time.monotonic()
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.monotonic() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            raise SystemExit(f"spark_checkpoint {arguments[0]} ended with {process.returncode}")
-        return {
-            "seconds": seconds,
-            "peak_bytes": int(peak.read()) * 1024,
-            "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        }
-
-
-def forget(directory: Path) -> None:
-    """Drop a tree from the page cache, so that every contender reads the disk."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
 
 
 def copy_hashing(source: Path, target: Path, threads: int) -> None:
@@ -346,6 +307,7 @@ COMMANDS = {
     "overlay": bench_overlay,
     "head": bench_head,
     "schemes": bench_schemes,
+    "fetch": bench_fetch,
 }
 
 
