@@ -151,7 +151,10 @@ def bench_overlay(arguments: argparse.Namespace) -> dict[str, Any]:
             received = receipt["report"]["donor_received_bytes"]
             shutil.rmtree(out)
     swapped = [name for name, _, shape in base_entries(REAL) if ".shared_expert." in name and shape]
+    planning = [_planning_seconds(base, document) for _ in range(5)]
     return {
+        "planning_seconds": planning,
+        "planning_median_seconds": statistics.median(planning),
         "base_apparent_bytes": sum(path.stat().st_size for path in base.iterdir()),
         "base_tensors": len(base_entries(REAL)) + len(mtp(REAL)),
         "result_tensors": receipt["tensors"],
@@ -168,6 +171,23 @@ def bench_overlay(arguments: argparse.Namespace) -> dict[str, Any]:
         "donor_swap_bytes": 144 * (1024 * 3072 + 384),
         "written_bytes": receipt["report"]["written_bytes"],
     }
+
+
+def _planning_seconds(base: Path, document: dict[str, Any]) -> float:
+    """Read and check every header and index, and compare the exact sets, on one core."""
+    from spark_checkpoint.patterns import expand_all
+    from spark_checkpoint.tree import read_tree
+
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(everywhere)})
+    began = time.monotonic()
+    found = set(read_tree(base).owner)
+    expected = expand_all(document["base_tensors"], "") | expand_all(document["mtp_tensors"], "")
+    seconds = time.monotonic() - began
+    os.sched_setaffinity(0, everywhere)
+    if found != expected:
+        raise SystemExit("the synthetic base is not what its plan says")
+    return round(seconds, 3)
 
 
 def bench_head(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -85,12 +85,15 @@ def build(plan: BuildPlan, progress: Progress) -> bool:
         layout = write(tree_dir, sources.base, sources.hashes, changes, progress)
         _finish_tree(plan, sources, layout, tree_dir)
         _gate_result(plan, sources, changes, layout)
-        report = {**changes.report, **_report(sources, layout)}
+        report = {**changes.report, **_report(sources, layout, _donor_bytes(plan, sources))}
         write_receipt(tree_dir, checkpoint_receipt(plan, layout.files, len(layout.index), report))
         verify_tree(tree_dir, progress, full=False)
         publish(tree_dir, plan.out)
         clear(work)
         work.rmdir()
+    if plan.layout == "full":
+        base_bytes = report["rebuild_fetch_bytes"]["base"]
+        note(f"{plan.out}: stands alone; without its base a rebuild fetches {base_bytes} bytes")
     return True
 
 
@@ -191,6 +194,14 @@ def _donor_names(plan: BuildPlan, sources: Sources) -> list[str]:
     return names
 
 
+def _donor_bytes(plan: BuildPlan, sources: Sources) -> int:
+    """Return the donor bytes this plan is made of."""
+    if sources.donor is None:
+        return 0
+    entries = sources.donor.tensors(_donor_names(plan, sources))
+    return sum(entry.size_bytes for entry in entries.values())
+
+
 def _donor_dir_name(plan: BuildPlan) -> str:
     url = (plan.donor.url if plan.donor else None) or ""
     return f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
@@ -266,8 +277,10 @@ def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: La
         same_names(str(plan.out), "tensors of the result", found, expected)
 
 
-def _report(sources: Sources, layout: Layout) -> dict[str, Any]:
+def _report(sources: Sources, layout: Layout, donor_bytes: int) -> dict[str, Any]:
+    base_bytes = sum((sources.base.directory / path).stat().st_size for path in sources.hashes)
     report: dict[str, Any] = {
+        "rebuild_fetch_bytes": {"base": base_bytes, "donor": donor_bytes},
         "written_bytes": sum(f["size_bytes"] for f in layout.files if "link_of" not in f),
         "linked_bytes": sum(f["size_bytes"] for f in layout.files if "link_of" in f),
     }

@@ -11,20 +11,19 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from spark_checkpoint.answers import RangeIgnored
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
-from spark_checkpoint.lookup import ContentHash, candidates
+from spark_checkpoint.lookup import ContentHash, candidates, copy_hashed, hash_into
 from spark_checkpoint.plan import FetchFile, FetchPlan
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import load_receipt, source_receipt, write_receipt
 from spark_checkpoint.storage import (
-    COPY_BYTES,
     clear,
     partial_dir,
     publish,
@@ -34,7 +33,7 @@ from spark_checkpoint.storage import (
     stamp_path,
     write_all,
 )
-from spark_checkpoint.transport import RangeIgnored, Transport
+from spark_checkpoint.transport import Transport
 from spark_checkpoint.verify import verify_tree
 
 
@@ -111,7 +110,7 @@ def _missing_files(order: _Order) -> list[FetchFile]:
         if file.sha256 is not None:
             order.sha256[file.path] = file.sha256
         else:
-            order.sha256[file.path] = _hash_existing(path, ContentHash(file), None).sha256
+            order.sha256[file.path] = hash_into(path, ContentHash(file), None).sha256
         order.progress.skip(file.size_bytes)
     return missing
 
@@ -134,7 +133,7 @@ def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         before = stamp_path(path)
-        content = _hash_existing(path, ContentHash(file), order.progress.skip)
+        content = hash_into(path, ContentHash(file), order.progress.skip)
         if content.mismatch() is not None or stamp_path(path) != before:
             order.progress.skip(-file.size_bytes)
             return False
@@ -143,7 +142,7 @@ def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
             os.link(path, target)
         except OSError:
             # Another filesystem, or one without hard links: copy, and trust only the copy.
-            content = _copy_hashed(path, order.part(file), file)
+            content = copy_hashed(path, order.part(file), file)
             if content.mismatch() is not None:
                 return False
             order.part(file).rename(target)
@@ -227,7 +226,7 @@ def _grow(order: _Order, file: FetchFile, url: str, part: Path) -> ContentHash:
             os.ftruncate(fd, 0)
         present = stamp_of(fd).size_bytes
         if present:
-            _hash_existing(part, content, order.progress.skip)
+            hash_into(part, content, order.progress.skip)
             os.lseek(fd, present, os.SEEK_SET)
         checked = False
         for piece in order.transport.stream(url, present, file.size_bytes, file.size_bytes):
@@ -262,33 +261,6 @@ def _check_promise(transport: Transport, file: FetchFile, url: str) -> None:
 def _discard(order: _Order, part: Path) -> None:
     order.progress.add(-_size_or_zero(part))
     part.unlink(missing_ok=True)
-
-
-def _hash_existing(
-    path: Path, content: ContentHash, on_bytes: Callable[[int], None] | None
-) -> ContentHash:
-    buffer = memoryview(bytearray(COPY_BYTES))
-    with path.open("rb", buffering=0) as source:
-        while count := source.readinto(buffer):
-            content.update(buffer[:count])
-            if on_bytes is not None:
-                on_bytes(count)
-    return content
-
-
-def _copy_hashed(path: Path, target: Path, file: FetchFile) -> ContentHash:
-    content = ContentHash(file)
-    buffer = memoryview(bytearray(COPY_BYTES))
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        with path.open("rb", buffering=0) as source:
-            while count := source.readinto(buffer):
-                content.update(buffer[:count])
-                write_all(fd, buffer[:count])
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return content
 
 
 def _drop_foreign_parts(order: _Order, missing: list[FetchFile]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 from spark_checkpoint.plan import FetchFile
 from spark_checkpoint.progress import note
+from spark_checkpoint.storage import COPY_BYTES, write_all
 
 # A folder tree above this is somebody's home, not a model store; looking on would take minutes.
 _ENTRY_LIMIT = 200_000
@@ -78,6 +79,35 @@ def candidates(files: Iterable[FetchFile], look_in: Iterable[str]) -> dict[int, 
     for paths in found.values():
         paths.sort(key=lambda path: (path.name not in hashes, str(path)))
     return found
+
+
+def hash_into(
+    path: Path, content: ContentHash, on_bytes: Callable[[int], None] | None
+) -> ContentHash:
+    """Feed a file to its hashes, in bounded pieces."""
+    buffer = memoryview(bytearray(COPY_BYTES))
+    with path.open("rb", buffering=0) as source:
+        while count := source.readinto(buffer):
+            content.update(buffer[:count])
+            if on_bytes is not None:
+                on_bytes(count)
+    return content
+
+
+def copy_hashed(path: Path, target: Path, file: FetchFile) -> ContentHash:
+    """Copy a file and hash what was copied."""
+    content = ContentHash(file)
+    buffer = memoryview(bytearray(COPY_BYTES))
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        with path.open("rb", buffering=0) as source:
+            while count := source.readinto(buffer):
+                content.update(buffer[:count])
+                write_all(fd, buffer[:count])
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return content
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -1,0 +1,84 @@
+"""When to ask again, and how fast to read: retries with growing pauses, one rate for all."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+from spark_checkpoint.errors import TransferFailed
+from spark_checkpoint.plan import Wire
+from spark_checkpoint.progress import note
+
+PIECE_BYTES = 1 << 20
+_PAUSE_LIMIT_S = 30.0
+
+
+class Again(Exception):  # noqa: N818 - a signal, caught where requests are made
+    """The request may work when it is repeated."""
+
+    def __init__(self, reason: str, pause_s: float = 0.0):
+        super().__init__(reason)
+        self.pause_s = pause_s
+
+
+class RateLimit:
+    """Lets all threads together take at most so many bytes in a second."""
+
+    def __init__(self, bytes_per_s: int | None):
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes to read at once: small enough that a limit does not come in gulps."""
+        if self._bytes_per_s is None:
+            return PIECE_BYTES
+        return max(4096, min(PIECE_BYTES, self._bytes_per_s // 8))
+
+    def take(self, count_bytes: int) -> None:
+        """Wait until ``count_bytes`` more are allowed."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + count_bytes / self._bytes_per_s
+            pause_s = self._free_at - now
+        time.sleep(max(0.0, pause_s))
+
+
+class Attempt:
+    """Counts tries without progress and pauses between them."""
+
+    def __init__(self, url: str, wire: Wire, cancelled: threading.Event):
+        self._url, self._wire, self._cancelled = url, wire, cancelled
+        self._failures = 0
+
+    def progressed(self) -> None:
+        """Begin counting anew: bytes arrived."""
+        self._failures = 0
+
+    def failed(self, error: Exception) -> None:
+        """Pause before the next try, or give up."""
+        self._failures += 1
+        reason = str(error) or type(error).__name__
+        if self._failures >= self._wire.tries:
+            raise TransferFailed(
+                self._url,
+                f"no progress in {self._failures} tries, last: {reason}",
+                "check the network, then run again: it goes on from here",
+            ) from error
+        pause_s = min(_PAUSE_LIMIT_S, self._wire.backoff_s * 2 ** (self._failures - 1))
+        # Spread the retries of parallel requests, which were refused together.
+        pause_s *= random.uniform(0.5, 1.0)
+        if isinstance(error, Again):
+            pause_s = max(pause_s, error.pause_s)
+        note(f"retry: {self._url}: {reason}; again in {pause_s:.1f} s")
+        if self._cancelled.wait(pause_s):
+            raise cancelled(self._url) from error
+
+
+def cancelled(url: str) -> TransferFailed:
+    """Return the error of a read that ends because another one failed."""
+    return TransferFailed(url, "was given up because another part failed", "see that message")
