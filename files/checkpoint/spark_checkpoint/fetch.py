@@ -64,9 +64,9 @@ def fetch(plan: FetchPlan, progress: Progress) -> bool:
     with sole_use(work):
         if _is_fetched(plan, progress):
             return False
-        order = _Order(
-            plan, Transport(plan.wire, plan.urls), progress, work / "tree", work / "parts"
-        )
+        # The last source is the hub itself: peers and mirrors before it see no token.
+        transport = Transport(plan.wire, plan.urls[-1:])
+        order = _Order(plan, transport, progress, work / "tree", work / "parts")
         order.tree_dir.mkdir(exist_ok=True)
         order.parts_dir.mkdir(exist_ok=True)
         progress.phase("look", plan.size_bytes)

@@ -139,6 +139,17 @@ def test_the_next_source_is_used_when_one_lacks_a_file_or_lies(order, hub, sourc
     assert contents(tmp_path / "out") == contents(source)
 
 
+def test_the_token_is_for_the_hub_and_not_for_mirrors_before_it(order, hub, tmp_path):
+    (tmp_path / "token").write_text("hf_secret")
+    token = {"token_file": str(tmp_path / "token")}
+    (tmp_path / "empty").mkdir()
+    with Hub(tmp_path / "empty") as mirror:
+        run_tool("fetch", order(urls=[mirror.url, f"{hub.url}/{REPOSITORY}"], **token))
+    assert mirror.requests
+    assert all("Authorization" not in headers for _, headers, _ in mirror.requests)
+    assert {h.get("Authorization") for _, h, _ in hub.requests} == {"Bearer hf_secret"}
+
+
 def test_small_files_known_by_their_git_hash_are_proven_too(order, source, tmp_path):
     def git(data):
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
