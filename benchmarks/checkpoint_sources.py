@@ -63,6 +63,8 @@ def write_receipt(directory: Path, *, hashed: bool) -> None:
     """Write the receipt the fetcher would have left."""
     files = []
     for path in sorted(directory.iterdir()):
+        if path.name == "receipt.json":
+            continue
         big = path.suffix == ".safetensors"
         status = path.stat()
         files.append(
@@ -114,13 +116,18 @@ def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, An
 
 
 def _donor_values(entries: list[Entry], quantise: Quantise) -> dict[str, bytes]:
+    """Return the values of a shard; a weight and its scales may be in different ones."""
     values = {}
     for name, dtype, shape in entries:
-        if dtype == "F8_E4M3" and name.startswith("model.") and ".shared_expert." in name:
-            grid = (shape[0], shape[1])
-            codes, scales = quantise(shared_expert_values(name, grid), grid)
-            values[name] = codes.tobytes()
-            values[name.replace(".weight", ".weight_scale_inv")] = scales.tobytes()
+        if not name.startswith("model.") or ".shared_expert." not in name:
+            continue
+        weight = name.replace(".weight_scale_inv", ".weight")
+        rows, columns = shape
+        if weight != name:
+            # Every shape of the real models is a multiple of the block.
+            rows, columns = rows * BLOCK, columns * BLOCK
+        codes, scales = quantise(shared_expert_values(weight, (rows, columns)), (rows, columns))
+        values[name] = codes.tobytes() if dtype == "F8_E4M3" else scales.tobytes()
     return values
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -22,6 +22,9 @@ HEADER_LIMIT_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
 # The reference reader counts in unsigned 64 bits and refuses what overflows.
 _COUNT_LIMIT = 1 << 64
+_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+_SHAPE = re.compile(r"\[(\d+(, \d+)*)?\]")
+_DIGITS = re.compile(r"\d+")
 
 DTYPE_BITS: Mapping[str, int] = {
     "F4": 4,
@@ -211,30 +214,35 @@ def _checked_metadata(value: Any, where: str) -> dict[str, str]:
 
 
 def _checked_tensor(name: str, entry: Any, where: str) -> Tensor:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         _refuse(where, f"tensor {name!r} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _refuse(where, f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+    if not isinstance(shape, list):
         _refuse(where, f"tensor {name!r} has the bad shape {str(shape)[:60]}")
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(type(n) is int and 0 <= n < _COUNT_LIMIT for n in offsets)
-    ):
+    if not isinstance(offsets, list) or len(offsets) != 2:
         _refuse(where, f"tensor {name!r} has bad data_offsets {str(offsets)[:60]}")
     begin, end = offsets
+    if type(begin) is not int or type(end) is not int or not 0 <= begin < _COUNT_LIMIT > end >= 0:
+        _refuse(where, f"tensor {name!r} has bad data_offsets {str(offsets)[:60]}")
     try:
-        size = tensor_bytes(dtype, tuple(shape))
+        dtype, shape, size = _checked_shape(dtype, str(shape))
     except ValueError as error:
         _refuse(where, f"tensor {name!r} {error}")
     if end - begin != size:
         _refuse(where, f"tensor {name!r} spans {end - begin} bytes but its shape needs {size}")
-    # A model has few shapes and many tensors: one tuple each saves a third of the memory.
-    return Tensor(sys.intern(dtype), _shared(tuple(shape)), begin, end)
+    return Tensor(dtype, shape, begin, end)
 
 
 @lru_cache(maxsize=4096)
-def _shared(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape
+def _checked_shape(dtype: str, shape_text: str) -> tuple[str, tuple[int, ...], int]:
+    """Return dtype, shape and bytes; ``shape_text`` is the JSON list as Python prints it.
+
+    A model has few shapes and many tensors: each is checked once and kept once. The text tells
+    1 from true and 1.0, which are equal as numbers.
+    """
+    if not _SHAPE.fullmatch(shape_text):
+        raise ValueError(f"has the bad shape {shape_text[:60]}")
+    shape = tuple(int(length) for length in _DIGITS.findall(shape_text))
+    return dtype, shape, tensor_bytes(dtype, shape)

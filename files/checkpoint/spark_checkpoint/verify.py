@@ -11,7 +11,7 @@ from spark_checkpoint.plan import RECEIPT_NAME
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.receipt import Receipt, ReceiptFile, load_receipt
 from spark_checkpoint.storage import hash_file
-from spark_checkpoint.tree import files_of, read_index
+from spark_checkpoint.tree import files_of, no_garbage_collection, read_index
 
 _FIX = "move the directory away and run the deploy again"
 _HASHES_AT_ONCE = 4
@@ -33,7 +33,8 @@ def verify_tree(directory: Path, progress: Progress, *, full: bool) -> Receipt:
     _check_files(directory, receipt)
     # A source's receipt vouches for bytes, whatever they are; a checkpoint's for a model.
     if receipt.kind == "checkpoint":
-        _check_headers(directory, receipt)
+        with no_garbage_collection():
+            _check_headers(directory, receipt)
     to_hash = [file for file in receipt.files if full or _touched(directory, file)]
     _check_hashes(directory, to_hash, progress)
     return receipt
