@@ -309,7 +309,12 @@ def machine() -> dict[str, Any]:
          if line.startswith("model name")),
         platform.machine(),
     )  # fmt: skip
-    return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version()}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "load_1_min": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+    }
 
 
 COMMANDS = {
