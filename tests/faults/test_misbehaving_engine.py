@@ -6,13 +6,9 @@ import pytest
 
 from tests.host.conftest import Fleet
 
-# Faults of the stub engine (lab/stub_engine), one for each way a check must catch.
-FAULTS = [
-    "garbage", "nan", "empty", "wrong-arithmetic", "copy-typo", "forgets", "mixes-up", "unsteady",
-    "wrong-name", "wrong-context", "no-tool", "tool-types", "reasoning-mixed", "stream-cut",
-    "low-acceptance", "no-drafts", "counters-flat", "no-cache-info", "error-500", "wedge",
-    "unhealthy", "log-forbidden", "crash-at-start",
-]  # fmt: skip
+# One of each kind, through the whole deploy; tests/unit/serve holds every fault of the stub engine
+# (lab/stub_engine) against the check that must catch it.
+FAULTS = ["garbage", "wrong-name", "low-acceptance", "wedge", "crash-at-start"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,0 +1,62 @@
+"""Hosts are independent: one that is down or fails harms no other."""
+
+from __future__ import annotations
+
+from tests.host.conftest import Fleet
+from tests.labkit import lab
+
+
+def test_a_host_that_is_down_does_not_stop_the_other_and_the_run_is_red(fleet: Fleet) -> None:
+    fleet.settle()
+    down, up = fleet.guests
+    fleet.site.choose(serve={"names": ["renamed"]})
+
+    lab("break", "host-down", down.name)
+    try:
+        run = fleet.site.deploy()
+    finally:
+        lab("break", "host-down", down.name, "--heal")
+
+    assert run.exit_code != 0
+    assert up.names() == ["renamed"]
+    down.wait("true", seconds=60)
+    assert down.names() != ["renamed"]
+    again = fleet.site.deploy()
+    assert again.exit_code == 0, again.stderr[-3000:]
+    assert down.names() == ["renamed"]
+
+
+def test_a_failing_change_stops_before_the_next_host(fleet: Fleet) -> None:
+    fleet.settle()
+    before = [guest.serving() for guest in fleet.guests]
+
+    fleet.site.choose(engine={"environment": {"STUB_FAULT": "garbage"}})
+    run = fleet.site.deploy()
+
+    assert run.exit_code != 0
+    assert [guest.serving() for guest in fleet.guests] == before
+    assert "left alone" in run.stderr
+    tried = fleet.guests[1].run("ls /var/lib/spark/switch")
+    assert len(tried.split()) < len(fleet.guests[0].run("ls /var/lib/spark/switch").split())
+
+
+def test_a_power_cut_while_the_candidate_loads_boots_the_old_release(fleet: Fleet) -> None:
+    fleet.settle()
+    guest = fleet.guests[0]
+    before = guest.serving()
+    fleet.site.choose(engine={"environment": {"STUB_LOAD_S": "60"}})
+    process = fleet.site.start("--limit", guest.name)
+    for line in process.stdout or ():
+        if "start:" in line:
+            break
+
+    lab("break", "kill-guest", guest.name)
+    process.terminate()
+    process.wait(timeout=60)
+    lab("up", guest.name)
+
+    guest.wait(f"systemctl is-active {before[0]}", seconds=90)
+    assert guest.serving() == before
+    assert guest.ask("What is the capital of France?")[0] == 200
+    fleet.settle()
+    assert fleet.site.deploy().changed == []
