@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,13 +98,35 @@ def run(digest12: str, paths: Paths) -> int:
     for left in ("progress", "tail"):
         files.remove(directory / left)
     _write_status(directory, "running", None, started, [])
+    aside = _set_aside(job)
     code, tail = _execute(job, directory)
+    if code == 0 and proven(job) and aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
     if code == 0 and not proven(job):
         tail.append(f"error: {job.title}: ended without its proof {job.proof}")
         print(tail[-1], flush=True)
         code = 5
     _write_status(directory, "done" if code == 0 else "failed", code, started, tail)
     return code
+
+
+def _set_aside(job: Job) -> Path | None:
+    """Move a tree of ours that lost files out of the way; return where it is.
+
+    Its receipt says that it was whole once, so it is ours to make anew. It stays beside its old
+    place until that succeeded: the fetcher finds the intact files there, and a running engine
+    keeps the ones it has open.
+    """
+    if "receipt" not in job.proof:
+        return None
+    tree = Path(job.proof["receipt"]).parent
+    aside = tree.with_name(f"{tree.name}.damaged")
+    receipt = files.read_json(tree / "receipt.json")
+    if receipt is not None and receipt.get("digest") == job.proof["digest"]:
+        print(f"{job.title}: {tree} lost files since it was finished; made anew", flush=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        tree.rename(aside)
+    return aside if aside.exists() else None
 
 
 def _execute(job: Job, directory: Path) -> tuple[int, list[str]]:
