@@ -56,6 +56,7 @@ class HostStatus:
                 (state.get("gateway") or {}).get("active") != "active",
                 "the gateway is not running",
             ),
+            ((state.get("gateway") or {}).get("key_problem"), "the API key is missing or exposed"),
             (not live.get("ok"), f"no answer: {live.get('detail') or 'not asked'}"),
         )
         return next((text for wrong, text in reasons if wrong), "")

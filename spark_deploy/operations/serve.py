@@ -90,6 +90,8 @@ def switched(plan: ServePlan, paths: Paths, timeout_s: int) -> Generator[Any, No
     yield StringCommand(
         "sh", "-c",
         shlex.quote(
+            # What an earlier change left would read as the outcome of this one.
+            f"rm -f {shlex.quote(f'{paths.state_dir}/switch/{plan.name}.json')}; "
             f"systemctl daemon-reload; systemctl reset-failed {unit} 2>/dev/null; "
             f"systemctl start --no-block {unit}"
         ),

@@ -173,7 +173,8 @@ def image_job(plan: ImagePlan, paths: Paths, context: tuple[ManagedFile, ...]) -
         inputs: tuple[ManagedFile, ...] = ()
     else:
         argv = (
-            "docker", "build", "--network", "none", "--tag", plan.tag, "--build-arg", f"BASE={plan.base}",
+            "docker", "build", "--network", "none", "--tag", plan.tag,
+            "--build-arg", f"BASE={plan.base}",
             "--label", f"spark.digest={plan.digest}", f"{where}/context",
         )  # fmt: skip
         proof = {"image": plan.tag, "label": plan.digest}

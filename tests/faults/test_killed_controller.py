@@ -33,7 +33,8 @@ def test_killed_while_a_job_runs(fleet: Fleet, job: str) -> None:
     guest.run("rm -rf /srv/spark/models/* /srv/spark/sources/*")
     if job == "image":
         guest.run(
-            "systemctl stop 'spark-serve@*'; docker rmi -f $(docker images -q 10.77.0.1:5000/*/stub*)",
+            "systemctl stop 'spark-serve@*'; "
+            "docker rmi -f $(docker images -q '10.77.0.1:5000/*/stub*')",
             check=False,
         )
 

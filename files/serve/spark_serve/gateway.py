@@ -61,7 +61,9 @@ def bring_up(release: Release, paths: Paths) -> None:
             raise HostToolError(unit, said.stderr.strip(), f"journalctl -u {unit}")
         return
     current = paths.gateway_run(release.service) / "nginx.conf"
-    if not current.is_file() or current.read_text() != config_text(release, paths):
+    keys = current.with_name("keys.conf")
+    wanted = {current: config_text(release, paths), keys: keys_text(read_key(release, paths))}
+    if any(not path.is_file() or path.read_text() != text for path, text in wanted.items()):
         reload(release.service, paths, release)
 
 
@@ -80,7 +82,9 @@ def render(release: Release, paths: Paths) -> Path:
 def make_key(release: Release, paths: Paths) -> None:
     """Have an API key on this host; one that is there is kept."""
     path = _key_path(release, paths)
-    if not path.exists():
+    if path.exists():
+        os.chmod(path, 0o600)
+    else:
         files.write_text(path, secrets.token_urlsafe(32) + "\n", 0o600)
 
 

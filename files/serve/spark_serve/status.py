@@ -8,9 +8,10 @@ import sys
 import time
 from typing import Any
 
-from spark_serve import boot, door, files, jobs, memory, proof, switch, systemd, watch
+from spark_serve import boot, door, files, gateway, jobs, memory, proof, switch, systemd, watch
 from spark_serve import release as releases
 from spark_serve.engine import Engine, EngineError
+from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
 from spark_serve.release import Release
 
@@ -118,8 +119,22 @@ def _service(
         "active": running[0] if running else None,
         "stopped_by_hand": files.read_json(paths.stopped(name)),
         "door_open": door.is_open(name, paths),
-        "gateway": {"active": gateway.get("ActiveState", "inactive"), "enabled": link.is_symlink()},
+        "gateway": {
+            "active": gateway.get("ActiveState", "inactive"),
+            "enabled": link.is_symlink(),
+            "key_problem": _key_problem([r for r in known if r.name in running], paths),
+        },
     }
+
+
+def _key_problem(running: list[Release], paths: Paths) -> str | None:
+    """Say what is wrong with the key clients must bring; the key itself stays where it is."""
+    try:
+        for release in running:
+            gateway.read_key(release, paths)
+    except HostToolError as error:
+        return str(error)
+    return None
 
 
 def _proof(

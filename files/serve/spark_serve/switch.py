@@ -329,8 +329,10 @@ def _start(release: Release, paths: Paths, record: Record) -> None:
             raise TrialError(_why_not_started(release, state, paths))
         if time.monotonic() - told >= _TELL_S:
             told = time.monotonic()
-            lines = systemd.journal(state.get("InvocationID", ""), unit, lines=1)
-            last = lines[-1].strip()[:200] if lines else ""
+            lines = systemd.journal(state.get("InvocationID", ""), unit, lines=20)
+            # The check at the start reports waiting, too; the engine's own words say more.
+            said_by_engine = [line.strip() for line in lines if "waited_s=" not in line]
+            last = said_by_engine[-1][:160] if said_by_engine else ""
             record.tell(f"phase=start waited_s={told - begun:.0f} last: {last}")
         time.sleep(0.25)
 
