@@ -37,7 +37,7 @@ def unmount_below(directory: Path) -> None:
     raise LabError(str(directory), f"still mounted: {points}", "see `findmnt`, then umount by hand")
 
 
-def wait_for_loop(image: Path, timeout_s: float = 15) -> None:
+def wait_for_loop(image: Path, timeout_s: float = 120) -> None:
     """Wait until no loop device serves ``image``: a second one over it would damage the disk."""
     deadline = time.monotonic() + timeout_s
     while image.exists() and run(["losetup", "-j", image]).strip():
