@@ -19,7 +19,7 @@ venv: .venv/installed ## the controller's Python environment, pinned with hashes
 	@touch $@
 
 test: venv ## everything that needs no GPU, from nothing, in the virtual lab (root)
-	$(PY) -m lab prepare
+	$(PY) -m lab prepare --engine cpu
 	$(PY) -m pytest tests/unit tests/host tests/faults
 
 check: venv ## format, lint, types, unit tests, documentation (about a minute)

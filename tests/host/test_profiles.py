@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.host.conftest import Fleet
+from tests.labkit import lab
 
 
 def value_of(argv: list[str], option: str) -> str:
@@ -53,6 +54,7 @@ def test_every_alias_is_served(fleet: Fleet) -> None:
 @pytest.mark.engine
 def test_the_real_engine_serves_the_hybrid_that_our_builder_made(fleet: Fleet) -> None:
     one = fleet.guests[0]
+    lab("prepare", "--engine", "cpu")
     fleet.settle()
     fleet.site.choose(model="lab-tiny")
     run = fleet.site.deploy("--limit", one.name)
