@@ -78,6 +78,17 @@ def test_a_base_with_16_bit_attention_is_refused_and_named(workshop):
     assert "attention projections are quantised differently" in message
 
 
+def test_another_name_in_place_of_one_is_refused_although_the_count_is_right(workshop):
+    expected = workshop.plan()["base_tensors"]
+    raw = workshop.base.pop("model.language_model.norm.weight")
+    workshop.base["model.language_model.final_norm.weight"] = raw
+    workshop.write_base()
+    workshop.write_donor()
+    message = refused(workshop, base_tensors=expected)
+    assert "missing 1 (1 x model.language_model.norm.weight)" in message
+    assert "surplus 1 (1 x model.language_model.final_norm.weight)" in message
+
+
 def test_a_donor_with_an_unexplained_tensor_is_refused(workshop):
     expected = workshop.plan()["donor_unmatched"]
     workshop.donor["model.language_model.layers.0.surprise.weight"] = bf16_tensor(np.ones(4))
