@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from spark_serve import docker, files, systemd
 from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
 
+_IDENTIFIED = re.compile(r"-[0-9a-f]{12}$")
 _TAIL_LINES = 20
 _TAIL_PERIOD_S = 2.0
 
@@ -111,19 +113,18 @@ def run(digest12: str, paths: Paths) -> int:
 
 
 def _set_aside(job: Job) -> Path | None:
-    """Move a tree of ours that lost files out of the way; return where it is.
+    """Move a tree without a valid proof out of the way; return where it is.
 
-    Its receipt says that it was whole once, so it is ours to make anew. It stays beside its old
-    place until that succeeded: the fetcher finds the intact files there, and a running engine
-    keeps the ones it has open.
+    Only a place whose name ends in twelve digits of an identity is ours to move. It stays beside its old place until the
+    work succeeded: the fetcher finds intact files there, and a running engine keeps the ones it
+    has open.
     """
     if "receipt" not in job.proof:
         return None
     tree = Path(job.proof["receipt"]).parent
     aside = tree.with_name(f"{tree.name}.damaged")
-    receipt = files.read_json(tree / "receipt.json")
-    if receipt is not None and receipt.get("digest") == job.proof["digest"]:
-        print(f"{job.title}: {tree} lost files since it was finished; made anew", flush=True)
+    if tree.is_dir() and _IDENTIFIED.search(tree.name):
+        print(f"{job.title}: {tree} is not whole; made anew", flush=True)
         shutil.rmtree(aside, ignore_errors=True)
         tree.rename(aside)
     return aside if aside.exists() else None
