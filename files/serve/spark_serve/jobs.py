@@ -115,9 +115,9 @@ def run(digest12: str, paths: Paths) -> int:
 def _set_aside(job: Job) -> Path | None:
     """Move a tree without a valid proof out of the way; return where it is.
 
-    Only a place whose name ends in twelve digits of an identity is ours to move. It stays beside its old place until the
-    work succeeded: the fetcher finds intact files there, and a running engine keeps the ones it
-    has open.
+    Only a place whose name ends in twelve digits of an identity is ours to move. What is moved
+    stays beside its old place until the work succeeded: the fetcher finds intact files there,
+    and a running engine keeps the ones it has open.
     """
     if "receipt" not in job.proof:
         return None

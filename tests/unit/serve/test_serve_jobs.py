@@ -45,7 +45,8 @@ def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Pat
 
 
 RECEIPT = (
-    "import json, os; json.dump({'digest': os.environ['DIGEST']}, open(os.environ['RECEIPT'], 'w'))"
+    "import json, os; os.makedirs(os.path.dirname(os.environ['RECEIPT']), exist_ok=True); "
+    "json.dump({'digest': os.environ['DIGEST']}, open(os.environ['RECEIPT'], 'w'))"
 )
 
 
@@ -125,6 +126,23 @@ def test_a_job_behind_a_failed_one_has_failed_too(host: Host, units: dict[str, A
     states = {e["title"][-12:]: (e["state"], e["result"]) for e in poll(host, third, second, first)}
     assert states[second] == ("failed", f"needs the failed job {first}")
     assert states[third] == ("failed", f"needs the failed job {second}")
+
+
+def test_a_tree_that_is_not_whole_is_made_anew_and_its_remains_go(host: Host) -> None:
+    receipt = write_job(host, RECEIPT)
+    (receipt.parent / "half.safetensors").write_text("left by somebody")
+    assert jobs.run(D12, host.paths) == 0
+    assert json.loads(receipt.read_text())["digest"].startswith(D12)
+    assert not (receipt.parent / "half.safetensors").exists()
+    assert not receipt.parent.with_name(f"{receipt.parent.name}.damaged").exists()
+
+
+def test_what_a_failed_repair_set_aside_stays_for_the_next(host: Host) -> None:
+    receipt = write_job(host, "raise SystemExit(3)")
+    (receipt.parent / "whole.safetensors").write_text("still good")
+    assert jobs.run(D12, host.paths) == 3
+    aside = receipt.parent.with_name(f"{receipt.parent.name}.damaged")
+    assert (aside / "whole.safetensors").read_text() == "still good"
 
 
 def test_a_job_gets_its_secret_on_standard_input_only(host: Host) -> None:
