@@ -93,7 +93,8 @@ class Guest:
     def serving(self) -> list[str]:
         """Return the active serve units, by systemd's word."""
         out = self.run(
-            "systemctl list-units --plain --no-legend --state=active 'spark-serve@*' | cut -d' ' -f1"
+            "systemctl list-units --plain --no-legend --state=active 'spark-serve@*' "
+            "| cut -d' ' -f1"
         )
         return [line for line in out.splitlines() if line]
 
