@@ -56,6 +56,10 @@ class HostStatus:
                 (state.get("gateway") or {}).get("active") != "active",
                 "the gateway is not running",
             ),
+            (
+                not (state.get("gateway") or {}).get("enabled", True),
+                "the gateway does not start with the host",
+            ),
             ((state.get("gateway") or {}).get("key_problem"), "the API key is missing or exposed"),
             (not live.get("ok"), f"no answer: {live.get('detail') or 'not asked'}"),
         )

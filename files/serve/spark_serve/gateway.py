@@ -54,7 +54,7 @@ def bring_up(release: Release, paths: Paths) -> None:
     make_key(release, paths)
     # The good record is not written yet on a first deploy; the hint says whom to follow.
     files.write_text(paths.service_run(release.service) / "gateway-of", release.name + "\n")
-    if not systemd.is_active(unit):
+    if not systemd.is_active(unit) or not boots(release.service, paths):
         systemd.systemctl("reset-failed", unit)
         said = systemd.systemctl("enable", "--now", unit)
         if said.returncode != 0:
@@ -65,6 +65,11 @@ def bring_up(release: Release, paths: Paths) -> None:
     wanted = {current: config_text(release, paths), keys: keys_text(read_key(release, paths))}
     if any(not path.is_file() or path.read_text() != text for path, text in wanted.items()):
         reload(release.service, paths, release)
+
+
+def boots(service: str, paths: Paths) -> bool:
+    """Return whether the gateway starts with the host."""
+    return (paths.units / f"multi-user.target.wants/spark-gateway@{service}.service").is_symlink()
 
 
 def render(release: Release, paths: Paths) -> Path:

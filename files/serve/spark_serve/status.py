@@ -109,8 +109,7 @@ def _service(
     name: str, known: list[Release], units: dict[str, systemd.UnitState], paths: Paths
 ) -> dict[str, Any]:
     record = boot.good(name, paths)
-    gateway = units.get(f"spark-gateway@{name}.service", {})
-    link = paths.units / f"multi-user.target.wants/spark-gateway@{name}.service"
+    gateway_unit = units.get(f"spark-gateway@{name}.service", {})
     running = [r.name for r in known if r.service == name and _is_active(r, units)]
     return {
         "good": record["release"],
@@ -120,8 +119,8 @@ def _service(
         "stopped_by_hand": files.read_json(paths.stopped(name)),
         "door_open": door.is_open(name, paths),
         "gateway": {
-            "active": gateway.get("ActiveState", "inactive"),
-            "enabled": link.is_symlink(),
+            "active": gateway_unit.get("ActiveState", "inactive"),
+            "enabled": gateway.boots(name, paths),
             "key_problem": _key_problem([r for r in known if r.name in running], paths),
         },
     }
