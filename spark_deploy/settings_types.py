@@ -65,9 +65,11 @@ class WatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class CheckSettings:
-    """Limits of the proof."""
+    """Limits of the proof, and of the measurement after it."""
 
     timeout_s: int
+    bench_s: int
+    bench_worse_percent: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,15 @@ static bool reply_stream(int connection, const answer *a, bool usage) {
     return send_event(connection, "[DONE]") && send_all(connection, "0\r\n\r\n", 5);
 }
 
+/* ignore_eos: like vLLM, go on to the limit whatever there is to say. */
+static char *filled(char *text, int max_tokens) {
+    buffer b = {0};
+    put(&b, "%s", text);
+    while (tokens_of(b.data) < max_tokens) put(&b, " %s", *text ? text : "and");
+    free(text);
+    return b.data;
+}
+
 static bool cut_to(char *text, int max_tokens) {
     if (max_tokens <= 0 || tokens_of(text) <= max_tokens) return false;
     text[(size_t)max_tokens * PIECE] = 0;
@@ -173,6 +182,7 @@ static bool complete(int connection, const json *request, bool chat) {
     answer a = {.name = json_text(request, "model"), .id = id, .text = text, .chat = chat, .finish = "stop"};
     if (!a.name) a.name = config.names[0];
     int limit = (int)json_number(request, "max_tokens", json_number(request, "max_completion_tokens", 0));
+    if (json_true(request, "ignore_eos") && limit > 0) a.text = text = filled(text, limit);
     if (cut_to(text, limit)) a.finish = "length";
     buffer mixed = {0};
     if (chat && config.reasoning && (!thinking || thinking->kind != JSON_FALSE)) {

@@ -101,6 +101,8 @@ def _serves(one: dict[str, Any]) -> str:
 def _details(one: dict[str, Any]) -> Iterator[str]:
     if one["proof"]:
         yield f"  proof    {_proof(one['proof'])}"
+        for text in one["proof"].get("speed", ()):
+            yield f"  speed    {text.removeprefix('speed: ')}"
     if one["live"]:
         live = one["live"]
         said = f"answered in {live.get('seconds', 0):.1f} s"

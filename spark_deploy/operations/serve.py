@@ -138,6 +138,8 @@ def _report(host: Host, release: str, result: dict[str, Any]) -> bool:
     )
     if result["state"] == "switched":
         host.log(f"serves {release} ({times})")
+        for line in result.get("bench") or ():
+            host.log_styled(line, fg=None if line.startswith("speed: ") else "yellow")
         return True
     for line in result.get("log_tail") or ():
         host.log(f"  {line}")

@@ -57,7 +57,12 @@ def serve_plan(
         "model": model.name,
         "profile": profile.name,
         "names": list(names),
-        "image": {"tag": image.tag, "digest_label": image.digest if image.plugin else None},
+        "image": {
+            "tag": image.tag,
+            "digest_label": image.digest if image.plugin else None,
+            "base": image.base,
+            "plugin": image.context_digest[:12],
+        },
         "tree": {"path": tree.dir, "digest": tree.digest},
         "engine": {
             "argv": list(argv),
@@ -148,6 +153,10 @@ def check_section(
         "log_forbidden": forbidden,
         "portable": portable,
         "metrics_required": profile.check.metrics_required,
+        "bench": {
+            "limit_s": settings.check.bench_s,
+            "worse_percent": settings.check.bench_worse_percent,
+        },
     }
 
 

@@ -47,6 +47,7 @@ def document(**changes) -> dict:
                 "checked_at": "2020-01-01T00:00:00Z",
                 "checks": [{"name": "ready", "ok": True}, {"name": "copy", "ok": True}],
                 "stubbed": ["driver"],
+                "speed": ["speed: one stream 31.0 tokens/s", "way back: turn round"],
             }
         },
         "jobs": [
@@ -71,6 +72,8 @@ def test_status_says_what_is_served_how_well_proven_and_what_differs(tmp_path):
     assert "full check, 2 of 2 passed" in text
     assert "days ago" in text
     assert "stand-ins: driver" in text
+    assert "speed    one stream 31.0 tokens/s" in text
+    assert "speed    way back: turn round" in text
     assert "answered in 0.2 s" in text
     assert "4.0 GiB of 16.0 GiB available, 2 restarts" in text
     assert "build b: running 25 %" in text

@@ -233,6 +233,11 @@ class Metrics:
         return self.running + (self.total("vllm:num_requests_waiting") or 0.0)
 
     @property
+    def generated(self) -> float:
+        """Tokens generated so far, for anybody."""
+        return self.total("vllm:generation_tokens_total") or 0.0
+
+    @property
     def tokens(self) -> float:
         """Prompt and generated tokens so far: the counters that move while work is done."""
         names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")

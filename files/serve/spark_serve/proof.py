@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from spark_serve import docker, files
+from spark_serve import boot, docker, files, upgrades
 from spark_serve.paths import Paths
+from spark_serve.release import Release, load_if_present
 
 LEVELS = ("quick", "full", "deep")
 
@@ -27,6 +28,11 @@ def versions() -> dict[str, str]:
             "docker": str((daemon.result() or {}).get("Version", "")),
             "toolkit": _version_in(toolkit.result()),
         }
+
+
+def parts(release: Release) -> dict[str, str]:
+    """Return the versions a release brings along: its image, and our plugin in it."""
+    return {"image": release.image_base, "plugin": release.plugin[:12]}
 
 
 def _driver() -> str:
@@ -73,7 +79,43 @@ def write(proof: dict[str, Any], paths: Paths) -> None:
     same_run = before.get("invocation_id") == proof["invocation_id"]
     if proof["ok"] and proof["level"] == "quick" and same_run and before.get("ok"):
         return
-    files.write_json(paths.proof(proof["release"]), {**proof, "last_full": full})
+    kept = {"last_full": full, "bench": before.get("bench")}
+    files.write_json(paths.proof(proof["release"]), {**proof, **kept})
+
+
+def bench_due(release: Release, paths: Paths) -> bool:
+    """Return whether the speed was never measured under the versions of the last full check."""
+    found = read(release.name, paths) or {}
+    full, bench = found.get("last_full"), found.get("bench")
+    wanted = release.check.bench is not None and release.check.bench.limit_s > 0
+    if not wanted or not full:
+        return False
+    return not bench or bool(bench["versions"] != full["versions"])
+
+
+def bench_before(release: Release, paths: Paths) -> dict[str, Any] | None:
+    """Return the measurement to compare with: of this release, else of the last comparable one.
+
+    Comparable is a proven release of the same service, model and profile.
+    """
+    own = (read(release.name, paths) or {}).get("bench")
+    if own:
+        return dict(own)
+    good = boot.good(release.service, paths)
+    for name in (good["release"], *good["previous"]):
+        other = load_if_present(name, paths) if name and name != release.name else None
+        if other and (other.model, other.profile) == (release.model, release.profile):
+            found = (read(other.name, paths) or {}).get("bench")
+            if found:
+                return dict(found)
+    return None
+
+
+def keep_bench(release: Release, bench: dict[str, Any], paths: Paths) -> None:
+    """Keep a measurement with the release's proof."""
+    files.write_json(
+        paths.proof(release.name), {**(read(release.name, paths) or {}), "bench": bench}
+    )
 
 
 def why_not(
@@ -94,9 +136,5 @@ def why_not(
     full = proof.get("last_full")
     if not full:
         return "only the quick check was run"
-    changed = [
-        f"{key} {full['versions'].get(key) or 'none'} -> {now[key] or 'none'}"
-        for key in now
-        if full["versions"].get(key) != now[key]
-    ]
+    changed = upgrades.changed(full["versions"], now)
     return f"changed since the full check: {', '.join(changed)}" if changed else None

@@ -81,6 +81,14 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
+class Bench:
+    """How long the speed is measured, and from where on it counts as clearly worse."""
+
+    limit_s: float
+    worse_percent: float
+
+
+@dataclass(frozen=True, slots=True)
 class CheckPlan:
     """What the check asks and demands."""
 
@@ -101,6 +109,7 @@ class CheckPlan:
     log_forbidden: tuple[str, ...]
     portable: bool
     metrics_required: dict[str, Any]
+    bench: Bench | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,8 @@ class Release:
     names: tuple[str, ...]
     image_tag: str
     image_label: str | None
+    image_base: str
+    plugin: str
     tree_path: str
     tree_digest: str
     engine: Engine
@@ -215,6 +226,8 @@ def _parse(raw: dict[str, Any]) -> Release:
         names=tuple(raw["names"]),
         image_tag=raw["image"]["tag"],
         image_label=raw["image"].get("digest_label"),
+        image_base=str(raw["image"].get("base") or raw["image"]["tag"]),
+        plugin=str(raw["image"].get("plugin") or ""),
         tree_path=raw["tree"]["path"],
         tree_digest=raw["tree"]["digest"],
         engine=_engine(raw["engine"]),
@@ -269,6 +282,7 @@ def _check(raw: dict[str, Any]) -> CheckPlan:
     ):
         re.compile(pattern)
     floor = raw.get("acceptance_floor")
+    bench = raw.get("bench")
     needle = raw.get("needle")
     return CheckPlan(
         timeout_s=float(raw["timeout_s"]),
@@ -288,6 +302,7 @@ def _check(raw: dict[str, Any]) -> CheckPlan:
         log_forbidden=tuple(raw["log_forbidden"]),
         portable=bool(raw["portable"]),
         metrics_required=dict(raw.get("metrics_required") or {}),
+        bench=Bench(float(bench["limit_s"]), float(bench["worse_percent"])) if bench else None,
     )
 
 

@@ -8,7 +8,19 @@ import sys
 import time
 from typing import Any
 
-from spark_serve import boot, door, files, gateway, jobs, memory, proof, switch, systemd, watch
+from spark_serve import (
+    bench,
+    boot,
+    door,
+    files,
+    gateway,
+    jobs,
+    memory,
+    proof,
+    switch,
+    systemd,
+    watch,
+)
 from spark_serve import release as releases
 from spark_serve.engine import Engine, EngineError
 from spark_serve.errors import HostToolError
@@ -146,7 +158,9 @@ def _proof(
     invocation = units.get(release.serve_unit, {}).get("InvocationID")
     active = _is_active(release, units)
     why = proof.why_not(found, release.digest, invocation, versions) if active else "not running"
-    return {**(found or {}), "current": why is None, "why": why}
+    measured = (found or {}).get("bench")
+    speed = list(bench.sentences(measured)) if measured else []
+    return {**(found or {}), "current": why is None, "why": why, "speed": speed}
 
 
 def _memory() -> dict[str, int]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from spark_serve import boot, docker, door, files, gateway, memory, proof, serve, systemd
+from spark_serve import boot, docker, door, files, gateway, memory, proof, serve, speed, systemd
 from spark_serve.check import runner
 from spark_serve.engine import Engine, EngineError
 from spark_serve.errors import HostToolError
@@ -53,6 +53,7 @@ class Record:
             "failed_phase": None,
             "failed_checks": [],
             "log_tail": [],
+            "bench": [],
             "previous": None,
             "serving": None,
             "started_at": files.now(),
@@ -137,7 +138,7 @@ def recover(name: str, paths: Paths) -> int:
         record.set(reason=f"the switch was killed in phase {phase}", failed_phase=phase)
         if phase in ("None", "prove"):
             record.end("refused", boot.active(release.service, paths))
-        elif phase in ("open", "enable") and _covered(release, paths):
+        elif phase in ("open", "enable", "bench") and _covered(release, paths):
             _take_over(release, paths, record)
             record.set(reason=None, failed_phase=None)
             record.end("switched", release.name)
@@ -238,6 +239,7 @@ def _take_over(release: Release, paths: Paths, record: Record) -> None:
         gateway.wait_until_listening(release, paths)
     with record.phase("enable"):
         boot.enable_only(release, paths)
+    speed.measured(release, paths, record)
 
 
 def _back(release: Release, old: Release | None, paths: Paths, record: Record) -> None:

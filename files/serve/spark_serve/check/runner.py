@@ -93,7 +93,7 @@ def check(
     if after != before:
         findings.append(Finding("same run", False, "the engine was restarted meanwhile", 0.0))
         tell(_line(findings[-1]))
-    versions = proof.versions()
+    versions = {**proof.versions(), **proof.parts(release)}
     result: dict[str, Any] = {
         "schema_version": 1,
         "release": release.name,
