@@ -4,6 +4,7 @@
 deploy itself knows nothing of a lab. The choices are in group_vars/lab.yml as for any group.
 """
 
+import hashlib as _hashlib
 import json as _json
 import os as _os
 import pathlib as _pathlib
@@ -30,6 +31,10 @@ def _image(_name: str) -> str:
     return f"{_repository}:{_made.get('tag', '1')}"
 
 
+# A lock belongs to what the hub serves: models made anew get a lock of their own.
+_served = _json.dumps({_name: _entry["main"] for _name, _entry in _lab["hub"]["repos"].items()})
+_hub_version = _hashlib.sha256(_served.encode()).hexdigest()[:8]
+
 _repositories = {
     _entry["name"]: {
         _key: _entry[_key] for _key in ("url", "suite", "components", "key_url", "key_sha256")
@@ -42,6 +47,7 @@ lab = _group_from(
     hosts=[_guest["name"] for _guest in _lab["guests"]],
     file=__file__,
     generated={
+        "lock_file": f"inventory/lab-{_hub_version}.lock.yml",
         "hub": {"endpoint": _lab["hub"]["endpoint"]},
         "registries": {"insecure": [_lab["registry"]]},
         "repositories": _repositories,

@@ -22,12 +22,26 @@ from spark_deploy.preflight import neighbours
 # Its own words; those of systemd about it say nothing new.
 _LOG_TAIL = "journalctl -u docker.service -t dockerd -n 8 -o cat --no-pager"
 
-# An installation exits 0 even when the daemon died at its first start, so look at the daemon.
-_WAIT = (
-    "for i in $(seq 60); do "
-    "systemctl is-active -q docker && docker info >/dev/null 2>&1 && exit 0; "
-    "systemctl is-failed -q docker && exit 1; sleep 1; done; exit 1"
-)
+# An installation exits 0 even when the daemon died at its first start, so look at the daemon. One
+# that started before its socket dies with "no sockets found via socket activation", restarts into
+# its start limit and takes the socket along; only both together, socket first, come up again. Seen
+# in one of ten installations over a removed package.
+_BRING_UP = """\
+up() {
+  for i in $(seq 60); do
+    systemctl is-active -q docker && docker info >/dev/null 2>&1 && return 0
+    systemctl is-failed -q docker && return 1
+    sleep 1
+  done
+  return 1
+}
+systemctl reset-failed docker
+%s
+up && exit 0
+systemctl cat docker.socket >/dev/null 2>&1 || exit 1
+systemctl stop docker.service docker.socket
+systemctl reset-failed docker.service docker.socket
+systemctl start docker.socket && systemctl start docker.service && up"""
 
 
 def start(state: State, host: Host, question: Mapping[str, Any]) -> bool:
@@ -36,7 +50,7 @@ def start(state: State, host: Host, question: Mapping[str, Any]) -> bool:
     Preflight could not look at containers while the daemon was down, and docker starts those
     with a restart policy by itself: so they are looked at here.
     """
-    if not _bring_up(host, "systemctl reset-failed docker; systemctl enable --now docker"):
+    if not _bring_up(host, "systemctl enable --now docker"):
         return False
     lines = run(host, sections.script("exec 2>/dev/null", containers.SCRIPT), timeout_s=60)
     strangers = neighbours.in_the_way(containers.parse(sections.split(lines)["containers"]))
@@ -66,7 +80,7 @@ def settle(
         if not daemon_json.unmet(wanted, _look(host, question).info):
             return True
         host.log("a reload was not enough, docker is restarted")
-    if not _bring_up(host, "systemctl reset-failed docker; systemctl restart docker"):
+    if not _bring_up(host, "systemctl restart docker"):
         return False
     left = daemon_json.unmet(wanted, _look(host, question).info)
     if left:
@@ -87,7 +101,7 @@ def _look(host: Host, question: Mapping[str, Any]) -> Docker:
 def _bring_up(host: Host, command: str) -> bool:
     try:
         with talking(host, "docker starts"):
-            run(host, f"{command}; {_WAIT}", timeout_s=120)
+            run(host, _BRING_UP % command, timeout_s=240)
     except CommandFailed:
         tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
         problem = Problem(

@@ -63,7 +63,8 @@ def test_each_thing_we_own_is_repaired_by_the_operation_that_owns_it(fleet: Flee
         allowed = {owned["operation"], serve, "Serve | Wait until everything is prepared"}
         allowed |= ALSO.get(owned["name"], set())
         if run.exit_code or owned["operation"] not in run.changed or set(run.changed) - allowed:
-            wrong.append((owned["kind"], owned["name"], run.changed, run.failed))
+            why = run.stderr[-2000:] if run.exit_code else ""
+            wrong.append((owned["kind"], owned["name"], run.changed, run.failed, why))
     assert wrong == []
     assert fleet.site.deploy().changed == []
 
