@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spark_deploy.payload import LAUNCHER
 from tests.labkit import CHECKOUT, Guest, info, lab
 
 TOOLS = "/usr/local/lib/spark"
@@ -256,7 +257,8 @@ def install(guest: Guest) -> Bench:
     )
     _copy(guest, CHECKOUT / "files" / "serve", f"{TOOLS}/bench")
     guest.run(
-        f"ln -sfn bench {TOOLS}/current && chmod 755 {HOST} && "
+        f"ln -sfn bench {TOOLS}/current && mkdir -p {TOOLS}/bench/bin && "
+        f"cat > {HOST} <<'END'\n{LAUNCHER}END\nchmod 755 {HOST} && "
         f"cp {TOOLS}/current/units/*.service {TOOLS}/current/units/*.target /etc/systemd/system/ "
         f"&& mkdir -p /etc/sysusers.d && "
         f"cp {TOOLS}/current/units/spark-sysusers.conf /etc/sysusers.d/spark.conf && "

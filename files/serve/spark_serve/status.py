@@ -49,7 +49,10 @@ def status(paths: Paths, live: bool) -> dict[str, Any]:
     services = sorted({release.service for release in known} | _marked(paths))
     digests = jobs.all_digests(paths)
     gateways = [f"spark-gateway@{service}.service" for service in services]
-    units = systemd.show([*(r.serve_unit for r in known), *gateways], _SERVE_FIELDS)
+    switched = [release for release in known if paths.switch(release.name).exists()]
+    # One question for all units: a call of systemctl each would cost more than all the rest.
+    asked = [*(r.serve_unit for r in known), *gateways, *(switch.unit_of(r.name) for r in switched)]
+    units = systemd.show(asked, [*_SERVE_FIELDS, "Job"])
     versions = proof.versions()
     return {
         "schema_version": 1,
@@ -58,7 +61,10 @@ def status(paths: Paths, live: bool) -> dict[str, Any]:
         "serve": [_serve(release, units, paths) for release in known],
         "services": {name: _service(name, known, units, paths) for name in services},
         "proofs": {r.name: _proof(r, units, versions, paths) for r in known},
-        "switch": {r.name: switch.poll(r.name, paths) for r in known if _switched(r, paths)},
+        "switch": {
+            r.name: switch.judge(r.name, units.get(switch.unit_of(r.name), {}), paths)
+            for r in switched
+        },
         "jobs": jobs.poll(digests, paths) if digests else [],
         "memory": _memory(),
         "versions": versions,
@@ -71,10 +77,6 @@ def status(paths: Paths, live: bool) -> dict[str, Any]:
 def _marked(paths: Paths) -> set[str]:
     folder = paths.state / "stopped"
     return {path.stem for path in folder.glob("*.json")} if folder.is_dir() else set()
-
-
-def _switched(release: Release, paths: Paths) -> bool:
-    return paths.switch(release.name).exists()
 
 
 def _tools_digest(paths: Paths) -> str | None:

@@ -25,6 +25,7 @@ from spark_serve.release import Release, load, load_if_present, service_of
 
 _TELL_S = 5.0
 _TAIL_LINES = 40
+UNIT_FIELDS = ("ActiveState", "Job")
 
 
 class TrialError(Exception):
@@ -149,7 +150,16 @@ def recover(name: str, paths: Paths) -> int:
 
 def poll(name: str, paths: Paths) -> dict[str, Any]:
     """Return the result of the last switch to a release and whether it still goes on."""
-    unit = systemd.state(f"spark-switch@{name}.service", "ActiveState", "Job")
+    return judge(name, systemd.state(unit_of(name), *UNIT_FIELDS), paths)
+
+
+def unit_of(name: str) -> str:
+    """Return the unit that changes over to a release."""
+    return f"spark-switch@{name}.service"
+
+
+def judge(name: str, unit: systemd.UnitState, paths: Paths) -> dict[str, Any]:
+    """Return the result of a switch, given its unit's :data:`UNIT_FIELDS`."""
     state = unit.get("ActiveState", "inactive")
     found = files.read_json(paths.switch(name)) or {"release": name, "state": "none"}
     pending = unit.get("Job", "0") not in ("", "0")
@@ -390,7 +400,7 @@ def rollback(words: list[str], paths: Paths) -> int:
     rest = [word for word in words if word != "--dry"]
     wanted = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
     current, target = boot.previous(rest[0], wanted, paths)
-    unit = f"spark-switch@{target.name}.service"
+    unit = unit_of(target.name)
     json.dump({"from": current, "to": target.name, "unit": unit}, sys.stdout)
     print()
     if not dry:
