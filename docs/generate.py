@@ -7,6 +7,7 @@ catalog and the same arithmetic that plans use.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from spark_deploy.catalog import (  # noqa: E402  (the checkout must be found fi
 from spark_deploy.checkout import catalog_names  # noqa: E402
 from spark_deploy.locking import size  # noqa: E402
 from spark_deploy.patterns import count  # noqa: E402
+from spark_deploy.plan.check import check_pair  # noqa: E402
 from spark_deploy.plan.memory import (  # noqa: E402
     context_tokens,
     gib,
@@ -35,6 +37,7 @@ from spark_deploy.plan.memory import (  # noqa: E402
     missing_bytes,
     plan_memory,
 )
+from spark_deploy.plan.types import MemoryPlan  # noqa: E402
 from spark_deploy.plan.weights import weights_of  # noqa: E402
 from spark_deploy.schema_check import load_schema  # noqa: E402
 from spark_deploy.settings import build  # noqa: E402
@@ -153,8 +156,7 @@ def _model(model: Model) -> Iterator[str]:
         f"with it; {_count(tensors.swap):,} weights come from the donor, "
         f"{_count(tensors.donor_unmatched):,} of its tensors are expected to have no partner"
     )
-    fits = [p for p in catalog_names("profiles") if _fits(model, load_profile(p, model.name))]
-    yield f"- fits on one host with: {', '.join(fits) or 'no profile'}"
+    yield f"- served on one host with: {', '.join(_served_with(model)) or 'no profile'}"
 
 
 def profiles_page() -> Iterator[str]:
@@ -164,11 +166,14 @@ def profiles_page() -> Iterator[str]:
     yield ""
     yield (
         "A profile is one way of serving. Computed figures are arithmetic for one host with the "
-        "default settings and were proven on no Spark. Published figures are those of others."
+        "default settings and were proven on no Spark. Published figures are those of others. What "
+        "is listed as proven is all there is: rows of this project's result files, of small models "
+        "on a GPU that is not a Spark's. Which profile is the default and why: "
+        "[decision 10](../decisions/0010-profiles-and-their-defaults.md)."
     )
     for name in catalog_names("profiles"):
         yield from _profile(name)
-    yield from COMPARED
+    yield from _compared()
     yield from ("", "## Guard rails", "")
     yield "Combinations that are refused (or warned of) before a host is touched."
     yield from ("", "| rule | effect | why | instead | source |", "|---|---|---|---|---|")
@@ -196,6 +201,11 @@ def _profile(name: str) -> Iterator[str]:
         yield from ("", "| published | figure | source |", "|---|---|---|")
         for figure in shown.published:
             yield f"| {_cell(figure.what)} | {_cell(figure.value)} | {_cell(figure.source)} |"
+    else:
+        yield from ("", "Nobody has published a figure of it.")
+    yield from ("", "| proven by this project, on one H200 | result |", "|---|---|")
+    for row in shown.proven:
+        yield f"| {_cell(row.what)} | [{row.result}](../../benchmarks/results/gpu/{row.result}) |"
 
 
 def _memory_row(model: Model, profile: Profile) -> str:
@@ -219,6 +229,13 @@ def _fits(model: Model, profile: Profile) -> bool:
     return missing_bytes(model, profile, build(Settings, _defaults())) <= 0
 
 
+def _served_with(model: Model) -> list[str]:
+    """Return the profiles that the plan does not refuse for ``model`` on one host."""
+    pairs = {name: {"model": model.name, "profile": name} for name in catalog_names("profiles")}
+    defaults = _defaults()
+    return [n for n, pair in pairs.items() if not check_pair(build(Settings, defaults | pair))]
+
+
 def _defaults() -> dict[str, Any]:
     text = (CHECKOUT / "group_vars" / "all.yml").read_text("utf-8")
     data: dict[str, Any] = yaml.safe_load(text)
@@ -233,19 +250,51 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-COMPARED = """
-## Computed beside published
+def _compared() -> Iterator[str]:
+    yield from ("", "## Computed beside published", "")
+    yield COMPARED_BEFORE
+    yield from (
+        "",
+        "| KV cache | published | as 0.19 counts | requests of 262,144 |",
+        "|---|---|---|---|",
+    )
+    for dtype, published in (
+        ("auto", "355,000 tokens, 1 user"),
+        ("turboquant_k3v4_nc", "1,400,000 tokens, 5 users"),
+    ):
+        found = _plan_at_090(dtype)
+        groups = f"{found.kv_tokens:,} tokens / 4 groups = {found.kv_tokens // 4:,}"
+        yield f"| {dtype} | {published} | {groups} | {found.full_context_users} |"
+    yield ""
+    yield COMPARED_AFTER
 
-For Qwen3.5-122B at a memory fraction of 0.90 the community published 355,000 tokens of KV cache
-and 1,400,000 with 3.5-bit TurboQuant, "5 users" with the latter. Our arithmetic at 0.90 gives
-about four times as much: 1.45 and 6.4 million. The likely reason (not checked against the
-engine of that time): it printed the pool divided by the number of cache groups, and this
-architecture has four, one of attention and three of gated delta nets. Divided by four, ours are
-381,000 and 1,700,000, and the rest is what its older tree and runtime needed more. The engine
-releases supported here count by requests of full length instead, as the tables above do. The
-figure that decides is what a running engine logs as its KV cache size; the plan's is for choosing
-and refusing before the first byte.
-""".splitlines()
+
+def _plan_at_090(dtype: str) -> MemoryPlan:
+    model, profile = load_model("qwen3.5-122b"), load_profile("v2", "qwen3.5-122b")
+    profile = dataclasses.replace(
+        profile,
+        kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype),
+        limits=dataclasses.replace(profile.limits, memory_fraction=0.9, max_sequences=1),
+    )
+    return plan_memory(model, profile, build(Settings, _defaults()))
+
+
+COMPARED_BEFORE = """
+Published by the community for Qwen3.5-122B at a memory fraction of 0.90 on vLLM 0.19, with two
+draft tokens; ours for the same cache, where the reserve of 12 GiB leaves 0.89.
+`turboquant_k3v4_nc` is taken for its 3.5 bits.
+""".strip()
+
+COMPARED_AFTER = """
+The engine of that time logged the number of blocks divided by the number of cache groups
+(`v1/core/kv_cache_utils.py` of 0.19.1), and this architecture has four: one of attention, three of
+gated delta nets. A request needs a page for each piece of its context in the first one only, and
+a few blocks for its state in the others, so about four times as many tokens fit as that line
+says, and the users counted from it are too few by as much. 0.33.0 logs the requests of full length
+that fit, times their length. What is left between published and ours (2 and 14 %) is what weights
+and runtime took then and what we estimate. The figure that decides is what a running engine logs;
+the plan's is for choosing and refusing before the first byte.
+""".strip()
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "settings.md": settings_page,

@@ -23,6 +23,7 @@ class Sources:
     base: str
     donor: str | None
     revision: str
+    repeats_names: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,15 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
+class ResultRow:
+    """A row of one of this project's result files."""
+
+    what: str
+    result: str
+    claim: str
+
+
+@dataclass(frozen=True, slots=True)
 class KvCache:
     """Type and size of the KV cache."""
 
@@ -172,6 +182,7 @@ class ProfileCheck:
     """What the proof demands of a profile."""
 
     acceptance_floor: float | None
+    prefix_reuse: bool
     log_required: tuple[str, ...]
     log_forbidden: tuple[str, ...]
     metrics_required: dict[str, Any]
@@ -185,6 +196,7 @@ class Profile:
     summary: str
     choose_when: str
     published: tuple[Figure, ...]
+    proven: tuple[ResultRow, ...]
     shared_experts: str
     head: str
     layout: str
@@ -204,6 +216,12 @@ class Profile:
     def builds_checkpoint(self) -> bool:
         """Whether a tree of our own is served instead of the base as it is."""
         return self.shared_experts != "keep" or self.head != "keep"
+
+    @property
+    def tree_needs_plugin(self) -> bool:
+        """Whether an engine without our plugin refuses the tree this profile serves."""
+        overlay = self.builds_checkpoint and self.layout == "overlay"
+        return self.shared_experts.startswith("fp8") or overlay
 
 
 @dataclass(frozen=True, slots=True)

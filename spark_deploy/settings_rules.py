@@ -29,6 +29,10 @@ OWNED_OPTIONS = {
     "gpu-memory-utilization": "set engine.memory_fraction",
     "kv-cache-memory-bytes": "set engine.kv_cache_gib",
     "language-model-only": "set engine.vision",
+    "max-num-batched-tokens": "set limits.max_batched_tokens in a profile of your own",
+    "kv-cache-dtype": "set kv_cache.dtype in a profile of your own",
+    "enable-prefix-caching": "set prefix_caching in a profile of your own, or choose agent",
+    "no-enable-prefix-caching": "set prefix_caching in a profile of your own",
     "quantization": "leave it out: the checkpoint names its own",
     "hf-token": "set hub.token",
 }

@@ -51,6 +51,21 @@ static char *table(const char *prompt) {
     return NULL;
 }
 
+/* The code of an earlier message that the last one asks for. */
+static char *earlier_needle(const json *request, const char *prompt) {
+    static const char mark[] = "secret number of the lighthouse is ";
+    char number[64];
+    if (!strcasestr(prompt, "secret number of the lighthouse?")) return NULL;
+    const json *messages = json_get(request, "messages");
+    for (const json *item = messages ? messages->child : NULL; item; item = item->next) {
+        const char *text = json_text(item, "content"), *rest = text ? after(text, mark) : NULL;
+        if (!rest) continue;
+        snprintf(number, sizeof number, "%ld", strtol(rest, NULL, 10) + fault("stale-prefix"));
+        return made(number);
+    }
+    return NULL;
+}
+
 static char *good_answer(const char *prompt) {
     char number[64];
     const char *rest;
@@ -73,7 +88,6 @@ static char *good_answer(const char *prompt) {
 }
 
 char *answer_to(const json *request, const char *prompt, int turns) {
-    (void)request;
     static atomic_long calls;
     long call = atomic_fetch_add(&calls, 1);
     if (fault("garbage")) return made("ent fjord 7 lkj the the of 0x colour; blue");
@@ -84,7 +98,8 @@ char *answer_to(const json *request, const char *prompt, int turns) {
         usleep(150000); /* long enough that requests sent together meet here */
         if (atomic_load(&counted.running) > 1) return made("That was another request's answer.");
     }
-    char *answer = good_answer(prompt);
+    char *answer = turns > 1 ? earlier_needle(request, prompt) : NULL;
+    if (!answer) answer = good_answer(prompt);
     if (fault("unsteady")) {
         buffer b = {0};
         put(&b, "%s%.*s", answer, (int)(call % 3) + 1, "...");

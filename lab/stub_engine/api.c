@@ -27,18 +27,20 @@ static int tokens_of(const char *text) {
     return (int)((strlen(text) + PIECE - 1) / PIECE);
 }
 
-/* The text of the last message; content may be a string or a list of text parts. */
-static char *prompt_of(const json *request, int *turns) {
+/* The text of the last message of the user, and how many tokens the messages before it have;
+   content may be a string or a list of text parts. */
+static char *prompt_of(const json *request, int *turns, int *earlier) {
     buffer b = {0};
     put(&b, "%s", "");
     const char *plain = json_text(request, "prompt");
     if (!plain) plain = json_text(request, "input");
     if (plain) put(&b, "%s", plain);
     const json *messages = json_get(request, "messages"), *last = NULL;
-    *turns = 0;
+    int tokens = *turns = *earlier = 0;
     for (const json *item = messages ? messages->child : NULL; item; item = item->next) {
-        const char *role = json_text(item, "role");
-        if (role && !strcmp(role, "user")) last = item, (*turns)++;
+        const char *role = json_text(item, "role"), *text = json_text(item, "content");
+        if (role && !strcmp(role, "user")) last = item, (*turns)++, *earlier = tokens;
+        tokens += text ? tokens_of(text) : 0;
     }
     const json *content = json_get(last, "content");
     if (content && content->kind == JSON_STRING) put(&b, "%s", content->text);
@@ -173,9 +175,9 @@ static bool cut_to(char *text, int max_tokens) {
 
 static bool complete(int connection, const json *request, bool chat) {
     static atomic_long ids;
-    int turns;
+    int turns, earlier;
     char id[32];
-    char *prompt = prompt_of(request, &turns), *text = answer_to(request, prompt, turns);
+    char *prompt = prompt_of(request, &turns, &earlier), *text = answer_to(request, prompt, turns);
     const json *template = json_get(request, "chat_template_kwargs");
     const json *thinking = json_get(template, "enable_thinking");
     snprintf(id, sizeof id, "%s-%ld", chat ? "chatcmpl" : "cmpl", atomic_fetch_add(&ids, 1));
@@ -196,9 +198,9 @@ static bool complete(int connection, const json *request, bool chat) {
         a.tool = true;
         a.finish = "tool_calls";
     }
-    a.prompt_tokens = tokens_of(prompt) + 4;
+    a.prompt_tokens = earlier + tokens_of(prompt) + 4;
     a.completion_tokens = tokens_of(a.text) + 1;
-    count_prompt(a.prompt_tokens);
+    count_prompt(a.prompt_tokens, earlier);
     bool sent;
     if (json_true(request, "stream"))
         sent = reply_stream(connection, &a, json_true(json_get(request, "stream_options"), "include_usage"));

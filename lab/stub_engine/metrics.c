@@ -3,8 +3,9 @@
 
 counters counted;
 
-void count_prompt(int tokens) {
+void count_prompt(int tokens, int earlier) {
     if (fault("counters-flat")) return;
+    if (config.prefix_caching && !fault("no-prefix-hits")) atomic_fetch_add(&counted.prefix_hits, earlier);
     atomic_fetch_add(&counted.prompt_tokens, tokens);
     atomic_fetch_add(&counted.requests, 1);
 }
@@ -33,6 +34,7 @@ void put_metrics(buffer *b) {
     metric(b, "counter", "generation_tokens_total", atomic_load(&counted.generation_tokens));
     metric(b, "counter", "request_success_total", atomic_load(&counted.requests));
     metric(b, "gauge", "kv_cache_usage_perc", 0);
+    if (config.prefix_caching) metric(b, "counter", "prefix_cache_hits_total", atomic_load(&counted.prefix_hits));
     if (config.speculative_tokens && !fault("no-drafts")) {
         metric(b, "counter", "spec_decode_num_drafts_total", atomic_load(&counted.drafts));
         metric(b, "counter", "spec_decode_num_draft_tokens_total", atomic_load(&counted.draft_tokens));

@@ -72,6 +72,7 @@ static void take(const char *name, const char *text) {
 static void take_flag(const char *name) {
     if (!strcmp(name, "--enable-auto-tool-choice")) config.tools = true;
     if (!strcmp(name, "--reasoning-parser")) config.reasoning = true;
+    if (!strcmp(name, "--enable-prefix-caching")) config.prefix_caching = true;
     if (!strncmp(name, "--no-such", 9)) {
         fprintf(stderr, "vllm serve: error: unrecognized arguments: %s\n", name);
         exit(2);

@@ -37,7 +37,7 @@ typedef struct {
     int name_count;
     const char *kv_cache_dtype, *block_size, *kv_cache_memory_bytes;
     double load_s, token_s;
-    bool tools, reasoning;
+    bool tools, reasoning, prefix_caching;
     json *answers;
 } settings;
 extern settings config;
@@ -51,11 +51,11 @@ char *answer_to(const json *request, const char *prompt, int turns);
 
 /* metrics.c */
 typedef struct {
-    atomic_long running, prompt_tokens, generation_tokens, requests;
+    atomic_long running, prompt_tokens, generation_tokens, requests, prefix_hits;
     atomic_long drafts, draft_tokens, accepted_tokens;
 } counters;
 extern counters counted;
-void count_prompt(int tokens);
+void count_prompt(int tokens, int earlier); /* earlier: of them in earlier messages */
 void count_token(int index); /* the index-th token of an answer */
 void put_metrics(buffer *b);
 

@@ -80,9 +80,10 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
     memory = plan.memory
     used = memory.weights_bytes + memory.drafter_bytes + memory.graphs_bytes
     left = memory.total_bytes - used - memory.kv_cache_bytes
+    vision = f" (vision {gib(memory.vision_bytes)} of them)" if memory.vision_bytes else ""
     yield _row(
         "memory",
-        f"{gib(memory.total_bytes)} = weights {gib(memory.weights_bytes)} + drafter "
+        f"{gib(memory.total_bytes)} = weights {gib(memory.weights_bytes)}{vision} + drafter "
         f"{gib(memory.drafter_bytes)} + runtime {gib(memory.graphs_bytes)} + KV cache "
         f"{gib(memory.kv_cache_bytes)} + left {gib(left)}",
     )
@@ -114,6 +115,8 @@ def _service(serve: ServePlan) -> Iterator[str]:
     ]
     if check["acceptance_floor"]:
         parts.append(f"draft acceptance of {check['acceptance_floor']} or more")
+    if check["prefix"]:
+        parts.append("cached prefixes of a growing conversation")
     if check["portable"]:
         parts.append("PORTABLE MODE: every layer dequantised, says nothing of a Spark")
     yield _row("check", ", ".join(parts))

@@ -17,6 +17,7 @@ from spark_deploy.plan.memory import (
     gib,
     loaded_bytes,
     missing_bytes,
+    runtime_bytes,
 )
 from spark_deploy.settings_types import Settings
 
@@ -37,7 +38,7 @@ def refusal(model: Model, profile: Profile, settings: Settings) -> PlanError:
     memory = settings.memory
     what = (
         f"does not fit on one host: weights {gib(weights)}, drafter {gib(drafter)}, runtime "
-        f"{gib(model.memory.runtime_bytes)} and the KV cache of one request of "
+        f"{gib(runtime_bytes(model, profile))} and the KV cache of one request of "
         f"{context_tokens(model, profile):,} tokens are "
         f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
         f"{gib(memory.total_bytes)} ({gib(memory.reserve_bytes)} stay reserved)"
@@ -101,7 +102,7 @@ def _levers(model: Model, profile: Profile, settings: Settings) -> list[Lever]:
             profile.plugin and not cache.dtype.startswith("turboquant"),
             Lever(
                 "choose a profile with a TurboQuant cache (v2-tq)",
-                _with(kv_cache=replace(cache, dtype="turboquant_k8v4"), speculation=None),
+                _with(kv_cache=replace(cache, dtype="turboquant_k8v4")),
             ),
         ),
     ]

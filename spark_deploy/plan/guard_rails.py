@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,32 +10,73 @@ from spark_deploy.catalog import GuardRail, Model, Profile
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.plan.types import MemoryPlan
 
+_FORMAT_OPTIONS = ("quantization", "quantization-config")
+
 
 def facts_of(model: Model, profile: Profile, memory: MemoryPlan) -> dict[str, Any]:
-    """Return what rules may speak about."""
-    options = {key.replace("_", "-"): value for key, value in profile.options.items()}
-    compilation = options.get("compilation-config")
-    mode = compilation.get("cudagraph_mode") if isinstance(compilation, dict) else None
+    """Return what rules may speak about, of the arguments the engine would really get."""
+    options = {key.replace("_", "-"): _structure(v) for key, v in profile.options.items()}
+    attention = _mapping(options.get("attention-config"))
+    drafts = _drafts(profile, options)
+    builds_full = profile.builds_checkpoint and profile.layout == "full"
+    formats = [model.sources.base, profile.kv_cache.dtype]
+    formats += [str(options.get(name, "")) for name in _FORMAT_OPTIONS]
     return {
         "model": model.name,
         "profile": profile.name,
         "kv_cache": profile.kv_cache.dtype,
-        "speculation_tokens": profile.speculation.tokens if profile.speculation else 0,
+        "speculation_method": drafts.get("method"),
+        "speculation_tokens": int(drafts.get("num_speculative_tokens") or 0),
+        "own_draft_model": drafts.get("model") is not None,
+        "drafts_by_option": "speculative-config" in options,
         "prefix_caching": profile.prefix_caching,
         "max_sequences": profile.limits.max_sequences,
         "max_batched_tokens": profile.limits.max_batched_tokens,
         "memory_fraction": memory.memory_fraction,
         "block_tokens": memory.block_tokens,
-        "attention_backend": options.get("attention-backend"),
-        "has_attention_backend": "attention-backend" in options,
+        "attention_backend": str(
+            options.get("attention-backend") or attention.get("backend") or ""
+        ).upper(),
+        "has_attention_backend": "attention-backend" in options or "backend" in attention,
+        "xqa_decode": attention.get("use_trtllm_attention") is not False,
         "eager": bool(options.get("enforce-eager")),
-        "piecewise_graphs": mode == "PIECEWISE",
+        "piecewise_graphs": _mapping(options.get("compilation-config")).get("cudagraph_mode")
+        == "PIECEWISE",
+        "pipeline_stages": int(options.get("pipeline-parallel-size") or 1),
+        "deep_gemm": profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0",
+        "formats": " ".join(formats).lower(),
+        "online_quantisation": "quantization-config" in options,
         "plugin": profile.plugin,
+        "engine_mode": profile.engine_mode,
         "shared_experts": profile.shared_experts,
         "head": profile.head,
         "vision": profile.vision,
         "load_format": profile.load_format,
+        "tree_needs_plugin": profile.tree_needs_plugin,
+        "tree_repeats_names": model.sources.repeats_names and not builds_full,
     }
+
+
+def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the engine's speculative configuration as it will be."""
+    if "speculative-config" in options:
+        return _mapping(options["speculative-config"])
+    drafts = profile.speculation
+    return {"method": drafts.method, "num_speculative_tokens": drafts.tokens} if drafts else {}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _structure(value: Any) -> Any:
+    """Return what JSON text in an option means: rules must see it in either form."""
+    if not isinstance(value, str) or not value.startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def apply_rails(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> tuple[str, ...]:
@@ -62,8 +104,12 @@ def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) 
     how, other = next(iter(comparison.items()))
     if how == "is":
         return bool(value == other)
+    if how == "one_of":
+        return value in other
     if how == "starts_with":
         return str(value).startswith(str(other))
+    if how == "contains":
+        return str(other) in str(value)
     if how == "above":
         return bool(value > other)
     if how == "below":

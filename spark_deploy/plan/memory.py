@@ -47,7 +47,8 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
     """Return the memory plan of a pair that fits (``missing_bytes`` is zero or less)."""
     memory = settings.memory
     weights, drafter = loaded_bytes(model, profile)
-    fixed = weights + drafter + model.memory.runtime_bytes
+    runtime = runtime_bytes(model, profile)
+    fixed = weights + drafter + runtime
     budget = budget_bytes(profile, settings, fixed)
     cache_bytes = budget - fixed
     shape = cache_shape(model.architecture, profile)
@@ -59,7 +60,8 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
         reserve_bytes=memory.reserve_bytes,
         weights_bytes=weights,
         drafter_bytes=drafter,
-        graphs_bytes=model.memory.runtime_bytes,
+        vision_bytes=vision_bytes(model, profile),
+        graphs_bytes=runtime,
         kv_cache_bytes=cache_bytes,
         kv_bytes_per_token=shape.bytes_per_token,
         block_tokens=shape.block_tokens,
@@ -74,7 +76,7 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
 
 def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     """Return what is missing for one request of full length; zero or less when it fits."""
-    fixed = sum(loaded_bytes(model, profile)) + model.memory.runtime_bytes
+    fixed = sum(loaded_bytes(model, profile)) + runtime_bytes(model, profile)
     budget = budget_bytes(profile, settings, fixed)
     shape = cache_shape(model.architecture, profile)
     request = shape.request_blocks(context_tokens(model, profile)) * shape.block_bytes
@@ -106,10 +108,27 @@ def loaded_bytes(model: Model, profile: Profile) -> tuple[int, int]:
     body = sizes.experts_bytes + sizes.attention_bytes + sizes.embedding_bytes
     body += sizes.routers_bytes + shared
     body += sizes.head_int8_bytes if profile.head == "int8-g128" else sizes.head_bytes
-    body += sizes.vision_bytes if profile.vision else 0
     drafter = sizes.mtp_bytes if profile.speculation else 0
     factor = model.memory.weights_factor
-    return round(body * factor), round(drafter * factor)
+    return round(body * factor) + vision_bytes(model, profile), round(drafter * factor)
+
+
+def vision_bytes(model: Model, profile: Profile) -> int:
+    """Return what the vision tower takes of the weights; it is never quantised."""
+    return model.architecture.vision_bytes if profile.vision else 0
+
+
+def runtime_bytes(model: Model, profile: Profile) -> int:
+    """Return what the engine needs beside weights and cache.
+
+    A TurboQuant cache is unpacked into two 16-bit buffers of the longest context while prompts
+    are computed.
+    """
+    work = 0
+    if profile.kv_cache.dtype in _TURBOQUANT:
+        shape = model.architecture
+        work = 4 * shape.kv_heads * shape.head_width * context_tokens(model, profile)
+    return model.memory.runtime_bytes + work
 
 
 def context_tokens(model: Model, profile: Profile) -> int:
@@ -125,12 +144,14 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
     smaller, larger = sorted((attention, model.gdn_layers))
     size = larger if larger < 1.25 * smaller else smaller
     block_tokens = math.ceil(_state_bytes(model, drafts) / layer_bytes / 16) * 16
+    # With prefix caching a request also holds the state at the last block's edge.
+    states = (2 if profile.prefix_caching else 1) + drafts
     return CacheShape(
         bytes_per_token=layer_bytes * attention,
         block_tokens=block_tokens,
         block_bytes=block_tokens * layer_bytes * size,
         attention_groups=math.ceil(attention / size),
-        state_blocks=math.ceil(model.gdn_layers / size) * (1 + drafts),
+        state_blocks=math.ceil(model.gdn_layers / size) * states,
     )
 
 

@@ -93,7 +93,7 @@ def serve_plan(
             "max_body_bytes": gateway.max_body_bytes,
             "key_path": gateway.key_path,
         },
-        "check": check_section(model, profile, settings, plugin=image.plugin),
+        "check": check_section(model, profile, settings, memory, plugin=image.plugin),
         "watch": {"stall_s": settings.watch.stall_s, "interval_s": settings.watch.interval_s},
     }
     return ServePlan(
@@ -125,7 +125,7 @@ def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
 
 
 def check_section(
-    model: Model, profile: Profile, settings: Settings, *, plugin: bool
+    model: Model, profile: Profile, settings: Settings, memory: MemoryPlan, *, plugin: bool
 ) -> dict[str, Any]:
     """Return what the proof demands: of the model, of the profile, and of the plugin's log."""
     required = list(profile.check.log_required)
@@ -149,6 +149,8 @@ def check_section(
         "reasoning": model.check.reasoning and model.parsers.reasoning is not None,
         "repeat": model.check.repeat,
         "acceptance_floor": profile.check.acceptance_floor if profile.speculation else None,
+        # The first turn must fill a block: only whole blocks are found again.
+        "prefix": {"block_tokens": memory.block_tokens} if profile.check.prefix_reuse else None,
         "log_required": required,
         "log_forbidden": forbidden,
         "portable": portable,

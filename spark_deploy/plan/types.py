@@ -207,6 +207,7 @@ class MemoryPlan:
     reserve_bytes: int
     weights_bytes: int
     drafter_bytes: int
+    vision_bytes: int  # part of weights_bytes
     graphs_bytes: int
     kv_cache_bytes: int
     kv_bytes_per_token: int

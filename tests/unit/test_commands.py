@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -58,11 +59,26 @@ def test_v2_drafts_two_tokens_and_never_caches_prefixes(tmp_path):
     assert value_of(arguments, "--gpu-memory-utilization") == "0.85"
 
 
-def test_v2_tq_compresses_the_cache_for_one_sequence_without_drafts(tmp_path):
+def test_v2_tq_compresses_the_cache_of_four_sequences_with_drafts(tmp_path):
     arguments = argv(tmp_path, "v2-tq")
     assert value_of(arguments, "--kv-cache-dtype") == "turboquant_k8v4"
-    assert value_of(arguments, "--max-num-seqs") == "1"
+    assert value_of(arguments, "--max-num-seqs") == "4"
+    assert "--speculative-config" in arguments
+
+
+def test_agent_caches_prefixes_and_never_drafts(tmp_path):
+    arguments = argv(tmp_path, "agent")
+    assert "--enable-prefix-caching" in arguments
     assert "--speculative-config" not in arguments
+
+
+def test_online_fp8_names_the_modules_the_engine_has_to_quantise(tmp_path):
+    targets = json.loads(value_of(argv(tmp_path, "online-fp8"), "--quantization-config"))["targets"]
+    [pattern] = [target.removeprefix("re:") for target in targets]
+    layer = "language_model.model.layers.47.mlp"
+    assert re.match(pattern, f"{layer}.shared_expert.gate_proj")
+    for other in (f"{layer}.shared_expert_gate", "mtp.layers.0.mlp.shared_expert.up_proj"):
+        assert not re.match(pattern, other)
 
 
 def test_vision_drops_the_text_only_flag(tmp_path):

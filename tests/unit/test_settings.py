@@ -88,7 +88,11 @@ WRONG = {
         "serve.prot: unknown key",
         "did you mean serve.port?",
     ),
-    "unknown profile": ("profile: v3", "'v3' is not a profile (known: base, v2, v2-tq)", "v2"),
+    "unknown profile": (
+        "profile: v3",
+        "'v3' is not a profile (known: agent, base, online-fp8, v2, v2-native, v2-tq)",
+        "v2",
+    ),
     "unknown model": ("model: qwen3.5-122", "is not a model", "did you mean qwen3.5-122b?"),
     "text for a number": ("serve: {port: http}", '"http" is not a whole number', "Port of"),
     "port out of range": ("serve: {port: 70000}", "70000 is above 65535", "Port of"),

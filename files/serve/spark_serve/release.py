@@ -104,6 +104,7 @@ class CheckPlan:
     stream: bool
     parallel: int
     needle_tokens: int | None
+    prefix_block_tokens: int | None
     acceptance_floor: float | None
     log_required: tuple[str, ...]
     log_forbidden: tuple[str, ...]
@@ -283,7 +284,7 @@ def _check(raw: dict[str, Any]) -> CheckPlan:
         re.compile(pattern)
     floor = raw.get("acceptance_floor")
     bench = raw.get("bench")
-    needle = raw.get("needle")
+    needle, prefix = raw.get("needle"), raw.get("prefix")
     return CheckPlan(
         timeout_s=float(raw["timeout_s"]),
         max_model_len=int(raw["max_model_len"]),
@@ -297,6 +298,7 @@ def _check(raw: dict[str, Any]) -> CheckPlan:
         stream=bool(raw.get("stream", True)),
         parallel=int(raw.get("parallel", 3)),
         needle_tokens=int(needle["context_tokens"]) if needle else None,
+        prefix_block_tokens=int(prefix["block_tokens"]) if prefix else None,
         acceptance_floor=None if floor is None else float(floor),
         log_required=tuple(raw["log_required"]),
         log_forbidden=tuple(raw["log_forbidden"]),

@@ -1,9 +1,16 @@
+import dataclasses
+
 import pytest
 
-from spark_deploy.catalog import load_guard_rails
+from spark_deploy.catalog import load_guard_rails, load_model, load_profile
+from spark_deploy.checkout import catalog_names
+from spark_deploy.commands import engine_options
+from spark_deploy.errors import PlanError
 from spark_deploy.plan.check import check_pair
-from spark_deploy.plan.guard_rails import apply_rails
+from spark_deploy.plan.guard_rails import apply_rails, facts_of
+from spark_deploy.plan.memory import plan_memory
 from spark_deploy.settings import load_hosts
+from spark_deploy.settings_rules import OWNED_OPTIONS
 
 
 def problems(tmp_path, **overrides):
@@ -15,37 +22,68 @@ CALM = {
     "model": "m",
     "profile": "p",
     "kv_cache": "auto",
+    "speculation_method": None,
     "speculation_tokens": 0,
+    "own_draft_model": False,
+    "drafts_by_option": False,
     "prefix_caching": False,
     "max_sequences": 4,
     "max_batched_tokens": 8192,
     "memory_fraction": 0.85,
     "block_tokens": 2096,
-    "attention_backend": None,
+    "attention_backend": "",
     "has_attention_backend": False,
+    "xqa_decode": True,
     "eager": False,
     "piecewise_graphs": False,
+    "pipeline_stages": 1,
+    "deep_gemm": False,
+    "formats": "org/model-int4",
+    "online_quantisation": False,
+    "plugin": True,
+    "engine_mode": "native",
+    "shared_experts": "fp8-donor",
+    "head": "int8-g128",
+    "vision": False,
+    "load_format": "fastsafetensors",
+    "tree_needs_plugin": True,
+    "tree_repeats_names": False,
 }
+TQ = {"kv_cache": "turboquant_k8v4", "max_sequences": 1}
+STOCK = {"plugin": False, "tree_needs_plugin": False}
 TRIPS = {
-    "turboquant-with-drafts": {"kv_cache": "turboquant_k8v4", "speculation_tokens": 2},
-    "turboquant-with-several-sequences": {"kv_cache": "turboquant_k8v4", "max_sequences": 2},
-    "turboquant-with-prefix-caching": {
-        "kv_cache": "turboquant_k8v4",
+    "turboquant-with-drafts": {**TQ, **STOCK, "speculation_tokens": 2},
+    "turboquant-with-several-sequences": {**TQ, **STOCK, "max_sequences": 2},
+    "turboquant-three-bit-with-drafts": {
+        "kv_cache": "turboquant_k3v4_nc",
         "max_sequences": 1,
-        "prefix_caching": True,
+        "speculation_tokens": 1,
     },
-    "turboquant-with-attention-backend": {
-        "kv_cache": "turboquant_k8v4",
-        "max_sequences": 1,
-        "has_attention_backend": True,
+    "turboquant-three-bit-with-several-sequences": {
+        "kv_cache": "turboquant_3bit_nc",
+        "max_sequences": 2,
     },
+    "turboquant-with-prefix-caching": {**TQ, "prefix_caching": True},
+    "turboquant-with-attention-backend": {**TQ, "has_attention_backend": True},
     "turboquant-three-bit-keys": {"kv_cache": "turboquant_3bit_nc", "max_sequences": 1},
     "drafts-with-prefix-caching": {"speculation_tokens": 2, "prefix_caching": True},
     "prefix-block-above-step": {"prefix_caching": True, "max_batched_tokens": 2048},
-    "fp8-cache": {"kv_cache": "fp8"},
+    "fp8-cache": {"kv_cache": "fp8", "piecewise_graphs": True},
+    "fp8-cache-with-full-graphs": {"kv_cache": "fp8"},
     "flashinfer-decode": {"attention_backend": "FLASHINFER", "has_attention_backend": True},
-    "memory-fraction-high": {"memory_fraction": 0.9},
+    "memory-fraction-high": {"memory_fraction": 0.89},
+    "memory-fraction-unsafe": {"memory_fraction": 0.91},
     "many-drafts": {"speculation_tokens": 5},
+    "dflash": {"speculation_method": "dflash", "speculation_tokens": 8},
+    "draft-of-another-model": {"own_draft_model": True},
+    "drafts-by-option": {"drafts_by_option": True},
+    "pipeline-parallel-with-drafts": {"pipeline_stages": 2, "speculation_tokens": 2},
+    "nvfp4": {"formats": "nvidia/qwen3.5-122b-a10b-nvfp4"},
+    "deep-gemm": {"deep_gemm": True},
+    "repeated-names-with-fastsafetensors": {"tree_repeats_names": True},
+    "plugin-tree-on-the-plain-engine": {"plugin": False},
+    "portable-mode-with-a-plain-tree": {"engine_mode": "portable", "tree_needs_plugin": False},
+    "online-fp8-with-the-plugin": {"online_quantisation": True},
 }
 
 
@@ -75,15 +113,83 @@ def test_all_refusals_are_reported_together(tmp_path):
     found = problems(
         tmp_path,
         profile="v2-tq",
-        **{"engine.max_sequences": 4, "engine.options": {"attention-backend": "FLASH_ATTN"}},
+        **{"engine.options": {"attention-backend": "FLASH_ATTN", "pipeline_parallel_size": 2}},
     )
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("profile", ["v2", "v2-tq", "base"])
+@pytest.mark.parametrize("profile", catalog_names("profiles"))
 @pytest.mark.parametrize("model", ["qwen3.5-122b", "qwen3.5-35b", "lab-tiny", "lab-stub"])
-def test_shipped_pairs_pass_without_a_refusal(model, profile, tmp_path):
-    assert problems(tmp_path, model=model, profile=profile) == []
+def test_shipped_pairs_pass_unless_the_labs_cpu_cannot_serve_them(model, profile, tmp_path):
+    found = problems(tmp_path, model=model, profile=profile)
+    if model == "lab-tiny" and profile in ("base", "v2-native", "online-fp8"):
+        [problem] = found
+        assert "an engine without a GPU has no kernels" in problem
+    else:
+        assert found == []
+
+
+def test_the_facts_of_a_profile_are_those_that_rails_speak_about(tmp_path):
+    model, profile = load_model("qwen3.5-122b"), load_profile("v2", "qwen3.5-122b")
+    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    facts = facts_of(model, profile, plan_memory(model, profile, settings))
+    assert set(facts) == set(CALM)
+    assert {**CALM, **facts} == facts
+    differs = {name for name in CALM if facts[name] != CALM[name]}
+    names = {"model", "profile", "formats", "speculation_method", "speculation_tokens"}
+    assert differs <= {*names, "block_tokens"}
+
+
+def test_turboquant_with_drafts_and_four_sequences_needs_our_backend(tmp_path):
+    profile = load_profile("v2-tq", "qwen3.5-122b")
+    assert (profile.plugin, profile.limits.max_sequences) == (True, 4)
+    assert profile.speculation is not None
+    model = load_model("qwen3.5-122b")
+    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    stock = dataclasses.replace(
+        profile, plugin=False, shared_experts="int8-g128", layout="full", load_format="auto"
+    )
+    memory = plan_memory(model, stock, settings)
+    with pytest.raises(PlanError) as refused:
+        apply_rails(load_guard_rails(), facts_of(model, stock, memory))
+    assert [problem.what.split(":")[0] for problem in refused.value.problems] == [
+        "refused by guard rail turboquant-with-drafts",
+        "refused by guard rail turboquant-with-several-sequences",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"speculative-config": {"method": "dflash", "model": "org/draft"}}, "dflash"),
+        ({"speculative_config": '{"method": "mtp", "model": "x/y"}'}, "draft-of-another-model"),
+        ({"pipeline-parallel-size": 2}, "pipeline-parallel-with-drafts"),
+        ({"quantization-config": {"targets": {"re:x": "nvfp4"}}}, "nvfp4"),
+        (
+            {"speculative-config": {"method": "mtp", "num_speculative_tokens": 1}},
+            "drafts-by-option",
+        ),
+        ({"attention-config": {"backend": "flashinfer"}}, "flashinfer-decode"),
+        ({"quantization-config": {"targets": {"re:x": "fp8_per_block"}}}, "online-fp8-with"),
+    ],
+)
+def test_rails_see_what_an_option_does(options, rule, tmp_path):
+    found = problems(tmp_path, **{"engine.options": options})
+    assert any(f"guard rail {rule}" in problem for problem in found)
+
+
+def test_rails_see_the_environment(tmp_path):
+    [found] = problems(tmp_path, **{"engine.environment": {"VLLM_USE_DEEP_GEMM": "1"}})
+    assert "guard rail deep-gemm" in found
+
+
+def test_every_option_of_the_plan_has_an_owner_or_is_free_to_change(tmp_path):
+    model, profile = load_model("qwen3.5-122b"), load_profile("v2", "qwen3.5-122b")
+    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    made = engine_options(model, profile, plan_memory(model, profile, settings))
+    free = {"load-format", "reasoning-parser", "enable-auto-tool-choice", "tool-call-parser"}
+    judged_by_rails = {"speculative-config"}
+    assert set(made) - set(OWNED_OPTIONS) == free | judged_by_rails
 
 
 def test_facts_name_the_backend_however_the_option_is_spelt(tmp_path):

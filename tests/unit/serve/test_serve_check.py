@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from spark_serve import proof
-from spark_serve.check import runner
+from spark_serve.check import prefix, runner
 from spark_serve.release import Release
 from stub_host import Host
 
@@ -47,6 +48,8 @@ def test_a_sound_engine_passes_every_check(host: Host) -> None:
         ("reasoning-mixed", "reasoning", "thinking is mixed into the answer"),
         ("forgets", "conversation", "in turn 2 of a conversation"),
         ("mixes-up", "parallel", "among 3 requests at once"),
+        ("no-prefix-hits", "prefix reuse", "turn 2 of a conversation found no token"),
+        ("stale-prefix", "prefix reuse", "turn 2 of a long conversation was answered '48214'"),
         ("low-acceptance", "acceptance", "the floor is 50%"),
         ("no-drafts", "acceptance", "switched off"),
         ("needle-lost", "needle", "was not found"),
@@ -55,7 +58,7 @@ def test_a_sound_engine_passes_every_check(host: Host) -> None:
     ],
 )
 def test_a_fault_fails_the_check_made_for_it(
-    host: Host, fault: str, violated: str, sentence: str
+    host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, violated: str, sentence: str
 ) -> None:
     # The faults of one kind of answer must not show in another check: each question stands alone.
     exact = [
@@ -70,7 +73,9 @@ def test_a_fault_fails_the_check_made_for_it(
         },
         "unsteady": {"check__copy": []},
     }
-    release = host.release(check__questions=exact, **alone.get(fault, {}))
+    changes = {} if violated == "prefix reuse" else {"check__prefix": None}
+    monkeypatch.setattr(prefix, "_COUNTER_WAIT_S", 0.3)
+    release = host.release(check__questions=exact, **changes, **alone.get(fault, {}))
     host.started(release, fault)
     problems = failed(check(host, release))
     others = {"acceptance"} if fault == "no-drafts" else set()
@@ -96,6 +101,22 @@ def test_a_broken_engine_never_passes_the_quick_check(
     result = check(host, release, "quick")
     assert not result["ok"]
     assert sentence in failed(result)["first answer"]
+
+
+def test_the_proof_of_a_long_conversation_tells_when_turn_two_began_to_answer(host: Host) -> None:
+    release = host.release()
+    host.started(release)
+    [found] = [c for c in check(host, release)["checks"] if c["name"] == "prefix reuse"]
+    assert re.match(r"turn 2 began to answer after \d+\.\d\d s, turn 1 after", found["detail"])
+
+
+def test_a_conversation_shorter_than_a_cache_block_proves_nothing(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix, "_FILLER_TOKENS", 100_000)
+    release = host.release(check__prefix={"block_tokens": 100})
+    host.started(release)
+    assert "a cache block 100" in failed(check(host, release))["prefix reuse"]
 
 
 def test_frozen_counters_fail_the_counters_check(

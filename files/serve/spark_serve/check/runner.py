@@ -14,6 +14,7 @@ from typing import Any
 from spark_serve import boot, door, files, proof, systemd
 from spark_serve import release as releases
 from spark_serve.check import answers, evidence
+from spark_serve.check.prefix import prefix_reuse
 from spark_serve.check.probe import CheckError, Finding, Probe
 from spark_serve.engine import Engine, EngineError, NotListeningError
 from spark_serve.errors import HostToolError
@@ -56,6 +57,7 @@ CHECKS = (
         answers.parallel,
         lambda p: p.plan.parallel > 1 and bool(p.plan.questions),
     ),
+    Check("prefix reuse", "full", prefix_reuse, lambda p: p.plan.prefix_block_tokens is not None),
     Check("acceptance", "full", evidence.acceptance, lambda p: p.plan.acceptance_floor is not None),
     Check("needle", "deep", answers.needle, lambda p: p.plan.needle_tokens is not None),
     Check("counters", "quick", evidence.counters_move, lambda p: bool(p.plan.questions)),
