@@ -13,6 +13,7 @@ from roles import (
     docker,
     image,
     preflight,
+    reboots,
     serve,
     sources,
     tools,
@@ -28,6 +29,7 @@ no_delay(state, host)
 plan, payload = plan_for(host), read_payload()
 jobs, release = jobs_of(plan, payload.image_context), plan.serve.name
 
+reboots.apply(plan=plan.needs, serve=plan.serve, paths=plan.paths)
 preflight.apply(plan=plan.needs)
 base.apply(plan=plan.base)
 tools.apply(

@@ -204,6 +204,7 @@ class Settings:
     repositories: dict[str, RepositorySettings]
     expect: ExpectSettings
     takeover: tuple[str, ...]
+    reboot: str
     allow_memory_holders: tuple[str, ...]
     base: BaseSettings
     cuda: CudaSettings

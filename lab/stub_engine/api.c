@@ -140,6 +140,10 @@ static bool send_piece(int connection, const answer *a, const char *piece, const
     return sent;
 }
 
+static void work(void) {
+    usleep((useconds_t)((config.token_s + (fault("slow") ? 0.01 : 0)) * 1e6));
+}
+
 static bool reply_stream(int connection, const answer *a, bool usage) {
     static const char head[] = "HTTP/1.1 200 OK\r\nServer: stub\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n";
     if (!send_all(connection, head, sizeof head - 1)) return false;
@@ -150,7 +154,7 @@ static bool reply_stream(int connection, const answer *a, bool usage) {
         if (!send_piece(connection, a, piece, NULL, false)) return false;
         if (fault("stream-cut")) return false;
         count_token((int)(at / PIECE));
-        usleep((useconds_t)(config.token_s * 1e6));
+        work();
     }
     count_token((int)(length / PIECE));
     if (!send_piece(connection, a, "", a->finish, false)) return false;
@@ -207,7 +211,7 @@ static bool complete(int connection, const json *request, bool chat) {
     else {
         for (int i = 0; i < a.completion_tokens; i++) {
             count_token(i);
-            usleep((useconds_t)(config.token_s * 1e6));
+            work();
         }
         sent = reply_whole(connection, &a);
     }

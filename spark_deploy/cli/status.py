@@ -60,6 +60,7 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
         "live": status.live(active) if active else {},
         "memory": status.document.get("memory", {}),
         "versions": status.document.get("versions", {}),
+        "reboot_pending": status.document.get("reboot_pending", ""),
         "stopped_by_hand": service.get("stopped_by_hand"),
         "jobs": [job for job in status.document.get("jobs", ()) if job.get("state") != "done"],
         "events": status.document.get("events", {}).get(SERVICE, []),
@@ -110,6 +111,8 @@ def _details(one: dict[str, Any]) -> Iterator[str]:
     if one["memory"]:
         free, total = (gib(one["memory"][key]) for key in ("available_bytes", "total_bytes"))
         yield f"  memory   {free} of {total} available, {one['restarts'] or 0} restarts"
+    if one["reboot_pending"]:
+        yield f"  reboot   pending: {one['reboot_pending']}"
     if one["stopped_by_hand"]:
         yield f"  stopped  by hand at {one['stopped_by_hand'].get('at')}"
     for job in one["jobs"]:

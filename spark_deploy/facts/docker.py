@@ -52,7 +52,7 @@ sed -n 's/^ *mode *= *"\([a-z]*\)".*/\1/p' /etc/nvidia-container-runtime/config.
 echo '== cdi'
 for spec in /etc/cdi/*.yaml /etc/cdi/*.json /var/run/cdi/*.yaml /var/run/cdi/*.json; do
   [ -e "$spec" ] && grep -q nvidia.com/gpu "$spec" &&
-    echo "$spec $(grep -o 'libcuda\.so\.[0-9][0-9.]*' "$spec" | sort -u | head -n 1)"
+    echo "$spec $(grep -oE 'libcuda\.so\.[0-9][0-9.]*(\+[a-z]+)?' "$spec" | sort -u | head -n 1)"
 done
 echo '== module'; cat /proc/driver/nvidia/version
 echo '== driver'; timeout 30 nvidia-smi --query-gpu=driver_version --format=csv,noheader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 from pyinfra.api.operation import operation
 from pyinfra.context import host, state
@@ -10,29 +11,36 @@ from pyinfra.context import host, state
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.survey import HostSurvey, Survey
 from spark_deploy.operations.failing import Commands, host_errors, refuse, show
+from spark_deploy.operations.promises import promised
 from spark_deploy.operations.running import say
 from spark_deploy.plan.types import NeedsPlan
 from spark_deploy.preflight import judge
 from spark_deploy.preflight.neighbours import in_the_way
 
 
+def question(needs: NeedsPlan) -> dict[str, Any]:
+    """Build the arguments of the survey."""
+    return {
+        "paths": tuple(path for path, _ in needs.disk_needed_bytes),
+        "ports_wanted": needs.ports,
+        "images": needs.images,
+        "shared_paths": (needs.docker_dir,),
+    }
+
+
 def survey_of(needs: NeedsPlan) -> Survey:
     """Look at the host once for all operations of preflight."""
-    return read(
-        HostSurvey,
-        # The survey finds its own way to root; with pyinfra's sudo it would stop at a prompt.
-        _sudo=False,
-        paths=tuple(path for path, _ in needs.disk_needed_bytes),
-        ports_wanted=needs.ports,
-        images=needs.images,
-        shared_paths=(needs.docker_dir,),
-    )
+    # The survey finds its own way to root; with pyinfra's sudo it would stop at a prompt.
+    return read(HostSurvey, _sudo=False, **question(needs))
 
 
 @operation()
 @host_errors
 def fit_host(needs: NeedsPlan) -> Commands:
     """Let the run go on only on a host that fits ``needs``; show all that is wrong at once."""
+    if promised("reboot"):
+        host.noop("judged after the reboot")
+        return
     survey = survey_of(needs)
     verdict = judge(needs, survey)
     if verdict.problems:

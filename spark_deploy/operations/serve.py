@@ -74,7 +74,7 @@ def switched(plan: ServePlan, paths: Paths, timeout_s: int) -> Generator[Any, No
     if not why:
         host.noop(f"{plan.name} is running and proven")
         return
-    others = [h.name for h in _inventory() if _failed(h)]
+    others = failed_hosts()
     if others:
         yield refuse(
             Problem(
@@ -96,19 +96,17 @@ def switched(plan: ServePlan, paths: Paths, timeout_s: int) -> Generator[Any, No
             f"systemctl start --no-block {unit}"
         ),
     )  # fmt: skip
-    yield FunctionCommand(_watch_switch, [plan.name, paths.tools_dir, timeout_s], {})
+    yield FunctionCommand(watch_switch, [plan.name, paths.tools_dir, timeout_s], {})
 
 
-def _inventory() -> list[Host]:
-    return list(host.state.inventory)
+def failed_hosts() -> list[str]:
+    """Return the hosts we did reach and on which an operation failed."""
+    state = host.state
+    return [other.name for other in state.inventory if state.results[other].error_ops]
 
 
-def _failed(other: Host) -> bool:
-    """Whether an operation failed on a host that we did reach."""
-    return bool(host.state.results[other].error_ops)
-
-
-def _watch_switch(state: State, host: Host, release: str, tools_dir: str, timeout_s: int) -> bool:
+def watch_switch(state: State, host: Host, release: str, tools_dir: str, timeout_s: int) -> bool:
+    """Show how a change of release goes on until it has ended; whether it went well."""
     tool = shlex.quote(f"{tools_dir}/current/bin/spark-host")
     deadline = time.monotonic() + timeout_s
     last, said_at = "", 0.0

@@ -138,6 +138,7 @@ def _needs(
         memory_total_min_bytes=round(memory.total_bytes * 0.98),
         docker_dir=settings.paths.docker_dir,
         images=images,
+        reboot=settings.reboot,
     )
 
 

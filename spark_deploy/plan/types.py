@@ -64,6 +64,7 @@ class NeedsPlan:
     docker_dir: str = "/var/lib/docker"
     # Images of the plan; once all of them are there, nothing more is written below docker_dir.
     images: tuple[str, ...] = ()
+    reboot: str = "report"  # "report" | "allow": what becomes of a pending reboot
 
 
 @dataclass(frozen=True, slots=True)

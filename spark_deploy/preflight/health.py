@@ -52,5 +52,7 @@ def _warnings(survey: Survey) -> Iterator[Problem]:
         )
     if survey.identity.reboot_pending:
         yield Problem(
-            "reboot", f"pending: {survey.identity.reboot_pending}", "reboot when it suits you"
+            "reboot",
+            f"pending: {survey.identity.reboot_pending}",
+            "reboot when it suits you, or set reboot: allow to have the deploy do it",
         )

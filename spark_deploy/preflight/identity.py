@@ -75,7 +75,8 @@ _DRIVER_FIX = {
     "this tool never installs or changes one",
     "no-driver": "the module is not loaded: reboot; if that does not help, see `dmesg | grep NVRM` "
     "and finish the vendor's update",
-    "mismatch": "the running module and the installed library differ: reboot",
+    "mismatch": "the running module and the installed library differ: reboot, or set "
+    "reboot: allow to have the deploy do it",
     "no-devices": "the driver does not reach the GPU (half an update, or GSP trouble): finish the "
     "vendor's update and power-cycle",
     "error": "see `nvidia-smi` and `dmesg | grep NVRM` on the host",

@@ -54,6 +54,7 @@ def document(**changes) -> dict:
             {"title": "fetch a", "state": "done"},
             {"title": "build b", "state": "running", "progress": {"bytes": 1, "total": 4}},
         ],
+        "reboot_pending": "/run/reboot-required is set (libc6)",
         "memory": {"total_bytes": 16 * 2**30, "available_bytes": 4 * 2**30},
         "live": {"ok": True, "release": RELEASE, "seconds": 0.16},
         "events": {"main": [{"at": "2026-11-21T10:00:00Z", "kind": "stall", "text": "restarted"}]},
@@ -74,6 +75,7 @@ def test_status_says_what_is_served_how_well_proven_and_what_differs(tmp_path):
     assert "stand-ins: driver" in text
     assert "speed    one stream 31.0 tokens/s" in text
     assert "speed    way back: turn round" in text
+    assert "reboot   pending: /run/reboot-required is set (libc6)" in text
     assert "answered in 0.2 s" in text
     assert "4.0 GiB of 16.0 GiB available, 2 restarts" in text
     assert "build b: running 25 %" in text

@@ -19,6 +19,7 @@ from spark_serve import (
     proof,
     switch,
     systemd,
+    upgrades,
     watch,
 )
 from spark_serve import release as releases
@@ -68,6 +69,7 @@ def status(paths: Paths, live: bool) -> dict[str, Any]:
         "jobs": jobs.poll(digests, paths) if digests else [],
         "memory": _memory(),
         "versions": versions,
+        "reboot_pending": upgrades.reboot_pending(),
         "live": _live([r for r in known if _is_active(r, units)], paths) if live else None,
         "events": {name: watch.events(name, paths) for name in services},
         "boot_id": switch.boot_id(),

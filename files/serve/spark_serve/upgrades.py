@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 # The program whose package a version belongs to.
@@ -35,6 +37,49 @@ def packages() -> dict[str, str]:
         if version:
             found[part] = f"{name}={version}"
     return found
+
+
+def reboot_pending(root: Path = Path("/")) -> str:
+    """Return why the host waits for a reboot, or an empty string.
+
+    Args:
+        root: Where the host's files are.
+    """
+    if (root / "run/reboot-required").exists():
+        named = root / "run/reboot-required.pkgs"
+        names = sorted(set(named.read_text().split())) if named.exists() else []
+        return f"/run/reboot-required is set ({', '.join(names) or 'no package named'})"
+    running = os.uname().release
+    flavour = running.rpartition("-")[2]
+    kernels = [path.name.partition("-")[2] for path in (root / "boot").glob("vmlinuz-*")]
+    newest = max((k for k in kernels if k.endswith(f"-{flavour}")), key=_numbers, default="")
+    if newest and _numbers(newest) > _numbers(running):
+        return f"kernel {newest} is installed, {running} is running"
+    return _driver_pending(root)
+
+
+def _driver_pending(root: Path) -> str:
+    """Compare the module in memory with the library on disk: upgraded apart, the GPU is gone."""
+    loaded = root / "proc/driver/nvidia/version"
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", _text(loaded))
+    libraries = (root / "usr/lib").glob("*-linux-gnu/libnvidia-ml.so.*.*")
+    installed = {path.name.partition(".so.")[2] for path in libraries}
+    if not found or not installed or found[1] in installed:
+        return ""
+    return (
+        f"driver module {found[1]} is loaded, library {', '.join(sorted(installed))} is installed"
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def way_back(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:

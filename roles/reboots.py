@@ -1,0 +1,21 @@
+"""Reboot hosts that wait for it, where settings allow that: one after the other, each proven."""
+
+from __future__ import annotations
+
+from pyinfra.api.deploy import deploy
+from pyinfra.context import host, inventory
+
+from spark_deploy.loop import each
+from spark_deploy.operations.reboots import rebooted
+from spark_deploy.plan.types import NeedsPlan, Paths, ServePlan
+
+
+@deploy("Reboots")
+def apply(*, plan: NeedsPlan, serve: ServePlan, paths: Paths) -> None:
+    """Come first: a host whose driver waits for a reboot would fail every later step."""
+    if plan.reboot != "allow":
+        return
+    # One operation per host in inventory order, so that one is back and proven before the next.
+    for name in each(member.name for member in inventory):
+        if name == host.name:
+            rebooted(name=f"Reboot {name} where it is due", needs=plan, serve=serve, paths=paths)

@@ -1,0 +1,90 @@
+"""A host is rebooted only for a cause that is pending, once, and never beside a failed one."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from spark_deploy.facts.reboots import RebootedFor
+from spark_deploy.operations import preflight, reboots
+from tests.unit.operations.test_operations import NEEDS, PATHS, FakeHost, on, sections_of, shown
+
+KERNEL = {"kernels": ["6.17.0-1021-nvidia", "6.17.0-1029-nvidia"]}
+PENDING = "kernel 6.17.0-1029-nvidia is installed, 6.17.0-1021-nvidia is running"
+SERVE: Any = SimpleNamespace(service="main", start_timeout_s=10)
+ALLOWED = dataclasses.replace(NEEDS, reboot="allow")
+
+
+class Host(FakeHost):
+    """A Spark from the factory; `marker` is what it was rebooted for before."""
+
+    def __init__(self, marker: str = "", **sections: Any):
+        seen = {k.replace("_", "-"): v for k, v in sections.items()}
+        super().__init__(sections_of({"like": "HostSurvey/factory_spark", **seen}))
+        self.marker = marker
+
+    def get_fact(self, fact: Any, **arguments: Any) -> Any:
+        if fact is RebootedFor:
+            assert fact().command(**arguments).startswith("cat /var/lib/spark/receipts/")
+            return fact().process([self.marker] if self.marker else [])
+        return super().get_fact(fact, **arguments)
+
+
+def asked(host: Host, failed: tuple[str, ...] = (), executing: bool = True) -> list[str]:
+    with on(host, executing), patch.object(reboots, "failed_hosts", lambda: list(failed)):
+        return [shown(c) for c in reboots.rebooted._inner(ALLOWED, SERVE, PATHS)]
+
+
+def test_a_host_without_a_cause_is_left_up() -> None:
+    host = Host()
+    assert asked(host) == []
+    assert host.noops == ["no reboot is pending"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        (KERNEL, PENDING),
+        ({"reboot": ["required", "libc6"]}, "/run/reboot-required is set (libc6)"),
+        (
+            {"smi": ["NVIDIA GB10, 580.159.03, 12.1", "rc=0"]},
+            "driver module 580.142 is loaded, library 580.159.03 is installed",
+        ),
+        (
+            {"smi": ["Failed to initialize NVML: Driver/library version mismatch", "rc=18"]},
+            "the driver's module 580.142 is not the library's",
+        ),
+    ],
+)
+def test_each_cause_reboots_the_host_and_is_named(sections: dict[str, Any], why: str) -> None:
+    commands = asked(Host(**sections))
+    assert len(commands) == 1
+    assert commands[0].startswith(f"_reboot({why}, ")
+
+
+def test_a_cause_that_a_reboot_did_not_cure_is_not_tried_again() -> None:
+    host = Host(marker=PENDING, **KERNEL)
+    assert asked(host) == []
+    assert "was rebooted for this already" in host.noops[0]
+
+
+def test_a_host_is_not_rebooted_after_another_failed() -> None:
+    commands = asked(Host(**KERNEL), failed=("spark-0",))
+    assert len(commands) == 1
+    assert commands[0].startswith("_refuse(")
+    assert "not rebooted, because spark-0 failed first" in commands[0]
+
+
+def test_preflight_does_not_judge_what_a_reboot_will_change() -> None:
+    host = Host(smi=["Failed to initialize NVML: Driver/library version mismatch", "rc=18"])
+    with on(host, executing=False):
+        commands = [shown(c) for c in preflight.fit_host._inner(ALLOWED)]
+    assert commands[0].startswith("_refuse(")
+    asked(host, executing=False)
+    with on(host, executing=False):
+        assert list(preflight.fit_host._inner(ALLOWED)) == []
+    assert host.noops[-1] == "judged after the reboot"
