@@ -262,11 +262,11 @@ class Site:
             document = {"unreadable": done.stdout}
         return Run(done.returncode, document, done.stderr, time.monotonic() - started)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start pyinfra and leave it running; its lines arrive on ``stderr``."""
+    def start(self, *arguments: str, deploy: str = "deploy.py") -> subprocess.Popen[str]:
+        """Start pyinfra and leave it running; its lines arrive on ``stdout``."""
         limit = self._limit(arguments)
         return subprocess.Popen(
-            self.command(*limit, *arguments, "-y"),
+            self.command(*limit, *arguments, "-y", deploy=deploy),
             cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip

@@ -280,17 +280,30 @@ def test_a_daemon_that_cannot_start_is_quoted(prepared: Prepared) -> None:
 
 
 def test_the_package_lock_is_waited_for_and_its_holder_named(prepared: Prepared) -> None:
-    prepared.guest.run(
+    guest = prepared.guest
+    guest.run(
         "apt-get remove -qy jq; systemd-run -q --unit=holder python3 -c 'import fcntl, time; "
         'f = open("/var/lib/dpkg/lock-frontend", "w"); fcntl.lockf(f, fcntl.LOCK_EX); '
-        "time.sleep(25)' && sleep 1"
+        'open("/run/held", "w"); time.sleep(600)\''
     )
-    started = time.monotonic()
-    run = prepared.run()
-    assert run.changed == [PACKAGES]
-    assert time.monotonic() - started > 10
-    assert "waiting for the package lock, held by" in run.stderr
-    assert "python3" in run.stderr
+    guest.wait("test -e /run/held")
+    run = prepared.site.start(deploy="deploys/prepare.py")
+    lines: list[str] = []
+    try:
+        # Held until the run says that it waits, however long it took to get there.
+        for line in run.stdout or ():
+            lines.append(line)
+            if "waiting for the package lock, held by" in line:
+                break
+        waiting = run.poll() is None and guest.run("command -v jq", check=False) == ""
+    finally:
+        guest.run("systemctl stop holder; rm -f /run/held")
+    rest, _ = run.communicate(timeout=300)
+    assert "python3" in lines[-1]
+    assert waiting
+    assert run.returncode == 0, rest
+    assert guest.run("command -v jq") == "/usr/bin/jq"
+    assert prepared.run().changed == []
 
 
 def test_a_broken_source_of_others_stops_nothing(prepared: Prepared) -> None:
