@@ -113,6 +113,7 @@ class ModelCheck:
     copy: tuple[str, ...]
     tool_call: bool
     reasoning: bool
+    conversation: bool
     repeat: bool
 
 

@@ -61,6 +61,7 @@ class WatchSettings:
 
     stall_s: int
     interval_s: int
+    hot_celsius: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,11 @@ def serve_plan(
             "key_path": gateway.key_path,
         },
         "check": check_section(model, profile, settings, memory, plugin=image.plugin),
-        "watch": {"stall_s": settings.watch.stall_s, "interval_s": settings.watch.interval_s},
+        "watch": {
+            "stall_s": settings.watch.stall_s,
+            "interval_s": settings.watch.interval_s,
+            "hot_celsius": settings.watch.hot_celsius,
+        },
     }
     return ServePlan(
         service=SERVICE,
@@ -148,6 +152,10 @@ def check_section(
         "tool_call": model.check.tool_call and model.parsers.tool_call is not None,
         "reasoning": model.check.reasoning and model.parsers.reasoning is not None,
         "repeat": model.check.repeat,
+        "conversation": model.check.conversation,
+        # Only for `spark-check --deep`: reading so much takes minutes.
+        "needle": {"context_tokens": context_tokens(model, profile) * 3 // 4},
+        "image": profile.vision and model.architecture.vision_bytes > 0,
         "acceptance_floor": profile.check.acceptance_floor if profile.speculation else None,
         # The first turn must fill a block: only whole blocks are found again.
         "prefix": {"block_tokens": memory.block_tokens} if profile.check.prefix_reuse else None,

@@ -92,6 +92,20 @@ def test_an_engine_that_crashes_again_and_again_ends_at_the_start_limit(bench: B
     bench.serves(A)
 
 
+def test_a_hot_gpu_is_an_event_and_nothing_is_stopped_for_it(bench: Bench) -> None:
+    # The stand-in for nvidia-smi at the host's edge, read by the watch inside its unit.
+    smi = bench.run("command -v nvidia-smi")
+    bench.run(f'sed -i \'s/"temperature.gpu": "36"/"temperature.gpu": "95"/\' {smi}')
+    try:
+        bench.good(A, watch={"stall_s": 3, "interval_s": 0.5, "hot_celsius": 90})
+        bench.guest.wait("grep -q '\"hot\"' /var/lib/spark/events/main.jsonl", seconds=40)
+    finally:
+        bench.run(f'sed -i \'s/"temperature.gpu": "95"/"temperature.gpu": "36"/\' {smi}')
+    assert "the GPU is at 95 °C (limit 90 °C), clock 208 MHz" in events(bench)[-1]["text"]
+    bench.serves(A)
+    assert restarts(bench) == 0
+
+
 def test_a_restart_of_docker_brings_the_server_back(bench: Bench) -> None:
     bench.good(A)
     bench.run("systemctl restart docker")

@@ -101,6 +101,7 @@ class CheckPlan:
     reasoning: bool
     repeat: bool
     conversation: bool
+    image: bool
     stream: bool
     parallel: int
     needle_tokens: int | None
@@ -120,6 +121,7 @@ class Watch:
     stall_s: float
     interval_s: float
     memory_samples: int
+    hot_celsius: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,7 @@ def _parse(raw: dict[str, Any]) -> Release:
             float(raw["watch"]["stall_s"]),
             float(raw["watch"]["interval_s"]),
             int(raw["watch"].get("memory_samples", 2)),
+            raw["watch"].get("hot_celsius"),
         ),
     )
 
@@ -295,6 +298,7 @@ def _check(raw: dict[str, Any]) -> CheckPlan:
         reasoning=bool(raw["reasoning"]),
         repeat=bool(raw["repeat"]),
         conversation=bool(raw.get("conversation", False)),
+        image=bool(raw.get("image", False)),
         stream=bool(raw.get("stream", True)),
         parallel=int(raw.get("parallel", 3)),
         needle_tokens=int(needle["context_tokens"]) if needle else None,

@@ -1,4 +1,4 @@
-"""The watch: sees a wedged engine and a starving host, and acts within the start limits.
+"""The watch: sees a wedged engine, a starving host and a hot GPU; acts within the start limits.
 
 It only ever kills the engine's container. systemd then restarts the unit after ``RestartSec``,
 counts the start, and gives up at the start limit; so the loop ends and the host stays reachable.
@@ -11,13 +11,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from spark_serve import docker, files, systemd
+from spark_serve import docker, files, sensors, systemd
 from spark_serve.engine import Engine, EngineError, Metrics
 from spark_serve.memory import GIB, available_bytes
 from spark_serve.paths import Paths
 from spark_serve.release import Release, Watch, load
+from spark_serve.sensors import Thermometer
 
 _EVENTS_KEPT = 1000
+_SENSORS_EVERY_S = 20.0  # nvidia-smi starts anew each time, and heat is slow
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ def run(name: str, paths: Paths) -> int:
     release = load(name, paths)
     engine = Engine.of(release, paths)
     judge = Judge(release.watch, release.memory.floor_bytes)
+    thermometer, looked_s = Thermometer(release.watch), float("-inf")
     while True:
         reason = judge.starving(available_bytes())
         if reason is not None:
@@ -74,6 +77,10 @@ def run(name: str, paths: Paths) -> int:
         if reason is not None:
             act(release, "stalled", reason, paths)
             judge.moved_at_s = None
+        if time.monotonic() - looked_s >= _SENSORS_EVERY_S:
+            looked_s = time.monotonic()
+            for kind, text in thermometer.events(sensors.read()):
+                event(release, kind, text, paths)
         time.sleep(release.watch.interval_s)
 
 

@@ -70,6 +70,7 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
             "reasoning": True,
             "repeat": True,
             "conversation": True,
+            "image": True,
             "parallel": 3,
             "needle": {"context_tokens": 500},
             "prefix": {"block_tokens": 100},

@@ -51,6 +51,7 @@ def test_a_sound_engine_passes_every_check(host: Host) -> None:
         ("no-prefix-hits", "prefix reuse", "turn 2 of a conversation found no token"),
         ("stale-prefix", "prefix reuse", "turn 2 of a long conversation was answered '48214'"),
         ("low-acceptance", "acceptance", "the floor is 50%"),
+        ("blind", "image", "a picture that is all blue was called 'Red'"),
         ("no-drafts", "acceptance", "switched off"),
         ("needle-lost", "needle", "was not found"),
         ("no-cache-info", "metrics", "no sample of vllm:cache_config_info carries"),
@@ -166,6 +167,36 @@ def test_a_trickling_answer_does_not_outlive_the_limit(host: Host) -> None:
                 {"messages": [{"role": "user", "content": "hi"}], "stream": True}, 0.5
             )
         )
+
+
+def test_a_check_of_many_slow_answers_ends_at_its_limit_and_ends_the_proof(host: Host) -> None:
+    # Each answer comes in time; together they take longer than one check may.
+    release = host.release(check__timeout_s=1.0, check__copy=["abcd" * 6] * 4)
+    host.started(release, STUB_TOKEN_S="0.06")
+    result = check(host, release)
+    problems = failed(result)
+    assert list(problems) == ["copy"]
+    assert "the check's 1 s are over" in problems["copy"]
+    assert result["checks"][-1]["name"] == "copy"
+    assert result["checks"][-1]["seconds"] < 1.5
+
+
+def test_the_verdict_is_an_exit_code_and_json_on_standard_output(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner.systemd, "invocation", lambda _: "run-1")
+    release = host.release()
+    host.started(release)
+    assert runner.main([release.name, "--json"], host.paths) == 0
+    said = capsys.readouterr()
+    proven = json.loads(said.out)
+    assert (proven["ok"], proven["level"]) == (True, "full")
+    assert "ok   served names" in said.err
+    (host.paths.service_run("main") / "stub-fault").write_text("wrong-name")
+    assert runner.main([release.name, "--quick"], host.paths) == 1
+    said = capsys.readouterr()
+    assert "FAIL served names: it serves the names ['other', 'other']" in said.out
+    assert said.out.splitlines()[-1] == f"{release.name}: quick check failed: served names"
 
 
 def test_the_proof_is_bound_to_the_run_and_the_versions(host: Host) -> None:

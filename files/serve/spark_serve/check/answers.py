@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
-from spark_serve.check.probe import CheckError, Probe, content, short, user
+from spark_serve.check.probe import CheckError, Message, Probe, content, short, user
 from spark_serve.engine import EngineError
 from spark_serve.release import Question
 
@@ -72,7 +72,7 @@ def repeats(probe: Probe) -> str:
 
 def conversation(probe: Probe) -> str:
     """A conversation that grows keeps its thread."""
-    messages: list[dict[str, str]] = []
+    messages: list[Message] = []
     questions = (probe.plan.questions * 3)[:3]
     for turn, question in enumerate(questions, 1):
         messages.append(user(question.prompt))
@@ -110,7 +110,7 @@ def stream(probe: Probe) -> str:
     )
     text, finished, usage = "", None, None
     try:
-        for event in probe.engine.stream_chat(body, probe.plan.timeout_s):
+        for event in probe.engine.stream_chat(body, probe.left_s):
             usage = event.get("usage") or usage
             for choice in event.get("choices") or ():
                 text += choice.get("delta", {}).get("content") or ""

@@ -18,7 +18,7 @@ _DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 def listed_models(probe: Probe) -> list[dict[str, Any]]:
     """Return what ``/v1/models`` lists."""
     try:
-        reply = probe.engine.get("/v1/models", probe.plan.timeout_s)
+        reply = probe.engine.get("/v1/models", probe.left_s)
         if reply.status != 200:
             raise CheckError(f"/v1/models answers HTTP {reply.status}")
         data = reply.json().get("data")
@@ -126,7 +126,7 @@ def log_lines(probe: Probe) -> str:
 def healthy(probe: Probe) -> str:
     """The engine is still up after all this."""
     try:
-        status = probe.engine.get("/health", probe.plan.timeout_s).status
+        status = probe.engine.get("/health", probe.left_s).status
     except EngineError as error:
         raise CheckError(f"the engine went away during the check: {error}") from error
     if status != 200:
@@ -136,6 +136,6 @@ def healthy(probe: Probe) -> str:
 
 def _metrics(probe: Probe) -> Metrics:
     try:
-        return probe.engine.metrics(probe.plan.timeout_s)
+        return probe.engine.metrics(probe.left_s)
     except EngineError as error:
         raise CheckError(f"/metrics: {error}") from error

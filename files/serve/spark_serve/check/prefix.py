@@ -57,7 +57,7 @@ def _ask(probe: Probe, messages: list[dict[str, str]]) -> tuple[str, float, int]
     text, wait_s = "", 0.0
     usage: dict[str, Any] = {}
     try:
-        for event in probe.engine.stream_chat(body, probe.plan.timeout_s):
+        for event in probe.engine.stream_chat(body, probe.left_s):
             usage = event.get("usage") or usage
             for choice in event.get("choices") or ():
                 text += choice.get("delta", {}).get("content") or ""
@@ -84,7 +84,7 @@ def _found(probe: Probe, before: float, turn: int) -> float:
 
 def _hits(probe: Probe) -> float:
     try:
-        hits = probe.engine.metrics(probe.plan.timeout_s).total(_HITS)
+        hits = probe.engine.metrics(probe.left_s).total(_HITS)
     except EngineError as error:
         raise CheckError(f"/metrics: {error}") from error
     if hits is None:

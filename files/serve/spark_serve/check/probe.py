@@ -10,6 +10,8 @@ from typing import Any
 from spark_serve.engine import Engine, EngineError, Metrics
 from spark_serve.release import CheckPlan, Release
 
+Message = dict[str, Any]
+
 
 class CheckError(Exception):
     """The engine violates what is checked; the message is a plain sentence."""
@@ -36,6 +38,7 @@ class Probe:
     tokens_seen: int = 0
     engine_version: str = ""
     answers: dict[str, str] = field(default_factory=dict)
+    until_s: float = float("inf")
 
     @property
     def plan(self) -> CheckPlan:
@@ -47,7 +50,17 @@ class Probe:
         """The name requests are sent to: the first one, stable across switches."""
         return self.release.names[0]
 
-    def body(self, messages: list[dict[str, str]], max_tokens: int, **more: Any) -> dict[str, Any]:
+    @property
+    def left_s(self) -> float:
+        """Seconds this check may still take; never 0, which would mean no limit to a socket."""
+        return max(0.01, min(self.plan.timeout_s, self.until_s - time.monotonic()))
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether this check has used up its time."""
+        return time.monotonic() >= self.until_s
+
+    def body(self, messages: list[Message], max_tokens: int, **more: Any) -> dict[str, Any]:
         """Return a greedy chat request; thinking is off unless ``more`` says otherwise."""
         return {
             "model": self.model,
@@ -59,7 +72,7 @@ class Probe:
             **more,
         }
 
-    def chat(self, messages: list[dict[str, str]], max_tokens: int, **more: Any) -> dict[str, Any]:
+    def chat(self, messages: list[Message], max_tokens: int, **more: Any) -> dict[str, Any]:
         """Return the first choice's message of a chat answer; count its tokens.
 
         Raises:
@@ -67,10 +80,11 @@ class Probe:
         """
         start = time.monotonic()
         try:
-            answer = self.engine.chat(self.body(messages, max_tokens, **more), self.plan.timeout_s)
+            answer = self.engine.chat(self.body(messages, max_tokens, **more), self.left_s)
         except EngineError as error:
             waited = time.monotonic() - start
-            raise CheckError(f"no usable answer after {waited:.1f} s: {error}") from error
+            limit = f"; the check's {self.plan.timeout_s:g} s are over" if self.out_of_time else ""
+            raise CheckError(f"no usable answer after {waited:.1f} s: {error}{limit}") from error
         try:
             choice = answer["choices"][0]
             self.tokens_seen += int(answer["usage"]["completion_tokens"])
@@ -85,7 +99,7 @@ class Probe:
         return content(self.chat([user(prompt)], max_tokens))
 
 
-def user(text: str) -> dict[str, str]:
+def user(text: str) -> Message:
     """Return a message of the user."""
     return {"role": "user", "content": text}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from spark_serve import boot, door, files, proof, systemd
 from spark_serve import release as releases
-from spark_serve.check import answers, evidence
+from spark_serve.check import answers, evidence, images
 from spark_serve.check.prefix import prefix_reuse
 from spark_serve.check.probe import CheckError, Finding, Probe
 from spark_serve.engine import Engine, EngineError, NotListeningError
@@ -57,6 +57,7 @@ CHECKS = (
         answers.parallel,
         lambda p: p.plan.parallel > 1 and bool(p.plan.questions),
     ),
+    Check("image", "full", images.image, lambda p: p.plan.image),
     Check("prefix reuse", "full", prefix_reuse, lambda p: p.plan.prefix_block_tokens is not None),
     Check("acceptance", "full", evidence.acceptance, lambda p: p.plan.acceptance_floor is not None),
     Check("needle", "deep", answers.needle, lambda p: p.plan.needle_tokens is not None),
@@ -122,11 +123,15 @@ def _run_all(probe: Probe, level: str, tell: Callable[[str], None]) -> list[Find
             continue
         findings.append(_run_one(item, probe))
         tell(_line(findings[-1]))
+        if probe.out_of_time and not findings[-1].ok:
+            tell("the rest is not asked: an engine that takes this long is not sound")
+            break
     return findings
 
 
 def _run_one(item: Check, probe: Probe) -> Finding:
     start = time.monotonic()
+    probe.until_s = start + probe.plan.timeout_s
     try:
         ok, detail = True, item.run(probe)
     except CheckError as error:
