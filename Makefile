@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit host faults gpu demo lab-up lab-down plan docs golden lock-requirements
+.PHONY: help venv test check fmt unit engine host faults gpu demo lab-up lab-down plan docs golden lock-requirements
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -19,7 +19,8 @@ venv: .venv/installed ## the controller's Python environment, pinned with hashes
 	@touch $@
 
 # What fits into 25 minutes on two cores; `make host faults` runs all lab tests.
-GATE := tests/unit tests/host/test_converge.py tests/host/test_drift.py tests/host/test_profiles.py \
+GATE := tests/unit tests/engine/test_engine_sources.py \
+  tests/host/test_converge.py tests/host/test_drift.py tests/host/test_profiles.py \
   tests/faults/test_hosts.py tests/faults/test_sources.py tests/faults/test_misbehaving_engine.py \
   tests/faults/test_killed_controller.py
 
@@ -40,6 +41,10 @@ fmt: venv ## format and fix what can be fixed
 
 unit: venv ## fast tests: no network, no root
 	$(PY) -m pytest -q tests/unit
+
+engine: venv ## the plugin in the real engine (CPU build), a quarter of an hour (root)
+	$(PY) -m lab prepare --engine cpu
+	$(PY) -m pytest tests/engine
 
 host: venv ## lab tests of converging, switching and serving (root)
 	$(PY) -m pytest tests/host

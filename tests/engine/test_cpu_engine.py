@@ -147,6 +147,7 @@ def test_a_portable_overlay_answers_as_the_plain_tree(
     assert answers == reference
     assert "spark_inc: 12 FP8 block names in 8 modules, block_shape=[128, 128]" in log
     assert re.search(r"spark portable mode: dequantised 128 tensors to bfloat16", log)
+    assert re.search(r"spark: all numbers of \d{2,} tensors and the logits of 1 heads of", log)
 
 
 def test_drafts_run_and_the_full_layout_equals_the_overlay(
@@ -174,6 +175,34 @@ def test_a_damaged_checkpoint_is_refused_before_loading(
     del index["weight_map"][name]
     (tree / hybrids.INDEX).write_text(json.dumps(index))
     assert f"no {name}" in engine.refusal("engine_config.py", tree)
+
+
+def test_a_checkpoint_with_a_scale_that_is_no_number_is_refused_naming_the_module(
+    engine: Engine, hybrid: Any, work: Path
+) -> None:
+    tree = hybrid.write(work / "not-a-number", layout="overlay")
+    [shard] = [path for path in tree.glob("*.safetensors") if "overlay" in path.name]
+    tensors = hybrids.read_file(shard)
+    name = "model.language_model.layers.1.mlp.shared_expert.down_proj.weight_scale_inv_fp8"
+    dtype, shape, data = tensors[name]
+    assert dtype == "BF16"
+    tensors[name] = (dtype, shape, b"\xc0\x7f" + bytes(data)[2:])
+    hybrids.write_file(shard, tensors)
+    log = engine.refusal("engine_run.py", tree, load_format="spark_portable")
+    assert "with NaN or infinity after loading" in log
+    assert "layers.1.mlp.shared_expert.down_proj.weight" in log
+
+
+def test_one_wrong_number_is_found_in_every_format(engine: Engine) -> None:
+    done = engine.run(str(HERE / "engine_finite.py"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    for dtype, found in report["verdicts"].items():
+        assert found.pop("nan") is False, dtype
+        assert found.pop("inf", False) is False, dtype
+        assert all(found.values()), dtype
+    assert report["others"] == [True, True, True]
+    assert report["wrapped_once"]
 
 
 def test_the_portable_format_refuses_a_plain_tree(engine: Engine, plain: Path) -> None:

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from spark_vllm import PORTABLE_LOAD_FORMAT
+from spark_vllm.finite import demand_finite_tensors
 from spark_vllm.reader import ModuleReader
 from spark_vllm.settings import read_settings
 
@@ -58,6 +59,8 @@ class PortableLoader(BaseModelLoader):
         unused = getattr(model, "is_unused_checkpoint_weight", None)
         loaded = model.load_weights(reader.weights(lambda name: unused is None or not unused(name)))
         _demand_all_loaded(model, loaded)
+        # Before the engine repacks them: on a CPU it hides weights inside its kernels.
+        demand_finite_tensors(model)
         logger.warning(
             "spark portable mode: dequantised %d tensors to bfloat16 (%s) for %s; "
             "every layer runs unquantised, no kernel of the checkpoint's formats is used",

@@ -36,6 +36,7 @@ class SparkIncConfig(INCConfig):
     settings: Settings
     fp8_modules: list[str]  # engine names once apply_vllm_mapper ran
     portable: bool = False
+    demand_finite: bool = True  # finite.py looks at models of this method only
 
     @classmethod
     def get_name(cls) -> str:

@@ -216,6 +216,18 @@ LOADER_ROWS = (
         "portable.py",
     ),
     Row(
+        f"{LOADER}.base_loader:BaseModelLoader.load_model",
+        Does(("process_weights_after_loading(model, model_config, target_device)",)),
+        "wrapped: afterwards every number is as the kernels will read it",
+        "finite.py",
+    ),
+    Row(
+        f"{LOADER}:get_model",
+        Does(("loader.load_model",)),
+        "target and drafter are loaded through the wrapped method",
+        "finite.py",
+    ),
+    Row(
         f"{LOADER}.base_loader:BaseModelLoader.load_weights",
         Takes(("model", "model_config")),
         "overridden: it streams the dequantised checkpoint",
