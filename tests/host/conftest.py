@@ -29,19 +29,21 @@ class Fleet:
 
 
 USUAL = {"model": "lab-stub", "profile": "v2"}
+# Two guests; another pair lets a second run stand beside the first.
+FIRST, SECOND = os.environ.get("SPARK_FLEET_GUESTS", "lab-1 lab-2").split()
 
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     if os.geteuid() != 0:
         pytest.skip("the virtual lab needs root")
-    lab("up", "lab-1", "lab-2", "--fresh", "--bootstrap-guest", "lab-2", "--engine", "stub")
+    lab("up", FIRST, SECOND, "--fresh", "--bootstrap-guest", SECOND, "--engine", "stub")
     root: Path = tmp_path_factory.mktemp("site")
-    site = Site(root, hosts=["lab-1", "lab-2"])
+    site = Site(root, hosts=[FIRST, SECOND])
     site.choose(**USUAL)
     password = root / "password"
     password.touch(mode=0o600)
-    bootstrap_guest = next(guest for guest in info()["guests"] if guest["name"] == "lab-2")
+    bootstrap_guest = next(guest for guest in info()["guests"] if guest["name"] == SECOND)
     password.write_text(bootstrap_guest["password"] + "\n")
     bootstrapped = site.deploy(
         deploy="deploys/bootstrap.py", env={"SPARK_BOOTSTRAP_PASSWORD_FILE": str(password)}
