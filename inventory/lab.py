@@ -1,7 +1,8 @@
 """The virtual lab: its guests, and what its services are called since it came up.
 
-`lab up N` writes lab.json (addresses, keys, image tags); here it becomes settings, so that the
-deploy itself knows nothing of a lab. The choices are in group_vars/lab.yml as for any group.
+`python -m lab up N` writes lab.json (addresses, keys, image tags); here it becomes settings, so
+that the deploy itself knows nothing of a lab. The choices are in group_vars/lab.yml as for any
+group.
 """
 
 import hashlib as _hashlib
@@ -20,7 +21,7 @@ try:
     _lab = _json.loads(_state.read_text(encoding="utf-8"))
 except (OSError, ValueError) as _error:
     raise _SettingsError.one(
-        str(_state), f"the lab's state cannot be read ({_error})", "bring it up: lab/lab up 2"
+        str(_state), f"the lab's state cannot be read ({_error})", "bring it up: make lab-up"
     ) from None
 
 

@@ -6,6 +6,7 @@ This file may live in a repository of your own, with group_vars/ beside it.
 import pathlib as _pathlib
 import sys as _sys
 
+# For a checkout whose package is not installed; a repository of your own does not need it.
 _sys.path.insert(0, str(_pathlib.Path(__file__).resolve().parent.parent))
 
 from spark_deploy.inventory import group_from as _group_from
