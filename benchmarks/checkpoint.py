@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -55,7 +56,7 @@ def copy_hashing(source: Path, target: Path, threads: int) -> None:
     target.mkdir()
 
     def one(path: Path) -> None:
-        hasher, buffer = hashlib.sha256(), memoryview(bytearray(4 << 20))
+        hasher, buffer = hashlib.sha256(), memoryview(bytearray(256 << 10))
         with path.open("rb", buffering=0) as reader, (target / path.name).open("wb", 0) as writer:
             while count := reader.readinto(buffer):
                 hasher.update(buffer[:count])
@@ -95,26 +96,47 @@ def bench_full(arguments: argparse.Namespace) -> dict[str, Any]:
         ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    cpu: dict[str, list[float]] = {name: [] for name in contenders}
     peak = 0
     for turn in range(arguments.pairs):
         names = list(contenders)
         for name in names if turn % 2 == 0 else reversed(names):
             forget(base)
             os.sync()
-            began = time.monotonic()
+            began, cpu_began = time.monotonic(), cpu_seconds()
             done = contenders[name]()
             seconds[name].append(round(time.monotonic() - began, 3))
+            cpu[name].append(round(cpu_seconds() - cpu_began, 3))
             if name == "build":
                 peak = max(peak, done["peak_bytes"])
             shutil.rmtree(out)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "tree_bytes": sum(path.stat().st_size for path in base.iterdir()),
         "tensors": len(base_entries(architecture)) + len(mtp(architecture)),
         "seconds": seconds,
-        "median_seconds": medians,
-        "build_over": {n: round(medians["build"] / medians[n], 3) for n in medians if n != "build"},
+        "median_seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "build_over": over("build", seconds),
+        "cpu_seconds": cpu,
+        "build_cpu_over": over("build", cpu),
         "build_peak_bytes": peak,
+    }
+
+
+def cpu_seconds() -> float:
+    """Return processor seconds of this process and its children so far, user and system."""
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(sum(resource.getrusage(who)[:2]) for who in whose)
+
+
+def over(one: str, measured: dict[str, list[float]]) -> dict[str, float]:
+    """Return one contender over each other: the median over the turns of their ratio in a turn.
+
+    What else runs on the machine changes over minutes and so touches all of a turn alike.
+    """
+    return {
+        name: round(statistics.median(a / b for a, b in zip(measured[one], values, strict=True)), 3)
+        for name, values in measured.items()
+        if name != one
     }
 
 

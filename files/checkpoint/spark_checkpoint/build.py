@@ -24,6 +24,7 @@ from spark_checkpoint.gates import (
 from spark_checkpoint.header import Tensor
 from spark_checkpoint.layouts import Layout, write_full, write_overlay
 from spark_checkpoint.patterns import expand, expand_all
+from spark_checkpoint.pieces import Proof
 from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, BuildPlan
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import checkpoint_receipt, load_receipt, write_receipt
@@ -36,7 +37,7 @@ from spark_checkpoint.replacements import (
     swap_from_donor,
 )
 from spark_checkpoint.room import fp8_bytes, grafted_bytes, int8_bytes, peak_bytes
-from spark_checkpoint.sources import base_hashes, compare_duplicates
+from spark_checkpoint.sources import base_proofs, compare_duplicates
 from spark_checkpoint.staging import Changes, staging
 from spark_checkpoint.storage import (
     clear,
@@ -58,7 +59,7 @@ class Sources:
     """The gated inputs of a build."""
 
     base: Tree
-    hashes: dict[str, str]
+    proofs: dict[str, Proof]
     donor: Donor | None
     modules: list[str]
     mtp_missing: list[str]
@@ -82,7 +83,7 @@ def build(plan: BuildPlan, progress: Progress) -> bool:
         tree_dir = work / "tree"
         tree_dir.mkdir()
         write = write_overlay if plan.layout == "overlay" else write_full
-        layout = write(tree_dir, sources.base, sources.hashes, changes, progress)
+        layout = write(tree_dir, sources.base, sources.proofs, changes, progress)
         _finish_tree(plan, sources, layout, tree_dir)
         _gate_result(plan, sources, changes, layout)
         report = {**changes.report, **_report(sources, layout, _donor_bytes(plan, sources))}
@@ -123,8 +124,8 @@ def open_sources(plan: BuildPlan, progress: Progress) -> Sources:
     if plan.head == "int8-g128":
         packable(HEAD, base.tensor(HEAD), head=True)
     donor = _open_donor(plan, base, modules, mtp_missing)
-    hashes = base_hashes(plan, progress)
-    return Sources(base, hashes, donor, modules, mtp_missing)
+    proofs = base_proofs(plan, progress)
+    return Sources(base, proofs, donor, modules, mtp_missing)
 
 
 def make_changes(
@@ -278,7 +279,7 @@ def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: La
 
 
 def _report(sources: Sources, layout: Layout, donor_bytes: int) -> dict[str, Any]:
-    base_bytes = sum((sources.base.directory / path).stat().st_size for path in sources.hashes)
+    base_bytes = sum((sources.base.directory / path).stat().st_size for path in sources.proofs)
     report: dict[str, Any] = {
         "rebuild_fetch_bytes": {"base": base_bytes, "donor": donor_bytes},
         "written_bytes": sum(f["size_bytes"] for f in layout.files if "link_of" not in f),

@@ -20,6 +20,7 @@ from urllib.parse import quote
 from spark_checkpoint.answers import RangeIgnored
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.lookup import ContentHash, candidates, copy_hashed, hash_into
+from spark_checkpoint.pieces import Proof
 from spark_checkpoint.plan import FetchFile, FetchPlan
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import load_receipt, source_receipt, write_receipt
@@ -46,7 +47,7 @@ class _Order:
     progress: Progress
     tree_dir: Path
     parts_dir: Path
-    sha256: dict[str, str] = field(default_factory=dict)
+    proofs: dict[str, Proof] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
 
     def part(self, file: FetchFile) -> Path:
@@ -108,9 +109,10 @@ def _missing_files(order: _Order) -> list[FetchFile]:
             missing.append(file)
             continue
         if file.sha256 is not None:
-            order.sha256[file.path] = file.sha256
+            # Proven when it took its name; a build that wants its pieces hashes it again.
+            order.proofs[file.path] = Proof(file.sha256, ())
         else:
-            order.sha256[file.path] = hash_into(path, ContentHash(file), None).sha256
+            order.proofs[file.path] = hash_into(path, ContentHash(file), None).proof()
         order.progress.skip(file.size_bytes)
     return missing
 
@@ -149,7 +151,7 @@ def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
     except OSError as error:
         note(f"look_in: {path}: {error.strerror}; not used")
         return False
-    order.sha256[file.path] = content.sha256
+    order.proofs[file.path] = content.proof()
     return True
 
 
@@ -214,7 +216,7 @@ def _download_from(order: _Order, file: FetchFile, url: str) -> None:
     target = order.tree_dir / file.path
     target.parent.mkdir(parents=True, exist_ok=True)
     part.rename(target)
-    order.sha256[file.path] = content.sha256
+    order.proofs[file.path] = content.proof()
 
 
 def _grow(order: _Order, file: FetchFile, url: str, part: Path) -> ContentHash:
@@ -279,15 +281,19 @@ def _drop_strangers(order: _Order) -> None:
 
 
 def _entries(order: _Order) -> list[dict[str, Any]]:
-    return [
-        {
+    entries = []
+    for file in sorted(order.plan.files, key=lambda file: file.path):
+        proof = order.proofs[file.path]
+        entry: dict[str, Any] = {
             "path": file.path,
             "size_bytes": file.size_bytes,
-            "sha256": order.sha256[file.path],
+            "sha256": proof.sha256,
             "modified_ns": stamp_path(order.tree_dir / file.path).modified_ns,
         }
-        for file in sorted(order.plan.files, key=lambda file: file.path)
-    ]
+        if len(proof.pieces) > 1:
+            entry["pieces"] = [str(piece) for piece in proof.pieces]
+        entries.append(entry)
+    return entries
 
 
 def _size_or_zero(path: Path) -> int:

@@ -12,11 +12,19 @@ from typing import Any
 
 from spark_checkpoint.donor import Span
 from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.pieces import Proof
 from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.staging import Changes, NewTensor
 from spark_checkpoint.tree import Tree, files_of
-from spark_checkpoint.write import Written, aligned, by_alignment, copy_file, write_shard
+from spark_checkpoint.write import (
+    Written,
+    aligned,
+    by_alignment,
+    copy_file,
+    rewrite_shard,
+    write_new,
+)
 
 OVERLAY_SHARD = "model-spark-overlay.safetensors"
 GRAFT_SHARD = "model-spark-mtp.safetensors"
@@ -43,7 +51,7 @@ def overlay_name(name: str) -> str:
 def write_overlay(
     tree_dir: Path,
     base: Tree,
-    hashes: Mapping[str, str],
+    proofs: Mapping[str, Proof],
     changes: Changes,
     progress: Progress,
 ) -> Layout:
@@ -58,7 +66,7 @@ def write_overlay(
             {
                 "path": name,
                 "size_bytes": status.st_size,
-                "sha256": hashes[name],
+                "sha256": proofs[name].sha256,
                 "modified_ns": status.st_mtime_ns,
                 "link_of": str(base.directory / name),
             }
@@ -70,7 +78,7 @@ def write_overlay(
     layout.total_size_bytes = sum(base.tensor(name).size_bytes for name in layout.index)
     if new:
         progress.phase("write", sum(tensor.span.size_bytes for tensor in new))
-        written = write_shard(tree_dir / OVERLAY_SHARD, by_alignment(new), _METADATA, progress)
+        written = write_new(tree_dir / OVERLAY_SHARD, by_alignment(new), _METADATA, progress)
         layout.files.append(_entry(OVERLAY_SHARD, written))
         layout.index.update({tensor.name: OVERLAY_SHARD for tensor in new})
         layout.total_size_bytes += sum(tensor.span.size_bytes for tensor in new)
@@ -80,7 +88,7 @@ def write_overlay(
 def write_full(
     tree_dir: Path,
     base: Tree,
-    hashes: Mapping[str, str],
+    proofs: Mapping[str, Proof],
     changes: Changes,
     progress: Progress,
 ) -> Layout:
@@ -94,32 +102,32 @@ def write_full(
         sum(t.span.size_bytes for tensors in (*shards.values(), grafts) for t in tensors),
     )
 
-    def one(name: str) -> Written | None:
+    def one(name: str) -> dict[str, Any] | None:
         target = tree_dir / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if name == GRAFT_SHARD:
-            return write_shard(target, grafts, _METADATA, progress)
-        source = base.directory / name
+            return _entry(name, write_new(target, grafts, _METADATA, progress))
+        source, proof = base.directory / name, proofs[name]
         if name not in shards or _untouched(base, name, shards[name]):
-            return copy_file(target, source, progress, hashes.get(name))
+            return _entry(name, copy_file(target, source, progress, proof), proof.sha256)
         tensors = shards[name]
         if not tensors:
             return None
-        if aligned(tensors):
-            metadata = base.shards[name].metadata
-            return write_shard(target, tensors, metadata, progress, source, hashes.get(name))
-        return write_shard(target, by_alignment(tensors), base.shards[name].metadata, progress)
+        if not aligned(tensors):
+            tensors = by_alignment(tensors)
+        metadata = base.shards[name].metadata
+        return _entry(name, rewrite_shard(target, tensors, metadata, progress, source, proof))
 
     names = sorted(shards, key=lambda name: -base.shards[name].data_bytes)
     names += [*others, *([GRAFT_SHARD] if grafts else [])]
     with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
         futures = {name: pool.submit(one, name) for name in names}
         try:
-            written = {name: future.result() for name, future in futures.items()}
+            entries = [future.result() for _, future in sorted(futures.items())]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    layout.files = [_entry(name, done) for name, done in sorted(written.items()) if done]
+    layout.files = [entry for entry in entries if entry is not None]
     for name, tensors in (*shards.items(), (GRAFT_SHARD, grafts)):
         layout.index.update({tensor.name: name for tensor in tensors})
         layout.total_size_bytes += sum(tensor.span.size_bytes for tensor in tensors)
@@ -154,13 +162,14 @@ def _untouched(base: Tree, shard: str, tensors: list[NewTensor]) -> bool:
     )
 
 
-def _entry(name: str, written: Written) -> dict[str, Any]:
-    return {
-        "path": name,
-        "size_bytes": written.size_bytes,
-        "sha256": written.sha256,
-        "modified_ns": written.modified_ns,
-    }
+def _entry(name: str, written: Written, sha256: str | None = None) -> dict[str, Any]:
+    """Return a file of the receipt; a rewritten one is named by its pieces alone."""
+    entry: dict[str, Any] = {"path": name, "size_bytes": written.size_bytes}
+    if sha256 is not None:
+        entry["sha256"] = sha256
+    else:
+        entry["pieces"] = [str(piece) for piece in written.pieces]
+    return entry | {"modified_ns": written.modified_ns}
 
 
 def _link(source: Path, target: Path) -> None:

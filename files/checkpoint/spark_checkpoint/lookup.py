@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+from spark_checkpoint.pieces import PieceHasher, Proof
 from spark_checkpoint.plan import FetchFile
 from spark_checkpoint.progress import note
 from spark_checkpoint.storage import COPY_BYTES, write_all
@@ -24,11 +25,15 @@ class _Hasher(Protocol):
 
 
 class ContentHash:
-    """The hashes of one file as its bytes pass: sha256 always, git blob sha1 when asked for."""
+    """The hashes of one file as its bytes pass: sha256 always, git blob sha1 when asked for.
+
+    The pieces are hashed too: a build that copies them is then spared a second hash.
+    """
 
     def __init__(self, file: FetchFile):
         self._file = file
         self._sha256: _Hasher = hashlib.sha256()
+        self._pieces = PieceHasher()
         self._git: _Hasher | None = None
         if file.git_sha1 is not None:
             # Git names a blob by a hash of this prefix and the content; no security rests on it.
@@ -37,6 +42,7 @@ class ContentHash:
     def update(self, data: bytes | memoryview) -> None:
         """Take the next bytes."""
         self._sha256.update(data)
+        self._pieces.update(data)
         if self._git is not None:
             self._git.update(data)
 
@@ -44,6 +50,10 @@ class ContentHash:
     def sha256(self) -> str:
         """The sha256 of what passed."""
         return self._sha256.hexdigest()
+
+    def proof(self) -> Proof:
+        """Return all hashes of what passed."""
+        return Proof(self.sha256, self._pieces.pieces())
 
     def mismatch(self) -> str | None:
         """Say how the content differs from what was locked; None when it is right."""

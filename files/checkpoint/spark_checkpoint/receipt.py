@@ -11,6 +11,7 @@ from typing import Any
 
 from spark_checkpoint import RECIPE_VERSION, TOOL_VERSION
 from spark_checkpoint.errors import TransferFailed, TreeDiffers
+from spark_checkpoint.pieces import Piece, parse_pieces
 from spark_checkpoint.plan import RECEIPT_NAME, BuildPlan, FetchPlan
 from spark_checkpoint.storage import json_bytes, write_durably
 
@@ -25,6 +26,7 @@ class ReceiptFile:
     size_bytes: int
     sha256: str | None
     modified_ns: int | None
+    pieces: tuple[Piece, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,6 @@ class Receipt:
     digest: str
     files: tuple[ReceiptFile, ...]
     document: Mapping[str, Any]
-
-    def hashes(self) -> dict[str, str]:
-        """Return path → sha256."""
-        return {file.path: file.sha256 for file in self.files if file.sha256 is not None}
 
 
 def load_receipt(directory: Path) -> Receipt | None:
@@ -56,6 +54,7 @@ def load_receipt(directory: Path) -> Receipt | None:
                 int(item["size_bytes"]),
                 item.get("sha256"),
                 item.get("modified_ns"),
+                parse_pieces(item["pieces"], item["size_bytes"]) if "pieces" in item else None,
             )
             for item in document["files"]
         )

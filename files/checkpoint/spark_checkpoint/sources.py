@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from spark_checkpoint.donor import Span
 from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.pieces import PIECE_BYTES, Piece, Proof, prove_file
 from spark_checkpoint.plan import BuildPlan
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.receipt import Receipt, load_receipt
-from spark_checkpoint.storage import COPY_BYTES, hash_file
+from spark_checkpoint.receipt import Receipt, ReceiptFile, load_receipt
+from spark_checkpoint.storage import COPY_BYTES
 from spark_checkpoint.tree import Tree, files_of
 
 _FIX = "delete the source directory and fetch it again"
+_HASHES_AT_ONCE = min(4, os.cpu_count() or 1)
 
 
-def base_hashes(plan: BuildPlan, progress: Progress) -> dict[str, str]:
-    """Return path → sha256 of every base file.
+def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
+    """Return path → hashes of every base file.
 
     With a pinned revision they come from the source's receipt, after its commit, file set and
-    sizes were checked; a file touched since it was fetched is hashed again. Without a revision
-    every file is hashed here.
+    sizes were checked; a file touched since it was fetched is hashed again, and so is one whose
+    receipt lacks the pieces that *full* copies by. Without a revision every file is hashed here.
     """
     directory = plan.base_dir
     if plan.base_revision is None:
-        return _hash_all(directory, files_of(directory), progress)
+        return _prove_all(directory, files_of(directory), progress)
     receipt = load_receipt(directory)
     if receipt is None or receipt.document.get("commit") != plan.base_revision:
         found = "has no receipt" if receipt is None else f"is {receipt.document.get('commit')}"
@@ -36,15 +40,24 @@ def base_hashes(plan: BuildPlan, progress: Progress) -> dict[str, str]:
             f"{found}, the plan wants the verified tree of commit {plan.base_revision}",
             "fetch the base at the locked commit",
         )
-    touched = _touched(directory, receipt)
-    again = _hash_all(directory, touched, progress)
-    hashes = receipt.hashes()
-    for name, found in again.items():
-        if found != hashes.get(name):
+    _same_files(directory, receipt)
+    again = [
+        file.path
+        for file in receipt.files
+        if _touched(directory, file) or (plan.layout == "full" and _pieces(file) is None)
+    ]
+    proofs = {
+        file.path: Proof(file.sha256, _pieces(file) or ())
+        for file in receipt.files
+        if file.sha256 is not None
+    }
+    for name, proof in _prove_all(directory, again, progress).items():
+        if name not in proofs or proof.sha256 != proofs[name].sha256:
             raise GateRefused(
                 str(directory / name), "was changed after it was fetched and verified", _FIX
             )
-    return hashes
+        proofs[name] = proof
+    return proofs
 
 
 def compare_duplicates(base: Tree) -> dict[str, Any]:
@@ -65,30 +78,41 @@ def compare_duplicates(base: Tree) -> dict[str, Any]:
     return {"names": len(base.duplicates), "differing": differing, "rule": "last file wins"}
 
 
-def _touched(directory: Path, receipt: Receipt) -> list[str]:
+def _same_files(directory: Path, receipt: Receipt) -> None:
     expected = {file.path for file in receipt.files}
     found = set(files_of(directory))
     if found != expected:
         odd = sorted(found ^ expected)[:3]
         raise GateRefused(str(directory), f"files differ from its receipt ({', '.join(odd)})", _FIX)
-    touched = []
     for file in receipt.files:
-        status = (directory / file.path).stat()
-        if status.st_size != file.size_bytes:
+        size_bytes = (directory / file.path).stat().st_size
+        if size_bytes != file.size_bytes:
             raise GateRefused(
                 str(directory / file.path),
-                f"has {status.st_size} bytes, its receipt says {file.size_bytes}",
+                f"has {size_bytes} bytes, its receipt says {file.size_bytes}",
                 _FIX,
             )
-        if file.modified_ns is None or status.st_mtime_ns != file.modified_ns:
-            touched.append(file.path)
-    return touched
 
 
-def _hash_all(directory: Path, names: list[str], progress: Progress) -> dict[str, str]:
+def _touched(directory: Path, file: ReceiptFile) -> bool:
+    if file.modified_ns is None or file.sha256 is None:
+        return True
+    return (directory / file.path).stat().st_mtime_ns != file.modified_ns
+
+
+def _pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:
+    """Return the pieces of a file; None when its receipt has none."""
+    if file.pieces is None and file.sha256 is not None and file.size_bytes <= PIECE_BYTES:
+        return (Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()
+    return file.pieces
+
+
+def _prove_all(directory: Path, names: list[str], progress: Progress) -> dict[str, Proof]:
     if names:
         progress.phase("hash-base", sum((directory / name).stat().st_size for name in names))
-    return {name: hash_file(directory / name, progress.add) for name in names}
+    with ThreadPoolExecutor(_HASHES_AT_ONCE) as pool:
+        proofs = pool.map(lambda name: prove_file(directory / name, progress.add), names)
+        return dict(zip(names, proofs, strict=True))
 
 
 def _span_hash(span: Span) -> str:

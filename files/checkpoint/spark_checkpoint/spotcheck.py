@@ -54,12 +54,16 @@ class Comparison:
         """Take the next row of blocks: ``block[0]`` rows, or fewer at the end."""
         np: Any = numpy()
         scale = np.repeat(self._scales[len(self._lost)], self._block[1])[: weights.shape[1]]
-        error = np.abs(from_e4m3(codes) * scale - weights)
-        allowed = np.maximum(np.abs(weights) * np.float32(_ROUNDING), scale * _SMALLEST)
+        # In place: fresh arrays of this size cost more than what is computed in them.
+        error, power = from_e4m3(codes), np.abs(weights)
+        error *= scale
+        error -= weights
+        np.abs(error, out=error)
+        allowed = np.maximum(power * np.float32(_ROUNDING), scale * np.float32(_SMALLEST))
         # A NaN is beyond every bound.
         self._beyond += int(error.size - np.count_nonzero(error <= allowed))
-        self._lost.append(block_sums(np.square(error), self._block)[0])
-        self._power.append(block_sums(np.square(weights), self._block)[0])
+        self._lost.append(block_sums(np.square(error, out=error), self._block)[0])
+        self._power.append(block_sums(np.square(power, out=power), self._block)[0])
         self.any_nonzero = self.any_nonzero or bool(codes.any())
         self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
 

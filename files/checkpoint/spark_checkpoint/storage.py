@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 
-COPY_BYTES = 4 << 20
+# Small enough to stay in a core's cache between reading, hashing and writing.
+COPY_BYTES = 256 << 10
 # Room kept beyond the bytes known to be needed: directories, headers, filesystem blocks.
 _RESERVE_FRACTION = 0.05
 

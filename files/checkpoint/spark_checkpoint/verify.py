@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
 from spark_checkpoint.header import read_header
+from spark_checkpoint.pieces import first_difference
 from spark_checkpoint.plan import RECEIPT_NAME
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.receipt import Receipt, ReceiptFile, load_receipt
@@ -109,15 +110,19 @@ def _check_hashes(directory: Path, files: list[ReceiptFile], progress: Progress)
     progress.phase("verify", sum(file.size_bytes for file in files))
 
     def one(file: ReceiptFile) -> None:
-        if file.sha256 is None:
-            raise TreeDiffers(str(directory / file.path), "has no hash in the receipt", _FIX)
-        found = hash_file(directory / file.path, progress.add)
-        if found != file.sha256:
-            raise TreeDiffers(
-                str(directory / file.path),
-                f"has sha256 {found}, the receipt says {file.sha256}",
-                _FIX,
-            )
+        path = directory / file.path
+        if file.sha256 is not None:
+            found = hash_file(path, progress.add)
+            if found != file.sha256:
+                problem = f"has sha256 {found}, the receipt says {file.sha256}"
+                raise TreeDiffers(str(path), problem, _FIX)
+        elif file.pieces is not None:
+            begin = first_difference(path, file.pieces, progress.add)
+            if begin is not None:
+                problem = f"has other bytes than the receipt says in the piece from byte {begin}"
+                raise TreeDiffers(str(path), problem, _FIX)
+        else:
+            raise TreeDiffers(str(path), "has no hash in the receipt", _FIX)
 
     with ThreadPoolExecutor(_HASHES_AT_ONCE) as pool:
         for future in [pool.submit(one, file) for file in files]:

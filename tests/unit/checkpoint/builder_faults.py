@@ -9,13 +9,14 @@ POINTS = int(os.environ.get("SPARK_FAULT_POINTS", "10"))
 NAMES = {"kill": WATCHED, "disk_full": WRITING}
 
 
-def run_broken(*arguments, act="kill", number=0, path=None, names=None):
+def run_broken(*arguments, act="kill", number=0, path=None, names=None, only_path=False):
     """Run with a fault at the call of that number (0: none) and no gate for free space."""
     fault = {
         "act": act,
         "number": number,
         "path": None if path is None else str(path),
         "names": names or NAMES[act],
+        "only_path": only_path,
         "no_room_gate": True,
     }
     return run_tool(*arguments, check=False, fault=fault)

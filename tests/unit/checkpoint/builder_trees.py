@@ -248,6 +248,10 @@ def _repositories(seed):
     return base, mtp, donor
 
 
+# Far below what the fetcher writes, so that small shards have many pieces.
+PIECE_BYTES = 50_000
+
+
 @dataclass
 class Workshop:
     """A base, a donor and plans over them, in a temporary directory."""
@@ -308,14 +312,14 @@ class Workshop:
         if receipt:
             self.write_receipt()
 
-    def write_receipt(self):
+    def write_receipt(self, *, piece_bytes=PIECE_BYTES):
         document = {
             "schema_version": 1,
             "kind": "source",
             "digest": "5" * 64,
             "name": "lab/tiny",
             "commit": BASE_COMMIT,
-            "files": file_entries(self.base_dir, stamps=True),
+            "files": file_entries(self.base_dir, stamps=True, piece_bytes=piece_bytes),
             "tool_version": "0",
             "written_at": "2026-01-01T00:00:00Z",
         }
@@ -390,19 +394,28 @@ def tree_tensors(directory):
     return {name: shards[shard][name] for name, shard in index.items()}
 
 
-def file_entries(directory, *, stamps=False):
+def file_entries(directory, *, stamps=False, piece_bytes=None):
     entries = []
     for path in sorted(directory.rglob("*")):
         if path.is_file() and path.name != "receipt.json":
+            data = path.read_bytes()
             entry = {
                 "path": str(path.relative_to(directory)),
-                "size_bytes": path.stat().st_size,
-                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "size_bytes": len(data),
+                "sha256": hashlib.sha256(data).hexdigest(),
             }
             if stamps:
                 entry["modified_ns"] = path.stat().st_mtime_ns
+            if piece_bytes:
+                entry["pieces"] = piece_lines(data, piece_bytes)
             entries.append(entry)
     return entries
+
+
+def piece_lines(data, piece_bytes):
+    """Return size and hash of every piece, the way receipts write them."""
+    pieces = [data[n : n + piece_bytes] for n in range(0, len(data), piece_bytes)]
+    return [f"{len(piece)}:{hashlib.sha256(piece).hexdigest()}" for piece in pieces]
 
 
 def tool_environment():

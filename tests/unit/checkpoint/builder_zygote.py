@@ -52,7 +52,11 @@ def act_rewrite(path):
         file.write(b"!")
 
 
-def watch(names, number, act, path):
+def is_open_file(argument, path):
+    return isinstance(argument, int) and os.readlink(f"/proc/self/fd/{argument}") == path
+
+
+def watch(names, number, act, path, only_path):
     """Count calls of ``os`` functions and act at the one with the given number."""
     seen = [0]
 
@@ -60,6 +64,8 @@ def watch(names, number, act, path):
         original = getattr(os, name)
 
         def watched(*arguments, **keywords):
+            if only_path and not is_open_file(arguments[0], path):
+                return original(*arguments, **keywords)
             seen[0] += 1
             if seen[0] == number:
                 act(path)
@@ -84,6 +90,7 @@ def run_one(request, result_path):
         fault.get("number", 0),
         globals()[f"act_{fault.get('act', 'kill')}"],
         fault.get("path"),
+        fault.get("only_path", False),
     )
     code = cli.main(request["arguments"])
     raw_write(raw_open(result_path, os.O_WRONLY), str(seen[0]).encode())

@@ -1,10 +1,20 @@
 """What a build makes of a base and a donor, in both layouts."""
 
+import hashlib
 import json
 import os
+import re
+import shutil
 
 import pytest
-from builder_trees import BASE_COMMIT, readable_by_safetensors, run_tool, tree_tensors
+from builder_trees import (
+    BASE_COMMIT,
+    VOCABULARY,
+    Raw,
+    readable_by_safetensors,
+    run_tool,
+    tree_tensors,
+)
 
 LAYOUTS = ("overlay", "full")
 
@@ -124,3 +134,67 @@ def test_an_unpinned_base_is_hashed_by_the_build_itself(workshop):
     hashes = {f["path"]: f["sha256"] for f in receipt["files"] if "link_of" in f}
     assert hashes.items() <= workshop.base_hashes().items()
     assert len(hashes) == 5
+
+
+def count_reads(workshop, layout):
+    """Return how many bytes of the base the build hashed before it began to write."""
+    done = workshop.build(layout=layout)
+    phases = [line for line in done.stdout.splitlines() if line.startswith("phase=hash-base")]
+    return max((int(re.search(r"total=(\d+)", line)[1]) for line in phases), default=0)
+
+
+def drop_from_receipt(workshop, key):
+    path = workshop.base_dir / "receipt.json"
+    receipt = json.loads(path.read_text())
+    for entry in receipt["files"]:
+        entry.pop(key)
+    path.write_text(json.dumps(receipt))
+
+
+def test_a_source_with_a_receipt_without_pieces_is_hashed_first_and_then_serves(workshop):
+    # Larger than a piece, or the hash of the whole would be the hash of the only piece.
+    workshop.base["lm_head.weight"] = Raw("BF16", (VOCABULARY, 8192), bytes(VOCABULARY * 16384))
+    workshop.write_base()
+    workshop.write_donor()
+    assert count_reads(workshop, "full") == 0
+    shutil.rmtree(workshop.out)
+    drop_from_receipt(workshop, "pieces")
+    large = [p.stat().st_size for p in workshop.base_dir.iterdir() if p.stat().st_size > 4 << 20]
+    assert len(large) == 1
+    assert count_reads(workshop, "overlay") == 0
+    shutil.rmtree(workshop.out)
+    assert count_reads(workshop, "full") == sum(large)
+    assert run_tool("verify", workshop.out, "--full").returncode == 0
+
+
+def test_pieces_that_do_not_cover_their_file_make_no_receipt(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    path = workshop.base_dir / "receipt.json"
+    receipt = json.loads(path.read_text())
+    next(f for f in receipt["files"] if len(f["pieces"]) > 1)["pieces"].pop()
+    path.write_text(json.dumps(receipt))
+    done = workshop.build(check=False, layout="full")
+    assert done.returncode == 5
+    assert "do not add up" in done.stderr
+
+
+def test_the_pieces_of_a_rewritten_shard_are_the_hashes_of_its_bytes(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build(layout="full")
+    base = json.loads((workshop.base_dir / "receipt.json").read_text())["files"]
+    known = {line for entry in base for line in entry["pieces"]}
+    taken_over = 0
+    for entry in json.loads((workshop.out / "receipt.json").read_text())["files"]:
+        data = (workshop.out / entry["path"]).read_bytes()
+        if "pieces" not in entry:
+            assert entry["sha256"] == hashlib.sha256(data).hexdigest()
+            continue
+        for line in entry["pieces"]:
+            size, sha256 = line.split(":")
+            piece, data = data[: int(size)], data[int(size) :]
+            assert hashlib.sha256(piece).hexdigest() == sha256
+            taken_over += line in known
+        assert data == b""
+    assert taken_over > 10

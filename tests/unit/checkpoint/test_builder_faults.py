@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 
 import pytest
 from builder_faults import POINTS, points, run_broken
 from builder_hub import fetch_order
-from builder_trees import file_entries, run_tool, tree_tensors
+from builder_trees import file_entries, read_shard, run_tool, tree_tensors
 
 LAYOUTS = ("overlay", "full")
 
@@ -151,12 +152,13 @@ def largest_shard(workshop):
     return max(workshop.base_dir.glob("model-0*.safetensors"), key=lambda p: p.stat().st_size)
 
 
-def flip(path, *, keep_time):
+def flip(path, *, keep_time, offset=None):
     status = path.stat()
+    offset = status.st_size - 100 if offset is None else offset
     with path.open("r+b") as file:
-        file.seek(status.st_size - 100)
+        file.seek(offset)
         byte = file.read(1)[0]
-        file.seek(status.st_size - 100)
+        file.seek(offset)
         file.write(bytes([byte ^ 1]))
     if keep_time:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -171,12 +173,39 @@ def test_a_base_shard_edited_after_its_fetch_is_noticed(scene, layout):
     assert not scene.out.exists()
 
 
-def test_a_flipped_byte_is_noticed_while_a_shard_is_rewritten(scene):
-    flip(largest_shard(scene), keep_time=True)
+def test_a_flipped_byte_is_noticed_wherever_it_is_while_a_shard_is_rewritten(scene):
+    shard = largest_shard(scene)
+    size = shard.stat().st_size
+    for offset in (9, size // 3, size // 2, size - 100):
+        flip(shard, keep_time=True, offset=offset)
+        done = scene.build(check=False, layout="full")
+        flip(shard, keep_time=True, offset=offset)
+        assert done.returncode == 3
+        assert not scene.out.exists()
+        # A byte of the header may make it unreadable before any hash is compared.
+        assert offset == 9 or "its receipt says" in done.stderr
+
+
+def test_a_flipped_byte_that_the_result_would_not_have_held_is_noticed_too(scene):
+    name = next(n for n in scene.base if ".shared_expert." in n and n.endswith(".up_proj.weight"))
+    shard = next(p for p in scene.base_dir.glob("model-0*") if name in read_shard(p))
+    offset = shard.read_bytes().index(scene.base[name].data)
+    # The lowest bit of a mantissa: the donor's weight is still right within its rounding.
+    flip(shard, keep_time=True, offset=offset)
     done = scene.build(check=False, layout="full")
     assert done.returncode == 3
     assert "its receipt says" in done.stderr
-    assert not scene.out.exists()
+
+
+def test_a_byte_flipped_in_a_rewritten_shard_is_found_and_placed_by_the_full_check(scene):
+    scene.build(layout="full")
+    shard = max(scene.out.glob("model-0*.safetensors"), key=lambda p: p.stat().st_size)
+    flip(shard, keep_time=True)
+    assert run_tool("verify", scene.out).returncode == 0
+    done = run_tool("verify", scene.out, "--full", check=False)
+    assert done.returncode == 5
+    begin = int(re.search(r"in the piece from byte (\d+)", done.stderr)[1])
+    assert 0 < begin <= shard.stat().st_size - 100
 
 
 def test_a_flipped_byte_under_an_overlay_is_found_by_the_full_check(scene):
@@ -190,8 +219,11 @@ def test_a_flipped_byte_under_an_overlay_is_found_by_the_full_check(scene):
 
 @pytest.mark.parametrize("act", ["append", "truncate", "rewrite"])
 def test_a_base_that_changes_while_it_is_read_is_noticed(scene, act):
-    plan = scene.write_plan(layout="full")
-    done = run_broken("build", plan, act=act, number=2, path=largest_shard(scene), names=["readv"])
+    plan, shard = scene.write_plan(layout="full"), largest_shard(scene)
+    reads = {"path": shard, "names": ["readv"], "only_path": True}
+    last = run_broken("build", plan, **reads).calls
+    remove(scene.out)
+    done = run_broken("build", plan, act=act, number=last, **reads)
     assert done.returncode == 3
     assert not scene.out.exists()
 

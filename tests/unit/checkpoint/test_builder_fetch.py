@@ -11,8 +11,9 @@ import threading
 import time
 
 import pytest
+from builder_faults import run_broken
 from builder_hub import Hub, fetch_order
-from builder_trees import run_tool, tool_environment
+from builder_trees import piece_lines, run_tool, tool_environment
 
 REPOSITORY = "lab/tiny/resolve/" + "c" * 40
 
@@ -321,3 +322,14 @@ def test_a_bad_order_is_refused_before_anything_is_made(order, tmp_path, case):
     assert done.returncode == 2
     assert reason in done.stderr
     assert not (tmp_path / ".out.partial").exists()
+
+
+def test_a_receipt_names_the_pieces_of_a_large_file_however_its_bytes_came(order, source, tmp_path):
+    data = os.urandom((9 << 20) + 5)
+    (source / "file-1.bin").write_bytes(data)
+    path = order()
+    assert run_broken("fetch", path, number=6, names=["write"]).returncode == -9
+    run_tool("fetch", path)
+    files = json.loads((tmp_path / "out/receipt.json").read_text())["files"]
+    pieces = {file["path"]: file["pieces"] for file in files if "pieces" in file}
+    assert pieces == {"file-1.bin": piece_lines(data, 4 << 20)}
