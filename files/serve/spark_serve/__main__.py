@@ -100,6 +100,12 @@ def _gateway_reload(words: Words, paths: Paths) -> int:
     return gateway.reload(_one(words, "a service"), paths)
 
 
+def _gateway_new_key(words: Words, paths: Paths) -> int:
+    from spark_serve import gateway
+
+    return gateway.new_key(_one(words, "a service"), paths)
+
+
 def _watch(words: Words, paths: Paths) -> int:
     from spark_serve import watch
 
@@ -123,6 +129,7 @@ VERBS: dict[str, tuple[Callable[[Words, Paths], int], str]] = {
     "start-service": (_start_service, "SERVICE: start the last proven release again"),
     "gateway": (_gateway, "SERVICE: run its nginx (run by spark-gateway@SERVICE)"),
     "gateway-reload": (_gateway_reload, "SERVICE: take over a new key or new settings"),
+    "gateway-new-key": (_gateway_new_key, "SERVICE: replace its API key, the old one is refused"),
     "watch": (_watch, "RELEASE: watch its engine (run by spark-watch@RELEASE)"),
     "job": (_job, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
     "may-start": (_serve_step("may-start"), "RELEASE: whether its unit may start"),

@@ -9,7 +9,7 @@ import grp
 import os
 from pathlib import Path
 
-from spark_serve import files
+from spark_serve import files, gateway_settings
 from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
 from spark_serve.release import Release, socket_path
@@ -31,21 +31,22 @@ def open_for(release: Release, paths: Paths) -> None:
     socket = socket_path(release, paths)
     if socket is not None:
         # vLLM makes the socket with the umask of its container: only root may connect.
-        give_to_gateway(socket, release, 0o660)
+        give_to_gateway(socket, release, 0o660, paths)
     files.write_text(paths.door(release.service), f"{release.name}\n")
 
 
-def give_to_gateway(path: Path, release: Release, mode: int) -> None:
+def give_to_gateway(path: Path, release: Release, mode: int, paths: Paths) -> None:
     """Let the gateway's group use ``path``.
 
     Raises:
         HostToolError: The group is missing.
     """
+    user = gateway_settings.load(release.service, paths).user
     try:
-        group = grp.getgrnam(_group_of(release.gateway.user)).gr_gid
+        group = grp.getgrnam(_group_of(user)).gr_gid
     except KeyError as error:
         raise HostToolError(
-            f"group of {release.gateway.user}",
+            f"group of {user}",
             "does not exist on this host",
             "systemd-sysusers /etc/sysusers.d/spark.conf, or run the deploy again",
         ) from error

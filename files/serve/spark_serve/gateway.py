@@ -1,70 +1,91 @@
-"""The gateway of a service: an nginx of its own with a key and a list of allowed paths."""
+"""The gateway of a service: an nginx of its own with a key and a list of allowed paths.
+
+nginx.py says what it is configured like, here is how it runs: started by its unit, reloaded when
+something about it changed, and compared with what the settings want.
+"""
 
 from __future__ import annotations
 
 import os
 import pwd
-import re
-import secrets
 import signal
-import socket
 import time
-from importlib import resources
-from pathlib import Path
+from collections.abc import Callable
 
-from spark_serve import boot, files, systemd
+from spark_serve import api_key, boot, files, gateway_settings, listeners, nginx, systemd
 from spark_serve.errors import HostToolError
+from spark_serve.gateway_settings import Gateway
 from spark_serve.paths import Paths
 from spark_serve.release import Release, load_if_present, names, service_of, socket_path
-
-_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}$")
 
 
 def run(service: str, paths: Paths) -> int:
     """Render the configuration of a service and become its nginx."""
-    release = _configuring_release(service, paths)
-    directory = render(release, paths)
-    config = str(directory / "nginx.conf")
-    nginx = _nginx()
-    os.execv(nginx, [nginx, "-p", str(directory), "-c", config, "-e", "stderr"])
+    settings = gateway_settings.load(service, paths)
+    directory = nginx.render(settings, _upstream(service, paths), paths)
+    program, config = nginx.program(), str(directory / "nginx.conf")
+    os.execv(program, [program, "-p", str(directory), "-c", config, "-e", "stderr"])
 
 
-def reload(service: str, paths: Paths, release: Release | None = None) -> int:
-    """Render again and let nginx take it over; answers under way are finished first.
+def reload(service: str, paths: Paths) -> int:
+    """Have nginx take over key, settings and addresses as they are now.
 
-    Args:
-        service: The service whose gateway changes.
-        paths: Where the records are.
-        release: Take the settings of this one; else of the release in use.
+    Answers under way are finished by the old workers; this returns once no old worker accepts
+    anything new.
     """
-    render(release or _configuring_release(service, paths), paths)
-    pid_file = paths.gateway_run(service) / "nginx.pid"
-    try:
-        os.kill(int(pid_file.read_text()), signal.SIGHUP)
-    except (FileNotFoundError, ValueError, ProcessLookupError) as error:
+    settings = gateway_settings.load(service, paths)
+    master = _master(service, paths)
+    if master is None:
         raise HostToolError(
-            f"gateway of {service}", "does not run", f"systemctl start spark-gateway@{service}"
-        ) from error
+            f"gateway of {service}", "does not run", f"systemctl start {settings.unit}"
+        )
+    nginx.render(settings, _upstream(service, paths), paths)
+    before = _workers(master)
+    os.kill(master, signal.SIGHUP)
+    _wait(
+        lambda: _handed_over(before, _workers(master)),
+        settings,
+        lambda: "its old workers go on",
+    )
+    wait_until_listening(service, paths)
+    return 0
+
+
+def new_key(service: str, paths: Paths) -> int:
+    """Replace the API key by a new random one; the old one is refused from then on."""
+    settings = gateway_settings.load(service, paths)
+    api_key.replace(settings, paths)
+    if _master(service, paths) is not None:
+        reload(service, paths)
     return 0
 
 
 def bring_up(release: Release, paths: Paths) -> None:
-    """Have the gateway run with this release's settings."""
-    unit = release.gateway_unit
-    make_key(release, paths)
+    """Have the gateway run before this release's engine."""
+    settings = gateway_settings.load(release.service, paths)
+    api_key.make(settings, paths)
     # The good record is not written yet on a first deploy; the hint says whom to follow.
     files.write_text(paths.service_run(release.service) / "gateway-of", release.name + "\n")
-    if not systemd.is_active(unit) or not boots(release.service, paths):
-        systemd.systemctl("reset-failed", unit)
-        said = systemd.systemctl("enable", "--now", unit)
+    if not systemd.is_active(settings.unit) or not boots(release.service, paths):
+        systemd.systemctl("reset-failed", settings.unit)
+        said = systemd.systemctl("enable", "--now", settings.unit)
         if said.returncode != 0:
-            raise HostToolError(unit, said.stderr.strip(), f"journalctl -u {unit}")
-        return
-    current = paths.gateway_run(release.service) / "nginx.conf"
-    keys = current.with_name("keys.conf")
-    wanted = {current: config_text(release, paths), keys: keys_text(read_key(release, paths))}
-    if any(not path.is_file() or path.read_text() != text for path, text in wanted.items()):
-        reload(release.service, paths, release)
+            raise HostToolError(
+                settings.unit, said.stderr.strip(), f"journalctl -u {settings.unit}"
+            )
+    elif not nginx.is_current(settings, _upstream(release.service, paths), paths):
+        reload(release.service, paths)
+
+
+def follow(service: str, paths: Paths) -> str | None:
+    """Take over an address that came or went; return what changed, if anything."""
+    settings = gateway_settings.load(service, paths)
+    if settings.expose not in ("docker", "tailscale") or _master(service, paths) is None:
+        return None
+    if nginx.is_current(settings, _upstream(service, paths), paths):
+        return None
+    reload(service, paths)
+    return "listens on " + ", ".join(map(str, listeners.wanted(settings).listeners))
 
 
 def boots(service: str, paths: Paths) -> bool:
@@ -72,95 +93,123 @@ def boots(service: str, paths: Paths) -> bool:
     return (paths.units / f"multi-user.target.wants/spark-gateway@{service}.service").is_symlink()
 
 
-def render(release: Release, paths: Paths) -> Path:
-    """Write nginx.conf and keys.conf below /run; return their directory."""
-    directory = paths.gateway_run(release.service)
-    directory.mkdir(parents=True, exist_ok=True)
-    # Workers must pass through to their temporary directories, nobody may list or read.
-    os.chmod(directory, 0o711)
-    key = read_key(release, paths)
-    files.write_text(directory / "keys.conf", keys_text(key), 0o600)
-    files.write_text(directory / "nginx.conf", config_text(release, paths), 0o600)
-    return directory
+def difference(service: str, paths: Paths) -> str | None:
+    """Return how the running gateway differs from what its settings want; ``None`` if it does not.
 
-
-def make_key(release: Release, paths: Paths) -> None:
-    """Have an API key on this host; one that is there is kept."""
-    path = _key_path(release, paths)
-    if path.exists():
-        os.chmod(path, 0o600)
-    else:
-        files.write_text(path, secrets.token_urlsafe(32) + "\n", 0o600)
-
-
-def read_key(release: Release, paths: Paths) -> str:
-    """Return the API key.
-
-    Raises:
-        HostToolError: It is missing, readable by others, or not usable in a header.
+    What is wrong with the key is said by :func:`key_problem`.
     """
-    path = _key_path(release, paths)
+    master = _master(service, paths)
+    if master is None or key_problem(service, paths) is not None:
+        return None
     try:
-        mode, key = path.stat().st_mode, path.read_text().strip()
-    except FileNotFoundError as error:
-        raise HostToolError(str(path), "no API key", "run the deploy again") from error
-    if mode & 0o077:
-        raise HostToolError(str(path), "is readable by others", f"chmod 600 {path}")
-    if not _KEY.match(key):
-        raise HostToolError(
-            str(path),
-            "not a usable key (16 to 512 letters, digits or . _ ~ + / = -)",
-            f"remove {path} and run the deploy: it makes a new one",
+        settings = gateway_settings.load(service, paths)
+        wanted = listeners.wanted(settings)
+        if wanted.missing is not None:
+            return wanted.missing
+        if not nginx.is_current(settings, _upstream(service, paths), paths):
+            return "its settings or its key changed since it took them over"
+    except HostToolError as error:
+        return str(error)
+    return _listening_wrong(settings, master)
+
+
+def key_problem(service: str, paths: Paths) -> str | None:
+    """Return what is wrong with the key clients must bring; the key itself stays where it is."""
+    try:
+        api_key.read(gateway_settings.load(service, paths), paths)
+    except HostToolError as error:
+        return str(error)
+    return None
+
+
+def problem(release: Release, paths: Paths) -> HostToolError | None:
+    """Return why this release's gateway could not run here; ``None`` when it could."""
+    try:
+        nginx.program()
+        settings = gateway_settings.load(release.service, paths)
+    except HostToolError as error:
+        return error
+    try:
+        pwd.getpwnam(settings.user)
+    except KeyError:
+        return HostToolError(
+            f"account {settings.user}",
+            "does not exist on this host",
+            "systemd-sysusers /etc/sysusers.d/spark.conf, or run the deploy again",
         )
-    return key
+    return None
 
 
-def _key_path(release: Release, paths: Paths) -> Path:
-    return paths.root / release.gateway.key_path.lstrip("/")
+def wait_until_listening(service: str, paths: Paths, wait_s: float = 10) -> None:
+    """Return once the gateway listens on exactly its addresses."""
+    settings = gateway_settings.load(service, paths)
+
+    def wrong() -> str | None:
+        master = _master(service, paths)
+        return "does not run" if master is None else _listening_wrong(settings, master)
+
+    _wait(lambda: wrong() is None, settings, lambda: str(wrong()), wait_s)
 
 
-def keys_text(key: str) -> str:
-    """Return nginx maps that set ``$spark_key`` to 1 for the right key.
-
-    Regular expressions, because nginx compares plain map strings without regard to case.
-    """
-    escaped = re.sub(r"([.+/=~-])", r"\\\1", key)
-    return (
-        f'map $http_x_api_key $spark_header_key {{ default 0; "~^{escaped}$" 1; }}\n'
-        "map $http_authorization $spark_key "
-        f'{{ default $spark_header_key; "~^[Bb]earer +{escaped}$" 1; }}\n'
-    )
+def _listening_wrong(settings: Gateway, master: int) -> str | None:
+    shall = {one.address for one in listeners.wanted(settings).listeners}
+    does = listeners.listening(master, settings.port)
+    if shall == does:
+        return None
+    return f"listens on {_named(does)} instead of {_named(shall)}, port {settings.port}"
 
 
-def config_text(release: Release, paths: Paths) -> str:
-    """Return the nginx configuration of a release's service."""
+def _named(addresses: set[str] | frozenset[str]) -> str:
+    return ", ".join(sorted(addresses)) or "nothing"
+
+
+def _wait(
+    done: Callable[[], bool], settings: Gateway, why: Callable[[], str], wait_s: float = 10
+) -> None:
+    deadline = time.monotonic() + wait_s
+    while not done():
+        if time.monotonic() > deadline:
+            raise HostToolError(settings.unit, why(), f"journalctl -u {settings.unit}")
+        time.sleep(0.05)
+
+
+def _master(service: str, paths: Paths) -> int | None:
+    """Return the process id of the running nginx."""
+    try:
+        pid = int((paths.gateway_run(service) / "nginx.pid").read_text())
+        os.kill(pid, 0)
+    except (FileNotFoundError, ValueError, ProcessLookupError):
+        return None
+    return pid
+
+
+def _workers(master: int) -> frozenset[int]:
+    """Return the workers that accept connections."""
+    with open(f"/proc/{master}/task/{master}/children") as source:
+        children = [int(word) for word in source.read().split()]
+    return frozenset(pid for pid in children if b"shutting down" not in _title(pid))
+
+
+def _title(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as source:
+            return source.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return b"shutting down"
+
+
+def _handed_over(before: frozenset[int], now: frozenset[int]) -> bool:
+    return bool(now) and not before & now
+
+
+def _upstream(service: str, paths: Paths) -> str:
+    release = _release_in_use(service, paths)
     path = socket_path(release, paths)
-    upstream = f"unix:{path}" if path else f"127.0.0.1:{release.engine.option('--port')}"
-    rate = release.gateway.rate_per_s
-    values = {
-        "USER": release.gateway.user,
-        "GROUP": "nogroup" if release.gateway.user == "nobody" else release.gateway.user,
-        "RUN": str(paths.gateway_run(release.service)),
-        "MAX_BODY_BYTES": str(release.gateway.max_body_bytes),
-        "UPSTREAM": upstream,
-        "LISTEN": "\n        ".join(_listen(a, p) for a, p in release.gateway.listen),
-        "OPEN_ONLY": f"if (!-f {paths.door(release.service)}) {{ return 503; }}",
-        "LIMIT_ZONE": ""
-        if rate is None
-        else f"limit_req_zone $server_name zone=all:64k rate={rate}r/s; limit_req_status 429;",
-        "LIMIT": "" if rate is None else f"limit_req zone=all burst={rate * 2} nodelay;",
-    }
-    template = resources.files("spark_serve").joinpath("gateway.conf").read_text()
-    return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
+    return f"unix:{path}" if path else f"127.0.0.1:{release.engine.option('--port')}"
 
 
-def _listen(address: str, port: int) -> str:
-    host = f"[{address}]" if ":" in address else address
-    return f"listen {host}:{port};"
-
-
-def _configuring_release(service: str, paths: Paths) -> Release:
-    """Return the release whose gateway settings hold: running, else hinted, else good, else any."""
+def _release_in_use(service: str, paths: Paths) -> Release:
+    """Return the release whose engine the gateway talks to: hinted, else good, else any."""
     hint = paths.service_run(service) / "gateway-of"
     hinted = hint.read_text().strip() if hint.is_file() else None
     mine = [name for name in names(paths) if service_of(name) == service]
@@ -171,44 +220,3 @@ def _configuring_release(service: str, paths: Paths) -> Release:
     raise HostToolError(
         f"gateway of {service}", "no release of this service", "run the deploy for this host"
     )
-
-
-def _nginx() -> str:
-    for path in ("/usr/sbin/nginx", "/usr/local/sbin/nginx", "/usr/bin/nginx"):
-        if os.access(path, os.X_OK):
-            return path
-    raise HostToolError("nginx", "not installed", "run the deploy again")
-
-
-def problem(release: Release) -> HostToolError | None:
-    """Return why this release's gateway could not run here; ``None`` when it could."""
-    try:
-        _nginx()
-        pwd.getpwnam(release.gateway.user)
-    except KeyError:
-        return HostToolError(
-            f"account {release.gateway.user}",
-            "does not exist on this host",
-            "systemd-sysusers /etc/sysusers.d/spark.conf, or run the deploy again",
-        )
-    except HostToolError as error:
-        return error
-    return None
-
-
-def wait_until_listening(release: Release, paths: Paths, wait_s: float = 10) -> None:
-    """Return once the gateway accepts connections on its first address."""
-    address, port = release.gateway.listen[0]
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            socket.create_connection((address, port), 1).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise HostToolError(
-                    release.gateway_unit,
-                    f"does not accept connections on {address}:{port}: {error}",
-                    f"journalctl -u {release.gateway_unit}",
-                ) from error
-        time.sleep(0.1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RELEASES_DIR = "etc/spark/releases"
+GATEWAY_DIR = "etc/spark/gateway"
 STATE_DIR = "var/lib/spark"
 RUN_DIR = "run/spark"
 
@@ -76,6 +77,10 @@ class Paths:
     def door(self, service: str) -> Path:
         """Return the file whose existence lets requests through the gateway."""
         return self.service_run(service) / "open"
+
+    def gateway_settings(self, service: str) -> Path:
+        """Return the file that says where a service's gateway listens."""
+        return self.root / GATEWAY_DIR / f"{service}.json"
 
     def gateway_run(self, service: str) -> Path:
         """Return the directory the gateway's configuration is rendered into."""

@@ -61,17 +61,6 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
-    """The only way in."""
-
-    listen: tuple[tuple[str, int], ...]
-    max_body_bytes: int
-    key_path: str
-    user: str
-    rate_per_s: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Question:
     """A prompt whose answer must match a regular expression."""
 
@@ -143,7 +132,6 @@ class Release:
     engine: Engine
     memory: Memory
     timeouts: Timeouts
-    gateway: Gateway
     check: CheckPlan
     watch: Watch
 
@@ -156,11 +144,6 @@ class Release:
     def serve_unit(self) -> str:
         """The unit whose activity means that this release runs."""
         return f"spark-serve@{self.name}.service"
-
-    @property
-    def gateway_unit(self) -> str:
-        """The unit of the service's gateway."""
-        return f"spark-gateway@{self.service}.service"
 
 
 def service_of(name: str) -> str:
@@ -240,7 +223,6 @@ def _parse(raw: dict[str, Any]) -> Release:
             int(raw["memory"]["floor_bytes"]),
         ),
         timeouts=Timeouts(**{key: float(value) for key, value in raw["timeouts"].items()}),
-        gateway=_gateway(raw["gateway"]),
         check=_check(raw["check"]),
         watch=Watch(
             float(raw["watch"]["stall_s"]),
@@ -260,17 +242,6 @@ def _engine(raw: dict[str, Any]) -> Engine:
         env=tuple((str(key), str(value)) for key, value in sorted(raw["env"].items())),
         mounts=mounts,
         docker_args=tuple(str(word) for word in raw["docker_args"]),
-    )
-
-
-def _gateway(raw: dict[str, Any]) -> Gateway:
-    rate = raw.get("rate_per_s")
-    return Gateway(
-        listen=tuple((str(address), int(port)) for address, port in raw["listen"]),
-        max_body_bytes=int(raw["max_body_bytes"]),
-        key_path=str(raw["key_path"]),
-        user=str(raw.get("user", "spark-gateway")),
-        rate_per_s=None if rate is None else int(rate),
     )
 
 

@@ -42,7 +42,7 @@ def prepare(name: str, paths: Paths) -> int:
     directory = paths.service_run(release.service)
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
     directory.mkdir(mode=0o710, exist_ok=True)
-    door.give_to_gateway(directory, release, 0o710)
+    door.give_to_gateway(directory, release, 0o710, paths)
     for mount in release.engine.mounts:
         if not mount.read_only:  # caches of the engine start empty
             Path(mount.source).mkdir(mode=0o755, parents=True, exist_ok=True)

@@ -24,7 +24,6 @@ from spark_serve import (
 )
 from spark_serve import release as releases
 from spark_serve.engine import Engine, EngineError
-from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
 from spark_serve.release import Release
 
@@ -96,7 +95,6 @@ def _release(release: Release) -> dict[str, Any]:
         "model": release.model,
         "profile": release.profile,
         "names": list(release.names),
-        "listen": [list(pair) for pair in release.gateway.listen],
         "tree": release.tree_path,
         "image": release.image_tag,
     }
@@ -137,19 +135,10 @@ def _service(
         "gateway": {
             "active": gateway_unit.get("ActiveState", "inactive"),
             "enabled": gateway.boots(name, paths),
-            "key_problem": _key_problem([r for r in known if r.name in running], paths),
+            "key_problem": gateway.key_problem(name, paths) if running else None,
+            "difference": gateway.difference(name, paths),
         },
     }
-
-
-def _key_problem(running: list[Release], paths: Paths) -> str | None:
-    """Say what is wrong with the key clients must bring; the key itself stays where it is."""
-    try:
-        for release in running:
-            gateway.read_key(release, paths)
-    except HostToolError as error:
-        return str(error)
-    return None
 
 
 def _proof(

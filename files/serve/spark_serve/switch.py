@@ -195,7 +195,7 @@ def _refusal(release: Release, paths: Paths, record: Record) -> HostToolError | 
             )
         return (
             serve.part_problem(release)
-            or gateway.problem(release)
+            or gateway.problem(release, paths)
             or memory.problem(release.memory.needed_bytes)
         )
 
@@ -246,7 +246,7 @@ def _take_over(release: Release, paths: Paths, record: Record) -> None:
     with record.phase("open"):
         gateway.bring_up(release, paths)
         door.open_for(release, paths)
-        gateway.wait_until_listening(release, paths)
+        gateway.wait_until_listening(release.service, paths)
     with record.phase("enable"):
         boot.enable_only(release, paths)
     speed.measured(release, paths, record)

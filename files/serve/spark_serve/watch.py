@@ -11,8 +11,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from spark_serve import docker, files, sensors, systemd
+from spark_serve import docker, files, gateway, sensors, systemd
 from spark_serve.engine import Engine, EngineError, Metrics
+from spark_serve.errors import HostToolError
 from spark_serve.memory import GIB, available_bytes
 from spark_serve.paths import Paths
 from spark_serve.release import Release, Watch, load
@@ -68,6 +69,7 @@ def run(name: str, paths: Paths) -> int:
     engine = Engine.of(release, paths)
     judge = Judge(release.watch, release.memory.floor_bytes)
     thermometer, looked_s = Thermometer(release.watch), float("-inf")
+    followed = None
     while True:
         reason = judge.starving(available_bytes())
         if reason is not None:
@@ -81,7 +83,22 @@ def run(name: str, paths: Paths) -> int:
             looked_s = time.monotonic()
             for kind, text in thermometer.events(sensors.read()):
                 event(release, kind, text, paths)
+        followed = _follow_addresses(release, paths, followed)
         time.sleep(release.watch.interval_s)
+
+
+def _follow_addresses(release: Release, paths: Paths, last: str | None) -> str | None:
+    """Let the gateway take over an address of a bridge or tunnel that came, went or changed.
+
+    Returns what there was to say last, so that the same trouble makes one event.
+    """
+    try:
+        said = gateway.follow(release.service, paths)
+    except HostToolError as error:
+        said = str(error)
+    if said is not None and said != last:
+        event(release, "gateway", said, paths)
+    return said
 
 
 def act(release: Release, kind: str, reason: str, paths: Paths) -> None:

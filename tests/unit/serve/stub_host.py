@@ -14,8 +14,10 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(REPOSITORY / "files" / "serve"))
 
+from spark_serve import gateway_settings  # noqa: E402
 from spark_serve import release as releases  # noqa: E402
 from spark_serve.engine import Engine, EngineError  # noqa: E402
+from spark_serve.gateway_settings import Gateway  # noqa: E402
 from spark_serve.paths import Paths  # noqa: E402
 from spark_serve.release import Release  # noqa: E402
 
@@ -52,12 +54,6 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
         "memory": {"needed_bytes": 1, "wait_s": 1, "floor_bytes": 1},
         "timeouts": {"start_s": 3, "stop_s": 2, "drain_s": 2},
         "restart": {"delay_s": 60, "burst": 3, "interval_s": 7200},
-        "gateway": {
-            "listen": [["127.0.0.1", 18080]],
-            "max_body_bytes": 4096,
-            "key_path": "/etc/spark/api-key",
-            "user": "nobody",
-        },
         "check": {
             "timeout_s": 1.5,
             "max_model_len": 4096,
@@ -102,8 +98,29 @@ class Host:
     program: Path
     engines: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
+    def gateway(self, **changes: Any) -> Gateway:
+        """Write the gateway's settings and return them as the tools read them."""
+        data = {
+            "schema_version": 1,
+            "service": "main",
+            "expose": "loopback",
+            "port": 18080,
+            "max_body_bytes": 4096,
+            "max_requests_per_s": None,
+            "key_path": "/etc/spark/api-key",
+            "tls": None,
+            "user": "nobody",
+            **changes,
+        }
+        path = self.paths.gateway_settings("main")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data))
+        return gateway_settings.load("main", self.paths)
+
     def release(self, name: str = RELEASE, **changes: Any) -> Release:
         """Write a release and return it as the tools read it."""
+        if not self.paths.gateway_settings("main").exists():
+            self.gateway()
         folder = self.paths.releases / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "release.json").write_text(json.dumps(release_data(name, **changes)))

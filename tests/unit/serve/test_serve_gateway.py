@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from spark_serve import door, gateway
+from spark_serve import api_key, door, gateway
 from spark_serve.errors import HostToolError
-from spark_serve.release import Release
-from stub_host import REPOSITORY, Host, wait_until
+from spark_serve.gateway_settings import Gateway
+from stub_host import REPOSITORY, Host
 
 if shutil.which("nginx", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0:
     pytest.skip("needs nginx and root", allow_module_level=True)
@@ -35,15 +35,15 @@ class Door:
     """A running gateway and how to knock at it."""
 
     host: Host
-    release: Release
+    settings: Gateway
     process: subprocess.Popen[bytes]
 
     @property
     def key(self) -> str:
-        return gateway.read_key(self.release, self.host.paths)
+        return api_key.read(self.settings, self.host.paths)
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(*self.release.gateway.listen[0], timeout=10)
+        return http.client.HTTPConnection("127.0.0.1", self.settings.port, timeout=10)
 
     def ask(
         self, path: str, body: object = None, method: str | None = None, **headers: str
@@ -71,15 +71,10 @@ def free_port() -> int:
 def gate(host: Host) -> Iterator[Door]:
     os.chmod(host.paths.root.parent, 0o755)
     os.chmod(host.paths.root.parent.parent, 0o755)
-    data = {
-        "listen": [["127.0.0.1", free_port()]],
-        "max_body_bytes": 4096,
-        "key_path": "/etc/spark/api-key",
-        "user": "nobody",
-    }
-    release = host.release(gateway=data)
+    settings = host.gateway(port=free_port())
+    release = host.release()
     host.started(release, STUB_TOKEN_S="0.05")
-    gateway.make_key(release, host.paths)
+    api_key.make(settings, host.paths)
     door.open_for(release, host.paths)
     process = subprocess.Popen(
         [sys.executable, "-m", "spark_serve", "gateway", "main"],
@@ -90,8 +85,8 @@ def gate(host: Host) -> Iterator[Door]:
         },
     )
     try:
-        gateway.wait_until_listening(release, host.paths)
-        yield Door(host, release, process)
+        gateway.wait_until_listening("main", host.paths)
+        yield Door(host, settings, process)
     finally:
         process.terminate()
         process.wait(10)
@@ -155,17 +150,7 @@ def test_the_key_never_reaches_the_engine_argv_or_a_readable_file(gate: Door) ->
 
 
 def test_a_closed_door_is_a_clear_503_while_answers_under_way_go_on(gate: Door) -> None:
-    connection = gate.connect()
-    body = {
-        **QUESTION,
-        "stream": True,
-        "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * 12}],
-    }
-    connection.request(
-        "POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {gate.key}"}
-    )
-    answer = connection.getresponse()
-    assert answer.readline().startswith(b"data: ")
+    answer = long_answer(gate)
     door.close("main", gate.host.paths)
     status, headers, text = gate.ask(
         "/v1/chat/completions", QUESTION, Authorization=f"Bearer {gate.key}"
@@ -214,35 +199,53 @@ def test_a_body_over_the_limit_is_refused(gate: Door) -> None:
     assert (status, json.loads(text)["error"]["code"]) == (413, 413)
 
 
-def test_a_new_key_holds_after_a_reload_and_the_old_one_is_out(gate: Door) -> None:
+def test_a_new_key_holds_at_once_and_the_old_one_is_out(gate: Door) -> None:
     old = gate.key
-    path = gate.host.paths.root / "etc/spark/api-key"
-    path.write_text("another-key-0123456789\n")
-    gateway.reload("main", gate.host.paths)
-    wait_until(
-        lambda: gate.chat(Authorization="Bearer another-key-0123456789") == 200,
-        "the new key is taken over",
-    )
+    gateway.new_key("main", gate.host.paths)
+    assert gate.key != old
+    assert gate.chat(Authorization=f"Bearer {gate.key}") == 200
     assert gate.chat(Authorization=f"Bearer {old}") == 401
 
 
+def test_an_answer_under_way_survives_a_change_of_the_key(gate: Door) -> None:
+    answer = long_answer(gate)
+    gateway.new_key("main", gate.host.paths)
+    assert answer.read().rstrip().endswith(b"data: [DONE]")
+
+
+def long_answer(gate: Door) -> http.client.HTTPResponse:
+    """Ask for two seconds of pieces and return once the first one is there."""
+    body = {
+        **QUESTION,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * 40}],
+    }
+    connection = gate.connect()
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {gate.key}"}
+    )
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data: ")
+    return answer
+
+
 def test_a_key_is_made_once_and_only_for_root(host: Host) -> None:
-    release = host.release()
-    gateway.make_key(release, host.paths)
-    first = gateway.read_key(release, host.paths)
-    gateway.make_key(release, host.paths)
-    assert gateway.read_key(release, host.paths) == first
+    settings = host.gateway()
+    api_key.make(settings, host.paths)
+    first = api_key.read(settings, host.paths)
+    api_key.make(settings, host.paths)
+    assert api_key.read(settings, host.paths) == first
     path = host.paths.root / "etc/spark/api-key"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o644)
     with pytest.raises(HostToolError, match="readable by others"):
-        gateway.read_key(release, host.paths)
+        api_key.read(settings, host.paths)
 
 
 @pytest.mark.parametrize("key", ["short", 'quote"1234567890123456', "brace{}1234567890123456"])
 def test_a_key_that_could_break_the_configuration_is_refused(host: Host, key: str) -> None:
-    release = host.release()
-    gateway.make_key(release, host.paths)
+    settings = host.gateway()
+    api_key.make(settings, host.paths)
     (host.paths.root / "etc/spark/api-key").write_text(key)
     with pytest.raises(HostToolError, match="not a usable key"):
-        gateway.read_key(release, host.paths)
+        api_key.read(settings, host.paths)
