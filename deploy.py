@@ -44,5 +44,11 @@ checkpoint.apply(jobs=jobs, release=release, paths=plan.paths)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker)
 image.apply(jobs=jobs, release=release, paths=plan.paths)
-serve.apply(plan=plan.serve, jobs=jobs, files=release_files_of(plan), paths=plan.paths)
-verify.apply(plan=plan.serve, paths=plan.paths)
+serve.apply(
+    plan=plan.serve,
+    gateway=plan.gateway,
+    jobs=jobs,
+    files=release_files_of(plan),
+    paths=plan.paths,
+)
+verify.apply(plan=plan.serve, gateway=plan.gateway, paths=plan.paths)

@@ -9,17 +9,23 @@ from pyinfra.context import host, inventory
 
 from spark_deploy.loop import each
 from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.gateway import configured
 from spark_deploy.operations.jobs import prepared
 from spark_deploy.operations.serve import release_files, switched
 from spark_deploy.plan.jobs import Job
-from spark_deploy.plan.types import Paths, ServePlan
+from spark_deploy.plan.types import GatewayPlan, Paths, ServePlan
 
 PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
 
 
 @deploy("Serve")
 def apply(
-    *, plan: ServePlan, jobs: Sequence[Job], files: Sequence[ManagedFile], paths: Paths
+    *,
+    plan: ServePlan,
+    gateway: GatewayPlan,
+    jobs: Sequence[Job],
+    files: Sequence[ManagedFile],
+    paths: Paths,
 ) -> None:
     """Prepare everything while the old release answers, then change over host by host."""
     prepared(
@@ -31,6 +37,7 @@ def apply(
     )
     release_files(name="Install units and release", plan=plan, files=tuple(files),
                   user="spark-gateway")  # fmt: skip
+    configured(name="Configure the gateway", plan=gateway, paths=paths)
     # One operation per host in inventory order: a fault stops at the first host it meets.
     for name in each(member.name for member in inventory):
         if name == host.name:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.operations.serve import proven
-from spark_deploy.plan.types import Paths, ServePlan
+from spark_deploy.plan.types import GatewayPlan, Paths, ServePlan
 
 
 @deploy("Verify")
-def apply(*, plan: ServePlan, paths: Paths) -> None:
+def apply(*, plan: ServePlan, gateway: GatewayPlan, paths: Paths) -> None:
     """Compare what runs, what is proven and one live answer with the plan."""
-    proven(name="Prove what is served", plan=plan, paths=paths)
+    proven(name="Prove what is served", plan=plan, gateway=gateway, paths=paths)

@@ -5,6 +5,7 @@ Names in an inventory file that pyinfra must not take for groups begin with an u
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 import os
@@ -18,9 +19,11 @@ from typing import Any
 
 import click
 
+from spark_deploy.certificates import check_gateway
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import Problem, SettingsError
 from spark_deploy.plan.check import check_pair
+from spark_deploy.plan.gateway import gateway_plan
 from spark_deploy.schema_check import closest
 from spark_deploy.settings import HostSettings, load_hosts
 
@@ -64,11 +67,12 @@ def groups_from(
     found = load_hosts(
         groups, root=vars_root(file), overrides=_overrides(arguments), generated=generated
     )
+    extra = host_data or {}
+    found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
     _check_pairs(found.values())
     _known.update(found)
     if arguments:
         signal.signal(signal.SIGINT, _stop)
-    extra = host_data or {}
     data = {host: {**_data(found[host]), **extra.get(host, {})} for host in found}
     if _is_bootstrap(arguments):
         chosen = _chosen(arguments, groups, Path(file).stem)
@@ -124,6 +128,14 @@ def vars_root(file: str) -> Path:
         if (candidate / "group_vars").is_dir() or (candidate / "host_vars").is_dir():
             return candidate
     return folder
+
+
+def _with_address(found: HostSettings, data: Mapping[str, Any]) -> HostSettings:
+    """Let plans know the address that an inventory file gives pyinfra."""
+    if "ssh_hostname" not in data:
+        return found
+    ssh = dataclasses.replace(found.settings.ssh, hostname=data["ssh_hostname"])
+    return dataclasses.replace(found, settings=dataclasses.replace(found.settings, ssh=ssh))
 
 
 def _data(found: HostSettings) -> dict[str, Any]:
@@ -233,6 +245,7 @@ def _check_pairs(found: Any) -> None:
     problems: list[Problem] = []
     for host in found:
         problems += check_pair(host.settings)
+        problems += check_gateway(gateway_plan(host.settings, host.host))
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))
 

@@ -14,7 +14,7 @@ from spark_deploy.operations.base import HOLD_PATH, SLEEP_TARGETS
 from spark_deploy.payload import Payload
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.release import release_files_of, unit_files_of
-from spark_deploy.plan.types import HostPlan, Paths
+from spark_deploy.plan.types import GatewayPlan, HostPlan, Paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +95,15 @@ def _release(plan: HostPlan) -> Iterator[Owned]:
         yield Owned("active", unit, change)
         yield Owned("enabled", unit, change)
     yield Owned("file", f"{plan.paths.state_dir}/proofs/{serve.name}.json", change)
-    yield Owned("file", serve.gateway.key_path, change, 0o600)
+    yield from _gateway(plan.gateway, change)
+
+
+def _gateway(gateway: GatewayPlan, change: str) -> Iterator[Owned]:
+    configure = "Serve | Configure the gateway"
+    yield Owned("file", gateway.settings_path, configure, 0o644)
+    if gateway.tls:
+        yield Owned("file", gateway.certificate_path, configure, 0o644)
+        yield Owned("file", gateway.certificate_key_path, configure, 0o600)
+    # A key made on the host is made anew by the change of release, a given one is sent again.
+    owner = change if gateway.key.kind == "generate" else configure
+    yield Owned("file", gateway.key_path, owner, 0o600)

@@ -156,6 +156,8 @@ def _convert(kind: Any, value: Any) -> Any:
         return tuple(_convert(arguments[0], item) for item in value)
     if origin is dict:
         return {key: _convert(arguments[1], item) for key, item in value.items()}
+    if kind is str and value is False:
+        return "off"  # what YAML makes of the word
     if kind in (int, float, str):
         return kind(value)
     return value

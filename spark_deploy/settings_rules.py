@@ -49,6 +49,7 @@ def rule_problems(
     yield from _paths_apart(data, where)
     yield from _options_not_owned(data, where)
     yield from _no_secret_in_environment(data, where)
+    yield from _tls_fits(data, where)
 
 
 def _names_in_catalog(data: dict[str, Any], where: Where, checkout: Path) -> Iterator[Problem]:
@@ -114,3 +115,16 @@ def _no_secret_in_environment(data: dict[str, Any], where: Where) -> Iterator[Pr
             yield Problem(
                 place, what, "use hub.token or serve.api_key with {env|file|command: ...}"
             )
+
+
+def _tls_fits(data: dict[str, Any], where: Where) -> Iterator[Problem]:
+    serve = data["serve"]
+    mode = serve["tls"] or "off"
+    if mode != "off" and serve["expose"] != "lan":
+        what = f"{mode} with expose: {serve['expose']}; TLS is for what leaves the host in the open"
+        fix = "set serve.expose: lan, or serve.tls: off"
+        yield Problem(f"{where(('serve', 'tls'))}: serve.tls", what, fix)
+    for key in ("tls_certificate", "tls_key"):
+        if mode == "own-cert" and not serve[key]:
+            place = f"{where(('serve', 'tls'))}: serve.{key}"
+            yield Problem(place, "is needed with tls: own-cert", "name a PEM file of this machine")

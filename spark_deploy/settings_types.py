@@ -25,8 +25,15 @@ class ServeSettings:
     names: tuple[str, ...]
     port: int
     expose: str
+    address: str | None
+    tls: str
+    tls_certificate: str | None
+    tls_key: str | None
+    tls_names: tuple[str, ...]
+    ca_dir: str
     api_key: SecretRef
     max_body_bytes: int
+    max_requests_per_s: int | None
     start_timeout_s: int
     stop_timeout_s: int
     drain_s: int

@@ -1,14 +1,25 @@
-"""``spark-deploy connect``: how to talk to each server, from the settings alone."""
+"""``spark-deploy connect``: how to talk to each server, from the settings.
+
+Only a tailnet's address is asked of the host, when the settings do not say it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from spark_deploy.cli.hosts import Listed, listed
+from pyinfra.api.host import Host
+
+from spark_deploy.certificates import ca_path
+from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.cli.looking import look
+from spark_deploy.facts.gateway import TailnetAddress
+from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
+from spark_deploy.plan.types import GatewayPlan
 from spark_deploy.settings_types import Settings
 
 
@@ -18,17 +29,22 @@ class Connection:
 
     host: str
     base_url: str
+    users: str  # who reaches base_url
     model: str
     names: tuple[str, ...]
     key_path: str
-    tunnel: str | None  # a command that makes base_url work from here
     read_key: str  # a command that prints the key
+    tunnel: str | None  # a command that makes the host's own URL work from here
+    ca: str | None  # a file that clients must trust
+    container: str | None  # base URL inside containers of the host
     example: str
 
 
 def run(options: argparse.Namespace) -> int:
     """Print how to talk to the chosen hosts."""
-    found = [connection_of(host) for host in listed(options)]
+    hosts = listed(options)
+    tailnet = _tailnet_addresses(hosts)
+    found = [connection_of(host, tailnet.get(host.name)) for host in hosts]
     if options.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
     else:
@@ -36,29 +52,60 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def connection_of(host: Listed) -> Connection:
+def _tailnet_addresses(hosts: list[Listed]) -> dict[str, str]:
+    """Ask the hosts whose settings do not say what their tailnet calls them."""
+    unknown = [
+        host
+        for host in hosts
+        if (serve := host.settings.settings.serve).expose == "tailscale" and not serve.address
+    ]
+    if not unknown:
+        return {}
+
+    def ask(host: Host, _listed: Listed) -> str | None:
+        return host.get_fact(TailnetAddress) or None
+
+    answers = look(unknown, ask)
+    for answer in answers:
+        if answer.value is None:
+            say(f"{answer.host.name}: its tailnet address is not known: {answer.problem}")
+    return {answer.host.name: answer.value for answer in answers if answer.value}
+
+
+def connection_of(host: Listed, tailnet_address: str | None = None) -> Connection:
     """Return what a client needs for ``host``."""
     settings = host.settings.settings
+    plan = gateway_plan(settings, host.name)
+    if tailnet_address:
+        plan = dataclasses.replace(plan, address=tailnet_address)
     names = settings.serve.names or (settings.model,)
-    port = settings.serve.port
     local = host.name.startswith("@")
-    inside = settings.serve.expose != "lan"
-    address = "127.0.0.1" if inside or local else host.data.get("ssh_hostname", host.name)
-    base_url = f"http://{address}:{port}/v1"
-    key_path = f"{settings.paths.config_dir}/api-key"
     login = [] if local else ssh_command(host)
-    read_key = shlex.join([*login, *_sudo(settings), "cat", key_path])
-    tunnel = [*login[:1], "-N", "-L", f"{port}:127.0.0.1:{port}", *login[1:]]
+    read_key = shlex.join([*login, *_sudo(settings), "cat", plan.key_path])
+    base_url, users = _best(plan)
+    inside = base_url == url(plan, LOOPBACK)
+    tunnel = [*login[:1], "-N", "-L", f"{plan.port}:{LOOPBACK}:{plan.port}", *login[1:]]
+    private = plan.tls is not None and plan.tls.mode == "private-ca"
+    ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and private else None
     return Connection(
         host=host.name,
         base_url=base_url,
+        users=users,
         model=names[0],
         names=tuple(names),
-        key_path=key_path,
-        tunnel=shlex.join(tunnel) if inside and not local else None,
+        key_path=plan.key_path,
         read_key=read_key,
-        example=_example(base_url, names[0], read_key),
+        tunnel=None if local or not inside else shlex.join(tunnel),
+        ca=ca,
+        container=url(plan, CONTAINER_NAME) if plan.expose == "docker" else None,
+        example=_example(base_url, names[0], read_key, ca),
     )
+
+
+def _best(plan: GatewayPlan) -> tuple[str, str]:
+    """Return the URL for most clients: the network's when there is one, else the host's own."""
+    urls = base_urls(plan)
+    return urls[0] if plan.expose == "docker" or (len(urls) > 1 and not plan.address) else urls[-1]
 
 
 def ssh_command(host: Listed) -> list[str]:
@@ -78,21 +125,28 @@ def lines(one: Connection) -> Iterator[str]:
     """Yield the connection as lines for people."""
     yield f"{one.host}:"
     also = f" (also {', '.join(one.names[1:])})" if one.names[1:] else ""
-    yield f"  base URL  {one.base_url}"
-    yield f"  model     {one.model}{also}"
-    yield f"  API key   {one.key_path} on the host; print it with: {one.read_key}"
+    yield f"  base URL   {one.base_url} ({one.users})"
+    if one.container:
+        yield f"  containers {one.container}, on this host, with"
+        yield f"             docker run --add-host {CONTAINER_NAME}:host-gateway ..."
+    yield f"  model      {one.model}{also}"
+    yield f"  API key    {one.key_path} on the host; print it with: {one.read_key}"
+    if one.ca:
+        yield f"  CA         {one.ca} on this machine, made by the first deploy; clients need it:"
+        yield f"             curl --cacert {one.ca}; Python: SSL_CERT_FILE={one.ca}"
     if one.tunnel:
-        yield f"  from here {one.tunnel}"
-    yield f"  try       {one.example}"
+        yield f"  from here  {one.tunnel}"
+    yield f"  try        {one.example}"
 
 
 def _sudo(settings: Settings) -> list[str]:
     return ["sudo"] if settings.sudo else []
 
 
-def _example(base_url: str, model: str, read_key: str) -> str:
+def _example(base_url: str, model: str, read_key: str, ca: str | None) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": "What is 7823 * 4519?"}]}
+    trust = f"--cacert {shlex.quote(ca)} " if ca else ""
     return (
-        f'curl -s {base_url}/chat/completions -H "Authorization: Bearer $({read_key})" '
+        f'curl -s {trust}{base_url}/chat/completions -H "Authorization: Bearer $({read_key})" '
         f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     )

@@ -11,9 +11,10 @@ from spark_deploy.catalog import Profile, load_model, load_profile
 from spark_deploy.cli.hosts import OPEN_COMMIT, listed, planned
 from spark_deploy.locking import size
 from spark_deploy.plan.digest import plain
+from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.host import effective_profile
 from spark_deploy.plan.memory import gib
-from spark_deploy.plan.types import CheckpointPlan, HostPlan, ServePlan
+from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServePlan
 from spark_deploy.settings_types import Settings
 
 
@@ -47,7 +48,7 @@ def lines(plan: HostPlan, settings: Settings) -> Iterator[str]:
     yield from _memory(plan, profile)
     yield from _disk(plan)
     yield _row("engine", shlex.join(["vllm", "serve", *plan.serve.argv]))
-    yield from _service(plan.serve)
+    yield from _service(plan.serve, plan.gateway)
     for warning in plan.warnings:
         yield _row("WARNING", warning)
 
@@ -103,11 +104,9 @@ def _disk(plan: HostPlan) -> Iterator[str]:
         title = ""
 
 
-def _service(serve: ServePlan) -> Iterator[str]:
-    addresses = ", ".join(f"http://{address}:{port}/v1" for address, port in serve.gateway.listen)
-    yield _row(
-        "serves", f"{addresses} as {', '.join(serve.names)}; key in {serve.gateway.key_path}"
-    )
+def _service(serve: ServePlan, gateway: GatewayPlan) -> Iterator[str]:
+    addresses = ", ".join(f"{url} ({who})" for url, who in base_urls(gateway))
+    yield _row("serves", f"{addresses} as {', '.join(serve.names)}; key in {gateway.key_path}")
     check = serve.release["check"]
     parts = [f"{len(check['questions'])} questions", f"{len(check['copy'])} copies"]
     parts += [

@@ -15,8 +15,8 @@ from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.facts.serve import HostStatus, Status
 from spark_deploy.lock import read_lock
 from spark_deploy.locking import wanted_by
+from spark_deploy.plan.gateway import SERVICE
 from spark_deploy.plan.memory import gib
-from spark_deploy.plan.serve import SERVICE
 
 
 def run(options: argparse.Namespace) -> int:

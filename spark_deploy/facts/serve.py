@@ -61,6 +61,10 @@ class HostStatus:
                 "the gateway does not start with the host",
             ),
             ((state.get("gateway") or {}).get("key_problem"), "the API key is missing or exposed"),
+            (
+                (state.get("gateway") or {}).get("difference"),
+                f"the gateway: {(state.get('gateway') or {}).get('difference')}",
+            ),
             (not live.get("ok"), f"no answer: {live.get('detail') or 'not asked'}"),
         )
         return next((text for wrong, text in reasons if wrong), "")

@@ -25,6 +25,7 @@ echo '== serving'
 systemctl list-units --plain --no-legend --state=active,activating 'spark-serve@*' | cut -d' ' -f1
 echo '== stubs'
 dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\n' | grep -F +labstub
+echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
 echo '== end'
 """
 
@@ -47,6 +48,7 @@ class Survey:
     serving: tuple[str, ...]  # our units that are up
     stub_packages: tuple[str, ...]  # "name version" of stand-ins
     images: tuple[str, ...]  # those of the plan that are there
+    tailscale: str  # the host's address in its tailnet, or what the command said instead
 
     @property
     def sudo_works(self) -> bool:
@@ -124,6 +126,7 @@ def parse(output: Sequence[str]) -> Survey:
             " ".join(line.split()[1:3]) for line in found.get("stubs", ()) if line[:2] == "ii"
         ),
         images=tuple(found.get("images", ())),
+        tailscale=next(iter(found.get("tailscale", ())), "").strip(),
     )
 
 

@@ -27,7 +27,8 @@ from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.failing import host_errors, refuse
 from spark_deploy.operations.files import place
 from spark_deploy.operations.remote import poll
-from spark_deploy.plan.types import Paths, ServePlan
+from spark_deploy.plan.gateway import base_urls
+from spark_deploy.plan.types import GatewayPlan, Paths, ServePlan
 
 POLL_EVERY_S = 2.0
 SAY_SOMETHING_EVERY_S = 8.0
@@ -153,11 +154,12 @@ def _report(host: Host, release: str, result: dict[str, Any]) -> bool:
 
 @operation()
 @host_errors
-def proven(plan: ServePlan, paths: Paths) -> Generator[Any, None, None]:
+def proven(plan: ServePlan, gateway: GatewayPlan, paths: Paths) -> Generator[Any, None, None]:
     """Refuse to call the run good unless the host provably serves this release.
 
     Args:
         plan: the release.
+        gateway: the way in, for the summary.
         paths: where the host tools are.
     """
     if not host.state.is_executing:
@@ -177,15 +179,15 @@ def proven(plan: ServePlan, paths: Paths) -> Generator[Any, None, None]:
             )
         )
         return
-    for line in summary(plan, status):
+    for line in summary(plan, gateway, status):
         host.log(line)
     host.noop("proven")
 
 
-def summary(plan: ServePlan, status: HostStatus) -> list[str]:
+def summary(plan: ServePlan, gateway: GatewayPlan, status: HostStatus) -> list[str]:
     """Say in a few lines what a host serves and what that was proven with."""
     proof = status.proof(plan.name)
-    listen = ", ".join(f"http://{address}:{port}/v1" for address, port in plan.gateway.listen)
+    listen = ", ".join(url for url, _ in base_urls(gateway))
     lines = [
         f"serves {plan.model} with profile {plan.profile} as {', '.join(plan.names)} at {listen}",
         f"proof: {proof.get('level')} check of {proof.get('checked_at')}, "

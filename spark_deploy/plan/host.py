@@ -16,6 +16,7 @@ from spark_deploy.lock_types import Lock
 from spark_deploy.plan.checkpoint import checkpoint_plan, locked_source, source_plan
 from spark_deploy.plan.disk import disk_plan, needed_by_path
 from spark_deploy.plan.fit import refusal
+from spark_deploy.plan.gateway import gateway_plan
 from spark_deploy.plan.guard_rails import apply_rails, facts_of
 from spark_deploy.plan.image import image_plan, locked_image
 from spark_deploy.plan.memory import missing_bytes, plan_memory
@@ -60,7 +61,7 @@ def join(
         raise refusal(model, profile, settings)
     memory = plan_memory(model, profile, settings)
     warnings = apply_rails(rails, facts_of(model, profile, memory))
-    paths = Paths(**{f.name: getattr(settings.paths, f.name) for f in dataclasses.fields(Paths)})
+    paths = host_paths(settings)
     checkpoint = checkpoint_plan(model, profile, settings, lock, payload)
     if checkpoint:
         base = checkpoint.base
@@ -89,9 +90,15 @@ def join(
         memory=memory,
         disk=disk,
         serve=serve_plan(model, profile, settings, checkpoint or base, image, memory),
+        gateway=gateway_plan(settings, host),
         warnings=warnings,
         hub_token=SecretSource(token.kind, token.value) if token else None,
     )
+
+
+def host_paths(settings: Settings) -> Paths:
+    """Return where things live on a host."""
+    return Paths(**{f.name: getattr(settings.paths, f.name) for f in dataclasses.fields(Paths)})
 
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
@@ -139,6 +146,7 @@ def _needs(
         docker_dir=settings.paths.docker_dir,
         images=images,
         reboot=settings.reboot,
+        tailscale=settings.serve.expose == "tailscale",
     )
 
 

@@ -14,21 +14,17 @@ from spark_deploy.commands import (
 )
 from spark_deploy.patterns import expand_all
 from spark_deploy.plan.digest import digest_of, plain
+from spark_deploy.plan.gateway import SERVICE
 from spark_deploy.plan.memory import context_tokens
 from spark_deploy.plan.types import (
     CheckpointPlan,
-    GatewayPlan,
     ImagePlan,
     MemoryPlan,
-    SecretSource,
     ServePlan,
     SourcePlan,
 )
 from spark_deploy.settings_types import Settings
 
-SERVICE = "main"
-# Docker's own default; another one is read from the daemon settings.
-_BRIDGE = "172.17.0.1"
 _RESTART_DELAY_S = 60
 _RESTART_BURST = 3
 _PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
@@ -49,7 +45,6 @@ def serve_plan(
     environment = engine_environment(
         profile, plugin=image.plugin, start_timeout_s=serve.start_timeout_s
     )
-    gateway = _gateway(settings)
     cache = cache_dir(settings, profile, image)
     release: dict[str, Any] = {
         "schema_version": 1,
@@ -88,11 +83,6 @@ def serve_plan(
             "burst": _RESTART_BURST,
             "interval_s": _restart_interval_s(settings),
         },
-        "gateway": {
-            "listen": [list(address) for address in gateway.listen],
-            "max_body_bytes": gateway.max_body_bytes,
-            "key_path": gateway.key_path,
-        },
         "check": check_section(model, profile, settings, memory, plugin=image.plugin),
         "watch": {
             "stall_s": settings.watch.stall_s,
@@ -110,7 +100,6 @@ def serve_plan(
         image_tag=image.tag,
         tree_dir=tree.dir,
         tree_digest=tree.digest,
-        gateway=gateway,
         release=release,
         drain_s=serve.drain_s,
         start_timeout_s=serve.start_timeout_s,
@@ -179,22 +168,6 @@ def plugin_line(model: Model) -> str:
     return (
         rf"spark_inc: {len(names)} FP8 block names in {len(modules)} modules, "
         rf"block_shape=\[{rows}, {columns}\]"
-    )
-
-
-def _gateway(settings: Settings) -> GatewayPlan:
-    serve = settings.serve
-    bridge = str(settings.docker.daemon.get("bip", _BRIDGE)).split("/", 1)[0]
-    addresses = {
-        "loopback": ("127.0.0.1",),
-        "docker": ("127.0.0.1", bridge),
-        "lan": ("0.0.0.0",),
-    }[serve.expose]
-    return GatewayPlan(
-        listen=tuple((address, serve.port) for address in addresses),
-        max_body_bytes=serve.max_body_bytes,
-        key_path=f"{settings.paths.config_dir}/api-key",
-        key=SecretSource(serve.api_key.kind, serve.api_key.value),
     )
 
 

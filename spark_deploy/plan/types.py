@@ -65,6 +65,7 @@ class NeedsPlan:
     # Images of the plan; once all of them are there, nothing more is written below docker_dir.
     images: tuple[str, ...] = ()
     reboot: str = "report"  # "report" | "allow": what becomes of a pending reboot
+    tailscale: bool = False  # the gateway needs this host's address in its tailnet
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +232,32 @@ class DiskUse:
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayPlan:
-    """The only way in."""
+class TlsPlan:
+    """Where the gateway's certificate comes from; paths are on the controller."""
 
-    listen: tuple[tuple[str, int], ...]  # (address, port)
+    mode: str  # "own-cert" | "private-ca"
+    certificate: str  # own-cert
+    key: str  # own-cert
+    ca_dir: str  # private-ca
+    names: tuple[str, ...]  # names and addresses to cover; clients use the first
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayPlan:
+    """The only way in. It belongs to the service: no change of it restarts the engine."""
+
+    service: str
+    expose: str  # "loopback" | "docker" | "tailscale" | "lan"
+    port: int
+    address: str | None  # what clients of the network call the host
     max_body_bytes: int
+    max_requests_per_s: int | None
+    settings_path: str
+    certificate_path: str
+    certificate_key_path: str
     key_path: str
     key: SecretSource  # kind "generate": the host makes it once
+    tls: TlsPlan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +273,6 @@ class ServePlan:
     image_tag: str
     tree_dir: str
     tree_digest: str
-    gateway: GatewayPlan
     release: dict[str, Any]  # release.json without name and digest
     drain_s: int
     start_timeout_s: int
@@ -285,5 +304,6 @@ class HostPlan:
     memory: MemoryPlan
     disk: tuple[DiskUse, ...]
     serve: ServePlan
+    gateway: GatewayPlan
     warnings: tuple[str, ...]
     hub_token: SecretSource | None = None  # for gated repositories; never part of a digest

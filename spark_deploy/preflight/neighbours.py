@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from spark_deploy.errors import Problem
@@ -15,7 +16,7 @@ GIB = 1 << 30
 
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Find what would fight with our engine for memory, GPU or ports."""
-    problems = [*_containers(needs, survey), *_ports(needs, survey)]
+    problems = [*_containers(needs, survey), *_ports(needs, survey), *_tailnet(needs, survey)]
     warnings: list[Problem] = []
     short = survey.memory.available_bytes < needs.memory_needed_bytes and not survey.serving
     for problem, serious in _holders(needs, survey):
@@ -55,6 +56,16 @@ def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             f"{who} already listens on {listener.address}",
             "stop it, or choose another serve.port",
         )
+
+
+def _tailnet(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+    if not needs.tailscale or re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
+        return
+    yield Problem(
+        "tailscale",
+        f"has no address on this host: {survey.tailscale or 'the command says nothing'}",
+        "run `tailscale up` there, or choose another serve.expose",
+    )
 
 
 def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[tuple[Problem, bool]]:

@@ -17,6 +17,16 @@ from typing import Any
 from spark_deploy.payload import LAUNCHER
 from tests.labkit import CHECKOUT, Guest, info, lab
 
+GATEWAY = {
+    "schema_version": 1,
+    "service": "main",
+    "expose": "loopback",
+    "port": 8000,
+    "max_body_bytes": 1 << 20,
+    "max_requests_per_s": None,
+    "key_path": "/etc/spark/api-key",
+    "tls": None,
+}
 TOOLS = "/usr/local/lib/spark"
 HOST = f"{TOOLS}/current/bin/spark-host"
 A, B, C = (f"main-{digit * 12}" for digit in "abc")
@@ -49,11 +59,6 @@ def release_data(name: str, stub: str, **changes: Any) -> dict[str, Any]:
         "memory": {"needed_bytes": 1 << 28, "wait_s": 10, "floor_bytes": 1 << 27},
         "timeouts": {"start_s": 20, "stop_s": 5, "drain_s": 5},
         "restart": {"delay_s": 2, "burst": 3, "interval_s": 300},
-        "gateway": {
-            "listen": [["127.0.0.1", 8000]],
-            "max_body_bytes": 1 << 20,
-            "key_path": "/etc/spark/api-key",
-        },
         "check": {
             "timeout_s": 3,
             "max_model_len": 4096,
@@ -102,6 +107,7 @@ class Bench:
         """Put a release on the guest, as the deploy does."""
         data = release_data(name, self.image, **changes)
         again = data["restart"]
+        self.write("/etc/spark/gateway/main.json", json.dumps(GATEWAY))
         self.write(f"/etc/spark/releases/{name}/release.json", json.dumps(data))
         self.write(
             f"/etc/systemd/system/spark-serve@{name}.service.d/50-release.conf",

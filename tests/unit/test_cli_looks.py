@@ -18,7 +18,12 @@ RELEASE = "main-aaaaaaaaaaaa"
 
 
 def listed(tmp_path: Path, name="lab-1", data=None, **overrides) -> Listed:
-    overrides = {"model": "lab-stub", "serve.names": ["lab-model", "other"], **overrides}
+    overrides = {
+        "model": "lab-stub",
+        "ssh.hostname": "10.0.0.9",
+        "serve.names": ["lab-model", "other"],
+        **overrides,
+    }
     found = load_hosts({"lab": [name]}, root=tmp_path, overrides=overrides)[name]
     return Listed(name, data or {"ssh_hostname": "10.0.0.9", "ssh_user": "spark"}, found)
 
@@ -121,12 +126,48 @@ def test_connect_gives_a_tunnel_for_a_loopback_gateway(tmp_path):
     assert (one.model, one.names) == ("lab-model", ("lab-model", "other"))
     assert one.tunnel == "ssh -N -L 8000:127.0.0.1:8000 spark@10.0.0.9"
     assert one.read_key == "ssh spark@10.0.0.9 sudo cat /etc/spark/api-key"
-    assert "from here ssh -N" in "\n".join(connect_lines(one))
+    assert "from here  ssh -N" in "\n".join(connect_lines(one))
 
 
 def test_connect_to_a_gateway_on_the_network_needs_no_tunnel(tmp_path):
     one = connection_of(listed(tmp_path, **{"serve.expose": "lan", "serve.port": 9000}))
-    assert (one.base_url, one.tunnel) == ("http://10.0.0.9:9000/v1", None)
+    assert (one.base_url, one.tunnel, one.ca) == ("http://10.0.0.9:9000/v1", None, None)
+    assert "http://10.0.0.9:9000/v1/chat/completions" in one.example
+
+
+def test_connect_to_a_gateway_for_containers_names_their_url_and_what_it_takes(tmp_path):
+    one = connection_of(listed(tmp_path, **{"serve.expose": "docker"}))
+    text = "\n".join(connect_lines(one))
+    assert one.base_url == "http://127.0.0.1:8000/v1"
+    assert one.tunnel == "ssh -N -L 8000:127.0.0.1:8000 spark@10.0.0.9"
+    assert "containers http://host.docker.internal:8000/v1" in text
+    assert "--add-host host.docker.internal:host-gateway" in text
+
+
+def test_connect_to_a_private_ca_says_where_the_ca_is_and_uses_it(tmp_path):
+    private = {"serve.expose": "lan", "serve.tls": "private-ca", "serve.ca_dir": "/keys/ca"}
+    one = connection_of(listed(tmp_path, **private, **{"serve.address": "spark.example.org"}))
+    text = "\n".join(connect_lines(one))
+    assert one.base_url == "https://spark.example.org:8000/v1"
+    assert "CA         /keys/ca/ca.pem" in text
+    assert "curl -s --cacert /keys/ca/ca.pem https://spark.example.org:8000/v1/chat" in text
+
+
+def test_connect_to_a_certificate_of_ones_own_needs_no_ca(tmp_path):
+    own = {"serve.tls_certificate": "/c.pem", "serve.tls_key": "/k.pem", "serve.tls": "own-cert"}
+    one = connection_of(listed(tmp_path, **own, **{"serve.expose": "lan"}))
+    assert (one.base_url, one.ca) == ("https://10.0.0.9:8000/v1", None)
+    assert "--cacert" not in one.example
+
+
+def test_connect_to_a_tailnet_uses_the_address_of_the_settings_or_of_the_host(tmp_path):
+    tailnet = {"serve.expose": "tailscale"}
+    named = connection_of(listed(tmp_path, **tailnet, **{"serve.address": "spark.tail.example"}))
+    asked = connection_of(listed(tmp_path, **tailnet), tailnet_address="100.101.102.103")
+    unknown = connection_of(listed(tmp_path, **tailnet))
+    assert named.base_url == "http://spark.tail.example:8000/v1"
+    assert (asked.base_url, asked.tunnel) == ("http://100.101.102.103:8000/v1", None)
+    assert (unknown.base_url, bool(unknown.tunnel)) == ("http://127.0.0.1:8000/v1", True)
 
 
 def test_connect_to_this_machine_needs_no_ssh(tmp_path):

@@ -28,6 +28,7 @@ HOST_SIDE = {
     "spark_deploy.commands",
     "spark_deploy.payload",
     "spark_deploy.secrets",
+    "spark_deploy.certificates",
     "spark_deploy.checkout",
 }
 # Room (a file or folder) -> what its modules may import beside the standard library.
@@ -44,6 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "spark_deploy/catalog.py": {*BASICS, *READING, "spark_deploy.settings"},
     "spark_deploy/lock_types.py": {"spark_deploy.plan.types"},
     "spark_deploy/managed.py": set(),
+    "spark_deploy/certificates.py": {"cryptography", "spark_deploy.errors", "spark_deploy.plan"},
     "spark_deploy/host_care.py": {"spark_deploy.managed"},
     "spark_deploy/daemon_json.py": BASICS,
     "spark_deploy/plan": {

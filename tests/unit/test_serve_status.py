@@ -37,6 +37,11 @@ def test_a_proven_running_release_needs_nothing() -> None:
         (("services", "main", "door_open"), False, "gateway is closed"),
         (("services", "main", "gateway"), {"active": "failed"}, "gateway is not running"),
         (
+            ("services", "main", "gateway"),
+            {"active": "active", "difference": "listens on 0.0.0.0"},
+            "the gateway: listens on 0.0.0.0",
+        ),
+        (
             ("live",),
             {"ok": False, "release": RELEASE, "detail": "timed out"},
             "no answer: timed out",

@@ -80,6 +80,12 @@ def test_sizes_that_people_type_become_bytes_once(root):
     assert memory.reserve_bytes == 1_610_612_736
 
 
+def test_the_word_off_is_what_it_says_though_yaml_reads_it_as_false(root):
+    for text in ("off", '"off"', "false"):
+        write(root, "group_vars/spark.yml", f"serve: {{expose: lan, tls: {text}}}\n")
+        assert load(root)["spark-1"].settings.serve.tls == "off"
+
+
 WRONG = {
     "misspelt key": ("profil: v2", "profil: unknown key", "did you mean profile?"),
     "key on the wrong level": ("port: 80", "port: unknown key", "did you mean serve.port?"),
@@ -97,7 +103,26 @@ WRONG = {
     "text for a number": ("serve: {port: http}", '"http" is not a whole number', "Port of"),
     "port out of range": ("serve: {port: 70000}", "70000 is above 65535", "Port of"),
     "number for text": ("expect: {os_version: 24.04}", "24.04 is not text", 'quotes: "24.04"'),
-    "unknown exposure": ("serve: {expose: web}", "not one of loopback, docker, lan", "gateway"),
+    "unknown exposure": (
+        "serve: {expose: web}",
+        "not one of loopback, docker, tailscale",
+        "gateway",
+    ),
+    "TLS where nothing leaves the host": (
+        "serve: {tls: private-ca}",
+        "private-ca with expose: loopback",
+        "set serve.expose: lan",
+    ),
+    "own certificate without files": (
+        "serve: {expose: lan, tls: own-cert}",
+        "serve.tls_key: is needed with tls: own-cert",
+        "PEM file",
+    ),
+    "certificate by a path of nowhere": (
+        "serve: {tls_certificate: cert.pem}",
+        "does not have the form",
+        "PEM file on the controller",
+    ),
     "secret in clear": ("serve: {api_key: hunter2}", "none of the forms", "controller"),
     "two places for a secret": (
         "hub: {token: {env: A, file: b}}",

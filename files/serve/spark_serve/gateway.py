@@ -98,11 +98,11 @@ def difference(service: str, paths: Paths) -> str | None:
 
     What is wrong with the key is said by :func:`key_problem`.
     """
-    master = _master(service, paths)
-    if master is None or key_problem(service, paths) is not None:
-        return None
     try:
         settings = gateway_settings.load(service, paths)
+        master = _master(service, paths)
+        if master is None or key_problem(service, paths) is not None:
+            return None
         wanted = listeners.wanted(settings)
         if wanted.missing is not None:
             return wanted.missing
@@ -115,6 +115,8 @@ def difference(service: str, paths: Paths) -> str | None:
 
 def key_problem(service: str, paths: Paths) -> str | None:
     """Return what is wrong with the key clients must bring; the key itself stays where it is."""
+    if not paths.gateway_settings(service).exists():
+        return None
     try:
         api_key.read(gateway_settings.load(service, paths), paths)
     except HostToolError as error:

@@ -78,6 +78,7 @@ def test_planning_twice_gives_the_same_digests(tmp_path):
         {"hub.token": {"env": "TOKEN"}},
         {"ssh.user": "someone"},
         {"serve.api_key": {"file": "/key"}},
+        {"serve.port": 9000, "serve.expose": "lan", "serve.max_body_mib": 1},
         {"disk.reserve_gib": 1},
         {"takeover": ["old"]},
     ],
@@ -95,7 +96,6 @@ def test_where_things_come_from_never_changes_what_is_served(change, tmp_path):
     [
         {"engine.max_sequences": 2},
         {"serve.names": ["a", "b"]},
-        {"serve.port": 9000},
         {"engine.options": {"seed": 1}},
         {"engine.environment": {"VLLM_LOGGING_LEVEL": "DEBUG"}},
         {"memory.reserve_gib": 30},

@@ -272,3 +272,12 @@ def test_everything_is_said_at_once() -> None:
     )
     where = [str(p).split(":")[0] for p in judge(NEEDS, seen).problems]
     assert where == ["driver", "sudo", "packages", "container ollama", "memory"]
+
+
+def test_a_tailnet_is_only_asked_for_when_the_gateway_needs_it() -> None:
+    silent = survey(tailscale=["sh: 1: tailscale: not found"])
+    assert problems(silent) == []
+    one(problems(silent, tailscale=True), "tailscale", "not found", "`tailscale up`")
+    stopped = survey(tailscale=["no current Tailscale IPs; state: Stopped"])
+    one(problems(stopped, tailscale=True), "state: Stopped", "serve.expose")
+    assert problems(survey(tailscale=["100.101.102.103"]), tailscale=True) == []

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stub_gateway import Door, running
 from stub_host import STUB_DIR, Host, Paths
 
 
@@ -35,3 +36,11 @@ def host(tmp_path: Path, stub_program: Path, monkeypatch: pytest.MonkeyPatch) ->
     for engine in made.engines:
         engine.kill()
         engine.wait()
+
+
+@pytest.fixture
+def gate(host: Host) -> Iterator[Door]:
+    if shutil.which("nginx", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0:
+        pytest.skip("needs nginx and root")
+    with running(host) as door:
+        yield door

@@ -2,94 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
-import shutil
-import socket
 import stat
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from spark_serve import api_key, door, gateway
 from spark_serve.errors import HostToolError
-from spark_serve.gateway_settings import Gateway
-from stub_host import REPOSITORY, Host
-
-if shutil.which("nginx", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0:
-    pytest.skip("needs nginx and root", allow_module_level=True)
-
-QUESTION = {
-    "model": "main-model",
-    "messages": [{"role": "user", "content": "What is 12 + 30?"}],
-}
-
-
-@dataclass
-class Door:
-    """A running gateway and how to knock at it."""
-
-    host: Host
-    settings: Gateway
-    process: subprocess.Popen[bytes]
-
-    @property
-    def key(self) -> str:
-        return api_key.read(self.settings, self.host.paths)
-
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.settings.port, timeout=10)
-
-    def ask(
-        self, path: str, body: object = None, method: str | None = None, **headers: str
-    ) -> tuple[int, dict[str, str], bytes]:
-        connection = self.connect()
-        names = {key.replace("_", "-"): value for key, value in headers.items()}
-        text = json.dumps(body) if body is not None else None
-        connection.request(method or ("POST" if text else "GET"), path, text, names)
-        answer = connection.getresponse()
-        result = answer.status, dict(answer.getheaders()), answer.read()
-        connection.close()
-        return result
-
-    def chat(self, **headers: str) -> int:
-        return self.ask("/v1/chat/completions", QUESTION, **headers)[0]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture
-def gate(host: Host) -> Iterator[Door]:
-    os.chmod(host.paths.root.parent, 0o755)
-    os.chmod(host.paths.root.parent.parent, 0o755)
-    settings = host.gateway(port=free_port())
-    release = host.release()
-    host.started(release, STUB_TOKEN_S="0.05")
-    api_key.make(settings, host.paths)
-    door.open_for(release, host.paths)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "spark_serve", "gateway", "main"],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(REPOSITORY / "files" / "serve"),
-            "SPARK_ROOT": str(host.paths.root),
-        },
-    )
-    try:
-        gateway.wait_until_listening("main", host.paths)
-        yield Door(host, settings, process)
-    finally:
-        process.terminate()
-        process.wait(10)
+from stub_gateway import QUESTION, Door, long_answer
+from stub_host import Host
 
 
 def test_the_right_key_is_let_in_and_everything_else_is_not(gate: Door) -> None:
@@ -211,22 +133,6 @@ def test_an_answer_under_way_survives_a_change_of_the_key(gate: Door) -> None:
     answer = long_answer(gate)
     gateway.new_key("main", gate.host.paths)
     assert answer.read().rstrip().endswith(b"data: [DONE]")
-
-
-def long_answer(gate: Door) -> http.client.HTTPResponse:
-    """Ask for two seconds of pieces and return once the first one is there."""
-    body = {
-        **QUESTION,
-        "stream": True,
-        "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * 40}],
-    }
-    connection = gate.connect()
-    connection.request(
-        "POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {gate.key}"}
-    )
-    answer = connection.getresponse()
-    assert answer.readline().startswith(b"data: ")
-    return answer
 
 
 def test_a_key_is_made_once_and_only_for_root(host: Host) -> None:

@@ -1,0 +1,16 @@
+"""Give services a new API key: the old one is refused at once, engines and answers go on.
+
+For keys that hosts made themselves (``serve.api_key: generate``). A key that comes from this
+machine is changed where ``serve.api_key`` reads it, and ``deploy.py`` sends it.
+"""
+
+from pyinfra.context import host
+
+from roles import rotate_key
+from spark_deploy.inventory import settings_of
+from spark_deploy.plan.gateway import gateway_plan
+from spark_deploy.plan.host import host_paths
+
+settings = settings_of(host.name).settings
+
+rotate_key.apply(plan=gateway_plan(settings, host.name), paths=host_paths(settings))

@@ -1,0 +1,14 @@
+"""Replace the API key of a service."""
+
+from __future__ import annotations
+
+from pyinfra.api.deploy import deploy
+
+from spark_deploy.operations import gateway
+from spark_deploy.plan.types import GatewayPlan, Paths
+
+
+@deploy("Rotate key")
+def apply(*, plan: GatewayPlan, paths: Paths) -> None:
+    """Have a new key in use; clients get it with `spark-deploy connect`."""
+    gateway.new_key(name="Replace the API key", plan=plan, paths=paths)

@@ -1,0 +1,50 @@
+"""A gateway's certificate and tailnet address on a host; the private key never leaves it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pyinfra.api.facts import FactBase
+
+_BREAK = "== key"
+
+
+@dataclass(frozen=True, slots=True)
+class HostCertificate:
+    """The certificate and the public half of the key beside it, PEM; empty when absent."""
+
+    certificate: bytes
+    public_key: bytes
+
+
+class GatewayCertificate(FactBase[HostCertificate]):
+    """The certificate of a gateway (openssl, on which ca-certificates depends)."""
+
+    @staticmethod
+    def default() -> HostCertificate:
+        """Return what a host without one has."""
+        return HostCertificate(b"", b"")
+
+    def command(self, certificate: str, key: str) -> str:
+        return (
+            f"cat {shlex.quote(certificate)} 2>/dev/null; echo '{_BREAK}'; "
+            f"openssl pkey -in {shlex.quote(key)} -pubout 2>/dev/null; true"
+        )
+
+    def process(self, output: Iterable[str]) -> HostCertificate:
+        certificate, _, key = "\n".join(output).partition(_BREAK)
+        return HostCertificate(certificate.strip().encode(), key.strip().encode())
+
+
+class TailnetAddress(FactBase[str]):
+    """The host's address in its tailnet; empty when tailscale is not up."""
+
+    default = str
+
+    def command(self) -> str:
+        return "tailscale ip -4 2>/dev/null; true"
+
+    def process(self, output: Iterable[str]) -> str:
+        return next((line.strip() for line in output if line.strip()), "")

@@ -1,0 +1,212 @@
+"""The gateway's files: sent when they differ, taken over by a reload, secrets never in view."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyinfra.api.command import FunctionCommand, StringCommand
+
+from spark_deploy.certificates import issue
+from spark_deploy.errors import SettingsError
+from spark_deploy.facts.files import FileStates
+from spark_deploy.facts.gateway import GatewayCertificate, HostCertificate, TailnetAddress
+from spark_deploy.facts.serve import HostStatus, Status
+from spark_deploy.managed import FileState, ManagedFile
+from spark_deploy.operations import gateway
+from spark_deploy.plan.gateway import gateway_file
+from spark_deploy.plan.types import GatewayPlan, SecretSource, TlsPlan
+from tests.unit.operations.test_operations import PATHS, FakeHost, on
+from tests.unit.test_certificates import openssl, pair, public
+
+PLAN = GatewayPlan(
+    service="main",
+    expose="loopback",
+    port=8000,
+    address="spark.example.org",
+    max_body_bytes=1 << 20,
+    max_requests_per_s=None,
+    settings_path="/etc/spark/gateway/main.json",
+    certificate_path="/etc/spark/gateway/main.crt",
+    certificate_key_path="/etc/spark/gateway/main.key",
+    key_path="/etc/spark/api-key",
+    key=SecretSource("generate"),
+    tls=None,
+)
+RELOAD = "/usr/local/lib/spark/current/bin/spark-host gateway-reload main"
+
+
+class Host(FakeHost):
+    """A host with files, a certificate and a gateway in some state."""
+
+    def __init__(self, *files: ManagedFile, active: bool = True, difference: str | None = None):
+        super().__init__({})
+        self.files = {f.path: f for f in files}
+        gate = {"active": "active" if active else "inactive", "difference": difference}
+        self.status = HostStatus({"services": {"main": {"gateway": gate}}})
+        self.state: Any = None
+
+    def get_fact(self, fact: Any, **arguments: Any) -> Any:
+        command = fact().command(**arguments)
+        assert isinstance(command, str)
+        if fact is Status:
+            return self.status
+        if fact is GatewayCertificate:
+            crt, key = (self.files.get(path) for path in arguments.values())
+            return HostCertificate(
+                crt.content.strip() if crt else b"", public(key.content).strip() if key else b""
+            )
+        assert fact is FileStates
+        return {
+            path: FileState(file.mode, "root:root", file.sha256)
+            for path in arguments["paths"]
+            if (file := self.files.get(path))
+        }
+
+
+def run(host: Host, plan: GatewayPlan, executing: bool = True) -> list[Any]:
+    with on(host, executing) as state:
+        host.state = state
+        return list(gateway.configured._inner(plan, PATHS))
+
+
+def sent(command: StringCommand) -> list[bytes]:
+    """Unpack what a command brings on its standard input."""
+    raw = base64.b64decode(command.connector_arguments["_stdin"])
+    with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
+        return [tar.extractfile(member).read() for member in tar.getmembers()]
+
+
+def test_a_gateway_as_planned_is_left_alone() -> None:
+    host = Host(gateway_file(PLAN))
+    assert run(host, PLAN) == []
+    assert host.noops == ["the gateway is as planned"]
+
+
+def test_changed_settings_are_sent_and_taken_over_without_the_engine() -> None:
+    wider = dataclasses.replace(PLAN, expose="lan")
+    commands = run(Host(gateway_file(PLAN)), wider)
+    assert sent(commands[0]) == [gateway_file(wider).content]
+    assert [str(command) for command in commands[1:]] == [RELOAD]
+
+
+def test_before_the_first_release_there_is_nothing_to_reload() -> None:
+    commands = run(Host(active=False), PLAN)
+    assert len(commands) == 1
+    assert sent(commands[0]) == [gateway_file(PLAN).content]
+
+
+def test_a_gateway_that_runs_with_something_else_is_reloaded_and_says_why() -> None:
+    host = Host(gateway_file(PLAN), difference="listens on 0.0.0.0")
+    assert [str(command) for command in run(host, PLAN)] == [RELOAD]
+    assert host.logs == ["gateway: listens on 0.0.0.0"]
+
+
+def test_a_certificate_of_an_earlier_exposure_is_taken_away() -> None:
+    left = ManagedFile(PLAN.certificate_key_path, b"old", 0o600)
+    commands = run(Host(gateway_file(PLAN), left), PLAN)
+    assert str(commands[0]) == f"rm -f -- {PLAN.certificate_key_path}"
+    assert str(commands[1]) == RELOAD
+
+
+@pytest.fixture
+def key_plan(tmp_path: Path) -> GatewayPlan:
+    key = tmp_path / "key"
+    key.write_text("a-key-of-my-own-0123456789\n")
+    return dataclasses.replace(PLAN, key=SecretSource("file", (str(key),)))
+
+
+def test_a_key_of_the_controller_travels_on_standard_input_only(key_plan: GatewayPlan) -> None:
+    host = Host(gateway_file(key_plan))
+    commands = run(host, key_plan)
+    assert sent(commands[0]) == [b"a-key-of-my-own-0123456789\n"]
+    assert "put 0 600 /etc/spark/api-key" in str(commands[0])
+    assert "a-key-of" not in " ".join([*map(str, commands), *host.logs])
+    there = ManagedFile("/etc/spark/api-key", b"a-key-of-my-own-0123456789\n", 0o600)
+    assert run(Host(gateway_file(key_plan), there), key_plan) == []
+
+
+def test_an_unusable_key_of_the_controller_is_refused_without_showing_it(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("blank in it 0123456789\n")
+    plan = dataclasses.replace(PLAN, key=SecretSource("file", (str(key),)))
+    with pytest.raises(SettingsError, match=r"serve\.api_key") as raised:
+        run(Host(), plan)
+    assert "blank" not in str(raised.value)
+
+
+def test_the_user_s_own_certificate_is_sent_with_its_key_for_root_alone(tmp_path: Path) -> None:
+    certificate, key = pair(tmp_path, "DNS:spark.example.org")
+    tls = TlsPlan("own-cert", certificate, key, "", ("spark.example.org",))
+    plan = dataclasses.replace(PLAN, expose="lan", tls=tls)
+    host = Host(gateway_file(plan))
+    commands = run(host, plan)
+    assert sent(commands[0]) == [Path(certificate).read_bytes(), Path(key).read_bytes()]
+    assert re.search(r"put 1 600 \S+/main\.key", str(commands[0]))
+    assert str(commands[-1]) == RELOAD
+    assert "PRIVATE" not in " ".join([*map(str, commands), *host.logs])
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> GatewayPlan:
+    tls = TlsPlan("private-ca", "", "", str(tmp_path / "ca"), ("spark.example.org", "10.0.0.9"))
+    return dataclasses.replace(PLAN, expose="lan", tls=tls)
+
+
+def test_a_prediction_makes_no_ca(private: GatewayPlan) -> None:
+    commands = run(Host(gateway_file(private)), private, executing=False)
+    assert [str(command) for command in commands] == ["true", RELOAD]
+    assert not Path(private.tls.ca_dir).exists()
+
+
+def test_a_host_gets_a_certificate_of_the_ca_once(private: GatewayPlan, tmp_path: Path) -> None:
+    host = Host(gateway_file(private))
+    certificate, key = sent(run(host, private)[0])
+    (tmp_path / "leaf.pem").write_bytes(certificate)
+    openssl("verify", "-CAfile", f"{private.tls.ca_dir}/ca.pem", tmp_path / "leaf.pem")
+    assert any("there is no CA" in line for line in host.logs)
+
+    crt = ManagedFile(private.certificate_path, certificate)
+    good = Host(gateway_file(private), crt, ManagedFile(private.certificate_key_path, key, 0o600))
+    assert run(good, private) == []
+    exposed = Host(gateway_file(private), crt, ManagedFile(private.certificate_key_path, key))
+    assert len(sent(run(exposed, private)[0])) == 2
+    assert any("has not the mode 600" in line for line in exposed.logs)
+
+
+def test_a_certificate_that_ends_soon_is_renewed(private: GatewayPlan) -> None:
+    due = issue(private.tls.names, private.tls.ca_dir, days=20)
+    host = Host(
+        gateway_file(private),
+        ManagedFile(private.certificate_path, due.certificate),
+        ManagedFile(private.certificate_key_path, due.key, 0o600),
+    )
+    commands = run(host, private)
+    assert sent(commands[0])[0] != due.certificate
+    assert str(commands[-1]) == RELOAD
+    assert any("it ends on" in line for line in host.logs)
+
+
+def test_a_new_key_is_made_on_the_host_or_refused_with_the_place_to_change_it() -> None:
+    with on(Host()):
+        made = list(gateway.new_key._inner(PLAN, PATHS))
+    assert [str(c) for c in made] == [RELOAD.replace("gateway-reload", "gateway-new-key")]
+    given = dataclasses.replace(PLAN, key=SecretSource("env", ("SPARK_KEY",)))
+    with on(Host()):
+        refused = list(gateway.new_key._inner(given, PATHS))
+    assert isinstance(refused[0], FunctionCommand)
+    assert "env SPARK_KEY" in refused[0].args[0]
+
+
+def test_what_hosts_say_is_read() -> None:
+    read = GatewayCertificate().process(["-----BEGIN C", "x", "== key", "-----BEGIN P", "y"])
+    assert read == HostCertificate(b"-----BEGIN C\nx", b"-----BEGIN P\ny")
+    assert GatewayCertificate().process(["== key"]) == HostCertificate(b"", b"")
+    assert TailnetAddress().process(["100.101.102.103"]) == "100.101.102.103"
+    assert TailnetAddress().process([]) == ""

@@ -1,0 +1,166 @@
+"""Certificates are refused before any connection when they could not serve; openssl made these."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from spark_deploy import certificates
+from spark_deploy.certificates import check_gateway, given_problems, issue, why_not
+from spark_deploy.errors import SettingsError
+from spark_deploy.plan.gateway import gateway_plan
+from spark_deploy.settings import load_hosts
+
+NAMES = ("spark.example.org", "10.0.0.9")
+
+
+def openssl(*words: object, text: str | None = None) -> str:
+    done = subprocess.run(
+        ["openssl", *map(str, words)], input=text, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def pair(folder: Path, name: str = "spark.example.org", *more: str, stem: str = "one") -> list[str]:
+    certificate, key = folder / f"{stem}.pem", folder / f"{stem}-key.pem"
+    openssl(
+        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+        "-subj", "/CN=x", "-addext", f"subjectAltName={name}", "-keyout", key, "-out", certificate,
+        *(more or ("-days", "90")),
+    )  # fmt: skip
+    key.chmod(0o600)
+    return [str(certificate), str(key)]
+
+
+def said(found: list, *words: str) -> None:
+    assert len(found) == 1, found
+    for word in words:
+        assert word in str(found[0])
+
+
+def test_a_pair_that_covers_the_host_is_taken(tmp_path):
+    assert given_problems(*pair(tmp_path, "DNS:spark.example.org"), "Spark.example.org") == []
+    assert given_problems(*pair(tmp_path, "IP:10.0.0.9"), "10.0.0.9") == []
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "good"),
+    [
+        ("DNS:*.example.org", "spark.example.org", True),
+        ("DNS:*.example.org", "example.org", False),
+        ("DNS:*.example.org", "a.spark.example.org", False),
+        ("DNS:*.0.0.9", "10.0.0.9", False),
+        ("DNS:other.example.org", "spark.example.org", False),
+    ],
+)
+def test_names_are_covered_as_clients_judge_it(tmp_path, names, host, good):
+    found = given_problems(*pair(tmp_path, names), host)
+    if good:
+        assert found == []
+    else:
+        said(found, f"not {host}", "serve.address")
+
+
+def test_a_key_of_another_certificate_is_refused(tmp_path):
+    one = pair(tmp_path, "DNS:spark.example.org")
+    other = pair(tmp_path, "DNS:spark.example.org", stem="other")
+    said(given_problems(one[0], other[1], NAMES[0]), "is not the key of", "other-key.pem")
+
+
+def test_a_certificate_that_ended_is_refused(tmp_path, monkeypatch):
+    files = pair(tmp_path, "DNS:spark.example.org", "-days", "3")
+    assert given_problems(*files, NAMES[0]) == []
+    later = certificates.now() + certificates.timedelta(days=4)
+    monkeypatch.setattr(certificates, "now", lambda: later)
+    said(given_problems(*files, NAMES[0]), "not now", "new certificate")
+
+
+def test_a_key_for_everybody_a_locked_key_and_missing_files_are_refused(tmp_path):
+    certificate, key = pair(tmp_path, "DNS:spark.example.org")
+    Path(key).chmod(0o644)
+    said(given_problems(certificate, key, NAMES[0]), "read by everybody", "chmod 600")
+    locked = tmp_path / "locked.pem"
+    openssl("pkey", "-in", key, "-aes256", "-passout", "pass:x", "-out", locked)
+    said(given_problems(certificate, str(locked), NAMES[0]), "not what it should be", "unencrypted")
+    said(given_problems(certificate, "/nowhere.pem", NAMES[0]), "cannot be read")
+    said(given_problems(key, key, NAMES[0])[:1], "not what it should be")
+
+
+def test_no_message_holds_a_line_of_a_key(tmp_path):
+    certificate, key = pair(tmp_path, "DNS:other.example.org")
+    Path(key).chmod(0o644)
+    secret = Path(key).read_text().splitlines()[1]
+    assert secret not in str(given_problems(certificate, key, NAMES[0]))
+    assert secret not in str(given_problems(key, key, NAMES[0]))
+
+
+def test_a_leaf_of_the_private_ca_is_accepted_by_openssl_for_its_names(tmp_path):
+    ca = tmp_path / "ca"
+    made = issue(NAMES, str(ca))
+    leaf = tmp_path / "leaf.pem"
+    leaf.write_bytes(made.certificate)
+    for words in (("-verify_hostname", NAMES[0]), ("-verify_ip", NAMES[1])):
+        openssl("verify", "-x509_strict", "-purpose", "sslserver", "-CAfile", ca / "ca.pem",
+                *words, leaf)  # fmt: skip
+    assert openssl("pkey", "-pubout", text=made.key.decode()) == openssl(
+        "x509", "-in", leaf, "-pubkey", "-noout"
+    )
+    assert stat.S_IMODE((ca / "ca-key.pem").stat().st_mode) == 0o600
+    assert stat.S_IMODE(ca.stat().st_mode) == 0o700
+    assert made.key.decode().splitlines()[1] not in repr(made)
+
+
+def public(key: bytes) -> bytes:
+    return openssl("pkey", "-pubout", text=key.decode()).encode()
+
+
+def test_the_ca_is_made_once_and_its_leaves_are_left_alone_until_they_are_due(tmp_path):
+    ca = str(tmp_path / "ca")
+    assert "no CA" in why_not(b"", b"", NAMES, ca)
+    assert not (tmp_path / "ca").exists()
+    one = issue(NAMES, ca)
+    first = (tmp_path / "ca/ca.pem").read_bytes()
+    other = issue(NAMES, ca)
+    assert (tmp_path / "ca/ca.pem").read_bytes() == first
+
+    assert why_not(one.certificate, public(one.key), NAMES, ca) == ""
+    assert "no certificate" in why_not(b"", public(one.key), NAMES, ca)
+    assert "not that of" in why_not(one.certificate, public(other.key), NAMES, ca)
+    assert "does not cover new.example.org" in why_not(
+        one.certificate, public(one.key), (*NAMES, "new.example.org"), ca
+    )
+    due = issue(NAMES, ca, days=certificates.RENEW_DAYS - 1)
+    assert "it ends on" in why_not(due.certificate, public(due.key), NAMES, ca)
+    foreign = issue(NAMES, str(tmp_path / "other"))
+    assert "not issued by" in why_not(foreign.certificate, public(foreign.key), NAMES, ca)
+    assert "not issued by" in why_not(b"rubbish", public(one.key), NAMES, ca)
+
+
+def test_half_a_ca_is_never_replaced_silently(tmp_path):
+    ca = tmp_path / "ca"
+    issue(NAMES, str(ca))
+    (ca / "ca-key.pem").unlink()
+    with pytest.raises(SettingsError, match="does not hold a CA"):
+        issue(NAMES, str(ca))
+
+
+def test_a_ca_that_ends_is_said_before_clients_notice(tmp_path, monkeypatch):
+    ca = str(tmp_path / "ca")
+    issue(NAMES, ca)
+    later = certificates.now() + certificates.timedelta(days=certificates.CA_DAYS - 10)
+    monkeypatch.setattr(certificates, "now", lambda: later)
+    with pytest.raises(SettingsError, match="clients must be given"):
+        issue(NAMES, ca)
+
+
+def test_a_gateway_without_a_name_cannot_have_a_certificate(tmp_path):
+    overrides = {"serve.expose": "lan", "serve.tls": "private-ca"}
+    found = load_hosts({"spark": ["@local"]}, root=tmp_path, overrides=overrides)
+    plan = gateway_plan(found["@local"].settings, "@local")
+    said(check_gateway(plan), "serve.address", "nobody said")
+    assert check_gateway(dataclasses.replace(plan, address="spark.example.org")) == []
