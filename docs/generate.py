@@ -110,7 +110,7 @@ def _table(title: str, text: str, keys: dict[str, Any], defaults: dict[str, Any]
 
 def _form(part: dict[str, Any]) -> str:
     if "enum" in part:
-        return ", ".join(f"`{value}`" for value in part["enum"])
+        return ", ".join(f"`{value}`" for value in part["enum"] if value is not False)
     if "oneOf" in part:
         forms = [_form(choice) for choice in part["oneOf"]]
         return " or ".join(forms)

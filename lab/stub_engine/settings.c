@@ -99,6 +99,6 @@ void read_settings(int argc, char **argv) {
     }
     if (!config.name_count) config.names[config.name_count++] = model ? model : "stub";
     config.load_s = seconds("STUB_LOAD_S", config.load_s);
-    config.token_s = seconds("STUB_TOKEN_S", 0);
+    config.token_s = seconds("STUB_PIECE_S", 0);
     if (getenv("STUB_ANSWERS")) config.answers = json_parse(getenv("STUB_ANSWERS"));
 }

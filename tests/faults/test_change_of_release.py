@@ -84,7 +84,7 @@ PLANTS = {
             "engine__env": {
                 "STUB_FAULT": "crash-later",
                 "STUB_FAULT_AFTER_S": "1.5",
-                "STUB_TOKEN_S": "0.1",
+                "STUB_PIECE_S": "0.1",
             }
         },
         "check",
@@ -148,7 +148,7 @@ HELD = {
     "open": "show * spark-gateway@main",
     "enable": f"enable spark-serve@{B}",
 }
-SLOW = {"STUB_TOKEN_S": "0.05"}
+SLOW = {"STUB_PIECE_S": "0.05"}
 
 
 def _hold(bench: Bench, phase: str) -> None:
@@ -261,8 +261,8 @@ def test_a_second_engine_cannot_start_beside_the_first(bench: Bench) -> None:
 def test_clients_get_answers_or_a_clear_503_during_a_change(
     bench: Bench, record_property: Callable[[str, object], None]
 ) -> None:
-    bench.good(A, engine__env={"STUB_TOKEN_S": "0.05"})
-    bench.release(B, engine__env={"STUB_TOKEN_S": "0.05"})
+    bench.good(A, engine__env={"STUB_PIECE_S": "0.05"})
+    bench.release(B, engine__env={"STUB_PIECE_S": "0.05"})
     stop, seen = threading.Event(), []
     clients = [threading.Thread(target=_client, args=(bench, stop, seen)) for _ in range(2)]
     for client in clients:

@@ -57,7 +57,7 @@ def test_a_wedged_engine_is_restarted_and_serves_again(bench: Bench) -> None:
 
 
 def test_a_long_answer_is_not_taken_for_a_stall(bench: Bench) -> None:
-    bench.good(A, engine__env={"STUB_TOKEN_S": "0.05"})
+    bench.good(A, engine__env={"STUB_PIECE_S": "0.05"})
     bench.ask_for_long()
     time.sleep(8)  # more than twice the stall limit, with the one request running all the time
     assert events(bench) == []

@@ -29,7 +29,7 @@ CONFIGURE = "Serve | Configure the gateway"
 QUESTION = "What is 7823 * 4519?"
 TAILNET = "100.101.102.103"
 # A piece each 50 ms: what a buffer would hold back is seen.
-SLOW = {"STUB_TOKEN_S": "0.05"}
+SLOW = {"STUB_PIECE_S": "0.05"}
 
 
 @dataclass

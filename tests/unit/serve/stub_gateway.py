@@ -84,7 +84,7 @@ def running(host: Host) -> Iterator[Door]:
     os.chmod(host.paths.root.parent.parent, 0o755)
     settings = host.gateway(port=free_port())
     release = host.release()
-    host.started(release, STUB_TOKEN_S="0.05")
+    host.started(release, STUB_PIECE_S="0.05")
     api_key.make(settings, host.paths)
     door.open_for(release, host.paths)
     process = subprocess.Popen(

@@ -54,7 +54,7 @@ def prove(host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **versi
 
 def test_a_running_engine_is_measured_within_the_limit(host: Host) -> None:
     release = released(host)
-    host.started(release, STUB_TOKEN_S="0.0005")
+    host.started(release, STUB_PIECE_S="0.0005")
     found = bench.measure(release, host.paths, 0.5, print)
     assert found["rounds"] >= 1
     assert found["seconds"] < 3
@@ -66,7 +66,7 @@ def test_a_running_engine_is_measured_within_the_limit(host: Host) -> None:
 
 def test_an_engine_that_works_for_others_is_not_measured(host: Host) -> None:
     release = released(host)
-    engine = host.started(release, STUB_TOKEN_S="0.0005")
+    engine = host.started(release, STUB_PIECE_S="0.0005")
     body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 3000}
     stranger = threading.Thread(target=lambda: engine.chat(body, 20))
     stranger.start()
@@ -135,7 +135,7 @@ def test_the_speed_is_measured_once_under_the_same_versions(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = released(host)
-    host.started(release, STUB_TOKEN_S="0.0005")
+    host.started(release, STUB_PIECE_S="0.0005")
     assert prove(host, release, monkeypatch).data["phases"] == ["bench"]
     assert prove(host, release, monkeypatch).data["phases"] == []
     # A quick check of a later run does not forget it.
@@ -148,11 +148,11 @@ def test_a_slower_server_after_an_upgrade_is_told_with_the_way_back(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = released(host)
-    host.started(release, STUB_TOKEN_S="0.0005")
+    host.started(release, STUB_PIECE_S="0.0005")
     monkeypatch.setattr(upgrades, "packages", lambda: {"docker": "docker-ce=5:28.5.1-1"})
     prove(host, release, monkeypatch)
     host.engines.pop().kill()
-    host.started(release, STUB_TOKEN_S="0.004")
+    host.started(release, STUB_PIECE_S="0.004")
     record = prove(host, release, monkeypatch, docker="29.2.1")
     told = "\n".join(record.data["bench"])
     assert "clearly slower after docker 28.5.1 -> 29.2.1: one stream: " in told
@@ -168,7 +168,7 @@ def test_a_new_image_is_compared_with_the_release_before(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = released(host, image={"tag": "spark-vllm:a", "base": "vllm@sha256:a", "plugin": "1" * 12})
-    host.started(old, STUB_TOKEN_S="0.0005")
+    host.started(old, STUB_PIECE_S="0.0005")
     prove(host, old, monkeypatch)
     boot.record_good(old, host.paths)
     new = released(

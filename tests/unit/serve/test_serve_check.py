@@ -152,7 +152,7 @@ def test_a_slow_engine_is_waited_for(host: Host) -> None:
 
 def test_an_engine_that_dies_during_the_check_is_not_proven(host: Host) -> None:
     release = host.release()
-    host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_TOKEN_S="0.05")
+    host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_PIECE_S="0.05")
     result = check(host, release)
     assert not result["ok"]
     assert "went away" in failed(result)["health"]
@@ -160,7 +160,7 @@ def test_an_engine_that_dies_during_the_check_is_not_proven(host: Host) -> None:
 
 def test_a_trickling_answer_does_not_outlive_the_limit(host: Host) -> None:
     release = host.release(check__timeout_s=0.5)
-    engine = host.started(release, STUB_TOKEN_S="0.2")
+    engine = host.started(release, STUB_PIECE_S="0.2")
     with pytest.raises(runner.EngineError, match="in time"):
         list(
             engine.stream_chat(
