@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.host.exposure import NAME, SLOW, Place
 from tests.labkit import Guest, Run, Site, info, lab
 
 
@@ -53,3 +55,25 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     assert first.exit_code == 0, f"{first.failed}\n{first.stderr[-6000:]}"
     guests = [Guest(guest["name"], guest["ip"]) for guest in info()["guests"]]
     return Fleet(site, [guest for guest in guests if guest.name in site.hosts], first)
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    if os.geteuid() != 0:
+        pytest.skip("the virtual lab needs root")
+    lab("up", NAME, "--fresh", "--engine", "stub")
+    guest = next(Guest(one["name"], one["ip"]) for one in info()["guests"] if one["name"] == NAME)
+    site = Site(tmp_path_factory.mktemp("gateway"), hosts=[NAME])
+    made = Place(site, guest)
+    site.choose(model="lab-stub", profile="v2", engine={"environment": SLOW})
+    first = made.deploy()
+    assert first.exit_code == 0, first.stderr[-4000:]
+    return made
+
+
+@pytest.fixture
+def narrow_again(place: Place) -> Iterator[None]:
+    """Leave the gateway to this host alone, and see that nothing else listens."""
+    yield
+    assert place.deploy().exit_code == 0
+    assert place.listening() == {"127.0.0.1"}

@@ -1,7 +1,7 @@
-"""Who reaches a server, from outside: every exposure, its certificate, key and limits.
+"""Who reaches a server, from outside: every exposure, its key and limits.
 
-The engine is the stand-in; judged with curl, openssl, ss and docker, from this machine (the
-guest's network) and from the guest itself.
+The engine is the stand-in; judged with curl, ss and docker, from this machine (the guest's network)
+and from the guest itself.
 """
 
 from __future__ import annotations
@@ -9,111 +9,18 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import os
-import shlex
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.labkit import CHECKOUT, Guest, Run, Site, info, lab
+from tests.host.exposure import CONFIGURE, QUESTION, TAILNET, Place, stream
+from tests.labkit import CHECKOUT, info
 
-NAME = "lab-12"
-CONFIGURE = "Serve | Configure the gateway"
-QUESTION = "What is 7823 * 4519?"
-TAILNET = "100.101.102.103"
-# A piece each 50 ms: what a buffer would hold back is seen.
-SLOW = {"STUB_PIECE_S": "0.05"}
-
-
-@dataclass
-class Place:
-    """The guest and the user's repository."""
-
-    site: Site
-    guest: Guest
-
-    def deploy(self, *arguments: str, **serve: Any) -> Run:
-        """Deploy with these choices for the gateway, and no others of earlier tests."""
-        self.site.choices["serve"] = {"address": self.guest.ip, **serve}
-        self.site.choose()
-        return self.site.deploy(*arguments)
-
-    def exposed(self, **serve: Any) -> Run:
-        """Deploy, and insist that only the gateway changed and nothing is left to change."""
-        engine = self.engine()
-        run = self.deploy(**serve)
-        assert run.exit_code == 0, run.stderr[-3000:]
-        assert run.changed in ([CONFIGURE], []), run.changed
-        again = self.site.deploy()
-        assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
-        assert self.engine() == engine
-        return run
-
-    def engine(self) -> str:
-        """Return what identifies the running engine: unit, run, process."""
-        unit = self.guest.serving()[0]
-        shown = self.guest.run(f"systemctl show -p InvocationID,MainPID,NRestarts {unit}")
-        return f"{unit} {shown}"
-
-    def listening(self) -> set[str]:
-        """Return the addresses of the gateway's port, by ss."""
-        out = self.guest.run("ss -Hltn 'sport = :8000' | awk '{print $4}'")
-        return {line.rpartition(":")[0] for line in out.split()}
-
-    def curl(self, url: str, *words: str, key: str | None = "", body: Any = None) -> str:
-        """Ask from this machine; return the status, or curl's own error as ``curl N``.
-
-        The host's own key is used for ``""`` and travels on standard input, none for ``None``.
-        """
-        secret = self.guest.key() if key == "" else key
-        given = f'header = "Authorization: Bearer {secret}"' if secret else ""
-        more = ["-H", "Content-Type: application/json", "-d", json.dumps(body)] if body else []
-        done = subprocess.run(
-            ["curl", "-K", "-", "-sS", "-m", "30", "-o", "/dev/null", "-w", "%{http_code}",
-             *words, *more, url],
-            input=given, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        return done.stdout if done.returncode == 0 else f"curl {done.returncode}"
-
-    def url(self, path: str = "/v1/models", scheme: str = "http") -> str:
-        return f"{scheme}://{self.guest.ip}:8000{path}"
-
-    def connect(self) -> dict[str, Any]:
-        """Return what `spark-deploy connect` says."""
-        out = subprocess.run(
-            [sys.executable, "-m", "spark_deploy", "connect",
-             str(self.site.root / "inventory/lab.py"), "--limit", NAME, "--json"],
-            capture_output=True, text=True, check=True, cwd=CHECKOUT,
-        ).stdout  # fmt: skip
-        return json.loads(out)[0]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    if os.geteuid() != 0:
-        pytest.skip("the virtual lab needs root")
-    lab("up", NAME, "--fresh", "--engine", "stub")
-    guest = next(Guest(one["name"], one["ip"]) for one in info()["guests"] if one["name"] == NAME)
-    site = Site(tmp_path_factory.mktemp("gateway"), hosts=[NAME])
-    made = Place(site, guest)
-    site.choose(model="lab-stub", profile="v2", engine={"environment": SLOW})
-    first = made.deploy()
-    assert first.exit_code == 0, first.stderr[-4000:]
-    return made
-
-
-@pytest.fixture(autouse=True)
-def narrow_again(place: Place) -> Iterator[None]:
-    yield
-    assert place.deploy().exit_code == 0
-    assert place.listening() == {"127.0.0.1"}
+pytestmark = pytest.mark.usefixtures("narrow_again")
 
 
 def test_by_default_nobody_outside_reaches_it(place: Place) -> None:
@@ -223,129 +130,6 @@ def test_requests_over_the_limits_are_refused_without_touching_the_engine(place:
     assert set(seen) == {"200", "429"}
 
 
-def ca_of(place: Place) -> dict[str, Any]:
-    return {"expose": "lan", "tls": "private-ca", "ca_dir": str(place.site.root / "ca")}
-
-
-def test_a_private_ca_is_made_once_and_hosts_get_certificates_of_it(place: Place) -> None:
-    private = ca_of(place)
-    place.exposed(**private)
-    said = place.connect()
-    assert said["ca"] == f"{private['ca_dir']}/ca.pem"
-    assert place.curl(place.url(scheme="https"), "--cacert", said["ca"]) == "200"
-    assert place.curl(place.url(scheme="https")) == "curl 60"  # nobody else vouches for it
-    assert place.curl(place.url()) == "400"
-    look = subprocess.run(
-        ["openssl", "s_client", "-connect", f"{place.guest.ip}:8000", "-CAfile", said["ca"],
-         "-verify_ip", place.guest.ip],
-        input="", capture_output=True, text=True, check=False,
-    ).stdout  # fmt: skip
-    assert "Verify return code: 0 (ok)" in look
-    assert place.guest.run("stat -c '%a %U' /etc/spark/gateway/main.key") == "600 root"
-    assert (place.site.root / "ca/ca-key.pem").stat().st_mode & 0o777 == 0o600
-    # What `connect` prints is what works, to the letter.
-    out = subprocess.run(["sh", "-c", said["example"]], capture_output=True, text=True, check=True)
-    assert "35352137" in out.stdout
-
-    # A certificate that ends soon is the only thing the next run changes.
-    made = place.guest.run("cat /etc/spark/gateway/main.crt")
-    plant(place, days=20)
-    renewed = place.site.deploy()
-    assert renewed.changed == [CONFIGURE]
-    assert "it ends on" in renewed.stderr
-    now = place.guest.run("cat /etc/spark/gateway/main.crt")
-    assert now not in (made, "")
-    assert place.curl(place.url(scheme="https"), "--cacert", said["ca"]) == "200"
-    assert place.site.deploy().changed == []
-
-
-def plant(place: Place, days: int) -> None:
-    """Put a certificate of the CA on the guest that ends in some days; openssl makes it."""
-    ca = place.site.root / "ca"
-    script = (
-        "cd $(mktemp -d) && openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes "
-        f"-subj /CN=x -addext subjectAltName=IP:{place.guest.ip},DNS:{NAME} -keyout k -out r "
-        f"2>/dev/null && openssl x509 -req -in r -days {days} -copy_extensions copy "
-        f"-CA {ca}/ca.pem -CAkey {ca}/ca-key.pem -out c 2>/dev/null && cat c && echo == && cat k"
-    )
-    out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
-    certificate, _, key = out.partition("==\n")
-    for path, text in (("crt", certificate), ("key", key)):
-        place.guest.run(f"printf %s {shlex.quote(text)} > /etc/spark/gateway/main.{path}")
-
-
-def own(place: Place, names: str, stem: str = "own", days: int = 90) -> dict[str, Any]:
-    """Make a certificate of the user's own with openssl; return the settings for it."""
-    certificate, key = (place.site.root / f"{stem}{end}" for end in (".pem", "-key.pem"))
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-addext",
-         f"subjectAltName={names}", "-days", str(days), "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    key.chmod(0o600)
-    return {
-        "expose": "lan", "tls": "own-cert",
-        "tls_certificate": str(certificate), "tls_key": str(key),
-    }  # fmt: skip
-
-
-def test_an_own_certificate_is_judged_before_any_connection_and_then_served(place: Place) -> None:
-    right = own(place, f"IP:{place.guest.ip}")
-    wrong_name = own(place, "DNS:other.example.org", "name")
-    wrong_key = {**right, "tls_key": wrong_name["tls_key"]}
-    connections = "journalctl -u ssh -o cat | grep -c 'Accepted publickey'"
-    for settings, words in (
-        (wrong_name, f"is for other.example.org, not {place.guest.ip}"),
-        (wrong_key, "is not the key of"),
-        ({**right, "tls_key": "/nowhere.pem"}, "cannot be read"),
-    ):
-        before = int(place.guest.run(connections))
-        refused = place.deploy(**settings)
-        assert refused.exit_code != 0
-        assert words in refused.stderr
-        assert int(place.guest.run(connections)) == before + 1  # the look itself
-
-    place.exposed(**right)
-    trust = ("--cacert", right["tls_certificate"])
-    assert place.curl(place.url(scheme="https"), *trust) == "200"
-    assert place.curl(place.url(scheme="https"), *trust, key=None) == "401"
-    assert place.connect()["ca"] is None
-    assert place.guest.run("stat -c '%a %U' /etc/spark/gateway/main.key") == "600 root"
-
-    place.exposed()
-    assert place.guest.run("ls /etc/spark/gateway") == "main.json"
-
-
-def test_secrets_are_in_no_output_argv_or_log(place: Place) -> None:
-    key = "a-key-of-my-own-0123456789"
-    mine = place.site.root / "api-key"
-    mine.write_text(key + "\n")
-    right = own(place, f"IP:{place.guest.ip}")
-    private = Path(right["tls_key"]).read_text().splitlines()
-    seen: list[str] = []
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.is_set():
-            seen.append(place.guest.run("ps axww -o args", check=False))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    # What the host made stays with the host: taken away, so that the next test gets a new one.
-    run = place.deploy("--diff", "-vvv", **right, api_key={"file": str(mine)})
-    stop.set()
-    watcher.join()
-    assert run.exit_code == 0, run.stderr[-3000:]
-    assert place.curl(place.url(scheme="https"), "-k", key=key) == "200"
-    looks = ("journalctl -b -o cat", "systemctl cat 'spark-*'", "docker inspect $(docker ps -q)")
-    everything = "\n".join(
-        [run.stderr, json.dumps(run.document), *seen, *(place.guest.run(look) for look in looks)]
-    )
-    for secret in (key, private[1], base64.b64encode(key.encode()).decode()[:20]):
-        assert secret not in everything
-    assert place.site.deploy().changed == []
-
-
 def test_a_new_key_holds_at_once_and_the_engine_goes_on(place: Place) -> None:
     place.exposed(expose="lan")
     old, engine = place.guest.key(), place.engine()
@@ -362,23 +146,6 @@ def test_a_new_key_holds_at_once_and_the_engine_goes_on(place: Place) -> None:
     assert place.curl(place.url(), key=new) == "200"
     assert place.engine() == engine
     assert place.site.deploy().changed == []
-
-
-def stream(place: Place, key: str, letters: int = 200) -> subprocess.Popen[str]:
-    """Begin a streamed answer of one piece for each four letters, read as it comes."""
-    body = {
-        "model": "lab-model", "stream": True,
-        "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * (letters // 4)}],
-    }  # fmt: skip
-    curl = subprocess.Popen(
-        ["curl", "-K", "-", "-sSN", "-m", "90", "-H", "Content-Type: application/json",
-         "-d", json.dumps(body), place.url("/v1/chat/completions")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    curl.stdin.write(f'header = "Authorization: Bearer {key}"\n')
-    curl.stdin.close()
-    curl.stdin = None
-    return curl
 
 
 def test_pieces_of_an_answer_come_one_by_one(place: Place) -> None:

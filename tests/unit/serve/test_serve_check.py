@@ -172,7 +172,7 @@ def test_a_trickling_answer_does_not_outlive_the_limit(host: Host) -> None:
 def test_a_check_of_many_slow_answers_ends_at_its_limit_and_ends_the_proof(host: Host) -> None:
     # Each answer comes in time; together they take longer than one check may.
     release = host.release(check__timeout_s=1.0, check__copy=["abcd" * 6] * 4)
-    host.started(release, STUB_TOKEN_S="0.06")
+    host.started(release, STUB_PIECE_S="0.06")
     result = check(host, release)
     problems = failed(result)
     assert list(problems) == ["copy"]
