@@ -123,6 +123,15 @@ class Guest:
         }  # fmt: skip
         return self.call("POST", "/v1/chat/completions", body)
 
+    def answers(self, prompt: str, expected: str) -> bool:
+        """Return whether a right answer comes through the gateway."""
+        status, body = self.ask(prompt)
+        return status == 200 and expected in str(body)
+
+    def metrics(self) -> str:
+        """Return the running engine's own counters, from its socket."""
+        return self.run("curl -sS --unix-socket /run/spark/main/engine.sock http://engine/metrics")
+
     def names(self) -> list[str]:
         """Return the served model names."""
         _, body = self.call("GET", "/v1/models")

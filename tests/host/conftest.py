@@ -21,13 +21,14 @@ class Fleet:
     guests: list[Guest]
     first: Run
 
-    def settle(self, **choices: object) -> None:
-        """Bring every host to the usual choices; each test begins from there."""
+    def settle(self, only: Guest | None = None, **choices: object) -> Run:
+        """Bring every host, or one, to the usual choices; each test begins from there."""
         self.site.choices.clear()
         self.site.choose(**{**USUAL, **choices})
-        run = self.site.deploy()
+        run = self.site.deploy(*(["--limit", only.name] if only else []))
         if run.exit_code != 0:
             raise AssertionError(f"cannot settle: {run.failed}\n{run.stderr[-4000:]}")
+        return run
 
 
 USUAL = {"model": "lab-stub", "profile": "v2"}
