@@ -159,42 +159,45 @@ def install(packages: Sequence[str], quiet_services: Sequence[str] = ()) -> Func
 def _install(
     state: State, host: Host, packages: Sequence[str], quiet_services: Sequence[str]
 ) -> bool:
-    where, names = "packages", " ".join(shlex.quote(package) for package in packages)
+    listed = " ".join(packages)
     try:
         if not wait_for_lock(host):
             return False
-        _update(host)
-        simulation = run(host, f"{_APT} -s --no-install-recommends install {names}")
-        changed = forbidden(simulation)
-        if changed:
-            problem = Problem(
-                where,
-                f"installing {' '.join(packages)} would change {', '.join(changed)}; "
-                "driver, kernel and firmware are never ours to change; nothing was installed",
-                f"install {' '.join(packages)} by hand after the vendor's update, then run again",
-            )
-            show(host, str(problem))
-            return False
-        with talking(host, f"installing {' '.join(packages)}"):
-            run(host, _install_script(names, quiet_services), timeout_s=3600)
+        with talking(host, f"installing {listed}"):
+            problem = _change(host, packages, quiet_services)
     except CommandFailed as failure:
         tail = "\n".join(failure.output.strip().splitlines()[-12:])
         problem = Problem(
-            where,
-            f"cannot install {' '.join(packages)}: {tail or failure}",
+            "packages",
+            f"cannot install {listed}: {tail or failure}",
             "check the package names, the repositories in group_vars and `apt-get update`",
         )
+    if problem:
         show(host, str(problem))
-        return False
-    return True
+    return problem is None
+
+
+def _change(host: Host, packages: Sequence[str], quiet_services: Sequence[str]) -> Problem | None:
+    """Install what is missing, unless that would touch the driver; return what speaks against."""
+    names = " ".join(shlex.quote(package) for package in packages)
+    _update(host)
+    changed = forbidden(run(host, f"{_APT} -s --no-install-recommends install {names}"))
+    if changed:
+        return Problem(
+            "packages",
+            f"installing {' '.join(packages)} would change {', '.join(changed)}; "
+            "driver, kernel and firmware are never ours to change; nothing was installed",
+            f"install {' '.join(packages)} by hand after the vendor's update, then run again",
+        )
+    run(host, _install_script(names, quiet_services), timeout_s=3600)
+    return None
 
 
 def _update(host: Host) -> None:
     """Refresh the lists; a vendor's broken source must not stop packages of the others."""
-    with talking(host, "apt-get update"):
-        for line in run(host, f"{_APT} update 2>&1 || true", timeout_s=900):
-            if line.startswith(("E:", "W:", "Err:")):
-                host.log(f"apt-get update: {line}")
+    for line in run(host, f"{_APT} update 2>&1 || true", timeout_s=900):
+        if line.startswith(("E:", "W:", "Err:")):
+            host.log(f"apt-get update: {line}")
 
 
 def _install_script(names: str, quiet_services: Sequence[str]) -> str:
@@ -227,7 +230,7 @@ done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev
 
 def wait_for_lock(host: Host, limit_s: float = LOCK_WAIT_S, every_s: float = 5) -> bool:
     """Wait until nobody else installs packages (apt timers run after boot), saying who does."""
-    started, told = monotonic(), float("-inf")
+    started = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
         waited = monotonic() - started
         if waited > limit_s:
@@ -238,8 +241,6 @@ def wait_for_lock(host: Host, limit_s: float = LOCK_WAIT_S, every_s: float = 5) 
             )
             show(host, str(problem))
             return False
-        if waited - told >= 10:
-            told = waited
-            host.log(f"waiting for the package lock, held by {', '.join(holders)}")
+        host.log(f"waiting for the package lock, held by {', '.join(holders)}: {waited:.0f} s")
         gevent.sleep(every_s)
     return True

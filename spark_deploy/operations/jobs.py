@@ -24,10 +24,10 @@ from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.failing import host_errors
 from spark_deploy.operations.files import place
 from spark_deploy.operations.remote import poll
+from spark_deploy.operations.running import SAY_SOMETHING_EVERY_S
 from spark_deploy.plan.jobs import Job
 
 POLL_EVERY_S = 2.0
-SAY_SOMETHING_EVERY_S = 8.0  # people are never left without a line for 10 s
 UNITS_DIR = "/etc/systemd/system"
 
 

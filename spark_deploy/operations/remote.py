@@ -10,6 +10,8 @@ from pyinfra.api.command import StringCommand
 from pyinfra.api.exceptions import ConnectError
 from pyinfra.api.host import Host
 
+from spark_deploy.operations.running import talking
+
 ATTEMPTS = 40
 COMMAND_TIMEOUT_S = 60
 
@@ -22,21 +24,21 @@ def poll(host: Host, script: str) -> tuple[bool, str, str]:
     Raises:
         ConnectError: the host stayed away for about ten minutes.
     """
-    for attempt in range(ATTEMPTS):
-        try:
-            ok, output = host.run_shell_command(
-                StringCommand("sh", "-c", shlex.quote(script)),
-                _sudo=True,
-                _timeout=COMMAND_TIMEOUT_S,
-            )
-            return ok, output.stdout, output.stderr
-        except (TimeoutError, OSError, EOFError, SSHException, ConnectError) as error:
-            if attempt == 0:
-                host.log(f"connection lost ({type(error).__name__}), trying again")
-            gevent.sleep(min(1 + attempt, 20))
-            host.disconnect()
+    with talking(host, "waiting for an answer of the host"):
+        for attempt in range(ATTEMPTS):
             try:
-                host.connect(show_errors=False, reason="still waiting")
-            except ConnectError:
-                continue
+                if not host.connected:
+                    # Without raising, the next command would meet a client that has no connection.
+                    host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
+                ok, output = host.run_shell_command(
+                    StringCommand("sh", "-c", shlex.quote(script)),
+                    _sudo=True,
+                    _timeout=COMMAND_TIMEOUT_S,
+                )
+                return ok, output.stdout, output.stderr
+            except (TimeoutError, OSError, EOFError, SSHException, ConnectError) as error:
+                if attempt == 0:
+                    host.log(f"connection lost ({type(error).__name__}), trying again")
+                host.disconnect()
+                gevent.sleep(min(1 + attempt, 20))
     raise ConnectError(f"{host.name} stayed unreachable")

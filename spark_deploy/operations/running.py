@@ -14,6 +14,8 @@ from pyinfra.api.host import Host
 from pyinfra.context import host as current_host
 from pyinfra.context import state
 
+SAY_SOMETHING_EVERY_S = 7.0  # people are never left without a line for 10 s, on a busy host too
+
 
 def say(text: str) -> None:
     """Tell the reader something about the current host; only while executing, so only once."""
@@ -56,7 +58,7 @@ def run(
 
 
 @contextmanager
-def talking(host: Host, what: str, every_s: float = 10) -> Iterator[None]:
+def talking(host: Host, what: str, every_s: float = SAY_SOMETHING_EVERY_S) -> Iterator[None]:
     """Say every few seconds that ``what`` is still going on, so that a run is never silent."""
     started = monotonic()
 

@@ -27,11 +27,11 @@ from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.failing import host_errors, refuse
 from spark_deploy.operations.files import place
 from spark_deploy.operations.remote import poll
+from spark_deploy.operations.running import SAY_SOMETHING_EVERY_S
 from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.types import GatewayPlan, Paths, ServePlan
 
 POLL_EVERY_S = 2.0
-SAY_SOMETHING_EVERY_S = 8.0
 
 
 @operation()

@@ -1,0 +1,60 @@
+"""A lost connection is found again; a run that waits is not silent meanwhile."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from paramiko import SSHException
+from pyinfra.api.exceptions import ConnectError
+
+from spark_deploy.operations import remote
+
+
+class RebootingHost:
+    """Connects and fails as pyinfra's does: `connect` only raises when asked to."""
+
+    name = "spark-1"
+
+    def __init__(self, failing_connects: int):
+        self.connected, self.failing, self.said = True, failing_connects, []
+        self.lost = True
+
+    def connect(self, raise_exceptions: bool = False, **_: Any) -> None:
+        if not self.failing:
+            self.connected, self.lost = True, False
+            return
+        self.failing -= 1
+        if raise_exceptions:
+            raise ConnectError("Could not connect (No route to host)")
+
+    def disconnect(self) -> None:
+        self.connected = False
+
+    def run_shell_command(self, command: Any, **_: Any) -> Any:
+        if not self.connected:
+            raise AttributeError("'NoneType' object has no attribute 'open_session'")
+        if self.lost:
+            raise SSHException("SSH session not active")
+        return True, SimpleNamespace(stdout="42", stderr="")
+
+    def log(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    slept = []
+    monkeypatch.setattr(remote.gevent, "sleep", slept.append)
+    return slept
+
+
+def test_a_host_that_reboots_is_asked_until_it_is_back(quick):
+    host = RebootingHost(failing_connects=5)
+    assert remote.poll(host, "cat boot_id") == (True, "42", "")
+    assert host.said == ["connection lost (SSHException), trying again"]
+    assert quick[-6:] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_host_that_stays_away_ends_the_waiting():
+    with pytest.raises(ConnectError, match="spark-1 stayed unreachable"):
+        remote.poll(RebootingHost(failing_connects=10**6), "true")
