@@ -21,7 +21,7 @@ try:
     _lab = _json.loads(_state.read_text(encoding="utf-8"))
 except (OSError, ValueError) as _error:
     raise _SettingsError.one(
-        str(_state), f"the lab's state cannot be read ({_error})", "bring it up: make lab-up"
+        str(_state), f"the lab's state cannot be read ({_error})", "bring it up: `make lab-up`"
     ) from None
 
 

@@ -84,7 +84,11 @@ def connection_of(host: Listed, tailnet_address: str | None = None) -> Connectio
     read_key = shlex.join([*login, *_sudo(settings), "cat", plan.key_path])
     base_url, users = _best(plan)
     inside = base_url == url(plan, LOOPBACK)
-    tunnel = [*login[:1], "-N", "-L", f"{plan.port}:{LOOPBACK}:{plan.port}", *login[1:]]
+    # Where the port is taken ssh would go on without it (or with its IPv6 half), and the key would
+    # go to whoever has it: so it is to end, and the address is said in full.
+    here = f"{LOOPBACK}:{plan.port}"
+    forward = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", f"{here}:{here}"]
+    tunnel = [*login[:1], *forward, *login[1:]]
     private = plan.tls is not None and plan.tls.mode == "private-ca"
     ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and private else None
     return Connection(

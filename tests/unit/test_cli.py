@@ -1,4 +1,6 @@
 import json
+import re
+import shutil
 import subprocess
 import sys
 
@@ -69,6 +71,41 @@ def test_an_update_of_a_name_nobody_uses_is_refused_with_a_guess(spark_deploy):
     code, _, err = spark_deploy("lock", "--update", "Intel/Qwen3.5-122B-A10B-int4-AutoRund")
     assert code == 1
     assert "did you mean Intel/Qwen3.5-122B-A10B-int4-AutoRound?" in err
+
+
+LOCK = CHECKOUT / "tests/fixtures/lock.yml"
+
+
+def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spark_deploy, tmp_path):
+    (tmp_path / "inventory").mkdir()
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "inventory/spark.py").write_text(
+        "from spark_deploy.inventory import group_from as _g\n"
+        'spark = _g("spark", hosts=["mine"], file=__file__)\n'
+    )
+    shutil.copy(LOCK, tmp_path / "spark.lock.yml")
+    code, out, err = spark_deploy("manifest")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == "mine"
+    assert re.search(r"^  file +/usr/local/bin/spark-check$", out, re.MULTILINE)
+
+
+def test_without_one_there_it_is_that_of_the_checkout(spark_deploy):
+    code, out, err = spark_deploy("manifest", "--json", "--data", f"lock_file={LOCK}")
+    assert (code, err) == (0, "")
+    [(host, owned)] = json.loads(out).items()
+    assert host == "spark-1"
+    assert {entry["kind"] for entry in owned} >= {"file", "package", "tree", "image", "enabled"}
+
+
+def test_an_inventory_of_a_lab_that_is_not_up_names_the_command_that_brings_it_up(
+    spark_deploy, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("SPARK_LAB_DIR", str(tmp_path))
+    code, _, err = spark_deploy("manifest", str(CHECKOUT / "inventory/lab.py"))
+    assert code == 1
+    [target] = re.findall(r"fix: bring it up: `make (\S+)`", err)
+    assert re.search(rf"^{target}:", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
 
 
 def test_the_command_runs_outside_a_test_too(tmp_path):

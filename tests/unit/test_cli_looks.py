@@ -124,7 +124,9 @@ def test_connect_gives_a_tunnel_for_a_loopback_gateway(tmp_path):
     one = connection_of(listed(tmp_path))
     assert one.base_url == "http://127.0.0.1:8000/v1"
     assert (one.model, one.names) == ("lab-model", ("lab-model", "other"))
-    assert one.tunnel == "ssh -N -L 8000:127.0.0.1:8000 spark@10.0.0.9"
+    assert one.tunnel == (
+        "ssh -N -o ExitOnForwardFailure=yes -L 127.0.0.1:8000:127.0.0.1:8000 spark@10.0.0.9"
+    )
     assert one.read_key == "ssh spark@10.0.0.9 sudo cat /etc/spark/api-key"
     assert "from here  ssh -N" in "\n".join(connect_lines(one))
 
