@@ -13,6 +13,7 @@ from spark_deploy.operations.gateway import configured
 from spark_deploy.operations.jobs import prepared
 from spark_deploy.operations.serve import release_files, switched
 from spark_deploy.plan.jobs import Job
+from spark_deploy.plan.release import GATEWAY_USER
 from spark_deploy.plan.types import GatewayPlan, Paths, ServePlan
 
 PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
@@ -36,7 +37,7 @@ def apply(
         timeout_s=PREPARE_TIMEOUT_S,
     )
     release_files(name="Install units and release", plan=plan, files=tuple(files),
-                  user="spark-gateway")  # fmt: skip
+                  user=GATEWAY_USER)  # fmt: skip
     configured(name="Configure the gateway", plan=gateway, paths=paths)
     # One operation per host in inventory order: a fault stops at the first host it meets.
     for name in each(member.name for member in inventory):

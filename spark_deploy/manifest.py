@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from spark_deploy.facts.docker import DAEMON_JSON
+from spark_deploy.host_care import earlyoom_file, guarantee_files
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.base import HOLD_PATH, SLEEP_TARGETS
+from spark_deploy.operations.base import HOLD_PATH, SLEEP_TARGETS, directories
 from spark_deploy.payload import Payload
 from spark_deploy.plan.jobs import jobs_of
-from spark_deploy.plan.release import release_files_of, unit_files_of
-from spark_deploy.plan.types import GatewayPlan, HostPlan, Paths
+from spark_deploy.plan.release import GATEWAY_USER, release_files_of, unit_files_of
+from spark_deploy.plan.types import GatewayPlan, HostPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
     """One thing on a host: ``kind`` says what ``name`` is."""
 
-    kind: str  # file | link | directory | package | masked | image | tree | active | enabled
+    # file | state | keys | link | directory | package | masked | user | image | tree | active |
+    # enabled; the host itself writes a `state`, and in `keys` only some keys of a file are ours.
+    kind: str
     name: str
     operation: str  # the operation of a deploy that repairs it
-    mode: int | None = None  # of a file
+    mode: int | None = None  # where it is held
 
 
 def manifest_of(plan: HostPlan, payload: Payload) -> tuple[Owned, ...]:
@@ -42,22 +46,21 @@ def _base(plan: HostPlan) -> Iterator[Owned]:
         yield Owned("file", HOLD_PATH, "Base | Hold driver packages in unattended upgrades", 0o644)
     for package in plan.base.packages:
         yield Owned("package", package, "Base | Install packages")
-    for path in _directories(plan.paths):
+    for path in directories(plan.base):
         yield Owned("directory", path, "Base | Create directories")
     if plan.base.disable_sleep:
         for target in SLEEP_TARGETS:
             yield Owned("masked", target, "Base | Disable sleep")
+    if plan.base.protect_login:
+        yield from _files(guarantee_files(), "Base | Guarantee memory to the login")
+    if plan.base.earlyoom:
+        yield Owned("package", "earlyoom", "Base | Install packages")
+        yield from _files((earlyoom_file(),), "Base | Run earlyoom")
     yield Owned("package", plan.cuda.package, "CUDA | Install the toolkit")
     for package in (*plan.docker.packages, *plan.docker.toolkit_packages):
         yield Owned("package", package, "Docker | Install engine and NVIDIA toolkit")
-    yield Owned("file", plan.docker.receipt_path, "Docker | Prove the GPU in a container", 0o644)
-
-
-def _directories(paths: Paths) -> tuple[str, ...]:
-    return (
-        paths.models_dir, paths.sources_dir, paths.cache_dir, paths.config_dir, paths.state_dir,
-        paths.tools_dir,
-    )  # fmt: skip
+    yield Owned("keys", DAEMON_JSON, "Docker | Merge daemon.json")
+    yield Owned("state", plan.docker.receipt_path, "Docker | Prove the GPU in a container")
 
 
 def _files(files: tuple[ManagedFile, ...], operation: str) -> Iterator[Owned]:
@@ -89,12 +92,14 @@ def _artefacts(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
 
 def _release(plan: HostPlan) -> Iterator[Owned]:
     serve = plan.serve
-    yield from _files(release_files_of(plan), "Serve | Install units and release")
+    install = "Serve | Install units and release"
+    yield Owned("user", GATEWAY_USER, install)
+    yield from _files(release_files_of(plan), install)
     change = f"Serve | Serve the release on {plan.host}"
     for unit in (f"spark-serve@{serve.name}.service", f"spark-gateway@{serve.service}.service"):
         yield Owned("active", unit, change)
         yield Owned("enabled", unit, change)
-    yield Owned("file", f"{plan.paths.state_dir}/proofs/{serve.name}.json", change)
+    yield Owned("state", f"{plan.paths.state_dir}/proofs/{serve.name}.json", change)
     yield from _gateway(plan.gateway, change)
 
 
@@ -102,8 +107,8 @@ def _gateway(gateway: GatewayPlan, change: str) -> Iterator[Owned]:
     configure = "Serve | Configure the gateway"
     yield Owned("file", gateway.settings_path, configure, 0o644)
     if gateway.tls:
-        yield Owned("file", gateway.certificate_path, configure, 0o644)
-        yield Owned("file", gateway.certificate_key_path, configure, 0o600)
+        yield Owned("state", gateway.certificate_path, configure, 0o644)
+        yield Owned("state", gateway.certificate_key_path, configure, 0o600)
     # A key made on the host is made anew by the change of release, a given one is sent again.
     owner = change if gateway.key.kind == "generate" else configure
-    yield Owned("file", gateway.key_path, owner, 0o600)
+    yield Owned("state", gateway.key_path, owner, 0o600)

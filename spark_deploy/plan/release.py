@@ -10,6 +10,7 @@ from spark_deploy.plan.digest import plain
 from spark_deploy.plan.types import HostPlan
 
 UNITS_DIR = "/etc/systemd/system"
+GATEWAY_USER = "spark-gateway"  # made by files/serve/units/spark-sysusers.conf
 
 
 def unit_files_of(plan: HostPlan, units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
