@@ -13,6 +13,7 @@ from spark_deploy.cli.hosts import Listed, listed, planned, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.facts.survey import HostSurvey, Survey
+from spark_deploy.operations.preflight import question
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import NeedsPlan
 from spark_deploy.preflight import judge
@@ -45,10 +46,7 @@ def _ask(host: Host, needs: NeedsPlan) -> Survey | None:
         HostSurvey,
         # The survey finds its own way to root, so a host that still wants a password is seen too.
         _sudo=False,
-        paths=tuple(path for path, _ in needs.disk_needed_bytes),
-        ports_wanted=needs.ports,
-        images=needs.images,
-        shared_paths=(needs.docker_dir,),
+        **question(needs),
     )
     return found
 

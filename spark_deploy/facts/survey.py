@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
 
-from spark_deploy.facts import containers, disk, gpu, memory, ports, sections
+from spark_deploy.facts import containers, disk, gpu, memory, ports, sections, stored
 from spark_deploy.facts import host as identity
 from spark_deploy.facts.containers import Container
 from spark_deploy.facts.disk import Place, Reclaimable
@@ -16,6 +16,7 @@ from spark_deploy.facts.gpu import GpuState
 from spark_deploy.facts.host import HostIdentity
 from spark_deploy.facts.memory import Memory, Process
 from spark_deploy.facts.ports import Listener
+from spark_deploy.facts.stored import Stored
 
 STUB_SUFFIX = "+labstub"
 
@@ -49,6 +50,7 @@ class Survey:
     stub_packages: tuple[str, ...]  # "name version" of stand-ins
     images: tuple[str, ...]  # those of the plan that are there
     tailscale: str  # the host's address in its tailnet, or what the command said instead
+    stored: Stored  # weights that need no room again
 
     @property
     def sudo_works(self) -> bool:
@@ -74,6 +76,7 @@ class HostSurvey(FactBase[Survey]):
         ports_wanted: Sequence[int],
         images: Sequence[str] = (),
         shared_paths: Sequence[str] = (),
+        look_in: Sequence[str] = (),
     ) -> str:
         return sections.as_root(
             sections.script(
@@ -81,6 +84,7 @@ class HostSurvey(FactBase[Survey]):
                 gpu.SCRIPT,
                 memory.SCRIPT,
                 disk.script(paths, shared_paths),
+                stored.script(paths, look_in),
                 ports.script(ports_wanted),
                 containers.SCRIPT,
                 containers.images_script(images),
@@ -127,6 +131,7 @@ def parse(output: Sequence[str]) -> Survey:
         ),
         images=tuple(found.get("images", ())),
         tailscale=next(iter(found.get("tailscale", ())), "").strip(),
+        stored=stored.parse(found),
     )
 
 

@@ -25,6 +25,7 @@ def question(needs: NeedsPlan) -> dict[str, Any]:
         "ports_wanted": needs.ports,
         "images": needs.images,
         "shared_paths": (needs.docker_dir,),
+        "look_in": needs.look_in,
     }
 
 

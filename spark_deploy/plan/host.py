@@ -33,6 +33,7 @@ from spark_deploy.plan.types import (
     Paths,
     PayloadIdentity,
     SecretSource,
+    SourcePlan,
     ToolsPlan,
 )
 from spark_deploy.settings_types import Settings
@@ -79,7 +80,7 @@ def join(
         model=model.name,
         profile=profile.name,
         paths=paths,
-        needs=_needs(settings, memory, disk, (docker.check_image, image.tag)),
+        needs=_needs(settings, memory, disk, (docker.check_image, image.tag), base),
         base=_base(settings, paths),
         cuda=_cuda(settings),
         docker=docker,
@@ -124,7 +125,11 @@ def effective_profile(profile: Profile, settings: Settings) -> Profile:
 
 
 def _needs(
-    settings: Settings, memory: MemoryPlan, disk: tuple[DiskUse, ...], images: tuple[str, ...]
+    settings: Settings,
+    memory: MemoryPlan,
+    disk: tuple[DiskUse, ...],
+    images: tuple[str, ...],
+    source: SourcePlan,
 ) -> NeedsPlan:
     expect = settings.expect
     return NeedsPlan(
@@ -147,6 +152,10 @@ def _needs(
         images=images,
         reboot=settings.reboot,
         tailscale=settings.serve.expose == "tailscale",
+        downloads=(
+            (source.dir, tuple((f.sha256, f.size_bytes) for f in source.files if f.sha256)),
+        ),
+        look_in=source.look_in,
     )
 
 

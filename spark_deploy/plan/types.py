@@ -66,6 +66,9 @@ class NeedsPlan:
     images: tuple[str, ...] = ()
     reboot: str = "report"  # "report" | "allow": what becomes of a pending reboot
     tailscale: bool = False  # the gateway needs this host's address in its tailnet
+    # What may lie on the host already: (folder to fill, its files as (sha256, bytes)).
+    downloads: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    look_in: tuple[str, ...] = ()  # where the fetcher will look for them
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,16 +29,18 @@ class Demand:
 
 
 def demands(needs: NeedsPlan, survey: Survey) -> tuple[Demand, ...]:
-    """Add up what is still to be written per filesystem, less what is already in place."""
+    """Add up what is still to be written per filesystem, less what is there or can be linked."""
     by_path = {place.path: place for place in survey.places}
+    downloads = dict(needs.downloads)
     images_there = bool(needs.images) and set(needs.images) <= set(survey.images)
     totals: dict[str, Demand] = {}
     for path, wanted_bytes in needs.disk_needed_bytes:
         place = by_path.get(path)
         if place is None:
             continue
-        done_bytes = (
-            wanted_bytes if path == needs.docker_dir and images_there else place.present_bytes
+        done_bytes = max(
+            wanted_bytes if path == needs.docker_dir and images_there else place.present_bytes,
+            survey.stored.linkable_bytes(path, downloads.get(path, ())),
         )
         so_far = totals.get(place.mount, Demand(place.mount, place.available_bytes, 0, ()))
         totals[place.mount] = Demand(

@@ -141,7 +141,9 @@ def test_connect_to_a_gateway_for_containers_names_their_url_and_what_it_takes(t
     one = connection_of(listed(tmp_path, **{"serve.expose": "docker"}))
     text = "\n".join(connect_lines(one))
     assert one.base_url == "http://127.0.0.1:8000/v1"
-    assert one.tunnel == "ssh -N -L 8000:127.0.0.1:8000 spark@10.0.0.9"
+    assert one.tunnel == (
+        "ssh -N -o ExitOnForwardFailure=yes -L 127.0.0.1:8000:127.0.0.1:8000 spark@10.0.0.9"
+    )
     assert "containers http://host.docker.internal:8000/v1" in text
     assert "--add-host host.docker.internal:host-gateway" in text
 

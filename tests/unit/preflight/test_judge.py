@@ -247,6 +247,23 @@ def test_bytes_already_in_place_are_not_asked_for_again() -> None:
     assert problems(seen) == []
 
 
+@pytest.mark.parametrize(("device", "fits"), [("7", True), ("8", False)])
+def test_bytes_that_can_be_linked_need_no_room_and_those_of_another_disk_do(device, fits) -> None:
+    seen = survey(
+        places=[
+            "/srv/spark/models/x\t0\t/dev/a\t26214400\t/",
+            "/var/lib/docker\t0\t/dev/b\t26214400\t/var/lib/docker",
+        ],
+        images=["spark-vllm:0123456789ab"],
+        stored=[
+            "device\t/srv/spark/models/x\t7",
+            f"file\t{device}\t{80 << 30}\t/home/ann/.cache/huggingface/hub/x/blobs/{'ab' * 32}",
+        ],
+    )
+    found = problems(seen, downloads=(("/srv/spark/models/x", (("ab" * 32, 80 << 30),)),))
+    assert found == [] if fits else "80.0 GiB to be written" in found[0]
+
+
 def test_a_full_disk_stops_nobody_when_nothing_is_left_to_write() -> None:
     seen = survey(
         places=[
