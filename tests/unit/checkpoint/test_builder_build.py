@@ -7,14 +7,8 @@ import re
 import shutil
 
 import pytest
-from builder_trees import (
-    BASE_COMMIT,
-    VOCABULARY,
-    Raw,
-    readable_by_safetensors,
-    run_tool,
-    tree_tensors,
-)
+from builder_shards import Raw, readable_by_safetensors
+from builder_trees import BASE_COMMIT, VOCABULARY, run_tool, tree_tensors
 
 LAYOUTS = ("overlay", "full")
 

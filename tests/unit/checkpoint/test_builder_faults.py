@@ -8,7 +8,8 @@ import subprocess
 import pytest
 from builder_faults import POINTS, points, run_broken
 from builder_hub import fetch_order
-from builder_trees import file_entries, read_shard, run_tool, tree_tensors
+from builder_shards import read_shard
+from builder_trees import file_entries, run_tool, tree_tensors
 
 LAYOUTS = ("overlay", "full")
 

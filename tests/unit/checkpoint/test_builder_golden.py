@@ -4,7 +4,8 @@ import hashlib
 import os
 
 import pytest
-from builder_trees import Workshop, file_entries, write_shard_by_hand
+from builder_shards import write_shard_by_hand
+from builder_trees import Workshop, file_entries
 from spark_checkpoint import RECIPE_VERSION
 
 CASES = {

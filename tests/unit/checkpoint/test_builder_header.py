@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from builder_trees import SERIAL
+from builder_shards import SERIAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from builder_trees import bf16, e4m3_codes, e4m3_values
+from builder_shards import bf16, e4m3_codes, e4m3_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spark_checkpoint.int8 import GROUP, pack_rows, quantise_rows

@@ -1,0 +1,39 @@
+"""What a result is judged by: weights dequantised by definition, and what a refusal must be."""
+
+import numpy as np
+from builder_shards import BLOCK, bf16_values, e4m3_values
+
+LAYOUTS = ("overlay", "full")
+MODULE = "model.language_model.layers.1.mlp.shared_expert"
+
+
+def donor_values(donor, module):
+    weight, scale = donor[f"{module}.weight"], donor[f"{module}.weight_scale_inv"]
+    codes = np.frombuffer(weight.data, np.uint8).reshape(weight.shape)
+    scales = np.repeat(np.repeat(bf16_values(scale), BLOCK, 0), BLOCK, 1)
+    return e4m3_values(codes) * scales[: weight.shape[0], : weight.shape[1]]
+
+
+def unpack_int8(tensors, module, suffix=""):
+    """Dequantise GPTQ-packed INT8 by definition: four values a word, low byte first."""
+    qweight = tensors[f"{module}.qweight{suffix}"]
+    words = np.frombuffer(qweight.data, "<u4").reshape(qweight.shape)
+    codes = np.stack([(words >> (8 * n)) & 255 for n in range(4)], axis=1)
+    codes = codes.reshape(-1, qweight.shape[1]).astype(np.float64) - 128
+    scales = bf16_values(tensors[f"{module}.scales{suffix}"])
+    return (codes * np.repeat(scales, 128, axis=0)).T
+
+
+def relative(found, expected):
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def refused(workshop, code=3, **changes):
+    before = workshop.base_hashes()
+    done = workshop.build(check=False, **changes)
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "; fix: " in done.stderr
+    assert not workshop.out.exists()
+    assert workshop.base_hashes() == before
+    return done.stderr

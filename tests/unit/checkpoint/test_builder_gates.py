@@ -1,0 +1,182 @@
+"""What of base and donor is refused: other names, dtypes and shapes, and wrong values."""
+
+import json
+
+import numpy as np
+import pytest
+from builder_judge import MODULE, donor_values, refused, relative
+from builder_shards import BLOCK, Raw, bf16_tensor, bf16_values, fp8_pair
+
+
+def test_a_base_with_16_bit_attention_is_refused_and_named(workshop):
+    plan = workshop.plan()
+    for name in [n for n in workshop.base if ".self_attn." in n]:
+        raw = workshop.base.pop(name)
+        if name.endswith(".qweight"):
+            plain = name.replace(".qweight", ".weight")
+            workshop.base[plain] = bf16_tensor(np.ones((256, 256), np.float32))
+        del raw
+    workshop.write_base()
+    workshop.write_donor()
+    message = refused(workshop, base_tensors=plan["base_tensors"])
+    assert "missing 24 (4 x model.language_model.layers.{N}.self_attn.o_proj.qweight" in message
+    assert "surplus 8" in message
+    assert "attention projections are quantised differently" in message
+
+
+def test_another_name_in_place_of_one_is_refused_although_the_count_is_right(workshop):
+    expected = workshop.plan()["base_tensors"]
+    raw = workshop.base.pop("model.language_model.norm.weight")
+    workshop.base["model.language_model.final_norm.weight"] = raw
+    workshop.write_base()
+    workshop.write_donor()
+    message = refused(workshop, base_tensors=expected)
+    assert "missing 1 (1 x model.language_model.norm.weight)" in message
+    assert "surplus 1 (1 x model.language_model.final_norm.weight)" in message
+
+
+def test_a_donor_with_an_unexplained_tensor_is_refused(workshop):
+    expected = workshop.plan()["donor_unmatched"]
+    workshop.donor["model.language_model.layers.0.surprise.weight"] = bf16_tensor(np.ones(4))
+    workshop.write_base()
+    workshop.write_donor()
+    message = refused(workshop, donor_unmatched=expected)
+    assert "donor names without a partner" in message
+    assert "surplus 1 (1 x model.language_model.layers.{N}.surprise.weight)" in message
+
+
+def test_a_donor_without_one_scale_is_refused(workshop):
+    workshop.write_base()
+    del workshop.donor[f"{MODULE}.up_proj.weight_scale_inv"]
+    workshop.write_donor()
+    assert "missing 1 (1 x model.language_model.layers.{N}.mlp.shared_expert.up_proj" in refused(
+        workshop
+    )
+
+
+def test_a_swap_of_modules_the_base_lacks_is_refused(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    swap = ["model.language_model.layers.{0..4}.mlp.shared_expert.{gate,up,down}_proj"]
+    assert "modules to swap: 12 names, expected 15" in refused(workshop, swap=swap)
+
+
+def test_base_weights_that_are_not_16_bit_are_refused(workshop):
+    name = f"{MODULE}.up_proj.weight"
+    workshop.base[name] = Raw("F32", (128, 256), bytes(128 * 256 * 4))
+    workshop.write_base()
+    workshop.write_donor()
+    assert "is F32 [128, 256], expected a 16-bit matrix" in refused(workshop)
+
+
+@pytest.mark.parametrize("suffix", ["weight", "weight_scale_inv"])
+def test_donor_tensors_of_another_shape_are_refused(workshop, suffix):
+    raw = workshop.donor[f"{MODULE}.up_proj.{suffix}"]
+    turned = Raw(raw.dtype, raw.shape[::-1], raw.data)
+    workshop.donor[f"{MODULE}.up_proj.{suffix}"] = turned
+    workshop.write_base()
+    workshop.write_donor()
+    assert f"donor {MODULE}.up_proj.{suffix}: is " in refused(workshop)
+
+
+def swap_names(donor, one, other):
+    for suffix in ("weight", "weight_scale_inv"):
+        a, b = f"{one}.{suffix}", f"{other}.{suffix}"
+        donor[a], donor[b] = donor[b], donor[a]
+
+
+def turn_scales(donor):
+    # A square grid, so that the shape gate cannot see the turn.
+    raw = donor[f"{MODULE}.up_proj.weight_scale_inv"]
+    grid = np.frombuffer(raw.data, "<u2").reshape(raw.shape)
+    donor[f"{MODULE}.up_proj.weight_scale_inv"] = Raw(
+        raw.dtype, raw.shape, np.ascontiguousarray(grid[:, ::-1]).tobytes()
+    )
+
+
+def zero_part(donor):
+    raw = donor[f"{MODULE}.up_proj.weight"]
+    donor[f"{MODULE}.up_proj.weight"] = Raw(raw.dtype, raw.shape, bytes(len(raw.data)))
+
+
+def zero_block(donor):
+    raw = donor[f"{MODULE}.up_proj.weight"]
+    codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape).copy()
+    codes[:, :BLOCK] = 0
+    donor[f"{MODULE}.up_proj.weight"] = Raw(raw.dtype, raw.shape, codes.tobytes())
+
+
+def reverse_data(donor):
+    raw = donor[f"{MODULE}.up_proj.weight"]
+    donor[f"{MODULE}.up_proj.weight"] = Raw(raw.dtype, raw.shape, raw.data[::-1])
+
+
+def plant_scale(bits):
+    def plant(donor):
+        raw = donor[f"{MODULE}.up_proj.weight_scale_inv"]
+        data = bits.to_bytes(2, "little") + raw.data[2:]
+        donor[f"{MODULE}.up_proj.weight_scale_inv"] = Raw(raw.dtype, raw.shape, data)
+
+    return plant
+
+
+def plant_nan(donor):
+    raw = donor[f"{MODULE}.up_proj.weight"]
+    donor[f"{MODULE}.up_proj.weight"] = Raw(raw.dtype, raw.shape, b"\x7f" + raw.data[1:])
+
+
+def flip_one_byte(donor):
+    raw = donor[f"{MODULE}.up_proj.weight"]
+    data = bytearray(raw.data)
+    data[4321] ^= 0x18
+    donor[f"{MODULE}.up_proj.weight"] = Raw(raw.dtype, raw.shape, bytes(data))
+
+
+PLANTED = {
+    "one byte flipped": flip_one_byte,
+    "gate and up exchanged": lambda donor: swap_names(
+        donor, f"{MODULE}.gate_proj", f"{MODULE}.up_proj"
+    ),
+    "another layer's tensor": lambda donor: swap_names(
+        donor, f"{MODULE}.up_proj", f"{MODULE.replace('layers.1', 'layers.2')}.up_proj"
+    ),
+    "scales turned round": turn_scales,
+    "all zero": zero_part,
+    "one block zero": zero_block,
+    "bytes reversed": reverse_data,
+    "a scale of zero": plant_scale(0),
+    "an infinite scale": plant_scale(0x7F80),
+    "a negative scale": plant_scale(0xBC00),
+    "a NaN weight": plant_nan,
+}
+
+
+@pytest.mark.parametrize("damage", PLANTED)
+def test_a_wrong_donor_with_right_names_and_shapes_is_refused(workshop, damage):
+    # Blocks of different size, or turned scales would be right by accident.
+    for part in ("gate_proj", "up_proj"):
+        values = bf16_values(workshop.base[f"{MODULE}.{part}.weight"]).copy()
+        values[:, BLOCK:] *= 3
+        raw = workshop.base[f"{MODULE}.{part}.weight"] = bf16_tensor(values)
+        pair = fp8_pair(bf16_values(raw))
+        workshop.donor[f"{MODULE}.{part}.weight"] = pair[0]
+        workshop.donor[f"{MODULE}.{part}.weight_scale_inv"] = pair[1]
+    workshop.write_base()
+    PLANTED[damage](workshop.donor)
+    workshop.write_donor()
+    message = refused(workshop)
+    assert "model.language_model.layers." in message
+    assert "donor" in message
+
+
+def test_the_spot_check_reports_the_rounding_of_fp8(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build()
+    report = json.loads((workshop.out / "receipt.json").read_text())["report"]["shared_experts"]
+    expected = [
+        relative(donor_values(workshop.donor, m), bf16_values(workshop.base[f"{m}.weight"]))
+        for m in workshop.modules
+    ]
+    assert report["relative_error_max"] == pytest.approx(max(expected), rel=1e-3)
+    assert 0.02 < report["relative_error_mean"] < 0.03
