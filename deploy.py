@@ -20,7 +20,7 @@ from roles import (
     verify,
 )
 from spark_deploy.payload import read_payload
-from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.jobs import discard_jobs_of, jobs_of
 from spark_deploy.plan.release import release_files_of, unit_files_of
 from spark_deploy.plans import plan_for
 from spark_deploy.ssh import no_delay
@@ -52,3 +52,5 @@ serve.apply(
     paths=plan.paths,
 )
 verify.apply(plan=plan.serve, gateway=plan.gateway, paths=plan.paths)
+# Only now: the tree that a base is removed for has been proven by what it serves.
+sources.discard(jobs=discard_jobs_of(plan), release=release, paths=plan.paths)

@@ -4,6 +4,7 @@
     python benchmarks/checkpoint.py overlay --work /var/tmp/bench
     python benchmarks/checkpoint.py head --work /var/tmp/bench
     python benchmarks/checkpoint.py schemes --work /var/tmp/bench
+    python benchmarks/checkpoint.py memory --work /var/tmp/bench
     python benchmarks/checkpoint.py fetch --work /var/tmp/bench --gigabytes 2
 
 Needs Linux, numpy and room under --work (full: three times the tree). Each command writes its
@@ -34,6 +35,7 @@ sys.path[:0] = [str(ROOT / "files/checkpoint"), str(ROOT / "benchmarks")]
 
 from checkpoint_fetch import bench_fetch  # noqa: E402
 from checkpoint_hub import serve  # noqa: E402
+from checkpoint_memory import bench_memory  # noqa: E402
 from checkpoint_run import forget, run_builder  # noqa: E402
 from checkpoint_sources import plan, write_base, write_donor  # noqa: E402
 from checkpoint_trees import DONOR_COMMIT, Architecture, base_entries, mtp, size_of  # noqa: E402
@@ -162,6 +164,8 @@ def bench_overlay(arguments: argparse.Namespace) -> dict[str, Any]:
             receipt = json.loads((out / "receipt.json").read_text())
             received = receipt["report"]["donor_received_bytes"]
             shutil.rmtree(out)
+    headers = sum(_header_bytes(path) for path in (work / "hub" / repository).glob("*.safetensors"))
+    swap_bytes = 144 * (1024 * 3072 + 384)
     swapped = [name for name, _, shape in base_entries(REAL) if ".shared_expert." in name and shape]
     planning = [_planning_seconds(base, document) for _ in range(5)]
     return {
@@ -179,10 +183,20 @@ def bench_overlay(arguments: argparse.Namespace) -> dict[str, Any]:
         "verify_quick_seconds": [round(run["seconds"], 2) for run in verifies],
         "verify_quick_cpu_seconds": [round(run["cpu_seconds"], 2) for run in verifies],
         "verify_quick_peak_bytes": max(run["peak_bytes"] for run in verifies),
+        "verify_quick_median_seconds": statistics.median(
+            round(run["seconds"], 2) for run in verifies
+        ),
+        "donor_swap_bytes": swap_bytes,
+        "donor_header_bytes": headers,
+        "donor_swap_and_header_bytes": swap_bytes + headers,
         "donor_received_bytes": received,
-        "donor_swap_bytes": 144 * (1024 * 3072 + 384),
         "written_bytes": receipt["report"]["written_bytes"],
     }
+
+
+def _header_bytes(shard: Path) -> int:
+    with shard.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
 
 
 def _planning_seconds(base: Path, document: dict[str, Any]) -> float:
@@ -345,6 +359,7 @@ COMMANDS = {
     "head": bench_head,
     "schemes": bench_schemes,
     "fetch": bench_fetch,
+    "memory": lambda arguments: bench_memory(arguments, _quantise),
 }
 
 

@@ -110,7 +110,8 @@ def _table(title: str, text: str, keys: dict[str, Any], defaults: dict[str, Any]
 
 def _form(part: dict[str, Any]) -> str:
     if "enum" in part:
-        return ", ".join(f"`{value}`" for value in part["enum"] if value is not False)
+        known = (value for value in part["enum"] if value is not False)
+        return ", ".join("null" if value is None else f"`{value}`" for value in known)
     if "oneOf" in part:
         forms = [_form(choice) for choice in part["oneOf"]]
         return " or ".join(forms)

@@ -1,4 +1,4 @@
-"""Fetch the model's repositories, each file checked against the lock."""
+"""Fetch the model's repositories, each file checked against the lock; remove a base not kept."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.loop import each
-from spark_deploy.operations.jobs import job
+from spark_deploy.operations.jobs import job, prepared
 from spark_deploy.plan.jobs import Job
 from spark_deploy.plan.types import Paths
+
+REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before
 
 
 @deploy("Sources")
@@ -23,4 +25,24 @@ def apply(*, jobs: Sequence[Job], release: str, paths: Paths) -> None:
             release=release,
             tools_dir=paths.tools_dir,
             names=names,
+        )
+
+
+@deploy("Sources")
+def discard(*, jobs: Sequence[Job], release: str, paths: Paths) -> None:
+    """Remove a base that is not kept, once the tree made from it is proven byte by byte."""
+    for spec in each(jobs):
+        job(
+            name=f"Remove {spec.title.removeprefix('remove ')}",
+            spec=spec,
+            release=release,
+            tools_dir=paths.tools_dir,
+            names=(spec.digest12,),
+        )
+        prepared(
+            name="Wait until the base is removed",
+            jobs=(spec,),
+            release=release,
+            tools_dir=paths.tools_dir,
+            timeout_s=REMOVAL_TIMEOUT_S,
         )

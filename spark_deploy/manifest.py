@@ -80,6 +80,8 @@ def _tools(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
 
 def _artefacts(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     for job in jobs_of(plan, payload.image_context):
+        if job.unless:
+            continue  # a base not kept leaves the host
         if job.kind == "fetch":
             operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
             yield Owned("tree", job.proof["receipt"].removesuffix("/receipt.json"), operation)

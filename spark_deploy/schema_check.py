@@ -96,7 +96,8 @@ def _say(error: jsonschema.ValidationError) -> str:
         names = [limit] if isinstance(limit, str) else list(limit)
         return f"{value} is not {' or '.join(_TYPES[name] for name in names)}"
     if error.validator == "enum":
-        return f"{value} is not one of {', '.join(str(item) for item in limit)}"
+        known = ("null" if item is None else str(item) for item in limit)
+        return f"{value} is not one of {', '.join(known)}"
     if error.validator == "required":
         return error.message.replace("'", "").replace("a required property", "missing but needed")
     if error.validator == "oneOf":

@@ -53,6 +53,14 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    """How the tree that a profile asks for is kept on the host."""
+
+    layout: str | None
+    keep_base: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MemorySettings:
     """The memory pool of a host."""
 
@@ -200,6 +208,7 @@ class Settings:
     profile: str
     serve: ServeSettings
     engine: EngineSettings
+    checkpoint: CheckpointSettings
     memory: MemorySettings
     watch: WatchSettings
     check: CheckSettings

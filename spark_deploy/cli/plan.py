@@ -40,6 +40,8 @@ def lines(plan: HostPlan, settings: Settings) -> Iterator[str]:
     for source in plan.sources:
         commit = _identity(source.commit)
         yield _row("download", f"{source.repo} {commit}, {size(source.size_bytes)}")
+        if plan.checkpoint and not plan.checkpoint.keep_base:
+            yield _row("", _without_base(plan.checkpoint))
     yield _row("checkpoint", _checkpoint(plan))
     if plan.checkpoint and plan.checkpoint.donor_repo:
         yield _row("", _donor(plan.checkpoint))
@@ -69,6 +71,14 @@ def _checkpoint(plan: HostPlan) -> str:
     return (
         f"{built.dir}, {size(built.output_bytes)} new ({builder['layout']}; shared experts "
         f"{builder['shared_experts']}, head {builder['head']})"
+    )
+
+
+def _without_base(built: CheckpointPlan) -> str:
+    donor = f" and {size(built.donor_bytes)} of the donor" if built.donor_bytes else ""
+    return (
+        "not fetched while the tree below is whole, removed once that is proven and serves; "
+        f"a rebuild would fetch {size(built.base.size_bytes)}{donor} again"
     )
 
 

@@ -54,6 +54,8 @@ def job(
     if state is not None and state.state == "running":
         host.noop(f"{spec.title}: already running, attaching")
         return
+    if spec.kind == "fetch" and not host.state.is_executing:  # told once, before a dry run's end
+        host.log(f"{spec.title}: not on this host, {spec.total_bytes or 0} bytes to fetch")
     yield from place((*spec.files(), _pulled_in(spec, release)))
     # Enabled only while there is work: a reboot in the middle carries on by itself.
     yield StringCommand(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spark_deploy.catalog import load_guard_rails, load_model, load_profile
 from spark_deploy.errors import Problem, SparkError
+from spark_deploy.plan.checkpoint import refuse_impossible_trees
 from spark_deploy.plan.fit import refusal
 from spark_deploy.plan.guard_rails import apply_rails, facts_of
 from spark_deploy.plan.host import effective_profile
@@ -16,6 +17,7 @@ def check_pair(settings: Settings) -> list[Problem]:
     try:
         model = load_model(settings.model)
         profile = effective_profile(load_profile(settings.profile, settings.model), settings)
+        refuse_impossible_trees(profile, settings)
         if missing_bytes(model, profile, settings) > 0:
             return list(refusal(model, profile, settings).problems)
         memory = plan_memory(model, profile, settings)

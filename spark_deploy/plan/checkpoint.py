@@ -40,6 +40,23 @@ def source_plan(role: str, source: LockedSource, settings: Settings) -> SourcePl
     )
 
 
+def refuse_impossible_trees(profile: Profile, settings: Settings) -> None:
+    """Raise one error for a tree that cannot be built, or not kept as the settings wish."""
+    where = f"profile {profile.name}"
+    if not settings.checkpoint.keep_base:
+        if not profile.builds_checkpoint:
+            what = "keep_base: false would remove the very tree it serves: it builds none"
+            fix = "set checkpoint.keep_base: true, or choose a profile that builds a tree"
+            raise PlanError.one(f"{where}: checkpoint.keep_base", what, fix)
+        if profile.layout == "overlay":
+            what = "keep_base: false is for layout full: an overlay is links to its base"
+            fix = "set checkpoint.layout: full beside it, or checkpoint.keep_base: true"
+            raise PlanError.one(f"{where}: checkpoint.keep_base", what, fix)
+    if profile.shared_experts == "int8-g128" and profile.layout == "overlay":
+        what = "shared_experts int8-g128 cannot be an overlay: their names would be there twice"
+        raise PlanError.one(f"{where}: checkpoint.layout", what, "set checkpoint.layout: full")
+
+
 def checkpoint_plan(
     model: Model, profile: Profile, settings: Settings, lock: Lock, payload: PayloadIdentity
 ) -> CheckpointPlan | None:
@@ -68,6 +85,8 @@ def checkpoint_plan(
         builder=builder,
         recipe_version=payload.recipe_version,
         output_bytes=output_bytes(model, profile, base.size_bytes),
+        donor_bytes=weights_of(model.architecture).shared_fp8_bytes if donor else 0,
+        keep_base=settings.checkpoint.keep_base,
         digest=digest,
     )
 

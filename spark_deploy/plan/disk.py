@@ -23,8 +23,10 @@ def disk_plan(
 
     Each path is the folder of one artefact, so that what lies there already can be subtracted.
     """
+    kept = checkpoint is None or checkpoint.keep_base
     uses = [
-        DiskUse(source.dir, source.repo, source.size_bytes, source.size_bytes) for source in sources
+        DiskUse(source.dir, source.repo, source.size_bytes, source.size_bytes if kept else 0)
+        for source in sources
     ]
     if checkpoint:
         size = checkpoint.output_bytes
@@ -33,6 +35,18 @@ def disk_plan(
     uses.append(DiskUse(docker_dir, "engine image", image.size_bytes + unpacked, unpacked))
     uses.append(DiskUse(cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES))
     return tuple(uses)
+
+
+def done_once_there(checkpoint: CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
+    """Return (path, tree) pairs: with the tree in place, the path takes no more bytes.
+
+    A tree appears by one rename, so it is whole when it is there, also when it is smaller than
+    planned (names that the base holds twice come out once); a base not kept is not fetched again.
+    """
+    if checkpoint is None or checkpoint.builder["layout"] != "full":
+        return ()
+    beside = () if checkpoint.keep_base else ((checkpoint.base.dir, checkpoint.dir),)
+    return ((checkpoint.dir, checkpoint.dir), *beside)
 
 
 def needed_by_path(uses: Sequence[DiskUse]) -> tuple[tuple[str, int], ...]:

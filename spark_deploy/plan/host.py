@@ -13,8 +13,13 @@ from spark_deploy.catalog import (
     load_profile,
 )
 from spark_deploy.lock_types import Lock
-from spark_deploy.plan.checkpoint import checkpoint_plan, locked_source, source_plan
-from spark_deploy.plan.disk import disk_plan, needed_by_path
+from spark_deploy.plan.checkpoint import (
+    checkpoint_plan,
+    locked_source,
+    refuse_impossible_trees,
+    source_plan,
+)
+from spark_deploy.plan.disk import disk_plan, done_once_there, needed_by_path
 from spark_deploy.plan.fit import refusal
 from spark_deploy.plan.gateway import gateway_plan
 from spark_deploy.plan.guard_rails import apply_rails, facts_of
@@ -24,6 +29,7 @@ from spark_deploy.plan.serve import cache_dir, serve_plan
 from spark_deploy.plan.types import (
     AptRepository,
     BasePlan,
+    CheckpointPlan,
     CudaPlan,
     DiskUse,
     DockerPlan,
@@ -58,6 +64,7 @@ def join(
     rails: tuple[GuardRail, ...],
 ) -> HostPlan:
     """Join one model and one profile; the guard rails have the last word."""
+    refuse_impossible_trees(profile, settings)
     if missing_bytes(model, profile, settings) > 0:
         raise refusal(model, profile, settings)
     memory = plan_memory(model, profile, settings)
@@ -80,7 +87,7 @@ def join(
         model=model.name,
         profile=profile.name,
         paths=paths,
-        needs=_needs(settings, memory, disk, (docker.check_image, image.tag), base),
+        needs=_needs(settings, memory, disk, (docker.check_image, image.tag), base, checkpoint),
         base=_base(settings, paths),
         cuda=_cuda(settings),
         docker=docker,
@@ -103,7 +110,7 @@ def host_paths(settings: Settings) -> Paths:
 
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
-    """Return the profile with the ``engine`` settings of the host put in."""
+    """Return the profile with the ``engine`` and ``checkpoint`` settings of the host put in."""
     engine = settings.engine
     limits = dataclasses.replace(
         profile.limits,
@@ -116,6 +123,7 @@ def effective_profile(profile: Profile, settings: Settings) -> Profile:
         cache = dataclasses.replace(cache, size_bytes=engine.kv_cache_bytes)
     return dataclasses.replace(
         profile,
+        layout=settings.checkpoint.layout or profile.layout,
         limits=limits,
         kv_cache=cache,
         vision=profile.vision if engine.vision is None else engine.vision,
@@ -130,6 +138,7 @@ def _needs(
     disk: tuple[DiskUse, ...],
     images: tuple[str, ...],
     source: SourcePlan,
+    checkpoint: CheckpointPlan | None,
 ) -> NeedsPlan:
     expect = settings.expect
     return NeedsPlan(
@@ -150,6 +159,7 @@ def _needs(
         memory_total_min_bytes=round(memory.total_bytes * 0.98),
         docker_dir=settings.paths.docker_dir,
         images=images,
+        disk_done_once_there=done_once_there(checkpoint),
         reboot=settings.reboot,
         tailscale=settings.serve.expose == "tailscale",
         downloads=(

@@ -22,7 +22,7 @@ class Job:
     """One unit of slow work; ``inputs`` are files that lie beside ``job.json``."""
 
     digest: str
-    kind: str  # "fetch" | "checkpoint" | "image-build" | "image-pull"
+    kind: str  # "fetch" | "checkpoint" | "image-build" | "image-pull" | "discard"
     title: str
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
@@ -31,6 +31,8 @@ class Job:
     after: tuple[str, ...]  # digest12 of jobs that must have succeeded before
     inputs: tuple[ManagedFile, ...]
     dir: str
+    # A tree's receipt and digest that make the work needless.
+    unless: tuple[tuple[str, str], ...] = ()
 
     @property
     def digest12(self) -> str:
@@ -54,6 +56,7 @@ class Job:
             "proof": self.proof,
             "total_bytes": self.total_bytes,
             "after": list(self.after),
+            **({"unless": dict(self.unless)} if self.unless else {}),
         }
         files = [*self.inputs, ManagedFile(f"{self.dir}/job.json", _json(described))]
         order = [f"spark-job@{digest12}.service" for digest12 in self.after]
@@ -83,9 +86,20 @@ def _token_file(paths: Paths, needed: bool) -> str | None:
     return f"{paths.config_dir}/{HUB_TOKEN_NAME}" if needed else None
 
 
-def fetch_job(source: SourcePlan, paths: Paths) -> Job:
-    """Fetch one repository at its commit, every file checked against the lock."""
-    digest = digest_of({"kind": "fetch", "source": source.digest, "dir": source.dir})
+def fetch_job(source: SourcePlan, paths: Paths, tree: CheckpointPlan | None = None) -> Job:
+    """Fetch one repository at its commit, every file checked against the lock.
+
+    Args:
+        source: the repository.
+        paths: host paths.
+        tree: what is built from it; when that keeps no base, nothing is fetched once it is there.
+    """
+    identity = {"kind": "fetch", "source": source.digest, "dir": source.dir}
+    unless: tuple[tuple[str, str], ...] = ()
+    if tree is not None and not tree.keep_base:
+        unless = (("receipt", f"{tree.dir}/receipt.json"), ("digest", tree.digest))
+        identity["unless"] = tree.digest
+    digest = digest_of(identity)
     where = _job_dir(paths, digest)
     urls = [
         f"{root.rstrip('/')}/{source.repo}/resolve/{source.commit}/"
@@ -122,6 +136,7 @@ def fetch_job(source: SourcePlan, paths: Paths) -> Job:
         after=(),
         inputs=(ManagedFile(f"{where}/fetch.json", _json(fetch)),),
         dir=where,
+        unless=unless,
     )
 
 
@@ -154,6 +169,28 @@ def checkpoint_job(plan: CheckpointPlan, paths: Paths, fetched: Job) -> Job:
         inputs=(ManagedFile(f"{where}/plan.json", _json(document)),),
         dir=where,
     )
+
+
+def discard_jobs_of(plan: HostPlan) -> tuple[Job, ...]:
+    """Return the removal of a base that is not kept: the last work, after the proof."""
+    tree = plan.checkpoint
+    if tree is None or tree.keep_base:
+        return ()
+    digest = digest_of({"kind": "discard", "base": tree.base.dir, "tree": tree.dir})
+    where = _job_dir(plan.paths, digest)
+    job = Job(
+        digest=digest,
+        kind="discard",
+        title=f"remove {tree.base.repo}@{tree.base.commit[:12]}",
+        argv=("python3", "-m", "spark_checkpoint", "discard", tree.base.dir, "--tree", tree.dir),
+        env=_python_env(plan.paths),
+        proof={"absent": tree.base.dir},
+        total_bytes=tree.output_bytes,
+        after=(),
+        inputs=(),
+        dir=where,
+    )
+    return (job,)
 
 
 def image_job(plan: ImagePlan, paths: Paths, context: tuple[ManagedFile, ...]) -> Job:
@@ -197,7 +234,9 @@ def image_job(plan: ImagePlan, paths: Paths, context: tuple[ManagedFile, ...]) -
 
 def jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Job, ...]:
     """Return every job of a plan, in an order that respects ``after``."""
-    fetches = {source.repo: fetch_job(source, plan.paths) for source in plan.sources}
+    fetches = {
+        source.repo: fetch_job(source, plan.paths, plan.checkpoint) for source in plan.sources
+    }
     jobs = list(fetches.values())
     if plan.checkpoint is not None:
         base = fetches[plan.checkpoint.base.repo]

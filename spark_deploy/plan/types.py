@@ -64,6 +64,8 @@ class NeedsPlan:
     docker_dir: str = "/var/lib/docker"
     # Images of the plan; once all of them are there, nothing more is written below docker_dir.
     images: tuple[str, ...] = ()
+    # (path, tree): once the tree is there, nothing more is written to the path.
+    disk_done_once_there: tuple[tuple[str, str], ...] = ()
     reboot: str = "report"  # "report" | "allow": what becomes of a pending reboot
     tailscale: bool = False  # the gateway needs this host's address in its tailnet
     # What may lie on the host already: (folder to fill, its files as (sha256, bytes)).
@@ -183,6 +185,8 @@ class CheckpointPlan:
     builder: dict[str, Any]
     recipe_version: int
     output_bytes: int  # new bytes on disk (overlay: the small shard only)
+    donor_bytes: int  # of the swapped tensors, read as ranges
+    keep_base: bool  # False: the base is removed once the tree is proven and serves
     digest: str
 
 

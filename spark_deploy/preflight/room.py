@@ -33,6 +33,7 @@ def demands(needs: NeedsPlan, survey: Survey) -> tuple[Demand, ...]:
     by_path = {place.path: place for place in survey.places}
     downloads = dict(needs.downloads)
     images_there = bool(needs.images) and set(needs.images) <= set(survey.images)
+    done_with = dict(needs.disk_done_once_there)
     totals: dict[str, Demand] = {}
     for path, wanted_bytes in needs.disk_needed_bytes:
         place = by_path.get(path)
@@ -42,6 +43,9 @@ def demands(needs: NeedsPlan, survey: Survey) -> tuple[Demand, ...]:
             wanted_bytes if path == needs.docker_dir and images_there else place.present_bytes,
             survey.stored.linkable_bytes(path, downloads.get(path, ())),
         )
+        tree = by_path.get(done_with.get(path, ""))
+        if tree is not None and tree.present_bytes:
+            done_bytes = wanted_bytes
         so_far = totals.get(place.mount, Demand(place.mount, place.available_bytes, 0, ()))
         totals[place.mount] = Demand(
             place.mount,

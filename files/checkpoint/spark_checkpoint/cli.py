@@ -1,4 +1,4 @@
-"""The command line: fetch, build, verify, inspect. Exit codes are in errors.py."""
+"""The command line: fetch, build, verify, discard, inspect. Exit codes are in errors.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from spark_checkpoint import RECIPE_VERSION, TOOL_VERSION
 from spark_checkpoint.build import build
+from spark_checkpoint.discard import discard
 from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, BuilderError
 from spark_checkpoint.fetch import fetch
 from spark_checkpoint.inspection import dump, hold_against, open_subject, report, text_of
@@ -53,6 +54,8 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> int:
         build(load_build_plan(arguments.plan), progress)
     elif arguments.command == "verify":
         verify_tree(arguments.dir, progress, full=arguments.full)
+    elif arguments.command == "discard":
+        discard(arguments.base, arguments.tree, progress)
     else:
         return _inspect(arguments)
     progress.finish()
@@ -91,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("verify", help="check a tree against its receipt")
     one.add_argument("dir", type=Path, metavar="DIR")
     one.add_argument("--full", action="store_true", help="hash every file")
+    one = commands.add_parser("discard", help="remove the base of a full tree, after proving it")
+    one.add_argument("base", type=Path, metavar="BASE_DIR")
+    one.add_argument("--tree", type=Path, required=True, metavar="DIR", help="made from this base")
     one = commands.add_parser("inspect", help="print what a tree or repository holds")
     one.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
     one.add_argument("--plan", type=Path, help="PLAN.json to hold the names against")

@@ -18,6 +18,7 @@ from typing import IO, Any
 from spark_serve import docker, files, systemd
 from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
+from spark_serve.release import releases_of_tree
 
 _IDENTIFIED = re.compile(r"-[0-9a-f]{12}$")
 _TAIL_LINES = 20
@@ -37,6 +38,7 @@ class Job:
     proof: dict[str, str]
     total_bytes: int | None
     after: tuple[str, ...]
+    unless: dict[str, str]  # a tree's receipt and digest that make the work needless
 
 
 def unit_of(digest12: str) -> str:
@@ -61,23 +63,33 @@ def load(digest12: str, paths: Paths) -> Job:
             proof=dict(raw["proof"]),
             total_bytes=raw.get("total_bytes"),
             after=tuple(raw.get("after") or ()),
+            unless=dict(raw.get("unless") or {}),
         )
     except (KeyError, TypeError, ValueError) as error:
         what = f"malformed: {type(error).__name__}: {error}"
         raise HostToolError(str(path), what, "run the deploy again", 2) from error
 
 
-def proven(job: Job) -> bool:
-    """Return whether the job's proof is there: a receipt with its digest, or an image."""
+def proven(job: Job, paths: Paths) -> bool:
+    """Return whether the job's proof is there, or the tree that makes the job needless."""
+    if job.unless and _receipt_holds(job.unless):
+        return True
     if "receipt" in job.proof:
-        path = Path(job.proof["receipt"])
-        receipt = files.read_json(path)
-        if receipt is None or receipt.get("digest") != job.proof["digest"]:
-            return False
-        return _whole(path.parent, receipt.get("files") or [])
+        return _receipt_holds(job.proof)
+    if "absent" in job.proof:
+        tree = Path(job.proof["absent"])
+        return not tree.exists() or bool(releases_of_tree(tree, paths))
     if "label" in job.proof:
         return docker.image_label(job.proof["image"]) == job.proof["label"]
     return docker.image(job.proof["image"]) is not None
+
+
+def _receipt_holds(proof: dict[str, str]) -> bool:
+    path = Path(proof["receipt"])
+    receipt = files.read_json(path)
+    if receipt is None or receipt.get("digest") != proof["digest"]:
+        return False
+    return _whole(path.parent, receipt.get("files") or [])
 
 
 def _whole(tree: Path, listed: list[dict[str, Any]]) -> bool:
@@ -92,8 +104,8 @@ def run(digest12: str, paths: Paths) -> int:
     """Run a job in the foreground; 0 only when its proof is valid afterwards."""
     job = load(digest12, paths)
     directory = paths.job(digest12)
-    if proven(job):
-        print(f"{job.title}: already done", flush=True)
+    if proven(job, paths):
+        print(f"{job.title}: {_why_done(job, paths)}", flush=True)
         _write_status(directory, "done", 0, None, [])
         return 0
     started = files.now()
@@ -102,14 +114,19 @@ def run(digest12: str, paths: Paths) -> int:
     _write_status(directory, "running", None, started, [])
     aside = _set_aside(job)
     code, tail = _execute(job, directory)
-    if code == 0 and proven(job) and aside is not None:
+    if code == 0 and proven(job, paths) and aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
-    if code == 0 and not proven(job):
+    if code == 0 and not proven(job, paths):
         tail.append(f"error: {job.title}: ended without its proof {job.proof}")
         print(tail[-1], flush=True)
         code = 5
     _write_status(directory, "done" if code == 0 else "failed", code, started, tail)
     return code
+
+
+def _why_done(job: Job, paths: Paths) -> str:
+    users = releases_of_tree(Path(job.proof["absent"]), paths) if "absent" in job.proof else []
+    return f"kept, {', '.join(users)} can serve it" if users else "already done"
 
 
 def _set_aside(job: Job) -> Path | None:
@@ -230,7 +247,7 @@ def _entry(digest12: str, unit: systemd.UnitState, paths: Paths) -> dict[str, An
     except HostToolError as error:
         return {"digest": digest12, "state": "failed", "result": str(error), "log_tail": []}
     status = files.read_json(directory / "status.json") or {}
-    state, result = _judge(job, unit, status)
+    state, result = _judge(job, unit, status, paths)
     tail = list(status.get("last_lines") or ()) or _lines_of(directory / "tail")
     progress = _progress(directory / "progress", job) if state == "running" else None
     return {
@@ -247,13 +264,15 @@ def _entry(digest12: str, unit: systemd.UnitState, paths: Paths) -> dict[str, An
     }
 
 
-def _judge(job: Job, unit: systemd.UnitState, status: dict[str, Any]) -> tuple[str, str]:
+def _judge(
+    job: Job, unit: systemd.UnitState, status: dict[str, Any], paths: Paths
+) -> tuple[str, str]:
     active = unit.get("ActiveState", "inactive")
     if active in ("activating", "active", "reloading", "deactivating"):
         return "running", ""
     if unit.get("Job", "0") not in ("", "0"):
         return "waiting", "waits for the jobs before it"
-    if proven(job):
+    if proven(job, paths):
         return "done", "success"
     if active == "failed":
         return "failed", unit.get("Result", "failed")

@@ -200,6 +200,12 @@ def load_if_present(name: str, paths: Paths) -> Release | None:
         return None
 
 
+def releases_of_tree(tree: Path, paths: Paths) -> list[str]:
+    """Return the releases on this host that load ``tree``: it must outlive them."""
+    found = ((name, load_if_present(name, paths)) for name in names(paths))
+    return [name for name, release in found if release and Path(release.tree_path) == tree]
+
+
 def _parse(raw: dict[str, Any]) -> Release:
     if raw.get("schema_version") != 1:
         raise ValueError(f"schema_version {raw.get('schema_version')!r}, known: 1")

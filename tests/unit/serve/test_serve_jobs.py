@@ -162,3 +162,41 @@ def test_a_job_whose_program_is_missing_says_so(host: Host, units: dict[str, Any
     write_job(host, "", argv=["/no/such/program"])
     assert jobs.run(D12, host.paths) == 4
     assert "No such file" in poll(host)[0]["log_tail"][0]
+
+
+def test_work_that_a_finished_tree_makes_needless_is_done(
+    host: Host, units: dict[str, Any]
+) -> None:
+    tree = host.paths.root / "tree/receipt.json"
+    write_job(host, "raise SystemExit(3)", unless={"receipt": str(tree), "digest": "e" * 64})
+    tree.parent.mkdir()
+    tree.write_text(json.dumps({"digest": "e" * 64, "files": [{"path": "a", "size_bytes": 3}]}))
+    assert jobs.run(D12, host.paths) == 3  # the tree lacks a file: the work is needed
+    (tree.parent / "a").write_text("abc")
+    assert jobs.run(D12, host.paths) == 0
+    assert poll(host)[0]["state"] == "done"
+
+
+def write_removal(host: Host, script: str) -> Path:
+    base = host.paths.root / "sources/base-0123456789ab"
+    base.mkdir(parents=True, exist_ok=True)
+    write_job(host, script, kind="discard", title="remove", proof={"absent": str(base)})
+    return base
+
+
+def test_a_removal_is_done_when_the_directory_is_gone(host: Host, units: dict[str, Any]) -> None:
+    base = write_removal(host, "pass")
+    assert jobs.run(D12, host.paths) == 5
+    write_removal(host, f"import os; os.rmdir({str(base)!r})")
+    assert jobs.run(D12, host.paths) == 0
+    assert poll(host)[0]["state"] == "done"
+
+
+def test_a_tree_that_some_release_loads_is_not_removed(
+    host: Host, units: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write_removal(host, "raise SystemExit(9)")
+    name = host.release(tree__path=str(base)).name
+    assert jobs.run(D12, host.paths) == 0
+    assert base.exists()
+    assert f"kept, {name} can serve it" in capsys.readouterr().out

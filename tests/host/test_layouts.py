@@ -1,0 +1,119 @@
+"""Both layouts of the checkpoint through the whole deploy, and the base that is not kept."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+
+from tests.host.conftest import Fleet
+from tests.labkit import Guest, lab
+
+FULL = {"layout": "full", "keep_base": True}
+SOURCES = "/srv/spark/sources"
+
+
+def tree_of(guest: Guest) -> str:
+    """Return the directory that the serving engine's container has mounted."""
+    name = guest.run("docker ps --filter label=spark.release --format '{{.Names}}'")
+    mounts = guest.json(f"docker inspect {name}")[0]["Mounts"]
+    return next(mount["Source"] for mount in mounts if mount["Source"].startswith("/srv/spark/m"))
+
+
+def tensors_of(guest: Guest, to: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Copy the served tree; return a hash for every name of its index, and its receipt."""
+    packed = guest.run(f"tar -C {tree_of(guest)} -c . | base64 -w0", timeout_s=300)
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as archive:
+        archive.extractall(to, filter="data")
+    index = json.loads((to / "model.safetensors.index.json").read_text())["weight_map"]
+    found: dict[str, dict[str, str]] = {}
+    for shard in set(index.values()):
+        found[shard] = {
+            name: f"{entry['dtype']}{entry['shape']}{hashlib.sha256(entry['data']).hexdigest()}"
+            for name, entry in safetensors.deserialize((to / shard).read_bytes())
+        }
+    hashes = {name: found[shard][name] for name, shard in index.items()}
+    return hashes, json.loads((to / "receipt.json").read_text())
+
+
+def plain_name(name: str) -> str:
+    """Return what a tensor of an overlay is called in a full tree."""
+    return name.removesuffix("_fp8").removesuffix("_int8")
+
+
+def test_a_host_builds_both_layouts_alike_and_can_let_the_base_go(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    fleet.settle()
+    guest = fleet.guests[0]
+    only = ("--limit", guest.name)
+    overlay, linked = tensors_of(guest, tmp_path / "overlay")
+    base = linked["plan"]["base"]["dir"]
+
+    fleet.site.choose(checkpoint=FULL)
+    run = fleet.site.deploy(*only)
+    assert run.exit_code == 0, run.stderr[-4000:]
+    full, written = tensors_of(guest, tmp_path / "full")
+    assert {plain_name(name): value for name, value in overlay.items()} == full
+    assert (linked["plan"]["layout"], written["plan"]["layout"]) == ("overlay", "full")
+    for receipt in (linked, written):
+        assert 0 < receipt["report"]["shared_experts"]["relative_error_mean"] < 0.04
+    assert guest.run(f"test -f {base}/receipt.json && echo kept") == "kept"
+
+    fleet.site.choose(checkpoint={**FULL, "keep_base": False})
+    run = fleet.site.deploy(*only)
+    assert run.exit_code == 0, run.stderr[-4000:]
+    tree, serving = tree_of(guest), guest.serving()
+    assert guest.run(f"ls -A {SOURCES}") == ""
+    assert guest.ask("What is the capital of France?")[0] == 200
+
+    again = fleet.site.deploy(*only)
+    assert (again.exit_code, again.changed) == (0, [])
+    assert (tree_of(guest), guest.serving()) == (tree, serving)
+    assert guest.run(f"ls -A {SOURCES}") == ""
+
+    fleet.site.choose(checkpoint=FULL)
+    told = fleet.site.deploy(*only, dry=True)
+    fetched = written["report"]["rebuild_fetch_bytes"]["base"]
+    assert f"not on this host, {fetched} bytes to fetch" in told.stderr
+    assert any("Fetch" in operation for operation in told.predicted)
+    back = fleet.site.deploy(*only)
+    assert back.exit_code == 0, back.stderr[-4000:]
+    assert guest.run(f"test -f {base}/receipt.json && echo kept") == "kept"
+    assert guest.serving() == serving
+
+
+def test_an_overlay_that_should_lose_its_base_is_refused_before_any_connection(
+    fleet: Fleet,
+) -> None:
+    fleet.settle()
+    fleet.site.choose(checkpoint={"keep_base": False})
+
+    run = fleet.site.deploy()
+
+    assert run.exit_code != 0
+    assert "set checkpoint.layout: full" in run.stderr
+    assert run.changed == []
+
+
+@pytest.mark.engine
+def test_the_real_engine_serves_the_full_tree_without_its_base(fleet: Fleet) -> None:
+    one = fleet.guests[0]
+    lab("prepare", "--engine", "cpu")
+    fleet.settle()
+    fleet.site.choose(model="lab-tiny", checkpoint={"layout": "full", "keep_base": False})
+
+    run = fleet.site.deploy("--limit", one.name)
+
+    assert run.exit_code == 0, run.stderr[-6000:]
+    status, body = one.ask("What is the capital of France?")
+    assert (status, "Paris" in str(body)) == (200, True)
+    assert one.run(f"ls -A {SOURCES}") == ""
+    assert fleet.site.deploy("--limit", one.name).changed == []
