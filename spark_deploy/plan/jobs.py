@@ -59,15 +59,24 @@ class Job:
             **({"unless": dict(self.unless)} if self.unless else {}),
         }
         files = [*self.inputs, ManagedFile(f"{self.dir}/job.json", _json(described))]
-        order = [f"spark-job@{digest12}.service" for digest12 in self.after]
+        path = f"/etc/systemd/system/{self.unit}.d/order.conf"
+        return (*files, ManagedFile(path, self._order().encode()))
+
+    def _order(self) -> str:
+        """Return the drop-in that says what has to be there before the job."""
+        units = [f"spark-job@{digest12}.service" for digest12 in self.after]
         if self.kind.startswith("image"):
-            order.append("docker.service")
-        if order:
-            text = f"[Unit]\nRequires={' '.join(order)}\nAfter={' '.join(order)}\n"
-            files.append(
-                ManagedFile(f"/etc/systemd/system/{self.unit}.d/order.conf", text.encode())
-            )
-        return tuple(files)
+            units.append("docker.service")
+        text = f"Requires={' '.join(units)}\nAfter={' '.join(units)}\n" if units else ""
+        if "receipt" in self.proof:
+            # Else a boot without that disk would fill the root's.
+            text += needs_mounts(self.proof["receipt"])
+        return f"[Unit]\n{text}"
+
+
+def needs_mounts(*paths: str) -> str:
+    """Return the line of a unit that waits for the file systems of ``paths``."""
+    return f"RequiresMountsFor={' '.join(path.replace('%', '%%') for path in paths)}\n"
 
 
 def _json(value: Any) -> bytes:

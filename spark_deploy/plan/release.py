@@ -7,6 +7,7 @@ from typing import Any
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.plan.digest import plain
+from spark_deploy.plan.jobs import needs_mounts
 from spark_deploy.plan.types import HostPlan
 
 UNITS_DIR = "/etc/systemd/system"
@@ -46,8 +47,10 @@ def _limits(release: dict[str, Any]) -> str:
     """
     restart, timeouts, memory = release["restart"], release["timeouts"], release["memory"]
     start_s = timeouts["start_s"] + memory["wait_s"] + 120
+    directories = (mount["source"] for mount in release["engine"]["mounts"])
     return (
         "[Unit]\n"
+        f"{needs_mounts(*directories)}"
         f"StartLimitIntervalSec={restart['interval_s']}\n"
         f"StartLimitBurst={restart['burst']}\n"
         "[Service]\n"

@@ -60,7 +60,8 @@ def plant(place: Place, days: int) -> None:
         "cd $(mktemp -d) && openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes "
         f"-subj /CN=x -addext subjectAltName=IP:{place.guest.ip},DNS:{NAME} -keyout k -out r "
         f"2>/dev/null && openssl x509 -req -in r -days {days} -copy_extensions copy "
-        f"-CA {ca}/ca.pem -CAkey {ca}/ca-key.pem -out c 2>/dev/null && cat c && echo the key: && cat k"
+        f"-CA {ca}/ca.pem -CAkey {ca}/ca-key.pem -out c 2>/dev/null && cat c "
+        "&& echo the key: && cat k"
     )
     out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
     certificate, _, key = out.partition("the key:\n")

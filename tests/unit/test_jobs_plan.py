@@ -59,3 +59,12 @@ def test_an_image_job_waits_for_the_container_engine_and_carries_its_context() -
     assert "Requires=docker.service" in order
     assert f"BASE={plan.base}" in job.argv
     assert f"spark.digest={plan.digest}" in job.argv
+
+
+def test_work_waits_for_the_file_system_it_writes_to() -> None:
+    job = fetch_job(replace(SOURCE, dir="/big/50%/s"), PATHS)
+    files = {file.path: file.content.decode() for file in job.files()}
+
+    assert files[f"/etc/systemd/system/{job.unit}.d/order.conf"] == (
+        "[Unit]\nRequiresMountsFor=/big/50%%/s/receipt.json\n"
+    )

@@ -15,6 +15,7 @@ from spark_deploy.errors import PlanError
 from spark_deploy.lock import read_lock
 from spark_deploy.plan.digest import plain
 from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.release import release_files_of
 from spark_deploy.plan.types import PayloadIdentity
 from spark_deploy.settings import load_hosts
 
@@ -125,3 +126,13 @@ def test_no_secret_reference_reaches_the_release(tmp_path):
     )
     assert "MY_KEY" not in json.dumps(plan.serve.release)
     assert "MY_TOKEN" not in json.dumps(plan.serve.release)
+
+
+def test_the_server_waits_for_the_disks_of_its_tree_and_its_cache(tmp_path):
+    paths = {"models_dir": "/disk-1/models", "cache_dir": "/disk-2/cache"}
+    plan = plan_of("lab-tiny", "v2", tmp_path, paths=paths)
+    drop_in = release_files_of(plan)[-1].content.decode()
+    line = next(line for line in drop_in.splitlines() if line.startswith("RequiresMountsFor="))
+    wanted = line.partition("=")[2].split()
+    assert wanted[0] == plan.serve.tree_dir
+    assert [path.split("/")[1] for path in wanted] == ["disk-1", "disk-2"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -64,3 +66,31 @@ def test_an_upgrade_of_docker_does_not_end_the_server_for_good() -> None:
     unit = section("spark-serve@.service", "Unit")
     assert "docker.service" not in unit.get("Requires", "")
     assert "docker.service" in unit["After"]
+
+
+def test_the_reference_states_how_exposed_every_unit_is(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs/reference/units.md").read_text()
+    stated = dict(re.findall(r"^\| `(spark-\w+@)` \| (\d\.\d) \|", page, re.M))
+    assert set(stated) == {path.name.removesuffix(".service") for path in UNITS.glob("*.service")}
+    tool = subprocess.run(["systemctl", "--version"], capture_output=True, text=True, check=True)
+    # Other versions of the tool weigh a little differently.
+    same = tool.stdout.split()[1] == re.search(r"of systemd (\d+)", page)[1]
+    for unit, exposure in stated.items():
+        instance = tmp_path / f"{unit}main-0123456789ab.service"
+        shutil.copy(UNITS / f"{unit}.service", instance)
+        said = subprocess.run(
+            ["systemd-analyze", "security", "--offline=true", "--no-pager", str(instance)],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        measured = re.search(r"exposure level for \S+: (\d+\.\d)", said)[1]
+        assert float(measured) == pytest.approx(float(exposure), abs=0.01 if same else 0.5), unit
+
+
+def test_a_server_that_fails_rests_for_a_minute_or_more() -> None:
+    assert int(section("spark-serve@.service", "Service")["RestartSec"]) >= 60
+    plans = [
+        json.loads(path.read_text())
+        for path in (REPOSITORY / "tests/unit/plan/golden").glob("*.json")
+    ]
+    delays_s = [plan["serve"]["release"]["restart"]["delay_s"] for plan in plans if "serve" in plan]
+    assert min(delays_s) >= 60
