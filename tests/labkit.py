@@ -14,15 +14,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 STATE = Path(os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab"))
+# Guests for tests that break or make anew a host of their own, beside the fleet of the others.
+SPARE = tuple(os.environ.get("SPARK_SPARE_GUESTS", "lab-21 lab-22").split())
 
 
 def lab(*arguments: str, timeout_s: float = 1500) -> str:
@@ -175,6 +179,31 @@ class Guest:
         raise TimeoutError(f"{self.name}: {command!r} did not succeed within {seconds:.0f} s")
 
 
+@dataclass(frozen=True)
+class Silence:
+    """The longest time for which a command printed nothing, and what it had said before."""
+
+    seconds: float
+    after: str
+
+
+def listened(lines: IO[str], began: float) -> tuple[str, Silence]:
+    """Read lines to their end; return the text and the longest pause between two of them."""
+    text, longest, last = [], Silence(0.0, ""), (began, "the start")
+    for line in _with_end(lines):
+        now = time.monotonic()
+        if now - last[0] > longest.seconds:
+            longest = Silence(now - last[0], last[1])
+        last = (now, line.rstrip())
+        text.append(line)
+    return "".join(text), longest
+
+
+def _with_end(lines: IO[str]) -> Iterator[str]:
+    yield from lines
+    yield ""  # the pause before the end counts too
+
+
 @dataclass
 class Run:
     """One run of pyinfra, as its ``--json`` tells it."""
@@ -183,16 +212,25 @@ class Run:
     document: dict[str, Any]
     stderr: str
     seconds: float
+    silence: Silence
 
-    def operations(self, field_name: str) -> list[str]:
-        """Return ``host: operation`` for every host named in a field of the results."""
+    def operations(self, field_name: str, host: str = "") -> list[str]:
+        """Return the operations with a host in a field of the results; with ``host``, that one."""
         results = (self.document.get("results") or {}).get("operations") or []
-        return [operation["name"] for operation in results if operation.get(field_name)]
+        return [
+            operation["name"]
+            for operation in results
+            if (host in operation[field_name] if host else operation.get(field_name))
+        ]
 
     @property
     def changed(self) -> list[str]:
         """Names of operations that changed something."""
         return self.operations("success")
+
+    def changed_on(self, host: str) -> list[str]:
+        """Names of operations that changed something on one host."""
+        return self.operations("success", host)
 
     @property
     def failed(self) -> list[str]:
@@ -259,17 +297,47 @@ class Site:
     ) -> Run:  # fmt: skip
         """Run pyinfra and read its JSON."""
         limit = self._limit(arguments)
-        started = time.monotonic()
-        done = subprocess.run(
+        began = time.monotonic()
+        process = subprocess.Popen(
             self.command(*limit, *arguments, "--dry" if dry else "-y", "--json", deploy=deploy),
-            cwd=self.root, capture_output=True, text=True, timeout=timeout_s, check=False,
+            cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})},
         )  # fmt: skip
+        out: list[str] = []
+        # The document comes at the end, on standard output; what people read is on the other one.
+        reader = threading.Thread(target=lambda: out.extend(process.stdout or ()))
+        limiter = threading.Timer(timeout_s, process.kill)
+        reader.start()
+        limiter.start()
         try:
-            document = json.loads(done.stdout) if done.stdout.strip() else {}
+            stderr, silence = listened(process.stderr, began)  # type: ignore[arg-type]
+            reader.join()
+            process.wait()
+        finally:
+            limiter.cancel()
+        text = "".join(out)
+        try:
+            document = json.loads(text) if text.strip() else {}
         except ValueError:
-            document = {"unreadable": done.stdout}
-        return Run(done.returncode, document, done.stderr, time.monotonic() - started)
+            document = {"unreadable": text}
+        return Run(process.returncode, document, stderr, time.monotonic() - began, silence)
+
+    def look_command(self, command: str, *arguments: str) -> list[str]:
+        """Return the ``spark-deploy`` command line a user types; it only looks."""
+        return [
+            sys.executable, "-m", "spark_deploy", command, str(self.root / "inventory/lab.py"),
+            *self._limit(arguments), *arguments,
+        ]  # fmt: skip
+
+    def look(
+        self, command: str, *arguments: str, timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a ``spark-deploy`` command and return what it said."""
+        return subprocess.run(
+            self.look_command(command, *arguments),
+            capture_output=True, text=True, check=False, cwd=CHECKOUT, timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
 
     def start(self, *arguments: str, deploy: str = "deploy.py") -> subprocess.Popen[str]:
         """Start pyinfra and leave it running; its lines arrive on ``stdout``."""

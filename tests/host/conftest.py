@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,23 @@ from tests.host.exposure import NAME, SLOW, Place
 from tests.labkit import Guest, Run, Site, info, lab
 
 
+@dataclass(frozen=True)
+class Bare:
+    """What looking at the hosts said before the first run, and whether it left a trace."""
+
+    doctor_first: subprocess.CompletedProcess[str]
+    doctor_both: subprocess.CompletedProcess[str]
+    new_files: str
+    dry: Run
+
+
 @dataclass
 class Fleet:
     """The hosts of the lab, the user's repository, and the first run that set them up."""
 
     site: Site
     guests: list[Guest]
+    bare: Bare
     first: Run
 
     def settle(self, only: Guest | None = None, **choices: object) -> Run:
@@ -44,6 +56,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     root: Path = tmp_path_factory.mktemp("site")
     site = Site(root, hosts=[FIRST, SECOND])
     site.choose(**USUAL)
+    looks = look_at_bare_hosts(site)
     password = root / "password"
     password.touch(mode=0o600)
     bootstrap_guest = next(guest for guest in info()["guests"] if guest["name"] == SECOND)
@@ -52,10 +65,27 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
         deploy="deploys/bootstrap.py", env={"SPARK_BOOTSTRAP_PASSWORD_FILE": str(password)}
     )
     assert bootstrapped.exit_code == 0, bootstrapped.stderr[-4000:]
+    bare = Bare(*looks, site.deploy(dry=True))
     first = site.deploy()
     assert first.exit_code == 0, f"{first.failed}\n{first.stderr[-6000:]}"
     guests = [Guest(guest["name"], guest["ip"]) for guest in info()["guests"]]
-    return Fleet(site, [guest for guest in guests if guest.name in site.hosts], first)
+    return Fleet(site, [guest for guest in guests if guest.name in site.hosts], bare, first)
+
+
+Looked = subprocess.CompletedProcess[str]
+
+
+def look_at_bare_hosts(site: Site) -> tuple[Looked, Looked, str]:
+    """Ask doctor about hosts on which nothing of ours is, and look for what that wrote."""
+    first = next(Guest(one["name"], one["ip"]) for one in info()["guests"] if one["name"] == FIRST)
+    first.run("touch /run/before")
+    one = site.look("doctor", "--limit", FIRST)
+    both = site.look("doctor")
+    found = first.run(
+        "find /etc /usr /opt /srv /root /home /var -xdev -type f -newer /run/before "
+        "! -path '/var/log/*' ! -path '/var/lib/systemd/*' ! -path '/var/lib/sudo/*'"
+    )
+    return one, both, found
 
 
 @pytest.fixture(scope="session")
