@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.labkit import Run, Site, info, lab
+from tests.labkit import SPARE, Run, Site, info, lab
 
-GUEST = "lab-22"
+GUEST = SPARE[1]
 
 
 class NewHost:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.labkit import Guest, Run, Site, info, lab
+from tests.labkit import SPARE, Guest, Run, Site, info, lab
 
-GUEST = "lab-21"  # its own, so that breaking it disturbs no other test
+GUEST = SPARE[0]  # its own, so that breaking it disturbs no other test
 
 HOLD = "Base | Hold driver packages in unattended upgrades"
 PACKAGES = "Base | Install packages"

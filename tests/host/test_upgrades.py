@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.labkit import CHECKOUT, Guest, Run, Site, info, lab
+from tests.labkit import SPARE, Guest, Run, Site, info, lab
 
-FIRST, SECOND = "lab-21", "lab-22"
+FIRST, SECOND = SPARE
 OLD, NEW = "580.159.03+labstub", "580.173.02+labstub"
 EDGE = "/usr/lib/labstub/proc-driver"
 CDI = "Docker | Keep CDI with the driver"
@@ -36,12 +34,8 @@ class Pair:
 
     def status(self, name: str) -> dict[str, Any]:
         """Ask the command that people use."""
-        out = subprocess.run(
-            [sys.executable, "-m", "spark_deploy", "status",
-             str(self.site.root / "inventory/lab.py"), "--limit", name, "--json"],
-            capture_output=True, text=True, check=False, cwd=CHECKOUT, timeout=120,
-        ).stdout  # fmt: skip
-        found: dict[str, Any] = json.loads(out)[0]
+        looked = self.site.look("status", "--limit", name, "--json")
+        found: dict[str, Any] = json.loads(looked.stdout)[0]
         return found
 
 
@@ -52,8 +46,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made = Pair(tmp_path_factory.mktemp("site"))
     assert made.first.exit_code == 0, made.first.stderr[-6000:]
     yield made
-    lab("down", FIRST)
-    lab("down", SECOND)
+    lab("down", FIRST, SECOND)
 
 
 def run_of(guest: Guest) -> str:
