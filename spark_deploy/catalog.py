@@ -22,6 +22,7 @@ class Sources:
 
     base: str
     donor: str | None
+    hybrid: str | None
     revision: str
     repeats_names: bool
 

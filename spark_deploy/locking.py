@@ -48,7 +48,9 @@ def wanted_by(settings: Settings) -> Wanted:
     """Return the names that the plan of one host needs."""
     model = load_model(settings.model)
     profile = load_profile(settings.profile, settings.model)
-    sources = {(model.sources.base, model.sources.revision)}
+    start = model.sources.hybrid if settings.checkpoint.prebuilt else model.sources.base
+    # A model without a hybrid is refused by the plan, in better words.
+    sources = {(start or model.sources.base, model.sources.revision)}
     if profile.shared_experts == "fp8-donor" and model.sources.donor:
         sources.add((model.sources.donor, model.sources.revision))
     roles = {model.image.role, "gpu_check"} & set(settings.images)

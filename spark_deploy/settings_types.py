@@ -57,6 +57,7 @@ class CheckpointSettings:
     """How the tree that a profile asks for is kept on the host."""
 
     layout: str | None
+    prebuilt: bool
     keep_base: bool
 
 

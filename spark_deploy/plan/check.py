@@ -17,7 +17,7 @@ def check_pair(settings: Settings) -> list[Problem]:
     try:
         model = load_model(settings.model)
         profile = effective_profile(load_profile(settings.profile, settings.model), settings)
-        refuse_impossible_trees(profile, settings)
+        refuse_impossible_trees(model, profile, settings)
         if missing_bytes(model, profile, settings) > 0:
             return list(refusal(model, profile, settings).problems)
         memory = plan_memory(model, profile, settings)

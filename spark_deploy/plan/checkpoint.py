@@ -40,9 +40,11 @@ def source_plan(role: str, source: LockedSource, settings: Settings) -> SourcePl
     )
 
 
-def refuse_impossible_trees(profile: Profile, settings: Settings) -> None:
+def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) -> None:
     """Raise one error for a tree that cannot be built, or not kept as the settings wish."""
     where = f"profile {profile.name}"
+    if settings.checkpoint.prebuilt:
+        _refuse_no_hybrid(model, profile)
     if not settings.checkpoint.keep_base:
         if not profile.builds_checkpoint:
             what = "keep_base: false would remove the very tree it serves: it builds none"
@@ -57,15 +59,30 @@ def refuse_impossible_trees(profile: Profile, settings: Settings) -> None:
         raise PlanError.one(f"{where}: checkpoint.layout", what, "set checkpoint.layout: full")
 
 
+def _refuse_no_hybrid(model: Model, profile: Profile) -> None:
+    where = f"model {model.name} with profile {profile.name}: checkpoint.prebuilt"
+    without = "set checkpoint.prebuilt: false"
+    if model.sources.hybrid is None:
+        what = "this model names no prebuilt hybrid"
+        raise PlanError.one(where, what, f"name one in its sources.hybrid, or {without}")
+    if profile.shared_experts != "fp8-base":
+        what = f"a hybrid holds shared experts in FP8, this profile wants {profile.shared_experts}"
+        raise PlanError.one(where, what, without)
+    if profile.layout == "overlay":
+        what = "a hybrid holds them under their plain names, which an overlay drops"
+        raise PlanError.one(where, what, f"set checkpoint.layout: full beside it, or {without}")
+
+
 def checkpoint_plan(
     model: Model, profile: Profile, settings: Settings, lock: Lock, payload: PayloadIdentity
 ) -> CheckpointPlan | None:
     """Return the plan of the tree to build; ``None`` when the base is served as it is."""
     if not profile.builds_checkpoint:
         return None
-    base = source_plan(
-        "base", locked_source(lock, model.sources.base, model.sources.revision), settings
-    )
+    role, repo = "base", model.sources.base
+    if settings.checkpoint.prebuilt and model.sources.hybrid:
+        role, repo = "ready", model.sources.hybrid
+    base = source_plan(role, locked_source(lock, repo, model.sources.revision), settings)
     donor = _donor(model, profile, lock)
     builder = {**builder_plan(model, profile), "recipe_version": payload.recipe_version}
     digest = digest_of(
@@ -116,7 +133,7 @@ def output_bytes(model: Model, profile: Profile, base_bytes: int) -> int:
     """Return the new bytes the builder writes: replaced tensors, or the whole tree."""
     sizes = weights_of(model.architecture)
     new = old = 0
-    if profile.shared_experts != "keep":
+    if profile.shared_experts not in ("keep", "fp8-base"):
         new = sizes.shared_fp8_bytes
         if profile.shared_experts == "int8-g128":
             new = sizes.shared_int8_bytes
@@ -127,7 +144,7 @@ def output_bytes(model: Model, profile: Profile, base_bytes: int) -> int:
 
 
 def _donor(model: Model, profile: Profile, lock: Lock) -> LockedSource | None:
-    if profile.shared_experts != "fp8-donor":
+    if profile.shared_experts not in ("fp8-donor", "fp8-base"):
         return None
     if model.sources.donor is None:
         what = f"profile {profile.name} takes shared experts from an FP8 donor; this model has none"

@@ -64,7 +64,7 @@ def join(
     rails: tuple[GuardRail, ...],
 ) -> HostPlan:
     """Join one model and one profile; the guard rails have the last word."""
-    refuse_impossible_trees(profile, settings)
+    refuse_impossible_trees(model, profile, settings)
     if missing_bytes(model, profile, settings) > 0:
         raise refusal(model, profile, settings)
     memory = plan_memory(model, profile, settings)
@@ -121,8 +121,12 @@ def effective_profile(profile: Profile, settings: Settings) -> Profile:
     cache = profile.kv_cache
     if engine.kv_cache_bytes is not None:
         cache = dataclasses.replace(cache, size_bytes=engine.kv_cache_bytes)
+    shared_experts = profile.shared_experts
+    if settings.checkpoint.prebuilt and shared_experts == "fp8-donor":
+        shared_experts = "fp8-base"
     return dataclasses.replace(
         profile,
+        shared_experts=shared_experts,
         layout=settings.checkpoint.layout or profile.layout,
         limits=limits,
         kv_cache=cache,

@@ -102,6 +102,7 @@ def loaded_bytes(model: Model, profile: Profile) -> tuple[int, int]:
     shared = {
         "keep": sizes.shared_bytes,
         "fp8-donor": sizes.shared_fp8_bytes,
+        "fp8-base": sizes.shared_fp8_bytes,
         "fp8-self": sizes.shared_fp8_bytes,
         "int8-g128": sizes.shared_int8_bytes,
     }[profile.shared_experts]

@@ -15,8 +15,8 @@ from spark_checkpoint.gates import (
     MTP_PREFIX,
     SCALE,
     WEIGHT,
-    donor_fits,
     donor_unmatched,
+    fp8_fits,
     packable,
     same_names,
     swappable,
@@ -30,6 +30,7 @@ from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import checkpoint_receipt, load_receipt, write_receipt
 from spark_checkpoint.replacements import (
     bake_head,
+    compare_with_donor,
     graft_mtp,
     scale_of,
     swap_by_int8,
@@ -106,9 +107,10 @@ def open_sources(plan: BuildPlan, progress: Progress) -> Sources:
     names = base.owner.keys()
     where = str(plan.base_dir)
     mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
-    same_names(
-        where, "base tensors", names - mtp_found, expand_all(plan.base_tensors, "base_tensors")
-    )
+    expected = expand_all(plan.base_tensors, "base_tensors")
+    if plan.shared_experts == "fp8-base":
+        expected |= {module + SCALE for module in modules}
+    same_names(where, "base tensors", names - mtp_found, expected)
     mtp_expected = expand_all(plan.mtp_tensors, "mtp_tensors")
     if mtp_found - mtp_expected:
         same_names(where, "MTP tensors", mtp_found, mtp_expected)
@@ -116,7 +118,11 @@ def open_sources(plan: BuildPlan, progress: Progress) -> Sources:
     absent = [module for module in modules if module + WEIGHT not in base.owner]
     if absent or len(set(modules)) != len(modules):
         same_names(where, "modules to swap", set(modules) - set(absent), modules)
-    if plan.shared_experts != "keep":
+    if plan.shared_experts == "fp8-base":
+        for module in modules:
+            weight, scale = base.tensor(module + WEIGHT), base.tensor(module + SCALE)
+            fp8_fits(f"base {module}", weight.shape, weight, scale, plan.block_shape)
+    elif plan.shared_experts != "keep":
         swappable(plan.base_dir, {m + WEIGHT: base.tensor(m + WEIGHT) for m in modules})
     if plan.shared_experts == "int8-g128":
         for module in modules:
@@ -139,9 +145,11 @@ def make_changes(
     if sources.donor is not None and wanted:
         spans = sources.donor.stage(wanted, donor_dir, progress)
     with staging(work / "new-tensors") as stage:
-        if plan.shared_experts == "fp8-donor" and sources.donor is not None:
+        if plan.compares_with_donor and sources.donor is not None:
             donor = sources.donor.tensors([m + s for m in modules for s in (WEIGHT, SCALE)])
-            swap_from_donor(base, modules, donor, spans, block, progress, changes)
+            compare_with_donor(base, modules, donor, spans, block, progress, changes)
+            if plan.shared_experts == "fp8-donor":
+                swap_from_donor(modules, donor, spans, changes)
         elif plan.shared_experts == "fp8-self":
             swap_by_own_fp8(base, modules, block, stage, progress, changes)
         elif plan.shared_experts == "int8-g128":
@@ -156,7 +164,7 @@ def make_changes(
 def _open_donor(
     plan: BuildPlan, base: Tree, modules: list[str], mtp_missing: list[str]
 ) -> Donor | None:
-    if plan.donor is None or (plan.shared_experts != "fp8-donor" and not mtp_missing):
+    if plan.donor is None or (not plan.compares_with_donor and not mtp_missing):
         if mtp_missing:
             raise GateRefused(
                 str(plan.base_dir),
@@ -167,7 +175,7 @@ def _open_donor(
     donor = open_donor(plan.donor)
     where = str(plan.donor.dir or plan.donor.url)
     needed = [m + s for m in modules for s in (WEIGHT, SCALE)]
-    if plan.shared_experts == "fp8-donor":
+    if plan.compares_with_donor:
         have = donor.names.intersection(needed)
         same_names(where, "donor weights and scales", have, needed)
     same_names(
@@ -177,11 +185,12 @@ def _open_donor(
         expand_all(plan.donor_unmatched, "donor_unmatched"),
     )
     same_names(where, "MTP tensors to graft", donor.names.intersection(mtp_missing), mtp_missing)
-    if plan.shared_experts == "fp8-donor":
+    if plan.compares_with_donor:
         entries = donor.tensors(needed)
         for module in modules:
             weight, scale = entries[module + WEIGHT], entries[module + SCALE]
-            donor_fits(module, base.tensor(module + WEIGHT), weight, scale, plan.block_shape)
+            shape = base.tensor(module + WEIGHT).shape
+            fp8_fits(f"donor {module}", shape, weight, scale, plan.block_shape)
     return donor
 
 
@@ -190,7 +199,7 @@ def _donor_names(plan: BuildPlan, sources: Sources) -> list[str]:
         return []
     names = list(sources.mtp_missing)
     names += [s for s in map(scale_of, sources.mtp_missing) if s in sources.donor.names]
-    if plan.shared_experts == "fp8-donor":
+    if plan.compares_with_donor:
         names += [module + suffix for module in sources.modules for suffix in (WEIGHT, SCALE)]
     return names
 

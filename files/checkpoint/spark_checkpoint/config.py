@@ -38,7 +38,7 @@ def result_config(
         raise GateRefused(
             "config.json", "has no quantization_config: not an INT4 base", "check the base"
         )
-    fp8 = shared_experts in ("fp8-donor", "fp8-self")
+    fp8 = shared_experts.startswith("fp8")
     replaced = fp8 or shared_experts == "int8-g128" or head != "keep"
     if fp8 or (layout == "overlay" and replaced):
         quantization["quant_method"] = PLUGIN_METHOD

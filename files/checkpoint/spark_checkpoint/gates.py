@@ -37,6 +37,7 @@ _CAUSES: tuple[_Rule, ...] = (
     (lambda name: name.startswith("lm_head"), "the head is quantised differently"),
     (lambda name: ".visual." in name, "the vision tower differs: a text-only or other tree"),
 )
+_FP8_FIX = "use the FP8 repositories of the same model"
 _MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantised differently"
 
 
@@ -83,23 +84,25 @@ def swappable(where: Path, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def donor_fits(
-    module: str, base: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int]
+def fp8_fits(
+    where: str, shape: tuple[int, ...], weight: Tensor, scale: Tensor, block: tuple[int, int]
 ) -> None:
-    """Refuse a donor pair whose dtypes or shapes cannot stand for the base's weight."""
-    rows, columns = base.shape
+    """Refuse a pair whose dtypes or shapes cannot be a matrix in FP8 with block scales."""
+    if len(shape) != 2:
+        raise GateRefused(where + WEIGHT, f"is {list(shape)}, expected a matrix", _FP8_FIX)
+    rows, columns = shape
     scale_shape = (-(-rows // block[0]), -(-columns // block[1]))
     expected: list[tuple[str, Tensor, frozenset[str], tuple[int, ...]]] = [
-        (WEIGHT, weight, frozenset({"F8_E4M3"}), base.shape),
+        (WEIGHT, weight, frozenset({"F8_E4M3"}), shape),
         (SCALE, scale, frozenset({"BF16", "F32"}), scale_shape),
     ]
     for suffix, tensor, dtypes, shape in expected:
         if tensor.dtype not in dtypes or tensor.shape != shape:
             raise GateRefused(
-                f"donor {module}{suffix}",
+                f"{where}{suffix}",
                 f"is {tensor.dtype} {list(tensor.shape)}, expected "
                 f"{' or '.join(sorted(dtypes))} {list(shape)}",
-                "use the FP8 donor of the same model",
+                _FP8_FIX,
             )
 
 

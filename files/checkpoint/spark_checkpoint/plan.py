@@ -31,6 +31,10 @@ class Wire:
     rate_limit_bytes_per_s: int | None = None
 
 
+# What replaces the swapped weights and is proven by a donor: its tensors, or a hybrid's own.
+WITH_DONOR = ("fp8-donor", "fp8-base")
+
+
 @dataclass(frozen=True, slots=True)
 class DonorPlan:
     """Where FP8 tensors come from: exactly one of ``dir`` and ``url`` is set."""
@@ -60,6 +64,11 @@ class BuildPlan:
     out: Path
     extra: Mapping[str, Any]
     document: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def compares_with_donor(self) -> bool:
+        """Whether a donor's FP8 weights are held against the base's, taken or not."""
+        return self.shared_experts in WITH_DONOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +111,18 @@ def load_build_plan(path: Path) -> BuildPlan:
             "install the host tools that belong to the plan, or plan again",
         )
     donor = _donor(document.get("donor"))
-    if document["shared_experts"] == "fp8-donor" and donor is None:
+    scheme = document["shared_experts"]
+    if scheme in WITH_DONOR and donor is None:
         raise InputRefused(
-            str(path), "shared_experts is fp8-donor but there is no donor", "name a donor"
+            str(path), f"shared_experts is {scheme} but there is no donor", "name a donor"
         )
-    if document["shared_experts"] == "int8-g128" and document["layout"] == "overlay":
+    if scheme == "fp8-base" and document["layout"] == "overlay":
+        raise InputRefused(
+            str(path),
+            "shared_experts fp8-base holds them under their plain names, which an overlay drops",
+            "set layout to full",
+        )
+    if scheme == "int8-g128" and document["layout"] == "overlay":
         raise InputRefused(
             str(path),
             "shared_experts int8-g128 is for engines without a plugin, which cannot read overlays",
@@ -125,7 +141,7 @@ def load_build_plan(path: Path) -> BuildPlan:
         base_tensors=tuple(document["base_tensors"]),
         donor_unmatched=tuple(document["donor_unmatched"]),
         mtp_tensors=tuple(document["mtp_tensors"]),
-        shared_experts=document["shared_experts"],
+        shared_experts=scheme,
         head=document["head"],
         layout=document["layout"],
         out=_out_dir(document["out"], path),

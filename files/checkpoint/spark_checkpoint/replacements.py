@@ -44,11 +44,19 @@ def _rows(span: Span, row_bytes: int, rows: int) -> Iterator[bytes]:
         yield read_span(Span(span.path, span.offset + offset, min(step, span.size_bytes - offset)))
 
 
-def _weight_rows(base: Tree, name: str, rows: int) -> Iterator[Any]:
-    """Yield a base weight as float32 in pieces of ``rows`` rows."""
+def _weight_rows(base: Tree, name: str, block: tuple[int, int]) -> Iterator[Any]:
+    """Yield a base weight as float32, one row of blocks at a time, whether 16-bit or FP8."""
     tensor = base.tensor(name)
     columns = tensor.shape[1]
-    for raw in _rows(base_span(base, name), columns * 2, rows):
+    if tensor.dtype == "F8_E4M3":
+        np: Any = numpy()
+        grid = base.tensor(scale_of(name))
+        scales = floats(read_span(base_span(base, scale_of(name))), grid.dtype, grid.shape)
+        for number, raw in enumerate(_rows(base_span(base, name), columns, block[0])):
+            codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
+            yield dequantise(codes, scales[number : number + 1], block)
+        return
+    for raw in _rows(base_span(base, name), columns * 2, block[0]):
         yield floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
 
 
@@ -71,7 +79,7 @@ def _each(
             raise
 
 
-def swap_from_donor(
+def compare_with_donor(
     base: Tree,
     modules: Sequence[str],
     donor: dict[str, Tensor],
@@ -80,7 +88,7 @@ def swap_from_donor(
     progress: Progress,
     changes: Changes,
 ) -> None:
-    """Take FP8 weights and scales from the donor, each proven to be the base's own weight."""
+    """Refuse a donor whose FP8 weights are not the base's own weights, module by module."""
     np: Any = numpy()
 
     def one(module: str) -> Error:
@@ -89,7 +97,7 @@ def swap_from_donor(
         check_scales(module, scales)
         comparison = Comparison(scales, block)
         codes = _rows(spans[module + WEIGHT], weight.shape[1], block[0])
-        for weights in _weight_rows(base, module + WEIGHT, block[0]):
+        for weights in _weight_rows(base, module + WEIGHT, block):
             piece = np.frombuffer(next(codes), np.uint8)
             comparison.add(weights, piece.reshape(weights.shape))
         return check_module(module, comparison)
@@ -97,15 +105,21 @@ def swap_from_donor(
     progress.phase("spot-check", sum(base.tensor(m + WEIGHT).size_bytes for m in modules))
     errors = _each(modules, one, progress, lambda m: base.tensor(m + WEIGHT).size_bytes)
     check_outliers(dict(zip(modules, errors, strict=True)))
+    changes.report["shared_experts"] = {
+        **_error_report([error.module for error in errors]),
+        "elements_beyond_rounding": sum(error.beyond for error in errors),
+    }
+
+
+def swap_from_donor(
+    modules: Sequence[str], donor: dict[str, Tensor], spans: dict[str, Span], changes: Changes
+) -> None:
+    """Take FP8 weights and scales from the donor."""
     for module in modules:
         changes.added[module + WEIGHT] = [
             NewTensor(name, donor[name].dtype, donor[name].shape, spans[name])
             for name in (module + WEIGHT, module + SCALE)
         ]
-    changes.report["shared_experts"] = {
-        **_error_report([error.module for error in errors]),
-        "elements_beyond_rounding": sum(error.beyond for error in errors),
-    }
 
 
 def swap_by_own_fp8(
@@ -124,7 +138,7 @@ def swap_by_own_fp8(
         span = stage.reserve(shape[0] * shape[1])
         lost = power = 0.0
         scales = []
-        for number, weights in enumerate(_weight_rows(base, module + WEIGHT, block[0])):
+        for number, weights in enumerate(_weight_rows(base, module + WEIGHT, block)):
             codes, bits = quantise_blocks(weights, block)
             stage.write(span, number * block[0] * shape[1], codes.tobytes())
             scales.append(bits.tobytes())

@@ -155,7 +155,9 @@ class Workshop:
     @property
     def modules(self):
         return sorted(
-            name.removesuffix(".weight") for name in self.base if ".shared_expert." in name
+            name.removesuffix(".weight")
+            for name in self.base
+            if ".shared_expert." in name and name.endswith(".weight")
         )
 
     def write_base(self, shard_count=3, *, index_mtp=True, receipt=True):
