@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+from builder_faults import points, run_broken
 from builder_trees import run_tool
 
 
@@ -92,3 +93,20 @@ def test_a_removal_cut_short_is_finished_by_the_next(built, left):
             path.unlink()
     discard(built)
     assert not built.base_dir.exists()
+
+
+def test_a_removal_killed_at_any_call_leaves_a_directory_known_to_be_ours(built, tmp_path):
+    saved = tmp_path / "saved"
+    shutil.copytree(built.base_dir, saved)
+    arguments = ("discard", built.base_dir, "--tree", built.out)
+    calls = run_broken(*arguments).calls
+    killed = 0
+    for number in points(calls):
+        shutil.copytree(saved, built.base_dir)
+        killed += run_broken(*arguments, number=number).returncode == -9
+        if built.base_dir.exists() and any(built.base_dir.iterdir()):
+            assert (built.base_dir / "receipt.json").exists()
+        discard(built)
+        assert not built.base_dir.exists()
+    assert killed > 5
+    assert run_tool("verify", built.out, "--full").returncode == 0
