@@ -42,12 +42,11 @@ from spark_checkpoint.sources import base_proofs, compare_duplicates
 from spark_checkpoint.staging import Changes, staging
 from spark_checkpoint.storage import (
     clear,
-    json_bytes,
     partial_dir,
     publish,
     refuse_without_room,
     sole_use,
-    write_durably,
+    write_json,
 )
 from spark_checkpoint.tree import Tree, read_config, read_tree
 from spark_checkpoint.verify import verify_tree
@@ -76,19 +75,9 @@ def build(plan: BuildPlan, progress: Progress) -> bool:
         # Another builder may have finished while this one waited for the lock.
         if _is_built(plan, progress):
             return False
-        donor_dir = work / _donor_dir_name(plan)
-        clear(work, keep=frozenset({donor_dir.name}))
-        sources = open_sources(plan, progress)
-        refuse_without_room(plan.out.parent, needed_bytes(plan, sources), f"building {plan.name}")
-        changes = make_changes(plan, sources, work, donor_dir, progress)
         tree_dir = work / "tree"
-        tree_dir.mkdir()
-        write = write_overlay if plan.layout == "overlay" else write_full
-        layout = write(tree_dir, sources.base, sources.proofs, changes, progress)
-        _finish_tree(plan, sources, layout, tree_dir)
-        _gate_result(plan, sources, changes, layout)
-        report = {**changes.report, **_report(sources, layout, _donor_bytes(plan, sources))}
-        write_receipt(tree_dir, checkpoint_receipt(plan, layout.files, len(layout.index), report))
+        # Sources are let go of before the result is read again: a large model's names fill memory.
+        report = _write_tree(plan, work, tree_dir, progress)
         verify_tree(tree_dir, progress, full=False)
         publish(tree_dir, plan.out)
         clear(work)
@@ -99,25 +88,29 @@ def build(plan: BuildPlan, progress: Progress) -> bool:
     return True
 
 
+def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress) -> dict[str, Any]:
+    """Write the whole tree with its receipt, and return the receipt's report."""
+    donor_dir = work / _donor_dir_name(plan)
+    clear(work, keep=frozenset({donor_dir.name}))
+    sources = open_sources(plan, progress)
+    refuse_without_room(plan.out.parent, needed_bytes(plan, sources), f"building {plan.name}")
+    changes = make_changes(plan, sources, work, donor_dir, progress)
+    tree_dir.mkdir()
+    write = write_overlay if plan.layout == "overlay" else write_full
+    layout = write(tree_dir, sources.base, sources.proofs, changes, progress)
+    _finish_tree(plan, sources, layout, tree_dir)
+    _gate_result(plan, sources, changes, layout)
+    report = {**changes.report, **_report(sources, layout, _donor_bytes(plan, sources))}
+    write_receipt(tree_dir, checkpoint_receipt(plan, layout.files, len(layout.index), report))
+    return report
+
+
 def open_sources(plan: BuildPlan, progress: Progress) -> Sources:
     """Open base and donor and hold them against the plan's exact sets."""
     progress.phase("gates")
     base = read_tree(plan.base_dir)
     modules = [module for pattern in plan.swap for module in expand(pattern)]
-    names = base.owner.keys()
-    where = str(plan.base_dir)
-    mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
-    expected = expand_all(plan.base_tensors, "base_tensors")
-    if plan.shared_experts == "fp8-base":
-        expected |= {module + SCALE for module in modules}
-    same_names(where, "base tensors", names - mtp_found, expected)
-    mtp_expected = expand_all(plan.mtp_tensors, "mtp_tensors")
-    if mtp_found - mtp_expected:
-        same_names(where, "MTP tensors", mtp_found, mtp_expected)
-    mtp_missing = sorted(mtp_expected - mtp_found)
-    absent = [module for module in modules if module + WEIGHT not in base.owner]
-    if absent or len(set(modules)) != len(modules):
-        same_names(where, "modules to swap", set(modules) - set(absent), modules)
+    mtp_missing = _gate_base_names(plan, base, modules)
     if plan.shared_experts == "fp8-base":
         for module in modules:
             weight, scale = base.tensor(module + WEIGHT), base.tensor(module + SCALE)
@@ -132,6 +125,26 @@ def open_sources(plan: BuildPlan, progress: Progress) -> Sources:
     donor = _open_donor(plan, base, modules, mtp_missing)
     proofs = base_proofs(plan, progress)
     return Sources(base, proofs, donor, modules, mtp_missing)
+
+
+def _gate_base_names(plan: BuildPlan, base: Tree, modules: list[str]) -> list[str]:
+    """Refuse a base with other names than the plan's; return the MTP names it lacks.
+
+    A function of its own, because a large model's expected names fill memory while it runs.
+    """
+    names, where = base.owner.keys(), str(plan.base_dir)
+    mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
+    expected = expand_all(plan.base_tensors, "base_tensors")
+    if plan.shared_experts == "fp8-base":
+        expected |= {module + SCALE for module in modules}
+    same_names(where, "base tensors", names - mtp_found, expected)
+    mtp_expected = expand_all(plan.mtp_tensors, "mtp_tensors")
+    if mtp_found - mtp_expected:
+        same_names(where, "MTP tensors", mtp_found, mtp_expected)
+    absent = [module for module in modules if module + WEIGHT not in base.owner]
+    if absent or len(set(modules)) != len(modules):
+        same_names(where, "modules to swap", set(modules) - set(absent), modules)
+    return sorted(mtp_expected - mtp_found)
 
 
 def make_changes(
@@ -250,20 +263,20 @@ def _finish_tree(plan: BuildPlan, sources: Sources, layout: Layout, tree_dir: Pa
     )
     index = {
         "metadata": {"total_size": layout.total_size_bytes},
-        "weight_map": dict(sorted(layout.index.items())),
+        "weight_map": {name: layout.index[name] for name in sorted(layout.index)},
     }
     documents = {INDEX_NAME: index, CONFIG_NAME: config}
     if (plan.base_dir / QUANTIZATION_NAME).exists():
         documents[QUANTIZATION_NAME] = config["quantization_config"]
     for name, document in documents.items():
-        data = json_bytes(document)
-        sha256 = write_durably(tree_dir / name, data)
+        sha256 = write_json(tree_dir / name, document)
+        status = (tree_dir / name).stat()
         layout.files.append(
             {
                 "path": name,
-                "size_bytes": len(data),
+                "size_bytes": status.st_size,
                 "sha256": sha256,
-                "modified_ns": (tree_dir / name).stat().st_mtime_ns,
+                "modified_ns": status.st_mtime_ns,
             }
         )
 
@@ -272,8 +285,8 @@ def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: La
     """Refuse a result whose names are not exactly base, minus dropped, plus new."""
     new = {t.name for tensors in changes.added.values() for t in tensors}
     overlaid = plan.layout == "overlay"
-    found = set(layout.index)
-    expected_count = len(sources.base.owner.keys() - set(changes.added)) + len(new)
+    found, base = layout.index.keys(), sources.base.owner
+    expected_count = len(base) - sum(name in base for name in changes.added) + len(new)
     if len(found) != expected_count:
         raise GateRefused(
             str(plan.out),
@@ -283,7 +296,7 @@ def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: La
     mtp = {name for name in found if name.startswith(MTP_PREFIX)}
     same_names(str(plan.out), "MTP tensors", mtp, expand_all(plan.mtp_tensors, "mtp_tensors"))
     if not overlaid:
-        expected = (sources.base.owner.keys() - set(changes.added)) | new
+        expected = (base.keys() - set(changes.added)) | new
         same_names(str(plan.out), "tensors of the result", found, expected)
 
 

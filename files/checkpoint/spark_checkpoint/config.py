@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from spark_checkpoint import RECIPE_VERSION
@@ -19,7 +19,7 @@ _PLAIN = {"bits": 16, "data_type": "float"}
 def result_config(
     base: Mapping[str, Any],
     *,
-    names: Iterable[str],
+    names: Collection[str],
     swap: Sequence[str],
     block_shape: tuple[int, int],
     shared_experts: str,
@@ -50,7 +50,7 @@ def result_config(
     if head == "int8-g128":
         _refuse_tied(config)
         per_module["lm_head"] = dict(_INT8)
-    _set_blocks(quantization, set(names))
+    _set_blocks(quantization, names)
     quantization["spark"] = {"layout": layout, "recipe_version": RECIPE_VERSION, "head": head}
     return merged(config, extra)
 
@@ -70,26 +70,26 @@ def int4_modules(names: Iterable[str]) -> set[str]:
     return {name.removesuffix(".qweight") for name in names if name.endswith(".qweight")}
 
 
-def _set_blocks(quantization: dict[str, Any], names: set[str]) -> None:
+def _set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
     """Name the blocks that hold packed weights, as the tensors say, not as the base claims.
 
     Without the list the engine takes every linear for quantised, MTP included; with MTP listed
     although its tensors are 16-bit (or the other way round) it refuses or misreads them.
     """
-    packed = int4_modules(names)
     blocks = [
         block
         for block in (_LANGUAGE_BLOCKS, _MTP_BLOCKS)
-        if any(module.startswith(f"{block}.") for module in packed)
+        if any(name.startswith(f"{block}.") and name.endswith(".qweight") for name in names)
     ]
     as_text = not isinstance(quantization.get("block_name_to_quantize"), list)
     quantization["block_name_to_quantize"] = ",".join(blocks) if as_text else blocks
     if _MTP_BLOCKS not in blocks:
         return
-    for name in sorted(names):
+    drafter = sorted(name for name in names if name.startswith(f"{_MTP_BLOCKS}."))
+    packed = int4_modules(drafter)
+    for name in drafter:
         module = name.removesuffix(".weight")
-        plain = name.startswith(f"{_MTP_BLOCKS}.") and module != name and module not in packed
-        if plain and not module.endswith("norm"):
+        if module != name and module not in packed and not module.endswith("norm"):
             quantization["extra_config"].setdefault(module, dict(_PLAIN))
 
 

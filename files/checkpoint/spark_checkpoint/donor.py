@@ -37,7 +37,7 @@ class Donor(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor name the donor has."""
+        """Every tensor name the donor has, with or without its routed experts."""
 
     @property
     def received_bytes(self) -> int:
@@ -55,6 +55,11 @@ def open_donor(plan: DonorPlan) -> Donor:
     if plan.dir is not None:
         return DirDonor(plan.dir)
     return UrlDonor(plan)
+
+
+def _may_be_asked_for(name: str) -> bool:
+    """Whether a recipe can take this tensor: no routed expert, nine in ten names, outside MTP."""
+    return ".mlp.experts." not in name or name.startswith("mtp.")
 
 
 class DirDonor:
@@ -209,13 +214,8 @@ class UrlDonor:
         }
 
     def _header(self, shard: str) -> Header:
-        """Read a header and forget the routed experts, nine in ten of its names."""
         header = self._files.header(shard)
-        kept = {
-            name: tensor
-            for name, tensor in header.tensors.items()
-            if ".mlp.experts." not in name or name.startswith("mtp.")
-        }
+        kept = {name: tensor for name, tensor in header.tensors.items() if _may_be_asked_for(name)}
         return header._replace(tensors=kept)
 
     def _read_index(self) -> dict[str, str]:
@@ -228,7 +228,9 @@ class UrlDonor:
             return self._single_shard()
         if not isinstance(weight_map, dict):
             raise GateRefused(url, "has no weight_map", "check the donor")
-        index = {str(name): str(shard) for name, shard in weight_map.items()}
+        index = {
+            str(name): str(shard) for name, shard in weight_map.items() if _may_be_asked_for(name)
+        }
         for shard in set(index.values()):
             if "/" in shard or not shard.endswith(".safetensors"):
                 raise GateRefused(url, f"names the odd shard {shard!r}", "check the donor")

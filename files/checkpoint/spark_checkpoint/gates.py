@@ -6,7 +6,7 @@ the guard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 
 from spark_checkpoint.errors import GateRefused
@@ -43,7 +43,9 @@ _MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantised dif
 
 def same_names(where: str, what: str, found: Iterable[str], expected: Iterable[str]) -> None:
     """Refuse unless both are the same set; the message counts groups, not names."""
-    have, want = set(found), set(expected)
+    # What is a set already is not copied: a large model has 280,000 names.
+    have = found if isinstance(found, Set) else set(found)
+    want = expected if isinstance(expected, Set) else set(expected)
     if have == want:
         return
     parts = [f"{what}: {len(have)} names, expected {len(want)}"]

@@ -13,7 +13,7 @@ from spark_checkpoint import RECIPE_VERSION, TOOL_VERSION
 from spark_checkpoint.errors import TransferFailed, TreeDiffers
 from spark_checkpoint.pieces import Piece, parse_pieces
 from spark_checkpoint.plan import RECEIPT_NAME, BuildPlan, FetchPlan
-from spark_checkpoint.storage import json_bytes, write_durably
+from spark_checkpoint.storage import write_json
 
 _FIX = "move the directory away and run the deploy again"
 
@@ -113,7 +113,7 @@ def checkpoint_receipt(
 def write_receipt(directory: Path, document: Mapping[str, Any]) -> None:
     """Write the receipt in one step; call it last."""
     growing = directory / f".{RECEIPT_NAME}.part"
-    write_durably(growing, json_bytes(document))
+    write_json(growing, document)
     growing.rename(directory / RECEIPT_NAME)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from spark_checkpoint.errors import GateRefused, TransferFailed
 
 # Small enough to stay in a core's cache between reading, hashing and writing.
 COPY_BYTES = 256 << 10
+_JSON_WORDS = 4096
 # Room kept beyond the bytes known to be needed: directories, headers, filesystem blocks.
 _RESERVE_FRACTION = 0.05
 
@@ -62,20 +64,28 @@ def sync_tree(path: Path) -> None:
         sync_dir(Path(directory))
 
 
-def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """Return JSON as people and diffs like it, the same bytes for the same content."""
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+def write_json(path: Path, document: Mapping[str, Any]) -> str:
+    """Write JSON as people and diffs like it, fsync it and return its sha256.
 
-
-def write_durably(path: Path, data: bytes) -> str:
-    """Write a small file, fsync it and return its sha256."""
+    Piece by piece: an encoder that indents makes millions of small strings of a large index.
+    """
+    hasher = hashlib.sha256()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        write_all(fd, data)
+        for data in _json_pieces(document):
+            hasher.update(data)
+            write_all(fd, data)
         os.fsync(fd)
     finally:
         os.close(fd)
-    return hashlib.sha256(data).hexdigest()
+    return hasher.hexdigest()
+
+
+def _json_pieces(document: Mapping[str, Any]) -> Iterator[bytes]:
+    words = json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
+    while some := "".join(itertools.islice(words, _JSON_WORDS)):
+        yield some.encode()
+    yield b"\n"
 
 
 def hash_file(path: Path, on_bytes: Any = None) -> str:
