@@ -51,6 +51,11 @@ def test_containers_reach_it_when_asked_for_and_the_network_does_not(place: Plac
                 f"{place.connect()['container']}/models'"
             )
             assert "lab-model" in asked
+            refused = place.guest.run(
+                f"docker run --rm {words} busybox wget -qO- {place.connect()['container']}/models",
+                check=False,
+            )
+            assert "lab-model" not in refused
     finally:
         place.guest.run("docker network rm other")
 
@@ -82,7 +87,10 @@ def test_a_tailnet_is_refused_until_it_is_up_and_then_bound(place: Place) -> Non
     assert place.listening() == {"127.0.0.1", TAILNET}
     assert place.curl(place.url()) == "curl 7"
     assert place.connect()["base_url"] == f"http://{TAILNET}:8000/v1"
-    assert place.guest.run(f"curl -s -o /dev/null -w '%{{http_code}}' http://{TAILNET}:8000/health")
+    code = "curl -s -o /dev/null -w '%{http_code} '"
+    tailnet = f"http://{TAILNET}:8000"
+    asked = f"{code} {tailnet}/health; {code} {tailnet}/v1/models"
+    assert place.guest.run(asked).split() == ["200", "401"]
 
     # The tunnel goes and comes: this host is served all the time, and nobody has to deploy.
     place.guest.run("tailscale down")
@@ -139,6 +147,7 @@ def test_a_new_key_holds_at_once_and_the_engine_goes_on(place: Place) -> None:
     new = place.guest.key()
 
     assert rotated.exit_code == 0, rotated.stderr[-3000:]
+    assert len(rotated.changed) == 1
     assert first.startswith("data: ")
     assert "[DONE]" in answer.communicate(timeout=60)[0]
     assert new != old

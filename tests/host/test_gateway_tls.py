@@ -132,10 +132,24 @@ def test_secrets_are_in_no_output_argv_or_log(place: Place) -> None:
     watcher.join()
     assert run.exit_code == 0, run.stderr[-3000:]
     assert place.curl(place.url(scheme="https"), "-k", key=key) == "200"
+    # A new key in that file is the only thing the next run changes.
+    engine, old, key = place.engine(), key, key[::-1]
+    mine.write_text(key + "\n")
+    renewed = place.site.deploy()
+    assert (renewed.exit_code, renewed.changed) == (0, [CONFIGURE])
+    assert place.engine() == engine
+    assert place.curl(place.url(scheme="https"), "-k", key=old) == "401"
+    assert place.curl(place.url(scheme="https"), "-k", key=key) == "200"
     looks = ("journalctl -b -o cat", "systemctl cat 'spark-*'", "docker inspect $(docker ps -q)")
     everything = "\n".join(
-        [run.stderr, json.dumps(run.document), *seen, *(place.guest.run(look) for look in looks)]
+        [
+            run.stderr,
+            renewed.stderr,
+            json.dumps(run.document),
+            *seen,
+            *(place.guest.run(look) for look in looks),
+        ]
     )
-    for secret in (key, private[1], base64.b64encode(key.encode()).decode()[:20]):
+    for secret in (key, old, private[1], base64.b64encode(key.encode()).decode()[:20]):
         assert secret not in everything
     assert place.site.deploy().changed == []

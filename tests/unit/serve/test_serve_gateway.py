@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from spark_serve import api_key, door, gateway
 from spark_serve.errors import HostToolError
 from stub_gateway import QUESTION, Door, long_answer
-from stub_host import Host
+from stub_host import REPOSITORY, Host
 
 
 def test_the_right_key_is_let_in_and_everything_else_is_not(gate: Door) -> None:
@@ -36,7 +37,7 @@ def test_the_key_counts_letter_case(gate: Door) -> None:
         *("/invocations", "/metrics", "/tokenize", "/detokenize", "/version", "/load", "/docs"),
         *("/openapi.json", "/ping", "/", "/v1/load_lora_adapter", "/v1/chat/completions/render"),
         *("//invocations", "/v1/../invocations", "/%69nvocations", "/v1/models/../../metrics"),
-        "/v1/chat/completions/",
+        *("/v1/chat/completions/", "/v1/responses/render", "/v1/responses/resp_1/render"),
     ],
 )
 def test_paths_the_engine_leaves_open_do_not_exist_even_with_the_key(gate: Door, path: str) -> None:
@@ -53,6 +54,33 @@ def test_allowed_paths_reach_the_engine(gate: Door, path: str) -> None:
     body = {**QUESTION, "prompt": "What is 12 + 30?", "input": "What is 12 + 30?"}
     status, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
     assert (status, b"42" in text) == (200, True)
+
+
+def test_of_the_engine_s_own_paths_exactly_those_of_both_styles_are_let_through() -> None:
+    # What vLLM 0.32.0 printed at a start in the lab, as "path method".
+    routes = (REPOSITORY / "tests/fixtures/engine-routes-0.32.0.txt").read_text().splitlines()
+    paths = {line.split()[0].replace("{response_id}", "resp_0a-1_b") for line in routes}
+    template = (REPOSITORY / "files/serve/spark_serve/gateway.conf").read_text()
+    allowed = re.search(r"location ~ (\^/v1/\S+)", template)[1]
+    assert {path for path in paths if re.search(allowed, path)} == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/models",
+        "/v1/responses",
+        "/v1/responses/resp_0a-1_b",
+        "/v1/responses/resp_0a-1_b/cancel",
+    }
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/messages/count_tokens", "/v1/models/main-model"]
+)
+def test_what_only_some_engines_have_is_theirs_to_refuse(gate: Door, path: str) -> None:
+    assert gate.ask(path, QUESTION)[0] == 401
+    _, _, text = gate.ask(path, QUESTION, Authorization=f"Bearer {gate.key}")
+    assert b"no such path" not in text  # the gateway's words
 
 
 def test_health_needs_no_key_and_models_does(gate: Door) -> None:
