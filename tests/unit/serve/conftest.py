@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,16 +27,19 @@ def stub_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def host(tmp_path: Path, stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    monkeypatch.setenv("SPARK_ENGINE_LOG", str(tmp_path / "engine.log"))
-    monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "no-docker.sock"))
-    # Sockets have short names at most; pytest's own directories can be too deep for them.
-    os.chmod(tmp_path, 0o755)
-    made = Host(Paths(tmp_path), stub_program)
+def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    # Not pytest's own directory: it is too deep for the names of sockets, and every other run of
+    # pytest closes it to the gateway's workers.
+    root = Path(tempfile.mkdtemp(prefix="spark-host-"))
+    root.chmod(0o755)
+    monkeypatch.setenv("SPARK_ENGINE_LOG", str(root / "engine.log"))
+    monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(root / "no-docker.sock"))
+    made = Host(Paths(root), stub_program)
     yield made
     for engine in made.engines:
         engine.kill()
         engine.wait()
+    shutil.rmtree(root)
 
 
 @pytest.fixture

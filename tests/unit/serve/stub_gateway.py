@@ -80,8 +80,6 @@ def long_answer(gate: Door) -> http.client.HTTPResponse:
 
 @contextmanager
 def running(host: Host) -> Iterator[Door]:
-    os.chmod(host.paths.root.parent, 0o755)
-    os.chmod(host.paths.root.parent.parent, 0o755)
     settings = host.gateway(port=free_port())
     release = host.release()
     host.started(release, STUB_PIECE_S="0.05")

@@ -73,7 +73,7 @@ def test_widening_and_going_back_changes_listeners_and_cuts_no_answer(gate: Door
     assert gate.process.poll() is None
 
 
-def test_tls_ends_at_the_network_and_this_host_stays_plain(gate: Door, tmp_path: Path) -> None:
+def test_tls_ends_at_the_network_and_this_host_stays_plain(gate: Door) -> None:
     tls = certificate(gate.host)
     port = gate.settings.port
     gate.host.gateway(port=port, expose="lan", tls=tls)
