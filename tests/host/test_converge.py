@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from tests.host.conftest import Fleet
+from tests.host.conftest import FIRST, Fleet
 from tests.labkit import lab
 
 
@@ -49,15 +50,44 @@ def test_the_second_run_changes_nothing(fleet: Fleet, capsys: pytest.CaptureFixt
             )
 
 
-def test_a_dry_run_predicts_exactly_what_the_run_changes(fleet: Fleet) -> None:
+# What is done to a host, or chosen anew, and the operations that follow from it on every run.
+DIFFERENCES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "a file is gone": ("rm /usr/local/bin/spark-check", {}, ["Tools | Install host tools"]),
+    "a package is gone": ("dpkg --force-depends --remove jq", {}, ["Base | Install packages"]),
+    "daemon.json lost our keys": (
+        "echo '{}' > /etc/docker/daemon.json",
+        {},
+        ["Docker | Merge daemon.json"],
+    ),
+    "another profile": (
+        ":",
+        {"profile": "v2-tq"},
+        ["Serve | Install units and release", f"Serve | Serve the release on {FIRST}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_dry_run_predicts_exactly_what_the_run_changes(fleet: Fleet, what: str) -> None:
+    command, choices, operations = DIFFERENCES[what]
     fleet.settle()
-    fleet.guests[0].run("rm /usr/local/bin/spark-check")
+    guest = fleet.guests[0]
+    guest.run(command)
+    fleet.site.choose(**choices)
+    before = guest.serving()
 
-    predicted = fleet.site.deploy(dry=True)
-    really = fleet.site.deploy()
+    predicted = fleet.site.deploy("--limit", FIRST, dry=True)
+    untouched = guest.serving()
+    really = fleet.site.deploy("--limit", FIRST)
 
-    assert predicted.predicted == really.changed
-    assert len(really.changed) == 1
+    assert untouched == before
+    assert really.exit_code == 0, really.stderr[-3000:]
+    assert predicted.predicted == really.changed == operations
+
+
+def test_a_dry_run_on_bare_hosts_predicts_the_first_run(fleet: Fleet) -> None:
+    assert fleet.bare.dry.exit_code == 0, fleet.bare.dry.stderr[-3000:]
+    assert fleet.bare.dry.predicted == fleet.first.changed
 
 
 def test_both_hosts_serve_again_after_a_reboot_without_us(fleet: Fleet) -> None:
