@@ -68,14 +68,8 @@ class Guest:
 
     def run(self, command: str, *, check: bool = True, timeout_s: float = 120) -> str:
         """Run a command as root on the guest and return its output without the last newline."""
-        ssh = info()["ssh"]
         done = subprocess.run(
-            [
-                "ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={_known_hosts()}",
-                "-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes",
-                "-o", "ConnectTimeout=5", f"{ssh['user']}@{self.ip}",
-                f"sudo -n sh -c {shlex.quote(command)}",
-            ],
+            self._ssh(command),
             capture_output=True, text=True, timeout=timeout_s, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
@@ -85,6 +79,27 @@ class Guest:
                 f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
             )
         return done.stdout.rstrip("\n")
+
+    def begin(self, command: str) -> subprocess.Popen[str]:
+        """Start a command as root on the guest and come back at once."""
+        return subprocess.Popen(
+            self._ssh(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def _ssh(self, command: str) -> list[str]:
+        ssh = info()["ssh"]
+        return [
+            "ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={_known_hosts()}",
+            "-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes",
+            "-o", "ConnectTimeout=5", f"{ssh['user']}@{self.ip}",
+            f"sudo -n sh -c {shlex.quote(command)}",
+        ]  # fmt: skip
+
+    def unit(self, unit: str, *fields: str) -> dict[str, str]:
+        """Return fields of a unit by systemd's word."""
+        out = self.run(f"systemctl show -p {','.join(fields)} '{unit}'")
+        return dict(line.split("=", 1) for line in out.splitlines())
 
     def json(self, command: str) -> Any:
         """Run a command that prints JSON."""

@@ -1,63 +1,64 @@
-"""A controller that dies anywhere leaves work that the next run finishes."""
+"""A controller that dies anywhere leaves work that the next run finishes.
+
+Every kill falls at a point that the host's own systemd and files confirm: the work is stopped
+there (SIGSTOP), looked at, the controller is killed, and only then the work goes on.
+"""
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
+from tests.faults.hold import JOBS, Hold, controller, die, next_runs
 from tests.host.conftest import Fleet
-from tests.labkit import kill
+
+# Prints something once a job's proof is there.
+IS_PROVEN = {
+    "fetch": "ls {receipt}",
+    "checkpoint": "ls {receipt}",
+    "image-pull": "docker images -q {image}",
+}
+PHASES = ["prove", "drain", "stop", "memory", "start", "check", "open", "enable"]
 
 
-def run_until(fleet: Fleet, said: str, *, pause_s: float = 0, timeout_s: float = 300) -> None:
-    """Run the deploy and kill it with SIGKILL ``pause_s`` after it printed ``said``."""
-    process = fleet.site.start("--limit", fleet.guests[0].name)
-    lines = []
-    deadline = time.monotonic() + timeout_s
-    for line in process.stdout or ():
-        lines.append(line)
-        if said in line:
-            time.sleep(pause_s)
-            kill(process)
-            return
-        if time.monotonic() > deadline:
-            break
-    kill(process)
-    raise AssertionError(f"never said {said!r}:\n{''.join(lines[-60:])}")
-
-
-@pytest.mark.parametrize("job", ["fetch", "build lab", "image"])
-def test_killed_while_a_job_runs(fleet: Fleet, job: str) -> None:
-    fleet.settle()
+@pytest.mark.parametrize("kind", JOBS)
+def test_killed_in_the_middle_of_a_job(fleet: Fleet, kind: str) -> None:
     guest = fleet.guests[0]
+    fleet.settle(guest)
     guest.run("rm -rf /srv/spark/models/* /srv/spark/sources/*")
-    if job == "image":
+    if kind == "image-pull":
         guest.run(
             "systemctl stop 'spark-serve@*'; "
             "docker rmi -f $(docker images -q '10.77.0.1:5000/*/stub*')",
             check=False,
         )
+    with Hold.job(guest, kind, JOBS[kind]) as hold, controller(fleet) as process:
+        held = hold.wait()
 
-    run_until(fleet, job)
-    finished = fleet.site.deploy()
+        die(process)
 
-    assert finished.exit_code == 0, finished.stderr[-4000:]
-    assert fleet.site.deploy().changed == []
+        def starts() -> str:
+            return guest.run(f"journalctl -u {held['unit']} -o cat | grep -c ^Starting")
+
+        running, begun = guest.unit(held["unit"], "ActiveState", "SubState"), starts()
+        assert running == {"ActiveState": "activating", "SubState": "start"}
+        assert guest.run(IS_PROVEN[kind].format(**held["proof"]) + " 2>/dev/null || :") == ""
+    next_runs(fleet)
+    assert starts() == begun  # attached to, not begun again
 
 
-# The steps of a change take from milliseconds to seconds; these moments fall into all of them. That
-# a change killed on the host itself in each named phase ends proven is for
-# test_change_of_release.py.
-@pytest.mark.parametrize("after_s", [0, 0.5, 1, 2, 3, 5])
-def test_killed_at_any_moment_of_the_switch(fleet: Fleet, after_s: float) -> None:
-    fleet.settle()
-    fleet.site.choose(profile="v2-tq")
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_in_each_phase_of_the_change(fleet: Fleet, phase: str) -> None:
+    guest = fleet.guests[0]
+    # There and back again by turns: each phase begins where the one before it ended.
+    fleet.site.choose(profile="v2" if fleet.site.choices.get("profile") == "v2-tq" else "v2-tq")
+    with Hold.switch(guest, phase) as hold, controller(fleet) as process:
+        held = hold.wait()
 
-    run_until(fleet, "Serve the release on", pause_s=after_s)
-    finished = fleet.site.deploy()
+        die(process)
 
-    assert finished.exit_code == 0, finished.stderr[-4000:]
-    assert fleet.site.deploy().changed == []
-    assert len(fleet.guests[0].serving()) == 1
-    assert fleet.guests[0].boots() == fleet.guests[0].serving()
+        result = guest.json(f"cat /var/lib/spark/switch/{held['release']}.json")
+        assert (result["phase"], result["state"]) == (phase, "running")
+        assert guest.unit(held["unit"], "ActiveState") == {"ActiveState": "activating"}
+    next_runs(fleet)
+    assert guest.serving() == guest.boots() == [f"spark-serve@{held['release']}.service"]
+    assert guest.answers("What is the capital of France?", "Paris")

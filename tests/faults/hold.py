@@ -1,0 +1,200 @@
+"""Stops a host's work at a known point, from outside, and ends controllers the hard way.
+
+A small program on the guest looks at processes and files and sends SIGSTOP; the tools under test
+know nothing of it. What was stopped is looked at again afterwards: a point that was missed is an
+error, never a pass.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.host.conftest import Fleet
+from tests.labkit import Guest, kill
+
+# What shows that a job of this kind is in the middle of its work.
+JOBS = {
+    "fetch": "/srv/spark/sources/.*.partial/parts/*.part",
+    "checkpoint": "/srv/spark/models/.*.partial/tree/*.safetensors",
+    "image-pull": "",
+}
+
+_COMMON = """
+import ctypes, glob, json, os, signal, struct, sys, time
+def processes(unit):
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                if "/" + unit + "\\n" in open("/proc/" + entry + "/cgroup").read():
+                    found.append(int(entry))
+            except OSError:
+                pass
+    return found
+def units(prefix):
+    found = set()
+    for path in glob.glob("/proc/[0-9]*/cgroup"):
+        try:
+            for line in open(path):
+                last = line.strip().rpartition("/")[2]
+                if last.startswith(prefix) and last.endswith(".service"):
+                    found.add(last)
+        except OSError:
+            pass
+    return found
+def stop(pids):
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        while open("/proc/%d/stat" % pid).read().rpartition(")")[2].split()[0] != "T":
+            pass
+def read(path):
+    try:
+        return json.load(open(path))
+    except (OSError, ValueError):
+        return {}
+def tell(**found):
+    print(json.dumps(found), flush=True)
+    sys.exit(0)
+deadline = time.monotonic() + LIMIT_S
+"""
+
+_JOB = """
+while time.monotonic() < deadline:
+    for unit in units("spark-job@"):
+        job = read("/var/lib/spark/jobs/%s/job.json" % unit[10:22])
+        if job.get("kind") != KIND:
+            continue
+        at_work = [p for p in glob.glob(SIGN) if os.path.getsize(p)] if SIGN else True
+        pids = processes(unit)
+        if at_work and len(pids) > 1:
+            stop(pids)
+            tell(unit=unit, pids=pids, proof=job["proof"], at=str(at_work))
+    time.sleep(0.005)
+"""
+
+# A phase takes milliseconds at times, so the kernel tells of each new result file.
+_SWITCH = """
+libc = ctypes.CDLL(None)
+watch = libc.inotify_init()
+os.makedirs("/var/lib/spark/switch", exist_ok=True)
+if libc.inotify_add_watch(watch, b"/var/lib/spark/switch", 0x80) < 0:
+    sys.exit("no inotify")
+try:
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+except OSError:
+    os.setpriority(os.PRIO_PROCESS, 0, -20)
+pids = {}
+signal.alarm(int(LIMIT_S))
+while True:
+    events = os.read(watch, 4096)
+    while events:
+        length = struct.unpack_from("iIII", events)[3]
+        name = events[16:16 + length].rstrip(b"\\0").decode()
+        events = events[16 + length:]
+        path = "/var/lib/spark/switch/" + name
+        if not name.endswith(".json") or name.startswith("."):
+            continue
+        unit = "spark-switch@%s.service" % name[:-5]
+        if not pids.get(unit):
+            pids[unit] = processes(unit)
+        found = read(path)
+        if (found.get("phase"), found.get("state")) == (PHASE, "running"):
+            stop(pids[unit])
+            found = read(path)
+            if (found["phase"], found["state"]) != (PHASE, "running"):
+                sys.exit("too late: already in phase " + found["phase"])
+            tell(unit=unit, pids=pids[unit], release=name[:-5], phase=found["phase"])
+"""
+
+
+@dataclass
+class Hold:
+    """A point of the host's work that is waited for, and the processes stopped there.
+
+    At the end of a ``with`` block nothing stays stopped.
+    """
+
+    guest: Guest
+    _looking: subprocess.Popen[str]
+    held: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def job(cls, guest: Guest, kind: str, sign: str = "", *, seconds: float = 90) -> Hold:
+        """Begin to look for a job of a kind, and stop it once a file that ``sign`` matches grows.
+
+        Without a sign the job is stopped as soon as its work is a process of its own.
+        """
+        return cls._begin(guest, _JOB, seconds, KIND=kind, SIGN=sign)
+
+    @classmethod
+    def switch(cls, guest: Guest, phase: str, *, seconds: float = 90) -> Hold:
+        """Begin to look for a change of release, and stop it when it records a phase."""
+        return cls._begin(guest, _SWITCH, seconds, PHASE=phase)
+
+    @classmethod
+    def _begin(cls, guest: Guest, program: str, seconds: float, **values: str) -> Hold:
+        text = f"LIMIT_S = {seconds}\n"
+        text += "".join(f"{name} = {value!r}\n" for name, value in values.items())
+        looking = guest.begin(f"exec python3 -u -c {shlex.quote(text + _COMMON + program)}")
+        return cls(guest, looking)
+
+    def wait(self, seconds: float = 120) -> dict[str, Any]:
+        """Return what was stopped, once it was.
+
+        Raises:
+            AssertionError: the point was never seen, or was over before the stop took effect.
+        """
+        out, err = self._looking.communicate(timeout=seconds)
+        if self._looking.returncode != 0:
+            raise AssertionError(f"never held ({self._looking.returncode}): {out}{err}")
+        self.held = json.loads(out)
+        return self.held
+
+    def release(self) -> None:
+        """Let what was stopped go on."""
+        pids = " ".join(str(pid) for pid in self.held.pop("pids", ()))
+        if pids:
+            self.guest.run(f"kill -CONT {pids} 2>/dev/null || :")
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._looking.kill()
+        self.release()
+
+
+@contextmanager
+def controller(fleet: Fleet) -> Iterator[subprocess.Popen[str]]:
+    """Have a deploy to the first host under way; nobody reads what it says."""
+    process = fleet.site.start("--limit", fleet.guests[0].name)
+    threading.Thread(target=process.communicate, daemon=True).start()
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            kill(process)
+
+
+def die(process: subprocess.Popen[str]) -> None:
+    """Kill a controller that is in the middle of its run."""
+    assert process.poll() is None
+    kill(process)
+    assert process.returncode == -signal.SIGKILL
+
+
+def next_runs(fleet: Fleet) -> None:
+    """Insist that the next run finishes the work and the one after changes nothing."""
+    limit = ("--limit", fleet.guests[0].name)
+    finished = fleet.site.deploy(*limit)
+    assert finished.exit_code == 0, finished.stderr[-4000:]
+    assert fleet.site.deploy(*limit).changed == []
