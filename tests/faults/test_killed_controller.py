@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.hold import JOBS, Hold, controller, die, next_runs
-from tests.host.conftest import Fleet
+from tests.faults.hold import JOBS, Hold, attach, controller, die, next_runs
+from tests.host.conftest import USUAL, Fleet
 
 # Prints something once a job's proof is there.
 IS_PROVEN = {
@@ -42,15 +42,20 @@ def test_killed_in_the_middle_of_a_job(fleet: Fleet, kind: str) -> None:
         running, begun = guest.unit(held["unit"], "ActiveState", "SubState"), starts()
         assert running == {"ActiveState": "activating", "SubState": "start"}
         assert guest.run(IS_PROVEN[kind].format(**held["proof"]) + " 2>/dev/null || :") == ""
-    next_runs(fleet)
+        attach(fleet, hold)
     assert starts() == begun  # attached to, not begun again
+    assert fleet.site.deploy("--limit", guest.name).changed == []
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed_in_each_phase_of_the_change(fleet: Fleet, phase: str) -> None:
     guest = fleet.guests[0]
     # There and back again by turns: each phase begins where the one before it ended.
-    fleet.site.choose(profile="v2" if fleet.site.choices.get("profile") == "v2-tq" else "v2-tq")
+    [unit] = guest.serving()
+    release = unit.removeprefix("spark-serve@").removesuffix(".service")
+    profile = guest.json(f"cat /etc/spark/releases/{release}/release.json")["profile"]
+    fleet.site.choices.clear()
+    fleet.site.choose(**{**USUAL, "profile": "v2" if profile == "v2-tq" else "v2-tq"})
     with Hold.switch(guest, phase) as hold, controller(fleet) as process:
         held = hold.wait()
 
