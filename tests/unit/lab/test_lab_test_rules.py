@@ -27,7 +27,8 @@ def run(
     (tmp_path / f"tests/{folder}/test_lab.py").write_text(text.format("lab"))
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *asked],
-        cwd=tmp_path, env={**os.environ, "CI": ci, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, text=True, check=False,
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "CI": ci, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
 
 
