@@ -2,43 +2,100 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
+import yaml
 
 from tests.host.conftest import Fleet
-from tests.labkit import lab
+from tests.labkit import CHECKOUT, Guest, lab
+
+# What the lab's catalog data says of the two profiles; the tests hold the engine against it.
+DECLARED: dict[str, Any] = yaml.safe_load((CHECKOUT / "catalog/models/lab-tiny.yml").read_text())[
+    "profile_overrides"
+]
 
 
 def value_of(argv: list[str], option: str) -> str:
     return argv[argv.index(option) + 1]
 
 
+def label_of(metrics: str, metric: str, label: str) -> str:
+    """Return a label of the one sample of a metric."""
+    [sample] = [line for line in metrics.splitlines() if line.startswith(metric + "{")]
+    found = re.search(rf'\b{label}="([^"]*)"', sample)
+    assert found, sample
+    return found[1]
+
+
+def assert_runs_as_declared(guest: Guest, profile: str) -> None:
+    """Hold the running engine's command line and its own metrics against the catalog."""
+    declared, argv, metrics = DECLARED[profile], guest.argv(), guest.metrics()
+    limits = declared["limits"]
+    assert value_of(argv, "--max-model-len") == str(limits["max_context_tokens"])
+    assert value_of(argv, "--max-num-seqs") == str(limits["max_sequences"])
+    for metric, labels in declared["check"]["metrics_required"].items():
+        for label, value in labels.items():
+            assert label_of(metrics, metric, label) == value
+
+
+@dataclass(frozen=True)
+class Served:
+    """A release that serves, by other tools' word: its digest, its tree, what boots."""
+
+    units: list[str]
+    boots: list[str]
+    release_sha256: str
+    tree: str
+    inodes: str
+
+    @classmethod
+    def on(cls, guest: Guest) -> Served:
+        [unit] = guest.serving()
+        release = unit.partition("@")[2].removesuffix(".service")
+        path = f"/etc/spark/releases/{release}/release.json"
+        name = guest.run("docker ps --filter label=spark.release --format '{{.Names}}'")
+        mounts = guest.json(f"docker inspect {name}")[0]["Mounts"]
+        [tree] = [mount["Source"] for mount in mounts if mount["Destination"] == "/model"]
+        return cls(
+            units=[unit],
+            boots=guest.boots(),
+            release_sha256=guest.run(f"sha256sum {path}").split()[0],
+            tree=tree,
+            inodes=guest.run(f"ls -i1 {tree}; stat -c '%i %Y' {tree}/receipt.json"),
+        )
+
+
 def test_a_profile_round_trip_ends_where_it_began_and_shares_one_tree(fleet: Fleet) -> None:
     fleet.settle()
     guest = fleet.guests[0]
-    first, argv = guest.serving(), guest.argv()
-    trees = guest.run("ls /srv/spark/models")
-    built = guest.run("stat -c %Y /srv/spark/models/*/receipt.json")
+    first, argv = Served.on(guest), guest.argv()
+    trees = guest.run("ls -i /srv/spark/models")
     names = guest.names()
+    assert DECLARED["v2"]["limits"] != DECLARED["v2-tq"]["limits"]
+    assert_runs_as_declared(guest, "v2")
 
     fleet.site.choose(profile="v2-tq")
     away = fleet.site.deploy()
-    there = guest.argv()
     assert away.exit_code == 0, away.stderr[-4000:]
-    assert guest.serving() != first
-    assert value_of(there, "--max-model-len") != value_of(argv, "--max-model-len")
+    there = Served.on(guest)
+    assert there.units != first.units
+    assert there.release_sha256 != first.release_sha256
+    assert (there.tree, there.inodes) == (first.tree, first.inodes)
+    assert_runs_as_declared(guest, "v2-tq")
     assert guest.names()[0] == names[0]
-    status, body = guest.ask("What is the capital of France?")
-    assert (status, "Paris" in str(body)) == (200, True)
+    assert guest.answers("What is the capital of France?", "Paris")
 
     fleet.site.choose(profile="v2")
     back = fleet.site.deploy()
     assert back.exit_code == 0, back.stderr[-4000:]
 
-    assert guest.serving() == first
-    assert guest.boots() == first
+    assert Served.on(guest) == first
     assert guest.argv() == argv
-    assert guest.run("ls /srv/spark/models") == trees
-    assert guest.run("stat -c %Y /srv/spark/models/*/receipt.json") == built
+    assert_runs_as_declared(guest, "v2")
+    assert guest.run("ls -i /srv/spark/models") == trees
     assert fleet.site.deploy().changed == []
 
 
@@ -62,7 +119,7 @@ def test_the_real_engine_serves_the_hybrid_that_our_builder_made(fleet: Fleet) -
 
     status, body = one.ask("What is the capital of France?")
     log = one.run(f"journalctl -u {one.serving()[0]} -o cat")
-    metrics = one.run("curl -sS --unix-socket /run/spark/main/engine.sock http://engine/metrics")
+    metrics = one.metrics()
     release = one.serving()[0].removeprefix("spark-serve@").removesuffix(".service")
     proof = one.json(f"cat /var/lib/spark/proofs/{release}.json")
 
