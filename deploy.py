@@ -13,6 +13,7 @@ from roles import (
     docker,
     image,
     preflight,
+    ready,
     reboots,
     serve,
     sources,
@@ -20,7 +21,7 @@ from roles import (
     verify,
 )
 from spark_deploy.payload import read_payload
-from spark_deploy.plan.jobs import discard_jobs_of, jobs_of
+from spark_deploy.plan.jobs import discard_jobs_of, jobs_of, ready_jobs_of
 from spark_deploy.plan.release import release_files_of, unit_files_of
 from spark_deploy.plans import plan_for
 from spark_deploy.ssh import no_delay
@@ -52,5 +53,11 @@ serve.apply(
     paths=plan.paths,
 )
 verify.apply(plan=plan.serve, gateway=plan.gateway, paths=plan.paths)
-# Only now: the tree that a base is removed for has been proven by what it serves.
+# Other pairs come last: they must not keep what serves from its proof.
+ready.apply(
+    jobs=ready_jobs_of(plan, payload.image_context),
+    service=plan.serve.service,
+    paths=plan.paths,
+)
+# Only now: other pairs may need the base, and its tree has been proven by what it serves.
 sources.discard(jobs=discard_jobs_of(plan), release=release, paths=plan.paths)

@@ -45,16 +45,20 @@ class Wanted:
 
 
 def wanted_by(settings: Settings) -> Wanted:
-    """Return the names that the plan of one host needs."""
-    model = load_model(settings.model)
-    profile = load_profile(settings.profile, settings.model)
-    start = model.sources.hybrid if settings.checkpoint.prebuilt else model.sources.base
-    # A model without a hybrid is refused by the plan, in better words.
-    sources = {(start or model.sources.base, model.sources.revision)}
-    if profile.shared_experts == "fp8-donor" and model.sources.donor:
-        sources.add((model.sources.donor, model.sources.revision))
-    roles = {model.image.role, "gpu_check"} & set(settings.images)
-    return Wanted(frozenset(sources), frozenset(settings.images[role] for role in roles))
+    """Return the names that the plan of one host needs, pairs to have ready included."""
+    sources: set[tuple[str, str]] = set()
+    roles = {"gpu_check"}
+    for one in (settings, *(settings.of_pair(pair) for pair in settings.ready_pairs)):
+        model = load_model(one.model)
+        profile = load_profile(one.profile, one.model)
+        start = model.sources.hybrid if one.checkpoint.prebuilt else model.sources.base
+        # A model without a hybrid is refused by the plan, in better words.
+        sources.add((start or model.sources.base, model.sources.revision))
+        if profile.shared_experts == "fp8-donor" and model.sources.donor:
+            sources.add((model.sources.donor, model.sources.revision))
+        roles.add(model.image.role)
+    images = frozenset(settings.images[role] for role in roles & set(settings.images))
+    return Wanted(frozenset(sources), images)
 
 
 def locked_for(settings: Settings, path: Path, say: Say) -> Lock:

@@ -14,7 +14,7 @@ from spark_deploy.host_care import earlyoom_file, guarantee_files
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.base import HOLD_PATH, SLEEP_TARGETS, directories
 from spark_deploy.payload import Payload
-from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.jobs import jobs_of, ready_jobs_of, ready_name
 from spark_deploy.plan.release import GATEWAY_USER, release_files_of, unit_files_of
 from spark_deploy.plan.types import GatewayPlan, HostPlan
 
@@ -90,6 +90,10 @@ def _artefacts(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
             yield Owned("tree", tree, "Checkpoint | Build the checkpoint")
         else:
             yield Owned("image", job.proof["image"], "Image | Prepare the engine image")
+    for job in ready_jobs_of(plan, payload.image_context):
+        image = job.proof.get("image")
+        made = job.proof.get("receipt", "").removesuffix("/receipt.json")
+        yield Owned("image" if image else "tree", image or made, f"Ready | {ready_name(job)}")
 
 
 def _release(plan: HostPlan) -> Iterator[Owned]:

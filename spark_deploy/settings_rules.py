@@ -53,13 +53,20 @@ def rule_problems(
 
 
 def _names_in_catalog(data: dict[str, Any], where: Where, checkout: Path) -> Iterator[Problem]:
-    for key in ("model", "profile"):
+    names: list[tuple[KeyPath, str, str, str]] = [
+        ((key,), key, key, data[key]) for key in ("model", "profile")
+    ]
+    for index, pair in enumerate(data["keep_ready"]):
+        names += [
+            (("keep_ready", index, key), f"keep_ready[{index}].{key}", key, pair[key])
+            for key in ("model", "profile")
+        ]
+    for path, shown, key, name in names:
         known = catalog_names(f"{key}s", checkout=checkout)
-        name = data[key]
         if name not in known:
             guess = closest(name, known)
             yield Problem(
-                f"{where((key,))}: {key}",
+                f"{where(path)}: {shown}",
                 f"'{name}' is not a {key} (known: {', '.join(known)})",
                 f"did you mean {guess}?"
                 if guess

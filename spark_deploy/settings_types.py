@@ -6,6 +6,7 @@ with the schema, so neither can gain a key alone.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,22 @@ class SecretRef:
 
     kind: str
     value: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """A model and a profile by name."""
+
+    model: str
+    profile: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSettings:
+    """Ways back."""
+
+    keep: int
+    rollback_to: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +224,8 @@ class Settings:
 
     model: str
     profile: str
+    keep_ready: tuple[PairSettings, ...]
+    releases: ReleaseSettings
     serve: ServeSettings
     engine: EngineSettings
     checkpoint: CheckpointSettings
@@ -231,3 +250,13 @@ class Settings:
     paths: PathSettings
     ssh: SshSettings
     sudo: bool
+
+    @property
+    def ready_pairs(self) -> tuple[PairSettings, ...]:
+        """Return the pairs to have ready, without the one that is served."""
+        served = PairSettings(self.model, self.profile)
+        return tuple(pair for pair in dict.fromkeys(self.keep_ready) if pair != served)
+
+    def of_pair(self, pair: PairSettings) -> Settings:
+        """Return these settings as they would be with another pair to serve."""
+        return dataclasses.replace(self, model=pair.model, profile=pair.profile)

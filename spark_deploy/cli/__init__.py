@@ -1,4 +1,4 @@
-"""``spark-deploy``: looking and locking. Changes to hosts go through pyinfra and deploy.py."""
+"""``spark-deploy``: looking, locking, stopping and starting; pyinfra changes everything else."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ COMMANDS = {
     "manifest": "list everything a deploy owns on each host",
     "status": "show what each host serves, how well it is proven and what differs from the plan",
     "doctor": "look at hosts without changing them and say what speaks against a deploy",
+    "stop": "take hosts out of service until someone starts them; reboots and deploys respect it",
+    "start": "put stopped hosts back into service with their last proven release",
     "connect": "show how to talk to each server: URL, model name, key; no host is touched",
 }
-_HOST_COMMANDS = {"status", "doctor"}
+_HOST_COMMANDS = {"status", "doctor", "stop", "start"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

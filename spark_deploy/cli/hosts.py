@@ -71,9 +71,15 @@ def planned(host: Listed, *, estimate: bool = False) -> HostPlan:
 def with_estimates(lock: Lock, settings: Settings) -> Lock:
     """Return the lock with open identities for what is missing, sized by the architecture."""
     missing = wanted_by(settings).missing_in(lock)
-    size = weights_of(load_model(settings.model).architecture).tree_bytes
+    size_bytes: dict[str | None, int] = {}
+    for name in {settings.model, *(pair.model for pair in settings.ready_pairs)}:
+        model = load_model(name)
+        repositories = (model.sources.base, model.sources.donor, model.sources.hybrid)
+        size_bytes |= dict.fromkeys(repositories, weights_of(model.architecture).tree_bytes)
     sources = [
-        LockedSource(repo, revision, OPEN_COMMIT, (SourceFile("estimate", size, OPEN_COMMIT),))
+        LockedSource(
+            repo, revision, OPEN_COMMIT, (SourceFile("estimate", size_bytes[repo], OPEN_COMMIT),)
+        )
         for repo, revision in missing.sources
     ]
     images = [LockedImage(name, _OPEN_DIGEST, _GUESSED_IMAGE_BYTES) for name in missing.images]

@@ -47,6 +47,7 @@ def lines(plan: HostPlan, settings: Settings) -> Iterator[str]:
         yield _row("", _donor(plan.checkpoint))
     layer = "with our plugin layer" if plan.image.plugin else "unchanged"
     yield _row("image", f"{plan.image.base}, {size(plan.image.size_bytes)} compressed, {layer}")
+    yield from _ready(plan)
     yield from _memory(plan, profile)
     yield from _disk(plan)
     yield _row("engine", shlex.join(["vllm", "serve", *plan.serve.argv]))
@@ -85,6 +86,14 @@ def _without_base(built: CheckpointPlan) -> str:
 def _donor(built: CheckpointPlan) -> str:
     commit = _identity(built.donor_commit or OPEN_COMMIT)
     return f"byte ranges of {built.donor_repo} {commit} are read, not kept"
+
+
+def _ready(plan: HostPlan) -> Iterator[str]:
+    title = "kept ready"
+    for pair in plan.ready:
+        tree = pair.checkpoint.dir if pair.checkpoint else pair.sources[0].dir
+        yield _row(title, f"{pair.model} with {pair.profile}: {tree}, image {pair.image.tag}")
+        title = ""
 
 
 def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:

@@ -15,8 +15,11 @@ from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.facts.serve import HostStatus, Status
 from spark_deploy.lock import read_lock
 from spark_deploy.locking import wanted_by
+from spark_deploy.payload import read_payload
 from spark_deploy.plan.gateway import SERVICE
+from spark_deploy.plan.jobs import jobs_of_pair
 from spark_deploy.plan.memory import gib
+from spark_deploy.plan.types import HostPlan
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,7 +47,8 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
     service = status.service(SERVICE)
     active = service.get("active")
     release = _named(status.document.get("releases", ()), "name", active)
-    wanted = _wanted_release(answer.host)
+    plan = _plan(answer.host)
+    wanted = plan.serve.name if plan else None
     serving = _named(status.document.get("serve", ()), "release", active)
     return {
         **plain_answer(answer),
@@ -61,7 +65,9 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
         "memory": status.document.get("memory", {}),
         "versions": status.document.get("versions", {}),
         "reboot_pending": status.document.get("reboot_pending", ""),
-        "stopped_by_hand": service.get("stopped_by_hand"),
+        "stopped": status.stopped(SERVICE),
+        "rolled_back": service.get("rolled_back"),
+        "ready": _readiness(plan, status) if plan else [],
         "jobs": [job for job in status.document.get("jobs", ()) if job.get("state") != "done"],
         "events": status.document.get("events", {}).get(SERVICE, []),
     }
@@ -71,12 +77,32 @@ def _named(entries: Sequence[dict[str, Any]], key: str, name: str | None) -> dic
     return next((entry for entry in entries if entry[key] == name), {})
 
 
-def _wanted_release(host: Listed) -> str | None:
-    """Return the release the settings ask for; ``None`` while names are not locked."""
+def _plan(host: Listed) -> HostPlan | None:
+    """Return what the settings ask for; ``None`` while names are not locked."""
     lock = read_lock(host.settings.lock_path)
     if wanted_by(host.settings.settings).missing_in(lock).names:
         return None
-    return planned(host).serve.name
+    return planned(host)
+
+
+def _readiness(plan: HostPlan, status: HostStatus) -> list[dict[str, Any]]:
+    """Say of every pair to have ready which of its jobs have no proof yet."""
+    done = {
+        job.get("digest") for job in status.document.get("jobs", ()) if job.get("state") == "done"
+    }
+    context = read_payload().image_context
+    return [
+        {
+            "model": pair.model,
+            "profile": pair.profile,
+            "missing": [
+                job.title
+                for job in jobs_of_pair(pair, plan.paths, context)
+                if job.digest not in done
+            ],
+        }
+        for pair in plan.ready
+    ]
 
 
 def lines(one: dict[str, Any]) -> Iterator[str]:
@@ -111,14 +137,26 @@ def _details(one: dict[str, Any]) -> Iterator[str]:
     if one["memory"]:
         free, total = (gib(one["memory"][key]) for key in ("available_bytes", "total_bytes"))
         yield f"  memory   {free} of {total} available, {one['restarts'] or 0} restarts"
-    if one["reboot_pending"]:
-        yield f"  reboot   pending: {one['reboot_pending']}"
-    if one["stopped_by_hand"]:
-        yield f"  stopped  by hand at {one['stopped_by_hand'].get('at')}"
+    yield from _intentions(one)
     for job in one["jobs"]:
         yield f"  job      {_job(job)}"
     for event in one["events"][-3:]:
         yield f"  event    {event.get('at')} {event.get('kind')}: {event.get('text')}"
+
+
+def _intentions(one: dict[str, Any]) -> Iterator[str]:
+    """Yield what people, or a pending reboot, want of this host beside its plan."""
+    if one["reboot_pending"]:
+        yield f"  reboot   pending: {one['reboot_pending']}"
+    if one["stopped"]:
+        yield f"  stopped  {one['stopped']}"
+    if one["rolled_back"]:
+        back = one["rolled_back"]
+        yield f"  back     rolled back from {back['from']} at {back['at']}"
+    for pair in one["ready"]:
+        missing = ", ".join(pair["missing"])
+        state = f"not ready: {missing}" if missing else "a switch needs no download and no build"
+        yield f"  ready    {pair['model']} with {pair['profile']}: {state}"
 
 
 def _job(job: dict[str, Any]) -> str:

@@ -95,7 +95,9 @@ class JobStates(FactBase[Jobs]):
 
     def command(self, tools_dir: str, jobs: Sequence[str], target: str) -> str:
         link = shlex.quote(f"{BOOT_LINKS}/{target}")
-        return f"{poll_command(tools_dir, jobs)}; if [ -L {link} ]; then echo linked; fi"
+        # Without names the tool would report on every job there is.
+        ask = poll_command(tools_dir, jobs) if jobs else ":"
+        return f"{ask}; if [ -L {link} ]; then echo linked; fi"
 
     def process(self, output: Iterable[str]) -> Jobs:
         lines = list(output)

@@ -38,6 +38,17 @@ class HostStatus:
         found: dict[str, Any] = self.document.get("live") or {}
         return found if found.get("release") == release else {}
 
+    def stopped(self, service: str) -> str:
+        """Say who stopped a service on purpose, and since when; "" when nobody did."""
+        found = self.service(service).get("stopped_by_hand")
+        if not found:
+            return ""
+        who = found.get("by") or "someone on the host"
+        return (
+            f"{service} was stopped on purpose by {who} and is down since {found.get('at')}; "
+            "`spark-deploy start` brings it back"
+        )
+
     def unproven(self, service: str, release: str) -> str:
         """Say why ``release`` is not what the host provably serves; "" when it is."""
         state = self.service(service)

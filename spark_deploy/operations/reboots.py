@@ -20,12 +20,12 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.reboots import RebootedFor
 from spark_deploy.facts.survey import HostSurvey
+from spark_deploy.operations.change import change_now, held_back
 from spark_deploy.operations.failing import Commands, host_errors, refuse, show
 from spark_deploy.operations.preflight import question, survey_of
 from spark_deploy.operations.promises import promise
 from spark_deploy.operations.remote import poll
 from spark_deploy.operations.running import CommandFailed, run
-from spark_deploy.operations.serve import failed_hosts, watch_switch
 from spark_deploy.plan.types import NeedsPlan, Paths, ServePlan
 from spark_deploy.preflight.reboots import pending
 
@@ -50,15 +50,9 @@ def rebooted(needs: NeedsPlan, serve: ServePlan, paths: Paths) -> Commands:
     if read(RebootedFor, path=_marker(paths)) == why:
         host.noop(f"was rebooted for this already, and it is still pending: {why}")
         return
-    others = failed_hosts()
-    if others:
-        yield refuse(
-            Problem(
-                host.name,
-                f"not rebooted, because {', '.join(others)} failed first",
-                "repair that host, or leave it out with --limit, and run again",
-            )
-        )
+    problem = held_back("not rebooted")
+    if problem:
+        yield refuse(problem)
         return
     promise("reboot")
     yield FunctionCommand(_reboot, [why, needs, serve, paths], {})
@@ -122,7 +116,7 @@ def _serves_again(state: State, host: Host, serve: ServePlan, paths: Paths) -> b
             (unit for unit in status.get("serve", ()) if unit["release"] == boots[0]), {}
         )
         if unit.get("active") == "active":
-            return _proven(state, host, boots[0], paths, limit_s)
+            return change_now(state, host, boots[0], paths.tools_dir, limit_s)
         if unit.get("active") == "failed":
             break
         if told != unit.get("active"):
@@ -142,18 +136,6 @@ def _status(host: Host, tool: str) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = json.loads(out)
     return found
-
-
-def _proven(state: State, host: Host, release: str, paths: Paths, timeout_s: int) -> bool:
-    unit = shlex.quote(f"spark-switch@{release}.service")
-    record = shlex.quote(f"{paths.state_dir}/switch/{release}.json")
-    run(
-        host,
-        f"rm -f {record}; systemctl reset-failed {unit} 2>/dev/null; "
-        f"systemctl start --no-block {unit}",
-        timeout_s=60,
-    )
-    return watch_switch(state, host, release, paths.tools_dir, timeout_s)
 
 
 def _settled(host: Host, needs: NeedsPlan, marker: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
@@ -58,14 +58,27 @@ def run(
 
 
 @contextmanager
-def talking(host: Host, what: str, every_s: float = SAY_SOMETHING_EVERY_S) -> Iterator[None]:
-    """Say every few seconds that ``what`` is still going on, so that a run is never silent."""
+def talking(
+    host: Host,
+    what: str,
+    every_s: float = SAY_SOMETHING_EVERY_S,
+    *,
+    tell: Callable[[str], None] | None = None,
+) -> Iterator[None]:
+    """Say every few seconds that ``what`` is still going on, so that a run is never silent.
+
+    Args:
+        host: where it goes on.
+        what: the work, in a word or two.
+        every_s: how often.
+        tell: who says it; else the host's own log.
+    """
     started = monotonic()
 
     def talk() -> None:
         while True:
             gevent.sleep(every_s)
-            host.log(f"{what}: {monotonic() - started:.0f} s")
+            (tell or host.log)(f"{what}: {monotonic() - started:.0f} s")
 
     greenlet = gevent.spawn(talk)
     try:

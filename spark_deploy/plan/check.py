@@ -14,6 +14,15 @@ from spark_deploy.settings_types import Settings
 
 def check_pair(settings: Settings) -> list[Problem]:
     """Return why these settings can never be planned; empty when they can."""
+    problems = _check(settings)
+    for pair in settings.ready_pairs:
+        for problem in _check(settings.of_pair(pair)):
+            where = f"keep_ready {pair.model} with {pair.profile}: {problem.where}"
+            problems.append(Problem(where, problem.what, problem.fix))
+    return problems
+
+
+def _check(settings: Settings) -> list[Problem]:
     try:
         model = load_model(settings.model)
         profile = effective_profile(load_profile(settings.profile, settings.model), settings)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from spark_deploy.plan.types import CheckpointPlan, DiskUse, ImagePlan, SourcePlan
+from spark_deploy.plan.types import CheckpointPlan, DiskUse, ImagePlan, PairPlan
 
 _GIB = 1024**3
 # Layers unpack to a bit more than twice their compressed size, and both lie there for a while.
@@ -12,29 +12,44 @@ _UNPACKED = 2.2
 _CACHE_BYTES = 2 * _GIB
 
 
-def disk_plan(
-    cache_dir: str,
-    docker_dir: str,
-    sources: Sequence[SourcePlan],
-    checkpoint: CheckpointPlan | None,
-    image: ImagePlan,
-) -> tuple[DiskUse, ...]:
+def disk_plan(docker_dir: str, pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
     """Return the use of every folder; image and cache are estimates, the rest is exact.
 
     Each path is the folder of one artefact, so that what lies there already can be subtracted.
+    What pairs share counts once.
+
+    Args:
+        docker_dir: where the container engine keeps images.
+        pairs: the one to serve, then those to have ready.
     """
-    kept = checkpoint is None or checkpoint.keep_base
-    uses = [
-        DiskUse(source.dir, source.repo, source.size_bytes, source.size_bytes if kept else 0)
-        for source in sources
-    ]
-    if checkpoint:
-        size = checkpoint.output_bytes
-        uses.append(DiskUse(checkpoint.dir, f"checkpoint {checkpoint.name}", size, size))
-    unpacked = round(image.size_bytes * _UNPACKED)
-    uses.append(DiskUse(docker_dir, "engine image", image.size_bytes + unpacked, unpacked))
-    uses.append(DiskUse(cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES))
-    return tuple(uses)
+    uses: dict[tuple[str, str], DiskUse] = {}
+    for pair in pairs:
+        for use in _of_pair(docker_dir, pair):
+            uses.setdefault((use.path, use.what), use)
+    return tuple(uses.values())
+
+
+def _of_pair(docker_dir: str, pair: PairPlan) -> Iterator[DiskUse]:
+    kept = pair.checkpoint is None or pair.checkpoint.keep_base
+    for source in pair.sources:
+        size = source.size_bytes
+        yield DiskUse(source.dir, source.repo, size, size if kept else 0)
+    if pair.checkpoint:
+        size = pair.checkpoint.output_bytes
+        yield DiskUse(pair.checkpoint.dir, f"checkpoint {pair.checkpoint.name}", size, size)
+    after = image_after_bytes(pair.image)
+    yield DiskUse(docker_dir, f"image {pair.image.tag}", image_peak_bytes(pair.image), after)
+    yield DiskUse(pair.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES)
+
+
+def image_after_bytes(image: ImagePlan) -> int:
+    """Return what an image takes once it is unpacked."""
+    return round(image.size_bytes * _UNPACKED)
+
+
+def image_peak_bytes(image: ImagePlan) -> int:
+    """Return what an image takes while it arrives."""
+    return image.size_bytes + image_after_bytes(image)
 
 
 def done_once_there(checkpoint: CheckpointPlan | None) -> tuple[tuple[str, str], ...]:

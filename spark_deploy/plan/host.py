@@ -19,7 +19,7 @@ from spark_deploy.plan.checkpoint import (
     refuse_impossible_trees,
     source_plan,
 )
-from spark_deploy.plan.disk import disk_plan, done_once_there, needed_by_path
+from spark_deploy.plan.disk import disk_plan, done_once_there, image_peak_bytes, needed_by_path
 from spark_deploy.plan.fit import refusal
 from spark_deploy.plan.gateway import gateway_plan
 from spark_deploy.plan.guard_rails import apply_rails, facts_of
@@ -29,17 +29,16 @@ from spark_deploy.plan.serve import cache_dir, serve_plan
 from spark_deploy.plan.types import (
     AptRepository,
     BasePlan,
-    CheckpointPlan,
     CudaPlan,
     DiskUse,
     DockerPlan,
     HostPlan,
     MemoryPlan,
     NeedsPlan,
+    PairPlan,
     Paths,
     PayloadIdentity,
     SecretSource,
-    SourcePlan,
     ToolsPlan,
 )
 from spark_deploy.settings_types import Settings
@@ -70,6 +69,40 @@ def join(
     memory = plan_memory(model, profile, settings)
     warnings = apply_rails(rails, facts_of(model, profile, memory))
     paths = host_paths(settings)
+    pair = pair_plan(model, profile, settings, lock, payload)
+    ready = tuple(_ready_plan(settings.of_pair(other), lock, payload)
+                  for other in settings.ready_pairs)  # fmt: skip
+    token = settings.hub.token
+    docker = _docker(model, settings, lock)
+    disk = disk_plan(settings.paths.docker_dir, (pair, *ready))
+    return HostPlan(
+        host=host,
+        model=model.name,
+        profile=profile.name,
+        paths=paths,
+        needs=_needs(settings, memory, disk, docker.check_image, (pair, *ready)),
+        base=_base(settings, paths),
+        cuda=_cuda(settings),
+        docker=docker,
+        tools=ToolsPlan(payload.tools_digest, payload.python_requirements),
+        sources=pair.sources,
+        checkpoint=pair.checkpoint,
+        image=pair.image,
+        memory=memory,
+        disk=disk,
+        serve=serve_plan(model, profile, settings, pair.tree, pair.image, memory),
+        gateway=gateway_plan(settings, host),
+        warnings=warnings,
+        ready=ready,
+        releases_kept=settings.releases.keep,
+        hub_token=SecretSource(token.kind, token.value) if token else None,
+    )
+
+
+def pair_plan(
+    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: PayloadIdentity
+) -> PairPlan:
+    """Return what one model and profile need on the host."""
     checkpoint = checkpoint_plan(model, profile, settings, lock, payload)
     if checkpoint:
         base = checkpoint.base
@@ -77,31 +110,14 @@ def join(
         locked = locked_source(lock, model.sources.base, model.sources.revision)
         base = source_plan("base", locked, settings)
     image = image_plan(model, profile, settings, lock, payload)
-    token = settings.hub.token
-    docker = _docker(model, settings, lock)
-    disk = disk_plan(
-        cache_dir(settings, profile, image), settings.paths.docker_dir, (base,), checkpoint, image
-    )
-    return HostPlan(
-        host=host,
-        model=model.name,
-        profile=profile.name,
-        paths=paths,
-        needs=_needs(settings, memory, disk, (docker.check_image, image.tag), base, checkpoint),
-        base=_base(settings, paths),
-        cuda=_cuda(settings),
-        docker=docker,
-        tools=ToolsPlan(payload.tools_digest, payload.python_requirements),
-        sources=(base,),
-        checkpoint=checkpoint,
-        image=image,
-        memory=memory,
-        disk=disk,
-        serve=serve_plan(model, profile, settings, checkpoint or base, image, memory),
-        gateway=gateway_plan(settings, host),
-        warnings=warnings,
-        hub_token=SecretSource(token.kind, token.value) if token else None,
-    )
+    cache = cache_dir(settings, profile, image)
+    return PairPlan(model.name, profile.name, (base,), checkpoint, image, cache)
+
+
+def _ready_plan(settings: Settings, lock: Lock, payload: PayloadIdentity) -> PairPlan:
+    model = load_model(settings.model)
+    profile = effective_profile(load_profile(settings.profile, settings.model), settings)
+    return pair_plan(model, profile, settings, lock, payload)
 
 
 def host_paths(settings: Settings) -> Paths:
@@ -140,11 +156,16 @@ def _needs(
     settings: Settings,
     memory: MemoryPlan,
     disk: tuple[DiskUse, ...],
-    images: tuple[str, ...],
-    source: SourcePlan,
-    checkpoint: CheckpointPlan | None,
+    check_image: str,
+    pairs: tuple[PairPlan, ...],
 ) -> NeedsPlan:
     expect = settings.expect
+    images = {pair.image.tag: image_peak_bytes(pair.image) for pair in pairs}
+    sources = {
+        source.dir: tuple((f.sha256, f.size_bytes) for f in source.files if f.sha256)
+        for pair in pairs
+        for source in pair.sources
+    }
     return NeedsPlan(
         arch=expect.arch,
         pci_ids=expect.pci_ids,
@@ -162,14 +183,15 @@ def _needs(
         # MemTotal of two equal machines differs by firmware settings.
         memory_total_min_bytes=round(memory.total_bytes * 0.98),
         docker_dir=settings.paths.docker_dir,
-        images=images,
-        disk_done_once_there=done_once_there(checkpoint),
+        images=(check_image, *images),
+        image_bytes=tuple(images.items()),
+        disk_done_once_there=tuple(
+            dict.fromkeys(done for pair in pairs for done in done_once_there(pair.checkpoint))
+        ),
         reboot=settings.reboot,
         tailscale=settings.serve.expose == "tailscale",
-        downloads=(
-            (source.dir, tuple((f.sha256, f.size_bytes) for f in source.files if f.sha256)),
-        ),
-        look_in=source.look_in,
+        downloads=tuple(sources.items()),
+        look_in=pairs[0].sources[0].look_in,
     )
 
 

@@ -12,7 +12,14 @@ from typing import Any
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.plan.digest import digest_of
-from spark_deploy.plan.types import CheckpointPlan, HostPlan, ImagePlan, Paths, SourcePlan
+from spark_deploy.plan.types import (
+    CheckpointPlan,
+    HostPlan,
+    ImagePlan,
+    PairPlan,
+    Paths,
+    SourcePlan,
+)
 
 HUB_TOKEN_NAME = "hub-token"  # 0600 in config_dir; only its path enters a job
 
@@ -242,13 +249,34 @@ def image_job(plan: ImagePlan, paths: Paths, context: tuple[ManagedFile, ...]) -
 
 
 def jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Job, ...]:
-    """Return every job of a plan, in an order that respects ``after``."""
-    fetches = {
-        source.repo: fetch_job(source, plan.paths, plan.checkpoint) for source in plan.sources
+    """Return every job of what a plan serves, in an order that respects ``after``."""
+    served = PairPlan(plan.model, plan.profile, plan.sources, plan.checkpoint, plan.image, "")
+    return jobs_of_pair(served, plan.paths, context)
+
+
+def ready_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Job, ...]:
+    """Return the jobs that only the pairs to have ready need."""
+    served = {job.digest for job in jobs_of(plan, context)}
+    more = {
+        job.digest: job
+        for pair in plan.ready
+        for job in jobs_of_pair(pair, plan.paths, context)
+        if job.digest not in served
     }
+    return tuple(more.values())
+
+
+def ready_name(job: Job) -> str:
+    """Return what the operation for a job of a pair to have ready is called."""
+    return f"Have ready: {job.title}"
+
+
+def jobs_of_pair(pair: PairPlan, paths: Paths, context: tuple[ManagedFile, ...]) -> tuple[Job, ...]:
+    """Return every job of one model and profile, in an order that respects ``after``."""
+    fetches = {source.repo: fetch_job(source, paths, pair.checkpoint) for source in pair.sources}
     jobs = list(fetches.values())
-    if plan.checkpoint is not None:
-        base = fetches[plan.checkpoint.base.repo]
-        jobs.append(checkpoint_job(plan.checkpoint, plan.paths, base))
-    jobs.append(image_job(plan.image, plan.paths, context))
+    if pair.checkpoint is not None:
+        base = fetches[pair.checkpoint.base.repo]
+        jobs.append(checkpoint_job(pair.checkpoint, paths, base))
+    jobs.append(image_job(pair.image, paths, context))
     return tuple(jobs)

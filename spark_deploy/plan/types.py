@@ -64,6 +64,8 @@ class NeedsPlan:
     docker_dir: str = "/var/lib/docker"
     # Images of the plan; once all of them are there, nothing more is written below docker_dir.
     images: tuple[str, ...] = ()
+    # Bytes below docker_dir that each engine image takes; one that is there takes no more.
+    image_bytes: tuple[tuple[str, int], ...] = ()
     # (path, tree): once the tree is there, nothing more is written to the path.
     disk_done_once_there: tuple[tuple[str, str], ...] = ()
     reboot: str = "report"  # "report" | "allow": what becomes of a pending reboot
@@ -209,6 +211,23 @@ class ImagePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PairPlan:
+    """Everything one model and profile need on a host before their engine can start."""
+
+    model: str
+    profile: str
+    sources: tuple[SourcePlan, ...]  # only those fetched whole
+    checkpoint: CheckpointPlan | None  # None: the base tree is served as it is
+    image: ImagePlan
+    cache_dir: str
+
+    @property
+    def tree(self) -> CheckpointPlan | SourcePlan:
+        """The tree the engine loads."""
+        return self.checkpoint or self.sources[0]
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """How one host's unified memory is spent."""
 
@@ -313,4 +332,6 @@ class HostPlan:
     serve: ServePlan
     gateway: GatewayPlan
     warnings: tuple[str, ...]
+    ready: tuple[PairPlan, ...] = ()  # other pairs to have ready
+    releases_kept: int = 0  # ways back that pruning leaves
     hub_token: SecretSource | None = None  # for gated repositories; never part of a digest

@@ -40,9 +40,11 @@ def demands(needs: NeedsPlan, survey: Survey) -> tuple[Demand, ...]:
         if place is None:
             continue
         done_bytes = max(
-            wanted_bytes if path == needs.docker_dir and images_there else place.present_bytes,
-            survey.stored.linkable_bytes(path, downloads.get(path, ())),
+            place.present_bytes, survey.stored.linkable_bytes(path, downloads.get(path, ()))
         )
+        if path == needs.docker_dir:
+            there = sum(size for tag, size in needs.image_bytes if tag in survey.images)
+            done_bytes = wanted_bytes if images_there else there
         tree = by_path.get(done_with.get(path, ""))
         if tree is not None and tree.present_bytes:
             done_bytes = wanted_bytes

@@ -200,7 +200,8 @@ class Bench:
             "rm -rf /etc/spark /etc/systemd/system/spark-*@*.service.d /run/spark "
             "/etc/systemd/system/multi-user.target.wants/spark-* "
             "/var/lib/spark/proofs /var/lib/spark/switch /var/lib/spark/good "
-            "/var/lib/spark/stopped /var/lib/spark/events; systemctl daemon-reload",
+            "/var/lib/spark/stopped /var/lib/spark/events /var/lib/spark/requests "
+            "/var/lib/spark/rollback; systemctl daemon-reload",
         )
 
     def total_bytes(self) -> int:

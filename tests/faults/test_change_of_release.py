@@ -229,9 +229,8 @@ def test_going_back_names_and_restores_the_release_before(bench: Bench) -> None:
     bench.good(A)
     bench.release(B)
     bench.switch(B)
-    assert bench.guest.json(f"{HOST} rollback main --dry") == {
-        "from": B, "to": A, "unit": f"spark-switch@{A}.service",
-    }  # fmt: skip
+    way = bench.guest.json(f"{HOST} rollback main --dry")
+    assert (way["from"]["name"], way["to"]["name"]) == (B, A)
     bench.run(f"{HOST} rollback main")
     assert bench.ended(A)["state"] == "switched"
     bench.serves(A)

@@ -88,6 +88,25 @@ def test_status_says_what_is_served_how_well_proven_and_what_differs(tmp_path):
     assert "2026-11-21T10:00:00Z stall: restarted" in text
 
 
+def test_status_says_who_stopped_a_service_and_that_it_was_rolled_back(tmp_path):
+    found = document()
+    service = found["services"]["main"]
+    service["stopped_by_hand"] = {"at": "2026-11-21T10:00:00Z", "by": "ann@desk"}
+    service["rolled_back"] = {"from": "main-b", "to": RELEASE, "at": "2026-11-21T09:00:00Z"}
+    text = shown(tmp_path, found)
+    assert "stopped on purpose by ann@desk and is down since 2026-11-21T10:00:00Z" in text
+    assert "rolled back from main-b at 2026-11-21T09:00:00Z" in text
+
+
+def test_status_says_of_each_pair_to_have_ready_what_is_missing(tmp_path):
+    ready = {"model": "lab-tiny", "profile": "base"}
+    one = {**summary_of(Answer(listed(tmp_path), HostStatus(document()))), "ready": []}
+    one["ready"] = [{**ready, "missing": []}, {**ready, "missing": ["fetch x", "build y"]}]
+    text = "\n".join(status_lines(one))
+    assert "lab-tiny with base: a switch needs no download and no build" in text
+    assert "lab-tiny with base: not ready: fetch x, build y" in text
+
+
 def test_status_of_a_proof_that_is_no_longer_current_says_why(tmp_path):
     proofs = {RELEASE: {"current": False, "why": "the driver changed", "level": "quick"}}
     assert "no longer current: the driver changed" in shown(tmp_path, document(proofs=proofs))

@@ -129,6 +129,22 @@ WRONG = {
         "hub.token",
         "Where the controller reads",
     ),
+    "unknown model to have ready": (
+        "keep_ready: [{model: qwen3.5-35, profile: v2}]",
+        "keep_ready[0].model: 'qwen3.5-35' is not a model",
+        "did you mean qwen3.5-35b?",
+    ),
+    "half a pair": (
+        "keep_ready: [{model: qwen3.5-35b}]",
+        "profile is missing",
+        "A model and a profile",
+    ),
+    "a way back by another name": (
+        "releases: {rollback_to: yesterday}",
+        "does not have the form",
+        "null means the one before",
+    ),
+    "no number of ways back": ("releases: {keep: -1}", "-1 is below 0", "How many"),
     "memory reserve too large": ("memory: {reserve_gib: 120}", "leaves nothing", "lower it"),
     "floor above the reserve": ("memory: {floor_gib: 20}", "stop every engine", "at or below"),
     "repository not described": (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths, default_paths
@@ -60,26 +62,41 @@ def _switch_recover(words: Words, paths: Paths) -> int:
     return switch.recover(_one(words, "a release"), paths)
 
 
-def _switch_poll(words: Words, paths: Paths) -> int:
-    from spark_serve import switch
+def _switch_begin(words: Words, paths: Paths) -> int:
+    from spark_serve import change
 
-    json.dump(switch.poll(_one(words, "a release"), paths), sys.stdout)
-    print()
-    return 0
+    return _print(change.begin(_one(words, "a release"), paths))
+
+
+def _switch_poll(words: Words, paths: Paths) -> int:
+    from spark_serve import change
+
+    request = words[1] if len(words) == 2 else None
+    return _print(change.poll(_one(words[:1], "a release"), paths, request))
 
 
 def _rollback(words: Words, paths: Paths) -> int:
-    from spark_serve import switch
+    from spark_serve import change
 
     if not words or words[0].startswith("-"):
         raise HostToolError("rollback", "no service named", "rollback SERVICE [--to R] [--dry]", 2)
-    return switch.rollback(words, paths)
+    return change.rollback(words, paths)
+
+
+def _prune(words: Words, paths: Paths) -> int:
+    from spark_serve import prune
+
+    return prune.main(words, paths)
 
 
 def _stop_service(words: Words, paths: Paths) -> int:
     from spark_serve import boot
 
-    return boot.stop_service(_one(words, "a service"), paths)
+    by = os.environ.get("SUDO_USER", "root")
+    if len(words) == 3 and words[1] == "--by":
+        by = words[2]
+        words = words[:1]
+    return boot.stop_service(_one(words, "a service"), by, paths)
 
 
 def _start_service(words: Words, paths: Paths) -> int:
@@ -112,6 +129,12 @@ def _watch(words: Words, paths: Paths) -> int:
     return watch.run(_one(words, "a release"), paths)
 
 
+def _print(value: dict[str, Any]) -> int:
+    json.dump(value, sys.stdout)
+    print()
+    return 0
+
+
 def _one(words: Words, what: str) -> str:
     if len(words) != 1:
         raise HostToolError("spark-host", f"wants {what}, got {words}", "see `spark-host help`", 2)
@@ -123,9 +146,11 @@ VERBS: dict[str, tuple[Callable[[Words, Paths], int], str]] = {
     "check": (_check, "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine"),
     "switch": (_switch, "RELEASE: change to a release (run by spark-switch@RELEASE)"),
     "switch-recover": (_switch_recover, "RELEASE: finish a switch that was killed"),
-    "switch-poll": (_switch_poll, "RELEASE: how the last switch to it stands, as JSON"),
+    "switch-begin": (_switch_begin, "RELEASE: ask for the change, or join the one under way"),
+    "switch-poll": (_switch_poll, "RELEASE [REQUEST]: how the last switch to it stands, as JSON"),
     "rollback": (_rollback, "SERVICE [--to RELEASE] [--dry]: go back to a proven release"),
-    "stop-service": (_stop_service, "SERVICE: stop it until someone starts it again"),
+    "prune": (_prune, "[--dry] KEEP.json|-: remove what no kept release needs"),
+    "stop-service": (_stop_service, "SERVICE [--by WHO]: stop it until someone starts it again"),
     "start-service": (_start_service, "SERVICE: start the last proven release again"),
     "gateway": (_gateway, "SERVICE: run its nginx (run by spark-gateway@SERVICE)"),
     "gateway-reload": (_gateway_reload, "SERVICE: take over a new key or new settings"),

@@ -42,6 +42,7 @@ def record_good(release: Release, paths: Paths) -> None:
         paths.good(release.service),
         {"release": release.name, "previous": kept, "at": files.now()},
     )
+    _settle_rollback(release, paths)
 
 
 def enable_only(release: Release, paths: Paths) -> None:
@@ -80,7 +81,7 @@ def active(service: str, paths: Paths) -> str | None:
     return None
 
 
-def stop_service(service: str, paths: Paths) -> int:
+def stop_service(service: str, by: str, paths: Paths) -> int:
     """Stop a service for good: it stays down over reboots until someone starts it again."""
     running = active(service, paths)
     boots = enabled(service, paths)
@@ -88,10 +89,14 @@ def stop_service(service: str, paths: Paths) -> int:
     marker = files.read_json(paths.stopped(service)) or {}
     release = running or (boots[0] if boots else None) or chosen or marker.get("release")
     # The marker alone keeps it down: whatever is interrupted below, no boot starts it.
-    files.write_json(paths.stopped(service), {"release": release, "at": files.now()})
+    since = marker.get("at") or files.now()
+    files.write_json(
+        paths.stopped(service),
+        {"release": release, "at": since, "by": marker.get("by") or by},
+    )
     for name in {*boots, *([running] if running else [])}:
         _systemctl("stop", f"spark-serve@{name}.service", timeout_s=900)
-    print(f"{service}: stopped; it stays down until: spark-host start-service {service}")
+    print(f"{service}: stopped; it stays down until someone starts it: spark-deploy start")
     return 0
 
 
@@ -109,22 +114,36 @@ def start_service(service: str, paths: Paths) -> int:
     return 0
 
 
-def previous(service: str, wanted: str | None, paths: Paths) -> tuple[str | None, Release]:
-    """Return the current good release and the one to go back to.
+def rolled_back(service: str, paths: Paths) -> dict[str, Any] | None:
+    """Return from, to and time of the rollback that brought the current release, if one did."""
+    found = files.read_json(paths.rollback(service)) or {}
+    if found.get("state") == "done" and found.get("to") == good(service, paths)["release"]:
+        return {key: found[key] for key in ("from", "to", "at")}
+    return None
 
-    Args:
-        service: The service to change.
-        wanted: A release by name; ``None`` means the last good one before the current.
-        paths: Where the records are.
-    """
-    record = good(service, paths)
-    choices = [name for name in record["previous"] if (paths.releases / name).is_dir()]
-    name = wanted or (choices[0] if choices else None)
-    if name is None:
-        raise HostToolError(
-            service, "no earlier proven release is kept on this host", "change the settings instead"
-        )
-    return record["release"], load(name, paths)
+
+def note_rollback(service: str, target: str, paths: Paths) -> None:
+    """Remember that the change about to begin is a way back."""
+    files.write_json(
+        paths.rollback(service),
+        {
+            "state": "asked",
+            "from": good(service, paths)["release"],
+            "to": target,
+            "at": files.now(),
+        },
+    )
+
+
+def _settle_rollback(release: Release, paths: Paths) -> None:
+    """A way back is gone once its release is good; any other good release ends the matter."""
+    found = files.read_json(paths.rollback(release.service))
+    if found is None:
+        return
+    if found.get("to") != release.name:
+        files.remove(paths.rollback(release.service))
+    elif found.get("state") == "asked":
+        files.write_json(paths.rollback(release.service), {**found, "state": "done"})
 
 
 def _systemctl(verb: str, unit: str, timeout_s: float = 120) -> None:

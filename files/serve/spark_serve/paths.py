@@ -58,6 +58,14 @@ class Paths:
         """Return the file of the last switch to a release."""
         return self.state / "switch" / f"{release}.json"
 
+    def request(self, release: str) -> Path:
+        """Return the file that says under which id the last switch was asked for."""
+        return self.state / "requests" / f"{release}.json"
+
+    def rollback(self, service: str) -> Path:
+        """Return the record of a way back that was asked for or gone."""
+        return self.state / "rollback" / f"{service}.json"
+
     def good(self, service: str) -> Path:
         """Return the record of the last proven releases of a service."""
         return self.state / "good" / f"{service}.json"

@@ -11,6 +11,7 @@ from typing import Any
 from spark_serve import (
     bench,
     boot,
+    change,
     door,
     files,
     gateway,
@@ -51,7 +52,7 @@ def status(paths: Paths, live: bool) -> dict[str, Any]:
     gateways = [f"spark-gateway@{service}.service" for service in services]
     switched = [release for release in known if paths.switch(release.name).exists()]
     # One question for all units: a call of systemctl each would cost more than all the rest.
-    asked = [*(r.serve_unit for r in known), *gateways, *(switch.unit_of(r.name) for r in switched)]
+    asked = [*(r.serve_unit for r in known), *gateways, *(change.unit_of(r.name) for r in switched)]
     units = systemd.show(asked, [*_SERVE_FIELDS, "Job"])
     versions = proof.versions()
     return {
@@ -62,7 +63,7 @@ def status(paths: Paths, live: bool) -> dict[str, Any]:
         "services": {name: _service(name, known, units, paths) for name in services},
         "proofs": {r.name: _proof(r, units, versions, paths) for r in known},
         "switch": {
-            r.name: switch.judge(r.name, units.get(switch.unit_of(r.name), {}), paths)
+            r.name: change.judge(r.name, units.get(change.unit_of(r.name), {}), paths)
             for r in switched
         },
         "jobs": jobs.poll(digests, paths) if digests else [],
@@ -131,6 +132,7 @@ def _service(
         "enabled": boot.enabled(name, paths),
         "active": running[0] if running else None,
         "stopped_by_hand": files.read_json(paths.stopped(name)),
+        "rolled_back": boot.rolled_back(name, paths),
         "door_open": door.is_open(name, paths),
         "gateway": {
             "active": gateway_unit.get("ActiveState", "inactive"),

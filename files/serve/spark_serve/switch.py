@@ -8,15 +8,25 @@ finds the old release; the candidate is enabled last.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from spark_serve import boot, docker, door, files, gateway, memory, proof, serve, speed, systemd
+from spark_serve import (
+    boot,
+    change,
+    docker,
+    door,
+    files,
+    gateway,
+    memory,
+    proof,
+    serve,
+    speed,
+    systemd,
+)
 from spark_serve.check import runner
 from spark_serve.engine import Engine, EngineError
 from spark_serve.errors import HostToolError
@@ -25,7 +35,6 @@ from spark_serve.release import Release, load, load_if_present, service_of
 
 _TELL_S = 5.0
 _TAIL_LINES = 40
-UNIT_FIELDS = ("ActiveState", "Job")
 
 
 class TrialError(Exception):
@@ -60,6 +69,9 @@ class Record:
             "started_at": files.now(),
             "ended_at": None,
             "boot_id": boot_id(),
+            # Whose outcome this is: the request that was made, and the unit's run.
+            "request": change.request_of(release.name, paths),
+            "invocation_id": os.environ.get("INVOCATION_ID"),
             "times_s": {},
         }
 
@@ -101,7 +113,7 @@ def boot_id() -> str:
 def switch(name: str, paths: Paths) -> int:
     """Change the service to release ``name``; 0 only when it is proven and boots from now on."""
     release = load(name, paths)
-    with _one_at_a_time(release.service, paths):
+    with one_at_a_time(release.service, paths):
         record = Record(release, paths)
         old = _previous(release, paths)
         record.set(previous=old.name if old else None, serving=boot.active(release.service, paths))
@@ -128,9 +140,12 @@ def recover(name: str, paths: Paths) -> int:
     left = files.read_json(paths.switch(name)) or {}
     if left.get("state") != "running" or left.get("boot_id") != boot_id():
         return 0
+    # systemd runs this in the same run of the unit; a record of an earlier one is not our matter.
+    if left.get("invocation_id") != os.environ.get("INVOCATION_ID"):
+        return 0
     if systemd.is_stopping():
         return 0
-    with _one_at_a_time(release.service, paths):
+    with one_at_a_time(release.service, paths):
         record = Record(release, paths)
         record.data.update(left)
         phase = str(left.get("phase"))
@@ -146,26 +161,6 @@ def recover(name: str, paths: Paths) -> int:
         else:
             _back(release, old, paths, record)
     return 0
-
-
-def poll(name: str, paths: Paths) -> dict[str, Any]:
-    """Return the result of the last switch to a release and whether it still goes on."""
-    return judge(name, systemd.state(unit_of(name), *UNIT_FIELDS), paths)
-
-
-def unit_of(name: str) -> str:
-    """Return the unit that changes over to a release."""
-    return f"spark-switch@{name}.service"
-
-
-def judge(name: str, unit: systemd.UnitState, paths: Paths) -> dict[str, Any]:
-    """Return the result of a switch, given its unit's :data:`UNIT_FIELDS`."""
-    state = unit.get("ActiveState", "inactive")
-    found = files.read_json(paths.switch(name)) or {"release": name, "state": "none"}
-    pending = unit.get("Job", "0") not in ("", "0")
-    if found["state"] == "running" and state not in ("activating", "active", "deactivating"):
-        found["state"] = "running" if pending else "interrupted"
-    return {**found, "unit": "activating" if pending and state == "inactive" else state}
 
 
 def _previous(release: Release, paths: Paths) -> Release | None:
@@ -376,7 +371,8 @@ def _log_tail(release: Release) -> list[str]:
 
 
 @contextmanager
-def _one_at_a_time(service: str, paths: Paths) -> Iterator[None]:
+def one_at_a_time(service: str, paths: Paths) -> Iterator[None]:
+    """Keep every other change of the service out for the duration of a block."""
     paths.run.mkdir(parents=True, exist_ok=True)
     # Opened without inheritance: a child must not keep the lock of a killed switch.
     descriptor = os.open(paths.run / f"switch-{service}.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -392,19 +388,3 @@ def _one_at_a_time(service: str, paths: Paths) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def rollback(words: list[str], paths: Paths) -> int:
-    """Run ``rollback SERVICE [--to RELEASE] [--dry]``."""
-    dry = "--dry" in words
-    rest = [word for word in words if word != "--dry"]
-    wanted = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
-    current, target = boot.previous(rest[0], wanted, paths)
-    unit = unit_of(target.name)
-    json.dump({"from": current, "to": target.name, "unit": unit}, sys.stdout)
-    print()
-    if not dry:
-        systemd.systemctl("reset-failed", unit)
-        said = systemd.systemctl("start", "--no-block", unit)
-        return said.returncode
-    return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -35,7 +34,12 @@ class Host(FakeHost):
 
 
 def asked(host: Host, failed: tuple[str, ...] = (), executing: bool = True) -> list[str]:
-    with on(host, executing), patch.object(reboots, "failed_hosts", lambda: list(failed)):
+    others = [FakeHost({}) for _ in failed]
+    for other, name in zip(others, failed, strict=True):
+        other.name = name
+    results = {other: SimpleNamespace(error_ops={"op"}) for other in others}
+    with on(host, executing):
+        host.state = SimpleNamespace(inventory=others, results=results)
         return [shown(c) for c in reboots.rebooted._inner(ALLOWED, SERVE, PATHS)]
 
 

@@ -1,0 +1,23 @@
+"""Back to the release that served before, or to one named with --data releases.rollback_to=NAME.
+
+The change is the same as in a deploy: prepared, proven, and undone when its check fails. The next
+``deploy.py`` goes to what group_vars say.
+"""
+
+from pyinfra.context import host, state
+
+from roles import rollback
+from spark_deploy.inventory import settings_of
+from spark_deploy.plan.gateway import SERVICE
+from spark_deploy.plan.host import host_paths
+from spark_deploy.ssh import no_delay
+
+no_delay(state, host)
+settings = settings_of(host.name).settings
+
+rollback.apply(
+    service=SERVICE,
+    to=settings.releases.rollback_to,
+    paths=host_paths(settings),
+    timeout_s=settings.serve.start_timeout_s * 2 + 600,
+)

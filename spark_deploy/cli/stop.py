@@ -1,0 +1,58 @@
+"""``spark-deploy stop``: take hosts out of service until somebody starts them again."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import shlex
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from pyinfra.api.command import StringCommand
+from pyinfra.api.host import Host
+
+from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.cli.looking import Answer, look, plain_answer
+from spark_deploy.operations.running import talking
+from spark_deploy.plan.gateway import SERVICE
+
+
+def run(options: argparse.Namespace) -> int:
+    """Stop the service on the chosen hosts; 1 when one did not obey."""
+    who = f"{getpass.getuser()}@{socket.gethostname()}"
+    return tell(options, ["stop-service", SERVICE, "--by", who])
+
+
+def tell(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Have the host tools of every chosen host do something, and say what each answered."""
+    answers = look(listed(options), lambda host, one: _order(host, one, words))
+    found = [_outcome(answer) for answer in answers]
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        for one in found:
+            print(f"{one['host']}: {one['said'] or one['problem']}")
+    return 0 if all(one["ok"] for one in found) else 1
+
+
+def _order(host: Host, one: Listed, words: Sequence[str]) -> tuple[bool, str]:
+    settings = one.settings.settings
+    tool = f"{settings.paths.tools_dir}/current/bin/spark-host"
+    script = (
+        f"if [ -x {shlex.quote(tool)} ]; then {shlex.quote(tool)} {shlex.join(words)} 2>&1; "
+        "else echo 'nothing of ours is installed yet; run deploy.py'; exit 1; fi"
+    )
+    # The engine may take its whole start, and its stop, to answer.
+    limit_s = settings.serve.start_timeout_s + settings.serve.stop_timeout_s + 300
+    with talking(host, words[0], tell=lambda text: say(f"{one.name}: {text}")):
+        ok, output = host.run_shell_command(
+            StringCommand("sh", "-c", shlex.quote(script)), _sudo=settings.sudo, _timeout=limit_s
+        )
+    return ok, output.stdout.strip()
+
+
+def _outcome(answer: Answer[tuple[bool, str]]) -> dict[str, Any]:
+    ok, said = answer.value or (False, "")
+    return {**plain_answer(answer), "ok": ok, "said": said}

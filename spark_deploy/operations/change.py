@@ -1,0 +1,121 @@
+"""A change of release, begun and watched from here while the host carries it out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from typing import Any
+
+import gevent
+from pyinfra.api.command import FunctionCommand
+from pyinfra.api.host import Host
+from pyinfra.api.state import State
+from pyinfra.context import host as current_host
+
+from spark_deploy.errors import Problem
+from spark_deploy.operations.remote import poll
+from spark_deploy.operations.running import SAY_SOMETHING_EVERY_S
+
+POLL_EVERY_S = 2.0
+
+
+def held_back(what: str) -> Problem | None:
+    """Say why this host has to wait: what stops serving goes host by host, up to a failure.
+
+    Args:
+        what: what becomes of this host instead.
+    """
+    state = current_host.state
+    others = [other.name for other in state.inventory if state.results[other].error_ops]
+    if not others:
+        return None
+    return Problem(
+        current_host.name,
+        f"{what}, because {', '.join(others)} failed first",
+        "repair that host, or leave it out with --limit, and run again",
+    )
+
+
+def change_to(release: str, tools_dir: str, timeout_s: int) -> FunctionCommand:
+    """Return the command that begins the change to a release and watches it to its end.
+
+    Args:
+        release: which one.
+        tools_dir: where the host tools are.
+        timeout_s: give up watching after this long; the host finishes by itself.
+    """
+    return FunctionCommand(change_now, [release, tools_dir, timeout_s], {})
+
+
+def change_now(state: State, host: Host, release: str, tools_dir: str, timeout_s: int) -> bool:
+    """Begin the change to a release and watch it to its end; whether it went well."""
+    return _begin_and_watch(
+        state, host, f"switch-begin {shlex.quote(release)}", tools_dir, timeout_s
+    )
+
+
+def go_back(service: str, release: str, tools_dir: str, timeout_s: int) -> FunctionCommand:
+    """Return the command that goes back to a release and watches that change to its end."""
+    begin = f"rollback {shlex.quote(service)} --to {shlex.quote(release)}"
+    return FunctionCommand(_begin_and_watch, [begin, tools_dir, timeout_s], {})
+
+
+def _begin_and_watch(state: State, host: Host, begin: str, tools_dir: str, timeout_s: int) -> bool:
+    tool = shlex.quote(f"{tools_dir}/current/bin/spark-host")
+    ok, out, err = poll(host, f"{tool} {begin}")
+    if not ok:
+        host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
+        return False
+    begun: dict[str, Any] = json.loads(out)
+    if begun.get("joined"):
+        host.log("a change to this release is under way already; watching it")
+    # The id keeps the outcome of any other change from being taken for that of this one.
+    words = [begun["release"], begun["request"]] if begun["request"] else [begun["release"]]
+    ask = f"{tool} switch-poll {' '.join(map(shlex.quote, words))}"
+    return _watch(host, begun["release"], ask, timeout_s)
+
+
+def _watch(host: Host, release: str, ask: str, timeout_s: int) -> bool:
+    deadline = time.monotonic() + timeout_s
+    last, said_at = "", 0.0
+    while time.monotonic() < deadline:
+        ok, out, _err = poll(host, ask)
+        result: dict[str, Any] = json.loads(out) if ok and out.strip() else {}
+        text = f"{result.get('phase') or 'waiting'}: {_said(result)}"
+        if text != last or time.monotonic() - said_at > SAY_SOMETHING_EVERY_S:
+            host.log(f"switch to {release}: {text}")
+            last, said_at = text, time.monotonic()
+        if result.get("state") not in (None, "none", "running"):
+            return report(host, release, result)
+        gevent.sleep(POLL_EVERY_S)
+    host.log_styled(f"switch to {release}: still under way after {timeout_s} s", fg="red")
+    return False
+
+
+def _said(result: dict[str, Any]) -> str:
+    """Return the last thing the switch said, without the field that repeats the phase."""
+    text = result.get("progress") or result.get("reason") or "under way"
+    return " ".join(word for word in str(text).split(" ") if not word.startswith("phase="))
+
+
+def report(host: Host, release: str, result: dict[str, Any]) -> bool:
+    """Say how a change ended; return whether the host serves the release."""
+    times = ", ".join(
+        f"{phase} {seconds:.1f} s" for phase, seconds in (result.get("times_s") or {}).items()
+    )
+    if result["state"] == "switched":
+        host.log(f"serves {release} ({times})")
+        for line in result.get("bench") or ():
+            host.log_styled(line, fg=None if line.startswith("speed: ") else "yellow")
+        return True
+    for line in result.get("log_tail") or ():
+        host.log(f"  {line}")
+    host.log_styled(
+        f"{release}: {result['state']} in phase {result.get('failed_phase')}: "
+        f"{result.get('reason')}\n"
+        f"  now serving: {result.get('serving') or 'nothing'}\n"
+        f"  fix: correct the cause above and run again; the host keeps what it serves",
+        fg="red",
+    )
+    return False

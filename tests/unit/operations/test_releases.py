@@ -1,0 +1,206 @@
+"""Going back and pruning: what they say, what they do, and when they leave a host alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_deploy.facts.releases import Prunable, WayBack
+from spark_deploy.facts.serve import HostStatus
+from spark_deploy.operations import change, releases, serve
+from tests.unit.operations.test_operations import PATHS, FakeHost, on, shown
+from tests.unit.test_serve_status import RELEASE, RIGHT
+
+A = {"name": "main-aaaaaaaaaaaa", "model": "m", "profile": "v2"}
+B = {"name": "main-bbbbbbbbbbbb", "model": "m", "profile": "v2-tq"}
+
+
+class Answering(FakeHost):
+    """A host whose facts are given."""
+
+    def __init__(self, **facts: Any):
+        super().__init__({})
+        self.facts = facts
+        self.state = SimpleNamespace(inventory=[], results={}, is_executing=True)
+
+    def get_fact(self, fact: Any, **arguments: Any) -> Any:
+        assert isinstance(fact().command(**arguments), str)
+        return self.facts[fact.__name__]
+
+
+def outcome(host: Answering, operation: Any, *arguments: Any, executing: bool = True) -> list[str]:
+    host.state.is_executing = executing
+    with on(host, executing):
+        return [shown(command) for command in operation._inner(*arguments)]
+
+
+def back(answer: dict[str, Any], **more: Any) -> tuple[Answering, list[str]]:
+    host = Answering(WayBack=answer)
+    for name, value in more.items():
+        setattr(host.state, name, value)
+    return host, outcome(host, releases.rolled_back, "main", None, PATHS, 60)
+
+
+def test_a_rollback_is_one_command_to_the_named_release() -> None:
+    _, commands = back({"from": B, "to": A})
+    assert commands == [
+        "_begin_and_watch(rollback main --to main-aaaaaaaaaaaa, /usr/local/lib/spark, 60)"
+    ]
+
+
+def test_a_dry_rollback_says_from_where_to_where() -> None:
+    host = Answering(WayBack={"from": B, "to": A})
+    commands = outcome(host, releases.rolled_back, "main", None, PATHS, 60, executing=False)
+    assert len(commands) == 1
+    assert host.logs == [
+        "goes back from main-bbbbbbbbbbbb (m with v2-tq) to main-aaaaaaaaaaaa (m with v2)"
+    ]
+
+
+def test_a_rollback_that_is_done_does_nothing() -> None:
+    host, commands = back({"from": A, "to": A, "done": "A serves in place of B"})
+    assert (commands, host.noops) == ([], ["A serves in place of B"])
+
+
+def test_a_rollback_that_cannot_be_done_fails_with_the_hosts_words() -> None:
+    problem = {"where": "main", "what": "nothing to go back to", "fix": "change group_vars"}
+    _, [command] = back({"from": A, "to": None, "problem": problem})
+    assert command.startswith("_refuse(main: nothing to go back to")
+
+
+def test_a_host_with_older_tools_is_told_to_deploy_first() -> None:
+    _, [command] = back({})
+    assert command.startswith("_refuse(")
+    assert "run deploy.py for this host first" in command
+
+
+def test_a_failure_elsewhere_leaves_this_host_alone() -> None:
+    other = FakeHost({})
+    other.name = "spark-0"
+    results = {other: SimpleNamespace(error_ops={"op"})}
+    _, [command] = back({"from": B, "to": A}, inventory=[other], results=results)
+    assert "left alone on main-bbbbbbbbbbbb (m with v2-tq), because spark-0 failed first" in command
+
+
+def test_after_a_rollback_the_run_is_red_unless_what_serves_is_proven() -> None:
+    good = Answering(Status=HostStatus(RIGHT))
+    assert outcome(good, releases.still_proven, "main", PATHS) == []
+    assert "the next deploy.py goes to what group_vars say" in good.logs[0]
+
+    closed = {**RIGHT["services"]["main"], "door_open": False}
+    bad = Answering(Status=HostStatus({**RIGHT, "services": {"main": closed}}))
+    [command] = outcome(bad, releases.still_proven, "main", PATHS)
+    assert "gateway is closed" in command
+
+
+FOUND = {
+    "items": [
+        {"kind": "release", "name": "main-cccccccccccc", "bytes": 0},
+        {"kind": "tree", "name": "/srv/spark/models/x", "bytes": 7_250_000_000},
+        {"kind": "job", "name": "0" * 12, "bytes": 0},
+    ],
+    "bytes": 7_250_000_000,
+    "kept": {"main-aaaaaaaaaaaa": "serves"},
+    "not_ours": ["/srv/spark/models/mine"],
+}
+
+
+@pytest.mark.parametrize("executing", [False, True])
+def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
+    host = Answering(Prunable=FOUND)
+    commands = outcome(host, releases.pruned, {"releases_kept": 2}, PATHS, executing=executing)
+    text = "\n".join(host.logs)
+    assert len(commands) == 1
+    if executing:
+        assert text == ""
+        return
+    assert "7.25 GB  tree /srv/spark/models/x" in text
+    assert "release main-aaaaaaaaaaaa: serves" in text
+    assert "/srv/spark/models/mine: not made by us" in text
+    assert "records of 1 jobs" in text
+
+
+def test_a_prune_with_nothing_to_do_does_nothing() -> None:
+    host = Answering(Prunable={**FOUND, "items": [], "bytes": 0})
+    assert outcome(host, releases.pruned, {}, PATHS) == []
+    assert host.noops == ["nothing can go"]
+
+
+def plan() -> Any:
+    return SimpleNamespace(service="main", name=RELEASE)
+
+
+def status(**service: Any) -> Answering:
+    of_main = {**RIGHT["services"]["main"], **service}
+    return Answering(Status=HostStatus({**RIGHT, "services": {"main": of_main}}))
+
+
+def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
+    stopped = {"at": "2026-11-21T10:00:00Z", "by": "ann@desk", "release": RELEASE}
+    host = status(stopped_by_hand=stopped, active=None)
+    assert outcome(host, serve.switched, plan(), PATHS, 60) == []
+    assert "stopped on purpose by ann@desk and is down since 2026-11-21T10" in host.logs[0]
+    assert "`spark-deploy start` brings it back" in host.logs[0]
+    assert outcome(host, serve.proven, plan(), PATHS) == []
+
+
+def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() -> None:
+    gone_back = {"from": RELEASE, "to": "main-aaaaaaaaaaaa", "at": "then"}
+    host = status(active="main-aaaaaaaaaaaa", good="main-aaaaaaaaaaaa", rolled_back=gone_back)
+    assert len(outcome(host, serve.switched, plan(), PATHS, 60)) == 1
+    assert f"was rolled back from {RELEASE}" in host.logs[0]
+    assert f"group_vars say {RELEASE}" in host.logs[0]
+
+
+def test_a_way_back_is_asked_without_changing_anything() -> None:
+    assert "--dry" in WayBack().command("/t", "main", None)
+    assert "--to main-aaaaaaaaaaaa --dry" in WayBack().command("/t", "main", "main-aaaaaaaaaaaa")
+    assert "prune --dry" in Prunable().command("/t", "{}")
+
+
+class Polled:
+    """A host that answers one command after the other."""
+
+    def __init__(self, *answers: str):
+        self.answers, self.asked, self.logs = list(answers), [], []
+
+    def log(self, text: str, **_: Any) -> None:
+        self.logs.append(text)
+
+    log_styled = log
+
+    def run_shell_command(self, command: Any, **_: Any) -> tuple[bool, Any]:
+        self.asked.append(str(command))
+        out = self.answers.pop(0)
+        return True, SimpleNamespace(stdout=out, stderr="", output=out)
+
+
+def watched(*answers: str) -> tuple[bool, Polled]:
+    host = Polled(*answers)
+    done = change._begin_and_watch(None, host, "switch-begin r", "/t", 60)  # type: ignore[arg-type]
+    return done, host
+
+
+def test_a_change_is_followed_under_the_id_it_was_begun_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(change, "POLL_EVERY_S", 0)
+    done, host = watched(
+        '{"release": "r", "request": "id1", "joined": false}',
+        '{"state": "none"}',
+        '{"state": "running", "phase": "check"}',
+        '{"state": "switched", "phase": "done", "times_s": {"start": 1.0}}',
+    )
+    assert done
+    assert all("switch-poll r id1" in asked for asked in host.asked[1:])
+
+
+def test_a_change_that_never_ran_fails_at_once() -> None:
+    done, host = watched(
+        '{"release": "r", "request": "id1", "joined": false}',
+        '{"state": "not-started", "failed_phase": "begin", "reason": "the unit did not run"}',
+    )
+    assert not done
+    assert "not-started in phase begin: the unit did not run" in host.logs[-1]
