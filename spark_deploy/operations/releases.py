@@ -19,7 +19,7 @@ from spark_deploy.facts.releases import Prunable, WayBack
 from spark_deploy.facts.serve import Status
 from spark_deploy.operations.change import go_back, held_back
 from spark_deploy.operations.failing import Commands, host_errors, refuse, show
-from spark_deploy.operations.running import CommandFailed, run, talking
+from spark_deploy.operations.running import CommandFailed, run, talking, tell
 from spark_deploy.plan.types import Paths
 
 _PRUNE_TIMEOUT_S = 3600
@@ -60,12 +60,6 @@ def _named(release: dict[str, Any] | None) -> str:
     if release is None:
         return "nothing"
     return f"{release['name']} ({release['model']} with {release['profile']})"
-
-
-def tell(text: str) -> None:
-    """Say something once in a run, while predicting, so that a dry run says it too."""
-    if not host.state.is_executing:
-        host.log(text)
 
 
 @operation()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import gevent
 from paramiko import SSHException
@@ -21,6 +22,21 @@ def say(text: str) -> None:
     """Tell the reader something about the current host; only while executing, so only once."""
     if state.is_executing:
         current_host.log(text)
+
+
+_told: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
+
+
+def tell(text: str, colour: str | None = None) -> None:
+    """Tell the reader something once in a run: in its prediction where there is one, else later.
+
+    A dry run only predicts, and a run with ``-y`` predicts nothing.
+    """
+    one = state.inventory.get_host(current_host.name)  # `host` is a proxy, the same for all
+    said = _told.setdefault(one, set())
+    if text not in said:
+        said.add(text)
+        current_host.log_styled(text, fg=colour) if colour else current_host.log(text)
 
 
 class CommandFailed(Exception):  # noqa: N818 - the shell's word

@@ -18,8 +18,9 @@ from spark_deploy.facts.memo import read
 from spark_deploy.facts.serve import HostStatus, Status, UserExists
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.change import change_to, held_back
-from spark_deploy.operations.failing import host_errors, refuse, show
+from spark_deploy.operations.failing import host_errors, refuse
 from spark_deploy.operations.files import place
+from spark_deploy.operations.running import tell
 from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.types import GatewayPlan, Paths, ServePlan
 
@@ -59,7 +60,7 @@ def switched(plan: ServePlan, paths: Paths, timeout_s: int) -> Generator[Any, No
     status = read(Status, tools_dir=paths.tools_dir)
     stopped = status.stopped(plan.service)
     if stopped:
-        say_stopped(stopped)
+        tell(stopped, "yellow")
         host.noop(stopped)
         return
     why = status.unproven(plan.service, plan.name)
@@ -72,16 +73,10 @@ def switched(plan: ServePlan, paths: Paths, timeout_s: int) -> Generator[Any, No
         return
     back = status.service(plan.service).get("rolled_back")
     if back and back["to"] != plan.name:
-        host.log(f"was rolled back from {back['from']} to {back['to']} ({back['at']}); "
-                 f"group_vars say {plan.name}")  # fmt: skip
-    host.log(f"{plan.name}: {why}")
+        tell(f"was rolled back from {back['from']} to {back['to']} ({back['at']}); "
+             f"group_vars say {plan.name}")  # fmt: skip
+    tell(f"{plan.name}: {why}")
     yield change_to(plan.name, paths.tools_dir, timeout_s)
-
-
-def say_stopped(text: str) -> None:
-    """Tell the reader once, and loud enough, that somebody wants this service down."""
-    if host.state.is_executing:
-        show(host, text, colour="yellow")
 
 
 @operation()
