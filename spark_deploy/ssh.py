@@ -1,4 +1,4 @@
-"""Make pyinfra's SSH connections fast: without TCP_NODELAY each command costs 40 ms more."""
+"""Make pyinfra's SSH connections fast, and have them end when the host is gone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,34 @@ import socket
 from pyinfra.api.host import Host
 from pyinfra.api.state import BaseStateCallback, State
 
+GONE_AFTER_S = 60
+_OPTIONS = (
+    # Each command costs 40 ms more without it.
+    (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+    # A host without power or cable says nothing: a command there would wait for ever, and all
+    # other hosts with it.
+    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", GONE_AFTER_S // 4),
+    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", GONE_AFTER_S // 4),
+    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", GONE_AFTER_S * 1000),
+)
+
 
 class NoDelay(BaseStateCallback):
-    """Sets TCP_NODELAY on every connection, reconnects included."""
+    """Sets the options on every connection, reconnects included."""
 
     @staticmethod
     def host_connect(state: State, host: Host) -> None:
-        """Set the option; a connection through another process has no socket to set it on."""
+        """Set the options; a connection through another process has no socket to set them on."""
         client = getattr(host.connector, "client", None)
         transport = client.get_transport() if client else None
         sock = getattr(transport, "sock", None)
         if isinstance(sock, socket.socket):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for level, name, value in _OPTIONS:
+                option = getattr(socket, name, None)  # not every system has all of them
+                if option is not None:
+                    sock.setsockopt(level, option, value)
 
 
 def no_delay(state: State, host: Host) -> None:

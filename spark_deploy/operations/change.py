@@ -6,30 +6,52 @@ import json
 import shlex
 import time
 from typing import Any
+from weakref import WeakSet
 
 import gevent
 from pyinfra.api.command import FunctionCommand
+from pyinfra.api.exceptions import ConnectError
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
+from pyinfra.context import ctx_host
 from pyinfra.context import host as current_host
 
 from spark_deploy.errors import Problem
-from spark_deploy.operations.remote import poll
+from spark_deploy.operations.failing import show
+from spark_deploy.operations.remote import dropped_out, poll
 from spark_deploy.operations.running import SAY_SOMETHING_EVERY_S
 
 POLL_EVERY_S = 2.0
 
 
+_interrupted: WeakSet[Host] = WeakSet()
+_left_alone: WeakSet[Host] = WeakSet()
+
+
+def interrupt(host: Host) -> None:
+    """Note that this host's serving is about to stop: should it be lost now, that may be why."""
+    _interrupted.add(host)
+
+
 def held_back(what: str) -> Problem | None:
     """Say why this host has to wait: what stops serving goes host by host, up to a failure.
+
+    A host that dropped out before its own change says nothing of the change, and blocks nobody.
 
     Args:
         what: what becomes of this host instead.
     """
     state = current_host.state
-    others = [other.name for other in state.inventory if state.results[other].error_ops]
+    others = [
+        other.name
+        for other in state.inventory
+        if state.results[other].error_ops
+        and other not in _left_alone
+        and (other in _interrupted or not dropped_out(other))
+    ]
     if not others:
         return None
+    _left_alone.add(ctx_host.get())  # type: ignore[no-untyped-call]  # pyinfra
     return Problem(
         current_host.name,
         f"{what}, because {', '.join(others)} failed first",
@@ -62,6 +84,16 @@ def go_back(service: str, release: str, tools_dir: str, timeout_s: int) -> Funct
 
 
 def _begin_and_watch(state: State, host: Host, begin: str, tools_dir: str, timeout_s: int) -> bool:
+    interrupt(host)
+    try:
+        return _change(host, begin, tools_dir, timeout_s)
+    except ConnectError as error:
+        fix = "the host finishes the change, or takes it back, by itself; run again when it is back"
+        show(host, str(Problem(f"{host.name}: change", str(error), fix)))
+        return False
+
+
+def _change(host: Host, begin: str, tools_dir: str, timeout_s: int) -> bool:
     tool = shlex.quote(f"{tools_dir}/current/bin/spark-host")
     ok, out, err = poll(host, f"{tool} {begin}")
     if not ok:

@@ -20,7 +20,7 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.reboots import RebootedFor
 from spark_deploy.facts.survey import HostSurvey
-from spark_deploy.operations.change import change_now, held_back
+from spark_deploy.operations.change import change_now, held_back, interrupt
 from spark_deploy.operations.failing import Commands, host_errors, refuse, show
 from spark_deploy.operations.preflight import question, survey_of
 from spark_deploy.operations.promises import promise
@@ -67,6 +67,7 @@ def _reboot(
 ) -> bool:
     marker = shlex.quote(_marker(paths))
     host.log(f"rebooting: {why}")
+    interrupt(host)
     try:
         before = run(host, "cat /proc/sys/kernel/random/boot_id")
         run(host, f"mkdir -p $(dirname {marker}) && cat > {marker} && sync", stdin=why)

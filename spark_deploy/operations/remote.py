@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 
 import gevent
 from paramiko import SSHException
@@ -12,33 +13,56 @@ from pyinfra.api.host import Host
 
 from spark_deploy.operations.running import talking
 
-ATTEMPTS = 40
+# A reboot takes minutes; a host that is away for longer must not hold up the others.
+AWAY_S = 420
 COMMAND_TIMEOUT_S = 60
+_LONGEST_PAUSE_S = 15
 
 
 def poll(host: Host, script: str) -> tuple[bool, str, str]:
     """Run ``script`` as root; return whether it exited with 0, its output and its errors.
 
-    Reconnects with growing pauses when the connection is gone (a reboot takes minutes).
+    Reconnects with growing pauses when the connection is gone.
 
     Raises:
-        ConnectError: the host stayed away for about ten minutes.
+        ConnectError: the host stayed away for ``AWAY_S``.
     """
+    lost_at, pause_s = None, 1
     with talking(host, "waiting for an answer of the host"):
-        for attempt in range(ATTEMPTS):
+        while lost_at is None or time.monotonic() - lost_at < AWAY_S:
             try:
-                if not host.connected:
-                    # Without raising, the next command would meet a client that has no connection.
-                    host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
-                ok, output = host.run_shell_command(
-                    StringCommand("sh", "-c", shlex.quote(script)),
-                    _sudo=True,
-                    _timeout=COMMAND_TIMEOUT_S,
-                )
-                return ok, output.stdout, output.stderr
+                answer = _once(host, script)
+                # A connection that ends in the middle of a command looks like a failed command.
+                if answer[0] or not dropped_out(host):
+                    return answer
+                lost = "closed"
             except (TimeoutError, OSError, EOFError, SSHException, ConnectError) as error:
-                if attempt == 0:
-                    host.log(f"connection lost ({type(error).__name__}), trying again")
-                host.disconnect()
-                gevent.sleep(min(1 + attempt, 20))
-    raise ConnectError(f"{host.name} stayed unreachable")
+                lost = type(error).__name__
+            if lost_at is None:
+                host.log(f"connection lost ({lost}), trying again")
+                lost_at = time.monotonic()
+            host.disconnect()
+            gevent.sleep(pause_s)
+            pause_s = min(pause_s + 1, _LONGEST_PAUSE_S)
+    raise ConnectError(f"{host.name} stayed unreachable for {AWAY_S} s")
+
+
+def _once(host: Host, script: str) -> tuple[bool, str, str]:
+    if not host.connected:
+        # Without raising, the next command would meet a client that has no connection.
+        host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
+    ok, output = host.run_shell_command(
+        StringCommand("sh", "-c", shlex.quote(script)),
+        _sudo=True,
+        _timeout=COMMAND_TIMEOUT_S,
+    )
+    return ok, output.stdout, output.stderr
+
+
+def dropped_out(host: Host) -> bool:
+    """Return whether the connection to a host we had reached is gone."""
+    client = getattr(getattr(host, "connector", None), "client", None)
+    if client is None:  # not over SSH: this machine itself
+        return False
+    transport = client.get_transport()
+    return transport is None or not transport.is_active()
