@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from spark_serve import boot, docker, files, upgrades
 from spark_serve.paths import Paths
+from spark_serve.programs import output_of
 from spark_serve.release import Release, load_if_present
 
 LEVELS = ("quick", "full", "deep")
@@ -20,13 +20,13 @@ def versions() -> dict[str, str]:
     """Return the versions whose change asks for a new proof; absent parts are ``""``."""
     with ThreadPoolExecutor(max_workers=3) as pool:
         daemon = pool.submit(docker.ask, "/version", 5)
-        toolkit = pool.submit(_first_line, ("nvidia-ctk", "--version"))
+        toolkit = pool.submit(output_of, "nvidia-ctk", "--version")
         driver = pool.submit(_driver)
         return {
             "kernel": os.uname().release,
             "driver": driver.result(),
             "docker": str((daemon.result() or {}).get("Version", "")),
-            "toolkit": _version_in(toolkit.result()),
+            "toolkit": _version_in(toolkit.result() or ""),
         }
 
 
@@ -40,29 +40,13 @@ def _driver() -> str:
     if loaded.is_file():
         # "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.159.03  Release Build"
         return _version_in(loaded.read_text().splitlines()[0])
-    asked = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return _first_line(asked)
+    asked = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return asked.splitlines()[0].strip() if asked else ""
 
 
 def _version_in(text: str) -> str:
     match = re.search(r"\b\d+\.\d+(\.\d+)*\S*", text)
     return match[0] if match else ""
-
-
-def _first_line(argv: tuple[str, ...]) -> str:
-    try:
-        said = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-            env={**os.environ, "LC_ALL": "C"},
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    lines = said.stdout.splitlines()
-    return lines[0].strip() if said.returncode == 0 and lines else ""
 
 
 def read(release: str, paths: Paths) -> dict[str, Any] | None:

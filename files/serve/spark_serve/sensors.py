@@ -6,10 +6,9 @@ each is a number or absent. Field names: ``nvidia-smi --help-query-gpu`` of driv
 
 from __future__ import annotations
 
-import os
-import subprocess
 from dataclasses import dataclass
 
+from spark_serve.programs import output_of
 from spark_serve.release import Watch
 
 _FIELDS = ("temperature.gpu", "clocks.current.sm", "power.draw", "utilization.gpu")
@@ -37,19 +36,9 @@ class Reading:
 
 def read() -> Reading | None:
     """Return what nvidia-smi says; ``None`` where it is absent or does not answer."""
-    argv = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-            env={**os.environ, "LC_ALL": "C"},
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return parse(said.stdout) if said.returncode == 0 else None
+    query = f"--query-gpu={','.join(_FIELDS)}"
+    said = output_of("nvidia-smi", query, "--format=csv,noheader,nounits")
+    return None if said is None else parse(said)
 
 
 def parse(text: str) -> Reading | None:

@@ -18,7 +18,6 @@ from spark_serve import (
     jobs,
     memory,
     proof,
-    switch,
     systemd,
     upgrades,
     watch,
@@ -26,6 +25,7 @@ from spark_serve import (
 from spark_serve import release as releases
 from spark_serve.engine import Engine, EngineError
 from spark_serve.paths import Paths
+from spark_serve.record import boot_id
 from spark_serve.release import Release
 
 _SERVE_FIELDS = (
@@ -72,7 +72,7 @@ def status(paths: Paths, live: bool) -> dict[str, Any]:
         "reboot_pending": upgrades.reboot_pending(),
         "live": _live([r for r in known if _is_active(r, units)], paths) if live else None,
         "events": {name: watch.events(name, paths) for name in services},
-        "boot_id": switch.boot_id(),
+        "boot_id": boot_id(),
     }
 
 

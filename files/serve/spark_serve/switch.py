@@ -16,7 +16,6 @@ from typing import Any
 
 from spark_serve import (
     boot,
-    change,
     docker,
     door,
     files,
@@ -31,6 +30,7 @@ from spark_serve.check import runner
 from spark_serve.engine import Engine, EngineError
 from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
+from spark_serve.record import Record, boot_id
 from spark_serve.release import Release, load, load_if_present, service_of
 
 _TELL_S = 5.0
@@ -39,75 +39,6 @@ _TAIL_LINES = 40
 
 class TrialError(Exception):
     """The candidate did not become a proven server; the message is a plain sentence."""
-
-
-class Record:
-    """The switch's result file, rewritten at every step.
-
-    Args:
-        release: The candidate.
-        paths: Where the file goes.
-    """
-
-    def __init__(self, release: Release, paths: Paths):
-        self._path = paths.switch(release.name)
-        self._began = time.monotonic()
-        self.data: dict[str, Any] = {
-            "schema_version": 1,
-            "release": release.name,
-            "service": release.service,
-            "state": "running",
-            "phase": None,
-            "progress": None,
-            "reason": None,
-            "failed_phase": None,
-            "failed_checks": [],
-            "log_tail": [],
-            "bench": [],
-            "previous": None,
-            "serving": None,
-            "started_at": files.now(),
-            "ended_at": None,
-            "boot_id": boot_id(),
-            # Whose outcome this is: the request that was made, and the unit's run.
-            "request": change.request_of(release.name, paths),
-            "invocation_id": os.environ.get("INVOCATION_ID"),
-            "times_s": {},
-        }
-
-    def set(self, **values: Any) -> None:
-        """Change fields and write the file."""
-        self.data.update(values)
-        files.write_json(self._path, self.data)
-
-    def tell(self, text: str) -> None:
-        """Show what is going on, in the journal and to whoever polls."""
-        serve.say(text)
-        self.set(progress=text)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Name and time one step."""
-        serve.say(f"phase={name}")
-        self.set(phase=name, progress=None)
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.data["times_s"][name] = round(time.monotonic() - start, 3)
-
-    def end(self, state: str, serving: str | None) -> None:
-        """Write the final state."""
-        self.data["times_s"]["total"] = round(time.monotonic() - self._began, 3)
-        self.set(state=state, phase="done", serving=serving, ended_at=files.now(), progress=None)
-        reason = self.data["reason"]
-        serve.say(f"{state}: serving {serving or 'nothing'}" + (f"; {reason}" if reason else ""))
-
-
-def boot_id() -> str:
-    """Return the kernel's id of this boot."""
-    with open("/proc/sys/kernel/random/boot_id") as source:
-        return source.read().strip()
 
 
 def switch(name: str, paths: Paths) -> int:

@@ -6,9 +6,10 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
+
+from spark_serve.programs import output_of
 
 # The program whose package a version belongs to.
 _PROGRAMS = {"docker": "dockerd", "toolkit": "nvidia-ctk"}
@@ -31,9 +32,9 @@ def packages() -> dict[str, str]:
     found = {}
     for part, program in _PROGRAMS.items():
         path = shutil.which(program)
-        owner = _dpkg("-S", os.path.realpath(path)) if path else ""
+        owner = (path and output_of("dpkg-query", "-S", os.path.realpath(path))) or ""
         name = owner.partition(":")[0].partition(",")[0].strip()
-        version = _dpkg("-W", "-f", "${Version}", name) if name else ""
+        version = name and output_of("dpkg-query", "-W", "-f", "${Version}", name)
         if version:
             found[part] = f"{name}={version}"
     return found
@@ -114,18 +115,3 @@ def _system() -> str:
         return platform.freedesktop_os_release()["NAME"].removesuffix(" GNU/Linux")
     except (OSError, KeyError):
         return "Ubuntu"
-
-
-def _dpkg(*words: str) -> str:
-    try:
-        said = subprocess.run(
-            ["dpkg-query", *words],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-            env={**os.environ, "LC_ALL": "C"},
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return said.stdout.strip() if said.returncode == 0 else ""

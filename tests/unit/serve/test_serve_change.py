@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from spark_serve import boot, change, docker, files, switch, systemd
 from spark_serve.errors import HostToolError
+from spark_serve.record import Record, boot_id
 from stub_host import Host
 
 A, B, C = (f"main-{digit * 12}" for digit in "abc")
@@ -133,7 +134,7 @@ def test_the_record_of_a_switch_says_whose_outcome_it_is(
     release = host.release(A)
     begun = change.begin(A, host.paths)
     monkeypatch.setenv("INVOCATION_ID", "this-run")
-    written = switch.Record(release, host.paths).data
+    written = Record(release, host.paths).data
     assert (written["request"], written["invocation_id"]) == (begun["request"], "this-run")
 
 
@@ -141,7 +142,7 @@ def test_a_killed_switch_is_only_finished_by_its_own_run(
     host: Host, systemctl: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.release(A)
-    left = {"state": "running", "phase": "start", "boot_id": switch.boot_id(), "previous": None}
+    left = {"state": "running", "phase": "start", "boot_id": boot_id(), "previous": None}
     record(host, **left, invocation_id="an-earlier-run")
     monkeypatch.setenv("INVOCATION_ID", "this-run")
 
