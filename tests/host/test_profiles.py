@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.clients import clients, outages_s, own_overhead_s
 from tests.host.conftest import Fleet
 from tests.labkit import CHECKOUT, Guest, lab
 
@@ -96,6 +99,36 @@ def test_a_profile_round_trip_ends_where_it_began_and_shares_one_tree(fleet: Fle
     assert guest.argv() == argv
     assert_runs_as_declared(guest, "v2")
     assert guest.run("ls -i /srv/spark/models") == trees
+    assert fleet.site.deploy().changed == []
+
+
+def test_clients_go_through_a_round_trip_without_a_wrong_answer(
+    fleet: Fleet, record_property: Callable[[str, object], None]
+) -> None:
+    fleet.settle(profile="v2-tq")
+    fleet.settle()
+    guest = fleet.guests[0]
+    first, state = guest.release(), guest.state()
+
+    with clients(guest, guest.names()[0]) as seen:
+        runs = []
+        for profile in ("v2-tq", "v2"):
+            fleet.site.choose(profile=profile)
+            runs.append(fleet.site.deploy("--limit", guest.name))
+            parts = guest.json(f"cat /var/lib/spark/switch/{guest.release()}.json")["times_s"]
+            record_property(f"outage_s to {profile}", json.dumps(parts))
+            assert set(parts) >= {"drain", "stop", "memory", "start", "check", "open", "enable"}
+            assert own_overhead_s(parts) < 5.0, parts
+
+    assert [run.exit_code for run in runs] == [0, 0], runs[-1].stderr[-3000:]
+    for run in runs:
+        assert all(f"{part} " in run.stderr for part in ("drain", "stop", "memory", "check"))
+    assert {one.kind for one in seen} == {"right", "refused"}, [
+        one.text for one in seen if one.kind == "other"
+    ]
+    assert len(outages_s(seen)) == 2
+    record_property("outage_s by the clients", json.dumps(outages_s(seen)))
+    assert (guest.release(), guest.state()) == (first, state)
     assert fleet.site.deploy().changed == []
 
 
