@@ -385,13 +385,8 @@ class Site:
         )  # fmt: skip
 
     def tool(self, command: str, *arguments: str, timeout_s: float = 300) -> tuple[int, str]:
-        """Run ``spark-deploy COMMAND`` for this inventory; return exit code and both outputs."""
-        done = subprocess.run(
-            [sys.executable, "-m", "spark_deploy", command, str(self.root / "inventory/lab.py"),
-             *self._limit(arguments), *arguments],
-            cwd=CHECKOUT, capture_output=True, text=True, timeout=timeout_s, check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        """Run a ``spark-deploy`` command that acts on hosts; return exit code and both outputs."""
+        done = self.look(command, *arguments, timeout_s=timeout_s)
         return done.returncode, done.stdout + done.stderr
 
     def start(self, *arguments: str, deploy: str = "deploy.py") -> subprocess.Popen[str]:
