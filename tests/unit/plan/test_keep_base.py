@@ -11,7 +11,7 @@ from spark_deploy.cli.plan import lines
 from spark_deploy.errors import PlanError
 from spark_deploy.facts.disk import Place
 from spark_deploy.lock import read_lock
-from spark_deploy.plan.check import check_pairs
+from spark_deploy.plan.check import check_pair
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.jobs import discard_jobs_of, jobs_of
 from spark_deploy.plan.types import PayloadIdentity
@@ -47,7 +47,7 @@ def test_a_tree_that_needs_its_base_refuses_to_let_it_go(profile, choices, said,
     with pytest.raises(PlanError, match="fix: ") as refused:
         plan_of(tmp_path, profile, **choices)
     assert said in str(refused.value)
-    before_any_lock = check_pairs(settings_of(tmp_path, profile, **choices))
+    before_any_lock = check_pair(settings_of(tmp_path, profile, **choices))
     assert [said in str(problem) for problem in before_any_lock] == [True]
 
 
