@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from spark_checkpoint.errors import GateRefused
@@ -50,7 +51,7 @@ def _remove(base: Path) -> tuple[int, int]:
     receipt = base / RECEIPT_NAME
     for path in sorted(base.rglob("*"), key=lambda path: (path == receipt, -len(path.parts))):
         if path.is_dir() and not path.is_symlink():
-            path.rmdir()
+            os.rmdir(path)
             continue
         status = path.lstat()
         if status.st_nlink == 1:
@@ -59,7 +60,7 @@ def _remove(base: Path) -> tuple[int, int]:
             shared += status.st_size
         if path == receipt:
             sync_dir(base)
-        path.unlink()
-    base.rmdir()
+        os.unlink(path)
+    os.rmdir(base)
     sync_dir(base.parent)
     return freed, shared
