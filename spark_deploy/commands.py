@@ -104,9 +104,8 @@ def engine_environment(profile: Profile, *, plugin: bool, start_timeout_s: int) 
 
 
 def container_arguments() -> tuple[str, ...]:
-    """Return arguments of ``docker run`` that every release has."""
+    """Return arguments of ``docker run`` that every release has; the GPU's follow from the host."""
     return (
-        "--runtime=nvidia",
         "--network=none",
         # Shared memory comes out of the one pool anyway; a private limit only adds a way to fail.
         "--ipc=host",

@@ -46,7 +46,11 @@ echo '== daemon-json'
 [ -e {DAEMON_JSON} ] && {{ stat -c 'mtime=%.Y' {DAEMON_JSON}; cat {DAEMON_JSON}; }}
 echo '== info'
 command -v docker >/dev/null 2>&1 && timeout 30 docker info --format '{_INFO_FORMAT}'
+echo '== engine-cdi'
+command -v docker >/dev/null 2>&1 &&
+  timeout 30 docker info | sed -n '/^ CDI spec directories:/,/^ Swarm:/p'
 echo '== toolkit'; nvidia-ctk --version
+echo '== runtime'; command -v nvidia-container-runtime
 echo '== toolkit-mode'
 sed -n 's/^ *mode *= *"\([a-z]*\)".*/\1/p' /etc/nvidia-container-runtime/config.toml
 echo '== cdi'
@@ -82,7 +86,9 @@ class Docker:
     info: dict[str, Any]  # {} when the daemon does not answer
     toolkit_version: str
     toolkit_mode: str  # "auto" | "legacy" | "cdi" | ""
+    runtime: str  # path of NVIDIA's runtime; "" when the toolkit came without
     cdi: tuple[CdiSpec, ...]
+    cdi_directories: tuple[str, ...]  # that the daemon reads; empty when it has no CDI
     driver_version: str
     kernel: str
     serving: tuple[str, ...]
@@ -142,7 +148,9 @@ def parse(output: Sequence[str]) -> Docker:
         info=json_object(found.get("info", ())),
         toolkit_version=toolkit_version(found.get("toolkit", ())),
         toolkit_mode=next(iter(found.get("toolkit-mode", ())), ""),
+        runtime=next(iter(found.get("runtime", ())), ""),
         cdi=tuple(_cdi(line) for line in found.get("cdi", ())),
+        cdi_directories=_below(found.get("engine-cdi", ()), "CDI spec directories:"),
         driver_version=driver[0]
         if driver
         else gpu.module_version("\n".join(found.get("module", ()))),
@@ -167,6 +175,19 @@ def toolkit_version(lines: Iterable[str]) -> str:
     """Read `nvidia-ctk --version`."""
     found = re.search(r"CLI version (\S+)", "\n".join(lines))
     return found.group(1) if found else ""
+
+
+def _below(lines: Iterable[str], heading: str) -> tuple[str, ...]:
+    """Return the items that `docker info` lists, one step further in, below a heading."""
+    found: list[str] = []
+    inside = False
+    for line in lines:
+        if inside and not line.startswith("  "):
+            break
+        if inside:
+            found.append(line.strip())
+        inside = inside or line == f" {heading}"
+    return tuple(found)
 
 
 def _cdi(line: str) -> CdiSpec:

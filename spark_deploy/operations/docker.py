@@ -16,7 +16,7 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.docker import DAEMON_JSON, Docker, DockerState
 from spark_deploy.facts.memo import read
 from spark_deploy.managed import ManagedFile, archive, unpack_script
-from spark_deploy.operations import apt, docker_engine
+from spark_deploy.operations import apt, docker_engine, gpu_access
 from spark_deploy.operations.failing import Commands, host_errors, refuse
 from spark_deploy.operations.running import say
 from spark_deploy.plan.types import DockerPlan
@@ -46,8 +46,15 @@ def missing(plan: DockerPlan, state: Docker) -> tuple[str, ...]:
 
 def wanted_keys(plan: DockerPlan, state: Docker) -> dict[str, Any]:
     """Return the keys of daemon.json we answer for, with the runtime the file will have."""
-    full = daemon_json.with_runtime(daemon_json.parse(state.daemon_json or ""), plan.daemon)
-    return {**plan.daemon, "runtimes": full["runtimes"]}
+    full = wanted_file(plan, state, daemon_json.parse(state.daemon_json or ""))
+    return {**plan.daemon, **({"runtimes": full["runtimes"]} if "runtimes" in full else {})}
+
+
+def wanted_file(plan: DockerPlan, state: Docker, present: Mapping[str, Any]) -> dict[str, Any]:
+    """Return daemon.json as it shall be; without a runtime that the host does not have."""
+    if gpu_access.without_runtime(state):
+        return daemon_json.merged(present, plan.daemon)
+    return daemon_json.with_runtime(present, plan.daemon)
 
 
 @operation()
@@ -90,7 +97,8 @@ def engine(plan: DockerPlan) -> Commands:
 @host_errors
 def daemon_config(plan: DockerPlan) -> Commands:
     """Have our keys in daemon.json, merged; every other key stays as it is."""
-    text = state_of(plan).daemon_json
+    state = state_of(plan)
+    text = state.daemon_json
     try:
         present = daemon_json.parse(text or "")
     except ValueError as error:
@@ -102,7 +110,7 @@ def daemon_config(plan: DockerPlan) -> Commands:
             )
         )
         return
-    wanted = daemon_json.with_runtime(present, plan.daemon)
+    wanted = wanted_file(plan, state, present)
     if text is not None and wanted == present:
         host.noop("daemon.json has our keys")
         return
@@ -160,7 +168,7 @@ def not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
 @operation()
 @host_errors
 def cdi_specification(plan: DockerPlan) -> Commands:
-    """Have a CDI specification that belongs to the driver, where the host uses CDI at all.
+    """Have a CDI specification of this driver, where the host uses CDI at all.
 
     A specification left over from an older driver names libraries that are gone, and docker 29
     resolves `--gpus` through it.
@@ -174,6 +182,10 @@ def cdi_specification(plan: DockerPlan) -> Commands:
         and state.driver_version
         and spec.driver_version != state.driver_version
     ]
+    if gpu_access.lacks_specification(state):
+        say(f"containers get the GPU through CDI: {gpu_access.SPECIFICATION} is made")
+        yield f"nvidia-ctk cdi generate --output={gpu_access.SPECIFICATION}"
+        return
     if not stale:
         host.noop("CDI is not used" if not state.cdi else "CDI belongs to the driver")
         return
@@ -192,10 +204,12 @@ def gpu_container(plan: DockerPlan) -> Commands:
     if not current_state.is_executing and isinstance(old, dict):
         # Predicting: what cannot be read now (docker is down) will most likely be as it was.
         key = {name: value or old.get(name, "") for name, value in key.items()}
-    if old == key:
+    # The engine is started with the receipt's words, so they count like a version.
+    wanted = key["gpu_through"].split()
+    if old == key and state.receipt.get("docker_arguments") == wanted:
         host.noop(f"a container saw {state.receipt.get('gpu', 'the GPU')} with these versions")
         return
-    if isinstance(old, dict):
+    if isinstance(old, dict) and old != key:
         changed = [
             f"{name} {old.get(name)} -> {new}" for name, new in key.items() if old.get(name) != new
         ]

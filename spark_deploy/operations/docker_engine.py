@@ -14,6 +14,7 @@ from spark_deploy import daemon_json
 from spark_deploy.errors import Problem
 from spark_deploy.facts import containers, sections
 from spark_deploy.facts.docker import Docker, DockerState
+from spark_deploy.operations import gpu_access
 from spark_deploy.operations.failing import show
 from spark_deploy.operations.running import CommandFailed, run, talking
 from spark_deploy.plan.types import DockerPlan
@@ -121,6 +122,8 @@ def proof_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
         "docker": str(state.info.get("ServerVersion", "")),
         "toolkit": state.toolkit_version,
         "mode": state.toolkit_mode,
+        # Unknown while the daemon is down: it says whether it reads CDI specifications.
+        "gpu_through": " ".join(gpu_access.arguments(state)) if state.info else "",
         "driver": state.driver_version,
         "kernel": state.kernel,
     }
@@ -133,11 +136,17 @@ def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
     without any GPU.
     """
     image = shlex.quote(plan.check_image)
+    seen = _look(host, question)
+    problem = gpu_access.problem(seen)
+    if problem is not None:
+        show(host, str(problem))
+        return False
+    through = gpu_access.arguments(seen)
     try:
         with talking(host, f"container check with {plan.check_image}"):
             lines = run(
                 host,
-                "docker run --rm --network none --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all "
+                f"docker run --rm --network none {' '.join(through)} -e NVIDIA_VISIBLE_DEVICES=all "
                 f"-e NVIDIA_DRIVER_CAPABILITIES=utility,compute {image} nvidia-smi -L",
                 timeout_s=1800,
             )
@@ -150,7 +159,9 @@ def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
         return False
     receipt = {
         "schema_version": 1,
-        "key": proof_key(plan, _look(host, question)),
+        "key": proof_key(plan, seen),
+        # The engine is started with these.
+        "docker_arguments": through,
         "gpu": gpus[0].partition(" (UUID")[0],
     }
     path = shlex.quote(plan.receipt_path)

@@ -10,6 +10,10 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import quote
 
+from spark_serve import files
+from spark_serve.errors import HostToolError
+from spark_serve.paths import Paths
+
 API_SOCKET = "/var/run/docker.sock"
 
 
@@ -38,6 +42,27 @@ def ask(path: str, timeout_s: float = 10) -> Any:
         return None
     finally:
         connection.close()
+
+
+def gpu_arguments(paths: Paths) -> tuple[str, ...]:
+    """Return the arguments with which a container was proven to see the GPU of this host."""
+    receipt = files.read_json(paths.gpu_receipt) or {}
+    if "docker_arguments" not in receipt:
+        raise HostToolError(
+            str(paths.gpu_receipt),
+            "does not say how a container gets at the GPU",
+            "run the deploy again",
+        )
+    return tuple(str(word) for word in receipt["docker_arguments"])
+
+
+def gpu_problem(paths: Paths) -> HostToolError | None:
+    """Return why no engine can be given the GPU; ``None`` when that was proven."""
+    try:
+        gpu_arguments(paths)
+    except HostToolError as error:
+        return error
+    return None
 
 
 def is_up() -> bool:

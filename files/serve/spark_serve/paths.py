@@ -50,6 +50,11 @@ class Paths:
         """Return the directory of a job."""
         return self.state / "jobs" / digest12
 
+    @property
+    def gpu_receipt(self) -> Path:
+        """Return the deploy's proof that a container sees the GPU."""
+        return self.state / "receipts" / "gpu-container.json"
+
     def proof(self, release: str) -> Path:
         """Return the file of the last check of a release."""
         return self.state / "proofs" / f"{release}.json"

@@ -37,6 +37,7 @@ def prepare(name: str, paths: Paths) -> int:
     door.close(release.service, paths)
     _wait_for_docker()
     docker.remove_container(release.container)
+    docker.gpu_arguments(paths)
     _prove_parts(release)
     memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, say)
     directory = paths.service_run(release.service)
@@ -101,6 +102,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
         argv += ["--mount", text + (",readonly" if mount.read_only else "")]
     for key, _ in release.engine.env:
         argv += ["--env", key]
+    argv += docker.gpu_arguments(paths)
     return [*argv, *release.engine.docker_args, release.image_tag, *release.engine.argv]
 
 

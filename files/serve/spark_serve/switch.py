@@ -121,6 +121,7 @@ def _refusal(release: Release, paths: Paths, record: Record) -> HostToolError | 
             )
         return (
             serve.part_problem(release)
+            or docker.gpu_problem(paths)
             or gateway.problem(release, paths)
             or memory.problem(release.memory.needed_bytes)
         )

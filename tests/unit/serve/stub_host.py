@@ -117,10 +117,17 @@ class Host:
         path.write_text(json.dumps(data))
         return gateway_settings.load("main", self.paths)
 
+    def proven_gpu(self, *arguments: str) -> None:
+        """Write the deploy's proof that a container sees the GPU with these arguments."""
+        self.paths.gpu_receipt.parent.mkdir(parents=True, exist_ok=True)
+        self.paths.gpu_receipt.write_text(json.dumps({"docker_arguments": arguments}))
+
     def release(self, name: str = RELEASE, **changes: Any) -> Release:
         """Write a release and return it as the tools read it."""
         if not self.paths.gateway_settings("main").exists():
             self.gateway()
+        if not self.paths.gpu_receipt.exists():
+            self.proven_gpu("--runtime=nvidia")
         folder = self.paths.releases / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "release.json").write_text(json.dumps(release_data(name, **changes)))
