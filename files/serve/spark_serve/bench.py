@@ -194,7 +194,9 @@ def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Ans
         "max_tokens": min(_TOKENS, release.check.max_model_len // 4),
         "temperature": 0,
         "seed": 1,
+        # A model that is done early goes on with special tokens: they take as long as words.
         "ignore_eos": True,
+        "skip_special_tokens": False,
         "stream": True,
         "stream_options": {"include_usage": True},
         "chat_template_kwargs": {"enable_thinking": False},
@@ -202,13 +204,18 @@ def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Ans
     began = time.monotonic()
     first, last, tokens = 0.0, began, 0
     for event in engine.stream_chat(body, timeout_s):
-        if any((c.get("delta") or {}).get("content") for c in event.get("choices") or ()):
+        if any(_said(choice.get("delta") or {}) for choice in event.get("choices") or ()):
             last = time.monotonic()
             first = first or last
         tokens = int((event.get("usage") or {}).get("completion_tokens") or tokens)
     if not first:
         raise EngineError("a streamed answer came without text")
     return Answer(tokens, began, first, last)
+
+
+def _said(delta: dict[str, Any]) -> bool:
+    """Tell whether an event carries text; some templates think however they are asked not to."""
+    return any(delta.get(key) for key in ("content", "reasoning", "reasoning_content"))
 
 
 def _prompt(mark: str) -> str:
