@@ -136,6 +136,7 @@ def fetch_job(source: SourcePlan, paths: Paths, tree: CheckpointPlan | None = No
             for file in source.files
         ],
         "urls": urls,
+        "pieces": tree is not None and tree.builder["layout"] == "full",
         "look_in": list(source.look_in),
         "token_file": _token_file(paths, source.token_needed),
         "parallel": source.parallel,

@@ -27,13 +27,13 @@ class _Hasher(Protocol):
 class ContentHash:
     """The hashes of one file as its bytes pass: sha256 always, git blob sha1 when asked for.
 
-    The pieces are hashed too: a build that copies them is then spared a second hash.
+    With pieces where the order asks for them: a build that copies them is spared a second hash.
     """
 
     def __init__(self, file: FetchFile):
         self._file = file
         self._sha256: _Hasher = hashlib.sha256()
-        self._pieces = PieceHasher()
+        self._pieces = PieceHasher() if file.with_pieces else None
         self._git: _Hasher | None = None
         if file.git_sha1 is not None:
             # Git names a blob by a hash of this prefix and the content; no security rests on it.
@@ -42,7 +42,8 @@ class ContentHash:
     def update(self, data: bytes | memoryview) -> None:
         """Take the next bytes."""
         self._sha256.update(data)
-        self._pieces.update(data)
+        if self._pieces is not None:
+            self._pieces.update(data)
         if self._git is not None:
             self._git.update(data)
 
@@ -53,7 +54,7 @@ class ContentHash:
 
     def proof(self) -> Proof:
         """Return all hashes of what passed."""
-        return Proof(self.sha256, self._pieces.pieces())
+        return Proof(self.sha256, self._pieces.pieces() if self._pieces is not None else ())
 
     def mismatch(self) -> str | None:
         """Say how the content differs from what was locked; None when it is right."""

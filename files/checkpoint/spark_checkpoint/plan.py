@@ -79,6 +79,7 @@ class FetchFile:
     size_bytes: int
     sha256: str | None
     git_sha1: str | None
+    with_pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,13 @@ def load_fetch_plan(path: Path) -> FetchPlan:
     """Read and check FETCH.json; all problems are reported at once."""
     document = _load(path, "fetch.schema.json")
     files = tuple(
-        FetchFile(item["path"], item["size_bytes"], item.get("sha256"), item.get("git_sha1"))
+        FetchFile(
+            item["path"],
+            item["size_bytes"],
+            item.get("sha256"),
+            item.get("git_sha1"),
+            with_pieces=document.get("pieces", False),
+        )
         for item in document["files"]
     )
     _check_paths([file.path for file in files], path)

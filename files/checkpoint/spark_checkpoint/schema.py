@@ -17,6 +17,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
     "number": (int, float),
+    "boolean": (bool,),
     "null": (type(None),),
 }
 _ANNOTATIONS = frozenset({"$schema", "title", "description", "default", "examples"})
@@ -68,8 +69,8 @@ def problems(value: Any, schema: dict[str, Any], where: str = "") -> list[str]:
 
 def _has_type(value: Any, types: str | list[str]) -> bool:
     names = [types] if isinstance(types, str) else types
-    if isinstance(value, bool):
-        return False
+    if isinstance(value, bool):  # to Python a whole number, to JSON a type of its own
+        return "boolean" in names
     return any(isinstance(value, _TYPES[name]) for name in names)
 
 

@@ -304,6 +304,7 @@ BAD_ORDERS = {
     "no hash": (["files", 0, "sha256"], None, "sha256: is missing"),
     "a short commit": (["commit"], "abc", "commit: 'abc' does not match"),
     "an unknown key": (["speed"], 1, "speed: is not a key here"),
+    "a word for yes or no": (["pieces"], "yes", "pieces: must be boolean, not str"),
     "no source": (["urls"], [], "names no source"),
 }
 
@@ -327,9 +328,17 @@ def test_a_bad_order_is_refused_before_anything_is_made(order, tmp_path, case):
 def test_a_receipt_names_the_pieces_of_a_large_file_however_its_bytes_came(order, source, tmp_path):
     data = os.urandom((9 << 20) + 5)
     (source / "file-1.bin").write_bytes(data)
-    path = order()
+    path = order(pieces=True)
     assert run_broken("fetch", path, number=6, names=["write"]).returncode == -9
     run_tool("fetch", path)
     files = json.loads((tmp_path / "out/receipt.json").read_text())["files"]
     pieces = {file["path"]: file["pieces"] for file in files if "pieces" in file}
     assert pieces == {"file-1.bin": piece_lines(data, 4 << 20)}
+
+
+def test_pieces_are_hashed_only_for_an_order_that_wants_them(order, source, tmp_path):
+    (source / "file-1.bin").write_bytes(os.urandom(9 << 20))
+    run_tool("fetch", order())
+    files = json.loads((tmp_path / "out/receipt.json").read_text())["files"]
+    assert [file["path"] for file in files if "pieces" in file] == []
+    run_tool("verify", tmp_path / "out", "--full")

@@ -115,3 +115,12 @@ def test_room_is_asked_only_for_what_will_be_written(choices, tree_bytes, wanted
     )
     (found,) = demands(needs, replace(survey(), places=places))
     assert found.needed_bytes == wanted_gib * GIB
+
+
+@pytest.mark.parametrize(("layout", "wanted"), [("overlay", False), ("full", True)])
+def test_a_download_is_hashed_by_pieces_only_for_a_layout_that_copies_them(
+    layout, wanted, tmp_path
+):
+    plan = plan_of(tmp_path, **{"checkpoint.layout": layout})
+    (order,) = jobs_of(plan, ())[0].inputs
+    assert json.loads(order.content)["pieces"] is wanted
