@@ -20,8 +20,8 @@ venv: .venv/installed ## the controller's Python environment, pinned with hashes
 
 # What fits into 25 minutes on two cores; `make host faults` runs all lab tests.
 GATE := tests/unit tests/engine/test_engine_sources.py \
-  tests/host/test_converge.py tests/host/test_looks.py tests/host/test_controller.py \
-  tests/host/test_drift.py tests/host/test_profiles.py \
+  tests/host/test_converge.py tests/host/test_looks.py tests/host/test_drift.py \
+  tests/host/test_profiles.py \
   tests/faults/test_hosts.py tests/faults/test_sources.py tests/faults/test_misbehaving_engine.py \
   tests/faults/test_killed_controller.py
 

@@ -160,6 +160,5 @@ def test_the_real_engine_serves_the_hybrid_that_our_builder_made(fleet: Fleet) -
     assert "Paris" in body["choices"][0]["message"]["content"]
     assert "spark portable mode" in log
     assert proof["portable"]
-    assert proof["bench"]["one_stream_tokens_per_s"]["median"] > 0
     assert "vllm:generation_tokens_total" in metrics
     assert fleet.site.deploy("--limit", one.name).changed == []
