@@ -18,6 +18,9 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
         os.fchmod(descriptor, mode)
         os.write(descriptor, text.encode())
         os.fsync(descriptor)
+    except OSError:
+        aside.unlink()
+        raise
     finally:
         os.close(descriptor)
     os.replace(aside, path)

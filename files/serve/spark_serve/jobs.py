@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -120,7 +121,11 @@ def run(digest12: str, paths: Paths) -> int:
         tail.append(f"error: {job.title}: ended without its proof {job.proof}")
         print(tail[-1], flush=True)
         code = 5
-    _write_status(directory, "done" if code == 0 else "failed", code, started, tail)
+    try:
+        _write_status(directory, "done" if code == 0 else "failed", code, started, tail)
+    except OSError as error:
+        # Where the disk is full the exit code and the journal tell it; see _entry.
+        print(f"{directory}/status.json: not written, errno {error.errno}", flush=True)
     return code
 
 
@@ -178,11 +183,13 @@ def _follow(output: IO[str] | None, directory: Path, tail: deque[str]) -> None:
         text = line.rstrip("\n")
         print(text, flush=True)
         tail.append(text)
-        if text.startswith("phase="):
-            files.write_text(directory / "progress", text + "\n")
-        elif time.monotonic() - written > _TAIL_PERIOD_S:
-            files.write_text(directory / "tail", "\n".join(tail) + "\n")
-            written = time.monotonic()
+        # For people who look; a disk too full for it must not end the work without its own words.
+        with contextlib.suppress(OSError):
+            if text.startswith("phase="):
+                files.write_text(directory / "progress", text + "\n")
+            elif time.monotonic() - written > _TAIL_PERIOD_S:
+                files.write_text(directory / "tail", "\n".join(tail) + "\n")
+                written = time.monotonic()
 
 
 def _standard_input(job: Job) -> IO[bytes]:
@@ -207,7 +214,7 @@ def _write_status(
 
 def poll(digests: list[str], paths: Paths) -> list[dict[str, Any]]:
     """Return one entry per job: what it is, where it stands, what it last said."""
-    fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "ActiveEnterTimestampMonotonic")
+    fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
     units = systemd.show([unit_of(digest) for digest in digests], fields)
     entries = [_entry(digest, units.get(unit_of(digest), {}), paths) for digest in digests]
     return _with_dependencies(dict(zip(digests, entries, strict=True)), paths)
@@ -249,6 +256,8 @@ def _entry(digest12: str, unit: systemd.UnitState, paths: Paths) -> dict[str, An
     status = files.read_json(directory / "status.json") or {}
     state, result = _judge(job, unit, status, paths)
     tail = list(status.get("last_lines") or ()) or _lines_of(directory / "tail")
+    if state == "failed" and status.get("state") == "running":
+        tail = systemd.journal(unit.get("InvocationID", ""), unit_of(digest12), _TAIL_LINES) or tail
     progress = _progress(directory / "progress", job) if state == "running" else None
     return {
         "digest": job.digest,

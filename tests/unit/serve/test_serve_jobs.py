@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_serve import jobs, systemd
+from spark_serve import files, jobs, systemd
 from stub_host import Host
 
 D12 = "0123456789ab"
@@ -200,3 +201,35 @@ def test_a_tree_that_some_release_loads_is_not_removed(
     assert jobs.run(D12, host.paths) == 0
     assert base.exists()
     assert f"kept, {name} can serve it" in capsys.readouterr().out
+
+
+def test_a_disk_too_full_for_progress_and_status_leaves_the_work_its_own_words(
+    host: Host,
+    units: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write_job(host, "print('phase=fetch bytes=1'); print('error: the disk is full'); exit(4)")
+    whole = files.write_text
+
+    def write(path: Path, text: str, mode: int = 0o644) -> None:
+        if path.name == "progress" or '"failed"' in text:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(path, text, mode)
+
+    monkeypatch.setattr(files, "write_text", write)
+    assert jobs.run(D12, host.paths) == 4
+    said = capfd.readouterr().out
+    assert "error: the disk is full" in said
+    assert "status.json: not written" in said
+    # What the status cannot say, the journal of the run does.
+    units[jobs.unit_of(D12)] = {
+        "ActiveState": "failed",
+        "Result": "exit-code",
+        "InvocationID": "r1",
+    }
+    asked: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(systemd, "journal", lambda *words: asked.append(words) or ["error: full"])
+    [entry] = poll(host)
+    assert (entry["state"], entry["log_tail"]) == ("failed", ["error: full"])
+    assert asked == [("r1", jobs.unit_of(D12), 20)]
