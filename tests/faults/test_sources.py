@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from tests.faults.hold import JOBS, Hold, next_runs
 from tests.host.conftest import Fleet
-from tests.labkit import Guest, lab
+from tests.labkit import STATE, Guest, lab
 
 WEIGHTS = "model-*.safetensors"
 
@@ -27,8 +28,8 @@ def forget_artefacts(guest: Guest) -> None:
     ids=["hub down", "wrong bytes", "cut short"],
 )
 def test_the_hub_misbehaves(fleet: Fleet, fault: list[str], said: str) -> None:
-    fleet.settle()
     guest = fleet.guests[0]
+    fleet.settle(guest)
     before = guest.serving()
     forget_artefacts(guest)
 
@@ -51,8 +52,8 @@ def test_the_hub_misbehaves(fleet: Fleet, fault: list[str], said: str) -> None:
 
 
 def test_a_full_disk_is_refused_before_the_first_byte(fleet: Fleet) -> None:
-    fleet.settle()
     guest = fleet.guests[0]
+    fleet.settle(guest)
     before = guest.serving()
     forget_artefacts(guest)
 
@@ -69,42 +70,55 @@ def test_a_full_disk_is_refused_before_the_first_byte(fleet: Fleet) -> None:
     assert fleet.site.deploy("--limit", guest.name).exit_code == 0
 
 
-def test_a_half_built_checkpoint_is_never_served(fleet: Fleet) -> None:
-    fleet.settle()
+def test_a_disk_that_fills_up_in_the_middle_of_a_fetch(fleet: Fleet) -> None:
     guest = fleet.guests[0]
-    receipt = guest.run("ls /srv/spark/models/*/receipt.json")
-    tree = receipt.removesuffix("/receipt.json")
-    built = json.loads(guest.run(f"cat {receipt}"))["digest"]
-    # A tree that lost a file, and one without its receipt: neither is whole.
-    unit = guest.serving()[0]
-    guest.run(f"systemctl stop {unit}; rm {tree}/config.json {receipt}")
+    fleet.settle(guest)
+    before = guest.serving()
+    forget_artefacts(guest)
+    process = fleet.site.start("--limit", guest.name)
+    try:
+        with Hold.job(guest, "fetch", JOBS["fetch"]) as hold:
+            held = hold.wait()
+            lab("break", "disk-full", guest.name, "--value", "262144")
+        said, _ = process.communicate(timeout=120)
+    finally:
+        lab("break", "disk-full", guest.name, "--heal")
 
-    guest.run(f"systemctl start {unit}", check=False, timeout_s=300)
-    assert guest.serving() == []
-    run = fleet.site.deploy("--limit", guest.name)
-
-    assert run.exit_code == 0, run.stderr[-3000:]
-    assert json.loads(guest.run(f"cat {receipt}"))["digest"] == built
-    assert guest.ask("What is the capital of France?")[0] == 200
+    assert process.returncode != 0
+    told = {line.partition("error: ")[2] for line in said.splitlines() if "No space left" in line}
+    assert len(told) == 1, said[-4000:]
+    assert "; fix: free space on this filesystem" in told.pop()
+    log = guest.run(f"journalctl -u {held['unit']} -o cat -n 200")
+    assert "Traceback" not in said + log
+    assert guest.run(f"ls {held['proof']['receipt']} 2>/dev/null || :") == ""
+    assert guest.serving() == guest.boots() == before
+    assert guest.answers("What is the capital of France?", "Paris")
+    next_runs(fleet)
 
 
 def test_bytes_already_on_the_host_are_used(fleet: Fleet) -> None:
-    fleet.settle()
     guest = fleet.guests[0]
+    fleet.settle(guest)
     guest.run(
         "rm -rf /home/spark/.cache; mkdir -p /home/spark/.cache/huggingface/hub && "
         "cp -r /srv/spark/sources/* /home/spark/.cache/huggingface/hub/"
     )
+    here = guest.json("cat /srv/spark/sources/*/receipt.json")
+    hashes = [file["sha256"] for file in here["files"]]
     forget_artefacts(guest)
+    log = STATE / "run" / "hub-access.jsonl"
+    begun = log.stat().st_size
 
-    lab("break", "hub-status", "--value", "503", "--match", WEIGHTS)
-    try:
-        run = fleet.site.deploy("--limit", guest.name)
-    finally:
-        lab("break", "hub-status", "--heal")
+    run = fleet.site.deploy("--limit", guest.name)
 
-    # The donor's ranges still come from the hub: its files are not on the host.
-    fetched = [name for name in run.changed if name.startswith("Sources")]
-    assert fetched, run.stderr[-2000:]
-    assert guest.run("ls /srv/spark/sources/*/receipt.json")
-    fleet.settle()
+    assert run.exit_code == 0, run.stderr[-3000:]
+    assert guest.json("cat /srv/spark/sources/*/receipt.json")["digest"] == here["digest"]
+    with log.open() as lines:
+        lines.seek(begun)
+        asked = [json.loads(line) for line in lines]
+    paths = [line["path"] for line in asked if line["client"] == guest.ip]
+    # The donor's ranges still come from the hub; of the files that were here it sends nothing.
+    assert paths
+    assert not [path for path in paths if here["name"] in path]
+    assert not [path for path in paths if any(sha256 in path for sha256 in hashes)]
+    assert fleet.site.deploy("--limit", guest.name).changed == []
