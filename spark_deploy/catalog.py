@@ -217,7 +217,12 @@ class Profile:
     @property
     def builds_checkpoint(self) -> bool:
         """Whether a tree of our own is served instead of the base as it is."""
-        return self.shared_experts != "keep" or self.head != "keep"
+        return self.shared_experts != "keep" or self.checkpoint_head != "keep"
+
+    @property
+    def checkpoint_head(self) -> str:
+        """The head in the tree: our own kernel quantises a 16-bit one while it is loaded."""
+        return "keep" if self.head == "int8-triton" else self.head
 
     @property
     def tree_needs_plugin(self) -> bool:

@@ -18,6 +18,8 @@ from spark_deploy.plan.types import MemoryPlan
 MODEL_MOUNT = "/model"
 SOCKET = "/run/spark/engine.sock"
 CACHE_MOUNT = "/root/.cache"
+HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
+"""What the engine measured of the opt-in head at its first start on this host."""
 
 
 def option_arguments(options: Mapping[str, Any]) -> list[str]:
@@ -64,8 +66,18 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "tool-call-parser": model.parsers.tool_call,
         "speculative-config": drafts
         and {"method": drafts.method, "num_speculative_tokens": drafts.tokens},
-        **{name.replace("_", "-"): value for name, value in profile.options.items()},
+        **_further_options(profile),
     }
+
+
+def _further_options(profile: Profile) -> dict[str, Any]:
+    """Return the profile's own options, joined with what its head needs."""
+    options = {name.replace("_", "-"): value for name, value in profile.options.items()}
+    if profile.head == "int8-triton":
+        own = options.get("additional-config") or {}
+        spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES, **own.get("spark", {})}
+        options["additional-config"] = {**own, "spark": spark}
+    return options
 
 
 def engine_arguments(

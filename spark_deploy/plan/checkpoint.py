@@ -123,7 +123,7 @@ def builder_plan(model: Model, profile: Profile) -> dict[str, Any]:
         "donor_unmatched": list(tensors.donor_unmatched),
         "mtp_tensors": list(tensors.mtp),
         "shared_experts": profile.shared_experts,
-        "head": profile.head,
+        "head": profile.checkpoint_head,
         "layout": profile.layout,
         "extra": {},
     }

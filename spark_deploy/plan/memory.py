@@ -108,7 +108,7 @@ def loaded_bytes(model: Model, profile: Profile) -> tuple[int, int]:
     }[profile.shared_experts]
     body = sizes.experts_bytes + sizes.attention_bytes + sizes.embedding_bytes
     body += sizes.routers_bytes + shared
-    body += sizes.head_int8_bytes if profile.head == "int8-g128" else sizes.head_bytes
+    body += sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes
     drafter = sizes.mtp_bytes if profile.speculation else 0
     factor = model.memory.weights_factor
     return round(body * factor) + vision_bytes(model, profile), round(drafter * factor)

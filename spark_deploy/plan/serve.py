@@ -27,6 +27,7 @@ from spark_deploy.settings_types import Settings
 
 _RESTART_DELAY_S = 60
 _RESTART_BURST = 3
+_FINITE_LINE = r"spark: all numbers of \d+ tensors and the logits of \d+ heads of \w+ are finite"
 _PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
 
 
@@ -126,6 +127,8 @@ def check_section(
     portable = plugin and profile.engine_mode == "portable"
     if plugin and profile.shared_experts.startswith("fp8"):
         required.append(plugin_line(model))
+    if plugin and profile.tree_needs_plugin:
+        required.append(_FINITE_LINE)
     if portable:
         required.append(_PORTABLE_LINE)
     elif plugin:

@@ -1,13 +1,17 @@
-"""Opt-in INT8 LM head: quantised while the model loads, computed by this package's own kernel.
+"""Opt-in INT8 LM head: quantised while the model loads, computed by what is fastest here.
 
 Chosen with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` on a checkpoint whose
-head is 16-bit. The default stays the head baked into the checkpoint, which the engine's own
-kernels serve.
+head is 16-bit. With ``lm_head_times`` naming a file, our kernel, Marlin and 16-bit are measured
+once at the batches this server can have, before it serves anything; without it Marlin is taken.
+The default stays the head baked into the checkpoint, which the engine's own kernels serve.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,31 +21,80 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
+from spark_vllm.lm_head_choice import (
+    FALLBACK,
+    WAYS,
+    Measured,
+    describe,
+    head_batches,
+    read_choice,
+    write_choice,
+)
 from spark_vllm.lm_head_quantise import quantise_rows
-from spark_vllm.lm_head_table import Tile, read_table, tile_for, tiles_for
+from spark_vllm.lm_head_ways import Head, marlin_head, measure, own_head
 
 # Below "vllm.", because vLLM gives handlers only to its own logger.
 logger = init_logger("vllm.spark_vllm.lm_head")
 
 OPTION = "lm_head"
 CHOICES = ("int8-triton",)
+IMAGE_VARIABLE = "SPARK_IMAGE"
+"""Names the image in the file of measurements."""
 
 
-def wanted_head() -> str | None:
-    """Return the head chosen with ``--additional-config``; ``None``: the checkpoint decides.
+@dataclass(frozen=True)
+class HeadOptions:
+    """What ``--additional-config`` says under ``spark``."""
+
+    kernel: str | None  # "own", "marlin" or "bf16"; None: the fastest by ``times``
+    times: Path | None  # file of measurements; None: not measured, so Marlin
+    batches: tuple[int, ...]
+
+
+def wanted_head() -> HeadOptions | None:
+    """Return how the head chosen with ``--additional-config`` works; ``None``: the checkpoint's.
 
     Raises:
-        ValueError: when the choice is not one of ours.
+        ValueError: when a choice is not one of ours.
     """
-    additional = get_current_vllm_config().additional_config
+    config = get_current_vllm_config()
+    additional = config.additional_config
     spark = additional.get("spark", {}) if isinstance(additional, Mapping) else {}
-    choice = spark.get(OPTION)
-    if choice is not None and choice not in CHOICES:
+    choice, kernel = spark.get(OPTION), spark.get("lm_head_kernel")
+    if choice is None:
+        return None
+    _one_of(OPTION, choice, CHOICES)
+    if kernel is not None:
+        _one_of("lm_head_kernel", kernel, WAYS)
+    times = spark.get("lm_head_times")
+    speculation = config.speculative_config
+    return HeadOptions(
+        kernel=kernel,
+        times=Path(times) if times else None,
+        batches=head_batches(
+            config.scheduler_config.max_num_seqs,
+            speculation.num_speculative_tokens if speculation else 0,
+        ),
+    )
+
+
+def _one_of(option: str, value: Any, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
         raise ValueError(
-            f"--additional-config: spark.{OPTION}: {choice!r}, accepted: {', '.join(CHOICES)}; "
-            "fix: correct it, or leave it out to use the checkpoint's head"
+            f"--additional-config: spark.{option}: {value!r}, accepted: {', '.join(accepted)}; "
+            "fix: correct it, or leave it out"
         )
-    return choice if choice is None else str(choice)
+
+
+def driver_version() -> str:
+    """Return the version of the kernel driver."""
+    from vllm.third_party.pynvml import nvmlInit, nvmlShutdown, nvmlSystemGetDriverVersion
+
+    nvmlInit()
+    try:
+        return str(nvmlSystemGetDriverVersion())
+    finally:
+        nvmlShutdown()
 
 
 class Int8Head(QuantizeMethodBase):
@@ -50,6 +103,9 @@ class Int8Head(QuantizeMethodBase):
     Only ``apply``: an LM head that also serves as embedding is refused. Whatever could compile or
     synchronise happens after loading; requests only launch kernels, also inside CUDA graphs.
     """
+
+    def __init__(self, options: HeadOptions) -> None:
+        self.options = options
 
     def create_weights(
         self,
@@ -68,49 +124,63 @@ class Int8Head(QuantizeMethodBase):
         layer.register_parameter("weight", weight)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Replace the weight by INT8 rows and scales, and compile every variant.
+        """Choose the kernel, and replace the weight by what that one reads.
 
-        Peak: the 16-bit weight, its INT8 form and one block of rows in float32.
+        Peak, where kernels are measured: the 16-bit weight, INT8 rows twice and one block of rows
+        in float32.
         """
-        weight = layer.weight
-        values, scales = quantise_rows(weight.data)
-        # parameters, so that the engine counts and moves them like any weight
-        layer.register_parameter("head_int8", Parameter(values, requires_grad=False))
-        layer.register_parameter("head_scales", Parameter(scales, requires_grad=False))
-        in_features, dtype = weight.shape[1], weight.dtype
-        del layer.weight, weight
+        weight = layer.weight.data
+        values, scales = quantise_rows(weight)
+        way = self.options.kernel or self._measured(weight, values, scales)
+        if way == "bf16":
+            self.head: Head = lambda x: x @ weight.t()
+        elif way == "own":
+            # parameters, so that the engine counts and moves them like any weight
+            layer.register_parameter("head_int8", Parameter(values, requires_grad=False))
+            layer.register_parameter("head_scales", Parameter(scales, requires_grad=False))
+            self.head = own_head(values, scales, weight)
+        else:
+            self.head = marlin_head(values, scales)
+        rows, in_features = weight.shape
+        if way != "bf16":
+            del layer.weight, weight
         torch.cuda.empty_cache()
-        properties = torch.cuda.get_device_properties(values.device)
-        capability = (properties.major, properties.minor)
-        self.processors = int(properties.multi_processor_count)
-        self.tiles = tuple(tiles_for(capability, read_table()))
-        for tile in self.tiles:
-            self._run(torch.zeros((1, in_features), dtype=dtype, device=values.device), layer, tile)
-        torch.cuda.synchronize(values.device)
         logger.info(
-            "spark int8-triton head: %d rows x %d inputs, %d bytes, %d variants compiled for %d.%d",
-            values.shape[0],
-            in_features,
-            values.nbytes + scales.nbytes,
-            len(self.tiles),
-            *capability,
+            "spark int8-triton head: %d rows x %d inputs, computed by %s", rows, in_features, way
         )
+
+    def _measured(self, weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> str:
+        """Return the fastest way on this machine, from the file or by measuring once."""
+        path = self.options.times
+        if path is None:
+            return FALLBACK
+        measured = Measured(
+            device=torch.cuda.get_device_name(weight.device),
+            driver=driver_version(),
+            image=os.environ.get(IMAGE_VARIABLE, ""),
+            rows=weight.shape[0],
+            in_features=weight.shape[1],
+            batches=self.options.batches,
+        )
+        choice = read_choice(path, measured)
+        if choice is None:
+            times = measure(weight, values, scales, measured.batches)
+            choice = write_choice(path, measured, times)
+            logger.info(
+                "spark int8-triton head: us at batches %s: %s",
+                list(measured.batches),
+                describe(times, measured.batches),
+            )
+        return choice
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the logits of this rank's rows, in the dtype of ``x``."""
-        rows = x.reshape(-1, x.shape[-1])
-        out = self._run(rows, layer, tile_for(rows.shape[0], self.tiles))
+        out = self.head(x.reshape(-1, x.shape[-1]))
         if bias is not None:
             out += bias
         return out.view(*x.shape[:-1], -1)
-
-    def _run(self, rows: torch.Tensor, layer: torch.nn.Module, tile: Tile) -> torch.Tensor:
-        # Imported late: the engine asks for the method where Triton may be missing (no GPU).
-        from spark_vllm.lm_head_kernel import logits
-
-        return logits(rows, layer.head_int8, layer.head_scales, tile, self.processors)
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         """Refuse: an embedding cannot be read from INT8 rows.

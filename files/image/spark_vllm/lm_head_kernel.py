@@ -2,11 +2,12 @@
 """Triton kernels of the INT8 LM head: logits of a small batch from INT8 rows, read once.
 
 The head is the largest single read of a decode step, so the kernels are built to move bytes; weight
-rows are the tensor cores' first operand, the batch is the second. Up to eight rows of batch the
-weight becomes BF16 in registers. Above that, turning every weight into BF16 costs more than
-reading it: there the activations are split once into two INT8 halves of a 16-bit number per group,
-products are exact integers, and the weight needs no conversion at all. Asynchronous copies and
-``mma`` are all they need, so one source serves every architecture from 8.0 on.
+rows are the tensor cores' first operand and the batch is the second, or the other way round, as
+the tile says. Up to eight rows of batch the weight becomes BF16 in registers. Above that, turning
+every weight into BF16 costs more than reading it: there the activations are split once into two
+INT8 halves of a 16-bit number per group, products are exact integers, and the weight needs no
+conversion at all. Asynchronous copies and ``mma`` are all they need, so one source serves every
+architecture from 8.0 on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,24 @@ from spark_vllm.lm_head_table import Tile
 
 LARGEST_HALF_SUM = 32512
 """Largest 16-bit activation: 127 * 256, so that its upper half fits in INT8 after rounding."""
+
+
+@triton.jit  # type: ignore[untyped-decorator] # triton has no types
+def _along(values, FIRST: tl.constexpr):
+    return values[:, None] if FIRST else values[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator] # triton has no types
+def _product(weight, x, acc, BATCH_FIRST: tl.constexpr, EXACT: tl.constexpr):
+    # Constant conditions: one of the four is compiled.
+    if EXACT:
+        if BATCH_FIRST:
+            found = tl.dot(x, weight, acc=acc, out_dtype=tl.int32)
+        else:
+            found = tl.dot(weight, x, acc=acc, out_dtype=tl.int32)
+    else:
+        found = tl.dot(x, weight) if BATCH_FIRST else tl.dot(weight, x)
+    return found
 
 
 # batch and groups change at run time or between models: never a reason to compile again.
@@ -39,6 +58,7 @@ def _logits_kernel(
     GROUP: tl.constexpr,
     GROUPS_PER_STEP: tl.constexpr,
     SPLIT: tl.constexpr,
+    BATCH_FIRST: tl.constexpr,  # batch as the first operand: Hopper then takes the plain ``mma``
     EVEN_K: tl.constexpr,
 ):
     tiles_m = tl.cdiv(batch, BLOCK_M)
@@ -52,8 +72,12 @@ def _logits_kernel(
         # Rows past the end read the last one again: no predicate on the weight's copies.
         safe_row = tl.minimum(row, rows - 1)
         weight_row = weight_ptr + safe_row.to(tl.int64)[:, None] * (groups * GROUP) + inner[None, :]
-        x_item = x_ptr + item[None, :] * x_width + inner[:, None]
-        total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        x_item = x_ptr + _along(item, BATCH_FIRST) * x_width + _along(inner, not BATCH_FIRST)
+        mask = _along(item, BATCH_FIRST) < batch
+        if BATCH_FIRST:
+            total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        else:
+            total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         # Triton does not pipeline loads this small; fetched one group ahead, they cost no wait.
         scale = tl.load(scale_ptr + safe_row)
         if SPLIT:
@@ -64,7 +88,8 @@ def _logits_kernel(
                 next_group = tl.minimum(group + 1, groups - 1)
                 next_scale = tl.load(scale_ptr + next_group * rows + safe_row)
                 weight = tl.load(weight_row + group * GROUP, eviction_policy="evict_first")
-                mask = item[None, :] < batch
+                if BATCH_FIRST:
+                    weight = tl.trans(weight)
                 if SPLIT:
                     next_x_scale = tl.load(
                         x_scale_ptr + next_group * batch + item, mask=item < batch, other=0.0
@@ -72,19 +97,22 @@ def _logits_kernel(
                     upper = tl.load(x_item + group * GROUP, mask=mask, other=0)
                     lower = tl.load(x_item + (group * GROUP + batch * x_width), mask=mask, other=0)
                     # Exact: 128 products of 8 by 16 bits stay below 2 ** 31.
-                    exact = tl.dot(weight, upper, out_dtype=tl.int32) * 256
-                    exact = tl.dot(weight, lower, acc=exact, out_dtype=tl.int32)
-                    product = exact.to(tl.float32) * x_scale[None, :]
+                    exact = _product(weight, upper, None, BATCH_FIRST, EXACT=True) * 256
+                    exact = _product(weight, lower, exact, BATCH_FIRST, EXACT=True)
+                    product = exact.to(tl.float32) * _along(x_scale, BATCH_FIRST)
                     x_scale = next_x_scale
                 else:
+                    inside = mask
                     if not EVEN_K:
-                        mask = mask & (group * GROUP + inner[:, None] < in_features)
-                    x = tl.load(x_item + group * GROUP, mask=mask, other=0.0)
-                    product = tl.dot(weight.to(x.dtype), x)
-                total += product * scale.to(tl.float32)[:, None]
+                        place = group * GROUP + _along(inner, not BATCH_FIRST)
+                        inside = mask & (place < in_features)
+                    x = tl.load(x_item + group * GROUP, mask=inside, other=0.0)
+                    product = _product(weight.to(x.dtype), x, None, BATCH_FIRST, EXACT=False)
+                total += product * _along(scale.to(tl.float32), not BATCH_FIRST)
                 scale = next_scale
-        target = out_ptr + item[None, :].to(tl.int64) * rows + row[:, None]
-        stored = (item[None, :] < batch) & (row[:, None] < rows)
+        target = out_ptr + _along(item, BATCH_FIRST).to(tl.int64) * rows
+        target += _along(row, not BATCH_FIRST)
+        stored = mask & (_along(row, not BATCH_FIRST) < rows)
         tl.store(target, total.to(out_ptr.dtype.element_ty), mask=stored)
 
 
@@ -167,6 +195,7 @@ def logits(
         GROUP=GROUP_SIZE,
         GROUPS_PER_STEP=tile.groups_per_step if groups % tile.groups_per_step == 0 else 1,
         SPLIT=tile.split,
+        BATCH_FIRST=tile.batch_first,
         EVEN_K=in_features == groups * GROUP_SIZE,
         num_warps=tile.warps,
         num_stages=tile.stages,

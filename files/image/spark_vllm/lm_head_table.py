@@ -24,6 +24,7 @@ class Tile:
     warps: int
     stages: int  # tiles in flight
     programs_per_processor: int  # 0: one program per tile
+    batch_first: bool = False  # batch as first operand of the product; block_m is 16 at least
 
 
 def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:

@@ -128,13 +128,14 @@ class SparkIncConfig(INCConfig):
                     weight_block_size=list(self.settings.block_shape),
                 )
             )
-        if isinstance(layer, ParallelLMHead) and wanted_head() is not None:
+        head = wanted_head() if isinstance(layer, ParallelLMHead) else None
+        if head is not None:
             if self.settings.head_int8:
                 raise ValueError(
                     "--additional-config: spark.lm_head: the checkpoint's head is INT8 already; "
                     "fix: leave the option out, or build the checkpoint with head 'keep'"
                 )
-            return Int8Head()
+            return Int8Head(head)
         return super().get_quant_method(layer, prefix)
 
 

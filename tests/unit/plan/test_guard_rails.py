@@ -82,6 +82,8 @@ TRIPS = {
     "deep-gemm": {"deep_gemm": True},
     "repeated-names-with-fastsafetensors": {"tree_repeats_names": True},
     "plugin-tree-on-the-plain-engine": {"plugin": False},
+    "own-head-without-the-plugin": {**STOCK, "head": "int8-triton", "tree_needs_plugin": True},
+    "own-head-with-a-plain-tree": {"head": "int8-triton", "tree_needs_plugin": False},
     "portable-mode-with-a-plain-tree": {"engine_mode": "portable", "tree_needs_plugin": False},
     "online-fp8-with-the-plugin": {"online_quantisation": True},
 }

@@ -9,6 +9,9 @@ TURBOQUANT = "vllm.v1.attention.backends.turboquant_attn"
 EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 OURS = "turboquant.py"
 HEAD = "lm_head.py"
+WAYS = "lm_head_ways.py"
+NVML = "vllm.third_party.pynvml"
+MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 
 ROWS: tuple[Row, ...] = (
     Row(f"{TURBOQUANT}:TurboQuantAttentionBackend", Exists(), "base class", OURS),
@@ -113,4 +116,37 @@ ROWS: tuple[Row, ...] = (
         "the head's method is called like this one",
         HEAD,
     ),
+    Row(
+        "vllm._custom_ops:gptq_marlin_repack",
+        Takes(("b_q_weight",), keywords=("size_k", "size_n", "num_bits")),
+        "repacks the INT8 rows for Marlin",
+        WAYS,
+    ),
+    Row(
+        f"{MARLIN}:marlin_permute_scales",
+        Takes(("s",), keywords=("size_k", "size_n", "group_size")),
+        "orders the scales for Marlin",
+        WAYS,
+    ),
+    Row(f"{MARLIN}:marlin_make_empty", Takes(("device",)), "no zero points", WAYS),
+    Row(f"{MARLIN}:marlin_make_workspace_new", Takes(("device",)), "locks of the kernel", WAYS),
+    Row(
+        f"{MARLIN}:apply_gptq_marlin_linear",
+        Takes(
+            ("input", "weight", "weight_scale", "weight_zp"),
+            keywords=(
+                "workspace",
+                "wtype",
+                "output_size_per_partition",
+                "input_size_per_partition",
+            ),
+        ),
+        "computes the head",
+        WAYS,
+    ),
+    Row("vllm.scalar_type:scalar_types.uint8b128", Exists(), "INT8 with a bias of 128", WAYS),
+    Row("vllm.scalar_type:scalar_types", Exists(), "names of the packed types", WAYS),
+    Row(f"{NVML}:nvmlInit", Takes(), "names the driver", HEAD),
+    Row(f"{NVML}:nvmlShutdown", Takes(), "names the driver", HEAD),
+    Row(f"{NVML}:nvmlSystemGetDriverVersion", Takes(), "names the driver", HEAD),
 )

@@ -1,0 +1,84 @@
+"""Which kernel computes the opt-in INT8 head here: measured once on this machine, kept in a file.
+
+The file names what it was measured on: another device, driver, image, shape or set of batches
+makes it worthless, and without a file that fits Marlin is taken, the kernel of the baked head.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+WAYS = ("own", "marlin", "bf16")
+FALLBACK = "marlin"
+
+Times = Mapping[str, Mapping[int, float]]
+"""Microseconds of each way at each batch."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement holds for."""
+
+    device: str
+    driver: str
+    image: str
+    rows: int
+    in_features: int
+    batches: tuple[int, ...]
+
+
+def head_batches(max_sequences: int, drafts: int) -> tuple[int, ...]:
+    """Return the batches the head sees: sequences times one token and its drafts."""
+    return tuple(count * (1 + drafts) for count in range(1, max_sequences + 1))
+
+
+def fastest(times: Times) -> str:
+    """Return the way with the smallest sum over the batches; the fallback wins a tie."""
+    order = sorted(times, key=lambda way: way != FALLBACK)
+    return min(order, key=lambda way: sum(times[way].values()))
+
+
+def read_choice(path: Path, wanted: Measured) -> str | None:
+    """Return the way a file chose for exactly this machine and shape; ``None``: measure.
+
+    Raises:
+        ValueError: when the file is damaged.
+    """
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        found = {**content["measured"], "batches": tuple(content["measured"]["batches"])}
+        choice = str(content["choice"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error!r}; fix: delete it, it is measured again") from error
+    if choice not in WAYS:
+        raise ValueError(f"{path}: choice {choice!r}; fix: delete it, it is measured again")
+    return choice if found == asdict(wanted) else None
+
+
+def write_choice(path: Path, measured: Measured, times: Times) -> str:
+    """Write times and choice, whole or not at all; returns the choice."""
+    choice = fastest(times)
+    content = {
+        "about": "Microseconds of the LM head, medians of CUDA-graph replays on this machine.",
+        "measured": asdict(measured),
+        "us": {way: {str(batch): us for batch, us in row.items()} for way, row in times.items()},
+        "choice": choice,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+    return choice
+
+
+def describe(times: Times, batches: Sequence[int]) -> str:
+    """Return the times in one line for the log."""
+    return "; ".join(
+        f"{way} {', '.join(f'{times[way][batch]:.0f}' for batch in batches)}" for way in times
+    )
