@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,49 +22,21 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
-from spark_vllm.lm_head_kernel import logits  # noqa: E402 # after the path above
-from spark_vllm.lm_head_quantise import GROUP_SIZE, quantise_rows  # noqa: E402
+from spark_vllm.lm_head_choice import fastest, head_batches  # noqa: E402 # after the path above
+from spark_vllm.lm_head_kernel import logits  # noqa: E402
+from spark_vllm.lm_head_quantise import quantise_rows  # noqa: E402
 from spark_vllm.lm_head_table import read_table, tile_for  # noqa: E402
+from spark_vllm.lm_head_ways import Head, marlin_head  # noqa: E402
+from spark_vllm.lm_head_ways import measure as measure_ways  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
 ROWS = 248320
 INPUTS = (3072, 2048, 4096)
 BATCHES = (1, 2, 3, 4, 8, 9, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+SERVED_BATCHES = head_batches(4, 2)
+"""Of a profile with four sequences and two drafts."""
 SPARK_PROCESSORS = 48
 SPARK_GB_PER_S = 273
-
-Head = Callable[[torch.Tensor], torch.Tensor]
-
-
-def marlin_head(weight: torch.Tensor) -> Head:
-    """Return vLLM's Marlin W8A16 product for GPTQ-packed INT8 with one scale per 128 inputs."""
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.quantization.utils import marlin_utils as marlin
-    from vllm.scalar_type import scalar_types
-
-    rows, in_features = weight.shape
-    values, scales = quantise_rows(weight)
-    unsigned = (values.int() + 128).t().contiguous().view(in_features // 4, 4, rows)
-    packed = torch.zeros((in_features // 4, rows), dtype=torch.int32, device=weight.device)
-    for place in range(4):
-        packed |= unsigned[:, place] << (8 * place)
-    repacked = ops.gptq_marlin_repack(packed, size_k=in_features, size_n=rows, num_bits=8)
-    ordered = marlin.marlin_permute_scales(
-        scales.contiguous(), size_k=in_features, size_n=rows, group_size=GROUP_SIZE
-    )
-    del packed, unsigned
-    empty = marlin.marlin_make_empty(weight.device)
-    workspace = marlin.marlin_make_workspace_new(weight.device)
-    return lambda x: marlin.apply_gptq_marlin_linear(
-        input=x,
-        weight=repacked,
-        weight_scale=ordered,
-        weight_zp=empty,
-        workspace=workspace,
-        wtype=scalar_types.uint8b128,
-        output_size_per_partition=rows,
-        input_size_per_partition=in_features,
-    )
 
 
 def accuracy(weight: torch.Tensor, heads: dict[str, Head], batch: int) -> dict[str, Any]:
@@ -102,7 +73,7 @@ def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
         ),
     }
     if marlin:
-        heads["marlin"] = marlin_head(weight)
+        heads["marlin"] = marlin_head(values, scales)
     times: dict[str, dict[int, float]] = {name: {} for name in heads}
     for batch in BATCHES:
         x = torch.randn(batch, in_features, device="cuda").bfloat16()
@@ -129,13 +100,19 @@ def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
     }
     if in_features == INPUTS[0]:
         result["limited"] = limited(values, scales, in_features)
+    if marlin:
+        times = measure_ways(weight, values, scales, SERVED_BATCHES)
+        result["served"] = {"us": times, "choice": fastest(times)}
     return result
 
 
 def heavy_tailed(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
     """Return accuracy on weights of Student's t with three degrees of freedom."""
     torch.manual_seed(0)
-    heavy = torch.distributions.StudentT(3.0).sample((65536, in_features)).cuda().bfloat16()
+    heavy = torch.distributions.StudentT(torch.tensor(3.0, device="cuda")).sample(
+        (65536, in_features)
+    )
+    heavy = heavy.bfloat16()
     values, scales = quantise_rows(heavy)
     tiles = read_table()[tiles_name]
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -144,7 +121,7 @@ def heavy_tailed(in_features: int, tiles_name: str, marlin: bool) -> dict[str, A
         "own": lambda x: logits(x, values, scales, tile_for(x.shape[0], tiles), processors),
     }
     if marlin:
-        heads["marlin"] = marlin_head(heavy)
+        heads["marlin"] = marlin_head(values, scales)
     return accuracy(heavy, heads, 64)
 
 

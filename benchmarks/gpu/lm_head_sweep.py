@@ -4,7 +4,8 @@
 
 Compiles every candidate in parallel, times all of them roughly, then the best ones again.
 Set ``DISABLE_MMA_V3=1`` to measure what a Spark can run: Hopper's own matrix instruction, which
-Triton takes otherwise, does not exist there.
+Triton takes otherwise, does not exist there. ``--spark`` keeps to a Spark's shared memory and to
+as many programs as it has multiprocessors.
 """
 
 from __future__ import annotations
@@ -31,26 +32,30 @@ from timing import graph_us, read_gb_per_s  # noqa: E402
 
 ROWS = 248320
 SHARED_LIMIT_BYTES = 200 * 1024
+SPARK_SHARED_LIMIT_BYTES = 96 * 1024  # of 99 KiB; the compiler adds scratch of its own
+SPARK_PROCESSORS = 48
 
 
-def candidates(batch: int, quick: bool) -> Iterator[Tile]:
+def candidates(batch: int, quick: bool, spark: bool) -> Iterator[Tile]:
     """Yield block sizes worth a try for ``batch``; all of them are correct."""
     fitting = [size for size in (8, 16, 32, 64, 128) if size >= batch][:1]
     shapes = [(64, 4), (128, 4), (128, 8), (256, 8), (64, 2), (32, 2), (32, 1)]
-    for m, (n, warps), groups, split, stages in itertools.product(
+    for m, (n, warps), groups, split, stages, batch_first in itertools.product(
         fitting if batch < 128 else (64, 128, 256),
         shapes if batch <= 32 else shapes[:5],
         (1, 2) if batch <= 64 else (1,),
-        (False, True) if batch <= 16 else (True,),
+        (False, True) if batch <= 8 else (True,),
         (2, 3, 4, 5),
+        (False, True),
     ):
         x_bytes = m * 256
-        if (n * 128 + x_bytes) * groups * stages > SHARED_LIMIT_BYTES:
+        limit = SPARK_SHARED_LIMIT_BYTES if spark else SHARED_LIMIT_BYTES
+        if (n * 128 + x_bytes) * groups * stages > limit or (batch_first and m < 16):
             continue
         if 2 * n * m / (32 * warps) > 260:  # accumulators per thread
             continue
-        for resident in (0,) if quick else (0, 2, 6):
-            yield Tile(None, m, n, groups, split, warps, stages, resident)
+        for resident in (1,) if spark else (0,) if quick else (0, 2, 6):
+            yield Tile(None, m, n, groups, split, warps, stages, resident, batch_first)
 
 
 def prepare(in_features: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,12 +78,12 @@ def compile_one(job: tuple[Tile, int]) -> str | None:
     return None
 
 
-def sweep(in_features: int, batches: list[int], jobs: int) -> dict[str, object]:
+def sweep(in_features: int, batches: list[int], jobs: int, spark: bool) -> dict[str, object]:
     """Return the twelve best candidates per batch, with times in microseconds."""
     todo = {
         (dataclasses.replace(tile, programs_per_processor=0), in_features)
         for batch in batches
-        for tile in candidates(batch, quick=True)
+        for tile in candidates(batch, quick=True, spark=spark)
     }
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -86,11 +91,12 @@ def sweep(in_features: int, batches: list[int], jobs: int) -> dict[str, object]:
     bad = {error.split(": ")[0] for error in failed}
     weight, scales = prepare(in_features, ROWS)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
+    processors = SPARK_PROCESSORS if spark else processors
     best = {}
     for batch in batches:
         x = torch.randn(batch, in_features, device="cuda", dtype=torch.bfloat16)
         rough = []
-        for tile in candidates(batch, quick=False):
+        for tile in candidates(batch, quick=False, spark=spark):
             if str(dataclasses.replace(tile, programs_per_processor=0)) in bad:
                 continue
             time = graph_us(lambda t=tile, x=x: logits(x, weight, scales, t, processors), 2, 2)
@@ -120,14 +126,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--inputs", default="3072")
     parser.add_argument("--batches", default="1,8,16,32,64,128,256,512")
+    parser.add_argument("--spark", action="store_true")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batches.split(",")]
     result = {
         "device": torch.cuda.get_device_name(),
+        "limited_to_programs": SPARK_PROCESSORS if arguments.spark else None,
+        "hopper_matrix_instruction": not os.environ.get("DISABLE_MMA_V3"),
         "read_gb_per_s": {str(size): round(read_gb_per_s(size)) for size in (762839040, 1 << 32)},
         "sweeps": [
-            sweep(int(size), batches, arguments.jobs) for size in arguments.inputs.split(",")
+            sweep(int(size), batches, arguments.jobs, arguments.spark)
+            for size in arguments.inputs.split(",")
         ],
     }
     print("read", result["read_gb_per_s"])

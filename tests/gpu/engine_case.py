@@ -16,7 +16,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.prompts import prompts_of, random_prompts
+
 ROWS_KEPT = 200
+BEGINNING = 1024
+"""Tokens at the start of a conversation that are turned round to change its state."""
 HOOKED = (
     "gate_up_proj",
     "down_proj",
@@ -127,44 +131,21 @@ def describe(model: Any) -> dict[str, Any]:
     return described
 
 
-def prompts_of(case: dict[str, Any], llm: Any) -> list[list[int]]:
-    """Return token ids: random ones for ``ids``, the lab's questions for ``text``."""
-    import random
+def as_request(prompt: Any) -> Any:
+    """Return what the engine takes: token ids are wrapped, other prompts are ready."""
+    from vllm.inputs import TokensPrompt
 
-    if case["prompts"] == "ids":
-        source = random.Random(3)
-        return [[source.randrange(1000) for _ in range(size)] for size in (200, 96, 33)]
-    from lab.model import lessons
-
-    facts = json.loads((lessons.HERE / "facts.json").read_text())
-    questions = [item["prompt"] for item in facts["questions"]]
-    copies = [f"Repeat exactly: {text}" for text in facts["copy"]["strings"]]
-    texts = (questions + copies)[: case.get("prompt_count", 8)]
-    if case.get("long_last"):
-        # Longer than any earlier request will ever be: it is fresh while those have a prefix.
-        texts = texts[:6] + ["The sky is blue. " * 40 + text for text in texts[:2]]
-    tokenizer = llm.get_tokenizer()
-    return [
-        list(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-            )
-        )
-        for text in texts
-    ]
+    return prompt if isinstance(prompt, dict) else TokensPrompt(prompt_token_ids=prompt)
 
 
-def generate(llm: Any, prompts: list[list[int]], tokens: int, ignore_eos: bool) -> list[dict]:
+def generate(llm: Any, prompts: list[Any], tokens: int, ignore_eos: bool) -> list[dict]:
     """Return greedy tokens with the two best log-probabilities of each."""
     from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
 
     sampling = SamplingParams(
         temperature=0, max_tokens=tokens, logprobs=2, ignore_eos=ignore_eos, detokenize=False
     )
-    answers = llm.generate(
-        [TokensPrompt(prompt_token_ids=ids) for ids in prompts], sampling, use_tqdm=False
-    )
+    answers = llm.generate([as_request(prompt) for prompt in prompts], sampling, use_tqdm=False)
     result = []
     for answer in answers:
         output = answer.outputs[0]
@@ -186,30 +167,56 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int, ignore_eos: bool) 
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    """Return the engine's speculation counters."""
+    """Return the engine's counters of drafts and of prefixes found again."""
     found: dict[str, Any] = {}
     for metric in llm.get_metrics():
-        if "spec_decode" in metric.name:
+        if "spec_decode" in metric.name or "prefix_cache" in metric.name:
             value = getattr(metric, "value", None)
             found[metric.name] = value if value is not None else list(metric.values)
     return found
 
 
-def prefill_logits(llm: Any, recorder: Recorder, prompts: list[list[int]]) -> Any:
-    """Return hidden states and logits of every prompt position, prompt after prompt."""
+def prefill_logits(llm: Any, recorder: Recorder, prompts: list[Any]) -> tuple[Any, Any, list[int]]:
+    """Return hidden states and logits of every prompt position, and the rows of each prompt."""
     import torch
     from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
 
     recorder.on = True
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-    for ids in prompts:
-        llm.generate([TokensPrompt(prompt_token_ids=ids)], sampling, use_tqdm=False)
+    rows, seen = [], 0
+    for prompt in prompts:
+        llm.generate([as_request(prompt)], sampling, use_tqdm=False)
+        total = sum(len(hidden) for hidden, _ in recorder.heads)
+        rows.append(total - seen)
+        seen = total
     recorder.on = False
     # The first call of a prompt with more than one row holds the positions; order is stable.
     calls = list(recorder.heads)
     recorder.heads.clear()
-    return torch.cat([hidden for hidden, _ in calls]), torch.cat([logits for _, logits in calls])
+    hidden = torch.cat([hidden for hidden, _ in calls])
+    return hidden, torch.cat([logits for _, logits in calls]), rows
+
+
+def turns(
+    llm: Any,
+    prompts: list[list[int]],
+    answers: list[dict[str, Any]],
+    count: int,
+    tokens: int,
+    ignore_eos: bool,
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Go on with every conversation: its answer and a few tokens more, ``count`` times.
+
+    Returns what each turn gave, and the prompts of the last one.
+    """
+    found = []
+    for turn in range(count):
+        more = random_prompts([24 + turn])[0]
+        prompts = [p + a["tokens"] + more for p, a in zip(prompts, answers, strict=True)]
+        before = counters(llm)
+        answers = generate(llm, prompts, tokens, ignore_eos)
+        found.append({"answers": answers, "counters": counters(llm), "before": before})
+    return found, prompts
 
 
 def use_stock_turboquant() -> None:
@@ -243,27 +250,37 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     result: dict[str, Any] = {
         "load_s": round(time.monotonic() - started, 1),
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
-        "modules": describe(recorder.models[0]),
+        # Over several devices the model lives in other processes.
+        "modules": describe(recorder.models[0]) if recorder.models else {},
         "drafter_modules": describe(recorder.models[1]) if len(recorder.models) > 1 else {},
     }
     if case.get("hook_modules"):
         watch_modules(recorder)
-    prompts = prompts_of(case, llm)
+    prompts = prompts_of(case, None if case["prompts"] == "ids" else llm.get_tokenizer())
     if case.get("capture", True):
-        hidden, logits = prefill_logits(llm, recorder, prompts)
+        hidden, logits, rows = prefill_logits(llm, recorder, prompts)
         torch.save(
             {
                 "hidden": hidden.cpu(),
                 "logits": logits.cpu(),
+                "rows": rows,
                 "modules": {k: (x.cpu(), y.cpu()) for k, (x, y) in recorder.modules.items()},
             },
             out / f"{case['name']}.pt",
         )
         result["finite"] = bool(torch.isfinite(logits.float()).all())
-    result["answers"] = generate(
-        llm, prompts, case.get("tokens", 48), case.get("ignore_eos", case["prompts"] == "ids")
-    )
+    tokens, ignore_eos = case.get("tokens", 48), case.get("ignore_eos", case["prompts"] == "ids")
+    before = counters(llm)
+    result["answers"] = generate(llm, prompts, tokens, ignore_eos)
     result["counters"] = counters(llm)
+    result["counters_before"] = before
+    if case.get("turns"):
+        result["turns"], asked = turns(
+            llm, prompts, result["answers"], case["turns"], tokens, ignore_eos
+        )
+        if case.get("other_beginning"):
+            last = [prompt[:BEGINNING][::-1] + prompt[BEGINNING:] for prompt in asked]
+            result["other_beginning"] = generate(llm, last, tokens, ignore_eos)
     return result
 
 

@@ -11,20 +11,23 @@ SHARED_EXPERTS = (
 ONLINE_FP8 = {"targets": {SHARED_EXPERTS: "fp8_per_block"}}
 FIRST = ("overlay", "tiny-mtp2", "tiny-head8-piecewise-mtp2", "tiny-triton-full")
 """Cases that between them compile almost every kernel of their stage."""
-TRITON = {"spark": {"lm_head": "int8-triton"}}
+TRITON = {"spark": {"lm_head": "int8-triton", "lm_head_kernel": "own"}}
 
 
-def _case(name: str, tree: str, **more: Any) -> dict[str, Any]:
+def case(name: str, tree: str, **more: Any) -> dict[str, Any]:
+    """Return one engine run; trees of the trained model get questions, others random tokens."""
     options = {"enforce_eager": True, **more.pop("options", {})}
-    prompts = "ids" if tree.startswith("wide") else "text"
+    prompts = "text" if tree.startswith("tiny") else "ids"
     return {"name": name, "tree": tree, "prompts": prompts, "options": options, **more}
 
 
-def _mtp(tokens: int) -> dict[str, Any]:
+def mtp(tokens: int) -> dict[str, Any]:
+    """Return the option for drafts of the model's own MTP layer."""
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": tokens}}
 
 
-def _graphs(mode: str) -> dict[str, Any]:
+def graphs(mode: str) -> dict[str, Any]:
+    """Return the options for CUDA graphs."""
     return {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode}}
 
 
@@ -32,64 +35,75 @@ def eager_cases() -> list[dict[str, Any]]:
     """Numbers on the wide random tree: one engine per way of serving, all eager."""
     hooks = {"hook_modules": True}
     return [
-        _case("reference", "wide-overlay", options={"load_format": "spark_portable"}),
-        _case("reference-head8", "wide-overlay-head8", options={"load_format": "spark_portable"}),
-        _case("full", "wide-full", **hooks),
-        _case("overlay", "wide-overlay", **hooks),
-        _case("full-head8", "wide-full-head8", **hooks),
-        _case("overlay-head8", "wide-overlay-head8", **hooks),
-        _case("overlay-fast", "wide-overlay", options={"load_format": "fastsafetensors"}),
-        _case("head-triton", "wide-overlay", additional=TRITON),
-        _case("plain-stock", "wide-base", plugins="", **hooks),
-        _case("plain-plugin", "wide-base", **hooks),
-        _case("native-stock", "wide-native", plugins="", **hooks),
-        _case(
+        case("reference", "wide-overlay", options={"load_format": "spark_portable"}),
+        case("reference-head8", "wide-overlay-head8", options={"load_format": "spark_portable"}),
+        case("full", "wide-full", **hooks),
+        case("overlay", "wide-overlay", **hooks),
+        case("full-head8", "wide-full-head8", **hooks),
+        case("overlay-head8", "wide-overlay-head8", **hooks),
+        case("overlay-fast", "wide-overlay", options={"load_format": "fastsafetensors"}),
+        case("head-triton", "wide-overlay", additional=TRITON),
+        case("plain-stock", "wide-base", plugins="", **hooks),
+        case("plain-plugin", "wide-base", **hooks),
+        case("native-stock", "wide-native", plugins="", **hooks),
+        case(
             "online-fp8-stock",
             "wide-base-head8",
             plugins="",
             options={"quantization_config": ONLINE_FP8},
             **hooks,
         ),
-        _case("wrong-scale", "wide-full-wrong-scale", **hooks),
-        _case("swapped-layers", "wide-full-swapped-layers", **hooks),
+        case("wrong-scale", "wide-full-wrong-scale", **hooks),
+        case("swapped-layers", "wide-full-swapped-layers", **hooks),
     ]
 
 
 def refused_cases() -> list[tuple[dict[str, Any], str]]:
     """Engines that must not start, with a text their error has to contain."""
     scale = "model.language_model.layers.1.mlp.shared_expert.{}_proj.weight_scale_inv"
-    mtp = {"options": _mtp(2), "capture": False}
+    drafts = {"options": mtp(2), "capture": False}
     none = {"capture": False}
     return [
-        (_case("stock-refuses", "wide-full", plugins="", **none), "spark_inc"),
-        (_case("stock-refuses-overlay", "wide-overlay", plugins="", **none), "spark_inc"),
-        (_case("no-mtp-file", "wide-full-no-mtp-file", **mtp), "mtp."),
-        (_case("mtp-not-in-index", "wide-full-mtp-not-in-index", **mtp), "mtp."),
-        (_case("two-mtp-missing", "wide-full-two-mtp-tensors-missing", **mtp), "mtp.fc"),
-        (_case("no-up-scale", "wide-full-no-up-scale", **none), scale.format("up")),
-        (_case("no-down-scale", "wide-full-no-down-scale", **none), scale.format("down")),
+        (case("stock-refuses", "wide-full", plugins="", **none), "spark_inc"),
+        (case("stock-refuses-overlay", "wide-overlay", plugins="", **none), "spark_inc"),
+        (case("no-mtp-file", "wide-full-no-mtp-file", **drafts), "mtp."),
+        (case("mtp-not-in-index", "wide-full-mtp-not-in-index", **drafts), "mtp."),
+        (case("two-mtp-missing", "wide-full-two-mtp-tensors-missing", **drafts), "mtp.fc"),
+        (case("no-up-scale", "wide-full-no-up-scale", **none), scale.format("up")),
+        (case("no-down-scale", "wide-full-no-down-scale", **none), scale.format("down")),
         (
-            _case("overlay-no-up-scale", "wide-overlay-no-up-scale", **none),
+            case("overlay-no-up-scale", "wide-overlay-no-up-scale", **none),
             scale.format("up") + "_fp8",
         ),
-        (_case("no-block-names", "wide-full-no-block-names", **mtp), "block_name_to_quantize"),
+        (case("no-block-names", "wide-full-no-block-names", **drafts), "block_name_to_quantize"),
         (
-            _case("triton-on-int8", "wide-overlay-head8", additional=TRITON, **none),
+            case("triton-on-int8", "wide-overlay-head8", additional=TRITON, **none),
             "spark.lm_head",
         ),
     ]
+
+
+def nan_cases() -> list[tuple[dict[str, Any], str]]:
+    """Trees with one NaN, which loads; the engine must refuse the model, naming the tensor."""
+    quiet = {"capture": False}
+    pairs = (
+        ("nan-fp8-scale", "wide-full", "layers.1.mlp.shared_expert.gate_up_proj.weight_scale_inv"),
+        ("nan-int4-scale", "wide-full", "layers.0.linear_attn.out_proj.scales"),
+        ("nan-head-scale", "wide-overlay-head8", "lm_head.scales"),
+    )
+    return [(case(name, f"{tree}-{name}", **quiet), text) for name, tree, text in pairs]
 
 
 def speculation_cases() -> list[dict[str, Any]]:
     """Speculation, heads and graphs on the trained model."""
     quiet = {"capture": False}
     cases = [
-        _case("tiny-reference", "tiny-overlay", options={"load_format": "spark_portable"}, **quiet),
-        _case("tiny-eager", "tiny-overlay", **quiet),
-        _case("tiny-head8", "tiny-overlay-head8", **quiet),
-        _case("tiny-triton", "tiny-overlay", additional=TRITON, **quiet),
-        _case("tiny-native", "tiny-native", plugins="", **quiet),
-        _case(
+        case("tiny-reference", "tiny-overlay", options={"load_format": "spark_portable"}, **quiet),
+        case("tiny-eager", "tiny-overlay", **quiet),
+        case("tiny-head8", "tiny-overlay-head8", **quiet),
+        case("tiny-triton", "tiny-overlay", additional=TRITON, **quiet),
+        case("tiny-native", "tiny-native", plugins="", **quiet),
+        case(
             "tiny-online-fp8",
             "tiny-base-head8",
             plugins="",
@@ -98,26 +112,26 @@ def speculation_cases() -> list[dict[str, Any]]:
         ),
     ]
     for tokens in (1, 2):
-        cases.append(_case(f"tiny-mtp{tokens}", "tiny-overlay", options=_mtp(tokens), **quiet))
+        cases.append(case(f"tiny-mtp{tokens}", "tiny-overlay", options=mtp(tokens), **quiet))
     heads = {"head8": ("tiny-overlay-head8", {}), "triton": ("tiny-overlay", TRITON)}
     for head, (tree, additional) in heads.items():
         cases.append(
-            _case(f"tiny-{head}-mtp2", tree, options=_mtp(2), additional=additional, **quiet)
+            case(f"tiny-{head}-mtp2", tree, options=mtp(2), additional=additional, **quiet)
         )
         for mode in ("PIECEWISE", "FULL_AND_PIECEWISE"):
-            for spec in ({}, _mtp(2)):
+            for spec in ({}, mtp(2)):
                 name = f"tiny-{head}-{mode.lower().replace('_and_piecewise', '')}"
                 cases.append(
-                    _case(
+                    case(
                         name + ("-mtp2" if spec else ""),
                         tree,
-                        options={**_graphs(mode), **spec},
+                        options={**graphs(mode), **spec},
                         additional=additional,
                         **quiet,
                     )
                 )
     cases.append(
-        _case(
+        case(
             "tiny-tq",
             "tiny-overlay-head8",
             options={
@@ -136,14 +150,14 @@ def turboquant_cases() -> list[dict[str, Any]]:
     plain = {"kv_cache_dtype": "turboquant_k8v4", "attention_config": {}}
     quiet = {"capture": False, "long_last": True}
     stock = {"stock_turboquant": True}
-    graphs = _graphs("FULL_AND_PIECEWISE")
+    full = graphs("FULL_AND_PIECEWISE")
     tree = "tiny-overlay-head8"
     return [
-        _case("tq-alone", tree, options={**plain, "max_num_seqs": 1}, **quiet),
-        _case("tq-own", tree, options=plain, **quiet),
-        _case("tq-own-mtp2", tree, options={**plain, **_mtp(2)}, **quiet),
-        _case("tq-own-full-mtp2", tree, options={**plain, **graphs, **_mtp(2)}, **quiet),
-        _case("tq-stock", tree, options=plain, **stock, **quiet),
-        _case("tq-stock-mtp2", tree, options={**plain, **_mtp(2)}, **stock, **quiet),
-        _case("tq-stock-full-mtp2", tree, options={**plain, **graphs, **_mtp(2)}, **stock, **quiet),
+        case("tq-alone", tree, options={**plain, "max_num_seqs": 1}, **quiet),
+        case("tq-own", tree, options=plain, **quiet),
+        case("tq-own-mtp2", tree, options={**plain, **mtp(2)}, **quiet),
+        case("tq-own-full-mtp2", tree, options={**plain, **full, **mtp(2)}, **quiet),
+        case("tq-stock", tree, options=plain, **stock, **quiet),
+        case("tq-stock-mtp2", tree, options={**plain, **mtp(2)}, **stock, **quiet),
+        case("tq-stock-full-mtp2", tree, options={**plain, **full, **mtp(2)}, **stock, **quiet),
     ]

@@ -43,7 +43,13 @@ class Weights:
         reader = ModuleReader(tree, settings)
         wanted = ("_proj", "in_proj_", "lm_head")
         self._weights = dict(
-            reader.weights(lambda name: any(part in name for part in wanted) and "mtp" not in name)
+            reader.weights(
+                lambda name: (
+                    any(part in name for part in wanted)
+                    and "mtp" not in name
+                    and ".experts." not in name
+                )
+            )
         )
         self._reader = reader
 
@@ -129,10 +135,10 @@ def judge_eager(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
         ("triton head", lambda: _triton_head(capture, weights["full"])),
         ("untouched", lambda: _untouched(results)),
     ]
-    return [_attempt(name, judgement) for name, judgement in judgements]
+    return [attempt(name, judgement) for name, judgement in judgements]
 
 
-def _attempt(name: str, judgement: Callable[[], Row]) -> Row:
+def attempt(name: str, judgement: Callable[[], Row]) -> Row:
     """Return a row even when a run left nothing to judge: it has failed then."""
     try:
         return judgement()
@@ -363,9 +369,9 @@ def judge_turboquant(results: dict[str, Row]) -> list[Row]:
     """Judge our TurboQuant backend against one sequence alone; show the engine's own beside it."""
     own = ("tq-own", "tq-own-mtp2", "tq-own-full-mtp2")
     stock = ("tq-stock", "tq-stock-mtp2", "tq-stock-full-mtp2")
-    rows = [_attempt(name, lambda n=name: _same_as_alone(results, n)) for name in own]
+    rows = [attempt(name, lambda n=name: _same_as_alone(results, n)) for name in own]
     for name in stock:
-        shown = _attempt(name, lambda n=name: _same_as_alone(results, n))
+        shown = attempt(name, lambda n=name: _same_as_alone(results, n))
         shown["claim"] = f"{name}: the engine's own backend beside it, not judged"
         shown["passed"] = None
         rows.append(shown)

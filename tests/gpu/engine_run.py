@@ -14,7 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_cases(
-    cases: list[dict[str, Any]], trees: Path, out: Path, *, at_once: int = 14, limit_s: int = 420
+    cases: list[dict[str, Any]],
+    trees: Path,
+    out: Path,
+    *,
+    at_once: int = 14,
+    limit_s: int = 420,
+    within_s: float = float("inf"),
 ) -> dict[str, dict[str, Any]]:
     """Run ``cases`` and return what each wrote; a case that wrote nothing has state ``died``.
 
@@ -24,19 +30,24 @@ def run_cases(
         out: where results, captured tensors and logs go.
         at_once: engines running at the same time.
         limit_s: time one case may take.
+        within_s: time all of them may take; what runs then is ended, what waits is not run.
     """
     out.mkdir(parents=True, exist_ok=True)
     waiting = list(cases)
     running: list[tuple[subprocess.Popen[bytes], dict[str, Any], float]] = []
     results: dict[str, dict[str, Any]] = {}
+    begun = time.monotonic()
     while waiting or running:
+        over = time.monotonic() - begun > within_s
+        if over:
+            waiting.clear()
         while waiting and len(running) < at_once:
             case = waiting.pop(0)
             running.append((_start(case, trees, out), case, time.monotonic()))
         time.sleep(0.5)
         for entry in list(running):
             process, case, started = entry
-            late = time.monotonic() - started > limit_s
+            late = over or time.monotonic() - started > limit_s
             if late:
                 process.kill()
             if process.poll() is not None or late:
@@ -52,7 +63,11 @@ def run_cases(
 
 def _start(case: dict[str, Any], trees: Path, out: Path) -> subprocess.Popen[bytes]:
     path = out / f"{case['name']}.case.json"
-    path.write_text(json.dumps({**case, "tree": str(trees / case["tree"])}))
+    options = dict(case.get("options", {}))
+    draft = options.get("speculative_config", {})
+    if "model" in draft:
+        options["speculative_config"] = {**draft, "model": str(trees / draft["model"])}
+    path.write_text(json.dumps({**case, "options": options, "tree": str(trees / case["tree"])}))
     with (out / f"{case['name']}.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.engine_case", str(path), str(out)],

@@ -1,6 +1,6 @@
 """Checkpoints for the engine proofs: made by the lab's generator, built by our own builder.
 
-    python3 -m tests.gpu.trees OUT [--hub HUB]
+    python3 -m tests.gpu.trees OUT [--hub HUB] [--special]
 
 ``wide``: random weights in the real model's shapes of every layer kind (head size 256, linear
 heads of 128). ``tiny``: the lab's trained model, from a hub on disk, so that speculation and
@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ def _tensor(tree: Path, name: str) -> tuple[Path, int, int, dict[str, Any]]:
     return path, 8 + size + start, 8 + size + end, entry
 
 
-def _rewrite(tree: Path, name: str, data: bytes) -> None:
+def rewrite(tree: Path, name: str, data: bytes) -> None:
+    """Put other bytes in the place of one tensor."""
     path, start, end, _ = _tensor(tree, name)
     if end - start != len(data):
         raise ValueError(f"{name}: {len(data)} bytes for a slot of {end - start}")
@@ -146,7 +148,8 @@ def _rewrite(tree: Path, name: str, data: bytes) -> None:
         file.write(data)
 
 
-def _bytes(tree: Path, name: str) -> bytes:
+def stored_bytes(tree: Path, name: str) -> bytes:
+    """Return the bytes of one tensor."""
     path, start, end, _ = _tensor(tree, name)
     with path.open("rb") as file:
         file.seek(start)
@@ -202,15 +205,17 @@ def damage(full: Path, overlay: Path) -> Iterator[Path]:
     yield tree
     tree = damaged(full, "wrong-scale")  # loads; only numbers can tell
     name = layer.format(1, "gate") + ".weight_scale_inv"
-    scales = np.frombuffer(_bytes(tree, name), dtype="<u2").reshape(_tensor(tree, name)[3]["shape"])
-    _rewrite(tree, name, np.roll(scales, 1, axis=1).tobytes())
+    scales = np.frombuffer(stored_bytes(tree, name), dtype="<u2").reshape(
+        _tensor(tree, name)[3]["shape"]
+    )
+    rewrite(tree, name, np.roll(scales, 1, axis=1).tobytes())
     yield tree
     tree = damaged(full, "swapped-layers")  # loads; only numbers can tell
     for suffix in (".weight", ".weight_scale_inv"):
         one, two = layer.format(0, "down") + suffix, layer.format(1, "down") + suffix
-        first, second = _bytes(tree, one), _bytes(tree, two)
-        _rewrite(tree, one, second)
-        _rewrite(tree, two, first)
+        first, second = stored_bytes(tree, one), stored_bytes(tree, two)
+        rewrite(tree, one, second)
+        rewrite(tree, two, first)
     yield tree
 
 
@@ -219,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--hub", type=Path)
+    parser.add_argument("--special", action="store_true", help="also the trees of single proofs")
     arguments = parser.parse_args()
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True)
@@ -232,6 +238,29 @@ def main() -> None:
             build(plan(base, donor, out / f"{kind}-{name}", variant), work)
     for tree in damage(out / "wide-full", out / "wide-overlay"):
         print(tree.name)
+    if arguments.special:
+        _special(out, work, trained=arguments.hub is not None)
+
+
+def _special(out: Path, work: Path, *, trained: bool) -> None:
+    """Make the trees of single proofs, the slow ones side by side."""
+    from tests.gpu import special_trees as special  # it needs this module
+
+    with ProcessPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(special.make_steered, out, work),
+            pool.submit(special.make_long, out, work),
+            pool.submit(special.make_true, out, work, "true-35b", special.TRUE_35B, int4_mtp=True),
+            pool.submit(
+                special.make_true, out, work, "true-122b", special.TRUE_122B, int4_mtp=False
+            ),
+        ]
+        for tree in special.make_nan(out / "wide-full", out / "wide-overlay-head8"):
+            print(tree.name)
+        if trained:
+            special.make_draft(out / "tiny-dflash", out / "tiny-base")
+        for job in jobs:
+            job.result()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,307 @@
+"""What the runs of ``profile_cases`` prove: from results to rows of claim, numbers, verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.gpu import special_trees, steered
+from tests.gpu.engine_judge import (
+    FP8_LIMIT,
+    INT_LIMIT,
+    LOGIT_LIMIT,
+    Row,
+    Weights,
+    acceptance,
+    attempt,
+    compare_answers,
+    module_errors,
+    relative,
+    row,
+)
+from tests.gpu.profile_cases import STEERED_TOKENS
+from tests.gpu.prompts import IDS_LENGTHS, random_prompts
+from tests.gpu.trees import SEED, WIDE
+
+TRANSFORMERS_LIMIT = 0.06
+"""BF16 logits of four layers in two implementations; sizes and roundings are the same."""
+ACCEPTANCE_SLACK = 0.03
+"""The last step of an answer may draft beyond its end."""
+
+
+def judge_profiles(results: dict[str, Row]) -> list[Row]:
+    """Judge drafts, graphs and DFlash on the trained model."""
+    pairs = {"dflash-eager": "tiny-head8", "dflash-full": "tiny-head8"}
+    for name in ("native", "online-fp8"):
+        for suffix in ("-mtp2", "-full", "-full-mtp2"):
+            pairs[f"tiny-{name}{suffix}"] = f"tiny-{name}"
+        pairs[f"tiny-{name}"] = "tiny-head8"
+    return [attempt(one, lambda o=one, t=two: _same(results, o, t)) for one, two in pairs.items()]
+
+
+def _same(results: dict[str, Row], name: str, reference: str) -> Row:
+    found = compare_answers(results[reference], results[name])
+    accepted = acceptance(results[name])
+    drafted = "mtp" in name
+    return row(
+        f"{name}: greedy answers equal {reference} outside ties",
+        not found["beyond_margin"] and (not drafted or (accepted or 0) > 0.4),
+        [name, reference],
+        acceptance=accepted,
+        counters=results[name]["counters"],
+        downgraded=[t for t in results[name]["log_lines"] if "setting cudagraph" in t],
+        **found,
+    )
+
+
+def judge_prefixes(results: dict[str, Row]) -> list[Row]:
+    """Judge conversations with prefix caching against the same ones without."""
+    rows = [attempt(n, lambda n=n: _talk(results, n)) for n in ("agent-eager", "agent-full")]
+    steered_runs = ("prefixes-eager", "prefixes-full")
+    return rows + [attempt(n, lambda n=n: _conversation(results, n)) for n in steered_runs]
+
+
+def _talk(results: dict[str, Row], name: str) -> Row:
+    """Compare each conversation up to its first other answer: after that the prompts differ."""
+    plain, kept = results["agent-plain"], results[name]
+    pairs = [(plain, kept), *zip(plain["turns"], kept["turns"], strict=True)]
+    alike = list(range(len(plain["answers"])))
+    turns = []
+    for one, two in pairs:
+        first, second = (
+            {"answers": [turn["answers"][place] for place in alike]} for turn in (one, two)
+        )
+        turns.append(compare_answers(first, second))
+        alike = [
+            place
+            for place in alike
+            if one["answers"][place]["tokens"] == two["answers"][place]["tokens"]
+        ]
+    hits = [_hits(turn["counters"]) - _hits(turn["before"]) for turn in kept["turns"]]
+    return row(
+        f"{name}: later turns are found in the cache, and answered as without it outside ties",
+        not any(turn["beyond_margin"] for turn in turns) and min(hits) > 0,
+        [name, "agent-plain"],
+        tokens_found_per_turn=hits,
+        tokens_found_without=[_hits(turn["counters"]) for turn in plain["turns"]],
+        turns=turns,
+    )
+
+
+def _conversation(results: dict[str, Row], name: str) -> Row:
+    """Tokens are equal in every turn; margins tell whether the cached states are the right ones.
+
+    The measure of a wrong state is the same last tokens after another beginning.
+    """
+    plain, kept = results["prefixes-plain"], results[name]
+    pairs = [(plain, kept), *zip(plain["turns"], kept["turns"], strict=True)]
+    equal = all(
+        a["tokens"] == b["tokens"]
+        for one, two in pairs
+        for a, b in zip(one["answers"], two["answers"], strict=True)
+    )
+    changes = [_margin_change(one["answers"], two["answers"]) for one, two in pairs]
+    other = _margin_change(plain["turns"][-1]["answers"], plain["other_beginning"])
+    hits = [_hits(turn["counters"]) - _hits(turn["before"]) for turn in kept["turns"]]
+    return row(
+        f"{name}: growing conversations are answered as without the cache, and found in it",
+        equal and min(hits) > 0 and max(changes) < other / 4,
+        [name, "prefixes-plain"],
+        tokens_equal=equal,
+        tokens_found_per_turn=hits,
+        tokens_found_without=[_hits(turn["counters"]) for turn in plain["turns"]],
+        margin_change_per_turn=changes,
+        margin_change_by_another_beginning=other,
+    )
+
+
+def _margin_change(one: list[Row], two: list[Row]) -> float:
+    """Return the root mean square difference of the margins of equal tokens."""
+    differences = [
+        x - y
+        for a, b in zip(one, two, strict=True)
+        for x, y, s, t in zip(a["margins"], b["margins"], a["tokens"], b["tokens"], strict=True)
+        if s == t
+    ]
+    return round(float(np.sqrt(np.mean(np.square(differences)))), 4)
+
+
+def _hits(counters: dict[str, Any]) -> float:
+    return float(sum(v for k, v in counters.items() if k.endswith("prefix_cache_hits")))
+
+
+def judge_steered(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Row]:
+    """Judge answers and acceptance against what the permutation says."""
+    known = {
+        name: steered.steering(WIDE, SEED, share) for name, share in special_trees.STEERED.items()
+    }
+    return [
+        attempt(case["name"], lambda n=case["name"]: _steered(n, results[n], known))
+        for case in cases
+    ]
+
+
+def _steered(name: str, result: Row, known: dict[str, steered.Steering]) -> Row:
+    steering = known["-".join(name.split("-")[:2])]
+    answers = [
+        steered.expected_tokens(steering, ids[-1], STEERED_TOKENS)
+        for ids in random_prompts(IDS_LENGTHS)
+    ]
+    wrong = sum(
+        int((np.array(answer["tokens"]) != np.array(expected)).sum())
+        for answer, expected in zip(result["answers"], answers, strict=True)
+    )
+    drafts = int(name[-1]) if "mtp" in name else 0
+    counted = [steered.expected_acceptance(steering, tokens, drafts) for tokens in answers]
+    accepted, drafted = (sum(part) for part in zip(*counted, strict=True))
+    expected = round(accepted / drafted, 3) if drafted else None
+    measured = acceptance(result)
+    near = expected is None or abs((measured or 0) - expected) < ACCEPTANCE_SLACK
+    return row(
+        f"{name}: every token and the acceptance are those the model was made for",
+        wrong == 0 and near and (measured is None) == (expected is None),
+        [name],
+        tokens=sum(map(len, answers)),
+        wrong_tokens=wrong,
+        acceptance_expected=expected,
+        acceptance_measured=measured,
+        counters=result["counters"],
+        smallest_margin=round(min(min(a["margins"]) for a in result["answers"]), 3),
+    )
+
+
+def judge_heads(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Row]:
+    """Judge the opt-in head: right tokens, and the kernel chosen as it should be."""
+    rows = judge_steered(results, cases)
+    for case, found in zip(cases, rows, strict=True):
+        lines = [
+            line
+            for line in results.get(case["name"], {}).get("log_lines", [])
+            if "int8-triton head" in line
+        ]
+        measured = any("us at batches" in line for line in lines)
+        found["numbers"]["log"] = lines
+        found["passed"] &= bool(lines) and measured == ("head-measured" in case["name"])
+        if "unmeasured" in case["name"]:
+            found["passed"] &= any("computed by marlin" in line for line in lines)
+    return rows
+
+
+def judge_sizes(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
+    """Judge true layer sizes and pictures against transformers and dequantised weights."""
+    rows = []
+    for name, key, limit in (
+        ("wide-portable", "ids", TRANSFORMERS_LIMIT),
+        ("wide-native", "ids", LOGIT_LIMIT),
+        ("pictures-portable", "pictures", TRANSFORMERS_LIMIT),
+        ("pictures-native", "pictures", LOGIT_LIMIT),
+        ("true-35b-portable", "ids", LOGIT_LIMIT),
+        ("true-35b-native", "ids", LOGIT_LIMIT),
+        ("true-122b-portable", "ids", LOGIT_LIMIT),
+        ("true-122b-native", "ids", LOGIT_LIMIT),
+    ):
+        rows.append(attempt(name, lambda n=name, k=key, m=limit: _like_transformers(out, n, k, m)))
+    for tree, name in (
+        ("wide-overlay", "wide-native"),
+        ("true-35b", "true-35b-native"),
+        ("true-122b", "true-122b-native"),
+    ):
+        rows.append(attempt(name, lambda t=tree, n=name: _true(results, out, trees / t, n)))
+    for name in ("true-35b", "true-122b"):
+        rows.append(attempt(name, lambda n=name: _drafts_run(results, n)))
+    rows.append(attempt("pictures", lambda: _pictures_matter(out)))
+    return rows
+
+
+def _reference_of(name: str) -> str:
+    return name.rpartition("-")[0] if name.startswith("true") else "wide"
+
+
+def _like_transformers(out: Path, name: str, key: str, limit: float) -> Row:
+    wanted = torch.load(out / f"transformers-{_reference_of(name)}.pt")[key]
+    capture = torch.load(out / f"{name}.pt")
+    errors, start = [], 0
+    for reference, rows in zip(wanted, capture["rows"], strict=True):
+        logits = capture["logits"][start : start + rows].float()
+        start += rows
+        # The engine computes the last position apart from the others: find each row's place.
+        place = torch.cdist(logits, reference).argmin(dim=1)
+        if len(set(place.tolist())) < len(reference):
+            raise ValueError(f"{len(set(place.tolist()))} of {len(reference)} positions found")
+        errors.append(relative(logits, reference[place]))
+    return row(
+        f"{name}: logits of every position near those of transformers on the dequantised tree",
+        max(errors) < limit,
+        [name],
+        logit_errors=[round(error, 4) for error in errors],
+        limit=limit,
+    )
+
+
+def _true(results: dict[str, Row], out: Path, tree: Path, name: str) -> Row:
+    capture = torch.load(out / f"{name}.pt")
+    errors = module_errors(results[name], capture, Weights(tree))
+    good = all(
+        value["worst"] <= (FP8_LIMIT if kind == "fp8" else INT_LIMIT)
+        for kind, value in errors.items()
+        if "not rounded" not in kind
+    )
+    classes = sorted({" > ".join(v["method"]) for v in results[name]["modules"].values()})
+    return row(
+        f"{name}: every module equals its dequantised weight",
+        good,
+        [name],
+        errors=errors,
+        classes=classes,
+    )
+
+
+def _drafts_run(results: dict[str, Row], name: str) -> Row:
+    result = results[f"{name}-full-mtp2"]
+    drafter = sorted({" > ".join(v["method"]) for v in result["drafter_modules"].values()})
+    packed = any("AutoGPTQ" in text or "INC" in text for text in drafter)
+    return row(
+        f"{name}: serves with two drafts and full graphs, the drafter in the base's format",
+        packed == (name == "true-35b") and acceptance(result) is not None,
+        [f"{name}-full-mtp2"],
+        drafter=drafter,
+        counters=result["counters"],
+        answers_against_eager=compare_answers(results[f"{name}-native"], result),
+    )
+
+
+def _pictures_matter(out: Path) -> Row:
+    capture = torch.load(out / "pictures-native.pt")
+    first, second, again = capture["logits"].float().split(capture["rows"])
+    changed, noise = relative(second[-20:], first[-20:]), relative(again[-20:], first[-20:])
+    return row(
+        "pictures: another picture gives other logits, the same picture the same",
+        changed > 0.2 and noise < 0.05,
+        ["pictures-native"],
+        other_picture=round(changed, 4),
+        same_picture=round(noise, 4),
+    )
+
+
+def judge_long(results: dict[str, Row]) -> list[Row]:
+    """Judge TurboQuant at long contexts; the 16-bit cache beside it is only shown."""
+    own = attempt("long-own-full-mtp2", lambda: _long(results, "long-own-full-mtp2", "long-alone"))
+    plain = attempt("long-16-bit", lambda: _long(results, "long-16-bit", "long-alone"))
+    plain["claim"] = "long-16-bit: a 16-bit cache beside it, not judged"
+    plain["passed"] = None
+    return [own, plain]
+
+
+def _long(results: dict[str, Row], name: str, reference: str) -> Row:
+    found = compare_answers(results[reference], results[name])
+    return row(
+        f"{name}: prompts of up to 30,000 tokens answered as one alone without drafts",
+        not found["beyond_margin"],
+        [name, reference],
+        acceptance=acceptance(results[name]),
+        counters=results[name]["counters"],
+        **found,
+    )

@@ -1,0 +1,67 @@
+"""What the engines are asked: the same for every engine of a proof."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+IDS_LENGTHS = [200, 96, 33]
+PICTURE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>What is the capital of France?"
+PICTURES = (1, 2, 1)
+FILLER = "The sky is blue. "
+
+
+def random_prompts(lengths: list[int]) -> list[list[int]]:
+    """Return token ids, the same for the same lengths."""
+    source = random.Random(3)
+    return [[source.randrange(1000) for _ in range(size)] for size in lengths]
+
+
+def picture(number: int) -> Any:
+    """Return a small picture of random colours."""
+    import numpy as np
+    from PIL import Image
+
+    colours = np.random.default_rng(number).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    return Image.fromarray(colours)
+
+
+def prompts_of(case: dict[str, Any], tokenizer: Any) -> list[Any]:
+    """Return token ids or pictures with text, as ``prompts`` says.
+
+    ``ids``: random numbers; ``text``: the lab's questions; ``pictures``: one sentence beside
+    three pictures, two of them equal.
+    """
+    if case["prompts"] == "ids":
+        return random_prompts(case.get("lengths", IDS_LENGTHS))
+    if case["prompts"] == "pictures":
+        ids = tokenizer.encode(PICTURE_TEXT)
+        return [
+            {"prompt_token_ids": ids, "multi_modal_data": {"image": picture(number)}}
+            for number in PICTURES
+        ]
+    return [
+        list(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+            )
+        )
+        for text in questions(case)
+    ]
+
+
+def questions(case: dict[str, Any]) -> list[str]:
+    """Return the lab's questions and strings to copy, some of them behind filler."""
+    from lab.model import lessons
+
+    facts = json.loads((lessons.HERE / "facts.json").read_text())
+    asked = [item["prompt"] for item in facts["questions"]]
+    copies = [f"Repeat exactly: {text}" for text in facts["copy"]["strings"]]
+    texts = (asked + copies)[: case.get("prompt_count", 8)]
+    if case.get("long_last"):
+        # Longer than any earlier request will ever be: it is fresh while those have a prefix.
+        texts = texts[:6] + [FILLER * 40 + text for text in texts[:2]]
+    if case.get("filler"):
+        texts = [f"Note {n}. {FILLER * case['filler']}{text}" for n, text in enumerate(texts)]
+    return texts
