@@ -150,7 +150,9 @@ def _sudo(settings: Settings) -> list[str]:
 def _example(base_url: str, model: str, read_key: str, ca: str | None) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": "What is 7823 * 4519?"}]}
     trust = f"--cacert {shlex.quote(ca)} " if ca else ""
+    # The header goes over standard input: in argv every user of this machine could read the key.
     return (
-        f'curl -s {trust}{base_url}/chat/completions -H "Authorization: Bearer $({read_key})" '
+        f"{read_key} | sed 's/^/Authorization: Bearer /' | "
+        f"curl -s {trust}{base_url}/chat/completions -H @- "
         f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     )

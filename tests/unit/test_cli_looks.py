@@ -154,6 +154,8 @@ def test_connect_to_a_gateway_on_the_network_needs_no_tunnel(tmp_path):
     one = connection_of(listed(tmp_path, **{"serve.expose": "lan", "serve.port": 9000}))
     assert (one.base_url, one.tunnel, one.ca) == ("http://10.0.0.9:9000/v1", None, None)
     assert "http://10.0.0.9:9000/v1/chat/completions" in one.example
+    # What the shell puts into curl's argv is for every user of the machine to read.
+    assert "$(" not in one.example
 
 
 def test_connect_to_a_gateway_for_containers_names_their_url_and_what_it_takes(tmp_path):
