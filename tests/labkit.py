@@ -24,7 +24,6 @@ from typing import IO, Any
 import yaml
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-_IMAGES = "docker images --no-trunc --format '{{.Repository}} {{.Tag}} {{.Digest}} {{.ID}}' | sort"
 STATE = Path(os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab"))
 # Guests for tests that break or make anew a host of their own, beside the fleet of the others.
 SPARE = tuple(os.environ.get("SPARK_SPARE_GUESTS", "lab-21 lab-22").split())
@@ -122,30 +121,6 @@ class Guest:
         """Return the one release that serves, by systemd's word."""
         (unit,) = self.serving()
         return unit.removeprefix("spark-serve@").removesuffix(".service")
-
-    def state(self) -> str:
-        """Return a digest of what makes the host serve as it does: contents, modes, boot, images.
-
-        Times, proofs and records of changes are left out: they tell when, not what.
-        """
-        return self.run(
-            "{ find /etc/spark /etc/systemd/system /srv/spark/models /srv/spark/sources "
-            "/usr/local/lib/spark -not -path '*/__pycache__*' -printf '%p %y %m %u %l\\n' | sort; "
-            "find /etc/spark /etc/systemd/system /srv/spark/models /srv/spark/sources "
-            "/usr/local/lib/spark -type f -not -path '*/__pycache__*' -print0 | sort -z | "
-            f"xargs -0 sha256sum; {_IMAGES}; "
-            "docker ps --format '{{.Names}} {{.Image}} {{.Command}}' --no-trunc; } | sha256sum"
-        )
-
-    def footprint(self) -> str:
-        """Return everything of ours on the host, times included, and the runs of what is up."""
-        return self.run(
-            "find /etc/spark /etc/systemd/system /srv/spark /usr/local/lib/spark /var/lib/spark "
-            "-not -path '*/__pycache__*' -printf '%p %y %m %s %T@ %i %n\\n' | sort; "
-            f"{_IMAGES}; docker ps --no-trunc -q; "
-            "systemctl list-units --plain --no-legend --state=active 'spark-*@*.service' | "
-            "cut -d' ' -f1 | xargs -r systemctl show -p Id -p InvocationID"
-        )
 
     def boots(self) -> list[str]:
         """Return the serve units that the next boot starts."""

@@ -14,6 +14,7 @@ import yaml
 from tests.clients import clients, outages_s, own_overhead_s
 from tests.host.conftest import Fleet
 from tests.labkit import CHECKOUT, Guest, lab
+from tests.traces import state
 
 # What the lab's catalog data says of the two profiles; the tests hold the engine against it.
 DECLARED: dict[str, Any] = yaml.safe_load((CHECKOUT / "catalog/models/lab-tiny.yml").read_text())[
@@ -108,7 +109,7 @@ def test_clients_go_through_a_round_trip_without_a_wrong_answer(
     fleet.settle(profile="v2-tq")
     fleet.settle()
     guest = fleet.guests[0]
-    first, state = guest.release(), guest.state()
+    first, before = guest.release(), state(guest)
 
     with clients(guest, guest.names()[0]) as seen:
         runs = []
@@ -128,7 +129,7 @@ def test_clients_go_through_a_round_trip_without_a_wrong_answer(
     ]
     assert len(outages_s(seen)) == 2
     record_property("outage_s by the clients", json.dumps(outages_s(seen)))
-    assert (guest.release(), guest.state()) == (first, state)
+    assert (guest.release(), state(guest)) == (first, before)
     assert fleet.site.deploy().changed == []
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, Run
+from tests.traces import footprint
 
 PRUNE = "deploys/prune.py"
 READY = {"model": "lab-stub", "profile": "v2"}
@@ -69,14 +70,14 @@ def test_a_dry_prune_says_each_thing_with_its_bytes_and_a_prune_removes_just_tha
     for profile in ("agent", "v2-tq", "base"):
         fleet.site.choose(profile=profile, releases={"keep": 1})
         assert fleet.site.deploy("--limit", guest.name).exit_code == 0
-    here, before = releases(guest), guest.footprint()
+    here, before = releases(guest), footprint(guest)
     kept = {guest.release(), *guest.json("cat /var/lib/spark/good/main.json")["previous"][:1]}
 
     dry = prune(fleet, guest, dry=True)
 
     assert dry.exit_code == 0, dry.stderr[-3000:]
     assert dry.predicted == ["Prune | Remove what nothing kept needs"]
-    assert guest.footprint() == before
+    assert footprint(guest) == before
     gone = set(re.findall(r"goes .* release (\S+)", dry.stderr))
     assert gone == here - kept
     assert first in gone

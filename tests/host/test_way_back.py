@@ -8,6 +8,7 @@ import pytest
 
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, Run, lab
+from tests.traces import footprint
 
 ROLLBACK = "deploys/rollback.py"
 CAPITAL = "What is the capital of France?"
@@ -30,7 +31,7 @@ def test_going_back_says_where_to_then_does_it_and_the_next_deploy_says_what_it_
     fleet.site.choose(profile="v2-tq")
     assert fleet.site.deploy().exit_code == 0
     second = [guest.release() for guest in fleet.guests]
-    before = [guest.footprint() for guest in fleet.guests]
+    before = [footprint(guest) for guest in fleet.guests]
 
     dry = go_back(fleet, dry=True)
 
@@ -40,7 +41,7 @@ def test_going_back_says_where_to_then_does_it_and_the_next_deploy_says_what_it_
         assert f"goes back from {new} (lab-stub with v2-tq) to {old} (lab-stub with v2)" in (
             dry.stderr
         )
-    assert [guest.footprint() for guest in fleet.guests] == before
+    assert [footprint(guest) for guest in fleet.guests] == before
 
     done = go_back(fleet)
 
@@ -73,7 +74,7 @@ def test_going_back_to_a_named_release_passes_over_the_one_between(fleet: Fleet)
     for profile in ("v2-tq", "agent"):
         fleet.site.choose(profile=profile)
         assert fleet.site.deploy("--limit", one.name).exit_code == 0
-    last = one.footprint()
+    last = footprint(one)
 
     unknown = go_back(
         fleet, "--limit", one.name, "--data", "releases.rollback_to=main-0123456789ab"
@@ -82,7 +83,7 @@ def test_going_back_to_a_named_release_passes_over_the_one_between(fleet: Fleet)
     assert unknown.exit_code != 0
     assert "is not a release on this host" in unknown.stderr
     assert named in unknown.stderr
-    assert one.footprint() == last
+    assert footprint(one) == last
 
     there = go_back(fleet, "--limit", one.name, "--data", f"releases.rollback_to={named}")
 
@@ -101,7 +102,7 @@ def started_again(fleet: Fleet) -> Iterator[None]:
 def test_a_stop_outlives_a_reboot_and_a_deploy_until_somebody_starts_it(fleet: Fleet) -> None:
     fleet.settle()
     one, other = fleet.guests
-    release, runs = one.release(), other.footprint()
+    release, runs = one.release(), footprint(other)
 
     code, said = fleet.site.tool("stop", "--limit", one.name)
 
@@ -131,6 +132,6 @@ def test_a_stop_outlives_a_reboot_and_a_deploy_until_somebody_starts_it(fleet: F
 
     assert (code, f"{release} is up" in said) == (0, True), said
     assert (one.release(), answers(one)) == (release, True)
-    assert other.footprint() == runs
+    assert footprint(other) == runs
     fleet.settle()
     assert fleet.site.deploy().changed == []
