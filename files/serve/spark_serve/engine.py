@@ -239,9 +239,18 @@ class Metrics:
 
     @property
     def tokens(self) -> float:
-        """Prompt and generated tokens so far: the counters that move while work is done."""
+        """Prompt and generated tokens so far; a prompt counts when all of it was read."""
         names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
         return sum(self.total(name) or 0.0 for name in names)
+
+    @property
+    def progress(self) -> tuple[float, float]:
+        """What moves while work is done; only ever compared with an earlier one.
+
+        The tokens stand still while a long prompt is read in chunks. Each chunk takes blocks of the
+        cache, so the share in use should move (not yet seen on a GPU).
+        """
+        return self.tokens, self.total("vllm:kv_cache_usage_perc") or 0.0
 
 
 def _labels(text: str) -> dict[str, str]:

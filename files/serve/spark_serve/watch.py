@@ -30,7 +30,7 @@ class Judge:
     plan: Watch
     floor_bytes: int
     moved_at_s: float | None = None
-    last_tokens: float = -1.0
+    last_progress: tuple[float, ...] = ()
     low_samples: int = 0
 
     def stalled(self, metrics: Metrics | None, now_s: float) -> str | None:
@@ -41,8 +41,9 @@ class Judge:
         """
         if metrics is None:
             return None
-        if metrics.running <= 0 or metrics.tokens != self.last_tokens or self.moved_at_s is None:
-            self.last_tokens, self.moved_at_s = metrics.tokens, now_s
+        progress = metrics.progress
+        if metrics.running <= 0 or progress != self.last_progress or self.moved_at_s is None:
+            self.last_progress, self.moved_at_s = progress, now_s
             return None
         flat_s = now_s - self.moved_at_s
         if flat_s < self.plan.stall_s:

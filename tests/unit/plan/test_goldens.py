@@ -136,3 +136,19 @@ def test_the_server_waits_for_the_disks_of_its_tree_and_its_cache(tmp_path):
     wanted = line.partition("=")[2].split()
     assert wanted[0] == plan.serve.tree_dir
     assert [path.split("/")[1] for path in wanted] == ["disk-1", "disk-2"]
+
+
+@pytest.mark.parametrize(
+    ("context", "configured_s", "planned_s"),
+    [(262144, 120, 263), (65536, 120, 120), (262144, 600, 600)],
+)
+def test_the_longest_prompt_can_be_read_before_the_watch_calls_it_a_stall(
+    context, configured_s, planned_s, tmp_path
+):
+    plan = plan_of(
+        "qwen3.5-122b",
+        "v2",
+        tmp_path,
+        **{"engine.max_context_tokens": context, "watch.stall_s": configured_s},
+    )
+    assert plan.serve.release["watch"]["stall_s"] == planned_s
