@@ -8,6 +8,7 @@ from typing import Any
 from spark_deploy.managed import ManagedFile
 from spark_deploy.plan.digest import plain
 from spark_deploy.plan.jobs import needs_mounts
+from spark_deploy.plan.serve import start_limit_s, stop_limit_s
 from spark_deploy.plan.types import HostPlan
 
 UNITS_DIR = "/etc/systemd/system"
@@ -30,7 +31,7 @@ def release_files_of(plan: HostPlan) -> tuple[ManagedFile, ...]:
         ManagedFile(f"{home}/plan.json", _json(plain({"serve": serve, "memory": plan.memory}))),
         ManagedFile(
             f"{UNITS_DIR}/spark-serve@{serve.name}.service.d/50-release.conf",
-            _limits(release).encode(),
+            limits(release).encode(),
         ),
     )
 
@@ -39,14 +40,14 @@ def _json(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _limits(release: dict[str, Any]) -> str:
+def limits(release: dict[str, Any]) -> str:
     """Return the drop-in with this release's time and start limits.
 
     The limits belong to the release because they follow from its load time: a start limit only
     triggers when its interval outlasts ``burst`` failing starts.
     """
     restart, timeouts, memory = release["restart"], release["timeouts"], release["memory"]
-    start_s = timeouts["start_s"] + memory["wait_s"] + 120
+    start_s = start_limit_s(timeouts["start_s"], memory["wait_s"])
     directories = (mount["source"] for mount in release["engine"]["mounts"])
     return (
         "[Unit]\n"
@@ -56,5 +57,5 @@ def _limits(release: dict[str, Any]) -> str:
         "[Service]\n"
         f"RestartSec={restart['delay_s']}\n"
         f"TimeoutStartSec={start_s}\n"
-        f"TimeoutStopSec={timeouts['stop_s'] + 60}\n"
+        f"TimeoutStopSec={stop_limit_s(timeouts['stop_s'])}\n"
     )

@@ -27,6 +27,8 @@ from spark_deploy.settings_types import Settings
 
 _RESTART_DELAY_S = 60
 _RESTART_BURST = 3
+_STARTING_STEPS = 3  # ExecStartPre, ExecStart, ExecStartPost: systemd times each by itself
+_STOPPING_STEPS = 3  # ExecStop, the signals, ExecStopPost: likewise
 # A prompt shows in the counters only when all of it was read. Far below what a Spark can do (3,317
 # tokens/s were published for two of them at 2K), because reading slows down as the context grows.
 _SLOWEST_PROMPT_TOKENS_PER_S = 1000
@@ -183,7 +185,25 @@ def _stall_s(settings: Settings, longest_prompt_tokens: int) -> int:
     return max(settings.watch.stall_s, reading_s)
 
 
+def start_limit_s(start_s: int, memory_wait_s: int) -> int:
+    """Return how long systemd gives each step of a start."""
+    return start_s + memory_wait_s + 120
+
+
+def stop_limit_s(stop_s: int) -> int:
+    """Return how long systemd gives each step of a stop."""
+    return stop_s + 60
+
+
 def _restart_interval_s(settings: Settings) -> int:
-    """Return an interval in which the start limit can really trigger: all tries fit in."""
-    one_try = settings.serve.start_timeout_s + settings.memory.start_wait_s + _RESTART_DELAY_S
-    return max(7200, _RESTART_BURST * one_try + 600)
+    """Return an interval in which the start limit triggers even if every step hangs to its limit.
+
+    A shorter one would let such an engine start for ever. The price: as many crashes within these
+    hours, each after serving well, end the service too.
+    """
+    serve = settings.serve
+    starting_s = _STARTING_STEPS * start_limit_s(
+        serve.start_timeout_s, settings.memory.start_wait_s
+    )
+    stopping_s = _STOPPING_STEPS * stop_limit_s(serve.stop_timeout_s)
+    return _RESTART_BURST * (starting_s + stopping_s + _RESTART_DELAY_S) + 600

@@ -12,14 +12,21 @@ from pathlib import Path
 import pytest
 from stub_host import REPOSITORY
 
+from spark_deploy.plan.release import limits
+
 UNITS = REPOSITORY / "files" / "serve" / "units"
+GOLDEN = REPOSITORY / "tests/unit/plan/golden"
 
 
 def section(unit: str, name: str) -> dict[str, str]:
+    return dict(parsed((UNITS / unit).read_text())[name])
+
+
+def parsed(text: str) -> configparser.RawConfigParser:
     parser = configparser.RawConfigParser(strict=False)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read_string((UNITS / unit).read_text())
-    return dict(parser[name])
+    parser.read_string(text)
+    return parser
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
@@ -51,15 +58,34 @@ def test_systemd_finds_no_fault_in_any_unit(tmp_path: Path) -> None:
     assert ours == []
 
 
-def test_the_start_limit_of_the_server_can_really_trigger() -> None:
-    unit, service = (
-        section("spark-serve@.service", "Unit"),
-        section("spark-serve@.service", "Service"),
+def outlasts_all_its_starts(unit: dict[str, str], service: dict[str, str]) -> bool:
+    """Add up what systemd allows: every step is timed by itself, and so is every stop."""
+    commands = section("spark-serve@.service", "Service")
+    starting = [name for name in commands if name.startswith("ExecStart")]
+    stopping = [name for name in commands if name.startswith("ExecStop")]
+    assert (len(starting), len(stopping)) == (3, 2)
+    longest_s = (
+        len(starting) * int(service["TimeoutStartSec"])
+        + (len(stopping) + 1) * int(service["TimeoutStopSec"])  # and the signals between the two
+        + int(service["RestartSec"])
     )
-    burst, delay_s = int(unit["StartLimitBurst"]), int(service["RestartSec"])
-    slowest_failure_s = 1800  # a load that ends at the start timeout
-    assert int(unit["StartLimitIntervalSec"]) > burst * (delay_s + slowest_failure_s)
+    return int(unit["StartLimitIntervalSec"]) > int(unit["StartLimitBurst"]) * longest_s
+
+
+def test_the_start_limit_of_the_server_can_really_trigger() -> None:
+    unit = section("spark-serve@.service", "Unit")
+    service = section("spark-serve@.service", "Service")
+    assert outlasts_all_its_starts(unit, service)
     assert service["Restart"] == "always"
+
+
+def test_the_start_limit_of_every_planned_release_can_really_trigger() -> None:
+    plans = [json.loads(path.read_text()) for path in GOLDEN.glob("*.json")]
+    releases = [plan["serve"]["release"] for plan in plans if "serve" in plan]
+    assert len(releases) > 10
+    for release in releases:
+        drop_in = parsed(limits(release))
+        assert outlasts_all_its_starts(dict(drop_in["Unit"]), dict(drop_in["Service"]))
 
 
 def test_an_upgrade_of_docker_does_not_end_the_server_for_good() -> None:
@@ -88,9 +114,6 @@ def test_the_reference_states_how_exposed_every_unit_is(tmp_path: Path) -> None:
 
 def test_a_server_that_fails_rests_for_a_minute_or_more() -> None:
     assert int(section("spark-serve@.service", "Service")["RestartSec"]) >= 60
-    plans = [
-        json.loads(path.read_text())
-        for path in (REPOSITORY / "tests/unit/plan/golden").glob("*.json")
-    ]
+    plans = [json.loads(path.read_text()) for path in GOLDEN.glob("*.json")]
     delays_s = [plan["serve"]["release"]["restart"]["delay_s"] for plan in plans if "serve" in plan]
     assert min(delays_s) >= 60
