@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from spark_deploy.catalog import load_model, load_profile
+from spark_deploy.checkout import catalog_names
 from spark_deploy.plan.check import check_pair
 from spark_deploy.plan.fit import ways_to_fit
 from spark_deploy.plan.host import effective_profile
@@ -151,6 +152,13 @@ def test_what_nearly_fits_names_three_ways_and_each_of_them_works(tmp_path):
     ]
     for change in ({"memory.reserve_gib": 8}, {"engine.max_context_tokens": 131072}):
         assert check_pair(settings_with(tmp_path, **{"memory.reserve_gib": 44, **change})) == []
+    without_drafts = [
+        name for name in catalog_names("profiles") if profile_with(name).speculation is None
+    ]
+    assert without_drafts
+    for name in without_drafts:
+        change = {"memory.reserve_gib": 44, "profile": name}
+        assert check_pair(settings_with(tmp_path, **change)) == []
 
 
 def test_a_cache_pinned_too_small_for_one_request_is_refused(tmp_path):
