@@ -21,6 +21,7 @@ from spark_checkpoint.gates import (
     same_names,
     swappable,
 )
+from spark_checkpoint.grafting import graft_mtp, graftable, model_sizes
 from spark_checkpoint.header import Tensor
 from spark_checkpoint.layouts import Layout, write_full, write_overlay
 from spark_checkpoint.patterns import expand, expand_all
@@ -31,7 +32,6 @@ from spark_checkpoint.receipt import checkpoint_receipt, load_receipt, write_rec
 from spark_checkpoint.replacements import (
     bake_head,
     compare_with_donor,
-    graft_mtp,
     scale_of,
     swap_by_int8,
     swap_by_own_fp8,
@@ -198,6 +198,9 @@ def _open_donor(
         expand_all(plan.donor_unmatched, "donor_unmatched"),
     )
     same_names(where, "MTP tensors to graft", donor.names.intersection(mtp_missing), mtp_missing)
+    if mtp_missing:
+        sizes = model_sizes(base, read_config(plan.base_dir))
+        graftable(mtp_missing, donor, sizes, plan.block_shape)
     if plan.compares_with_donor:
         entries = donor.tensors(needed)
         for module in modules:

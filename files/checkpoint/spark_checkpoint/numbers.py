@@ -34,7 +34,7 @@ def numpy() -> ModuleType:
         raise InputRefused(
             "numpy",
             f"cannot be imported ({error}), and this plan looks at tensor values",
-            "put numpy on PYTHONPATH, or plan shared_experts keep and head keep",
+            "put numpy on PYTHONPATH, or plan shared_experts keep, head keep and a base with MTP",
         ) from error
     return numpy
 

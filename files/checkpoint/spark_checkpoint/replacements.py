@@ -1,4 +1,4 @@
-"""Makes the tensors that replace or join the base's: FP8, INT8 and grafted MTP tensors.
+"""Makes the tensors that replace the base's: FP8 and INT8.
 
 Weights are read and compared one row of blocks at a time, so memory stays at a few megabytes
 for each worker whatever the model's size.
@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from spark_checkpoint.donor import Donor, Span
+from spark_checkpoint.donor import Span
 from spark_checkpoint.gates import SCALE, WEIGHT
 from spark_checkpoint.header import Tensor
 from spark_checkpoint.numbers import (
-    bf16_bits,
     dequantise,
     floats,
     from_bf16_bits,
@@ -189,33 +188,6 @@ def bake_head(base: Tree, name: str, stage: Staging, progress: Progress, changes
         "relative_error": _rounded(packed.error),
         "relative_error_by_maximum": _rounded(packed.error_by_maximum),
     }
-
-
-def graft_mtp(
-    names: Sequence[str],
-    donor: Donor,
-    spans: dict[str, Span],
-    block: tuple[int, int],
-    stage: Staging,
-    changes: Changes,
-) -> None:
-    """Take MTP tensors the base lacks from the donor, its FP8 ones dequantised to BF16."""
-    entries = donor.tensors(spans)
-    grafted = []
-    for name in names:
-        entry = entries[name]
-        if entry.dtype != "F8_E4M3":
-            grafted.append(NewTensor(name, entry.dtype, entry.shape, spans[name]))
-            continue
-        np: Any = numpy()
-        scale_name = scale_of(name)
-        scale = entries[scale_name]
-        codes = np.frombuffer(read_span(spans[name]), np.uint8).reshape(entry.shape)
-        scales = floats(read_span(spans[scale_name]), scale.dtype, scale.shape)
-        plain = bf16_bits(dequantise(codes, scales, block)).tobytes()
-        grafted.append(NewTensor(name, "BF16", entry.shape, stage.append(plain)))
-    changes.added.setdefault("", []).extend(grafted)
-    changes.report["mtp_grafted"] = len(grafted)
 
 
 def scale_of(weight_name: str) -> str:

@@ -2,10 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 from builder_judge import LAYOUTS, donor_values, refused, relative
-from builder_shards import Raw, bf16_values, read_shard, write_shard
-from builder_trees import run_tool
+from builder_shards import Raw, bf16_tensor, bf16_values, read_shard, write_shard
+from builder_trees import HIDDEN, run_tool
 
 
 def duplicate(workshop, name, data):
@@ -81,6 +82,116 @@ def test_mtp_tensors_nobody_has_are_refused(workshop):
     assert "MTP tensors to graft" in message
     message = refused(workshop, mtp_tensors=expected, donor=None, shared_experts="keep")
     assert "there is no donor to graft them from" in message
+
+
+FP8 = "mtp.layers.0.self_attn.q_proj.weight"
+SCALE = f"{FP8}_scale_inv"
+PLAIN = "mtp.fc.weight"
+NORM = "mtp.norm.weight"
+
+
+def fill(name, byte):
+    def plant(donor):
+        raw = donor[name]
+        donor[name] = Raw(raw.dtype, raw.shape, byte * len(raw.data))
+
+    return plant
+
+
+def plant_first(name, data):
+    def plant(donor):
+        raw = donor[name]
+        donor[name] = Raw(raw.dtype, raw.shape, data + raw.data[len(data) :])
+
+    return plant
+
+
+def plant_last(name, data):
+    def plant(donor):
+        raw = donor[name]
+        donor[name] = Raw(raw.dtype, raw.shape, raw.data[: -len(data)] + data)
+
+    return plant
+
+
+def put(name, raw):
+    return lambda donor: donor.update({name: raw})
+
+
+# What is planted, and the words and the tensor the refusal must name.
+MTP_DAMAGES = {
+    "an FP8 weight of zeros": (fill(FP8, b"\0"), FP8, "is all zero"),
+    "NaN codes": (fill(FP8, b"\x7f"), FP8, "NaN or infinite"),
+    "one NaN code at the end": (plant_last(FP8, b"\xff"), FP8, "NaN or infinite"),
+    "a scale of zero": (plant_first(SCALE, b"\0\0"), FP8, "not all finite and above zero"),
+    "an infinite scale": (plant_first(SCALE, b"\x80\x7f"), FP8, "not all finite and above zero"),
+    "a negative scale": (plant_first(SCALE, b"\0\xbc"), FP8, "not all finite and above zero"),
+    "a BF16 weight of NaN": (fill(PLAIN, b"\xff"), PLAIN, "NaN or infinite"),
+    "a BF16 norm with one infinity": (plant_last(NORM, b"\x80\x7f"), NORM, "NaN or infinite"),
+    "a BF16 weight of zeros": (fill(PLAIN, b"\0"), PLAIN, "is all zero"),
+    "another shape of fc": (
+        put(PLAIN, bf16_tensor(np.ones((3, 5), np.float32))),
+        PLAIN,
+        f"is [3, 5], expected [{HIDDEN}, {2 * HIDDEN}]",
+    ),
+    "a norm of another width": (
+        put(NORM, bf16_tensor(np.ones(HIDDEN + 1, np.float32))),
+        NORM,
+        f"is [{HIDDEN + 1}], expected [{HIDDEN}]",
+    ),
+    "scales of another grid": (
+        put(SCALE, bf16_tensor(np.ones((2, 3), np.float32))),
+        SCALE,
+        "is BF16 [2, 3], expected BF16 or F32 [2, 2]",
+    ),
+    "integers": (
+        put(NORM, Raw("I32", (HIDDEN,), bytes(4 * HIDDEN))),
+        NORM,
+        "is I32, expected F8_E4M3 or a 16-bit float",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", MTP_DAMAGES)
+def test_mtp_tensors_that_cannot_be_what_their_names_say_are_not_grafted(workshop, damage):
+    plant, name, words = MTP_DAMAGES[damage]
+    workshop.mtp = {}
+    workshop.write_base()
+    plant(workshop.donor)
+    workshop.write_donor()
+    message = refused(workshop)
+    assert name in message
+    assert words in message
+
+
+def test_an_fp8_mtp_weight_without_its_scales_is_not_grafted(workshop):
+    workshop.mtp = {}
+    workshop.write_base()
+    workshop.donor.pop(SCALE)
+    workshop.write_donor()
+    assert f"{FP8}: is FP8 without block scales" in refused(workshop)
+
+
+def test_sizes_in_the_config_are_held_against_grafted_mtp_tensors(workshop):
+    workshop.mtp = {}
+    workshop.write_base()
+    config = json.loads((workshop.base_dir / "config.json").read_text())
+    config["text_config"]["moe_intermediate_size"] = 64
+    (workshop.base_dir / "config.json").write_text(json.dumps(config))
+    workshop.write_receipt()
+    workshop.write_donor()
+    message = refused(workshop)
+    assert "mtp.layers.0.mlp.experts.0." in message
+    assert "64" in message
+
+
+def test_a_norm_of_zeros_is_grafted_because_an_engine_may_add_one_to_it(workshop):
+    workshop.mtp = {}
+    workshop.write_base()
+    fill(NORM, b"\0")(workshop.donor)
+    workshop.write_donor()
+    workshop.build()
+    assert workshop.result()[NORM] == workshop.donor[NORM]
 
 
 @pytest.mark.parametrize("as_list", [False, True])
