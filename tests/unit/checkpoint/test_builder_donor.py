@@ -5,12 +5,14 @@ import time
 
 import pytest
 from builder_hub import Hub
+from builder_shards import Raw
 from builder_trees import DONOR_COMMIT, tree_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from spark_checkpoint.ranges import Wanted, merge
 
 DONOR = f"lab/tiny-fp8/resolve/{DONOR_COMMIT}"
+FIRST_READ_BYTES = 512 << 10
 
 
 @pytest.fixture
@@ -42,18 +44,46 @@ def test_a_remote_donor_gives_the_same_tree_as_a_local_one(workshop, remote):
 
 
 def test_only_headers_and_the_needed_ranges_are_asked_for(workshop, hub, remote):
+    # Big routed experts first and between, as in the real donor: nothing here is wanted.
+    heavy = Raw("BF16", (1 << 20,), bytes(2 << 20))
+    swapped = {f"{m}.{s}" for m in workshop.modules for s in ("weight", "weight_scale_inv")}
+    layers = {name.split(".mlp.")[0] for name in swapped}
+    fillers = {f"{layer}.mlp.experts.0.down_proj.weight": heavy for layer in sorted(layers)}
+    wanted = {name: raw for name, raw in workshop.donor.items() if name in swapped}
+    others = {name: raw for name, raw in workshop.donor.items() if name not in swapped}
+    workshop.donor = {**fillers, **wanted, **others}
+    workshop.write_donor(hub.root / DONOR)
     remote()
-    asked = [headers["Range"] for path, headers, _ in hub.requests if is_shard(path)]
-    needed = sum(
-        len(workshop.donor[f"{module}.{suffix}"].data)
-        for module in workshop.modules
-        for suffix in ("weight", "weight_scale_inv")
-    )
-    headers = [a for a in asked if a.startswith("bytes=0-")]
-    assert len(headers) == 2
-    received = json.loads((workshop.out / "receipt.json").read_text())["report"]
-    whole = sum(p.stat().st_size for p in (hub.root / DONOR).glob("*.safetensors"))
-    assert needed < received["donor_received_bytes"] < whole + 512 * 1024 * 2
+    asked = [
+        (path.rsplit("/", 1)[-1], *map(int, headers["Range"].removeprefix("bytes=").split("-")))
+        for path, headers, _ in hub.requests
+        if is_shard(path)
+    ]
+    starts = [item for item in asked if item[1] == 0]
+    ranges = [item for item in asked if item[1] != 0]
+    shards = sorted((hub.root / DONOR).glob("*.safetensors"))
+    assert sorted(starts) == [(path.name, 0, FIRST_READ_BYTES - 1) for path in shards]
+    assert sorted(ranges) == sorted(r for path in shards for r in joined_ranges(path, swapped))
+    report = json.loads((workshop.out / "receipt.json").read_text())["report"]
+    index_bytes = (hub.root / DONOR / "model.safetensors.index.json").stat().st_size
+    ranges_bytes = sum(last + 1 - first for _, first, last in ranges)
+    expected = index_bytes + len(starts) * FIRST_READ_BYTES + ranges_bytes
+    assert report["donor_received_bytes"] == expected
+    assert ranges_bytes < sum(path.stat().st_size for path in shards) / 4
+
+
+def joined_ranges(shard, names):
+    """Return (file, first, last) of the wanted tensors, joined over gaps of up to 64 KiB."""
+    data = shard.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    joined = []
+    for begin, end in sorted(tuple(header[n]["data_offsets"]) for n in names if n in header):
+        if joined and begin - joined[-1][1] <= 64 << 10:
+            joined[-1][1] = end
+        else:
+            joined.append([begin, end])
+    return [(shard.name, 8 + length + begin, 8 + length + end - 1) for begin, end in joined]
 
 
 def test_a_header_beyond_the_first_read_takes_one_more_request(workshop, hub, remote, monkeypatch):
