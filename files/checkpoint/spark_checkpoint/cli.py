@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from spark_checkpoint.fetch import fetch
 from spark_checkpoint.inspection import dump, hold_against, open_subject, report, text_of
 from spark_checkpoint.plan import Wire, load_build_plan, load_fetch_plan
 from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.storage import room_left
 from spark_checkpoint.verify import verify_tree
 
 _FIXES = {
@@ -40,11 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BuilderError as error:
         return _fail(str(error), error.exit_code)
     except OSError as error:
-        where = error.filename or "this host"
-        fix = _FIXES.get(error.errno or 0, "see the kernel log (dmesg)")
-        return _fail(f"{where}: {error.strerror or error}; fix: {fix}", EXIT_TRANSFER)
+        return _fail(_told(error), EXIT_TRANSFER)
     except KeyboardInterrupt:
         return _fail("interrupted: nothing was published; fix: run again", EXIT_TRANSFER)
+
+
+def _told(error: OSError) -> str:
+    where, what = error.filename or "this host", error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename:
+        what += f" ({room_left(Path(os.fsdecode(error.filename)))})"
+    fix = _FIXES.get(error.errno or 0, "see the kernel log (dmesg)")
+    return f"{where}: {what}; fix: {fix}"
 
 
 def _run(arguments: argparse.Namespace, progress: Progress) -> int:

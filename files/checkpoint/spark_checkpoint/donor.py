@@ -15,7 +15,7 @@ from spark_checkpoint.header import Header, Tensor, header_json_bytes, parse_hea
 from spark_checkpoint.plan import INDEX_NAME, DonorPlan, Wire
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.ranges import Request, Wanted, merge
-from spark_checkpoint.storage import write_all
+from spark_checkpoint.storage import sync, write_all
 from spark_checkpoint.transport import Transport
 from spark_checkpoint.tree import read_tree
 
@@ -204,7 +204,7 @@ class UrlDonor:
                 ):
                     write_all(fd, piece)
                     progress.add(len(piece))
-                os.fsync(fd)
+                sync(fd)
             finally:
                 os.close(fd)
             growing.rename(path)

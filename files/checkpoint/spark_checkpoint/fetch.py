@@ -32,6 +32,7 @@ from spark_checkpoint.storage import (
     sole_use,
     stamp_of,
     stamp_path,
+    sync,
     write_all,
 )
 from spark_checkpoint.transport import Transport
@@ -238,7 +239,7 @@ def _grow(order: _Order, file: FetchFile, url: str, part: Path) -> ContentHash:
             content.update(piece)
             write_all(fd, piece)
             order.progress.add(len(piece))
-        os.fsync(fd)
+        sync(fd)
     finally:
         os.close(fd)
     return content

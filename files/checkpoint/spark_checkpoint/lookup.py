@@ -12,7 +12,7 @@ from typing import Protocol
 from spark_checkpoint.pieces import PieceHasher, Proof
 from spark_checkpoint.plan import FetchFile
 from spark_checkpoint.progress import note
-from spark_checkpoint.storage import COPY_BYTES, write_all
+from spark_checkpoint.storage import COPY_BYTES, sync, write_all
 
 # A folder tree above this is somebody's home, not a model store; looking on would take minutes.
 _ENTRY_LIMIT = 200_000
@@ -115,7 +115,7 @@ def copy_hashed(path: Path, target: Path, file: FetchFile) -> ContentHash:
             while count := source.readinto(buffer):
                 content.update(buffer[:count])
                 write_all(fd, buffer[:count])
-        os.fsync(fd)
+        sync(fd)
     finally:
         os.close(fd)
     return content

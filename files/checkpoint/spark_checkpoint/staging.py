@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from spark_checkpoint.donor import Span
 from spark_checkpoint.errors import TransferFailed
+from spark_checkpoint.storage import named
 from spark_checkpoint.tree import Tree
 
 
@@ -75,9 +76,10 @@ class Staging:
         """Fill part of a reserved span."""
         view = memoryview(data).cast("B")
         position = span.offset + offset
-        while view:
-            count = os.pwrite(self._fd, view, position)
-            view, position = view[count:], position + count
+        with named(self._fd):
+            while view:
+                count = os.pwrite(self._fd, view, position)
+                view, position = view[count:], position + count
 
     def close(self) -> None:
         """Close the file; its spans stay readable by name."""

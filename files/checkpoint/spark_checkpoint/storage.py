@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -20,6 +21,8 @@ COPY_BYTES = 256 << 10
 _JSON_WORDS = 4096
 # Room kept beyond the bytes known to be needed: directories, headers, filesystem blocks.
 _RESERVE_FRACTION = 0.05
+# Of a rename: something else has the name. Other failures have remedies of their own.
+_NAME_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
 
 
 class Stamp(NamedTuple):
@@ -42,18 +45,36 @@ def stamp_path(path: Path) -> Stamp:
     return Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+@contextmanager
+def named(fd: int) -> Iterator[None]:
+    """Say which file it was when a call on a descriptor fails; the kernel does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.readlink(f"/proc/self/fd/{fd}")
+        raise
+
+
 def write_all(fd: int, data: bytes | memoryview) -> None:
     """Write every byte; a single ``write`` may take fewer."""
     view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    with named(fd):
+        while view:
+            view = view[os.write(fd, view) :]
+
+
+def sync(fd: int) -> None:
+    """Make the bytes of a file, or the entries of a directory, survive a power cut."""
+    with named(fd):
+        os.fsync(fd)
 
 
 def sync_dir(path: Path) -> None:
     """Make the directory's entries survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        sync(fd)
     finally:
         os.close(fd)
 
@@ -75,7 +96,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> str:
         for data in _json_pieces(document):
             hasher.update(data)
             write_all(fd, data)
-        os.fsync(fd)
+        sync(fd)
     finally:
         os.close(fd)
     return hasher.hexdigest()
@@ -113,6 +134,18 @@ def refuse_without_room(directory: Path, needed_bytes: int, what: str) -> None:
         )
 
 
+def room_left(path: Path) -> str:
+    """Say what is free on the filesystem of a path, which may not exist yet."""
+    place = path.absolute()
+    while not place.is_mount() and place != place.parent:
+        place = place.parent
+    usage = os.statvfs(place)
+    free = f"{usage.f_bavail * usage.f_frsize} bytes"
+    # Some filesystems have no fixed number of files and report none.
+    files = f" and {usage.f_favail} files" if usage.f_files else ""
+    return f"{free}{files} are free on {place}"
+
+
 def partial_dir(out: Path) -> Path:
     """Return where ``out`` grows before it is renamed; the same on every try."""
     return out.parent / f".{out.name}.partial"
@@ -141,6 +174,8 @@ def publish(partial: Path, out: Path) -> None:
     try:
         os.rename(partial, out)
     except OSError as error:
+        if error.errno not in _NAME_TAKEN:
+            raise
         raise TransferFailed(
             str(out), f"cannot take its name ({error.strerror})", "move what is there away"
         ) from error

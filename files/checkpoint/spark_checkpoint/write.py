@@ -20,7 +20,7 @@ from spark_checkpoint.header import DTYPE_BITS, emit_header
 from spark_checkpoint.pieces import Piece, PieceHasher, Proof
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.staging import NewTensor
-from spark_checkpoint.storage import COPY_BYTES, stamp_of, write_all
+from spark_checkpoint.storage import COPY_BYTES, stamp_of, sync, write_all
 
 
 class Written(NamedTuple):
@@ -145,7 +145,7 @@ class HashingFile:
 
     def finish(self) -> Written:
         """Flush to the disk and return what was written."""
-        os.fsync(self._fd)
+        sync(self._fd)
         return Written(self._size_bytes, self._hasher.pieces(), stamp_of(self._fd).modified_ns)
 
     def close(self) -> None:

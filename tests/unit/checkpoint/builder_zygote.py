@@ -29,12 +29,14 @@ WATCHED = (
 WRITING = ("open", "write", "pwrite", "fsync", "link", "rename", "mkdir")
 
 
-def act_kill(path):
+def act_kill(target):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def act_disk_full(path):
-    raise OSError(errno.ENOSPC, "No space left on device", "some file")
+def act_disk_full(target):
+    # As the kernel does: a call on a descriptor fails without a name.
+    names = () if isinstance(target, int) else (str(target),)
+    raise OSError(errno.ENOSPC, "No space left on device", *names)
 
 
 def act_append(path):
@@ -68,7 +70,7 @@ def watch(names, number, act, path, only_path):
                 return original(*arguments, **keywords)
             seen[0] += 1
             if seen[0] == number:
-                act(path)
+                act(path or arguments[0])
             return original(*arguments, **keywords)
 
         setattr(os, name, watched)
@@ -78,12 +80,33 @@ def watch(names, number, act, path, only_path):
     return seen
 
 
+def keep_journal(path):
+    """Write a line for every fsync (of which inode) and every rename (to which name)."""
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def keep(*event):
+        with open(path, "a") as journal:
+            journal.write(json.dumps(event) + "\n")
+
+    def fsync(fd):
+        real_fsync(fd)
+        keep("fsync", os.fstat(fd).st_ino)
+
+    def rename(source, target, **keywords):
+        real_rename(source, target, **keywords)
+        keep("rename", str(target))
+
+    os.fsync, os.rename = fsync, rename
+
+
 def run_one(request, result_path):
     from spark_checkpoint import build, cli, fetch
 
     fault = request.get("fault") or {}
     if fault.get("no_room_gate"):
         build.refuse_without_room = fetch.refuse_without_room = lambda *_: None
+    if "journal" in fault:
+        keep_journal(fault["journal"])
     raw_write, raw_open = os.write, os.open
     seen = watch(
         fault.get("names", WATCHED),

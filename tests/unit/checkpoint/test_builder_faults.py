@@ -10,6 +10,8 @@ from builder_faults import POINTS, points, run_broken
 from builder_hub import fetch_order
 from builder_shards import read_shard
 from builder_trees import file_entries, run_tool, tree_tensors
+from spark_checkpoint.errors import TransferFailed
+from spark_checkpoint.storage import publish
 
 LAYOUTS = ("overlay", "full")
 
@@ -25,6 +27,18 @@ def whole_or_absent(workshop, bytes_before):
     assert workshop.base_hashes() == bytes_before
     if workshop.out.exists():
         run_tool("verify", workshop.out, "--full")
+
+
+def told_of_the_full_disk(stderr, directory):
+    """Which file, how much is free where, and that room is what is missing."""
+    last = stderr.strip().splitlines()[-1]
+    said = re.fullmatch(
+        r"error: (\S+): No space left on device \(\d+ bytes( and \d+ files)? are free on /\S*\); "
+        r"fix: free space on this filesystem, then run again: it goes on from here",
+        last,
+    )
+    assert said, last
+    assert said[1].startswith(str(directory)), last
 
 
 def remove(tree):
@@ -45,8 +59,11 @@ def test_a_build_broken_at_any_call_leaves_nothing_half_and_the_next_run_finishe
     remove(scene.out)
     broken = 0
     for number in points(calls):
-        code = run_broken("build", plan, act=act, number=number).returncode
+        done = run_broken("build", plan, act=act, number=number)
+        code = done.returncode
         assert code in (-9 if act == "kill" else 4, 0)
+        if code == 4:
+            told_of_the_full_disk(done.stderr, scene.root)
         broken += code != 0
         whole_or_absent(scene, before)
         run_tool("build", plan)
@@ -104,14 +121,87 @@ def test_a_disk_that_fills_during_the_build_gives_one_line_and_loses_nothing(sce
     for filler_bytes in range(3_900_000, 1_500_000, -400_000):
         filler = disk / "filler"
         filler.write_bytes(bytes(filler_bytes))
-        code = run_broken("build", plan).returncode
+        done = run_broken("build", plan)
         filler.unlink()
-        if code == 0:
+        if done.returncode == 0:
             break
-        assert code == 4
+        assert done.returncode == 4
+        told_of_the_full_disk(done.stderr, disk)
+        assert f"files are free on {disk})" in done.stderr
         assert not out.exists()
     run_tool("build", plan)
     run_tool("verify", out, "--full")
+
+
+def test_a_disk_full_at_the_last_rename_asks_for_room_and_not_for_the_name(scene):
+    plan = scene.write_plan()
+    renames = {"act": "disk_full", "names": ["rename"]}
+    last = run_broken("build", plan, **renames).calls
+    remove(scene.out)
+    done = run_broken("build", plan, number=last, **renames)
+    assert done.returncode == 4
+    told_of_the_full_disk(done.stderr, scene.out.parent)
+    assert not scene.out.exists()
+    run_tool("build", plan)
+
+
+def test_a_name_taken_at_the_last_rename_asks_for_the_name(tmp_path):
+    partial, out = tmp_path / "partial", tmp_path / "out"
+    partial.mkdir()
+    out.write_text("somebody's")
+    with pytest.raises(TransferFailed, match=r"cannot take its name.*move what is there away"):
+        publish(partial, out)
+    assert out.read_text() == "somebody's"
+
+
+# --- what a power cut may take -----------------------------------------------------------------
+
+
+def flushed_in_order(out, journal):
+    """Every file before the receipt's name, every directory before the tree's, then its parent."""
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    receipt = next(n for n, e in enumerate(events) if str(e[1]).endswith("/receipt.json"))
+    tree = events.index(["rename", str(out)])
+    assert receipt < tree
+    linked = {f["path"] for f in json.loads((out / "receipt.json").read_text())["files"]
+              if "link_of" in f}  # fmt: skip
+    flushed = 0
+    for path in [out, *out.rglob("*")]:
+        name, event = str(path.relative_to(out)), ["fsync", path.stat().st_ino]
+        if name in linked:
+            continue
+        begin, end = (receipt, tree) if path.is_dir() else (0, receipt)
+        assert event in events[begin:end], name
+        flushed += 1
+    assert ["fsync", out.parent.stat().st_ino] in events[tree:]
+    return flushed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_of_a_built_tree_is_flushed_before_it_takes_its_name(scene, layout):
+    journal = scene.root / "journal"
+    plan = scene.write_plan(layout=layout, head="int8-g128")
+    assert run_tool("build", plan, fault={"journal": str(journal)}).returncode == 0
+    assert flushed_in_order(scene.out, journal) >= (5 if layout == "overlay" else 8)
+
+
+@pytest.mark.parametrize("place", ["hub", "another filesystem"])
+def test_all_of_a_fetched_tree_is_flushed_before_it_takes_its_name(
+    tmp_path, hub, small_disk, place
+):
+    source, out, journal = hub.root / "r", tmp_path / "out", tmp_path / "journal"
+    (source / "sub").mkdir(parents=True)
+    (source / "sub/large").write_bytes(os.urandom(3_000_000))
+    (source / "small").write_bytes(b"x")
+    changes = {"urls": [f"{hub.url}/r"]}
+    if place != "hub":
+        disk = small_disk(8 << 20)
+        (disk / "found").write_bytes((source / "sub/large").read_bytes())
+        changes["look_in"] = [str(disk)]
+    order = tmp_path / "fetch.json"
+    order.write_text(json.dumps(fetch_order(source, out, **changes)))
+    assert run_tool("fetch", order, fault={"journal": str(journal)}).returncode == 0
+    assert flushed_in_order(out, journal) == 5
 
 
 @pytest.fixture
