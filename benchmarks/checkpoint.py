@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -353,6 +354,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def command_of(arguments: argparse.Namespace) -> str:
+    """Return the command that runs this again, defaults spelt out, for they may change."""
+    options = [f"--{name}={value}" for name, value in vars(arguments).items() if name != "command"]
+    return shlex.join(["python", "benchmarks/checkpoint.py", arguments.command, *options])
+
+
 COMMANDS = {
     "full": bench_full,
     "overlay": bench_overlay,
@@ -378,7 +385,7 @@ def main() -> None:
         shutil.rmtree(arguments.work)
     document = {
         "benchmark": f"checkpoint {arguments.command}",
-        "command": f"python benchmarks/checkpoint.py {arguments.command}",
+        "command": command_of(arguments),
         "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": machine(),
         **result,
