@@ -70,8 +70,20 @@ _contacts: dict[str, Contact] = {}
 _password: list[str] = []
 
 
+def needs_none(host: str) -> bool:
+    """Whether a host is reached without a login: ``@local``, this machine."""
+    return host.startswith("@")
+
+
 def contact_of(host: str) -> Contact:
-    """Return what ``prepare`` found out about a host of this run."""
+    """Return what ``prepare`` found out about a host of this run.
+
+    Raises:
+        SettingsError: no inventory file of ours named the host, so nobody looked.
+    """
+    if host not in _contacts:
+        fix = "run with an inventory file, such as inventory/spark.py"
+        raise SettingsError.one(host, "no inventory file of ours named this host", fix)
     return _contacts[host]
 
 
@@ -96,7 +108,7 @@ def prepare(
     Raises:
         SettingsError: a host key changed, new keys were not agreed to, or there is nobody to ask.
     """
-    endpoints = [_endpoint(host, data) for host, data in hosts.items() if not host.startswith("@")]
+    endpoints = [_endpoint(host, data) for host, data in hosts.items() if not needs_none(host)]
     if not endpoints:
         return {}
     with ThreadPoolExecutor(max_workers=16) as pool:

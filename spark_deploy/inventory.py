@@ -144,7 +144,9 @@ def _data(found: HostSettings) -> dict[str, Any]:
     # `_sudo` is a string-typed trap in pyinfra ("no" is true): ours is a checked boolean.
     data = {**found.data, "_sudo": settings.sudo}
     if found.host.startswith("@"):
-        return data
+        # Who is root here already needs no sudo, and there may be none.
+        is_root = found.host == "@local" and os.geteuid() == 0
+        return {**data, "_sudo": settings.sudo and not is_root}
     connection = {
         "ssh_hostname": ssh.hostname,
         "ssh_user": ssh.user,

@@ -20,7 +20,6 @@ from spark_deploy.cli.looking import look
 from spark_deploy.facts.gateway import TailnetAddress
 from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
 from spark_deploy.plan.types import GatewayPlan
-from spark_deploy.settings_types import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def connection_of(host: Listed, tailnet_address: str | None = None) -> Connectio
     names = settings.serve.names or (settings.model,)
     local = host.name.startswith("@")
     login = [] if local else ssh_command(host)
-    read_key = shlex.join([*login, *_sudo(settings), "cat", plan.key_path])
+    read_key = shlex.join([*login, *_sudo(host), "cat", plan.key_path])
     base_url, users = _best(plan)
     inside = base_url == url(plan, LOOPBACK)
     # Where the port is taken ssh would go on without it (or with its IPv6 half), and the key would
@@ -143,8 +142,8 @@ def lines(one: Connection) -> Iterator[str]:
     yield f"  try        {one.example}"
 
 
-def _sudo(settings: Settings) -> list[str]:
-    return ["sudo"] if settings.sudo else []
+def _sudo(host: Listed) -> list[str]:
+    return ["sudo"] if host.data["_sudo"] else []
 
 
 def _example(base_url: str, model: str, read_key: str, ca: str | None) -> str:

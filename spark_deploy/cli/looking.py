@@ -79,8 +79,20 @@ def _one(
             no_delay(state, host)
             value = ask(host, listed)
         except (PyinfraError, OSError) as error:
-            return Answer(listed, None, f"cannot be asked: {error}")
+            return Answer(listed, None, f"cannot be asked: {_why(host, state, error)}")
     return Answer(listed, value, "" if value is not None else "gave no answer that can be read")
+
+
+def _why(host: Host, state: State, error: Exception) -> str:
+    """Say why a host gave no answer; of a failed command pyinfra only says that no host is left."""
+    if host not in state.failed_hosts:
+        return str(error)
+    if not host.data.get("_sudo"):
+        return "a command that only looks failed there"
+    return (
+        "a command failed there, or sudo is missing or asks for a password; fix: run "
+        "deploys/bootstrap.py, or set `sudo: false` where the login user is root"
+    )
 
 
 def plain_answer(answer: Answer[Any]) -> dict[str, Any]:

@@ -46,10 +46,9 @@ def _order(host: Host, one: Listed, words: Sequence[str]) -> tuple[bool, str]:
     )
     # The engine may take its whole start, and its stop, to answer.
     limit_s = settings.serve.start_timeout_s + settings.serve.stop_timeout_s + 300
+    command = StringCommand("sh", "-c", shlex.quote(script))
     with talking(host, words[0], tell=lambda text: say(f"{one.name}: {text}")):
-        ok, output = host.run_shell_command(
-            StringCommand("sh", "-c", shlex.quote(script)), _sudo=settings.sudo, _timeout=limit_s
-        )
+        ok, output = host.run_shell_command(command, _sudo=one.data["_sudo"], _timeout=limit_s)
     return ok, output.stdout.strip()
 
 

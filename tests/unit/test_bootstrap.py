@@ -165,8 +165,16 @@ def test_hosts_that_are_ready_ask_nobody(new_hosts) -> None:
     assert bootstrap.prepare({"ready": new_hosts["ready"]}, agree=True, ask=nobody) == {"ready": {}}
 
 
-def test_this_machine_itself_needs_no_bootstrap() -> None:
+def test_nobody_looks_at_this_machine_or_asks_for_its_password() -> None:
+    """What the deploy then does with it is in test_this_machine.py."""
     assert bootstrap.prepare({"@local": {}}) == {}
+    assert bootstrap.needs_none("@local")
+    assert not bootstrap.needs_none("spark-1")
+
+
+def test_a_host_that_nobody_looked_at_is_a_clear_error() -> None:
+    with pytest.raises(SettingsError, match="spark-1: no inventory file of ours named this host"):
+        bootstrap.contact_of("spark-1")
 
 
 def test_a_missing_key_says_how_to_make_one(tmp_path: Path) -> None:

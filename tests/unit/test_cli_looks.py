@@ -25,7 +25,8 @@ def listed(tmp_path: Path, name="lab-1", data=None, **overrides) -> Listed:
         **overrides,
     }
     found = load_hosts({"lab": [name]}, root=tmp_path, overrides=overrides)[name]
-    return Listed(name, data or {"ssh_hostname": "10.0.0.9", "ssh_user": "spark"}, found)
+    usual = {"ssh_hostname": "10.0.0.9", "ssh_user": "spark", "_sudo": True}
+    return Listed(name, data or usual, found)
 
 
 def document(**changes) -> dict:
@@ -198,3 +199,5 @@ def test_connect_to_a_tailnet_uses_the_address_of_the_settings_or_of_the_host(tm
 def test_connect_to_this_machine_needs_no_ssh(tmp_path):
     one = connection_of(listed(tmp_path, "@local", {"_sudo": True}))
     assert (one.tunnel, one.read_key) == (None, "sudo cat /etc/spark/api-key")
+    root = connection_of(listed(tmp_path, "@local", {"_sudo": False}))
+    assert root.read_key == "cat /etc/spark/api-key"
