@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -11,11 +12,26 @@ from tests.host.conftest import Fleet
 from tests.labkit import STATE, Guest, lab
 
 WEIGHTS = "model-*.safetensors"
+ACCESS_LOG = STATE / "run" / "hub-access.jsonl"
+# Preflight's own words, with the lab's reserve.
+NO_ROOM = (
+    r"disk /\S*: 0\.0 GiB free, \d+\.\d GiB to be written and 1\.0 GiB kept free "
+    r"\(for [^)]*/srv/spark/[^)]*\); fix: free \d+\.\d GiB"
+)
+JOBS_BY_TIME = "find /var/lib/spark/jobs -printf '%p %s %T@\\n' | sort"
 
 
 def forget_artefacts(guest: Guest) -> None:
     """Take the trees away; what serves goes on with the files it has open."""
     guest.run("rm -rf /srv/spark/models/* /srv/spark/sources/*")
+
+
+def asked_for(guest: Guest, begun: int) -> list[str]:
+    """Return the paths the guest asked the hub for since its log was ``begun`` bytes long."""
+    with ACCESS_LOG.open() as lines:
+        lines.seek(begun)
+        asked = [json.loads(line) for line in lines]
+    return [line["path"] for line in asked if line["client"] == guest.ip]
 
 
 @pytest.mark.parametrize(
@@ -55,17 +71,26 @@ def test_a_full_disk_is_refused_before_the_first_byte(fleet: Fleet) -> None:
     guest = fleet.guests[0]
     fleet.settle(guest)
     before = guest.serving()
-    forget_artefacts(guest)
+    # Hidden folders of unfinished work too: what is there afterwards came from this run.
+    guest.run("find /srv/spark/models /srv/spark/sources -mindepth 1 -delete")
+    jobs, begun = guest.run(JOBS_BY_TIME), ACCESS_LOG.stat().st_size
+    since = guest.run("sleep 1; date +%s")
 
     lab("break", "disk-full", guest.name)
     try:
         run = fleet.site.deploy("--limit", guest.name)
+        # A full disk may keep the journal short, so the jobs' own folders are asked too.
+        ran = guest.run(f"journalctl -q -o cat -u 'spark-job@*' --since @{since}")
+        jobs_after = guest.run(JOBS_BY_TIME)
+        left = guest.run("find /srv/spark/models /srv/spark/sources -mindepth 1")
     finally:
         lab("break", "disk-full", guest.name, "--heal")
 
     assert run.exit_code != 0
-    assert "free" in run.stderr
+    assert re.search(NO_ROOM, run.stderr), run.stderr[-3000:]
     assert "Traceback" not in run.stderr
+    assert (ran, jobs_after, left) == ("", jobs, "")
+    assert asked_for(guest, begun) == []
     assert guest.serving() == before
     assert fleet.site.deploy("--limit", guest.name).exit_code == 0
 
@@ -108,8 +133,7 @@ def test_bytes_already_on_the_host_are_used(fleet: Fleet) -> None:
     here = guest.json("cat /srv/spark/sources/*/receipt.json")
     hashes = [file["sha256"] for file in here["files"]]
     forget_artefacts(guest)
-    log = STATE / "run" / "hub-access.jsonl"
-    begun = log.stat().st_size
+    begun = ACCESS_LOG.stat().st_size
 
     run = fleet.site.deploy("--limit", guest.name)
     # Nothing is found here by the tests that want a download.
@@ -117,10 +141,7 @@ def test_bytes_already_on_the_host_are_used(fleet: Fleet) -> None:
 
     assert run.exit_code == 0, run.stderr[-3000:]
     assert guest.json("cat /srv/spark/sources/*/receipt.json")["digest"] == here["digest"]
-    with log.open() as lines:
-        lines.seek(begun)
-        asked = [json.loads(line) for line in lines]
-    paths = [line["path"] for line in asked if line["client"] == guest.ip]
+    paths = asked_for(guest, begun)
     # The donor's ranges still come from the hub; of the files that were here it sends nothing.
     assert paths
     assert not [path for path in paths if here["name"] in path]
