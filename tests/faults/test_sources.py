@@ -39,7 +39,7 @@ def asked_for(guest: Guest, begun: int) -> list[str]:
     [
         (["hub-down"], "10.77.0.1:8082"),
         (["hub-wrong-hash", "--match", WEIGHTS], "sha256"),
-        (["hub-truncate", "--match", WEIGHTS], "error"),
+        (["hub-truncate", "--match", WEIGHTS], "bytes early; fix: check the network"),
     ],
     ids=["hub down", "wrong bytes", "cut short"],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -130,6 +131,15 @@ def test_a_hub_that_misbehaves_for_a_while_is_got_over(scene, mode, more):
     assert done.returncode == 0, done.stderr
     expected = file_entries(scene.hub.store / "lab/tiny-int4" / BASE_COMMIT)
     assert file_entries(scene.base_dir) == expected
+
+
+def test_a_hub_that_cuts_every_answer_is_named_with_what_it_does(scene):
+    scene.hub.fault("truncate", match="*.safetensors")
+    done = scene.fetch(check=False)
+    assert done.returncode == 4
+    assert re.search(r"\.safetensors: no progress in \d+ tries, last: ", done.stderr)
+    assert re.search(r"the connection ended \d+ bytes early; fix: ", done.stderr)
+    assert not scene.base_dir.exists()
 
 
 @pytest.mark.parametrize(("mode", "code"), [("truncate", 0), ("expire", 0), ("no-range", 4)])
