@@ -12,6 +12,8 @@ STDLIB = frozenset(sys.stdlib_module_names) | {"__future__"}
 CATALOG = {"spark_deploy.catalog", "spark_deploy.settings_types", "spark_deploy.lock_types"}
 BASICS = {"spark_deploy.errors", "spark_deploy.checkout", "spark_deploy.patterns"}
 READING = {"spark_deploy.yamlfile", "spark_deploy.schema_check", "spark_deploy.settings_rules"}
+TYPES = "spark_deploy.plan.types"
+LOGIN = {"paramiko", "pyinfra.connectors", "spark_deploy.errors"}
 HOST_SIDE = {
     "spark_deploy.host_care",
     "spark_deploy.loop",
@@ -70,6 +72,82 @@ ROOMS: dict[str, set[str]] = {
     },
     "spark_deploy/operations": HOST_SIDE,
     "roles": HOST_SIDE,
+    # Names become commits and digests: the network beyond the hosts is seen from here alone.
+    "spark_deploy/secrets.py": {"spark_deploy.errors"},
+    "spark_deploy/lock.py": {"yaml", *BASICS, *READING, "spark_deploy.lock_types", TYPES},
+    "spark_deploy/hub.py": {
+        "httpx2",
+        "huggingface_hub",
+        "spark_deploy.errors",
+        "spark_deploy.lock_types",
+        TYPES,
+    },
+    "spark_deploy/registry.py": {"spark_deploy.errors", "spark_deploy.lock_types"},
+    "spark_deploy/locking.py": {
+        *CATALOG,
+        *BASICS,
+        "spark_deploy.hub",
+        "spark_deploy.lock",
+        "spark_deploy.registry",
+        "spark_deploy.secrets",
+    },
+    # What is carried to hosts, and the list of all that a deploy touches there.
+    "spark_deploy/payload.py": {*BASICS, "spark_deploy.managed", "spark_deploy.plan.digest"},
+    "spark_deploy/manifest.py": {
+        "spark_deploy.facts.docker",
+        "spark_deploy.host_care",
+        "spark_deploy.managed",
+        "spark_deploy.operations.base",
+        "spark_deploy.payload",
+        "spark_deploy.plan",
+    },
+    # First contact and connections: no plan, no settings.
+    "spark_deploy/host_keys.py": LOGIN,
+    "spark_deploy/bootstrap.py": {*LOGIN, "pyinfra.api", "spark_deploy.host_keys"},
+    "spark_deploy/ssh.py": {"pyinfra.api"},
+    "spark_deploy/loop.py": {"pyinfra.context"},
+    # Where the rooms meet: inventory files, deploys, and the command that looks.
+    "spark_deploy/inventory.py": {
+        "click",
+        *BASICS,
+        "spark_deploy.bootstrap",
+        "spark_deploy.certificates",
+        "spark_deploy.plan.check",
+        "spark_deploy.plan.gateway",
+        "spark_deploy.schema_check",
+        "spark_deploy.settings",
+    },
+    "spark_deploy/plans.py": {
+        "pyinfra",
+        "spark_deploy.inventory",
+        "spark_deploy.locking",
+        "spark_deploy.payload",
+        "spark_deploy.plan",
+    },
+    "spark_deploy/cli": {
+        *CATALOG,
+        *BASICS,
+        "gevent",
+        "pyinfra",
+        "spark_deploy.certificates",
+        "spark_deploy.cli",
+        "spark_deploy.facts",
+        "spark_deploy.inventory",
+        "spark_deploy.lock",
+        "spark_deploy.locking",
+        "spark_deploy.manifest",
+        "spark_deploy.operations.preflight",
+        "spark_deploy.operations.running",
+        "spark_deploy.payload",
+        "spark_deploy.plan",
+        "spark_deploy.plans",
+        "spark_deploy.preflight",
+        "spark_deploy.schema_check",
+        "spark_deploy.settings",
+        "spark_deploy.ssh",
+    },
+    "spark_deploy/__main__.py": {"spark_deploy.cli"},
+    "spark_deploy/__init__.py": set(),
 }
 # Reading the world is for the rooms that are made for it.
 PURE = ("spark_deploy/plan", "spark_deploy/commands.py", "spark_deploy/patterns.py")
@@ -96,7 +174,14 @@ def files(*folders: str):
         yield from sorted(root.rglob("*.py")) if root.is_dir() else [root]
 
 
-MODULES = [path for path in files("spark_deploy", "roles") if room_of(path)]
+MODULES = list(files("spark_deploy", "roles"))
+
+
+def test_every_module_has_a_room_and_every_room_a_module():
+    """A new file that fits no room is a question to answer first, not an exception."""
+    rooms = {path.relative_to(CHECKOUT).as_posix(): room_of(path) for path in MODULES}
+    assert [name for name, room in rooms.items() if room is None] == []
+    assert set(ROOMS) == set(rooms.values())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(CHECKOUT).as_posix())
