@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -17,3 +18,26 @@ def test_every_setting_model_and_profile_has_its_page():
     for kind in ("models", "profiles"):
         for path in (CHECKOUT / "catalog" / kind).glob("*.yml"):
             assert f"## {path.stem}" in pages[kind]
+
+
+def test_the_page_about_the_gate_names_every_file_once_on_the_right_side():
+    makefile = (CHECKOUT / "Makefile").read_text("utf-8")
+    gate = set(re.findall(r"tests/(?:host|faults)/test_\w+\.py", makefile))
+    engine = set(re.findall(r"tests/engine/test_\w+\.py", makefile))
+    all_files = {
+        path.relative_to(CHECKOUT).as_posix()
+        for folder in ("host", "faults", "engine")
+        for path in (CHECKOUT / "tests" / folder).glob("test_*.py")
+    }
+    page = (CHECKOUT / "docs/decisions/0014-what-the-gate-runs.md").read_text("utf-8")
+    goes_in, goes_out = page.split("When the gate grows too long")
+    for text, expected in ((goes_in, all_files - gate - engine), (goes_out, gate)):
+        named = re.findall(r"`(test_\w+\.py)`", text)
+        assert sorted(named) == sorted(name.rpartition("/")[2] for name in expected)
+
+
+def test_readme_and_contributing_give_the_gate_the_same_time():
+    readme = (CHECKOUT / "README.md").read_text("utf-8")
+    contributing = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8")
+    [said] = re.findall(r"about (\d+) for the second", readme)
+    assert re.findall(r"make test .*about (\d+) minutes", contributing) == [said]
