@@ -16,7 +16,7 @@ ACCESS_LOG = STATE / "run" / "hub-access.jsonl"
 # Preflight's own words, with the lab's reserve.
 NO_ROOM = (
     r"disk /\S*: 0\.0 GiB free, \d+\.\d GiB to be written and 1\.0 GiB kept free "
-    r"\(for [^)]*/srv/spark/[^)]*\); fix: free \d+\.\d GiB"
+    r"\(for [^)]*/srv/spark/[^)]*\).*\n.*fix: free \d+\.\d GiB"
 )
 JOBS_BY_TIME = "find /var/lib/spark/jobs -printf '%p %s %T@\\n' | sort"
 
