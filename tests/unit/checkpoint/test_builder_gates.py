@@ -1,11 +1,13 @@
 """What of base and donor is refused: other names, dtypes and shapes, and wrong values."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 from builder_judge import MODULE, donor_values, refused, relative
 from builder_shards import BLOCK, Raw, bf16_tensor, bf16_values, fp8_pair
+from spark_checkpoint import gates
 
 
 def test_a_base_with_16_bit_attention_is_refused_and_named(workshop):
@@ -22,6 +24,91 @@ def test_a_base_with_16_bit_attention_is_refused_and_named(workshop):
     assert "missing 24 (4 x model.language_model.layers.{N}.self_attn.o_proj.qweight" in message
     assert "surplus 8" in message
     assert "attention projections are quantised differently" in message
+
+
+def in_16_bit(part):
+    """Plant a base that has in 16 bit what the plan wants packed."""
+
+    def plant(workshop):
+        for name in [n for n in workshop.base if f".{part}." in n and n.endswith(".qweight")]:
+            inputs, outputs = workshop.base.pop(name).shape
+            for suffix in ("qzeros", "scales"):
+                workshop.base.pop(name.replace("qweight", suffix))
+            plain = np.ones((outputs, inputs * 8), np.float32)
+            workshop.base[name.replace("qweight", "weight")] = bf16_tensor(plain)
+
+    return plant
+
+
+def packed(*names):
+    """Plant a base that has packed what the plan wants in 16 bit."""
+
+    def plant(workshop):
+        for name in names:
+            outputs, inputs = workshop.base.pop(f"{name}.weight").shape
+            words = bytes(inputs // 8 * outputs * 4)
+            workshop.base[f"{name}.qweight"] = Raw("I32", (inputs // 8, outputs), words)
+
+    return plant
+
+
+def with_linear_attention(workshop):
+    workshop.base["model.language_model.layers.0.linear_attn.in_proj_qkv.qweight"] = Raw(
+        "I32", (8, 8), bytes(256)
+    )
+
+
+def with_a_third_expert(workshop):
+    for name in [n for n in workshop.base if ".mlp.experts.1." in n]:
+        workshop.base[name.replace(".experts.1.", ".experts.2.")] = workshop.base[name]
+
+
+def with_vision(workshop):
+    workshop.base["model.visual.blocks.0.attn.qkv.weight"] = bf16_tensor(np.ones((8, 8)))
+
+
+def with_packed_mtp(workshop):
+    workshop.mtp["mtp.layers.0.self_attn.q_proj.qweight"] = Raw("I32", (8, 8), bytes(256))
+
+
+# One base for every cause that gates.py can name, and the words only that cause has.
+CAUSES = {
+    "linear attention": (
+        with_linear_attention,
+        "the linear-attention projections are quantised differently: another base generation",
+    ),
+    "attention": (
+        in_16_bit("self_attn.q_proj"),
+        "the attention projections are quantised differently: another base generation",
+    ),
+    "shared experts": (
+        packed(f"{MODULE}.up_proj"),
+        "the shared experts are quantised differently: a hybrid already, or another base",
+    ),
+    "experts": (with_a_third_expert, "another number of experts or layers: another model"),
+    "head": (packed("lm_head"), "the head is quantised differently"),
+    "vision": (with_vision, "the vision tower differs: a text-only or other tree"),
+    "MTP": (
+        with_packed_mtp,
+        "the MTP tensors differ: lost by an earlier build, or quantised differently",
+    ),
+}
+
+
+@pytest.mark.parametrize("part", CAUSES)
+def test_a_base_with_another_set_of_names_is_told_its_likely_cause_and_no_other(workshop, part):
+    plan, (plant, cause) = workshop.plan(), CAUSES[part]
+    plant(workshop)
+    workshop.write_base()
+    workshop.write_donor()
+    expected = {key: plan[key] for key in ("base_tensors", "donor_unmatched", "mtp_tensors")}
+    message = refused(workshop, **expected)
+    assert re.search(r", likely ([^;]+); fix: ", message)[1] == cause
+
+
+def test_every_cause_the_gates_can_name_is_planted_here():
+    known = {cause for _, cause in gates._CAUSES} | {gates._MTP_CAUSE}
+    assert known == {cause for _, cause in CAUSES.values()}
 
 
 def test_another_name_in_place_of_one_is_refused_although_the_count_is_right(workshop):
