@@ -257,7 +257,7 @@ def test_there_is_no_way_back_to_a_release_whose_tree_is_gone(bench: Bench) -> N
 
     way = bench.guest.json(f"{HOST} rollback main || true")
 
-    assert "/srv/spark/models/gone" in way["problem"]["what"]
+    assert "/srv/spark/models/gone" in way["problem"]["where"]
     assert "set model: lab-stub and profile: v2" in way["problem"]["fix"]
     bench.serves(B)
 
