@@ -1,0 +1,87 @@
+"""Every fault the stub engine knows, by the host's own tools: none is ever proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from tests.faults.stub_faults import stub_faults
+from tests.faults.trial import Outcome, Trial, evidence
+from tests.host.conftest import Fleet
+
+# What a fault needs besides being switched on, so that the check meets it.
+NEEDS: dict[str, dict[str, Any]] = {
+    "never-ready": {"timeouts__start_s": 3},
+    "unhealthy": {"timeouts__start_s": 3},
+    "wedge": {"check__timeout_s": 3},
+    # Enough text that the engine dies while it is read, not after the proof.
+    "crash-later": {"env": {"STUB_FAULT_AFTER_S": "0.5", "STUB_TOKEN_S": "0.05"}},
+    # 120 tokens at 10 ms each: the limit of one check says what "too slow" is.
+    "slow": {"check__timeout_s": 1, "check__copy": ["abcd" * 120]},
+}
+# It grows without end but answers well: the watch ends it, see test_watch.py.
+NOT_FOR_A_CHECK = ("leak",)
+
+
+@pytest.fixture(scope="module")
+def trials(fleet: Fleet) -> Iterator[list[Trial]]:
+    fleet.settle()
+    yield [Trial.on(guest) for guest in fleet.guests]
+    fleet.settle()
+
+
+def test_the_same_candidate_without_a_fault_is_proven(trials: list[Trial]) -> None:
+    trial = trials[0]
+    with trial.candidate("sound", env={}) as name:
+        result = trial.change_to(name)
+
+        assert result["state"] == "switched", result["reason"]
+        assert evidence(trial.guest)["proven"] == sorted([name, trial.old])
+        assert evidence(trial.guest)["boots"] == [f"spark-serve@{name}.service"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    trials: list[Trial], request: pytest.FixtureRequest
+) -> Iterator[dict[str, Future[Outcome]]]:
+    """Try every fault that was asked for, as many at a time as there are hosts."""
+    free: SimpleQueue[Trial] = SimpleQueue()
+    for trial in trials:
+        free.put(trial)
+
+    def tried(fault: str) -> Outcome:
+        trial = free.get()
+        try:
+            needs = dict(NEEDS.get(fault, {}))
+            env = {"STUB_FAULT": fault, **needs.pop("env", {})}
+            return trial.outcome(fault, env=env, **needs)
+        finally:
+            free.put(trial)
+
+    wanted = [
+        item.callspec.params["fault"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "outcomes" in item.fixturenames
+    ]
+    pool = ThreadPoolExecutor(len(trials))
+    yield {fault: pool.submit(tried, fault) for fault in wanted}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("fault", [name for name in stub_faults() if name not in NOT_FOR_A_CHECK])
+def test_no_misbehaviour_is_ever_proven(
+    outcomes: dict[str, Future[Outcome]], fault: str, record_property: Callable[[str, object], None]
+) -> None:
+    seen = outcomes[fault].result()
+
+    record_property("reason", f"{seen.result['failed_phase']}: {seen.result['reason']}")
+    assert (seen.result["state"], seen.result["serving"]) == ("rolled-back", seen.old), seen
+    assert seen.result["failed_phase"] in ("start", "check")
+    assert seen.after == seen.before
+    assert seen.after["proven"] == [seen.old]
+    assert seen.after["boots"] == seen.serving == [f"spark-serve@{seen.old}.service"]
+    assert seen.answers
