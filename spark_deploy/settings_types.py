@@ -128,6 +128,8 @@ class DownloadSettings:
 
     parallel: int
     rate_limit_bytes_per_s: int | None
+    tries: int
+    retry_pause_s: float
     look_in: tuple[str, ...]
 
 
@@ -195,14 +197,11 @@ class DiskSettings:
 
 @dataclass(frozen=True, slots=True)
 class PathSettings:
-    """Where things live on a host."""
+    """Where large data lives on a host."""
 
     models_dir: str
     sources_dir: str
     cache_dir: str
-    config_dir: str
-    state_dir: str
-    tools_dir: str
     docker_dir: str
 
 

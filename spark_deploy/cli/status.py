@@ -19,7 +19,7 @@ from spark_deploy.payload import read_payload
 from spark_deploy.plan.gateway import SERVICE
 from spark_deploy.plan.jobs import jobs_of_pair
 from spark_deploy.plan.memory import gib
-from spark_deploy.plan.types import HostPlan
+from spark_deploy.plan.types import TOOLS_DIR, HostPlan
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,8 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask(host: Host, one: Listed) -> HostStatus | None:
-    tools_dir = one.settings.settings.paths.tools_dir
-    found: HostStatus | None = host.get_fact(Status, tools_dir=tools_dir)
+    found: HostStatus | None = host.get_fact(Status, tools_dir=TOOLS_DIR)
     return found
 
 

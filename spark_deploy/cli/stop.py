@@ -17,6 +17,7 @@ from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.operations.running import talking
 from spark_deploy.plan.gateway import SERVICE
+from spark_deploy.plan.types import TOOLS_DIR
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,7 +40,7 @@ def tell(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _order(host: Host, one: Listed, words: Sequence[str]) -> tuple[bool, str]:
     settings = one.settings.settings
-    tool = f"{settings.paths.tools_dir}/current/bin/spark-host"
+    tool = f"{TOOLS_DIR}/current/bin/spark-host"
     script = (
         f"if [ -x {shlex.quote(tool)} ]; then {shlex.quote(tool)} {shlex.join(words)} 2>&1; "
         "else echo 'nothing of ours is installed yet; run deploy.py'; exit 1; fi"

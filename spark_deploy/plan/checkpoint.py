@@ -37,6 +37,8 @@ def source_plan(role: str, source: LockedSource, settings: Settings) -> SourcePl
         parallel=settings.downloads.parallel,
         rate_limit_bytes_per_s=settings.downloads.rate_limit_bytes_per_s,
         token_needed=settings.hub.token is not None,
+        tries=settings.downloads.tries,
+        retry_pause_s=settings.downloads.retry_pause_s,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from spark_deploy.managed import ManagedFile
-from spark_deploy.plan.types import GatewayPlan, SecretSource, TlsPlan
+from spark_deploy.plan.types import CONFIG_DIR, GatewayPlan, SecretSource, TlsPlan
 from spark_deploy.settings_types import Settings
 
 SERVICE = "main"
@@ -20,7 +20,7 @@ def gateway_plan(settings: Settings, host: str) -> GatewayPlan:
         settings: of the host.
         host: its name in the inventory; ``@local`` is this machine.
     """
-    serve, config_dir = settings.serve, settings.paths.config_dir
+    serve = settings.serve
     return GatewayPlan(
         service=SERVICE,
         expose=serve.expose,
@@ -28,10 +28,10 @@ def gateway_plan(settings: Settings, host: str) -> GatewayPlan:
         address=address_of(settings, host),
         max_body_bytes=serve.max_body_bytes,
         max_requests_per_s=serve.max_requests_per_s,
-        settings_path=f"{config_dir}/gateway/{SERVICE}.json",
-        certificate_path=f"{config_dir}/gateway/{SERVICE}.crt",
-        certificate_key_path=f"{config_dir}/gateway/{SERVICE}.key",
-        key_path=f"{config_dir}/api-key",
+        settings_path=f"{CONFIG_DIR}/gateway/{SERVICE}.json",
+        certificate_path=f"{CONFIG_DIR}/gateway/{SERVICE}.crt",
+        certificate_key_path=f"{CONFIG_DIR}/gateway/{SERVICE}.key",
+        key_path=f"{CONFIG_DIR}/api-key",
         key=SecretSource(serve.api_key.kind, serve.api_key.value),
         tls=_tls(settings, host),
     )

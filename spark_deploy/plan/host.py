@@ -122,7 +122,8 @@ def _ready_plan(settings: Settings, lock: Lock, payload: PayloadIdentity) -> Pai
 
 def host_paths(settings: Settings) -> Paths:
     """Return where things live on a host."""
-    return Paths(**{f.name: getattr(settings.paths, f.name) for f in dataclasses.fields(Paths)})
+    chosen = settings.paths
+    return Paths(chosen.models_dir, chosen.sources_dir, chosen.cache_dir)
 
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
@@ -225,7 +226,6 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
         repositories=_repositories(settings, docker.repositories),
         daemon=daemon,
         check_image=locked_image(model, settings, lock, "gpu_check").pinned,
-        receipt_path=f"{settings.paths.state_dir}/receipts/gpu-container.json",
     )
 
 

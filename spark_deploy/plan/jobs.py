@@ -102,6 +102,11 @@ def _token_file(paths: Paths, needed: bool) -> str | None:
     return f"{paths.config_dir}/{HUB_TOKEN_NAME}" if needed else None
 
 
+def _patience(source: SourcePlan) -> dict[str, Any]:
+    """Return how long the builder goes on asking a hub that sends nothing."""
+    return {"tries": source.tries, "backoff_s": source.retry_pause_s}
+
+
 def fetch_job(source: SourcePlan, paths: Paths, tree: CheckpointPlan | None = None) -> Job:
     """Fetch one repository at its commit, every file checked against the lock.
 
@@ -141,6 +146,7 @@ def fetch_job(source: SourcePlan, paths: Paths, tree: CheckpointPlan | None = No
         "token_file": _token_file(paths, source.token_needed),
         "parallel": source.parallel,
         "rate_limit_bytes_per_s": source.rate_limit_bytes_per_s,
+        **_patience(source),
     }
     return Job(
         digest=digest,
@@ -170,7 +176,7 @@ def checkpoint_job(plan: CheckpointPlan, paths: Paths, fetched: Job) -> Job:
         "out": plan.dir,
     }
     if plan.donor_url is not None:
-        document["donor"] = {"url": plan.donor_url}
+        document["donor"] = {"url": plan.donor_url, **_patience(plan.base)}
         token = _token_file(paths, plan.base.token_needed)
         if token is not None:
             document["donor"]["token_file"] = token

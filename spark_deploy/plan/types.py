@@ -12,6 +12,11 @@ from typing import Any
 
 from spark_deploy.plan.digest import digest_of
 
+# No settings: the units and tools on the host look nowhere else.
+CONFIG_DIR = "/etc/spark"
+STATE_DIR = "/var/lib/spark"
+TOOLS_DIR = "/usr/local/lib/spark"
+
 
 @dataclass(frozen=True, slots=True)
 class Paths:
@@ -20,9 +25,9 @@ class Paths:
     models_dir: str  # built checkpoints: <name>-<digest12>/
     sources_dir: str  # verified source trees: <org>--<repo>-<commit12>/
     cache_dir: str  # engine compile caches, keyed by image
-    config_dir: str  # /etc/spark: releases/, gateway/, api-key
-    state_dir: str  # /var/lib/spark: jobs/, proofs/, receipts/
-    tools_dir: str  # /usr/local/lib/spark: host tools by digest, `current` points at one
+    config_dir: str = CONFIG_DIR  # releases/, gateway/, api-key
+    state_dir: str = STATE_DIR  # jobs/, proofs/, receipts/
+    tools_dir: str = TOOLS_DIR  # host tools by digest, `current` points at one
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ class DockerPlan:
     repositories: tuple[AptRepository, ...]
     daemon: dict[str, Any]  # merged into daemon.json
     check_image: str  # pinned reference; a container of it must print a line starting "GPU"
-    receipt_path: str = "/var/lib/spark/receipts/gpu-container.json"
+    receipt_path: str = f"{STATE_DIR}/receipts/gpu-container.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,8 @@ class SourcePlan:
     parallel: int
     rate_limit_bytes_per_s: int | None
     token_needed: bool
+    tries: int = 8  # without progress, then the job fails
+    retry_pause_s: float = 1.0  # before the second one; doubles
 
     @property
     def size_bytes(self) -> int:

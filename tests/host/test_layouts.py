@@ -90,6 +90,31 @@ def test_a_host_builds_both_layouts_alike_and_can_let_the_base_go(
     assert guest.serving() == serving
 
 
+def test_all_that_is_large_can_live_on_another_disk(fleet: Fleet) -> None:
+    fleet.settle()
+    guest = fleet.guests[0]
+    only = ("--limit", guest.name)
+    guest.run("mkdir -p /data && mount -t tmpfs -o size=300m data /data")
+    kinds = ("models", "sources", "cache")
+    fleet.site.choose(paths={f"{kind}_dir": f"/data/{kind}" for kind in kinds})
+
+    run = fleet.site.deploy(*only)
+
+    assert run.exit_code == 0, run.stderr[-4000:]
+    name = guest.run("docker ps --filter label=spark.release --format '{{.Names}}'")
+    mounts = guest.json(f"docker inspect {name}")[0]["Mounts"]
+    used = {mount["Destination"]: mount["Source"] for mount in mounts}
+    assert used["/model"].startswith("/data/models/")
+    assert used["/root/.cache"].startswith("/data/cache/")
+    assert guest.run("ls /data/sources/*/receipt.json")
+    assert "data.mount" in guest.unit(guest.serving()[0], "Requires")["Requires"]
+    assert guest.ask("What is the capital of France?")[0] == 200
+    assert fleet.site.deploy(*only).changed == []
+    fleet.settle()
+    guest.run("umount /data")
+    assert guest.ask("What is the capital of France?")[0] == 200
+
+
 def test_an_overlay_that_should_lose_its_base_is_refused_before_any_connection(
     fleet: Fleet,
 ) -> None:

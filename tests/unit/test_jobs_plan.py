@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 from spark_deploy.managed import ManagedFile
-from spark_deploy.plan.jobs import fetch_job, image_job
-from spark_deploy.plan.types import ImagePlan, Paths, SourceFile, SourcePlan
+from spark_deploy.plan.jobs import checkpoint_job, fetch_job, image_job
+from spark_deploy.plan.types import CheckpointPlan, ImagePlan, Paths, SourceFile, SourcePlan
 
 PATHS = Paths(
     models_dir="/m", sources_dir="/s", cache_dir="/c", config_dir="/e", state_dir="/v",
@@ -38,6 +38,21 @@ def test_where_bytes_come_from_does_not_rename_the_work_but_what_they_are_does()
     assert fetch_job(replace(SOURCE, mirrors=(), parallel=1), PATHS).digest == job.digest
     other = (SourceFile("a.safetensors", 10, sha256="e" * 64),)
     assert fetch_job(replace(SOURCE, files=other), PATHS).digest != job.digest
+
+
+def test_how_long_a_hub_is_asked_is_the_users_word_for_fetches_and_builds() -> None:
+    patient = replace(SOURCE, tries=3, retry_pause_s=0.5)
+    tree = CheckpointPlan(
+        name="tree", dir="/m/tree", base=patient, donor_repo="o/d", donor_commit="c" * 40,
+        donor_url="http://hub/o/d/resolve/c", builder={"layout": "overlay"}, recipe_version=1,
+        output_bytes=1, donor_bytes=1, keep_base=True, digest="f" * 64,
+    )  # fmt: skip
+    fetched = fetch_job(patient, PATHS)
+    built = checkpoint_job(tree, PATHS, fetched)
+
+    for order in (read(fetched, "fetch.json"), read(built, "plan.json")["donor"]):
+        assert (order["tries"], order["backoff_s"]) == (3, 0.5)
+    assert fetched.digest == fetch_job(SOURCE, PATHS).digest
 
 
 def test_a_token_reaches_a_job_only_as_the_path_of_its_file() -> None:

@@ -157,6 +157,9 @@ WRONG = {
         "lies inside paths.models_dir",
         "folder of its own",
     ),
+    "place that is fixed": ("paths: {state_dir: /data}", "state_dir: unknown key", "paths."),
+    "no try at all": ("downloads: {tries: 0}", "0 is below 1", "gives up"),
+    "pause as text": ("downloads: {retry_pause_s: long}", "retry_pause_s", "Seconds before"),
     "relative path": ("paths: {models_dir: models}", "does not have the form", "Built"),
     "option with its own setting": (
         "engine: {options: {max_model_len: 4096}}",

@@ -27,7 +27,6 @@ class Here:
         self.root, self.inventory = root, root / "inventory.py"
         for folder in ("group_vars", "home", "bin"):
             (root / folder).mkdir()
-        (root / "group_vars/spark.yml").write_text(f"paths: {{tools_dir: {root}/tools}}\n")
         (root / "bin/sudo").write_text(REFUSING_SUDO)
         (root / "bin/sudo").chmod(0o755)
         self.write({})
