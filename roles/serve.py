@@ -35,6 +35,7 @@ def apply(
         release=plan.name,
         tools_dir=paths.tools_dir,
         timeout_s=PREPARE_TIMEOUT_S,
+        retire_others=True,
     )
     release_files(name="Install units and release", plan=plan, files=tuple(files),
                   user=GATEWAY_USER)  # fmt: skip

@@ -63,6 +63,7 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
         "live": status.live(active) if active else {},
         "memory": status.document.get("memory", {}),
         "versions": status.document.get("versions", {}),
+        "versions_unknown": status.unknown_versions(),
         "reboot_pending": status.document.get("reboot_pending", ""),
         "stopped": status.stopped(SERVICE),
         "rolled_back": service.get("rolled_back"),
@@ -145,6 +146,8 @@ def _details(one: dict[str, Any]) -> Iterator[str]:
 
 def _intentions(one: dict[str, Any]) -> Iterator[str]:
     """Yield what people, or a pending reboot, want of this host beside its plan."""
+    if one["versions_unknown"]:
+        yield f"  unknown  {one['versions_unknown']}"
     if one["reboot_pending"]:
         yield f"  reboot   pending: {one['reboot_pending']}"
     if one["stopped"]:

@@ -36,7 +36,18 @@ _INFO = (
 )
 _INFO_FORMAT = "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) + "}"
 
+# On a busy host an answer may come late; one that does not come is unknown, not absent.
+_LIMITS_S = (30, 90)
+
 _SCRIPT = rf"""
+silent=
+ask() {{
+  name=$1; shift
+  timeout $limit_s "$@" && return
+  [ $? = 124 ] || return
+  timeout $patient_s "$@" && return
+  [ $? = 124 ] && silent="$silent$name "
+}}
 echo '== engine'; command -v dockerd; readlink -f "$(command -v docker)"
 [ -e /snap/bin/docker ] && echo /snap/bin/docker
 echo '== unit'
@@ -45,11 +56,11 @@ systemctl show -p LoadState -p ActiveState -p UnitFileState -p ExecMainStartTime
 echo '== daemon-json'
 [ -e {DAEMON_JSON} ] && {{ stat -c 'mtime=%.Y' {DAEMON_JSON}; cat {DAEMON_JSON}; }}
 echo '== info'
-command -v docker >/dev/null 2>&1 && timeout 30 docker info --format '{_INFO_FORMAT}'
+command -v docker >/dev/null 2>&1 && ask docker docker info --format '{_INFO_FORMAT}'
 echo '== engine-cdi'
 command -v docker >/dev/null 2>&1 &&
-  timeout 30 docker info | sed -n '/^ CDI spec directories:/,/^ Swarm:/p'
-echo '== toolkit'; nvidia-ctk --version
+  ask docker docker info | sed -n '/^ CDI spec directories:/,/^ Swarm:/p'
+echo '== toolkit'; ask toolkit nvidia-ctk --version
 echo '== runtime'; command -v nvidia-container-runtime
 echo '== toolkit-mode'
 sed -n 's/^ *mode *= *"\([a-z]*\)".*/\1/p' /etc/nvidia-container-runtime/config.toml
@@ -59,7 +70,8 @@ for spec in /etc/cdi/*.yaml /etc/cdi/*.json /var/run/cdi/*.yaml /var/run/cdi/*.j
     echo "$spec $(grep -oE 'libcuda\.so\.[0-9][0-9.]*(\+[a-z]+)?' "$spec" | sort -u | head -n 1)"
 done
 echo '== module'; cat /proc/driver/nvidia/version
-echo '== driver'; timeout 30 nvidia-smi --query-gpu=driver_version --format=csv,noheader
+echo '== driver'; ask driver nvidia-smi --query-gpu=driver_version --format=csv,noheader
+echo '== silent'; echo $silent
 echo '== kernel'; uname -r
 echo '== serving'
 systemctl list-units --plain --no-legend --state=active,activating 'spark-serve@*' | cut -d' ' -f1
@@ -95,6 +107,7 @@ class Docker:
     packages: dict[str, str]
     repositories: Repositories
     receipt: dict[str, Any]  # of the last proof with a container; {} when there is none
+    silent: tuple[str, ...] = ()  # of docker, toolkit, driver: what did not answer in time
 
     @property
     def active(self) -> bool:
@@ -119,6 +132,7 @@ class DockerState(FactBase[Docker]):
     ) -> str:
         return sections.script(
             "exec 2>/dev/null",
+            f"limit_s={_LIMITS_S[0]} patient_s={_LIMITS_S[1]}",
             _SCRIPT,
             packages_script(packages),
             repositories.script(urls, repository_files),
@@ -159,6 +173,7 @@ def parse(output: Sequence[str]) -> Docker:
         packages=parse_packages(found.get("packages", ())),
         repositories=repositories.parse(found),
         receipt=json_object(found.get("receipt", ())),
+        silent=tuple(word for line in found.get("silent", ()) for word in line.split()),
     )
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
 
-BOOT_LINKS = "/etc/systemd/system/multi-user.target.wants"
+UNITS_DIR = "/etc/systemd/system"
+BOOT_LINKS = f"{UNITS_DIR}/multi-user.target.wants"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ def _job_state(entry: dict[str, Any]) -> JobState:
 def _progress_text(entry: dict[str, Any]) -> str:
     """Say where a job stands, in the units people read."""
     progress = entry.get("progress") or {}
+    if entry["state"] == "unknown":
+        return str(entry.get("result") or "")
     if not progress:  # a tool that counts no bytes: its last line and how long it has run
         elapsed = f" ({entry['elapsed_s']} s)" if entry.get("elapsed_s") else ""
         return f"{entry.get('last_line') or entry.get('result') or 'starting'}{elapsed}"
@@ -75,10 +78,11 @@ def _progress_text(entry: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """The jobs of a release, and whether a boot would go on with them."""
+    """The jobs of a release, and what a boot would go on with."""
 
     states: dict[str, JobState]  # by 12-digit name; jobs the host does not know are left out
-    linked: bool
+    linked: tuple[str, ...] = ()  # prepare targets of any release that the boot pulls in
+    pulled: tuple[str, ...] = ()  # jobs that this release's target pulls in
 
     def done(self, names: Iterable[str]) -> bool:
         """Return whether each of ``names`` has its proof."""
@@ -86,23 +90,33 @@ class Jobs:
 
 
 class JobStates(FactBase[Jobs]):
-    """State of jobs, and whether the prepare target of their release is linked into the boot."""
+    """State of jobs, what their release's prepare target pulls in, and which targets boot."""
 
     @staticmethod
     def default() -> Jobs:
         """Return what a host without our tools has to say."""
-        return Jobs({}, False)
+        return Jobs({})
 
     def command(self, tools_dir: str, jobs: Sequence[str], target: str) -> str:
-        link = shlex.quote(f"{BOOT_LINKS}/{target}")
         # Without names the tool would report on every job there is.
         ask = poll_command(tools_dir, jobs) if jobs else ":"
-        return f"{ask}; if [ -L {link} ]; then echo linked; fi"
+        wants = shlex.quote(f"{UNITS_DIR}/{target}.d")
+        return (
+            f"{ask}; ls {BOOT_LINKS} 2>/dev/null | sed -n 's/^spark-prepare@/linked &/p'; "
+            f"ls {wants} 2>/dev/null | sed -n 's/\\.conf$//; s/^/pulled /p'"
+        )
 
     def process(self, output: Iterable[str]) -> Jobs:
-        lines = list(output)
-        linked = "linked" in lines
+        told: dict[str, list[str]] = {"linked": [], "pulled": []}
+        answer = []
+        for line in output:
+            word, _, name = line.partition(" ")
+            if word in told:
+                told[word].append(name)
+            else:
+                answer.append(line)
         try:
-            return Jobs(parse_poll("\n".join(line for line in lines if line != "linked")), linked)
+            states = parse_poll("\n".join(answer))
+            return Jobs(states, tuple(told["linked"]), tuple(told["pulled"]))
         except ValueError as error:
             raise FactProcessError(str(error)) from error

@@ -49,6 +49,11 @@ class HostStatus:
             "`spark-deploy start` brings it back"
         )
 
+    def unknown_versions(self) -> str:
+        """Say which versions the host could not tell; "" when it told all."""
+        names = ", ".join(self.document.get("versions_unknown", ()))
+        return f"no version of {names}: no answer in time; taken as unchanged" if names else ""
+
     def unproven(self, service: str, release: str) -> str:
         """Say why ``release`` is not what the host provably serves; "" when it is."""
         state = self.service(service)

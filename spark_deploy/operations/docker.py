@@ -18,7 +18,7 @@ from spark_deploy.facts.memo import read
 from spark_deploy.managed import ManagedFile, archive, unpack_script
 from spark_deploy.operations import apt, docker_engine, gpu_access
 from spark_deploy.operations.failing import Commands, host_errors, refuse
-from spark_deploy.operations.running import say
+from spark_deploy.operations.running import say, tell
 from spark_deploy.plan.types import DockerPlan
 
 
@@ -130,6 +130,15 @@ def running(plan: DockerPlan) -> Commands:
     by the next one, and a foreign edit of the file restarts nothing.
     """
     state = state_of(plan)
+    if "docker" in state.silent:
+        yield refuse(
+            Problem(
+                "docker",
+                "its daemon took the question and did not answer",
+                "see `systemctl status docker` and the load of the host, then run again",
+            )
+        )
+        return
     if not state.active:
         yield FunctionCommand(docker_engine.start, [question(plan)], {})
         return
@@ -204,6 +213,8 @@ def gpu_container(plan: DockerPlan) -> Commands:
     if not current_state.is_executing and isinstance(old, dict):
         # Predicting: what cannot be read now (docker is down) will most likely be as it was.
         key = {name: value or old.get(name, "") for name, value in key.items()}
+    if state.silent:
+        tell(f"no answer in time from {', '.join(state.silent)}; taken as unchanged", "yellow")
     # The engine is started with the receipt's words, so they count like a version.
     wanted = key["gpu_through"].split()
     if old == key and state.receipt.get("docker_arguments") == wanted:

@@ -116,7 +116,18 @@ def _bring_up(host: Host, command: str) -> bool:
 
 
 def proof_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
-    """Name what the proof with a container depends on; any change asks for a new one."""
+    """Name what the proof with a container depends on; any change asks for a new one.
+
+    What did not answer counts as it was: that nobody could tell is no change.
+    """
+    key = _key_seen(plan, state)
+    old = state.receipt.get("key")
+    if isinstance(old, dict):
+        key.update({name: str(old.get(name, "")) for name in state.silent})
+    return key
+
+
+def _key_seen(plan: DockerPlan, state: Docker) -> dict[str, str]:
     return {
         "image": plan.check_image,
         "docker": str(state.info.get("ServerVersion", "")),

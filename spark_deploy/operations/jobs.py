@@ -6,6 +6,7 @@ gone and after a reboot; the next run attaches to whatever is there.
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Generator, Sequence
@@ -18,17 +19,24 @@ from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
 
-from spark_deploy.facts.jobs import JobState, JobStates, parse_poll, poll_command
+from spark_deploy.errors import Problem
+from spark_deploy.facts.jobs import (
+    BOOT_LINKS,
+    UNITS_DIR,
+    JobState,
+    JobStates,
+    parse_poll,
+    poll_command,
+)
 from spark_deploy.facts.memo import read
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.failing import host_errors
+from spark_deploy.operations.failing import host_errors, refuse
 from spark_deploy.operations.files import place
 from spark_deploy.operations.remote import poll
 from spark_deploy.operations.running import SAY_SOMETHING_EVERY_S
 from spark_deploy.plan.jobs import Job
 
 POLL_EVERY_S = 2.0
-UNITS_DIR = "/etc/systemd/system"
 
 
 @operation()
@@ -45,31 +53,57 @@ def job(
         names: every job of the release, so that one question serves all operations.
     """
     target = f"spark-prepare@{release}.target"
-    state = read(JobStates, tools_dir=tools_dir, jobs=names, target=target).states.get(
-        spec.digest12
-    )
+    found = read(JobStates, tools_dir=tools_dir, jobs=names, target=target)
+    state = found.states.get(spec.digest12)
     if state is not None and state.state == "done":
         host.noop(f"{spec.title}: proven by its receipt")
         return
+    boots = target in found.linked and spec.digest12 in found.pulled
     if state is not None and state.state == "running":
-        host.noop(f"{spec.title}: already running, attaching")
+        if boots:
+            host.noop(f"{spec.title}: already running, attaching")
+            return
+        # Begun for another choice: from now on a boot goes on with it for this one.
+        yield from place((_pulled_in(spec, release),))
+        yield _shell(_link(target))
+        return
+    if state is not None and state.state == "unknown":
+        # Neither done nor missing: work begun on a guess would be told as a change.
+        yield refuse(
+            Problem(f"{host.name}: {spec.title}", state.progress, "run again when it answers")
+        )
         return
     if spec.kind == "fetch" and not host.state.is_executing:  # told once, before a dry run's end
         host.log(f"{spec.title}: not on this host, {spec.total_bytes or 0} bytes to fetch")
     yield from place((*spec.files(), _pulled_in(spec, release)))
-    # Enabled only while there is work: a reboot in the middle carries on by itself.
-    yield StringCommand(
-        "sh", "-c",
-        shlex.quote(
-            f"systemctl daemon-reload; mkdir -p {UNITS_DIR}/multi-user.target.wants; "
-            f"ln -sfn {UNITS_DIR}/spark-prepare@.target "
-            f"{UNITS_DIR}/multi-user.target.wants/{target}; systemctl daemon-reload; "
-            # What an earlier attempt left would read as the outcome of this one.
-            f"rm -f {shlex.quote(spec.dir)}/status.json {shlex.quote(spec.dir)}/progress; "
-            f"systemctl reset-failed {spec.unit} 2>/dev/null; "
-            f"systemctl start --no-block {spec.unit}"
-        ),
-    )  # fmt: skip
+    yield _shell(
+        f"{_link(target)}; "
+        # What an earlier attempt left would read as the outcome of this one.
+        f"rm -f {shlex.quote(spec.dir)}/status.json {shlex.quote(spec.dir)}/progress; "
+        f"systemctl reset-failed {spec.unit} 2>/dev/null; "
+        f"systemctl start --no-block {spec.unit}"
+    )
+
+
+def _shell(script: str) -> StringCommand:
+    return StringCommand("sh", "-c", shlex.quote(script))
+
+
+def _link(target: str) -> str:
+    """Return how a boot is told to go on with the work of a target; only while there is work."""
+    return (
+        f"systemctl daemon-reload; mkdir -p {BOOT_LINKS}; "
+        f"ln -sfn {UNITS_DIR}/spark-prepare@.target {BOOT_LINKS}/{target}; "
+        "systemctl daemon-reload"
+    )
+
+
+def _retire(targets: Sequence[str]) -> str:
+    """Return how no boot goes on with the work of targets any more; what runs is left to end."""
+    links = " ".join(f"{BOOT_LINKS}/{target} {UNITS_DIR}/{target}.d" for target in targets)
+    return (
+        f"rm -rf {links}; systemctl stop {' '.join(targets)} 2>/dev/null; systemctl daemon-reload"
+    )
 
 
 def _pulled_in(spec: Job, release: str) -> ManagedFile:
@@ -81,7 +115,7 @@ def _pulled_in(spec: Job, release: str) -> ManagedFile:
 @operation()
 @host_errors
 def prepared(
-    jobs: Sequence[Job], release: str, tools_dir: str, timeout_s: int
+    jobs: Sequence[Job], release: str, tools_dir: str, timeout_s: int, retire_others: bool = False
 ) -> Generator[Any, None, None]:
     """Wait until every job has its proof; show progress, and the log of what failed.
 
@@ -90,21 +124,30 @@ def prepared(
         release: whose prepare target is retired when all is done.
         tools_dir: where the host tools are.
         timeout_s: give up waiting after this long; the work itself goes on.
+        retire_others: ``release`` is what is wanted now; no boot goes on with the work of
+            releases of its service that were given up before they were built.
     """
     names = tuple(spec.digest12 for spec in jobs)
     target = f"spark-prepare@{release}.target"
     found = read(JobStates, tools_dir=tools_dir, jobs=names, target=target)
-    if found.done(names) and not found.linked:
+    given_up = _given_up(found.linked, release) if retire_others else ()
+    if found.done(names) and target not in found.linked and not given_up:
         host.noop(f"{len(names)} jobs are proven")
         return
+    if given_up:
+        yield _shell(_retire(given_up))
+    if found.done(names) and target not in found.linked:
+        return
     yield FunctionCommand(_wait, [tuple(jobs), tools_dir, timeout_s], {})
-    yield StringCommand(
-        "sh", "-c",
-        shlex.quote(
-            f"rm -rf {UNITS_DIR}/multi-user.target.wants/{target} {UNITS_DIR}/{target}.d; "
-            f"systemctl stop {target} 2>/dev/null; systemctl daemon-reload"
-        ),
-    )  # fmt: skip
+    yield _shell(_retire((target,)))
+
+
+def _given_up(linked: Sequence[str], release: str) -> tuple[str, ...]:
+    service = re.escape(release.rpartition("-")[0])
+    other = re.compile(rf"spark-prepare@{service}-[0-9a-f]{{12}}\.target")
+    return tuple(
+        one for one in linked if other.fullmatch(one) and one != f"spark-prepare@{release}.target"
+    )
 
 
 def _wait(state: State, host: Host, jobs: Sequence[Job], tools_dir: str, timeout_s: int) -> bool:

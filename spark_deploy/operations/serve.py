@@ -63,6 +63,9 @@ def switched(plan: ServePlan, paths: Paths, timeout_s: int) -> Generator[Any, No
         tell(stopped, "yellow")
         host.noop(stopped)
         return
+    unknown = status.unknown_versions()
+    if unknown:
+        tell(unknown, "yellow")
     why = status.unproven(plan.service, plan.name)
     if not why:
         host.noop(f"{plan.name} is running and proven")

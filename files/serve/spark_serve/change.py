@@ -10,7 +10,7 @@ import sys
 import uuid
 from typing import Any
 
-from spark_serve import boot, files, serve, systemd
+from spark_serve import boot, docker, files, serve, systemd
 from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
 from spark_serve.release import Release, load, load_if_present, names, service_of
@@ -177,6 +177,8 @@ def _refuse_unfit(release: Release, paths: Paths) -> None:
     problem = serve.part_problem(release)
     if problem is None:
         return
+    if isinstance(problem, docker.DaemonSilent):
+        raise problem
     record = boot.good(release.service, paths)
     whole = [
         name

@@ -15,6 +15,11 @@ from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
 
 API_SOCKET = "/var/run/docker.sock"
+_PATIENT_S = 60.0  # a busy host's daemon answers late; it is asked once more for so long
+
+
+class DaemonSilent(HostToolError):  # noqa: N818 - named after what happened
+    """The daemon is there but did not answer in time: what it knows is unknown, not absent."""
 
 
 class _SocketConnection(HTTPConnection):
@@ -31,13 +36,32 @@ class _SocketConnection(HTTPConnection):
 
 
 def ask(path: str, timeout_s: float = 10) -> Any:
-    """Return the JSON answer of the daemon to ``GET path``; ``None`` when there is none."""
+    """Return the JSON answer of the daemon to ``GET path``; ``None`` when there is none.
+
+    A daemon that is late is asked once more, with patience.
+
+    Raises:
+        DaemonSilent: it took the question and did not answer.
+    """
+    for limit_s in (timeout_s, _PATIENT_S):
+        try:
+            return _answer(path, limit_s)
+        except (TimeoutError, BlockingIOError):
+            continue
+    raise DaemonSilent(
+        "docker", f"did not answer within {_PATIENT_S:.0f} s", "systemctl status docker; run again"
+    )
+
+
+def _answer(path: str, timeout_s: float) -> Any:
     connection = _SocketConnection(os.environ.get("SPARK_DOCKER_SOCKET", API_SOCKET), timeout_s)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
         body = answer.read()
         return json.loads(body) if answer.status == 200 else None
+    except (TimeoutError, BlockingIOError):
+        raise
     except (OSError, HTTPException, ValueError):
         return None
     finally:
@@ -66,8 +90,11 @@ def gpu_problem(paths: Paths) -> HostToolError | None:
 
 
 def is_up() -> bool:
-    """Return whether the daemon answers."""
-    return ask("/version", 5) is not None
+    """Return whether the daemon answers at once."""
+    try:
+        return _answer("/version", 5) is not None
+    except (TimeoutError, BlockingIOError):
+        return False
 
 
 def image(reference: str) -> dict[str, Any] | None:

@@ -254,7 +254,10 @@ def _entry(digest12: str, unit: systemd.UnitState, paths: Paths) -> dict[str, An
     except HostToolError as error:
         return {"digest": digest12, "state": "failed", "result": str(error), "log_tail": []}
     status = files.read_json(directory / "status.json") or {}
-    state, result = _judge(job, unit, status, paths)
+    try:
+        state, result = _judge(job, unit, status, paths)
+    except docker.DaemonSilent as error:
+        state, result = "unknown", str(error)
     tail = list(status.get("last_lines") or ()) or _lines_of(directory / "tail")
     if state == "failed" and status.get("state") == "running":
         tail = systemd.journal(unit.get("InvocationID", ""), unit_of(digest12), _TAIL_LINES) or tail

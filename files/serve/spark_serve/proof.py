@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from spark_serve import boot, docker, files, upgrades
 from spark_serve.paths import Paths
-from spark_serve.programs import output_of
+from spark_serve.programs import ProgramSilent, patient_output_of
 from spark_serve.release import Release, load_if_present
 
 LEVELS = ("quick", "full", "deep")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions whose change asks for a new proof; absent parts are ``""``."""
+    """Return the versions whose change asks for a new proof; absent parts are ``""``.
+
+    What did not answer is ``upgrades.UNKNOWN``: on an overloaded host that is no change.
+    """
     with ThreadPoolExecutor(max_workers=3) as pool:
-        daemon = pool.submit(docker.ask, "/version", 5)
-        toolkit = pool.submit(output_of, "nvidia-ctk", "--version")
-        driver = pool.submit(_driver)
-        return {
-            "kernel": os.uname().release,
-            "driver": driver.result(),
-            "docker": str((daemon.result() or {}).get("Version", "")),
-            "toolkit": _version_in(toolkit.result() or ""),
-        }
+        asked = {name: pool.submit(_known, ask) for name, ask in _ASKED.items()}
+        return {"kernel": os.uname().release, **{k: one.result() for k, one in asked.items()}}
+
+
+def _known(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except (docker.DaemonSilent, ProgramSilent):
+        return upgrades.UNKNOWN
 
 
 def parts(release: Release) -> dict[str, str]:
@@ -40,8 +44,20 @@ def _driver() -> str:
     if loaded.is_file():
         # "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.159.03  Release Build"
         return _version_in(loaded.read_text().splitlines()[0])
-    asked = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    asked = patient_output_of("nvidia-smi", *query)
     return asked.splitlines()[0].strip() if asked else ""
+
+
+def _docker() -> str:
+    return str((docker.ask("/version", 5) or {}).get("Version", ""))
+
+
+def _toolkit() -> str:
+    return _version_in(patient_output_of("nvidia-ctk", "--version") or "")
+
+
+_ASKED = {"driver": _driver, "docker": _docker, "toolkit": _toolkit}
 
 
 def _version_in(text: str) -> str:
@@ -67,6 +83,19 @@ def write(proof: dict[str, Any], paths: Paths) -> None:
     files.write_json(paths.proof(proof["release"]), {**proof, **kept})
 
 
+def withdraw(release: Release, since: str, paths: Paths) -> None:
+    """Take back what a failed trial proved: an engine may die after it passed the quick check.
+
+    Args:
+        release: The candidate.
+        since: When the trial began, as :func:`files.now` writes it; older proofs stay.
+        paths: Where the proof is.
+    """
+    found = read(release.name, paths)
+    if found and found["ok"] and found["checked_at"] >= since:
+        files.write_json(paths.proof(release.name), {**found, "ok": False})
+
+
 def bench_due(release: Release, paths: Paths) -> bool:
     """Return whether the speed was never measured under the versions of the last full check."""
     found = read(release.name, paths) or {}
@@ -74,7 +103,7 @@ def bench_due(release: Release, paths: Paths) -> bool:
     wanted = release.check.bench is not None and release.check.bench.limit_s > 0
     if not wanted or not full:
         return False
-    return not bench or bool(bench["versions"] != full["versions"])
+    return not bench or bool(upgrades.changed(bench["versions"], full["versions"]))
 
 
 def bench_before(release: Release, paths: Paths) -> dict[str, Any] | None:

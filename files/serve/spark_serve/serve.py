@@ -169,6 +169,13 @@ def _prove_parts(release: Release) -> None:
 
 def part_problem(release: Release) -> HostToolError | None:
     """Return what is wrong with the release's image or tree; ``None`` when both are proven."""
+    try:
+        return _image_problem(release) or _tree_problem(release)
+    except docker.DaemonSilent as error:
+        return error
+
+
+def _image_problem(release: Release) -> HostToolError | None:
     if docker.image(release.image_tag) is None:
         return HostToolError(
             f"image {release.image_tag}", "not on this host", "run the deploy again"
@@ -181,6 +188,10 @@ def part_problem(release: Release) -> HostToolError | None:
                 f"label spark.digest is {label!r}, the release wants {release.image_label!r}",
                 "run the deploy again",
             )
+    return None
+
+
+def _tree_problem(release: Release) -> HostToolError | None:
     receipt = files.read_json(Path(release.tree_path) / "receipt.json")
     found = None if receipt is None else receipt.get("digest")
     if found != release.tree_digest:

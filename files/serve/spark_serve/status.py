@@ -69,6 +69,7 @@ def status(paths: Paths, live: bool) -> dict[str, Any]:
         "jobs": jobs.poll(digests, paths) if digests else [],
         "memory": _memory(),
         "versions": versions,
+        "versions_unknown": upgrades.unknown(versions),
         "reboot_pending": upgrades.reboot_pending(),
         "live": _live([r for r in known if _is_active(r, units)], paths) if live else None,
         "events": {name: watch.events(name, paths) for name in services},

@@ -11,17 +11,26 @@ from typing import Any
 
 from spark_serve.programs import output_of
 
+UNKNOWN = "unknown"  # stands for a version whose program did not answer
 # The program whose package a version belongs to.
 _PROGRAMS = {"docker": "dockerd", "toolkit": "nvidia-ctk"}
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return one ``name old -> new`` for each version that differs."""
+    """Return one ``name old -> new`` for each version that differs, as far as it is known now.
+
+    A proof that was taken without knowing a version does not cover the one that is found later.
+    """
     return [
         f"{key} {before.get(key) or 'none'} -> {now[key] or 'none'}"
         for key in now
-        if before.get(key, "") != now[key]
+        if now[key] not in (UNKNOWN, before.get(key, ""))
     ]
+
+
+def unknown(now: dict[str, str]) -> list[str]:
+    """Return the names of the parts that did not answer."""
+    return [key for key, version in now.items() if version == UNKNOWN]
 
 
 def packages() -> dict[str, str]:
@@ -97,17 +106,21 @@ def way_back(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[
         found.append(f"`spark-host rollback {service}` serves {before.get('release')} again")
     for part in ("docker", "toolkit"):
         package = before.get("packages", {}).get(part)
-        if package and old.get(part) != new.get(part):
+        if package and _differs(old, new, part):
             found.append(f"`apt-get install --allow-downgrades {package}`, then deploy again")
-    if old.get("kernel") != new.get("kernel"):
+    if _differs(old, new, "kernel"):
         entry = f"Advanced options for {_system()}>{_system()}, with Linux {old.get('kernel')}"
         found.append(f"`grub-reboot '{entry}' && reboot` boots the earlier kernel once")
-    if old.get("driver") != new.get("driver"):
+    if _differs(old, new, "driver"):
         found.append(
             f"driver {old.get('driver')} comes back only as a whole set with its kernel, by the "
             "vendor's means (DGX Dashboard, recovery image); this tool never changes it"
         )
     return found
+
+
+def _differs(old: dict[str, str], new: dict[str, str], part: str) -> bool:
+    return UNKNOWN not in (old.get(part), new.get(part)) and old.get(part) != new.get(part)
 
 
 def _system() -> str:

@@ -267,3 +267,20 @@ def test_a_stop_keeps_who_and_when_over_a_second_stop(
     boot.stop_service("main", "ben@laptop", host.paths)
     assert files.read_json(host.paths.stopped("main")) == first
     assert (first["by"], first["release"]) == ("ann@desk", A)
+
+
+@pytest.mark.parametrize(("began", "ok"), [("2026-01-01T00:00:00Z", False), (None, True)])
+def test_a_failed_trial_keeps_no_proof_of_its_own_and_leaves_earlier_ones(
+    host: Host, systemctl: dict[str, Any], began: str | None, ok: bool
+) -> None:
+    release = host.release(A)
+    proven = {"release": A, "ok": True, "level": "quick", "checked_at": "2026-01-01T00:00:00Z"}
+    files.write_json(host.paths.proof(A), proven)
+    trial = Record(release, host.paths)
+    trial.set(failed_phase="start", reason="it died after its quick check", log_tail=["x"])
+    trial.data["started_at"] = began or trial.data["started_at"]
+
+    switch._back(release, None, host.paths, trial)
+
+    assert files.read_json(host.paths.proof(A)) == {**proven, "ok": ok}
+    assert trial.data["state"] == "failed-no-previous"

@@ -1,0 +1,93 @@
+"""Which work a boot goes on with: that of the present choice, and of no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spark_deploy.facts.jobs import Jobs, JobState, JobStates
+from spark_deploy.managed import ManagedFile
+from spark_deploy.operations import jobs
+from spark_deploy.plan.jobs import Job
+from tests.unit.operations.test_releases import Answering, outcome
+
+NOW, BEFORE = "main-aaaaaaaaaaaa", "main-bbbbbbbbbbbb"
+TARGET = f"spark-prepare@{NOW}.target"
+GIVEN_UP = f"spark-prepare@{BEFORE}.target"
+OTHERS = ("spark-prepare@main-ready.target", "spark-prepare@embed-cccccccccccc.target")
+WORK = Job(
+    digest="d" * 64, kind="image-build", title="build image x", argv=("true",), env=(),
+    proof={"image": "x"}, total_bytes=None, after=(), inputs=(ManagedFile("/i", b"i"),), dir="/j",
+)  # fmt: skip
+
+
+def host(state: str, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> Answering:
+    states = {WORK.digest12: JobState(state, WORK.title, "said", None, ())}
+    return Answering(JobStates=Jobs(states, linked, pulled), FileStates={})
+
+
+def prepared(seen: Answering, *, retire_others: bool = True) -> list[str]:
+    return outcome(seen, jobs.prepared, (WORK,), NOW, "/t", 60, retire_others)
+
+
+def job(seen: Answering) -> list[str]:
+    return outcome(seen, jobs.job, WORK, NOW, "/t", (WORK.digest12,))
+
+
+def test_work_of_a_choice_that_was_given_up_is_taken_from_the_boot() -> None:
+    [command] = prepared(host("done", (GIVEN_UP, *OTHERS)))
+    assert f"multi-user.target.wants/{GIVEN_UP}" in command
+    assert f"/etc/systemd/system/{GIVEN_UP}.d" in command
+    assert not any(target in command for target in (TARGET, *OTHERS))
+
+
+def test_it_is_taken_away_before_the_wait_for_the_present_choice() -> None:
+    retired, waited, own = prepared(host("running", (TARGET, GIVEN_UP)))
+    assert GIVEN_UP in retired
+    assert waited.startswith("_wait(")
+    assert TARGET in own
+    assert GIVEN_UP not in own
+
+
+@pytest.mark.parametrize("linked", [(), OTHERS])
+def test_nothing_is_done_when_only_what_is_wanted_boots(linked: tuple[str, ...]) -> None:
+    seen = host("done", linked)
+    assert prepared(seen) == []
+    assert seen.noops == ["1 jobs are proven"]
+
+
+def test_pairs_to_have_ready_leave_the_others_alone() -> None:
+    assert prepared(host("done", (GIVEN_UP,)), retire_others=False) == []
+
+
+def test_running_work_is_attached_to_when_a_boot_would_go_on_with_it() -> None:
+    seen = host("running", (TARGET,), (WORK.digest12,))
+    assert job(seen) == []
+    assert seen.noops == ["build image x: already running, attaching"]
+
+
+@pytest.mark.parametrize(
+    ("linked", "pulled"), [((GIVEN_UP,), ()), ((TARGET,), ()), ((), (WORK.digest12,))]
+)
+def test_running_work_of_an_earlier_choice_boots_for_the_present_one(
+    linked: tuple[str, ...], pulled: tuple[str, ...]
+) -> None:
+    *_, command = job(host("running", linked, pulled))
+    assert (
+        f"ln -sfn /etc/systemd/system/spark-prepare@.target {jobs.BOOT_LINKS}/{TARGET}" in command
+    )
+    assert "systemctl start" not in command
+
+
+def test_work_of_unknown_state_is_neither_begun_nor_told_as_missing() -> None:
+    [command] = job(host("unknown", ()))
+    assert command.startswith("_refuse(")
+    assert "said" in command
+
+
+def test_the_host_says_what_boots_and_what_the_target_pulls_in() -> None:
+    told: Any = JobStates().process(
+        ["[]", f"linked {TARGET}", f"linked {GIVEN_UP}", "pulled dddddddddddd"]
+    )
+    assert told == Jobs({}, (TARGET, GIVEN_UP), ("dddddddddddd",))
