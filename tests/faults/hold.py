@@ -20,11 +20,13 @@ from typing import Any
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, kill
 
-# What shows that a job of this kind is in the middle of its work.
+# What shows that a job of this kind is in the middle of its work: a file that grows, or (with a
+# leading "=") a program that docker runs for it, which is stopped too: docker would go on.
 JOBS = {
     "fetch": "/srv/spark/sources/.*.partial/parts/*.part",
     "checkpoint": "/srv/spark/models/.*.partial/tree/*.safetensors",
     "image-pull": "",
+    "image-build": "=python3 -m spark_vllm.check",
 }
 
 _COMMON = """
@@ -47,6 +49,15 @@ def units(prefix):
                 last = line.strip().rpartition("/")[2]
                 if last.startswith(prefix) and last.endswith(".service"):
                     found.add(last)
+        except OSError:
+            pass
+    return found
+def running(program):
+    found = []
+    for entry in glob.glob("/proc/[0-9]*/cmdline"):
+        try:
+            if open(entry).read().replace("\0", " ").strip() == program:
+                found.append(int(entry.split("/")[2]))
         except OSError:
             pass
     return found
@@ -97,11 +108,17 @@ while time.monotonic() < deadline:
         job = read("/var/lib/spark/jobs/%s/job.json" % unit[10:22])
         if job.get("kind") != KIND:
             continue
-        at_work = [p for p in glob.glob(SIGN) if os.path.getsize(p)] if SIGN else True
+        beside = []
+        if SIGN[:1] == "=":
+            at_work = beside = running(SIGN[1:])
+        else:
+            at_work = [p for p in glob.glob(SIGN) if os.path.getsize(p)] if SIGN else True
         pids = processes(unit)
         if at_work and len(pids) > 1:
-            pids = stop(unit, pids)
-            if len(pids) < 2:
+            for pid in beside:
+                os.kill(pid, signal.SIGSTOP)
+            pids = stop(unit, pids) + beside
+            if len(pids) < 2 + len(beside) or running(SIGN[1:]) != beside:
                 too_late(pids, "the work has ended")
             tell(unit=unit, pids=pids, proof=job["proof"], title=job["title"])
     time.sleep(0.005)
@@ -168,7 +185,7 @@ class Hold:
 
     @classmethod
     def job(cls, guest: Guest, kind: str, sign: str = "", *, seconds: float = 90) -> Hold:
-        """Begin to look for a job of a kind, and stop it once a file that ``sign`` matches grows.
+        """Begin to look for a job of a kind, and stop it once its sign (see ``JOBS``) is there.
 
         Without a sign the job is stopped as soon as its work is a process of its own.
         """

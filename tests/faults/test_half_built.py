@@ -90,6 +90,27 @@ def test_a_power_cut_in_the_middle_of_a_build_goes_on_at_the_next_boot(fleet: Fl
     assert guest.serving() != before
 
 
+def test_a_choice_that_was_given_up_half_built_is_not_built_at_the_next_boot(fleet: Fleet) -> None:
+    guest = fleet.guests[0]
+    fleet.settle(guest)
+    only_the_served_tree(guest)
+    limit = ("--limit", guest.name)
+    boots_to_build = "ls /etc/systemd/system/multi-user.target.wants | grep ^spark-prepare@ || :"
+    fleet.site.choose(profile="v2-native")
+    with controller(fleet) as process, Hold.job(guest, "checkpoint", JOBS["checkpoint"]) as hold:
+        hold.wait()
+        die(process)
+        assert len(guest.run(boots_to_build).splitlines()) == 1
+
+        fleet.site.choose(profile="v2")
+        run = fleet.site.deploy(*limit)
+
+        assert run.exit_code == 0, run.stderr[-3000:]
+        assert run.changed == ["Serve | Wait until everything is prepared"]
+        assert guest.run(boots_to_build) == ""
+    assert fleet.site.deploy(*limit).changed == []
+
+
 def test_a_finished_tree_that_lost_a_file_is_never_served(fleet: Fleet) -> None:
     guest = fleet.guests[0]
     fleet.settle(guest)

@@ -11,15 +11,7 @@ from spark_deploy.checkout import CHECKOUT
 from tests.faults.hold import JOBS
 
 JOBS_NOT_HELD = {
-    "image-build": "no test kills it: these hosts serve the stub engine, which is pulled; the "
-    "image takes tag and label, which are the proof, only when docker has finished it",
     "discard": "killed at every call in tests/unit/checkpoint/test_builder_discard.py",
-}
-PHASES_NOT_HELD = {
-    "rollback": "no test kills it: it needs a change that fails; the host then goes back once "
-    "more, as after a kill in `start` or `check`",
-    "bench": "no test kills it: the server is proven and boots by then, and the host ends the "
-    "change as after a kill in `enable`",
 }
 
 
@@ -71,9 +63,8 @@ def phases_of_changes() -> set[str]:
 def test_every_kind_of_job_is_held_or_excused() -> None:
     assert kinds_of_jobs() == set(JOBS) | set(JOBS_NOT_HELD)
     assert not set(JOBS) & set(JOBS_NOT_HELD)
-    assert set(killed.IS_PROVEN) == set(JOBS)
+    assert set(killed.IS_PROVEN) == set(killed.FORGET) == set(JOBS)
 
 
-def test_every_phase_of_a_change_is_held_or_excused() -> None:
-    assert phases_of_changes() == set(killed.PHASES) | set(PHASES_NOT_HELD)
-    assert not set(killed.PHASES) & set(PHASES_NOT_HELD)
+def test_every_phase_of_a_change_is_held() -> None:
+    assert phases_of_changes() == {*killed.PHASES, killed.GOES_BACK}
