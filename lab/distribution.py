@@ -23,6 +23,7 @@ PROGRAMS = {
     "docker-registry": "docker-registry",
     "mkfs.ext4": "e2fsprogs",
     "nsenter": "util-linux",
+    "curl": "curl",  # in the lines that `connect` prints
     "gcc": "gcc libc6-dev",
 }
 

@@ -219,4 +219,6 @@ def enter_argv(guest: Guest, command: list[str]) -> list[str]:
     pid = leader_pid(guest)
     if pid is None:
         raise LabError(guest.name, f"is {state(guest)}", f"run `lab up {guest.name}`")
-    return ["nsenter", "-t", str(pid), "-m", "-u", "-i", "-n", "-p", "-C", "--", *command]
+    # Its root too: in a lab that runs in a chroot the namespace alone leads to the machine's root.
+    flags = ("-r", "-w", "-m", "-u", "-i", "-n", "-p", "-C")
+    return ["nsenter", "-t", str(pid), *flags, "--", *command]

@@ -1,13 +1,14 @@
-"""The lab's parts that need neither root nor a guest."""
+"""The lab's parts that need no guest."""
 
 import argparse
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from lab import archive, cgroup, faults, hardware, packages, paths
+from lab import archive, cgroup, faults, guest, hardware, packages, paths
 from lab.archive import OS_ARCHIVE, VENDOR_ARCHIVE
 from lab.boot import nspawn_argv, nspawn_environment
 from lab.cli import _parser
@@ -203,3 +204,25 @@ def test_a_new_hosts_key_is_known_only_once_a_bootstrap_recorded_it(
 
 def test_addresses_are_those_the_documentation_names():
     assert [paths.guest_ip(index) for index in (1, 4)] == ["10.77.0.11", "10.77.0.14"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a mount namespace and changes its root")
+def test_entering_a_guest_leads_to_its_root_though_the_lab_itself_runs_in_a_chroot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a guest of such a lab: a root that is not at the top of its mount namespace.
+    script = (
+        f"mount --bind {tmp_path} {tmp_path} && cd {tmp_path} && mkdir usr && touch ours && "
+        "mount --bind /usr usr && ln -s usr/bin usr/lib usr/lib64 . && "
+        "exec chroot . sh -c 'echo up; exec sleep 60'"
+    )
+    with subprocess.Popen(
+        ["unshare", "-m", "--", "sh", "-c", script], stdout=subprocess.PIPE, text=True
+    ) as inside:
+        assert inside.stdout is not None
+        assert inside.stdout.readline() == "up\n"
+        monkeypatch.setattr(guest, "leader_pid", lambda _: inside.pid)
+        argv = guest.enter_argv(guest.Guest(LabPaths(tmp_path), "lab-1"), ["ls", "/"])
+        seen = subprocess.run(argv, capture_output=True, text=True, check=False)
+        inside.kill()
+    assert "ours" in seen.stdout.split(), seen
