@@ -41,5 +41,5 @@ def ensure_models(paths: LabPaths, *, trained: bool) -> None:
     else:
         argv = [sys.executable, *words, "--untrained"]
     env = {"PYTHONPATH": str(_CHECKOUT), "SPARK_LAB_ENGINE_BIND": str(paths.state)}
-    run(argv, cwd=_CHECKOUT, env={**os.environ, **env})
+    run(argv, cwd=_CHECKOUT, env={**os.environ, **env}, show=True)
     mark.write_text(json.dumps({"key": key, "trained": trained}))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from lab.errors import LabError
 # sbin is not in the PATH of every root shell (su without -, cron, some CI runners).
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+SAY_SOMETHING_EVERY_S = 10.0
 
 _kept_open: list[int] = []
 
@@ -37,8 +40,12 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     check: bool = True,
+    show: bool = False,
 ) -> str:
     """Run ``argv`` and return its standard output.
+
+    A program that takes long is named on standard error from time to time; with ``show`` what it
+    says there itself is passed on instead.
 
     Raises:
         LabError: the program is missing or, with ``check``, its exit status is not 0.
@@ -47,27 +54,47 @@ def run(
     full_env = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive", **(env or {})}
     full_env["PATH"] = f"{_PATH}:{full_env.get('PATH', '')}"
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             words,
-            input=stdin,
-            capture_output=True,
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if show else subprocess.PIPE,
             text=True,
             env=full_env,
             cwd=cwd,
-            check=False,
-            stdin=subprocess.DEVNULL if stdin is None else None,
             pass_fds=_kept_open,
         )
     except FileNotFoundError as error:
         raise LabError(words[0], "program not found", "run `lab prepare` as root") from error
-    if check and done.returncode != 0:
-        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+    output, errors = _wait(process, words[0], stdin, silent=show)
+    if check and process.returncode != 0:
+        tail = "\n".join((errors or output).strip().splitlines()[-8:])
         raise LabError(
             " ".join(words[:4]),
-            f"exit status {done.returncode}\n{tail}",
+            f"exit status {process.returncode}\n{tail}",
             "read the lines above; run `lab down` and try again",
         )
-    return done.stdout
+    return output
+
+
+def _wait(
+    process: subprocess.Popen[str], program: str, stdin: str | None, *, silent: bool
+) -> tuple[str, str]:
+    """Wait for the end and return what was said; the program does not outlive an interruption."""
+    started = time.monotonic()
+    with process:
+        try:
+            while True:
+                try:
+                    return process.communicate(stdin, timeout=SAY_SOMETHING_EVERY_S)
+                except subprocess.TimeoutExpired:
+                    stdin = None  # the rest of it is still being given
+                    if not silent:
+                        seconds = time.monotonic() - started
+                        print(f"  {program}: {seconds:.0f} s", file=sys.stderr, flush=True)
+        except BaseException:
+            process.kill()
+            raise
 
 
 def succeeds(argv: Sequence[str | Path]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import archive, cgroup, faults, guest, hardware, packages, paths
+from lab import archive, cgroup, faults, guest, hardware, packages, paths, shell
 from lab.archive import OS_ARCHIVE, VENDOR_ARCHIVE
 from lab.boot import nspawn_argv, nspawn_environment
 from lab.cli import _parser
@@ -226,3 +226,16 @@ def test_entering_a_guest_leads_to_its_root_though_the_lab_itself_runs_in_a_chro
         seen = subprocess.run(argv, capture_output=True, text=True, check=False)
         inside.kill()
     assert "ours" in seen.stdout.split(), seen
+
+
+def test_a_program_that_takes_long_is_named_from_time_to_time(monkeypatch, capfd):
+    monkeypatch.setattr(shell, "SAY_SOMETHING_EVERY_S", 0.1)
+    said = shell.run(["sh", "-c", "cat; sleep 0.5; echo end"], stdin="given\n")
+    assert said == "given\nend\n"
+    assert capfd.readouterr().err.count("  sh: 0 s\n") >= 2
+
+
+def test_what_a_program_says_is_passed_on_when_asked(capfd):
+    with pytest.raises(LabError, match="exit status 3"):
+        shell.run(["sh", "-c", "echo phase=train step=1 >&2; exit 3"], show=True)
+    assert capfd.readouterr().err == "phase=train step=1\n"
