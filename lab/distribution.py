@@ -17,13 +17,13 @@ PROGRAMS = {
     "debootstrap": "debootstrap",
     "ssh-keygen": "openssh-client",
     "ssh": "openssh-client",
+    "curl": "curl ca-certificates",  # in the lines that `connect` prints
     "ip": "iproute2",
     "apt-ftparchive": "apt-utils",
     "gpg": "gnupg",
     "docker-registry": "docker-registry",
     "mkfs.ext4": "e2fsprogs",
     "nsenter": "util-linux",
-    "curl": "curl",  # in the lines that `connect` prints
     "gcc": "gcc libc6-dev",
 }
 

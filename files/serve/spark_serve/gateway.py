@@ -23,7 +23,7 @@ def run(service: str, paths: Paths) -> int:
     """Render the configuration of a service and become its nginx."""
     settings = gateway_settings.load(service, paths)
     directory = nginx.render(settings, _upstream(service, paths), paths)
-    program, config = nginx.program(), str(directory / "nginx.conf")
+    program, config = nginx.program(paths), str(directory / "nginx.conf")
     os.execv(program, [program, "-p", str(directory), "-c", config, "-e", "stderr"])
 
 
@@ -127,7 +127,7 @@ def key_problem(service: str, paths: Paths) -> str | None:
 def problem(release: Release, paths: Paths) -> HostToolError | None:
     """Return why this release's gateway could not run here; ``None`` when it could."""
     try:
-        nginx.program()
+        nginx.program(paths)
         settings = gateway_settings.load(release.service, paths)
     except HostToolError as error:
         return error

@@ -15,15 +15,15 @@ from spark_serve.gateway_settings import Gateway
 from spark_serve.paths import Paths
 
 
-def program() -> str:
-    """Return the path of nginx.
+def program(paths: Paths) -> str:
+    """Return the path of nginx below the host's root.
 
     Raises:
         HostToolError: It is not installed.
     """
-    for path in ("/usr/sbin/nginx", "/usr/local/sbin/nginx", "/usr/bin/nginx"):
-        if os.access(path, os.X_OK):
-            return path
+    for name in ("usr/sbin/nginx", "usr/local/sbin/nginx", "usr/bin/nginx"):
+        if os.access(paths.root / name, os.X_OK):
+            return str(paths.root / name)
     raise HostToolError("nginx", "not installed", "run the deploy again")
 
 
@@ -41,7 +41,7 @@ def render(settings: Gateway, upstream: str, paths: Paths) -> Path:
     new = directory / "nginx.conf.new"
     files.write_text(new, config_text(settings, upstream, paths), 0o600)
     tested = subprocess.run(
-        [program(), "-t", "-q", "-p", str(directory), "-c", str(new), "-e", "stderr"],
+        [program(paths), "-t", "-q", "-p", str(directory), "-c", str(new), "-e", "stderr"],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     if tested.returncode != 0:

@@ -13,6 +13,8 @@ import pytest
 from stub_gateway import Door, running
 from stub_host import STUB_DIR, Host, Paths
 
+from lab.paths import lab_paths
+
 
 @pytest.fixture(scope="session")
 def stub_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,9 +44,25 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     shutil.rmtree(root)
 
 
+@pytest.fixture(scope="session")
+def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This machine's nginx, or else the one the lab gives its guests, unpacked."""
+    installed = shutil.which("nginx", path="/usr/sbin:/usr/bin")
+    if installed:
+        return Path(installed)
+    packages = sorted(lab_paths().cache.glob("debs-*/nginx_*.deb"))
+    if not packages:
+        pytest.skip("needs nginx, or the lab's packages: python -m lab prepare")
+    unpacked = tmp_path_factory.mktemp("nginx")
+    subprocess.run(["dpkg-deb", "-x", str(packages[-1]), str(unpacked)], check=True)
+    return unpacked / "usr/sbin/nginx"
+
+
 @pytest.fixture
-def gate(host: Host) -> Iterator[Door]:
-    if shutil.which("nginx", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0:
-        pytest.skip("needs nginx and root")
+def gate(host: Host, nginx_program: Path) -> Iterator[Door]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to run nginx as its own account")
+    (host.paths.root / "usr/sbin").mkdir(parents=True)
+    (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
     with running(host) as door:
         yield door
