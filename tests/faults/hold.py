@@ -56,7 +56,7 @@ def running(program):
     found = []
     for entry in glob.glob("/proc/[0-9]*/cmdline"):
         try:
-            if open(entry).read().replace("\0", " ").strip() == program:
+            if open(entry).read().replace("\\0", " ").strip() == program:
                 found.append(int(entry.split("/")[2]))
         except OSError:
             pass
