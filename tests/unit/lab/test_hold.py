@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tests.faults.test_killed_controller as killed
 from spark_deploy.checkout import CHECKOUT
+from tests.faults import hold
 from tests.faults.hold import JOBS
 
 JOBS_NOT_HELD = {
@@ -68,3 +69,9 @@ def test_every_kind_of_job_is_held_or_excused() -> None:
 
 def test_every_phase_of_a_change_is_held() -> None:
     assert phases_of_changes() == {*killed.PHASES, killed.GOES_BACK}
+
+
+def test_the_programs_that_hold_work_can_be_handed_to_python() -> None:
+    for program in (hold._JOB, hold._SWITCH):
+        assert "\0" not in hold._COMMON + program
+        compile("LIMIT_S = 1\n" + hold._COMMON + program, "guest", "exec")
