@@ -1,18 +1,16 @@
 """A controller that dies anywhere leaves work that the next run finishes.
 
 Every kill falls at a point that the host's own systemd and files confirm: the work is stopped
-there (SIGSTOP), looked at, the controller is killed, and only then the work goes on.
+there (SIGSTOP), looked at, the controller is killed, and only then the work goes on. What takes
+longer is in test_killed_controller_long.py.
 """
 
 from __future__ import annotations
-
-import time
 
 import pytest
 
 from tests.faults.hold import JOBS, Hold, attach, controller, die, next_runs
 from tests.host.conftest import USUAL, Fleet
-from tests.labkit import lab
 
 # Prints something once a job's proof is there.
 IS_PROVEN = {
@@ -29,22 +27,30 @@ FORGET = {
     "docker rmi -f $(docker images -q '10.77.0.1:5000/*/stub*')",
     "image-build": "docker rmi -f $(docker images -q spark-vllm)",
 }
-GOES_BACK = "rollback"  # the phase of a change that failed
-PHASES = ["prove", "drain", "stop", "memory", "start", "check", "open", "enable", "bench"]
+QUICK_JOBS = ["fetch", "checkpoint", "image-pull"]
+QUICK_PHASES = ["prove", "drain", "stop", "memory", "start", "check", "open", "enable"]
 
 
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", QUICK_JOBS)
 def test_killed_in_the_middle_of_a_job(fleet: Fleet, kind: str) -> None:
+    fleet.settle(fleet.guests[0])
+    kill_in_the_middle_of_a_job(fleet, kind)
+
+
+@pytest.mark.parametrize("phase", QUICK_PHASES)
+def test_killed_in_each_phase_of_the_change(fleet: Fleet, phase: str) -> None:
+    # There and back again by turns: each phase begins where the one before it ended.
     guest = fleet.guests[0]
-    fleet.settle(guest)
+    profile = guest.json(f"cat /etc/spark/releases/{guest.release()}/release.json")["profile"]
+    kill_in_a_phase(fleet, phase, profile="v2" if profile == "v2-tq" else "v2-tq")
+
+
+def kill_in_the_middle_of_a_job(fleet: Fleet, kind: str, seconds: float = 90) -> None:
+    """Have the job wanted and held within a time, kill the controller; the next one attaches."""
+    guest = fleet.guests[0]
     guest.run(FORGET[kind], check=False)
-    if kind == "image-build":
-        # What serves here is pulled; the image of the real engine is built beside it.
-        lab("prepare", "--engine", "cpu")
-        fleet.site.choose(keep_ready=[{"model": "lab-tiny", "profile": "v2"}])
-    # A base image of hundreds of megabytes may come before the build.
-    with Hold.job(guest, kind, JOBS[kind], seconds=400) as hold, controller(fleet) as process:
-        held = hold.wait(420)
+    with Hold.job(guest, kind, JOBS[kind], seconds=seconds) as hold, controller(fleet) as process:
+        held = hold.wait(seconds + 20)
 
         die(process)
 
@@ -59,17 +65,11 @@ def test_killed_in_the_middle_of_a_job(fleet: Fleet, kind: str) -> None:
     assert fleet.site.deploy("--limit", guest.name).changed == []
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_killed_in_each_phase_of_the_change(fleet: Fleet, phase: str) -> None:
+def kill_in_a_phase(fleet: Fleet, phase: str, **choices: object) -> None:
+    """Kill the controller in a phase of the change to choices; the next one finishes it."""
     guest = fleet.guests[0]
-    # There and back again by turns: each phase begins where the one before it ended.
-    [unit] = guest.serving()
-    release = unit.removeprefix("spark-serve@").removesuffix(".service")
-    profile = guest.json(f"cat /etc/spark/releases/{release}/release.json")["profile"]
     fleet.site.choices.clear()
-    fleet.site.choose(**{**USUAL, "profile": "v2" if profile == "v2-tq" else "v2-tq"})
-    if phase == "bench":  # only what was never measured is
-        fleet.site.choose(engine={"environment": {"STUB_LOG": f"never measured {time.time()}"}})
+    fleet.site.choose(**{**USUAL, **choices})
     with Hold.switch(guest, phase) as hold, controller(fleet) as process:
         held = hold.wait()
 
@@ -81,25 +81,3 @@ def test_killed_in_each_phase_of_the_change(fleet: Fleet, phase: str) -> None:
     next_runs(fleet)
     assert guest.serving() == guest.boots() == [f"spark-serve@{held['release']}.service"]
     assert guest.answers("What is the capital of France?", "Paris")
-
-
-def test_killed_while_the_host_goes_back(fleet: Fleet) -> None:
-    guest = fleet.guests[0]
-    fleet.settle(guest)
-    before = guest.serving()
-    fleet.site.choose(engine={"environment": {"STUB_FAULT": "garbage"}}, check={"timeout_s": 10})
-    with Hold.switch(guest, GOES_BACK) as hold, controller(fleet) as process:
-        held = hold.wait()
-
-        die(process)
-
-        result = guest.json(f"cat /var/lib/spark/switch/{held['release']}.json")
-        assert (result["phase"], result["state"]) == (GOES_BACK, "running")
-        assert guest.boots() == before
-    guest.wait(f"systemctl is-failed {held['unit']}")
-    result = guest.json(f"cat /var/lib/spark/switch/{held['release']}.json")
-    assert result["state"] == "rolled-back"
-    assert guest.serving() == guest.boots() == before
-    assert guest.answers("What is the capital of France?", "Paris")
-    fleet.settle(guest)
-    assert fleet.site.deploy("--limit", guest.name).changed == []

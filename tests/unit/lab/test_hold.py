@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tests.faults.test_killed_controller as killed
+import tests.faults.test_killed_controller_long as killed_long
 from spark_deploy.checkout import CHECKOUT
 from tests.faults import hold
 from tests.faults.hold import JOBS
@@ -65,10 +66,11 @@ def test_every_kind_of_job_is_held_or_excused() -> None:
     assert kinds_of_jobs() == set(JOBS) | set(JOBS_NOT_HELD)
     assert not set(JOBS) & set(JOBS_NOT_HELD)
     assert set(killed.IS_PROVEN) == set(killed.FORGET) == set(JOBS)
+    assert {*killed.QUICK_JOBS, *killed_long.LONG_JOBS} == set(JOBS)
 
 
 def test_every_phase_of_a_change_is_held() -> None:
-    assert phases_of_changes() == {*killed.PHASES, killed.GOES_BACK}
+    assert phases_of_changes() == {*killed.QUICK_PHASES, *killed_long.LONG_PHASES}
 
 
 def test_the_programs_that_hold_work_can_be_handed_to_python() -> None:
