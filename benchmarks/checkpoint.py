@@ -35,11 +35,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "files/checkpoint"), str(ROOT / "benchmarks")]
 
 from checkpoint_fetch import bench_fetch  # noqa: E402
-from checkpoint_hub import serve  # noqa: E402
 from checkpoint_memory import bench_memory  # noqa: E402
+from checkpoint_overlay import bench_overlay  # noqa: E402
 from checkpoint_run import forget, run_builder  # noqa: E402
 from checkpoint_sources import plan, write_base, write_donor  # noqa: E402
-from checkpoint_trees import DONOR_COMMIT, Architecture, base_entries, mtp, size_of  # noqa: E402
+from checkpoint_trees import Architecture, base_entries, mtp, size_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 REAL = Architecture()
@@ -71,13 +71,6 @@ def copy_hashing(source: Path, target: Path, threads: int) -> None:
     paths = sorted(source.iterdir(), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(one, paths))
-
-
-def timed(work: Callable[[], Any]) -> float:
-    """Return the seconds a call takes."""
-    began = time.monotonic()
-    work()
-    return time.monotonic() - began
 
 
 def bench_full(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -122,6 +115,24 @@ def bench_full(arguments: argparse.Namespace) -> dict[str, Any]:
         "cpu_seconds": cpu,
         "build_cpu_over": over("build", cpu),
         "build_peak_bytes": peak,
+        "floor": _floor(base, statistics.median(cpu["cp_r"])),
+    }
+
+
+def _floor(base: Path, cp_cpu_seconds: float) -> dict[str, float]:
+    """Say what no build can go below: one sha256 of every byte, and the work of ``cp``."""
+    tree_bytes = sum(path.stat().st_size for path in base.iterdir())
+    buffer, hasher = bytes(256 << 10), hashlib.sha256()
+    began = time.process_time()
+    for _ in range(4096):
+        hasher.update(buffer)
+    rate = 4096 * len(buffer) / (time.process_time() - began)
+    hashing = tree_bytes / rate
+    return {
+        "sha256_bytes_per_cpu_second": round(rate),
+        "sha256_cpu_seconds": round(hashing, 3),
+        "cp_cpu_seconds": cp_cpu_seconds,
+        "least_seconds_on_all_cores": round((hashing + cp_cpu_seconds) / (os.cpu_count() or 1), 3),
     }
 
 
@@ -141,80 +152,6 @@ def over(one: str, measured: dict[str, list[float]]) -> dict[str, float]:
         for name, values in measured.items()
         if name != one
     }
-
-
-def bench_overlay(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Overlay of a base of the 122B's real size, its donor read over HTTP by ranges.
-
-    Tensors nobody looks at are holes, so the trees take little disk; names, shapes, headers,
-    shared experts and ranges are of the real size.
-    """
-    work: Path = arguments.work
-    base, out = work / "base", work / "out"
-    write_base(base, REAL, sparse=True)
-    repository = f"bench/donor/resolve/{DONOR_COMMIT}"
-    write_donor(work / "hub" / repository, REAL, _quantise)
-    builds, verifies, received = [], [], 0
-    with serve(work / "hub") as url:
-        donor = {"url": f"{url}/{repository}", "parallel": 8}
-        document = plan(base, out, REAL, donor=donor)
-        (work / "plan.json").write_text(json.dumps(document))
-        for _ in range(arguments.pairs):
-            builds.append(run_builder("build", str(work / "plan.json")))
-            verifies.append(run_builder("verify", str(out)))
-            receipt = json.loads((out / "receipt.json").read_text())
-            received = receipt["report"]["donor_received_bytes"]
-            shutil.rmtree(out)
-    headers = sum(_header_bytes(path) for path in (work / "hub" / repository).glob("*.safetensors"))
-    swap_bytes = 144 * (1024 * 3072 + 384)
-    swapped = [name for name, _, shape in base_entries(REAL) if ".shared_expert." in name and shape]
-    planning = [_planning_seconds(base, document) for _ in range(5)]
-    return {
-        "planning_cpu_seconds": planning,
-        "planning_median_cpu_seconds": statistics.median(planning),
-        "base_apparent_bytes": sum(path.stat().st_size for path in base.iterdir()),
-        "base_tensors": len(base_entries(REAL)) + len(mtp(REAL)),
-        "result_tensors": receipt["tensors"],
-        "swapped": len(swapped),
-        "donor_unmatched": len(document["donor_unmatched"]),
-        "build_seconds": [round(run["seconds"], 2) for run in builds],
-        "build_median_seconds": round(statistics.median(run["seconds"] for run in builds), 2),
-        "build_cpu_seconds": [round(run["cpu_seconds"], 2) for run in builds],
-        "build_peak_bytes": max(run["peak_bytes"] for run in builds),
-        "verify_quick_seconds": [round(run["seconds"], 2) for run in verifies],
-        "verify_quick_cpu_seconds": [round(run["cpu_seconds"], 2) for run in verifies],
-        "verify_quick_peak_bytes": max(run["peak_bytes"] for run in verifies),
-        "verify_quick_median_seconds": statistics.median(
-            round(run["seconds"], 2) for run in verifies
-        ),
-        "donor_swap_bytes": swap_bytes,
-        "donor_header_bytes": headers,
-        "donor_swap_and_header_bytes": swap_bytes + headers,
-        "donor_received_bytes": received,
-        "written_bytes": receipt["report"]["written_bytes"],
-    }
-
-
-def _header_bytes(shard: Path) -> int:
-    with shard.open("rb") as file:
-        return 8 + int.from_bytes(file.read(8), "little")
-
-
-def _planning_seconds(base: Path, document: dict[str, Any]) -> float:
-    """Read and check every header and index, and compare the exact sets, on one core."""
-    from spark_checkpoint.patterns import expand_all
-    from spark_checkpoint.tree import read_tree
-
-    everywhere = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(everywhere)})
-    began = time.process_time()
-    found = set(read_tree(base).owner)
-    expected = expand_all(document["base_tensors"], "") | expand_all(document["mtp_tensors"], "")
-    seconds = time.process_time() - began
-    os.sched_setaffinity(0, everywhere)
-    if found != expected:
-        raise SystemExit("the synthetic base is not what its plan says")
-    return round(seconds, 3)
 
 
 def bench_head(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -362,7 +299,7 @@ def command_of(arguments: argparse.Namespace) -> str:
 
 COMMANDS = {
     "full": bench_full,
-    "overlay": bench_overlay,
+    "overlay": lambda arguments: bench_overlay(arguments, _quantise),
     "head": bench_head,
     "schemes": bench_schemes,
     "fetch": bench_fetch,

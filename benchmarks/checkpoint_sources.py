@@ -120,6 +120,7 @@ def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, An
 def _donor_values(entries: list[Entry], quantise: Quantise) -> dict[str, bytes]:
     """Return the values of a shard; a weight and its scales may be in different ones."""
     values = {}
+    made: dict[str, tuple[Any, Any]] = {}
     for name, dtype, shape in entries:
         if not name.startswith("model.") or ".shared_expert." not in name:
             continue
@@ -128,7 +129,10 @@ def _donor_values(entries: list[Entry], quantise: Quantise) -> dict[str, bytes]:
         if weight != name:
             # Every shape of the real models is a multiple of the block.
             rows, columns = rows * BLOCK, columns * BLOCK
-        codes, scales = quantise(shared_expert_values(weight, (rows, columns)), (rows, columns))
+        if weight not in made:
+            bits = shared_expert_values(weight, (rows, columns))
+            made[weight] = quantise(bits, (rows, columns))
+        codes, scales = made[weight]
         values[name] = codes.tobytes() if dtype == "F8_E4M3" else scales.tobytes()
     return values
 

@@ -101,7 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("plan", type=Path, metavar="PLAN.json")
     one = commands.add_parser("verify", help="check a tree against its receipt")
     one.add_argument("dir", type=Path, metavar="DIR")
-    one.add_argument("--full", action="store_true", help="hash every file")
+    depth = one.add_mutually_exclusive_group()
+    depth.add_argument(
+        "--quick",
+        action="store_true",
+        help="sizes, headers, index and touched files (what it does without an option)",
+    )
+    depth.add_argument("--full", action="store_true", help="hash every file")
     one = commands.add_parser("discard", help="remove the base of a full tree, after proving it")
     one.add_argument("base", type=Path, metavar="BASE_DIR")
     one.add_argument("--tree", type=Path, required=True, metavar="DIR", help="made from this base")
