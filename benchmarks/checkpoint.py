@@ -38,6 +38,7 @@ from checkpoint_fetch import bench_fetch  # noqa: E402
 from checkpoint_memory import bench_memory  # noqa: E402
 from checkpoint_overlay import bench_overlay  # noqa: E402
 from checkpoint_run import forget, run_builder  # noqa: E402
+from checkpoint_schemes import bench_schemes  # noqa: E402
 from checkpoint_sources import plan, write_base, write_donor  # noqa: E402
 from checkpoint_trees import Architecture, base_entries, mtp, size_of  # noqa: E402
 
@@ -219,57 +220,6 @@ def _drop_tensor(shard: Path, name: str) -> None:
     shard.write_bytes(len(raw).to_bytes(8, "little") + raw + body)
 
 
-def bench_schemes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What each choice for the shared experts costs in weight error and bytes."""
-    work: Path = arguments.work
-    a = Architecture(layers=4, experts=2, vision_blocks=1, shards=2, vocabulary=1024)
-    base, donor, out = work / "base", work / "donor", work / "out"
-    write_base(base, a, sparse=True)
-    write_donor(donor, a, _quantise)
-    rows, own = {}, {}
-    for scheme in ("fp8-donor", "fp8-self", "int8-g128", "keep"):
-        document = plan(base, out, a, layout="full", shared_experts=scheme)
-        document["base"]["revision"] = None
-        if scheme == "fp8-donor":
-            document["donor"] = {"dir": str(donor)}
-        (work / "plan.json").write_text(json.dumps(document))
-        run_builder("build", str(work / "plan.json"))
-        report = json.loads((out / "receipt.json").read_text())["report"]
-        tensors = _shared_bytes(out)
-        own[scheme] = tensors
-        rows[scheme] = {
-            "bytes": sum(map(len, tensors.values())),
-            "relative_error_mean": report.get("shared_experts", {}).get("relative_error_mean", 0),
-        }
-        shutil.rmtree(out)
-    same = total = 0
-    for name, data in own["fp8-donor"].items():
-        other = own["fp8-self"][name]
-        same += sum(x == y for x, y in zip(data, other, strict=True))
-        total += len(data)
-    return {
-        "modules": 3 * a.layers,
-        "schemes": rows,
-        "own_fp8_bytes_equal_to_donor": round(same / total, 6),
-        "note": "donor made by this project's rule from normally distributed weights; real donors "
-        "may use another",
-    }
-
-
-def _shared_bytes(directory: Path) -> dict[str, bytes]:
-    found = {}
-    for shard in directory.glob("*.safetensors"):
-        with shard.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-            for name, entry in header.items():
-                if name.startswith("model.") and ".shared_expert." in name:
-                    begin, end = entry["data_offsets"]
-                    file.seek(8 + length + begin)
-                    found[name] = file.read(end - begin)
-    return found
-
-
 def _quantise(bits: Any, shape: Sequence[int]) -> tuple[Any, Any]:
     from spark_checkpoint.numbers import from_bf16_bits, quantise_blocks
 
@@ -301,7 +251,7 @@ COMMANDS = {
     "full": bench_full,
     "overlay": lambda arguments: bench_overlay(arguments, _quantise),
     "head": bench_head,
-    "schemes": bench_schemes,
+    "schemes": lambda arguments: bench_schemes(arguments, _quantise),
     "fetch": bench_fetch,
     "memory": lambda arguments: bench_memory(arguments, _quantise),
 }

@@ -20,6 +20,15 @@ GROWN = replace(ONE, experts=7 * ONE.experts)
 # The same names, each with four times the bytes: rows twice as long, twice as many.
 WIDER = replace(ONE, hidden=2 * ONE.hidden, width=2 * ONE.width)
 LARGEST = Architecture(layers=60, experts=512, hidden=4096, shards=40, donor_shards=94)
+# What is built: a name for the result file, and what differs from an overlay that keeps the head.
+BOTH: dict[str, dict[str, str]] = {"full": {"layout": "full"}, "overlay": {}}
+ALL: dict[str, dict[str, str]] = {
+    "overlay": {},
+    "overlay_int8_head": {"head": "int8-g128"},
+    "full_int8_head": {"layout": "full", "head": "int8-g128"},
+}
+# A Spark's: more workers take more memory.
+CORES = 20
 LIMIT_BYTES = 256 << 20
 REPOSITORY = f"bench/donor/resolve/{DONOR_COMMIT}"
 
@@ -27,16 +36,15 @@ REPOSITORY = f"bench/donor/resolve/{DONOR_COMMIT}"
 def bench_memory(arguments: argparse.Namespace, quantise: Quantise) -> dict[str, Any]:
     """Build trees of growing size in both layouts and report the peak of each."""
     work: Path = arguments.work
-    both = ("full", "overlay")
-    trees: dict[str, tuple[Architecture, tuple[str, ...]]] = {
-        "one": (ONE, both),
-        "four_times_the_tree": (GROWN, both),
-        "four_times_the_bytes_per_tensor": (WIDER, both),
-        "397b_real_size": (LARGEST, ("overlay",)),
+    trees = {
+        "one": (ONE, BOTH),
+        "four_times_the_tree": (GROWN, BOTH),
+        "four_times_the_bytes_per_tensor": (WIDER, BOTH),
+        "397b_real_size": (LARGEST, ALL),
     }
     rows = {
-        name: _row(work, architecture, layouts, quantise)
-        for name, (architecture, layouts) in trees.items()
+        name: _row(work, architecture, builds, quantise)
+        for name, (architecture, builds) in trees.items()
     }
     peaks = [peak for row in rows.values() for peak in row["peak_bytes"].values()]
     return {
@@ -46,6 +54,7 @@ def bench_memory(arguments: argparse.Namespace, quantise: Quantise) -> dict[str,
             rows, "four_times_the_bytes_per_tensor"
         ),
         "largest_peak_bytes": max(peaks),
+        "workers_as_on_cores": CORES,
         "limit_bytes": LIMIT_BYTES,
         "within_limit": max(peaks) <= LIMIT_BYTES,
     }
@@ -57,14 +66,15 @@ def _growth(rows: dict[str, dict[str, Any]], grown: str) -> dict[str, float]:
 
 
 def _row(
-    work: Path, a: Architecture, layouts: tuple[str, ...], quantise: Quantise
+    work: Path, a: Architecture, builds: dict[str, dict[str, str]], quantise: Quantise
 ) -> dict[str, Any]:
     base, donor = work / "base", work / "hub" / REPOSITORY
-    # Holes read like zeros: what is not looked at needs no disk, but full copies need its hashes.
-    write_base(base, a, sparse="full" not in layouts)
+    # Holes read like zeros: what is not looked at needs no disk. Small trees have real bytes.
+    sparse = a is LARGEST
+    write_base(base, a, sparse=sparse)
     write_donor(donor, a, quantise)
     entries = base_entries(a) + mtp(a)
-    peaks = {layout: _build(work, a, layout)["peak_bytes"] for layout in layouts}
+    done = {name: _build(work, a, changes, holes=sparse) for name, changes in builds.items()}
     largest = max(path.stat().st_size for path in base.glob("*.safetensors"))
     shutil.rmtree(base)
     shutil.rmtree(work / "hub")
@@ -72,16 +82,18 @@ def _row(
         "tree_bytes": sum(map(size_of, entries)),
         "largest_shard_bytes": largest,
         "tensors": len(entries),
-        "peak_bytes": peaks,
+        "peak_bytes": {name: run["peak_bytes"] for name, run in done.items()},
+        "seconds": {name: round(run["seconds"], 1) for name, run in done.items()},
+        "cpu_seconds": {name: round(run["cpu_seconds"], 1) for name, run in done.items()},
     }
 
 
-def _build(work: Path, a: Architecture, layout: str) -> dict[str, Any]:
+def _build(work: Path, a: Architecture, changes: dict[str, str], *, holes: bool) -> dict[str, Any]:
     base, out = work / "base", work / "out"
     with serve(work / "hub") as url:
         donor = {"url": f"{url}/{REPOSITORY}", "parallel": 8}
-        document = plan(base, out, a, layout=layout, donor=donor)
+        document = plan(base, out, a, donor=donor, **changes)
         (work / "plan.json").write_text(json.dumps(document))
-        done = run_builder("build", str(work / "plan.json"))
+        done = run_builder("build", str(work / "plan.json"), cores=CORES, holes=holes)
     shutil.rmtree(out)
     return done

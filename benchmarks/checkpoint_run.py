@@ -14,7 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Peak memory as the process itself sees it: rusage would include the parent it was forked from.
 _WRAPPER = """
-import sys
+import os, sys
+if "SPARK_BENCH_CORES" in os.environ:
+    os.cpu_count = lambda: int(os.environ["SPARK_BENCH_CORES"])
+if os.environ.get("SPARK_BENCH_HOLES"):
+    import checkpoint_holes
 from spark_checkpoint.cli import main
 code = main(sys.argv[2:])
 lines = open("/proc/self/status").read().splitlines()
@@ -24,9 +28,20 @@ sys.exit(code)
 """
 
 
-def run_builder(*arguments: str) -> dict[str, Any]:
-    """Run the builder and return seconds and peak memory."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "files/checkpoint")}
+def run_builder(*arguments: str, cores: int | None = None, holes: bool = False) -> dict[str, Any]:
+    """Run the builder and return seconds and peak memory.
+
+    Args:
+        arguments: The builder's own.
+        cores: How many cores it believes to have: its workers follow from that.
+        holes: Leave zeros out of what it writes, so that a result of any size fits.
+    """
+    path = os.pathsep.join([str(ROOT / "files/checkpoint"), str(ROOT / "benchmarks")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    if cores is not None:
+        environment["SPARK_BENCH_CORES"] = str(cores)
+    if holes:
+        environment["SPARK_BENCH_HOLES"] = "1"
     with tempfile.NamedTemporaryFile("r") as peak:
         command = [sys.executable, "-c", _WRAPPER, peak.name, *arguments]
         began = time.monotonic()

@@ -157,6 +157,13 @@ def _model(model: Model) -> Iterator[str]:
         f"with it; {_count(tensors.swap):,} weights come from the donor, "
         f"{_count(tensors.donor_unmatched):,} of its tensors are expected to have no partner"
     )
+    if tensors.counts is not None:
+        yield f"- these counts: {tensors.counts.source}"
+    for part in tensors.donor_shapes:
+        yield (
+            f"- donor `{part.modules}`: weight {list(part.weight)}, scales {list(part.scale)} "
+            f"({part.source})"
+        )
     yield f"- served on one host with: {', '.join(_served_with(model)) or 'no profile'}"
 
 

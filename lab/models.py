@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from lab.content import content_key
+from lab.hybrid import ensure_hybrid
 from lab.paths import LabPaths
 from lab.shell import run
 
@@ -16,7 +17,13 @@ _CHECKOUT = Path(__file__).parent.parent
 
 
 def ensure_models(paths: LabPaths, *, trained: bool) -> None:
-    """Have both repositories; weights that answer are made by the real engine's Python.
+    """Have the repositories of the model, and the hybrid that is made of them."""
+    _ensure_sources(paths, trained=trained)
+    ensure_hybrid(paths.hub)
+
+
+def _ensure_sources(paths: LabPaths, *, trained: bool) -> None:
+    """Have base and donor; weights that answer are made by the real engine's Python.
 
     Untrained weights have the same names, shapes and files, and are enough where the stub engine
     answers. Repositories that are already trained are never replaced by untrained ones.

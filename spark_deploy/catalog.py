@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from spark_deploy.checkout import CHECKOUT, catalog_names
-from spark_deploy.errors import CatalogError, Problem
-from spark_deploy.patterns import PatternError, count
+from spark_deploy.errors import CatalogError
 from spark_deploy.schema_check import load_schema, problems_of
 from spark_deploy.settings import build, merge
+from spark_deploy.tensor_sets import check_tensors
 from spark_deploy.yamlfile import read_mapping
 
 
@@ -63,14 +63,37 @@ class Architecture:
 
 
 @dataclass(frozen=True, slots=True)
+class DonorShape:
+    """What the donor holds for some swapped modules."""
+
+    modules: str
+    weight: tuple[int, ...]
+    scale: tuple[int, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many names each set has, by somebody else's count or by arithmetic."""
+
+    base: int
+    mtp: int
+    swap: int
+    donor_unmatched: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tensors:
-    """Exact sets of names, as patterns."""
+    """Exact sets of names, as patterns, and what is known of them otherwise."""
 
     swap: tuple[str, ...]
     block_shape: tuple[int, ...]
     base: tuple[str, ...]
     mtp: tuple[str, ...]
     donor_unmatched: tuple[str, ...]
+    donor_shapes: tuple[DonorShape, ...]
+    counts: Counts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +270,7 @@ class GuardRail:
 def load_model(name: str, *, checkout: Path = CHECKOUT) -> Model:
     """Return the model of ``catalog/models/<name>.yml``."""
     data = _model_data(name, checkout)
-    _check_patterns(name, data["tensors"])
+    check_tensors(f"catalog/models/{name}.yml", data["tensors"], donor=data["sources"]["donor"])
     model: Model = build(Model, {**data, "name": name})
     return model
 
@@ -325,19 +348,6 @@ def _read(kind: str, name: str, checkout: Path) -> dict[str, Any]:
 
 def _refuse(data: dict[str, Any], schema: dict[str, Any], shown: str) -> None:
     problems = list(problems_of(data, schema, lambda path: shown))
-    if problems:
-        raise CatalogError(problems)
-
-
-def _check_patterns(name: str, tensors: dict[str, Any]) -> None:
-    problems = []
-    for key in ("swap", "base", "mtp", "donor_unmatched"):
-        for pattern in tensors[key]:
-            try:
-                count(pattern)
-            except PatternError as error:
-                where = f"catalog/models/{name}.yml: tensors.{key}"
-                problems.append(Problem(where, str(error), "correct the pattern"))
     if problems:
         raise CatalogError(problems)
 

@@ -123,6 +123,10 @@ def builder_plan(model: Model, profile: Profile) -> dict[str, Any]:
         "block_shape": list(tensors.block_shape),
         "base_tensors": list(tensors.base),
         "donor_unmatched": list(tensors.donor_unmatched),
+        "donor_shapes": [
+            {"modules": part.modules, "weight": list(part.weight), "scale": list(part.scale)}
+            for part in tensors.donor_shapes
+        ],
         "mtp_tensors": list(tensors.mtp),
         "shared_experts": profile.shared_experts,
         "head": profile.checkpoint_head,

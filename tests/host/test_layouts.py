@@ -14,7 +14,7 @@ import pytest
 import safetensors
 
 from tests.host.conftest import Fleet
-from tests.labkit import Guest, lab
+from tests.labkit import Guest, info, lab
 
 FULL = {"layout": "full", "keep_base": True}
 SOURCES = "/srv/spark/sources"
@@ -32,6 +32,11 @@ def tensors_of(guest: Guest, to: Path) -> tuple[dict[str, str], dict[str, Any]]:
     packed = guest.run(f"tar -C {tree_of(guest)} -c . | base64 -w0", timeout_s=300)
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as archive:
         archive.extractall(to, filter="data")
+    return hashes_of(to), json.loads((to / "receipt.json").read_text())
+
+
+def hashes_of(to: Path) -> dict[str, str]:
+    """Return a hash for every name of a tree's index."""
     index = json.loads((to / "model.safetensors.index.json").read_text())["weight_map"]
     found: dict[str, dict[str, str]] = {}
     for shard in set(index.values()):
@@ -39,8 +44,7 @@ def tensors_of(guest: Guest, to: Path) -> tuple[dict[str, str], dict[str, Any]]:
             name: f"{entry['dtype']}{entry['shape']}{hashlib.sha256(entry['data']).hexdigest()}"
             for name, entry in safetensors.deserialize((to / shard).read_bytes())
         }
-    hashes = {name: found[shard][name] for name, shard in index.items()}
-    return hashes, json.loads((to / "receipt.json").read_text())
+    return {name: found[shard][name] for name, shard in index.items()}
 
 
 def plain_name(name: str) -> str:
@@ -113,6 +117,35 @@ def test_all_that_is_large_can_live_on_another_disk(fleet: Fleet) -> None:
     fleet.settle()
     guest.run("umount /data")
     assert guest.ask("What is the capital of France?")[0] == 200
+
+
+def test_a_hybrid_made_by_others_is_proven_by_the_donor_and_served(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    fleet.settle()
+    guest = fleet.guests[0]
+    only = ("--limit", guest.name)
+    fleet.site.choose(checkpoint={**FULL, "prebuilt": True})
+
+    run = fleet.site.deploy(*only)
+
+    assert run.exit_code == 0, run.stderr[-4000:]
+    made, receipt = tensors_of(guest, tmp_path / "made")
+    repository = Path(info()["state_dir"]) / "hub/lab/tiny-hybrid"
+    commit = (repository / "refs/main").read_text().strip()
+    theirs = hashes_of(repository / commit)
+    head = {name for name in made.keys() | theirs.keys() if name.startswith("lm_head")}
+    assert {n: h for n, h in made.items() if n not in head} == {
+        n: h for n, h in theirs.items() if n not in head
+    }
+    assert receipt["plan"]["base"]["dir"].endswith(f"lab--tiny-hybrid-{commit[:12]}")
+    assert receipt["plan"]["shared_experts"] == "fp8-base"
+    compared = receipt["report"]["shared_experts"]
+    assert (compared["modules"], compared["relative_error_max"]) == (12, 0)
+    assert guest.ask("What is the capital of France?")[0] == 200
+
+    again = fleet.site.deploy(*only)
+    assert (again.exit_code, again.changed) == (0, [])
 
 
 def test_an_overlay_that_should_lose_its_base_is_refused_before_any_connection(

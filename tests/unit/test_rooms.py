@@ -44,7 +44,13 @@ ROOMS: dict[str, set[str]] = {
     "spark_deploy/settings_types.py": set(),
     "spark_deploy/settings_rules.py": {*BASICS, "spark_deploy.schema_check"},
     "spark_deploy/settings.py": {"yaml", *BASICS, *READING, "spark_deploy.settings_types"},
-    "spark_deploy/catalog.py": {*BASICS, *READING, "spark_deploy.settings"},
+    "spark_deploy/tensor_sets.py": BASICS,
+    "spark_deploy/catalog.py": {
+        *BASICS,
+        *READING,
+        "spark_deploy.settings",
+        "spark_deploy.tensor_sets",
+    },
     "spark_deploy/lock_types.py": {"spark_deploy.plan.types"},
     "spark_deploy/managed.py": set(),
     "spark_deploy/certificates.py": {"cryptography", "spark_deploy.errors", "spark_deploy.plan"},
@@ -150,7 +156,12 @@ ROOMS: dict[str, set[str]] = {
     "spark_deploy/__init__.py": set(),
 }
 # Reading the world is for the rooms that are made for it.
-PURE = ("spark_deploy/plan", "spark_deploy/commands.py", "spark_deploy/patterns.py")
+PURE = (
+    "spark_deploy/plan",
+    "spark_deploy/commands.py",
+    "spark_deploy/patterns.py",
+    "spark_deploy/tensor_sets.py",
+)
 IMPURE = {"os", "time", "datetime", "socket", "subprocess", "random", "urllib", "pathlib", "io"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +16,18 @@ from spark_checkpoint.gates import (
     MTP_PREFIX,
     SCALE,
     WEIGHT,
+    donor_as_planned,
     donor_unmatched,
     fp8_fits,
     packable,
+    planned_shapes,
     same_names,
     swappable,
 )
 from spark_checkpoint.grafting import graft_mtp, graftable, model_sizes
 from spark_checkpoint.header import Tensor
 from spark_checkpoint.layouts import Layout, write_full, write_overlay
-from spark_checkpoint.patterns import expand, expand_all
+from spark_checkpoint.patterns import expand, expand_all, uses_up
 from spark_checkpoint.pieces import Proof
 from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, BuildPlan
 from spark_checkpoint.progress import Progress, note
@@ -130,14 +133,15 @@ def open_sources(plan: BuildPlan, progress: Progress) -> Sources:
 def _gate_base_names(plan: BuildPlan, base: Tree, modules: list[str]) -> list[str]:
     """Refuse a base with other names than the plan's; return the MTP names it lacks.
 
-    A function of its own, because a large model's expected names fill memory while it runs.
+    A large model's expected names fill memory: they are only all made for the refusal.
     """
     names, where = base.owner.keys(), str(plan.base_dir)
-    mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
-    expected = expand_all(plan.base_tensors, "base_tensors")
+    patterns = list(plan.base_tensors)
     if plan.shared_experts == "fp8-base":
-        expected |= {module + SCALE for module in modules}
-    same_names(where, "base tensors", names - mtp_found, expected)
+        patterns += [module + SCALE for module in modules]
+    mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
+    if not uses_up({name for name in names if name not in mtp_found}, patterns):
+        same_names(where, "base tensors", names - mtp_found, expand_all(patterns, "base_tensors"))
     mtp_expected = expand_all(plan.mtp_tensors, "mtp_tensors")
     if mtp_found - mtp_expected:
         same_names(where, "MTP tensors", mtp_found, mtp_expected)
@@ -185,6 +189,9 @@ def _open_donor(
                 "plan a donor, or use a base that has them",
             )
         return None
+    planned = planned_shapes(
+        plan.donor_shapes, modules, {m: base.tensor(m + WEIGHT) for m in modules}
+    )
     donor = open_donor(plan.donor)
     where = str(plan.donor.dir or plan.donor.url)
     needed = [m + s for m in modules for s in (WEIGHT, SCALE)]
@@ -205,6 +212,8 @@ def _open_donor(
         entries = donor.tensors(needed)
         for module in modules:
             weight, scale = entries[module + WEIGHT], entries[module + SCALE]
+            if planned:
+                donor_as_planned(module, planned[module], weight, scale)
             shape = base.tensor(module + WEIGHT).shape
             fp8_fits(f"donor {module}", shape, weight, scale, plan.block_shape)
     return donor
@@ -298,7 +307,8 @@ def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: La
         )
     mtp = {name for name in found if name.startswith(MTP_PREFIX)}
     same_names(str(plan.out), "MTP tensors", mtp, expand_all(plan.mtp_tensors, "mtp_tensors"))
-    if not overlaid:
+    kept = (name for name in base if name not in changes.added)
+    if not overlaid and not all(name in found for name in itertools.chain(kept, new)):
         expected = (base.keys() - set(changes.added)) | new
         same_names(str(plan.out), "tensors of the result", found, expected)
 

@@ -9,11 +9,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from spark_checkpoint import RECIPE_VERSION, TOOL_VERSION
 from spark_checkpoint.build import build
 from spark_checkpoint.discard import discard
-from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, BuilderError
+from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, BuilderError, InputRefused
 from spark_checkpoint.fetch import fetch
 from spark_checkpoint.inspection import dump, hold_against, open_subject, report, text_of
 from spark_checkpoint.plan import Wire, load_build_plan, load_fetch_plan
@@ -33,10 +34,10 @@ _FIXES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments = _parser().parse_args(argv)
     # A stopped unit ends like an interrupted one: partial work stays for the next run.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        arguments = _parser().parse_args(argv)
         with Progress(quiet=arguments.command == "inspect") as progress:
             return _run(arguments, progress)
     except BuilderError as error:
@@ -85,8 +86,16 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses wrong arguments in the form of every other refusal."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments."""
+        raise InputRefused("arguments", message, f"see `python3 -m {self.prog} --help`")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="spark_checkpoint",
         description="Fetches sources, builds hybrid checkpoints and proves both.",
         epilog="exit codes: 0 ok, 2 bad input, 3 gate refused, 4 I/O or network, 5 tree differs",

@@ -6,13 +6,14 @@ the guard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.header import Tensor
 from spark_checkpoint.numbers import SIXTEEN_BIT
-from spark_checkpoint.patterns import groups
+from spark_checkpoint.patterns import expand, groups
+from spark_checkpoint.plan import DonorShape
 
 MTP_PREFIX = "mtp."
 WEIGHT = ".weight"
@@ -67,12 +68,12 @@ def same_names(where: str, what: str, found: Iterable[str], expected: Iterable[s
     )
 
 
-def donor_unmatched(donor: Iterable[str], base: Iterable[str], swap: Iterable[str]) -> set[str]:
+def donor_unmatched(donor: Iterable[str], base: Container[str], swap: Iterable[str]) -> set[str]:
     """Return donor names outside routed experts without a partner in the base or the swap."""
-    partners = {name for name in base if not name.startswith(MTP_PREFIX)}
-    for module in swap:
-        partners |= {module + WEIGHT, module + SCALE}
-    return {name for name in donor if ".mlp.experts." not in name and name not in partners}
+    swapped = {module + suffix for module in swap for suffix in (WEIGHT, SCALE)}
+    outside = (name for name in donor if ".mlp.experts." not in name and name not in swapped)
+    # The drafter's file does not count as the base's own.
+    return {name for name in outside if name not in base or name.startswith(MTP_PREFIX)}
 
 
 def swappable(where: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -84,6 +85,33 @@ def swappable(where: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{name} is {tensor.dtype} {list(tensor.shape)}, expected a 16-bit matrix",
                 "use a base whose shared experts are 16-bit",
             )
+
+
+def planned_shapes(
+    shapes: Iterable[DonorShape], swap: Sequence[str], base: Mapping[str, Tensor]
+) -> dict[str, DonorShape]:
+    """Return the plan's shapes by module; refuse other modules, or a base of other shapes."""
+    planned = {module: part for part in shapes for module in expand(part.modules)}
+    if planned:
+        same_names("donor_shapes", "modules of the plan", planned, swap)
+    for module, part in planned.items():
+        _as_planned(f"base {module}{WEIGHT}", base[module].shape, part.weight)
+    return planned
+
+
+def donor_as_planned(module: str, part: DonorShape, weight: Tensor, scale: Tensor) -> None:
+    """Refuse a donor whose headers say other shapes than the plan."""
+    _as_planned(f"donor {module}{WEIGHT}", weight.shape, part.weight)
+    _as_planned(f"donor {module}{SCALE}", scale.shape, part.scale)
+
+
+def _as_planned(where: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise GateRefused(
+            where,
+            f"is {list(found)}, the plan's donor_shapes say {list(expected)}",
+            "use the repositories this model's catalog file was written for, or correct it",
+        )
 
 
 def fp8_fits(

@@ -91,15 +91,23 @@ def header_json_bytes(first: bytes, file_bytes: int, where: str) -> int:
     return length
 
 
-def parse_header(raw: bytes, file_bytes: int, where: str) -> Header:
+def parse_header(
+    raw: bytes, file_bytes: int, where: str, known: Mapping[str, str] | None = None
+) -> Header:
     """Check the JSON part ``raw`` of a file of ``file_bytes`` bytes and return its header.
+
+    A name that is in ``known`` becomes the object there, so that equal names take memory once.
 
     Raises:
         HeaderRefused: naming the file, the tensor and the reason.
     """
     document = _load_json(raw, where)
     metadata = _checked_metadata(document.pop(METADATA_KEY, None), where)
-    entries = [(name, _checked_tensor(name, entry, where)) for name, entry in document.items()]
+    same: Mapping[str, str] = known or {}
+    entries = [
+        (same.get(name, name), _checked_tensor(name, entry, where))
+        for name, entry in document.items()
+    ]
     entries.sort(key=_buffer_position)
     position = 0
     for name, tensor in entries:
@@ -113,8 +121,8 @@ def parse_header(raw: bytes, file_bytes: int, where: str) -> Header:
     return Header(dict(entries), metadata, data_start, position)
 
 
-def read_header(path: Path) -> Header:
-    """Read and check the header of one local file."""
+def read_header(path: Path, known: Mapping[str, str] | None = None) -> Header:
+    """Read and check the header of one local file; ``known`` is ``parse_header``'s."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -127,7 +135,7 @@ def read_header(path: Path) -> Header:
         ) from error
     if len(raw) != length:
         _refuse(str(path), "became shorter while it was read")
-    return parse_header(raw, size, str(path))
+    return parse_header(raw, size, str(path), known)
 
 
 def emit_header(

@@ -94,13 +94,12 @@ def write_full(
 ) -> Layout:
     """Write every shard anew, each tensor once, and copy everything else."""
     layout = Layout()
-    shards = {name: full_shard(base, name, changes) for name in base.shards}
+    shards = base.shards
     others = [n for n in files_of(base.directory) if n not in shards and n not in _REWRITTEN]
     grafts = by_alignment(changes.added.get("", ()))
-    progress.phase(
-        "write",
-        sum(t.span.size_bytes for tensors in (*shards.values(), grafts) for t in tensors),
-    )
+    layout.index = result_index(base, changes)
+    layout.total_size_bytes = _total_size_bytes(base, changes)
+    progress.phase("write", layout.total_size_bytes)
 
     def one(name: str) -> dict[str, Any] | None:
         target = tree_dir / name
@@ -108,9 +107,10 @@ def write_full(
         if name == GRAFT_SHARD:
             return _entry(name, write_new(target, grafts, _METADATA, progress))
         source, proof = base.directory / name, proofs[name]
-        if name not in shards or _untouched(base, name, shards[name]):
+        # Made here, shard by shard: those of a large model's whole tree fill memory.
+        tensors = full_shard(base, name, changes) if name in shards else []
+        if name not in shards or _untouched(base, name, tensors):
             return _entry(name, copy_file(target, source, progress, proof), proof.sha256)
-        tensors = shards[name]
         if not tensors:
             return None
         if not aligned(tensors):
@@ -128,10 +128,21 @@ def write_full(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     layout.files = [entry for entry in entries if entry is not None]
-    for name, tensors in (*shards.items(), (GRAFT_SHARD, grafts)):
-        layout.index.update({tensor.name: name for tensor in tensors})
-        layout.total_size_bytes += sum(tensor.span.size_bytes for tensor in tensors)
     return layout
+
+
+def result_index(base: Tree, changes: Changes) -> dict[str, str]:
+    """Return which file of a *full* result holds each name."""
+    index = {name: shard for name, shard in base.owner.items() if name not in changes.added}
+    for old, tensors in changes.added.items():
+        shard = base.owner[old] if old else GRAFT_SHARD
+        index.update({tensor.name: shard for tensor in tensors})
+    return index
+
+
+def _total_size_bytes(base: Tree, changes: Changes) -> int:
+    kept = sum(base.tensor(name).size_bytes for name in base.owner if name not in changes.added)
+    return kept + sum(t.span.size_bytes for new in changes.added.values() for t in new)
 
 
 def full_shard(base: Tree, shard: str, changes: Changes) -> list[NewTensor]:

@@ -66,10 +66,14 @@ def pack_weight(
     with ThreadPoolExecutor(workers) as pool:
         error, by_maximum, power = sum(pool.map(one, range(0, outputs, block_rows)))
     module, groups = name.removesuffix(WEIGHT), inputs // GROUP
-    zeros = stage.append(zero_points(outputs, inputs))
+    # Group by group: those of a large head are 8 MB.
+    one_group = zero_points(outputs, GROUP)
+    zeros = stage.reserve(groups * len(one_group))
+    for group in range(groups):
+        stage.write(zeros, group * len(one_group), one_group)
     tensors = [
         NewTensor(f"{module}.qweight", "I32", (inputs // PACK, outputs), qweight),
-        NewTensor(f"{module}.scales", "BF16", (groups, outputs), stage.append(scales.tobytes())),
+        NewTensor(f"{module}.scales", "BF16", (groups, outputs), stage.append(scales.data)),
         NewTensor(f"{module}.qzeros", "I32", (groups, outputs // PACK), zeros),
     ]
     divisor = power if power else 1.0

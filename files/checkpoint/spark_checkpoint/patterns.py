@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from spark_checkpoint.errors import InputRefused
 
@@ -19,17 +20,35 @@ NAME_LIMIT = 2_000_000
 
 def expand(pattern: str) -> list[str]:
     """Return every name a pattern stands for, in its own order."""
-    names = [""]
-    position = 0
+    return list(each_name(pattern))
+
+
+def each_name(pattern: str) -> Iterator[str]:
+    """Yield every name a pattern stands for, in its own order."""
+    parts: list[list[str]] = []
+    position, count = 0, 1
     for match in _BRACES.finditer(pattern):
-        literal = _literal(pattern[position : match.start()], pattern)
         choices = _choices(match.group(1), pattern)
-        if len(names) * len(choices) > NAME_LIMIT:
+        count *= len(choices)
+        if count > NAME_LIMIT:
             raise _refused(pattern, f"expands to more than {NAME_LIMIT} names")
-        names = [name + literal + choice for name in names for choice in choices]
+        parts += [[_literal(pattern[position : match.start()], pattern)], choices]
         position = match.end()
-    tail = _literal(pattern[position:], pattern)
-    return [name + tail for name in names]
+    parts.append([_literal(pattern[position:], pattern)])
+    return map("".join, itertools.product(*parts))
+
+
+def uses_up(names: set[str], patterns: Iterable[str]) -> bool:
+    """Whether the patterns give exactly these names, each once; ``names`` is taken apart.
+
+    The set is all the memory this takes: no pattern is ever expanded as a whole.
+    """
+    for pattern in patterns:
+        for name in each_name(pattern):
+            if name not in names:
+                return False
+            names.remove(name)
+    return not names
 
 
 def expand_all(patterns: Sequence[str], where: str) -> set[str]:

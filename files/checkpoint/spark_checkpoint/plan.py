@@ -45,6 +45,15 @@ class DonorPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class DonorShape:
+    """What a donor's headers must say of the modules of a pattern."""
+
+    modules: str
+    weight: tuple[int, ...]
+    scale: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BuildPlan:
     """A checked PLAN.json; ``document`` is what the receipt will quote."""
 
@@ -57,6 +66,7 @@ class BuildPlan:
     block_shape: tuple[int, int]
     base_tensors: tuple[str, ...]
     donor_unmatched: tuple[str, ...]
+    donor_shapes: tuple[DonorShape, ...]
     mtp_tensors: tuple[str, ...]
     shared_experts: str
     head: str
@@ -141,6 +151,10 @@ def load_build_plan(path: Path) -> BuildPlan:
         block_shape=(document["block_shape"][0], document["block_shape"][1]),
         base_tensors=tuple(document["base_tensors"]),
         donor_unmatched=tuple(document["donor_unmatched"]),
+        donor_shapes=tuple(
+            DonorShape(part["modules"], tuple(part["weight"]), tuple(part["scale"]))
+            for part in document.get("donor_shapes", ())
+        ),
         mtp_tensors=tuple(document["mtp_tensors"]),
         shared_experts=scheme,
         head=document["head"],

@@ -59,9 +59,9 @@ class Staging:
         self._end = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
-    def append(self, data: bytes) -> Span:
+    def append(self, data: bytes | memoryview) -> Span:
         """Write bytes at the end and return where they are."""
-        span = self.reserve(len(data))
+        span = self.reserve(memoryview(data).nbytes)
         self.write(span, 0, data)
         return span
 

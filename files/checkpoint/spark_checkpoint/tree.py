@@ -72,7 +72,10 @@ def read_tree(directory: Path) -> Tree:
     if not names:
         raise GateRefused(str(directory), "holds no .safetensors file", "fetch the source again")
     with no_garbage_collection():
-        shards = {name: read_header(directory / name) for name in names}
+        # First, while nothing else is in memory: the text of a large index is 40 MB.
+        index = read_index(directory)
+        known = {name: name for name in index or ()}
+        shards = {name: read_header(directory / name, known) for name in names}
     owner: dict[str, str] = {}
     holders: dict[str, list[str]] = {}
     for shard, header in shards.items():
@@ -81,7 +84,6 @@ def read_tree(directory: Path) -> Tree:
                 holders.setdefault(tensor, [owner[tensor]]).append(shard)
             owner[tensor] = shard
     duplicates = {name: tuple(files) for name, files in holders.items()}
-    index = read_index(directory)
     if index is not None:
         _check_index(directory, index, shards)
     for name, files in duplicates.items():

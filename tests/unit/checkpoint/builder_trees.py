@@ -30,7 +30,12 @@ from builder_shards import (
 ROOT = Path(__file__).parents[3]
 LAYERS, EXPERTS, HIDDEN, WIDTH, VOCABULARY = 4, 2, 256, 128, 320
 BASE_COMMIT, DONOR_COMMIT = "b" * 40, "d" * 40
-SWAP = "model.language_model.layers.{0..3}.mlp.shared_expert.{gate,up,down}_proj"
+SHARED = "model.language_model.layers.{0..3}.mlp.shared_expert"
+SWAP = f"{SHARED}.{{gate,up,down}}_proj"
+DONOR_SHAPES = [
+    {"modules": f"{SHARED}.{{gate,up}}_proj", "weight": [WIDTH, HIDDEN], "scale": [1, 2]},
+    {"modules": f"{SHARED}.down_proj", "weight": [HIDDEN, WIDTH], "scale": [2, 1]},
+]
 
 
 def _matrix(random, shape, scale=0.02):
@@ -235,6 +240,7 @@ class Workshop:
             "donor_unmatched": sorted(
                 n for n in self.donor if ".mlp.experts." not in n and n not in partners
             ),
+            "donor_shapes": DONOR_SHAPES,
             "mtp_tensors": sorted(
                 n for n in self.donor if n.startswith("mtp.") and "scale" not in n
             ),

@@ -6,7 +6,7 @@ import time
 import pytest
 from builder_hub import Hub
 from builder_shards import Raw
-from builder_trees import DONOR_COMMIT, tree_tensors
+from builder_trees import DONOR_COMMIT, DONOR_SHAPES, tree_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from spark_checkpoint.ranges import Wanted, merge
@@ -70,6 +70,27 @@ def test_only_headers_and_the_needed_ranges_are_asked_for(workshop, hub, remote)
     expected = index_bytes + len(starts) * FIRST_READ_BYTES + ranges_bytes
     assert report["donor_received_bytes"] == expected
     assert ranges_bytes < sum(path.stat().st_size for path in shards) / 4
+
+
+def test_a_donor_of_other_shapes_is_refused_from_its_headers_alone(workshop, hub, remote):
+    name = f"{workshop.modules[0]}.weight"
+    raw = workshop.donor[name]
+    workshop.donor[name] = Raw(raw.dtype, raw.shape[::-1], raw.data)
+    workshop.write_donor(hub.root / DONOR)
+    done = remote(check=False)
+    assert done.returncode == 3
+    assert f"donor {name}: is [128, 256], the plan's donor_shapes say [256, 128]" in done.stderr
+    asked = {headers.get("Range") for path, headers, _ in hub.requests if is_shard(path)}
+    assert asked == {f"bytes=0-{FIRST_READ_BYTES - 1}"}
+
+
+def test_a_base_of_other_shapes_is_refused_before_the_hub_is_asked(workshop, hub, remote):
+    shapes = [{**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]]
+    donor = {"url": f"{hub.url}/{DONOR}"}
+    done = workshop.build(check=False, donor=donor, donor_shapes=shapes)
+    assert done.returncode == 3
+    assert "the plan's donor_shapes say [256, 256]" in done.stderr
+    assert not hub.requests
 
 
 def joined_ranges(shard, names):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from builder_judge import MODULE, donor_values, refused, relative
 from builder_shards import BLOCK, Raw, bf16_tensor, bf16_values, fp8_pair
+from builder_trees import DONOR_SHAPES
 from spark_checkpoint import gates
 
 
@@ -156,14 +157,34 @@ def test_base_weights_that_are_not_16_bit_are_refused(workshop):
     assert "is F32 [128, 256], expected a 16-bit matrix" in refused(workshop)
 
 
+@pytest.mark.parametrize("shapes", [DONOR_SHAPES, []], ids=["planned", "not planned"])
 @pytest.mark.parametrize("suffix", ["weight", "weight_scale_inv"])
-def test_donor_tensors_of_another_shape_are_refused(workshop, suffix):
+def test_donor_tensors_of_another_shape_are_refused(workshop, suffix, shapes):
     raw = workshop.donor[f"{MODULE}.up_proj.{suffix}"]
     turned = Raw(raw.dtype, raw.shape[::-1], raw.data)
     workshop.donor[f"{MODULE}.up_proj.{suffix}"] = turned
     workshop.write_base()
     workshop.write_donor()
-    assert f"donor {MODULE}.up_proj.{suffix}: is " in refused(workshop)
+    said = "the plan's donor_shapes say" if shapes else "expected"
+    message = refused(workshop, donor_shapes=shapes)
+    assert f"donor {MODULE}.up_proj.{suffix}: is " in message
+    assert said in message
+
+
+def test_sources_that_agree_on_shapes_the_plan_does_not_name_are_refused(workshop):
+    # Base and donor of the same other model: only the plan knows better.
+    workshop.write_base()
+    workshop.write_donor()
+    other = [{**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]]
+    message = refused(workshop, donor_shapes=other)
+    assert ".gate_proj.weight: is [128, 256], the plan's donor_shapes say [256, 256]" in message
+
+
+def test_shapes_planned_for_other_modules_than_are_swapped_are_refused(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    message = refused(workshop, donor_shapes=DONOR_SHAPES[:1])
+    assert "donor_shapes: modules of the plan: 8 names, expected 12" in message
 
 
 def swap_names(donor, one, other):

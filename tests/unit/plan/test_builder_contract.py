@@ -61,5 +61,21 @@ def test_patterns_mean_the_same_here_and_on_the_host(model, part):
     assert host_expand_all(patterns, part) == expand_all(patterns)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_the_builder_is_told_what_the_donor_must_hold_of_every_swapped_module(model, tmp_path):
+    plan = documents(settings_of(model, "v2", tmp_path))["checkpoint"]
+    shape = load_model(model).architecture
+    wide, narrow = shape.hidden, shape.shared_expert_width
+    told = {}
+    for part in plan["donor_shapes"]:
+        for name in host_expand_all([part["modules"]], "donor_shapes"):
+            told[name] = (part["weight"], part["scale"])
+    assert set(told) == host_expand_all(plan["swap"], "swap")
+    for name, (weight, scale) in told.items():
+        expected = [wide, narrow] if name.endswith("down_proj") else [narrow, wide]
+        assert weight == expected
+        assert scale == [expected[0] // 128, expected[1] // 128]
+
+
 def test_the_recipe_version_is_the_builders_own():
     assert recipe_version() == RECIPE_VERSION
