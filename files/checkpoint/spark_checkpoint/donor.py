@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.header import Header, Tensor, header_json_bytes, parse_header
+from spark_checkpoint.index import weight_map
 from spark_checkpoint.plan import INDEX_NAME, DonorPlan, Wire
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.ranges import Request, Wanted, merge
@@ -221,16 +222,12 @@ class UrlDonor:
     def _read_index(self) -> dict[str, str]:
         url = self._files.url(INDEX_NAME)
         try:
-            weight_map = self._files.small_json(url, _INDEX_LIMIT_BYTES).get("weight_map")
+            raw = self._files.transport.read_whole(url, _INDEX_LIMIT_BYTES)
         except TransferFailed as error:
             if "answers 404" not in error.what:
                 raise
             return self._single_shard()
-        if not isinstance(weight_map, dict):
-            raise GateRefused(url, "has no weight_map", "check the donor")
-        index = {
-            str(name): str(shard) for name, shard in weight_map.items() if _may_be_asked_for(name)
-        }
+        index = weight_map(raw, url, "check the donor", _may_be_asked_for)
         for shard in set(index.values()):
             if "/" in shard or not shard.endswith(".safetensors"):
                 raise GateRefused(url, f"names the odd shard {shard!r}", "check the donor")

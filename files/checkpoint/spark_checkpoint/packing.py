@@ -13,10 +13,10 @@ from spark_checkpoint.numbers import floats, numpy
 from spark_checkpoint.staging import NewTensor, Staging, base_span, read_span
 from spark_checkpoint.tree import Tree
 
-# Rows quantised at once: their float32 copies stay in the processor's cache.
-_CODE_ROWS = 64
+# Weights quantised at once: their float32 copies stay in the processor's cache.
+_CODE_WEIGHTS = 64 << 10
 # Codes packed at once: longer rows of the packed weight mean fewer writes.
-_BLOCK_BYTES = 6 << 20
+_BLOCK_BYTES = 3 << 20
 
 
 class Packed(NamedTuple):
@@ -44,14 +44,15 @@ def pack_weight(
     dtype, span = base.tensor(name).dtype, base_span(base, name)
     qweight = stage.reserve(outputs * inputs)
     scales = np.empty((inputs // GROUP, outputs), "<u2")
-    block_rows = max(_CODE_ROWS, _BLOCK_BYTES // inputs // _CODE_ROWS * _CODE_ROWS)
+    code_rows = max(1, _CODE_WEIGHTS // inputs)
+    block_rows = max(code_rows, _BLOCK_BYTES // inputs // code_rows * code_rows)
 
     def one(first: int) -> Any:
         count = min(block_rows, outputs - first)
         codes = np.empty((count, inputs), np.uint8)
         sums = np.zeros(3)
-        for row in range(0, count, _CODE_ROWS):
-            taken = min(_CODE_ROWS, count - row)
+        for row in range(0, count, code_rows):
+            taken = min(code_rows, count - row)
             start = span.offset + (first + row) * inputs * 2
             raw = read_span(Span(span.path, start, taken * inputs * 2))
             rows = quantise_rows(floats(raw, dtype, (taken, inputs)))

@@ -24,6 +24,8 @@ BLOCK_LIMIT = 0.08
 _ROUNDING = 2.0**-4 + 2.0**-7
 # Half the smallest step, in units of the block's scale, with the same allowance.
 _SMALLEST = 2.0**-10 * (1 + 2.0**-3)
+# Blocks of a row compared at once: their float32 copies stay small and in the processor's cache.
+_BLOCKS = 8
 _FIX = "use the donor and base of one model, at the locked commits"
 
 
@@ -53,7 +55,22 @@ class Comparison:
     def add(self, weights: Floats, codes: Codes) -> None:
         """Take the next row of blocks: ``block[0]`` rows, or fewer at the end."""
         np: Any = numpy()
-        scale = np.repeat(self._scales[len(self._lost)], self._block[1])[: weights.shape[1]]
+        scales, width = self._scales[len(self._lost)], self._block[1]
+        lost: list[Any] = []
+        power: list[Any] = []
+        for first in range(0, len(scales), _BLOCKS):
+            columns = slice(first * width, (first + _BLOCKS) * width)
+            part = weights[:, columns]
+            scale = np.repeat(scales[first : first + _BLOCKS], width)[: part.shape[1]]
+            sums = self._compare(part, codes[:, columns], scale)
+            lost.append(sums[0])
+            power.append(sums[1])
+        self._lost.append(np.concatenate(lost))
+        self._power.append(np.concatenate(power))
+
+    def _compare(self, weights: Floats, codes: Codes, scale: Floats) -> tuple[Any, Any]:
+        """Count what is beyond rounding; return the sums of squares of each block."""
+        np: Any = numpy()
         # In place: fresh arrays of this size cost more than what is computed in them.
         error, power = from_e4m3(codes), np.abs(weights)
         error *= scale
@@ -62,10 +79,12 @@ class Comparison:
         allowed = np.maximum(power * np.float32(_ROUNDING), scale * np.float32(_SMALLEST))
         # A NaN is beyond every bound.
         self._beyond += int(error.size - np.count_nonzero(error <= allowed))
-        self._lost.append(block_sums(np.square(error, out=error), self._block)[0])
-        self._power.append(block_sums(np.square(power, out=power), self._block)[0])
         self.any_nonzero = self.any_nonzero or bool(codes.any())
         self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
+        return (
+            block_sums(np.square(error, out=error), self._block)[0],
+            block_sums(np.square(power, out=power), self._block)[0],
+        )
 
     def error(self) -> Error:
         """Return the error of everything taken so far."""

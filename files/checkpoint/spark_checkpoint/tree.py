@@ -13,6 +13,7 @@ from typing import Any
 
 from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
 from spark_checkpoint.header import Header, Tensor, read_header
+from spark_checkpoint.index import weight_map
 from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, RECEIPT_NAME
 
 _DIGITS = re.compile(r"(\d+)")
@@ -102,12 +103,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
     path = directory / INDEX_NAME
     if not path.exists():
         return None
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(shard, str) for shard in weight_map.values()
-    ):
-        raise GateRefused(str(path), "has no weight_map of names to files", "fetch it again")
-    return weight_map
+    return weight_map(_read(path), str(path), "fetch it again")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -118,18 +114,23 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a source."""
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = json.loads(_read(path).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise GateRefused(str(path), f"is not JSON ({error})", "fetch it again") from error
+    if not isinstance(document, dict):
+        raise GateRefused(str(path), "is no JSON object", "fetch it again")
+    return document
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
     except FileNotFoundError as error:
         raise GateRefused(str(path), "is missing", "fetch the source again") from error
     except OSError as error:
         raise TransferFailed(
             str(path), f"cannot be read ({error.strerror})", "see dmesg"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise GateRefused(str(path), f"is not JSON ({error})", "fetch it again") from error
-    if not isinstance(document, dict):
-        raise GateRefused(str(path), "is no JSON object", "fetch it again")
-    return document
 
 
 def _check_index(directory: Path, index: dict[str, str], shards: dict[str, Header]) -> None:
