@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,6 +93,8 @@ class UrlFiles:
     def __init__(self, base_url: str, wire: Wire):
         self._base_url = base_url.rstrip("/") + "/"
         self.transport = Transport(wire, (self._base_url,))
+        # A parsed header of thousands of names takes more than its bytes: one at a time.
+        self._parsing = threading.Lock()
 
     @property
     def received_bytes(self) -> int:
@@ -121,7 +124,8 @@ class UrlFiles:
         raw = first[8 : 8 + length]
         if len(raw) < length:
             raw += self.transport.read(url, len(first), 8 + length, size)
-        return parse_header(raw, size, url)
+        with self._parsing:
+            return parse_header(raw, size, url)
 
 
 class UrlDonor:

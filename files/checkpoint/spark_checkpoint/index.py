@@ -10,10 +10,10 @@ from typing import Any
 from spark_checkpoint.errors import GateRefused
 
 _KEY = "weight_map"
-_SPACE = r"[ \t\n\r]*"
-_PLAIN = rf'{_SPACE}"([^"\\\x00-\x1f]*)"{_SPACE}'
-_MAP = re.compile(rf'"{_KEY}"{_SPACE}:{_SPACE}\{{')
-_PAIR = re.compile(rf"{_PLAIN}:{_PLAIN}([,}}])")
+_SPACE = rb"[ \t\n\r]*"
+_PLAIN = _SPACE + rb'"([^"\\\x00-\x1f]*)"' + _SPACE
+_MAP = re.compile(rb'"weight_map"' + _SPACE + b":" + _SPACE + rb"\{")
+_PAIR = re.compile(_PLAIN + b":" + _PLAIN + rb"([,}])")
 
 
 def weight_map(
@@ -25,9 +25,8 @@ def weight_map(
         GateRefused: it is no JSON object, or has no map of names to files.
     """
     try:
-        text = raw.decode("utf-8")
-        found = _plain_map(text, keep)
-        document = json.loads(text) if found is None else {}
+        found = _plain_map(raw, keep)
+        document = json.loads(raw.decode("utf-8")) if found is None else {}
     except (ValueError, RecursionError) as error:
         raise GateRefused(where, f"is not JSON ({error})", fix) from error
     if found is not None:
@@ -38,27 +37,27 @@ def weight_map(
     return {name: file for name, file in names.items() if keep(name)}
 
 
-def _plain_map(text: str, keep: Callable[[str], bool]) -> dict[str, str] | None:
+def _plain_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] | None:
     """Return the map of a document written as everybody writes it; None of any other.
 
     What is around the map is parsed as JSON with a mark in its place, so that it is the document's
     own and last map, not one inside of something else.
     """
-    begin = _MAP.search(text)
+    begin = _MAP.search(raw)
     if begin is None:
         return None
     found: dict[str, str] = {}
-    files: dict[str, str] = {}
-    position, sign = begin.end(), ","
-    while sign == ",":
-        pair = _PAIR.match(text, position)
+    files: dict[bytes, str] = {}
+    position, sign = begin.end(), b","
+    while sign == b",":
+        pair = _PAIR.match(raw, position)
         if pair is None:
             return None
-        name, file, sign = pair.groups()
-        position = pair.end()
+        name, sign, position = pair[1].decode("utf-8"), pair[3], pair.end()
         if keep(name):
             # One object for each file, however many names it holds.
-            found[name] = files.setdefault(file, file)
+            file = files.get(pair[2])
+            found[name] = file or files.setdefault(pair[2], pair[2].decode("utf-8"))
     marks: list[str] = []
     mark = object()
 
@@ -66,7 +65,7 @@ def _plain_map(text: str, keep: Callable[[str], bool]) -> dict[str, str] | None:
         marks.append(constant)
         return mark
 
-    around = text[: begin.end() - 1] + "NaN" + text[position:]
-    rest: Any = json.loads(around, parse_constant=marked)
+    around = raw[: begin.end() - 1] + b"NaN" + raw[position:]
+    rest: Any = json.loads(around.decode("utf-8"), parse_constant=marked)
     own = isinstance(rest, dict) and rest.get(_KEY) is mark and len(marks) == 1
     return found if own else None
