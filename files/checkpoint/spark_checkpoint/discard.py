@@ -37,7 +37,7 @@ def _refuse_unless_it_stands_alone(tree: Path, base: Path, receipt: Receipt) -> 
     if receipt.kind != "checkpoint" or plan.get("layout") != "full":
         raise GateRefused(str(tree), "is no checkpoint in layout full", "keep its base")
     made_from = str(plan.get("base", {}).get("dir"))
-    if Path(made_from) != base:
+    if Path(made_from) != Path(os.path.abspath(base)):
         raise GateRefused(str(tree), f"was made from {made_from}, not from {base}", "name its base")
 
 

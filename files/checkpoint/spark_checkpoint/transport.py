@@ -219,7 +219,11 @@ class Transport:
         # Another host speaks of its signed link, which the hub replaces; the hub itself of us.
         if status in _EXPIRED and origin_of(address) != origin_of(url):
             raise Again(f"HTTP {status} from {origin_of(address).host}: the signed link expired")
-        fixes = {401: "give a token", 403: "give a token that may read it", 404: "check the lock"}
+        fixes = {
+            401: "give a token",
+            403: "give a token that may read it",
+            404: "check the repository's name and its revision or commit",
+        }
         raise TransferFailed(
             url, f"the server answers {status}", fixes.get(status, "use another source")
         )

@@ -39,6 +39,11 @@ def test_the_base_goes_and_the_tree_stays_whole_without_it(built):
     assert run_tool("verify", built.out, "--full").returncode == 0
 
 
+def test_a_base_named_from_where_one_stands_is_the_planned_one(built):
+    discard(built, base=os.path.relpath(built.base_dir))
+    assert not built.base_dir.exists()
+
+
 def test_a_second_removal_does_nothing(built):
     discard(built)
     assert "was removed before" in discard(built).stderr
