@@ -50,6 +50,7 @@ lab = _group_from(
     generated={
         "lock_file": f"inventory/lab-{_hub_version}.lock.yml",
         "hub": {"endpoint": _lab["hub"]["endpoint"]},
+        "docker": {"packages": _lab.get("docker_packages", ["docker.io"])},
         "registries": {"insecure": [_lab["registry"]]},
         "repositories": _repositories,
         "images": {

@@ -1,6 +1,8 @@
 """Starts systemd-nspawn inside namespaces where the guest sees only its own cgroup tree.
 
-Runs in the guest's cgroup, in fresh cgroup and mount namespaces (see :func:`boot_argv`).
+Runs in a fresh mount namespace (see :func:`boot_argv`). On cgroup v1 it is in the guest's cgroup
+and has a cgroup namespace as well; on v2 nspawn makes that by itself, and has to know where in the
+machine's tree it stands, because it makes the guest's cgroup beside its own.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from lab.shell import run
 REBOOT_STATUS = 133  # systemd-nspawn --keep-unit: the guest asked for a reboot (seen with 252)
 
 
-def boot_argv(guest: Guest) -> list[str]:
+def boot_argv(guest: Guest, *, v2: bool) -> list[str]:
     """Return the command line that boots the guest once."""
-    words = ["unshare", "-C", "-m", "--propagation", "private", "--"]
+    namespaces = ["-m"] if v2 else ["-C", "-m"]
+    words = ["unshare", *namespaces, "--propagation", "private", "--"]
     return [*words, sys.executable, "-m", "lab", "_boot", guest.name]
 
 
@@ -57,7 +60,11 @@ def boot(guest: Guest) -> None:
     """Prepare the namespaces and become systemd-nspawn."""
     _let_go_of_others(guest)
     v2 = cgroup.is_v2()
-    bind = None if v2 else _own_tree_v1(guest)
+    bind = None
+    if v2:
+        _own_leaf_v2(guest)
+    else:
+        bind = _own_tree_v1(guest)
     os.environ.update(nspawn_environment(v2=v2))
     argv = nspawn_argv(guest, bind)
     os.execvp(argv[0], argv)
@@ -72,6 +79,14 @@ def _let_go_of_others(guest: Guest) -> None:
     for point in mounts.mount_points(netns_dir):
         if point not in (netns_dir, namespace(guest.name)):
             run(["umount", "-l", point], check=False)
+
+
+def _own_leaf_v2(guest: Guest) -> None:
+    """Enter a new cgroup for nspawn; what an earlier boot left hands controllers down already."""
+    leaf = cgroup.seat(guest.name, "machine")
+    cgroup.remove(leaf)
+    cgroup.create(leaf)
+    cgroup.enter(leaf)
 
 
 def _own_tree_v1(guest: Guest) -> Path:

@@ -1,8 +1,9 @@
 """One cgroup tree per guest and one for the servers, so that clean-up goes by cgroup.
 
 Two layouts: *v1* has one hierarchy per controller under /sys/fs/cgroup (plus an empty ``unified``),
-*v2* is a single one. A process that is started through :func:`enter` takes everything it starts
-with it, so killing the tree ends a guest whatever became of its supervisor.
+*v2* is a single one, where a cgroup that hands controllers down may hold no process itself (see
+:func:`seat`). A process that is started through :func:`enter` takes everything it starts with it,
+so killing the tree ends a guest whatever became of its supervisor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def hierarchies(root: Path = ROOT) -> list[Path]:
     )
 
 
-def _copy_cpuset(hierarchy: Path, directory: Path) -> None:
+def _copy_cpuset(directory: Path) -> None:
     """Copy the cpuset down: an empty v1 cpuset refuses every process."""
     for name in ("cpuset.cpus", "cpuset.mems"):
         target = directory / name
@@ -45,23 +46,44 @@ def _copy_cpuset(hierarchy: Path, directory: Path) -> None:
             target.write_text((directory.parent / name).read_text())
 
 
-def create(name: str) -> None:
-    """Have the cgroup ``lab/name`` in every hierarchy."""
-    for hierarchy in hierarchies():
-        for directory in (hierarchy / TREE, hierarchy / TREE / name):
+def seat(name: str, role: str, root: Path = ROOT) -> str:
+    """Return the cgroup for one of a guest's two processes on this machine: ``lab-3/watch``.
+
+    On v1 both share ``lab-3``, which the guest sees as its root. On v2 that one has to hand the
+    controllers down to what nspawn makes for the guest, so each process gets a leaf of its own.
+    """
+    return f"{name}/{role}" if is_v2(root) else name
+
+
+def create(name: str, root: Path = ROOT) -> None:
+    """Have the cgroup ``lab/name`` in every hierarchy; a name may have parts: ``lab-3/watch``."""
+    v2 = is_v2(root)
+    for hierarchy in hierarchies(root):
+        directory = hierarchy
+        for part in (TREE, *name.split("/")):
+            if v2:
+                _hand_down(directory)
+            directory = directory / part
             directory.mkdir(exist_ok=True)
-            if (directory / "cpuset.cpus").exists() and not is_v2():
-                _copy_cpuset(hierarchy, directory)
-        if is_v2():
-            _delegate_v2(hierarchy)
+            if (directory / "cpuset.cpus").exists() and not v2:
+                _copy_cpuset(directory)
 
 
-def _delegate_v2(root: Path) -> None:
-    """Hand the controllers down to ``lab/*``; a v2 tree gives its children none by itself."""
-    for directory in (root, root / TREE):
-        available = (directory / "cgroup.controllers").read_text().split()
-        wanted = [f"+{name}" for name in _V2_CONTROLLERS if name in available]
+def _hand_down(directory: Path) -> None:
+    """Give the controllers to the children; a v2 cgroup gives them none by itself.
+
+    Raises:
+        LabError: processes sit in ``directory``, as in the top cgroup of a container.
+    """
+    available = (directory / "cgroup.controllers").read_text().split()
+    wanted = [f"+{name}" for name in _V2_CONTROLLERS if name in available]
+    try:
         (directory / "cgroup.subtree_control").write_text(" ".join(wanted))
+    except OSError as error:
+        raise LabError(
+            str(directory), f"cannot hand {' '.join(wanted)} down: {error.strerror}",
+            "run the lab on a machine, real or virtual, and not in a container",
+        ) from error  # fmt: skip
 
 
 def enter(name: str) -> None:

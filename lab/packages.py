@@ -24,6 +24,15 @@ OFFERED = (
     "busybox-static", "pciutils", "gpg", "apt-transport-https",
 )  # fmt: skip
 
+# The container engine. Debian 13 made the client a package of its own, and BuildKit's builder too.
+DOCKER = ("docker.io", "docker-cli", "docker-buildx")
+
+
+def docker_packages() -> tuple[str, ...]:
+    """Return the packages that make a whole container engine on this machine's release."""
+    known = run(["apt-cache", "pkgnames", "docker"]).split()
+    return tuple(name for name in DOCKER if name in known)
+
 
 def stub_control(package: str) -> dict[str, str]:
     """Return the control fields of a stand-in."""
@@ -46,7 +55,8 @@ def build_stub(paths: LabPaths, package: str) -> Path:
 
 def download(paths: LabPaths, distribution: Distribution, tree: Path) -> Path:
     """Return a directory with what ``tree`` lacks of OFFERED, from the machine's own mirror."""
-    key = content_key(distribution.codename, distribution.mirror, tree.name, OFFERED)
+    offered = tuple(dict.fromkeys([*OFFERED, *docker_packages()]))
+    key = content_key(distribution.codename, distribution.mirror, tree.name, offered)
 
     def make(target: Path) -> None:
         (target / "partial").mkdir(parents=True)
@@ -56,7 +66,7 @@ def download(paths: LabPaths, distribution: Distribution, tree: Path) -> Path:
                 "-o", f"Dir::State::status={tree}/var/lib/dpkg/status",
                 "-o", f"Dir::Cache::archives={target}",
                 "-o", "APT::Sandbox::User=root",
-                "install", *OFFERED,
+                "install", *offered,
             ]
         )  # fmt: skip
         shutil.rmtree(target / "partial")

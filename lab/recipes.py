@@ -79,7 +79,9 @@ def gpu_check(paths: LabPaths, distribution: Distribution, debs: Path) -> Recipe
         tree = directory / "tree"
         for place in ("bin", "usr/bin", "tmp"):
             (tree / place).mkdir(parents=True)
-        shutil.copy(directory / "deb/bin/busybox", tree / "bin/busybox")
+        # In /usr/bin since /bin became a link to it.
+        program = next((directory / "deb").glob("**/bin/busybox"))
+        shutil.copy(program, tree / "bin/busybox")
         for name in _BUSYBOX_NAMES:
             (tree / "bin" / name).symlink_to("busybox")
         return [layer_from_tree(tree, directory / "layer.tar.gz")]

@@ -71,6 +71,7 @@ def lab_record(paths: LabPaths, distribution: Distribution) -> dict[str, object]
             "repos": Store(paths.hub).repositories(),
         },
         "registry": f"{HOST_IP}:{REGISTRY_PORT}",
+        "docker_packages": packages.docker_packages(),
         "images": {name: asdict(image) for name, image in read_published(paths).items()},
         "os": {
             "arch": distribution.machine,

@@ -18,14 +18,17 @@ def supervise(guest: Guest) -> int:
 
     SIGTERM is passed on, which is nspawn's word for an orderly power off.
     """
-    cgroup.enter(guest.name)
+    seat = cgroup.seat(guest.name, "watch")
+    cgroup.create(seat)
+    cgroup.enter(seat)
+    command = boot_argv(guest, v2=cgroup.is_v2())
     stopping = False
     with supervising(guest):
         while True:
             started = time.strftime("%F %T")
             with guest.console.open("ab") as console:
                 process = subprocess.Popen(
-                    boot_argv(guest), stdin=subprocess.DEVNULL, stdout=console, stderr=console
+                    command, stdin=subprocess.DEVNULL, stdout=console, stderr=console
                 )
 
             def pass_on(_signal: int, _frame: FrameType | None, child: int = process.pid) -> None:

@@ -254,11 +254,12 @@ def install(guest: Guest) -> Bench:
     registry = info()["registry"]
     stub = info()["images"]["stub-engine"]
     image = f"{stub['repository']}@{stub['digest']}"
+    docker = " ".join(info()["docker_packages"])
     guest.run(
         "mkdir -p /etc/docker && "
         f'echo \'{{"insecure-registries":["{registry}"]}}\' > /etc/docker/daemon.json && '
         "apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install "
-        "--no-install-recommends docker.io nginx-light curl >/dev/null 2>&1; "
+        f"--no-install-recommends {docker} nginx-light curl >/dev/null 2>&1; "
         "systemctl disable -q --now nginx; systemctl is-active docker",
         timeout_s=300,
     )

@@ -82,7 +82,7 @@ def test_docker_of_one_guest_is_not_seen_by_another(guests: dict[str, Guest]) ->
     for name in ("lab-6", "lab-7"):
         guests[name].run(
             "apt-get -q update && DEBIAN_FRONTEND=noninteractive "
-            "apt-get -q -y install --no-install-recommends docker.io",
+            "apt-get -q -y install --no-install-recommends " + " ".join(info()["docker_packages"]),
             timeout_s=180,
         )
     assert "overlay2" in guests["lab-6"].run("docker info --format '{{.Driver}}'")
@@ -101,7 +101,7 @@ def test_a_package_of_another_signer_is_refused(guests: dict[str, Guest]) -> Non
     guest.run(f"echo 'deb [signed-by={key}] {vendor['url']} {vendor['suite']} main' > {source}")
     output = guest.run("apt-get -q update 2>&1", check=False)
     guest.run(f"rm {source}")
-    assert "NO_PUBKEY" in output
+    assert "NO_PUBKEY" in output or "Missing key" in output  # apt 2 and 3
 
 
 def test_a_reboot_from_inside_comes_back_with_the_disk_as_it_was(guests: dict[str, Guest]) -> None:

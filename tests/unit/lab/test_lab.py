@@ -10,7 +10,7 @@ import pytest
 
 from lab import archive, cgroup, faults, guest, hardware, packages, paths, shell
 from lab.archive import OS_ARCHIVE, VENDOR_ARCHIVE
-from lab.boot import nspawn_argv, nspawn_environment
+from lab.boot import boot_argv, nspawn_argv, nspawn_environment
 from lab.cli import _parser
 from lab.content import cached, content_key
 from lab.errors import LabError
@@ -120,6 +120,64 @@ def test_cgroups_of_v2_are_one_hierarchy(tmp_path):
     (tmp_path / "cgroup.procs").write_text("")
     assert cgroup.is_v2(tmp_path)
     assert cgroup.hierarchies(tmp_path) == [tmp_path]
+
+
+def v2_tree(root: Path, *names: str) -> None:
+    """Files as the kernel would show them; the machine's own root offers more than we hand down."""
+    for directory in (root, *(root / name for name in names)):
+        directory.mkdir(exist_ok=True)
+        (directory / "cgroup.controllers").write_text("cpu memory rdma\n")
+        (directory / "cgroup.procs").write_text("")
+
+
+def handed_down(root: Path) -> dict[str, str]:
+    files = root.rglob("cgroup.subtree_control")
+    return {str(file.parent.relative_to(root)): file.read_text() for file in files}
+
+
+def test_on_v2_controllers_are_handed_down_to_a_guest_but_not_by_a_cgroup_with_processes(tmp_path):
+    v2_tree(tmp_path, "lab", "lab/lab-3", "lab/lab-3/watch")
+    assert cgroup.seat("lab-3", "watch", tmp_path) == "lab-3/watch"
+    cgroup.create("lab-3/watch", tmp_path)
+    assert handed_down(tmp_path) == dict.fromkeys((".", "lab", "lab/lab-3"), "+cpu +memory")
+
+
+def test_on_v1_a_guests_processes_share_the_cgroup_that_the_guest_sees(tmp_path):
+    (tmp_path / "pids").mkdir()
+    (tmp_path / "pids/cgroup.procs").write_text("")
+    assert cgroup.seat("lab-3", "watch", tmp_path) == "lab-3"
+    cgroup.create("lab-3", tmp_path)
+    assert (tmp_path / "pids/lab/lab-3").is_dir()
+    assert handed_down(tmp_path) == {}
+
+
+def test_a_container_whose_top_cgroup_holds_processes_is_named_as_the_reason(tmp_path):
+    v2_tree(tmp_path, "lab")
+    (tmp_path / "cgroup.subtree_control").mkdir()  # the kernel's refusal is an OSError too
+    with pytest.raises(
+        LabError, match=r"(?s)cannot hand [+]cpu [+]memory down.*not in a container"
+    ):
+        cgroup.create("host", tmp_path)
+
+
+def test_nspawn_stands_in_the_machines_own_tree_on_v2_and_in_a_namespace_on_v1():
+    guest = Guest(LabPaths(Path("/lab")), "lab-2")
+    assert "-C" in boot_argv(guest, v2=False)
+    assert "-C" not in boot_argv(guest, v2=True)
+
+
+@pytest.mark.parametrize(
+    ("pkgnames", "wanted"),
+    [
+        ("docker.io\ndocker-registry\n", ("docker.io",)),
+        ("docker-buildx\ndocker.io\ndocker-cli\n", ("docker.io", "docker-cli", "docker-buildx")),
+    ],
+)
+def test_the_container_engine_is_whole_where_its_client_is_a_package_of_its_own(
+    monkeypatch, pkgnames, wanted
+):
+    monkeypatch.setattr(packages, "run", lambda argv: pkgnames)
+    assert packages.docker_packages() == wanted
 
 
 def test_a_guest_is_shown_its_own_cgroup_tree_on_v1_only():
