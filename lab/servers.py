@@ -39,6 +39,7 @@ class Server:
     name: str
     port: int
     argv: Callable[[LabPaths], list[str]]
+    mark: str  # what no other server's command line has in it
 
 
 def _python(name: str) -> Callable[[LabPaths], list[str]]:
@@ -55,20 +56,32 @@ def _registry_argv(paths: LabPaths) -> list[str]:
 SERVERS = {
     server.name: server
     for server in (
-        Server("packages", APT_PORT, _python("packages")),
-        Server("hub", HUB_PORT, _python("hub")),
-        Server("registry", REGISTRY_PORT, _registry_argv),
+        Server("packages", APT_PORT, _python("packages"), "_packages"),
+        Server("hub", HUB_PORT, _python("hub"), "_hub"),
+        Server("registry", REGISTRY_PORT, _registry_argv, "docker-registry"),
     )
 }
 
 
 def pid_of(paths: LabPaths, name: str) -> int | None:
-    """Return the server's pid when it runs in the servers' cgroup."""
+    """Return the server's pid when it runs in the servers' cgroup.
+
+    After a reboot of the machine the pid in the file may have gone to another of the servers.
+    """
     try:
         pid = int((paths.run / f"{name}.pid").read_text())
     except (FileNotFoundError, ValueError):
         return None
-    return pid if pid in cgroup.pids(HOST_TREE) else None
+    if pid not in cgroup.pids(HOST_TREE):
+        return None
+    return pid if SERVERS[name].mark in _command_line(pid) else None
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def start(paths: LabPaths, name: str) -> None:

@@ -5,10 +5,11 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
-from lab import archive, cgroup, faults, guest, hardware, packages, paths, shell
+from lab import archive, cgroup, faults, guest, hardware, packages, paths, servers, shell
 from lab.archive import OS_ARCHIVE, VENDOR_ARCHIVE
 from lab.boot import boot_argv, nspawn_argv, nspawn_environment
 from lab.cli import _parser
@@ -297,3 +298,20 @@ def test_what_a_program_says_is_passed_on_when_asked(capfd):
     with pytest.raises(LabError, match="exit status 3"):
         shell.run(["sh", "-c", "echo phase=train step=1 >&2; exit 3"], show=True)
     assert capfd.readouterr().err == "phase=train step=1\n"
+
+
+def test_a_pid_that_went_to_another_server_is_not_taken_for_this_one(monkeypatch, tmp_path):
+    lab = LabPaths(tmp_path)
+    lab.run.mkdir()
+    script = "echo up; read forever"
+    hub = subprocess.Popen(["sh", "-c", script, "lab _hub"], stdin=PIPE, stdout=PIPE)
+    assert hub.stdout is not None
+    hub.stdout.readline()  # before that, the command line may still be empty
+    try:
+        monkeypatch.setattr(cgroup, "pids", lambda name: {hub.pid})
+        for name in ("hub", "registry"):
+            (lab.run / f"{name}.pid").write_text(str(hub.pid))
+        assert servers.pid_of(lab, "hub") == hub.pid
+        assert servers.pid_of(lab, "registry") is None
+    finally:
+        hub.communicate()
