@@ -39,6 +39,9 @@ _INFO_FORMAT = "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) +
 # On a busy host an answer may come late; one that does not come is unknown, not absent.
 _LIMITS_S = (30, 90)
 
+# With a point in the version: a specification also names the link `libcuda.so.1`.
+LIBCUDA = r"libcuda\.so\.[0-9]+\.[0-9][0-9.]*(\+[a-z]+)?"
+
 _SCRIPT = rf"""
 silent=
 ask() {{
@@ -67,7 +70,7 @@ sed -n 's/^ *mode *= *"\([a-z]*\)".*/\1/p' /etc/nvidia-container-runtime/config.
 echo '== cdi'
 for spec in /etc/cdi/*.yaml /etc/cdi/*.json /var/run/cdi/*.yaml /var/run/cdi/*.json; do
   [ -e "$spec" ] && grep -q nvidia.com/gpu "$spec" &&
-    echo "$spec $(grep -oE 'libcuda\.so\.[0-9][0-9.]*(\+[a-z]+)?' "$spec" | sort -u | head -n 1)"
+    echo "$spec $(grep -oE '{LIBCUDA}' "$spec" | sort -u | head -n 1)"
 done
 echo '== module'; cat /proc/driver/nvidia/version
 echo '== driver'; ask driver nvidia-smi --query-gpu=driver_version --format=csv,noheader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 from tests.labkit import CHECKOUT, Guest, Run, Site
 
-NAME = "lab-12"
+NAME = os.environ.get("SPARK_GATEWAY_GUEST", "lab-12")
 CONFIGURE = "Serve | Configure the gateway"
 QUESTION = "What is 7823 * 4519?"
 TAILNET = "100.101.102.103"

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.host.exposure import QUESTION, Place
+from tests.host.exposure import NAME, QUESTION, Place
 from tests.host.test_upgrades import CDI, GPU_PROOF, NEW, OLD, only, upgraded
+from tests.labkit import lab
 
 CONFIG = "/etc/nvidia-container-runtime/config.toml"
-SERVE = "Serve | Serve the release on lab-12"
+SERVE = f"Serve | Serve the release on {NAME}"
 
 
 @pytest.fixture
@@ -51,6 +52,27 @@ def test_a_specification_is_made_where_containers_need_one(forced: Place) -> Non
         assert forced.engine() == engine
         guest.run(f"systemctl restart {unit}")
         assert guest.ask(QUESTION)[0] == 200
+    finally:
+        upgraded(guest, NEW, OLD)
+
+
+def test_a_boot_with_another_driver_brings_the_server_back_before_any_deploy(
+    forced: Place,
+) -> None:
+    guest, unit = forced.guest, forced.guest.serving()[0]
+    assert forced.site.deploy().exit_code == 0
+    upgraded(guest, OLD, NEW)
+    try:
+        lab("break", "kill-guest", NAME)
+        lab("up", NAME)
+
+        guest.wait(f"systemctl is-active {unit}", seconds=90)
+        assert guest.ask(QUESTION)[0] == 200
+        assert f"libcuda.so.{NEW}" in guest.run("cat /etc/cdi/nvidia.yaml")
+        log = guest.run(f"journalctl -b -u {unit} -o cat")
+        assert f"is of driver {OLD}, {NEW} is loaded; it is made anew" in log
+        # The container check and the full proof are the next deploy's.
+        only(forced.site.deploy(), GPU_PROOF, SERVE)
     finally:
         upgraded(guest, NEW, OLD)
 

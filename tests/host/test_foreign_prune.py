@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.host.exposure import QUESTION, Place
+from tests.host.exposure import NAME, QUESTION, Place
 
 IMAGE = "Image | Prepare the engine image"
-SERVE = "Serve | Serve the release on lab-12"
+SERVE = f"Serve | Serve the release on {NAME}"
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ def parts(release: Release) -> dict[str, str]:
     return {"image": release.image_base, "plugin": release.plugin[:12]}
 
 
-def _driver() -> str:
+def driver() -> str:
+    """Return the version of the driver that is loaded; ``""`` without one."""
     loaded = Path("/proc/driver/nvidia/version")
     if loaded.is_file():
         # "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.159.03  Release Build"
@@ -57,7 +58,7 @@ def _toolkit() -> str:
     return _version_in(patient_output_of("nvidia-ctk", "--version") or "")
 
 
-_ASKED = {"driver": _driver, "docker": _docker, "toolkit": _toolkit}
+_ASKED = {"driver": driver, "docker": _docker, "toolkit": _toolkit}
 
 
 def _version_in(text: str) -> str:

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from spark_serve import boot, docker, door, files, memory
+from spark_serve import boot, cdi, docker, door, files, memory
 from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
 from spark_serve.release import Release, load, socket_path
@@ -31,12 +31,13 @@ def may_start(name: str, paths: Paths) -> int:
 
 
 def prepare(name: str, paths: Paths) -> int:
-    """Make the host ready for a start: door closed, no leftovers, memory free."""
+    """Make the host ready for a start: door closed, no leftovers, CDI current, memory free."""
     release = load(name, paths)
     _refuse_beside(_lock_holder(paths), release)
     door.close(release.service, paths)
     _wait_for_docker()
     docker.remove_container(release.container)
+    cdi.refresh(say, paths)
     docker.gpu_arguments(paths)
     _prove_parts(release)
     memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, say)

@@ -8,6 +8,7 @@ they must be) or `error` (words of the message).
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pyinfra.api.exceptions import FactProcessError
 
 from spark_deploy.facts.access import LoginAccess
 from spark_deploy.facts.cuda import CudaState
-from spark_deploy.facts.docker import DockerState
+from spark_deploy.facts.docker import LIBCUDA, DockerState
 from spark_deploy.facts.packages import BaseState
 from spark_deploy.facts.survey import HostSurvey
 
@@ -79,3 +80,17 @@ def test_a_fact_says_what_the_tool_said(case: Path) -> None:
 
 def test_every_fact_has_cases() -> None:
     assert {case.parent.name for case in CASES} == set(FACTS)
+
+
+def test_of_a_cdi_specification_only_the_driver_version_is_read(tmp_path: Path) -> None:
+    # The link of the hook sorts before every version, and is there with every driver.
+    specification = tmp_path / "nvidia.yaml"
+    specification.write_text(
+        "    args: [create-symlinks, --link, 'libcuda.so.1::/usr/lib/libcuda.so']\n"
+        "  - hostPath: /usr/lib/aarch64-linux-gnu/libcuda.so.580.126.09\n"
+        "    containerPath: /usr/lib/aarch64-linux-gnu/libcuda.so.580.126.09\n"
+    )
+    found = subprocess.run(
+        ["grep", "-oE", LIBCUDA, str(specification)], capture_output=True, text=True, check=True
+    ).stdout
+    assert set(found.split()) == {"libcuda.so.580.126.09"}
