@@ -15,5 +15,6 @@ def apply(*, plan: DockerPlan) -> None:
     docker.engine(name="Install engine and NVIDIA toolkit", plan=plan)
     docker.daemon_config(name="Merge daemon.json", plan=plan)
     docker.running(name="Run the engine with our keys", plan=plan)
+    docker.users(name="Let users use docker", plan=plan)
     docker.cdi_specification(name="Keep CDI with the driver", plan=plan)
     docker.gpu_container(name="Prove the GPU in a container", plan=plan)

@@ -186,6 +186,7 @@ class DockerSettings:
     toolkit_packages: tuple[str, ...]
     repositories: tuple[str, ...]
     daemon: dict[str, Any]
+    users: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,12 +88,15 @@ class Guest:
         )  # fmt: skip
 
     def _ssh(self, command: str) -> list[str]:
+        return [*self.login(), f"sudo -n sh -c {shlex.quote(command)}"]
+
+    def login(self) -> list[str]:
+        """Return the command line that logs in, as the user of the host."""
         ssh = info()["ssh"]
         return [
             "ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={_known_hosts()}",
             "-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes",
             "-o", "ConnectTimeout=5", f"{ssh['user']}@{self.ip}",
-            f"sudo -n sh -c {shlex.quote(command)}",
         ]  # fmt: skip
 
     def unit(self, unit: str, *fields: str) -> dict[str, str]:

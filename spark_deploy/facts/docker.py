@@ -110,6 +110,7 @@ class Docker:
     packages: dict[str, str]
     repositories: Repositories
     receipt: dict[str, Any]  # of the last proof with a container; {} when there is none
+    groups: dict[str, tuple[str, ...]]  # of each user asked about; without those unknown here
     silent: tuple[str, ...] = ()  # of docker, toolkit, driver: what did not answer in time
 
     @property
@@ -132,6 +133,7 @@ class DockerState(FactBase[Docker]):
         receipt_path: str,
         urls: Sequence[str] = (),
         repository_files: Sequence[str] = (),
+        users: Sequence[str] = (),
     ) -> str:
         return sections.script(
             "exec 2>/dev/null",
@@ -140,7 +142,9 @@ class DockerState(FactBase[Docker]):
             packages_script(packages),
             repositories.script(urls, repository_files),
             f"echo '== receipt'; cat {shlex.quote(receipt_path)}",
-            "echo; echo '== end'",
+            "echo; echo '== groups'",
+            *(f"id -nG -- {shlex.quote(user)} | sed s/^/{shlex.quote(user)}' '/" for user in users),
+            "echo '== end'",
         )
 
     def process(self, output: list[str]) -> Docker:
@@ -177,6 +181,9 @@ def parse(output: Sequence[str]) -> Docker:
         repositories=repositories.parse(found),
         receipt=json_object(found.get("receipt", ())),
         silent=tuple(word for line in found.get("silent", ()) for word in line.split()),
+        groups={
+            user: tuple(names) for user, *names in map(str.split, found.get("groups", ())) if names
+        },
     )
 
 

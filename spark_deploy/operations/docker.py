@@ -21,6 +21,8 @@ from spark_deploy.operations.failing import Commands, host_errors, refuse
 from spark_deploy.operations.running import say, tell
 from spark_deploy.plan.types import DockerPlan
 
+GROUP = "docker"  # whoever is in it can become root on the host
+
 
 def question(plan: DockerPlan) -> dict[str, Any]:
     """Build the arguments of the one fact of this role."""
@@ -29,6 +31,7 @@ def question(plan: DockerPlan) -> dict[str, Any]:
         "receipt_path": plan.receipt_path,
         "urls": tuple(repository.url for repository in plan.repositories),
         "repository_files": apt.repository_files(plan.repositories),
+        "users": plan.users,
     }
 
 
@@ -172,6 +175,37 @@ def not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
         if newer or daemon_json.merged(present, {key: value}) != present:
             keys.append(key)
     return tuple(keys)
+
+
+@operation()
+@host_errors
+def users(plan: DockerPlan) -> Commands:
+    """Let the users of ``plan`` talk to the engine; nobody who may already is turned away.
+
+    Nothing of ours needs it: every command of a run goes through sudo, so no run depends on a
+    login that is newer than the membership.
+    """
+    groups = state_of(plan).groups
+    missing = [user for user in plan.users if GROUP not in groups.get(user, (GROUP,))]
+    unknown = [user for user in plan.users if user not in groups]
+    if unknown:
+        yield refuse(
+            Problem(
+                "docker.users",
+                f"no such user on this host: {', '.join(unknown)}",
+                "create the user, or take the name out of docker.users",
+            )
+        )
+        return
+    if not missing:
+        host.noop(f"in group {GROUP}: {', '.join(plan.users)}" if plan.users else "nobody is named")
+        return
+    for user in missing:
+        yield StringCommand("usermod", "-aG", GROUP, "--", shlex.quote(user))
+    say(
+        f"{', '.join(missing)}: docker without sudo from the next login on; sessions that are open "
+        "keep their old groups (`newgrp docker` in one; `ssh -O exit HOST` for a shared connection)"
+    )
 
 
 @operation()

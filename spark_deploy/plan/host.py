@@ -225,6 +225,7 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
         toolkit_packages=docker.toolkit_packages,
         repositories=_repositories(settings, docker.repositories),
         daemon=daemon,
+        users=docker.users,
         check_image=locked_image(model, settings, lock, "gpu_check").pinned,
     )
 

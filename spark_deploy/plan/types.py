@@ -132,6 +132,7 @@ class DockerPlan:
     daemon: dict[str, Any]  # merged into daemon.json
     check_image: str  # pinned reference; a container of it must print a line starting "GPU"
     receipt_path: str = f"{STATE_DIR}/receipts/gpu-container.json"
+    users: tuple[str, ...] = ()  # in the group docker
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,11 @@ WRONG = {
         "serve.prot: unknown key",
         "did you mean serve.port?",
     ),
+    "a user that is none": (
+        'docker: {users: ["ann; reboot"]}',
+        "docker.users[0]",
+        "does not have the form",
+    ),
     "unknown profile": (
         "profile: v3",
         "'v3' is not a profile (known: agent, base, online-fp8, v2, v2-native, v2-tq)",
