@@ -179,6 +179,13 @@ def profiles_page() -> Iterator[str]:
         "on a GPU that is not a Spark's. Which profile is the default and why: "
         "[decision 10](../decisions/0010-profiles-and-their-defaults.md)."
     )
+    towers = (load_model(name) for name in catalog_names("models") if not name.startswith("lab-"))
+    sizes = (f"{gib(model.architecture.vision_bytes)} with {model.name}" for model in towers)
+    yield ""
+    yield (
+        "No profile keeps the vision tower. `engine.vision: on` does, for all hosts or one: the "
+        f"proof then asks about pictures, and the KV cache gives up {', '.join(sizes)}."
+    )
     for name in catalog_names("profiles"):
         yield from _profile(name)
     yield from _compared()
