@@ -143,11 +143,12 @@ def report(host: Host, release: str, result: dict[str, Any]) -> bool:
         return True
     for line in result.get("log_tail") or ():
         host.log(f"  {line}")
+    kept = "; the host keeps what it serves" if result.get("serving") else ""
     host.log_styled(
         f"{release}: {result['state']} in phase {result.get('failed_phase')}: "
         f"{result.get('reason')}\n"
         f"  now serving: {result.get('serving') or 'nothing'}\n"
-        f"  fix: correct the cause above and run again; the host keeps what it serves",
+        f"  fix: correct the cause above and run again{kept}",
         fg="red",
     )
     return False

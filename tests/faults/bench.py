@@ -226,21 +226,30 @@ class Bench:
         )
         self.run("chmod 755 /run/bench/systemctl; systemctl daemon-reload")
 
-    def ask_for_long(self) -> None:
-        """Leave a request with the engine that takes longer than any drain."""
+    def ask_for_long(self, *, stream: bool = False, running: int = 1) -> str:
+        """Leave a request with the engine that takes longer than any drain.
+
+        Returns:
+            The file on the guest with all that the client gets, its exit code last.
+        """
         body = {
             "model": "main-model",
+            "stream": stream,
             "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * 400}],
         }
-        self.write("/run/long.json", json.dumps(body))
-        self.run(
-            'systemd-run -q curl -s -m 60 -H "Authorization: Bearer $(cat /etc/spark/api-key)" '
-            "-d @/run/long.json http://127.0.0.1:8000/v1/chat/completions"
+        asked = f"/run/long-{stream}"
+        self.write(f"{asked}.json", json.dumps(body))
+        self.write(
+            f"{asked}.sh",
+            f'curl -sSiN -m 60 -H "Authorization: Bearer $(cat /etc/spark/api-key)" '
+            f'-d @{asked}.json http://127.0.0.1:8000/v1/chat/completions; echo "rc=$?"',
         )
+        self.run(f"systemd-run -q sh -c 'sh {asked}.sh > {asked}.out 2>&1'")
         self.guest.wait(
             "curl -s --unix-socket /run/spark/main/engine.sock http://x/metrics | "
-            "grep -q 'num_requests_running.* 1.0'"
+            f"grep -q 'num_requests_running.* {running}.0'"
         )
+        return f"{asked}.out"
 
     def power_cut(self) -> None:
         """Cut the guest's power and switch it on again."""

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests.clients import clients, own_overhead_s
-from tests.faults.bench import HOST, A, B, Bench, C, install
-from tests.labkit import Guest, info, lab
-
-GUEST = os.environ.get("SPARK_BENCH_GUEST", "lab-3")
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    if os.geteuid() != 0:
-        pytest.skip("the virtual lab needs root")
-    lab("up", GUEST)
-    address = next(guest["ip"] for guest in info()["guests"] if guest["name"] == GUEST)
-    made = install(Guest(GUEST, address))
-    yield made
-    made.wipe()
+from tests.faults.bench import HOST, A, B, Bench, C
+from tests.faults.plants import PLANTS
 
 
 def test_a_first_release_is_proven_then_boots(bench: Bench) -> None:
@@ -55,56 +41,9 @@ def test_switching_to_what_already_serves_restarts_nothing(bench: Bench) -> None
     assert bench.run(f"systemctl show -p InvocationID --value spark-serve@{A}") == before
 
 
-PLANTS = {
-    "bad flag": ({"engine__argv": ["--no-such-flag", "1"]}, "start"),
-    "crash at start": ({"engine__env": {"STUB_FAULT": "crash-at-start"}}, "start"),
-    "out of memory at load": ({"engine__env": {"STUB_FAULT": "oom-at-start"}}, "start"),
-    "plugin missing": ({"engine__env": {"STUB_FAULT": "plugin-missing"}}, "start"),
-    "never ready": (
-        {
-            "engine__env": {"STUB_FAULT": "never-ready"},
-            "timeouts": {"start_s": 4, "stop_s": 2, "drain_s": 1},
-        },
-        "start",
-    ),
-    "garbage answers": ({"engine__env": {"STUB_FAULT": "garbage"}}, "start"),
-    "one token over and over": ({"engine__env": {"STUB_FAULT": "nan"}}, "start"),
-    "wrong served name": ({"engine__env": {"STUB_FAULT": "wrong-name"}}, "start"),
-    "wrong context length": ({"engine__env": {"STUB_FAULT": "wrong-context"}}, "start"),
-    "errors behind a green health": ({"engine__env": {"STUB_FAULT": "error-500"}}, "start"),
-    "wedge after start": ({"engine__env": {"STUB_FAULT": "wedge"}}, "start"),
-    "forbidden log line": ({"engine__env": {"STUB_FAULT": "log-forbidden"}}, "start"),
-    "low acceptance": ({"engine__env": {"STUB_FAULT": "low-acceptance"}}, "check"),
-    "wrong arithmetic": ({"engine__env": {"STUB_FAULT": "wrong-arithmetic"}}, "check"),
-    "copies with a typo": ({"engine__env": {"STUB_FAULT": "copy-typo"}}, "check"),
-    "unsteady answers": ({"engine__env": {"STUB_FAULT": "unsteady"}}, "check"),
-    "crash during the check": (
-        {
-            "engine__env": {
-                "STUB_FAULT": "crash-later",
-                "STUB_FAULT_AFTER_S": "1.5",
-                "STUB_PIECE_S": "0.1",
-            }
-        },
-        "check",
-    ),
-    "memory that others hold": ({"memory__wait_s": 2}, "memory"),
-    "more memory than there is": ({"memory__needed_bytes": 1 << 50}, "prove"),
-    "image missing": ({"image": {"tag": "spark-vllm:none", "digest_label": None}}, "prove"),
-    "image of another digest": (
-        {"image": {"tag": "", "digest_label": "e" * 64}},
-        "prove",
-    ),
-    "tree half built": (
-        {"tree": {"path": "/srv/spark/models/half", "digest": "d" * 64}},
-        "prove",
-    ),
-}
-
-
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_bad_release_ends_with_the_old_one_proven(bench: Bench, plant: str) -> None:
-    changes, phase = PLANTS[plant]
+    changes, phase = PLANTS[plant].release, PLANTS[plant].phase
     if f"spark-serve@{A}.service" not in bench.guest.serving():
         bench.good(A)
     if plant == "memory that others hold":
@@ -299,3 +238,28 @@ def test_clients_get_answers_or_a_clear_503_during_a_change(
         record_property("outage_s", json.dumps(result["times_s"]))
         assert own_overhead_s(result["times_s"]) < 5.0, result["times_s"]
     bench.serves(A)
+
+
+def test_answers_longer_than_the_drain_are_cut_where_a_client_can_tell(bench: Bench) -> None:
+    limits = {"start_s": 20, "stop_s": 2, "drain_s": 2}
+    bench.good(A, engine__env={"STUB_PIECE_S": "0.05"}, timeouts=limits)  # 20 s for each of them
+    bench.release(B)
+    streamed = bench.ask_for_long(stream=True)
+    whole = bench.ask_for_long(running=2)
+
+    result = bench.switch(B)
+
+    assert result["state"] == "switched"
+    assert 2 <= result["times_s"]["drain"] < 5
+    # A stream never ends as a finished one does: no [DONE], and curl's 18, "partial file".
+    bench.guest.wait(f"grep -q ^rc= {streamed} && grep -q ^rc= {whole}")
+    got = bench.run(f"cat {streamed}").split("\n")
+    assert got[0].startswith("HTTP/1.1 200")
+    assert sum(line.startswith("data: {") for line in got) > 10
+    assert "data: [DONE]" not in got
+    assert got[-1] == "rc=18"
+    # An answer in one piece was not begun: the refusal that every client gets during a change.
+    refused = bench.run(f"cat {whole}")
+    assert refused.startswith("HTTP/1.1 503")
+    assert "Retry-After: 10" in refused
+    bench.serves(B)

@@ -19,7 +19,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "unhealthy": {"timeouts__start_s": 3},
     "wedge": {"check__timeout_s": 3},
     # Enough text that the engine dies while it is read, not after the proof.
-    "crash-later": {"env": {"STUB_FAULT_AFTER_S": "0.5", "STUB_TOKEN_S": "0.05"}},
+    "crash-later": {"env": {"STUB_FAULT_AFTER_S": "0.5", "STUB_PIECE_S": "0.05"}},
     # 120 tokens at 10 ms each: the limit of one check says what "too slow" is.
     "slow": {"check__timeout_s": 1, "check__copy": ["abcd" * 120]},
 }
@@ -31,7 +31,8 @@ NOT_FOR_A_CHECK = ("leak",)
 def trials(fleet: Fleet) -> Iterator[list[Trial]]:
     fleet.settle()
     yield [Trial.on(guest) for guest in fleet.guests]
-    fleet.settle()
+    # None of them left anything for a deploy to do.
+    assert fleet.settle().changed == []
 
 
 def test_the_same_candidate_without_a_fault_is_proven(trials: list[Trial]) -> None:

@@ -1,0 +1,86 @@
+"""On a Spark memory comes back long after a process is gone: a change waits, or goes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.faults.bench import A, B, Bench
+
+GIB = 1 << 30
+# Half of it is the margin for what else happens on the machine that the guests share.
+HELD = 3 * GIB
+HOLDER = f"import time; kept = b'x' * {HELD}; print('held', flush=True); time.sleep(600)"
+
+
+def available(bench: Bench) -> int:
+    return int(bench.run("awk '/^MemAvailable:/ {print $2}' /proc/meminfo")) * 1024
+
+
+@contextmanager
+def neighbour(bench: Bench) -> Iterator[None]:
+    """Have another program hold memory during a block."""
+    bench.run(f'systemd-run -q --collect --unit neighbour python3 -c "{HOLDER}"')
+    bench.guest.wait("journalctl -u neighbour -o cat | tail -n 1 | grep -q held")
+    try:
+        yield
+    finally:
+        bench.run("systemctl stop neighbour")
+
+
+def wants(needed_bytes: int, wait_s: float) -> dict[str, float]:
+    return {"needed_bytes": needed_bytes, "wait_s": wait_s, "floor_bytes": 1 << 27}
+
+
+def test_memory_that_comes_back_late_is_waited_for(bench: Bench) -> None:
+    bench.good(A)
+    bench.release(B, memory=wants(available(bench) - HELD // 2, 60))
+    with neighbour(bench):
+        bench.begin(B)
+        bench.at_phase(B, "memory")
+        time.sleep(5)
+        waiting = bench.result(B)
+        refused, _ = bench.guest.call("GET", "/health")
+        assert bench.guest.serving() == []
+
+    result = bench.ended(B)
+
+    assert (waiting["phase"], waiting["state"], refused) == ("memory", "running", 503)
+    assert "GiB available" in waiting["progress"]
+    assert result["state"] == "switched", result["reason"]
+    assert result["times_s"]["memory"] > 5
+    bench.serves(B)
+
+
+def test_memory_that_stays_away_sends_the_change_back(bench: Bench) -> None:
+    bench.good(A)
+    bench.release(B, memory=wants(available(bench) - HELD // 2, 4))
+    with neighbour(bench):
+        result = bench.switch(B)
+
+        assert (result["state"], result["serving"]) == ("rolled-back", A), result
+        assert result["failed_phase"] == "memory"
+        # Who holds it is named, so that a person can act.
+        assert "python3 (pid" in result["reason"]
+        assert "3.0 GiB)" in result["reason"]
+        assert 4 <= result["times_s"]["memory"] < 10
+        bench.serves(A)
+
+
+def test_a_server_that_could_not_go_back_comes_back_with_the_memory(bench: Bench) -> None:
+    wanted = wants(available(bench) - HELD // 2, 3)
+    bench.good(A, memory=wanted, restart={"delay_s": 3, "burst": 20, "interval_s": 300})
+    bench.release(B, memory=wanted)
+    with neighbour(bench):
+        result = bench.switch(B)
+
+        assert result["state"] == "rollback-failed", result
+        assert "and the old release: " in result["reason"]
+        assert bench.guest.serving() == []
+        assert bench.guest.boots() == [f"spark-serve@{A}.service"]
+        assert bench.guest.call("GET", "/health")[0] == 503
+
+    # Nobody does anything: systemd goes on trying within the start limits.
+    bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
+    bench.serves(A)
