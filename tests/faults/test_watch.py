@@ -38,10 +38,20 @@ def room_below(bench: Bench) -> dict[str, int]:
     return {"needed_bytes": 1, "wait_s": 5, "floor_bytes": available - (2 << 30)}
 
 
+def with_three_starts(bench: Bench, **changes: Any) -> None:
+    """Have an engine in the first of the three starts that it has.
+
+    A change of release reloads systemd, which counts from nothing then.
+    """
+    bench.good(A, restart=SHORT, **changes)
+    bench.run(f"systemctl reset-failed {UNIT}; systemctl restart {UNIT}")
+
+
 def ended_by_the_limit(bench: Bench) -> None:
     """Insist that nothing is started any more and that the host is as usable as before."""
     bench.guest.wait(f"systemctl is-failed {UNIT}", seconds=240)
     counted = restarts(bench)
+    assert counted == SHORT["burst"]  # the last one was refused
     time.sleep(2 * SHORT["delay_s"])
     assert bench.guest.unit(UNIT, "ActiveState", "SubState", "NRestarts") == {
         "ActiveState": "failed", "SubState": "failed", "NRestarts": str(counted)
@@ -73,7 +83,7 @@ def test_a_wedged_engine_is_restarted_and_serves_again(bench: Bench) -> None:
 
 
 def test_an_engine_that_wedges_after_every_start_ends_at_the_start_limit(bench: Bench) -> None:
-    bench.good(A, restart=SHORT)
+    with_three_starts(bench)
     for start in range(1, SHORT["burst"] + 1):
         bench.guest.wait(f"systemctl is-active {UNIT} && systemctl is-active {WATCH}", seconds=60)
         bench.serves(A)
@@ -111,14 +121,14 @@ def test_a_starving_host_is_saved_by_stopping_the_engine(bench: Bench) -> None:
 
 
 def test_an_engine_that_leaks_after_every_start_ends_at_the_start_limit(bench: Bench) -> None:
-    bench.good(A, memory=room_below(bench), restart=SHORT)
+    with_three_starts(bench, memory=room_below(bench))
     misbehave(bench, "leak")
     ended_by_the_limit(bench)
     assert [event["kind"] for event in events(bench)] == ["starving"] * SHORT["burst"]
 
 
 def test_an_engine_that_crashes_again_and_again_ends_at_the_start_limit(bench: Bench) -> None:
-    bench.good(A, restart=SHORT)
+    with_three_starts(bench)
     misbehave(bench, "crash-at-start")
     bench.run("docker kill spark-" + A)
     ended_by_the_limit(bench)
