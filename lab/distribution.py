@@ -83,4 +83,7 @@ def install_programs() -> list[str]:
     if missing:
         run(["apt-get", "update", "-q"])
         run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *missing])
+    if "docker-registry" in missing and Path("/run/systemd/system").is_dir():
+        # Its package starts one for the whole machine, on the port where the lab's own shall be.
+        run(["systemctl", "disable", "--now", "docker-registry.service"])
     return missing

@@ -9,7 +9,18 @@ from subprocess import PIPE
 
 import pytest
 
-from lab import archive, cgroup, faults, guest, hardware, packages, paths, servers, shell
+from lab import (
+    archive,
+    cgroup,
+    distribution,
+    faults,
+    guest,
+    hardware,
+    packages,
+    paths,
+    servers,
+    shell,
+)
 from lab.archive import OS_ARCHIVE, VENDOR_ARCHIVE
 from lab.boot import boot_argv, nspawn_argv, nspawn_environment
 from lab.cli import _parser
@@ -315,3 +326,21 @@ def test_a_pid_that_went_to_another_server_is_not_taken_for_this_one(monkeypatch
         assert servers.pid_of(lab, "registry") is None
     finally:
         hub.communicate()
+
+
+def test_a_registry_that_its_package_started_makes_room_for_the_labs_own(monkeypatch):
+    ran: list[list[str]] = []
+    monkeypatch.setattr(distribution, "run", ran.append)
+    there = {
+        name: f"/usr/bin/{name}" for name in distribution.PROGRAMS if name != "docker-registry"
+    }
+    monkeypatch.setattr(distribution.shutil, "which", lambda name, path: there.get(name))
+    monkeypatch.setattr(distribution.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(
+        distribution.Path, "is_dir", lambda path: str(path) == "/run/systemd/system"
+    )
+    assert distribution.install_programs() == ["docker-registry"]
+    assert ran[-1] == ["systemctl", "disable", "--now", "docker-registry.service"]
+    monkeypatch.setattr(distribution.Path, "is_dir", lambda path: False)
+    distribution.install_programs()
+    assert ran[-1][0] == "apt-get"
