@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All checkpoints; ``SPARK_GPU_TREES`` names those that are there already."""
+    ready = os.environ.get("SPARK_GPU_TREES")
+    if ready:
+        return Path(ready)
+    from tests.gpu import trees as maker
+
+    out = tmp_path_factory.mktemp("trees") / "all"
+    hub = os.environ.get("SPARK_GPU_HUB")
+    maker.make(out, Path(hub) if hub else None, special=True)
+    return out
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Where result files go: ``SPARK_GPU_RESULTS``, or nowhere that stays."""
+    kept = os.environ.get("SPARK_GPU_RESULTS")
+    return Path(kept) if kept else tmp_path / "results"
 
 
 def _missing() -> str | None:

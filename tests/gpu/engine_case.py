@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.gpu import loaded_names
 from tests.gpu.prompts import prompts_of, random_prompts
 
 ROWS_KEPT = 200
@@ -241,6 +242,9 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     install(recorder)
     if case.get("stock_turboquant"):
         use_stock_turboquant()
+    loads: list[dict[str, Any]] = []
+    if case.get("count_names"):
+        loaded_names.install(loads)
     options = {**COMMON, "model": case["tree"], **case.get("options", {})}
     options["additional_config"] = {**COMMON["additional_config"], **case.get("additional", {})}
     if case["prompts"] == "ids":
@@ -253,6 +257,7 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
         # Over several devices the model lives in other processes.
         "modules": describe(recorder.models[0]) if recorder.models else {},
         "drafter_modules": describe(recorder.models[1]) if len(recorder.models) > 1 else {},
+        "loads": loads,
     }
     if case.get("hook_modules"):
         watch_modules(recorder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -36,6 +37,7 @@ def run_cases(
     waiting = list(cases)
     running: list[tuple[subprocess.Popen[bytes], dict[str, Any], float]] = []
     results: dict[str, dict[str, Any]] = {}
+    devices = itertools.cycle(_devices())
     begun = time.monotonic()
     while waiting or running:
         over = time.monotonic() - begun > within_s
@@ -43,7 +45,8 @@ def run_cases(
             waiting.clear()
         while waiting and len(running) < at_once:
             case = waiting.pop(0)
-            running.append((_start(case, trees, out), case, time.monotonic()))
+            device = None if _spreads(case) else next(devices)
+            running.append((_start(case, trees, out, device), case, time.monotonic()))
         time.sleep(0.5)
         for entry in list(running):
             process, case, started = entry
@@ -61,20 +64,41 @@ def run_cases(
     return results
 
 
-def _start(case: dict[str, Any], trees: Path, out: Path) -> subprocess.Popen[bytes]:
+def _devices() -> list[str]:
+    """Return the cards of this machine; engines of one card are dealt out among them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named:
+        return named.split(",")
+    listed = subprocess.run(
+        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return listed.stdout.split()
+
+
+def _spreads(case: dict[str, Any]) -> bool:
+    return bool(case["options"].get("tensor_parallel_size", 1) > 1)
+
+
+def _start(
+    case: dict[str, Any], trees: Path, out: Path, device: str | None
+) -> subprocess.Popen[bytes]:
     path = out / f"{case['name']}.case.json"
     options = dict(case.get("options", {}))
     draft = options.get("speculative_config", {})
     if "model" in draft:
         options["speculative_config"] = {**draft, "model": str(trees / draft["model"])}
     path.write_text(json.dumps({**case, "options": options, "tree": str(trees / case["tree"])}))
+    visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     with (out / f"{case['name']}.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.engine_case", str(path), str(out)],
             cwd=ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **visible},
         )
 
 

@@ -3,7 +3,7 @@
 Stages: ``profiles`` (drafts, graphs and DFlash on the trained model), ``steered`` (drafts with a
 known acceptance), ``prefixes`` (prefix caching in conversations), ``sizes`` (true layer sizes,
 pictures, transformers beside), ``long`` (TurboQuant with long contexts), ``head-choice``
-(the opt-in head measured at its first start), ``two-gpus``.
+(the opt-in head measured at its first start), ``names`` (every tensor is read), ``two-gpus``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ LONG_OPTIONS = {
 }
 TURBOQUANT = {"kv_cache_dtype": "turboquant_k8v4", "attention_config": {}}
 DFLASH_TOKENS = 3
-HEAD_TIMES = "/tmp/spark-lm-head-times.json"  # of a machine for proofs
+HEAD_TIMES = {
+    "steered-95": "/tmp/spark-lm-head-times.json",  # of a machine for proofs
+    "true-35b": "/tmp/spark-lm-head-times-true-35b.json",
+}
 CONVERSATIONS = [2500, 2300, 2200, 1200]
 """Tokens of the first turns; a cache block of the wide tree has 1,056."""
 
@@ -111,9 +114,12 @@ def prefix_cases() -> list[dict[str, Any]]:
 def two_gpu_cases() -> list[dict[str, Any]]:
     """Both heads over two devices, with drafts."""
     more = {"tokens": STEERED_TOKENS, **QUIET}
-    two = {"tensor_parallel_size": 2, **mtp(2)}
+    # As between two Sparks: NCCL alone, no way from card to card past it.
+    two = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True, **mtp(2)}
+    more["environment"] = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
     return [
         case("steered-95-tp2-mtp2", "steered-95", options=two, **more),
+        case("steered-95-tp2-full-mtp2", "steered-95", options={**two, **graphs(FULL)}, **more),
         case(
             "steered-95-tp2-triton-mtp2",
             "steered-95-bf16",
@@ -125,16 +131,22 @@ def two_gpu_cases() -> list[dict[str, Any]]:
 
 
 def head_cases() -> list[dict[str, Any]]:
-    """The opt-in head: measured at the first start, read from the file at the second."""
+    """The opt-in head: measured at the first start, read from the file at the second.
+
+    On the steered model, whose tokens are known, and on a head of true size.
+    """
     more = {"tokens": STEERED_TOKENS, "options": mtp(2), **QUIET}
-    head = {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMES}
-    alone = {"lm_head": "int8-triton"}
-    tree = "steered-95-bf16"
-    return [
-        case("steered-95-head-measured-mtp2", tree, additional={"spark": head}, **more),
-        case("steered-95-head-read-mtp2", tree, additional={"spark": head}, **more),
-        case("steered-95-head-unmeasured-mtp2", tree, additional={"spark": alone}, **more),
+    alone = {"spark": {"lm_head": "int8-triton"}}
+    found = [
+        case("steered-95-head-unmeasured-mtp2", "steered-95-bf16", additional=alone, **more),
     ]
+    for name, tree in (("steered-95", "steered-95-bf16"), ("true-35b", "true-35b")):
+        head = {"spark": {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMES[name]}}
+        found += [
+            case(f"{name}-head-measured-mtp2", tree, additional=head, **more),
+            case(f"{name}-head-read-mtp2", tree, additional=head, later=True, **more),
+        ]
+    return found
 
 
 def sizes_cases() -> list[dict[str, Any]]:
@@ -155,6 +167,26 @@ def sizes_cases() -> list[dict[str, Any]]:
             case(f"{name}-native", name, **HOOKS),
         ]
     return found
+
+
+def names_cases() -> list[dict[str, Any]]:
+    """Whole class, vision tower and drafter: every tensor of a tree has somebody who reads it."""
+    whole = {"language_model_only": False, "limit_mm_per_prompt": {"image": 1}, **mtp(1)}
+    more = {"prompts": "pictures", "tokens": 8, "ignore_eos": True, "count_names": True, **QUIET}
+    online = {"quantization_config": ONLINE_FP8}
+    hybrids = ("wide-overlay", "wide-full", "wide-overlay-head8", "wide-full-head8")
+    found = [
+        case(f"names-{tree}", tree, options=whole, **more)
+        for tree in (*hybrids, "true-35b", "true-122b", "tiny-overlay-head8")
+    ]
+    return [
+        *found,
+        case("names-wide-native", "wide-native", plugins="", options=whole, **more),
+        case("names-wide-base", "wide-base", plugins="", options=whole, **more),
+        case(
+            "names-online-fp8", "wide-base-head8", plugins="", options={**whole, **online}, **more
+        ),
+    ]
 
 
 def long_cases() -> list[dict[str, Any]]:

@@ -22,9 +22,10 @@ from tests.gpu.engine_judge import (
     relative,
     row,
 )
+from tests.gpu.loaded_names import replaced
 from tests.gpu.profile_cases import STEERED_TOKENS
 from tests.gpu.prompts import IDS_LENGTHS, random_prompts
-from tests.gpu.trees import SEED, WIDE
+from tests.gpu.trees import SEED, WIDE, names_of
 
 TRANSFORMERS_LIMIT = 0.06
 """BF16 logits of four layers in two implementations; sizes and roundings are the same."""
@@ -175,19 +176,61 @@ def _steered(name: str, result: Row, known: dict[str, steered.Steering]) -> Row:
 
 def judge_heads(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Row]:
     """Judge the opt-in head: right tokens, and the kernel chosen as it should be."""
-    rows = judge_steered(results, cases)
-    for case, found in zip(cases, rows, strict=True):
-        lines = [
-            line
-            for line in results.get(case["name"], {}).get("log_lines", [])
-            if "int8-triton head" in line
-        ]
-        measured = any("us at batches" in line for line in lines)
-        found["numbers"]["log"] = lines
-        found["passed"] &= bool(lines) and measured == ("head-measured" in case["name"])
-        if "unmeasured" in case["name"]:
-            found["passed"] &= any("computed by marlin" in line for line in lines)
+    known = [case for case in cases if case["name"].startswith("steered")]
+    rows = judge_steered(results, known)
+    rows.append(
+        attempt(
+            "true-35b-head",
+            lambda: _same_head(results, "true-35b-head-read-mtp2", "true-35b-head-measured-mtp2"),
+        )
+    )
+    for found in rows:
+        for name in found.get("cases", []):
+            lines = [line for line in results[name]["log_lines"] if "int8-triton head" in line]
+            measured = any("us at batches" in line for line in lines)
+            found["numbers"][f"log of {name}"] = lines
+            found["passed"] &= bool(lines) and measured == ("head-measured" in name)
+            if "unmeasured" in name:
+                found["passed"] &= any("computed by marlin" in line for line in lines)
     return rows
+
+
+def _same_head(results: dict[str, Row], name: str, reference: str) -> Row:
+    found = compare_answers(results[reference], results[name])
+    return row(
+        f"{name}: a head of 248,320 x 2,048 answers as at its first start, without measuring again",
+        not found["beyond_margin"],
+        [name, reference],
+        **found,
+    )
+
+
+def judge_names(results: dict[str, Row], cases: list[dict[str, Any]], trees: Path) -> list[Row]:
+    """Judge that target and drafter together read every tensor of a tree."""
+    return [attempt(c["name"], lambda c=c: _all_read(results[c["name"]], c, trees)) for c in cases]
+
+
+def _all_read(result: Row, case: dict[str, Any], trees: Path) -> Row:
+    names = names_of(trees / case["tree"])
+    target, drafter = result["loads"]
+    by_target, by_drafter = set(target["read"]), set(drafter["read"])
+    unread = names - by_target - by_drafter
+    drafts = {name for name in names if name.startswith("mtp.")}
+    return row(
+        f"{case['name']}: target and drafter read every tensor of the tree",
+        unread == replaced(names) and drafts <= by_drafter,
+        [case["name"]],
+        names_in_tree=len(names),
+        mtp_names_in_tree=len(drafts),
+        yielded_to_target=len(target["yielded"]),
+        yielded_to_drafter=len(drafter["yielded"]),
+        read_by_target=len(by_target),
+        read_by_drafter=len(by_drafter),
+        mtp_read_by_drafter=len(drafts & by_drafter),
+        read_by_nobody=len(unread),
+        replaced_by_tensors_of_the_overlay=len(replaced(names)),
+        read_by_nobody_names=sorted(unread - replaced(names))[:20],
+    )
 
 
 def judge_sizes(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:

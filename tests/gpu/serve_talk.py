@@ -88,6 +88,7 @@ class Talk:
             "events": len(events),
             "done": events[-1] == "[DONE]",
             "content": "".join(piece.get("content") or "" for piece in pieces),
+            "reasoning": "".join(piece.get("reasoning") or "" for piece in pieces),
         }
 
     def together(self) -> dict[str, list[str | None]]:
@@ -161,11 +162,14 @@ def judge(result: dict[str, Any], profile: str, *, pictures: bool) -> list[dict[
         return rows
     stream, together = result["stream"], result["together"]
     answered = "Paris" in (result["chat"].get("content") or "")
-    same_stream = stream["done"] and stream["content"] == result["chat"].get("content")
+    parts = ("content", "reasoning")
+    same_stream = stream["done"] and all(
+        stream[part] == result["chat"].get(part) and stream[part] for part in parts
+    )
     calls = result["tool"] or []
     rows += [
         _row(
-            f"{name}: answers, streams and calls a tool",
+            f"{name}: answers and streams, reasoning apart, and calls a tool",
             answered and same_stream and len(calls) == 1,
             answer=result["chat"],
             stream=stream,

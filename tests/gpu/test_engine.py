@@ -3,114 +3,106 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.gpu import (  # needs torch
-    engine_cases,
-    engine_judge,
-    engine_run,
-    profile_cases,
-    profile_judge,
-)
+import torch
+
+from tests.gpu import proofs
 
 HUB = os.environ.get("SPARK_GPU_HUB")
-"""Hub on disk with the lab's trained model (python3 -m lab.model build --out DIR)."""
+WITHIN_S = os.environ.get("SPARK_GPU_WITHIN_S", "inf")
+"""Seconds for the engines of one test, on a machine that is lent for a time."""
+needs_hub = pytest.mark.skipif(
+    not HUB, reason="needs SPARK_GPU_HUB: a hub with the lab's trained model"
+)
 
 
-@pytest.fixture(scope="module")
-def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.gpu import trees as maker
-
-    out = tmp_path_factory.mktemp("trees") / "all"
-    monkey = [str(out), "--special", *(["--hub", HUB] if HUB else [])]
-    old, sys.argv = sys.argv, ["trees", *monkey]
-    try:
-        maker.main()
-    finally:
-        sys.argv = old
-    return out
-
-
-def _failed(rows: list[engine_judge.Row]) -> list[engine_judge.Row]:
+def _failed(stage: str, trees: Path, tmp_path: Path, results: Path, at_once: int) -> proofs.Rows:
+    rows = proofs.prove(
+        [stage], trees, tmp_path, results, at_once=at_once, within_s=float(WITHIN_S)
+    )
     return [row for row in rows if row["passed"] is False]
 
 
-def test_every_way_of_serving_has_the_numbers_it_should(trees: Path, tmp_path: Path) -> None:
-    cases = engine_cases.eager_cases()
-    first = [case for case in cases if case["name"] in engine_cases.FIRST]
-    rest = [case for case in cases if case not in first]
-    results = engine_run.run_cases(first, trees, tmp_path)
-    results |= engine_run.run_cases(rest, trees, tmp_path, at_once=8)
-    assert _failed(engine_judge.judge_eager(results, tmp_path, trees)) == []
+def test_every_way_of_serving_has_the_numbers_it_should(
+    trees: Path, tmp_path: Path, results: Path
+) -> None:
+    assert _failed("eager", trees, tmp_path, results, 8) == []
 
 
-def test_damaged_checkpoints_are_refused_by_name(trees: Path, tmp_path: Path) -> None:
-    pairs = engine_cases.refused_cases()
-    results = engine_run.run_cases([case for case, _ in pairs], trees, tmp_path, at_once=8)
-    wanted = {case["name"]: text for case, text in pairs}
-    assert _failed(engine_judge.judge_refused(results, wanted)) == []
+def test_damaged_checkpoints_are_refused_by_name(
+    trees: Path, tmp_path: Path, results: Path
+) -> None:
+    assert _failed("refused", trees, tmp_path, results, 8) == []
 
 
-@pytest.mark.skipif(not HUB, reason="needs SPARK_GPU_HUB: a hub with the lab's trained model")
-def test_speculation_heads_and_graphs_answer_alike(trees: Path, tmp_path: Path) -> None:
-    results = engine_run.run_cases(
-        engine_cases.speculation_cases(), trees, tmp_path, at_once=6, limit_s=900
-    )
-    assert _failed(engine_judge.judge_speculation(results)) == []
+@needs_hub
+def test_speculation_heads_and_graphs_answer_alike(
+    trees: Path, tmp_path: Path, results: Path
+) -> None:
+    assert _failed("speculation", trees, tmp_path, results, 6) == []
 
 
-@pytest.mark.skipif(not HUB, reason="needs SPARK_GPU_HUB: a hub with the lab's trained model")
+@needs_hub
 def test_turboquant_with_drafts_answers_like_one_sequence_alone(
-    trees: Path, tmp_path: Path
+    trees: Path, tmp_path: Path, results: Path
 ) -> None:
-    results = engine_run.run_cases(
-        engine_cases.turboquant_cases(), trees, tmp_path, at_once=7, limit_s=900
-    )
-    assert _failed(engine_judge.judge_turboquant(results)) == []
+    assert _failed("turboquant", trees, tmp_path, results, 7) == []
 
 
-def test_one_nan_is_refused_by_name(trees: Path, tmp_path: Path) -> None:
-    pairs = engine_cases.nan_cases()
-    results = engine_run.run_cases([case for case, _ in pairs], trees, tmp_path, at_once=3)
-    wanted = {case["name"]: text for case, text in pairs}
-    assert _failed(engine_judge.judge_refused(results, wanted)) == []
+def test_one_nan_is_refused_by_name(trees: Path, tmp_path: Path, results: Path) -> None:
+    assert _failed("nan", trees, tmp_path, results, 3) == []
 
 
-def test_drafts_are_accepted_as_the_model_was_made_for(trees: Path, tmp_path: Path) -> None:
-    cases = profile_cases.steered_cases()
-    results = engine_run.run_cases(cases, trees, tmp_path, at_once=7, limit_s=900)
-    assert _failed(profile_judge.judge_steered(results, cases)) == []
+@needs_hub
+def test_target_and_drafter_read_every_tensor(trees: Path, tmp_path: Path, results: Path) -> None:
+    assert _failed("names", trees, tmp_path, results, 10) == []
 
 
-@pytest.mark.skipif(not HUB, reason="needs SPARK_GPU_HUB: a hub with the lab's trained model")
+def test_drafts_are_accepted_as_the_model_was_made_for(
+    trees: Path, tmp_path: Path, results: Path
+) -> None:
+    assert _failed("steered", trees, tmp_path, results, 7) == []
+
+
+@needs_hub
 def test_profiles_without_the_plugin_answer_alike_with_drafts_and_graphs(
-    trees: Path, tmp_path: Path
+    trees: Path, tmp_path: Path, results: Path
 ) -> None:
-    cases = profile_cases.profile_cases()
-    results = engine_run.run_cases(cases, trees, tmp_path, at_once=6, limit_s=900)
-    assert _failed(profile_judge.judge_profiles(results)) == []
+    assert _failed("profiles", trees, tmp_path, results, 6) == []
 
 
-@pytest.mark.skipif(not HUB, reason="needs SPARK_GPU_HUB: a hub with the lab's trained model")
-def test_later_turns_are_found_in_the_cache_and_answered_alike(trees: Path, tmp_path: Path) -> None:
-    cases = profile_cases.prefix_cases()
-    results = engine_run.run_cases(cases, trees, tmp_path, at_once=6, limit_s=900)
-    assert _failed(profile_judge.judge_prefixes(results)) == []
+@needs_hub
+def test_later_turns_are_found_in_the_cache_and_answered_alike(
+    trees: Path, tmp_path: Path, results: Path
+) -> None:
+    assert _failed("prefixes", trees, tmp_path, results, 6) == []
 
 
-def test_long_prompts_with_drafts_are_answered_as_alone(trees: Path, tmp_path: Path) -> None:
-    cases = profile_cases.long_cases()
-    results = engine_run.run_cases(cases, trees, tmp_path, at_once=3, limit_s=900)
-    assert _failed(profile_judge.judge_long(results)) == []
+def test_true_sizes_and_pictures_agree_with_transformers(
+    trees: Path, tmp_path: Path, results: Path
+) -> None:
+    assert _failed("sizes", trees, tmp_path, results, 10) == []
 
 
-def test_the_opt_in_head_is_measured_once(trees: Path, tmp_path: Path) -> None:
-    Path(profile_cases.HEAD_TIMES).unlink(missing_ok=True)
-    cases = profile_cases.head_cases()
-    results = engine_run.run_cases(cases, trees, tmp_path, at_once=1)
-    assert _failed(profile_judge.judge_heads(results, cases)) == []
+def test_long_prompts_with_drafts_are_answered_as_alone(
+    trees: Path, tmp_path: Path, results: Path
+) -> None:
+    assert _failed("long", trees, tmp_path, results, 3) == []
+
+
+def test_the_opt_in_head_is_measured_once(trees: Path, tmp_path: Path, results: Path) -> None:
+    from tests.gpu import profile_cases
+
+    for path in profile_cases.HEAD_TIMES.values():
+        Path(path).unlink(missing_ok=True)
+    assert _failed("head-choice", trees, tmp_path, results, 3) == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_two_devices_answer_as_one(trees: Path, tmp_path: Path, results: Path) -> None:
+    assert _failed("two-gpus", trees, tmp_path, results, 3) == []

@@ -219,18 +219,18 @@ def damage(full: Path, overlay: Path) -> Iterator[Path]:
     yield tree
 
 
-def main() -> None:
-    """Make all trees."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--hub", type=Path)
-    parser.add_argument("--special", action="store_true", help="also the trees of single proofs")
-    arguments = parser.parse_args()
-    out: Path = arguments.out.resolve()
+def make(out: Path, hub: Path | None, *, special: bool) -> None:
+    """Make all trees.
+
+    Args:
+        out: directory to make them in; not there yet.
+        hub: directory of a hub with the lab's trained model.
+        special: also the trees of single proofs.
+    """
     out.mkdir(parents=True)
     sources = {"wide": write_wide(out)}
-    if arguments.hub:
-        sources["tiny"] = copy_trained(out, arguments.hub)
+    if hub:
+        sources["tiny"] = copy_trained(out, hub)
     work = out / "work"
     work.mkdir()
     for kind, (base, donor) in sources.items():
@@ -238,8 +238,8 @@ def main() -> None:
             build(plan(base, donor, out / f"{kind}-{name}", variant), work)
     for tree in damage(out / "wide-full", out / "wide-overlay"):
         print(tree.name)
-    if arguments.special:
-        _special(out, work, trained=arguments.hub is not None)
+    if special:
+        _special(out, work, trained=hub is not None)
 
 
 def _special(out: Path, work: Path, *, trained: bool) -> None:
@@ -261,6 +261,16 @@ def _special(out: Path, work: Path, *, trained: bool) -> None:
             special.make_draft(out / "tiny-dflash", out / "tiny-base")
         for job in jobs:
             job.result()
+
+
+def main() -> None:
+    """Make the trees asked for on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--hub", type=Path)
+    parser.add_argument("--special", action="store_true", help="also the trees of single proofs")
+    arguments = parser.parse_args()
+    make(arguments.out.resolve(), arguments.hub, special=arguments.special)
 
 
 if __name__ == "__main__":

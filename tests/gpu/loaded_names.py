@@ -1,0 +1,95 @@
+"""Which tensors of a tree an engine reads while it loads.
+
+The engine's loader hands out pairs of name and tensor; a name may still be dropped without a word.
+So what counts here is the bytes: a name is read when an operation other than a view takes data
+from inside its tensor while ``load_weights`` runs.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Place = tuple[str, int, int, str]  # device, first byte, end, name
+
+
+class Reads(TorchDispatchMode):
+    """Notes which of the tensors handed out are read while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.yielded: list[str] = []
+        self.read: set[str] = set()
+        self._places: list[Place] = []
+        self._kept: list[torch.Tensor] = []  # so that no address is used twice
+
+    def hand_out(
+        self, weights: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass the loader's pairs on and remember where their bytes lie."""
+        for name, tensor in weights:
+            start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            self.yielded.append(name)
+            self._kept.append(tensor)
+            if size:
+                bisect.insort(self._places, (str(tensor.device), start, start + size, name))
+            yield name, tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation; note the names its inputs lie in."""
+        if not func.is_view:
+            for value in tree_leaves((args, kwargs or {})):
+                if isinstance(value, torch.Tensor):
+                    self._note(value)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, value: torch.Tensor) -> None:
+        if value.is_meta or not value.numel():
+            return
+        device, start = str(value.device), value.data_ptr()
+        found = bisect.bisect_right(self._places, (device, start, float("inf"), "")) - 1
+        if found >= 0:
+            held, _, end, name = self._places[found]
+            if held == device and start < end:
+                self.read.add(name)
+
+
+def install(loads: list[dict[str, Any]]) -> None:
+    """Let every load of the engine's usual loader add what it handed out and what was read."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    load = DefaultModelLoader.load_weights
+
+    def load_weights(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        reads, own = Reads(), self.get_all_weights
+        self.get_all_weights = lambda *a, **k: reads.hand_out(own(*a, **k))
+        try:
+            with reads:
+                load(self, model, *args, **kwargs)
+        finally:
+            del self.get_all_weights
+        loads.append(
+            {
+                "model": type(model).__name__,
+                "yielded": sorted(reads.yielded),
+                "read": sorted(reads.read),
+            }
+        )
+
+    DefaultModelLoader.load_weights = load_weights
+
+
+def replaced(names: set[str]) -> set[str]:
+    """Return the base's tensors that an overlay's own ones stand for: nobody is to read them."""
+    modules = {name.removesuffix(".weight_fp8") for name in names if name.endswith(".weight_fp8")}
+    modules |= {
+        name.removesuffix(".qweight_int8") for name in names if name.endswith(".qweight_int8")
+    }
+    return {f"{module}.weight" for module in modules} & names

@@ -1,0 +1,48 @@
+"""Every profile served over HTTP with the arguments its plan has, on the lab's trained model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.gpu import serve_case  # needs torch
+
+HUB = os.environ.get("SPARK_GPU_HUB")
+PLANS = Path(__file__).resolve().parents[1] / "unit" / "plan" / "golden"
+TREES = {
+    "v2": "tiny-overlay-head8",
+    "v2-tq": "tiny-overlay-head8",
+    "agent": "tiny-overlay-head8",
+    "v2-native": "tiny-native",
+    "online-fp8": "tiny-base-head8",
+    "base": "tiny-base",
+}
+needs_hub = pytest.mark.skipif(not HUB, reason="needs SPARK_GPU_HUB: a hub with the lab's model")
+
+
+def _failed(trees: Path, out: Path, profile: str, tree: str, kind: str = "") -> list[Any]:
+    name = f"serve-{profile}{'-' + kind if kind else ''}.json"
+    plan = PLANS / f"qwen3.5-122b--{profile}.json"
+    return [r for r in serve_case.prove(trees / tree, out / name, plan, kind) if not r["passed"]]
+
+
+@needs_hub
+@pytest.mark.parametrize("profile", sorted(TREES))
+def test_a_profile_serves_over_http_with_its_own_arguments(
+    profile: str, trees: Path, results: Path
+) -> None:
+    assert _failed(trees, results, profile, TREES[profile]) == []
+
+
+@needs_hub
+def test_pictures_are_answered_over_http(trees: Path, results: Path) -> None:
+    assert _failed(trees, results, "v2", "tiny-overlay-head8", "pictures") == []
+
+
+def test_long_prompts_move_what_the_watch_looks_at(trees: Path, results: Path) -> None:
+    assert _failed(trees, results, "v2", "long", "long") == []
