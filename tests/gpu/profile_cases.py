@@ -17,9 +17,9 @@ HOOKS = {"hook_modules": True}
 PORTABLE = {"load_format": "spark_portable"}
 FULL = "FULL_AND_PIECEWISE"
 STEERED_TOKENS = 300
-LONG_PROMPTS = [30000, 24000, 20011, 16]
+LONG_PROMPTS = [60000, 33000, 20011, 16]
 LONG_OPTIONS = {
-    "max_model_len": 32768,
+    "max_model_len": 65536,
     "max_num_batched_tokens": 8192,
     "kv_cache_memory_bytes": 1 << 31,
 }

@@ -23,7 +23,7 @@ from tests.gpu.engine_judge import (
     row,
 )
 from tests.gpu.loaded_names import replaced
-from tests.gpu.profile_cases import STEERED_TOKENS
+from tests.gpu.profile_cases import LONG_PROMPTS, STEERED_TOKENS
 from tests.gpu.prompts import IDS_LENGTHS, random_prompts
 from tests.gpu.trees import SEED, WIDE, names_of
 
@@ -341,7 +341,7 @@ def judge_long(results: dict[str, Row]) -> list[Row]:
 def _long(results: dict[str, Row], name: str, reference: str) -> Row:
     found = compare_answers(results[reference], results[name])
     return row(
-        f"{name}: prompts of up to 30,000 tokens answered as one alone without drafts",
+        f"{name}: prompts of up to {max(LONG_PROMPTS):,} tokens answered as one alone without drafts",
         not found["beyond_margin"],
         [name, reference],
         acceptance=acceptance(results[name]),

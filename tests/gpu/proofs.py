@@ -83,11 +83,23 @@ def prove(
     found: Rows = []
     for stage in stages:
         rows, failure = judged(stage, results, work, trees)
+        if only is not None:
+            rows = [row for row in rows if _ran(row, results)]
         document = _document(stage, results, rows, failure)
         (out / f"engine-{stage}.json").write_text(json.dumps(document, indent=1) + "\n")
-        broken = {"claim": f"{stage}: judged", "passed": False, "numbers": {"failure": failure}}
+        broken = {
+            "claim": f"{stage}: judged",
+            "passed": False,
+            "cases": [],
+            "numbers": {"failure": failure},
+        }
         found += [*rows, *([broken] if failure else [])]
     return found
+
+
+def _ran(row: dict[str, Any], results: dict[str, Any]) -> bool:
+    """Return whether the engines of a row were asked for; a row without engines has its name."""
+    return all(name in results for name in row["cases"] or [row["claim"]])
 
 
 def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -38,7 +38,7 @@ def adapted(argv: list[str], tree: str, sock: str, kind: str) -> tuple[list[str]
     result = [tree, *argv[1:]]
     replaced = {**REPLACED, "--uds": sock}
     if kind == "long":
-        replaced["--max-model-len"] = str(serve_long.CONTEXT)
+        replaced.pop("--max-model-len")  # the tree can take it
     for option, value in replaced.items():
         if option in result:
             place = result.index(option) + 1
@@ -48,6 +48,8 @@ def adapted(argv: list[str], tree: str, sock: str, kind: str) -> tuple[list[str]
         result.remove("--language-model-only")
         changed.append("without --language-model-only, as vision: true renders it")
     added = dict(ADDED) if "turboquant" in " ".join(argv) else {**ADDED, **FLASH2}
+    if kind == "long":
+        added["--kv-cache-memory-bytes"] = str(serve_long.CACHE_BYTES)
     for option, value in added.items():
         if option in result:
             place = result.index(option) + 1

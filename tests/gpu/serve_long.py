@@ -19,8 +19,8 @@ from tests.gpu.serve_talk import ask
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "files" / "serve"))
 
-CONTEXT = 65536
-PROMPT_TOKENS = 60_000
+CACHE_BYTES = 8 << 30
+PROMPT_TOKENS = 250_000
 TOGETHER = 4
 EVERY_S = 0.01
 PARTS = 4

@@ -24,7 +24,7 @@ STEERED = {"steered-0": 1.0, "steered-50": 0.5, "steered-95": 0.05}
 """Trees by about how many of the first drafts are accepted, with the share of odd tokens."""
 HYBRID = {"layout": "overlay", "head": "int8-g128", "shared_experts": "fp8-donor"}
 PLAIN_HEAD = {**HYBRID, "head": "keep"}
-LONG_POSITIONS = 65536
+LONG_POSITIONS = 262144
 EXPERT_KINDS = 16
 """Experts that differ; 256 of them would only take longer to write."""
 TRUE_35B = Shape(
@@ -58,7 +58,7 @@ def make_steered(out: Path, work: Path) -> None:
 
 
 def make_long(out: Path, work: Path) -> None:
-    """Write random weights that may be asked for 65,536 positions."""
+    """Write random weights that may be asked for 262,144 positions."""
     shape = replace(WIDE, max_positions=LONG_POSITIONS)
     _hybrid(out, work, "long", shape, original.random_weights(shape, SEED), HYBRID)
 
