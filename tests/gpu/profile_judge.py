@@ -341,7 +341,8 @@ def judge_long(results: dict[str, Row]) -> list[Row]:
 def _long(results: dict[str, Row], name: str, reference: str) -> Row:
     found = compare_answers(results[reference], results[name])
     return row(
-        f"{name}: prompts of up to {max(LONG_PROMPTS):,} tokens answered as one alone without drafts",
+        f"{name}: prompts of up to {max(LONG_PROMPTS):,} tokens "
+        "answered as one alone without drafts",
         not found["beyond_margin"],
         [name, reference],
         acceptance=acceptance(results[name]),
