@@ -102,6 +102,24 @@ def watch_modules(recorder: Recorder) -> None:
     for name, module in recorder.models[0].named_modules():
         if name.endswith(HOOKED) and "visual" not in name:
             module.register_forward_hook(keep(name))
+        if name.endswith(".mlp") and "visual" not in name:
+            watch_block(recorder, name, module)
+
+
+def watch_block(recorder: Recorder, name: str, block: Any) -> None:
+    """Keep input and output of a block of experts; its kernels may write over the input."""
+    inputs: list[Any] = []
+
+    def before(module: Any, args: Any, kwargs: Any) -> None:
+        inputs[:] = [(args[0] if args else kwargs["hidden_states"]).clone()]
+
+    def after(module: Any, args: Any, output: Any) -> None:
+        x = inputs[0]
+        if recorder.on and name not in recorder.modules and x.shape[0] >= 64:
+            recorder.modules[name] = (x[:ROWS_KEPT].clone(), output[:ROWS_KEPT].clone())
+
+    block.register_forward_pre_hook(before, with_kwargs=True)
+    block.register_forward_hook(after)
 
 
 def chain(method: Any, depth: int = 0) -> list[str]:

@@ -17,6 +17,8 @@ FP8_LIMIT = 0.006
 """Error of an FP8 module against a reference that rounds activations as the kernel does."""
 INT_LIMIT = 0.004
 """Error of an INT4, INT8 or 16-bit module against its dequantised weight: BF16 rounding."""
+LEAST_ACCEPTANCE = 0.4
+"""Of two drafts of the lab's trained model, about 0.48; a drafter without weights has almost 0."""
 LOGIT_LIMIT = 0.15
 """Error of four layers' logits against the same bytes dequantised; measured about 0.06."""
 
@@ -73,6 +75,8 @@ def module_errors(result: Row, capture: dict[str, Any], weights: Weights) -> dic
     """Return the worst error per kind of module."""
     worst: dict[str, tuple[float, str]] = {}
     for module, (x, y) in capture["modules"].items():
+        if module.endswith(".mlp"):  # a whole block, see experts_judge
+            continue
         chain = result["modules"][module]["method"]
         kind = "fp8" if chain[0].startswith("Fp8") else f"{chain[0]} > {chain[-1]}"
         weight = weights.of(module).float()
@@ -350,7 +354,7 @@ def judge_speculation(results: dict[str, Row]) -> list[Row]:
             continue
         found = compare_answers(results[reference], results[name])
         accepted = acceptance(results[name])
-        good = not found["beyond_margin"] and (accepted is None or accepted > 0.5)
+        good = not found["beyond_margin"] and (accepted is None or accepted > LEAST_ACCEPTANCE)
         rows.append(
             row(
                 f"{name}: greedy answers equal {reference} outside ties",

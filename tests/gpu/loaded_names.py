@@ -84,12 +84,3 @@ def install(loads: list[dict[str, Any]]) -> None:
         )
 
     DefaultModelLoader.load_weights = load_weights
-
-
-def replaced(names: set[str]) -> set[str]:
-    """Return the base's tensors that an overlay's own ones stand for: nobody is to read them."""
-    modules = {name.removesuffix(".weight_fp8") for name in names if name.endswith(".weight_fp8")}
-    modules |= {
-        name.removesuffix(".qweight_int8") for name in names if name.endswith(".qweight_int8")
-    }
-    return {f"{module}.weight" for module in modules} & names
