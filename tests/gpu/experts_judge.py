@@ -57,8 +57,11 @@ def judge(name: str, capture: dict[str, Any], tree: Path) -> Row:
 
 def block(x: torch.Tensor, weights: Weights, chosen: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return the block's output, how clear each position's choice is, and the experts used."""
-    best = (x @ weights["gate.weight"].t()).topk(chosen + 1, dim=1)
-    gap = best.values[:, chosen - 1] - best.values[:, chosen]
+    router = x @ weights["gate.weight"].t()
+    best = router.topk(min(chosen + 1, router.shape[1]), dim=1)
+    gap = best.values[:, chosen - 1] - best.values[:, -1]
+    if router.shape[1] == chosen:  # all of them, nothing to choose
+        gap = torch.full_like(gap, torch.inf)
     experts, share = best.indices[:, :chosen], best.values[:, :chosen].softmax(1)
     result = torch.zeros_like(x)
     for expert in experts.unique().tolist():

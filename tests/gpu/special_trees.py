@@ -34,7 +34,8 @@ TRUE_35B = Shape(
     vocabulary=248320,
     experts=256,
     experts_per_token=8,
-    expert_width=128,
+    # Wider than a group: at 128 vLLM 0.33 permutes the scales of gate and up as if they had one.
+    expert_width=256,
     shared_width=512,
     heads=16,
     kv_heads=2,

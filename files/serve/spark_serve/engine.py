@@ -248,7 +248,7 @@ class Metrics:
         """What moves while work is done; only ever compared with an earlier one.
 
         The tokens stand still while a long prompt is read in chunks. Each chunk takes blocks of the
-        cache, so the share in use should move (not yet seen on a GPU).
+        cache, so the share in use moves (seen on a GPU: docs/reference/engine-proofs.md).
         """
         return self.tokens, self.total("vllm:kv_cache_usage_perc") or 0.0
 
