@@ -50,7 +50,7 @@ def test_only_the_names_to_keep_are_kept():
         ("[]", "has no weight_map"),
         ("{}", "has no weight_map"),
         ('{"metadata": {"weight_map": {"a": "x"}}}', "has no weight_map"),
-        ('{"metadata": {"weight_map": {}}, "weight_map": NaN}', "has no weight_map"),
+        ('{"metadata": {"weight_map": {"a": "x"}}, "weight_map": NaN}', "has no weight_map"),
         ('{"weight_map": []}', "has no weight_map"),
         ('{"weight_map": {"a": 1}}', "has no weight_map"),
         ('{"weight_map": {"a": "x"}', "is not JSON"),
