@@ -89,6 +89,11 @@ def start(paths: LabPaths, name: str) -> None:
     server = SERVERS[name]
     if pid_of(paths, name) is not None:
         return
+    if _answers(server):
+        raise LabError(
+            f"server {name}", f"another program listens on port {server.port}",
+            "find it with `ss -ltnp` and stop it, or run `lab down` when it is a lab's",
+        )  # fmt: skip
     paths.run.mkdir(parents=True, exist_ok=True)
     cgroup.create(HOST_TREE)
     with (paths.run / f"{name}.log").open("ab") as log:
@@ -105,13 +110,17 @@ def _wait_for_port(paths: LabPaths, server: Server, process: subprocess.Popen[by
     while time.monotonic() < deadline:
         if process.poll() is not None:
             break
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST_IP, server.port)) == 0:
-                return
+        if _answers(server):
+            return
         time.sleep(0.05)
     log = paths.run / f"{server.name}.log"
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
     raise LabError(f"server {server.name}", f"did not start\n{tail}", f"read {log}")
+
+
+def _answers(server: Server) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST_IP, server.port)) == 0
 
 
 def stop(paths: LabPaths, name: str) -> None:

@@ -1,11 +1,12 @@
 """The lab's parts that need no guest."""
 
 import argparse
+import dataclasses
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 
@@ -314,11 +315,11 @@ def test_what_a_program_says_is_passed_on_when_asked(capfd):
 def test_a_pid_that_went_to_another_server_is_not_taken_for_this_one(monkeypatch, tmp_path):
     lab = LabPaths(tmp_path)
     lab.run.mkdir()
-    script = "echo up; read forever"
-    hub = subprocess.Popen(["sh", "-c", script, "lab _hub"], stdin=PIPE, stdout=PIPE)
-    assert hub.stdout is not None
-    hub.stdout.readline()  # before that, the command line may still be empty
+    words = ["sh", "-c", "echo up; read forever", "lab _hub"]
+    hub = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert hub.stdout is not None
+        assert hub.stdout.readline() == b"up\n"
         monkeypatch.setattr(cgroup, "pids", lambda name: {hub.pid})
         for name in ("hub", "registry"):
             (lab.run / f"{name}.pid").write_text(str(hub.pid))
@@ -344,3 +345,13 @@ def test_a_registry_that_its_package_started_makes_room_for_the_labs_own(monkeyp
     monkeypatch.setattr(distribution.Path, "is_dir", lambda path: False)
     distribution.install_programs()
     assert ran[-1][0] == "apt-get"
+
+
+def test_a_port_that_another_program_has_is_named_before_a_server_starts(monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        registry = servers.SERVERS["registry"]
+        taken = dataclasses.replace(registry, port=other.getsockname()[1])
+        monkeypatch.setattr(servers, "HOST_IP", "127.0.0.1")
+        monkeypatch.setitem(servers.SERVERS, "registry", taken)
+        with pytest.raises(LabError, match=rf"another program listens on port {taken.port}"):
+            servers.start(LabPaths(tmp_path), "registry")
