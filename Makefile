@@ -23,7 +23,7 @@ GATE := tests/unit tests/engine/test_engine_sources.py \
   tests/host/test_converge.py tests/host/test_looks.py tests/host/test_drift.py \
   tests/host/test_profiles.py \
   tests/faults/test_hosts.py tests/faults/test_sources.py tests/faults/test_misbehaving_engine.py \
-  tests/faults/test_killed_controller.py tests/faults/test_half_built.py
+  tests/faults/test_killed_controller.py
 
 test: venv ## unit tests and the lab tests of the whole path, from nothing (root)
 	$(PY) -m lab prepare --engine none

@@ -37,7 +37,7 @@ class Schedule:
     drills_per_round: int = 70  # a round is every fixed lesson once
     long_sentences: int = 60  # of filler, in one exercise of each round
     rate: float = 2e-3
-    threads: int = 2
+    threads: int = 1  # the matrices are small: a second thread makes it no faster
     margin: float = 0.5  # of logits; BF16 arithmetic moves them by about a tenth of that
 
 
