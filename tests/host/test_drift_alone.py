@@ -58,7 +58,7 @@ def look(owned: Owned) -> str:
 def change(guest: Guest, owned: Owned) -> str:
     """Change one thing; return what the host said of it before, once it said otherwise."""
     done = CHANGES[owned["kind"]].format(name=owned["name"])
-    told = guest.run(f"{look(owned)}; echo ---; {done} >&2 && echo --- && {look(owned)}")
+    told = guest.run(f"{look(owned)}; echo ---; ( {done} ) >&2 && echo --- && {look(owned)}")
     before, between = (told + "\n").split("---\n", 2)[::2]
     assert before.strip()
     assert before != between, owned
