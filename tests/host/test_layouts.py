@@ -98,7 +98,7 @@ def test_all_that_is_large_can_live_on_another_disk(fleet: Fleet) -> None:
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)
-    guest.run("mkdir -p /data && mount -t tmpfs -o size=300m data /data")
+    guest.run("mkdir -p /data && mount -t tmpfs -o size=4g data /data")
     kinds = ("models", "sources", "cache")
     fleet.site.choose(paths={f"{kind}_dir": f"/data/{kind}" for kind in kinds})
 
