@@ -242,7 +242,7 @@ class Bench:
         self.write(
             f"{asked}.sh",
             f'curl -sSiN -m 60 -H "Authorization: Bearer $(cat /etc/spark/api-key)" '
-            f'-d @{asked}.json http://127.0.0.1:8000/v1/chat/completions; echo "rc=$?"',
+            f'-d @{asked}.json http://127.0.0.1:8000/v1/chat/completions; printf "\\nrc=%s\\n" $?',
         )
         self.run(f"systemd-run -q sh -c 'sh {asked}.sh > {asked}.out 2>&1'")
         self.guest.wait(
