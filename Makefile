@@ -26,9 +26,9 @@ GATE := tests/unit tests/engine/test_engine_sources.py \
   tests/faults/test_killed_controller.py
 
 test: venv ## unit tests and the lab tests of the whole path, from nothing (root)
-	$(PY) -m lab prepare --engine none
-	@# The real engine and the training of its model go on beside the unit tests; the first lab
-	@# test waits for them, by the lab's own lock.
+	$(PY) -m lab prepare --engine none --engine-trees
+	@# The real engine's image and the training of its model go on beside the unit tests; the
+	@# first lab test waits for them, by the lab's own lock.
 	@$(PY) -m lab prepare --engine cpu & prepared=$$!; \
 	  $(PY) -m pytest --durations=12 $(GATE); tested=$$?; \
 	  wait $$prepared && exit $$tested

@@ -38,7 +38,10 @@ def _print_guests(guests: Sequence[Guest]) -> None:
 
 def _prepare(paths: LabPaths, options: argparse.Namespace) -> int:
     started = time.monotonic()
-    lifecycle.up(paths, [], fresh=False, bootstrap=frozenset(), engine=options.engine)
+    lifecycle.up(
+        paths, [], fresh=False, bootstrap=frozenset(), engine=options.engine,
+        engine_trees=options.engine_trees,
+    )  # fmt: skip
     print(f"lab prepared in {time.monotonic() - started:.1f} s; state in {paths.state}")
     return 0
 
@@ -154,6 +157,8 @@ def _parser() -> argparse.ArgumentParser:
 
     ready = commands.add_parser("prepare", help="have everything that guests need, and no guest")
     ready.add_argument("--engine", choices=["none", "stub", "cpu"], default="cpu")
+    ready.add_argument("--engine-trees", action="store_true",
+                       help="unpack the real engine already, whose image comes later")  # fmt: skip
     ready.set_defaults(run=_prepare)
 
     down = commands.add_parser("down", help="power guests off; without names the whole lab")

@@ -49,12 +49,18 @@ def lab_lock(paths: LabPaths, name: str = "lock") -> Iterator[None]:
 
 
 def up(
-    paths: LabPaths, names: Sequence[str], *, fresh: bool, bootstrap: frozenset[str], engine: str
+    paths: LabPaths,
+    names: Sequence[str],
+    *,
+    fresh: bool,
+    bootstrap: frozenset[str],
+    engine: str,
+    engine_trees: bool = False,
 ) -> list[Guest]:
     """Have the named guests running and reachable; running ones are left alone."""
     guests = [Guest(paths, name) for name in names]
     with lab_lock(paths):
-        ground = stock.prepare(paths)
+        ground = stock.prepare(paths, engine_trees=engine_trees or engine == "cpu")
         for one in guests:
             if fresh:
                 guest.destroy(one)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lab import archive, identity, models, network, packages, recipes, rootfs, servers
 from lab.code import use_copied_code
 from lab.distribution import Distribution, install_programs, this_distribution
 from lab.paths import LabPaths
+from lab.shell import run
+
+_CHECKOUT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +28,8 @@ class Ground:
     debs: Path  # packages that the base lacks
 
 
-def prepare(paths: LabPaths) -> Ground:
-    """Have programs, packages, base and servers."""
+def prepare(paths: LabPaths, *, engine_trees: bool) -> Ground:
+    """Have programs, packages, base and servers, and if wanted the real engine's trees."""
     installed = install_programs()
     if installed:
         print(f"installed on this machine: {' '.join(installed)}", flush=True)
@@ -29,11 +37,28 @@ def prepare(paths: LabPaths) -> Ground:
         directory.mkdir(parents=True, exist_ok=True)
     use_copied_code(paths)
     distribution = this_distribution()
-    ground = _publish_packages(paths, distribution)
+    with _beside(_make_engine_trees if engine_trees else None):
+        ground = _publish_packages(paths, distribution)
     identity.ensure_ssh_key(paths)
     network.ensure_bridge()
     servers.start_all(paths)
     return ground
+
+
+@contextmanager
+def _beside(work: Callable[[], object] | None) -> Iterator[None]:
+    """Have ``work`` done at the end: it keeps one core busy, like what goes on meanwhile."""
+    if work is None:
+        yield
+        return
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        done = pool.submit(work)
+        yield
+        done.result()
+
+
+def _make_engine_trees() -> None:
+    run([sys.executable, "-m", "lab.engine", "build"], cwd=_CHECKOUT, show=True)
 
 
 def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
@@ -61,7 +86,8 @@ def publish_engine(paths: LabPaths, ground: Ground, engine: str) -> None:
         made.append(recipes.stub_engine(paths, ground.distribution))
     if engine == "cpu":
         made.append(recipes.vllm_cpu(paths))
-    for recipe in made:
-        recipes.publish(paths, recipe)
-    if engine != "none" and models.MODEL_DIR.exists():
-        models.ensure_models(paths, trained=engine == "cpu")
+    wanted = engine != "none" and models.MODEL_DIR.exists()
+    trained = partial(models.ensure_models, paths, trained=engine == "cpu")
+    with _beside(trained if wanted else None):
+        for recipe in made:
+            recipes.publish(paths, recipe)
