@@ -22,6 +22,7 @@ _LONGEST_PAUSE_S = 15
 def poll(host: Host, script: str) -> tuple[bool, str, str]:
     """Run ``script`` as root; return whether it exited with 0, its output and its errors.
 
+    With or without sudo, as the host's settings say: a root login may have none installed.
     Reconnects with growing pauses when the connection is gone.
 
     Raises:
@@ -53,7 +54,7 @@ def _once(host: Host, script: str) -> tuple[bool, str, str]:
         host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
     ok, output = host.run_shell_command(
         StringCommand("sh", "-c", shlex.quote(script)),
-        _sudo=True,
+        _sudo=host.data.get("_sudo", False),
         _timeout=COMMAND_TIMEOUT_S,
     )
     return ok, output.stdout, output.stderr

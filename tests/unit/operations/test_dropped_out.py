@@ -19,7 +19,7 @@ class Wired:
 
     def __init__(self, *answers: Any, plugged: bool = True):
         self.answers, self.plugged, self.logs, self.connects = list(answers), plugged, [], 0
-        self.connected = True
+        self.connected, self.data = True, {"_sudo": True}
         transport = SimpleNamespace(is_active=lambda: self.plugged)
         self.connector = SimpleNamespace(client=SimpleNamespace(get_transport=lambda: transport))
 

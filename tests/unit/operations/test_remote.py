@@ -15,9 +15,9 @@ class RebootingHost:
 
     name = "spark-1"
 
-    def __init__(self, failing_connects: int):
+    def __init__(self, failing_connects: int, sudo: bool = True):
         self.connected, self.failing, self.said = True, failing_connects, []
-        self.lost = True
+        self.lost, self.data, self.with_sudo = True, {"_sudo": sudo}, []
 
     def connect(self, raise_exceptions: bool = False, **_: Any) -> None:
         if not self.failing:
@@ -30,7 +30,8 @@ class RebootingHost:
     def disconnect(self) -> None:
         self.connected = False
 
-    def run_shell_command(self, command: Any, **_: Any) -> Any:
+    def run_shell_command(self, command: Any, *, _sudo: bool, _timeout: int) -> Any:
+        self.with_sudo.append(_sudo)
         if not self.connected:
             raise AttributeError("'NoneType' object has no attribute 'open_session'")
         if self.lost:
@@ -59,3 +60,10 @@ def test_a_host_that_reboots_is_asked_until_it_is_back(quick):
 def test_a_host_that_stays_away_ends_the_waiting():
     with pytest.raises(ConnectError, match="spark-1 stayed unreachable"):
         remote.poll(RebootingHost(failing_connects=10**6), "true")
+
+
+@pytest.mark.parametrize("sudo", [True, False])
+def test_waiting_asks_for_sudo_only_where_the_host_wants_it(sudo):
+    host = RebootingHost(failing_connects=2, sudo=sudo)
+    assert remote.poll(host, "true")[0]
+    assert host.with_sudo == [sudo, sudo]
