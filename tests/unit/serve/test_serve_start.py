@@ -1,10 +1,14 @@
-"""How an engine's container is started: as the deploy proved that containers see the GPU here."""
+"""How an engine's container is started, and what must be there before a running one is touched."""
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Callable
+
 import pytest
-from spark_serve import docker, serve
+from spark_serve import docker, files, gateway, memory, serve, switch
 from spark_serve.errors import HostToolError
+from spark_serve.paths import Paths
 from stub_host import RELEASE, Host
 
 
@@ -32,3 +36,41 @@ def test_without_that_proof_nothing_is_started_and_the_way_out_is_named(
     words = "gpu-container.json: does not say how a container gets at the GPU; fix: run the deploy"
     with pytest.raises(HostToolError, match=words):
         serve.prepare(RELEASE, host.paths)
+
+
+@pytest.mark.parametrize("way", [serve.prepare, serve.run], ids=["prepare", "run"])
+def test_a_second_engine_is_refused_by_the_name_of_the_first(
+    host: Host, monkeypatch: pytest.MonkeyPatch, way: Callable[[str, Paths], int]
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(serve.os, "execvpe", lambda program, *_: started.append(program))
+    host.release()
+    host.paths.run.mkdir(parents=True, exist_ok=True)
+    with (host.paths.run / "engine.lock").open("w") as lock:
+        lock.write("main-ffffffffffff\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(
+            HostToolError, match="the engine of main-ffffffffffff runs on this host"
+        ):
+            way(RELEASE, host.paths)
+    assert started == []
+
+
+def test_a_change_is_refused_untouched_where_the_gateway_has_no_account(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room, rest in ((serve, "part_problem"), (docker, "gpu_problem"), (memory, "problem")):
+        monkeypatch.setattr(room, rest, lambda *_: None)
+    nginx = host.paths.root / "usr/sbin/nginx"
+    nginx.parent.mkdir(parents=True)
+    nginx.touch(0o755)
+    release = host.release()
+    assert gateway.problem(release, host.paths) is None
+    host.gateway(user="spark-nobody-here")
+
+    assert switch.switch(RELEASE, host.paths) == 1
+    ended = files.read_json(host.paths.switch(RELEASE)) or {}
+    assert (ended["state"], ended["failed_phase"]) == ("refused", "prove")
+    words = "account spark-nobody-here: does not exist on this host; fix: systemd-sysusers"
+    assert ended["reason"].startswith(words)
