@@ -102,7 +102,7 @@ def _release(plan: HostPlan) -> Iterator[Owned]:
     yield Owned("user", GATEWAY_USER, install)
     yield from _files(release_files_of(plan), install)
     change = f"Serve | Serve the release on {plan.host}"
-    for unit in (f"spark-serve@{serve.name}.service", f"spark-gateway@{serve.service}.service"):
+    for unit in (serve.unit, f"spark-gateway@{serve.service}.service"):
         yield Owned("active", unit, change)
         yield Owned("enabled", unit, change)
     yield Owned("state", f"{plan.paths.state_dir}/proofs/{serve.name}.json", change)

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from spark_deploy.catalog import Profile, load_model, load_profile
 from spark_deploy.cli.hosts import OPEN_COMMIT, listed, planned
 from spark_deploy.locking import size
-from spark_deploy.plan.digest import plain
+from spark_deploy.plan.disk import disk_total
 from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.host import effective_profile
 from spark_deploy.plan.memory import gib
+from spark_deploy.plan.release import document
 from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServePlan
 from spark_deploy.settings_types import Settings
 
@@ -23,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     hosts = listed(options)
     plans = [planned(host, estimate=options.estimate) for host in hosts]
     if options.json:
-        print(json.dumps([plain(plan) for plan in plans], indent=1))
+        print(json.dumps([document(plan) for plan in plans], indent=1))
         return 0
     texts = (lines(plan, host.settings.settings) for plan, host in zip(plans, hosts, strict=True))
     print("\n\n".join("\n".join(text) for text in texts))
@@ -51,6 +52,7 @@ def lines(plan: HostPlan, settings: Settings) -> Iterator[str]:
     yield from _memory(plan, profile)
     yield from _disk(plan)
     yield _row("engine", shlex.join(["vllm", "serve", *plan.serve.argv]))
+    yield from _unit(plan)
     yield from _service(plan.serve, plan.gateway)
     for warning in plan.warnings:
         yield _row("WARNING", warning)
@@ -121,6 +123,18 @@ def _disk(plan: HostPlan) -> Iterator[str]:
         peak = f", {size(use.peak_bytes)} on the way" if use.peak_bytes != use.after_bytes else ""
         yield _row(title, f"{size(use.after_bytes):>9}{peak} for {use.what} in {use.path}")
         title = ""
+    peak_bytes, after_bytes = disk_total(plan.disk)
+    yield _row(
+        "",
+        f"{size(after_bytes):>9}, at most {size(peak_bytes)} on the way, in all on a "
+        "bare host; `doctor` compares with each filesystem",
+    )
+
+
+def _unit(plan: HostPlan) -> Iterator[str]:
+    unit = document(plan)["unit"]
+    yield _row("unit", f"{unit['name']} with {unit['drop_in']}:")
+    yield _row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
 
 
 def _service(serve: ServePlan, gateway: GatewayPlan) -> Iterator[str]:

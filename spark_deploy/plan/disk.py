@@ -1,4 +1,8 @@
-"""Bytes on each filesystem a host writes to: the highest on the way, and what stays."""
+"""Bytes in each folder that artefacts go to, and in all: the highest on the way, and what stays.
+
+Which of them share a filesystem, and what is free or there already, only the host knows: preflight
+and ``doctor`` compare (``spark_deploy/preflight/room.py``).
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,11 @@ def image_after_bytes(image: ImagePlan) -> int:
 def image_peak_bytes(image: ImagePlan) -> int:
     """Return what an image takes while it arrives."""
     return image.size_bytes + image_after_bytes(image)
+
+
+def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
+    """Return what a bare host with one filesystem needs at most on the way, and what it keeps."""
+    return sum(use.peak_bytes for use in uses), sum(use.after_bytes for use in uses)
 
 
 def done_once_there(checkpoint: CheckpointPlan | None) -> tuple[tuple[str, str], ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.plan.digest import plain
+from spark_deploy.plan.disk import disk_total
 from spark_deploy.plan.jobs import needs_mounts
 from spark_deploy.plan.serve import start_limit_s, stop_limit_s
 from spark_deploy.plan.types import HostPlan
@@ -30,10 +31,25 @@ def release_files_of(plan: HostPlan) -> tuple[ManagedFile, ...]:
         ManagedFile(f"{home}/release.json", _json(release)),
         ManagedFile(f"{home}/plan.json", _json(plain({"serve": serve, "memory": plan.memory}))),
         ManagedFile(
-            f"{UNITS_DIR}/spark-serve@{serve.name}.service.d/50-release.conf",
+            f"{UNITS_DIR}/{serve.unit}.d/50-release.conf",
             limits(release).encode(),
         ),
     )
+
+
+def document(plan: HostPlan) -> dict[str, Any]:
+    """Return the whole plan of a host as plain data, with what follows from its parts."""
+    drop_in = release_files_of(plan)[-1]
+    peak_bytes, after_bytes = disk_total(plan.disk)
+    return {
+        **plain(plan),
+        "disk_total": {"peak_bytes": peak_bytes, "after_bytes": after_bytes},
+        "unit": {
+            "name": plan.serve.unit,
+            "drop_in": drop_in.path,
+            "lines": drop_in.content.decode().splitlines(),
+        },
+    }
 
 
 def _json(value: object) -> bytes:

@@ -249,7 +249,7 @@ class MemoryPlan:
     kv_bytes_per_token: int
     block_tokens: int  # one cache block holds one GDN state, so it is this many tokens
     kv_tokens: int
-    full_context_users: float  # kv_tokens / max_model_len
+    full_context_users: float  # blocks there are / blocks one request of full length takes
     needed_bytes: int  # MemAvailable required before start
     floor_bytes: int  # spark-watch stops the engine below this
     memory_fraction: float  # as handed to the engine
@@ -317,6 +317,11 @@ class ServePlan:
     def name(self) -> str:
         """Instance name of every unit of this release."""
         return f"{self.service}-{self.digest[:12]}"
+
+    @property
+    def unit(self) -> str:
+        """The systemd unit of this release's engine."""
+        return f"spark-serve@{self.name}.service"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,23 @@ def test_a_plan_as_json_is_a_list_with_one_entry_for_each_host(spark_deploy):
     assert (plan["host"], plan["model"], plan["profile"]) == ("spark-1", "qwen3.5-122b", "v2")
 
 
+def test_a_plan_names_the_unit_with_its_limits_and_what_the_disk_takes_in_all(spark_deploy):
+    _, text, _ = spark_deploy("plan", "--estimate")
+    _, out, _ = spark_deploy("plan", "--estimate", "--json")
+    [plan] = json.loads(out)
+    unit = plan["unit"]["name"]
+    assert re.fullmatch(r"spark-serve@main-[0-9a-f]{12}\.service", unit)
+    assert f"unit        {unit} with /etc/systemd/system/{unit}.d/50-release.conf:" in text
+    assert "; StartLimitBurst=3; RestartSec=60; TimeoutStartSec=" in text
+
+    sums = [
+        round(sum(use[key] for use in plan["disk"]) / 1e9, 1)
+        for key in ("after_bytes", "peak_bytes")
+    ]
+    assert sums[1] > sums[0] > 70
+    assert f"{sums[0]} GB, at most {sums[1]} GB on the way, in all on a bare host" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,9 +13,8 @@ import pytest
 from spark_deploy.checkout import CHECKOUT, catalog_names
 from spark_deploy.errors import PlanError
 from spark_deploy.lock import read_lock
-from spark_deploy.plan.digest import plain
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.release import release_files_of
+from spark_deploy.plan.release import document, release_files_of
 from spark_deploy.plan.types import PayloadIdentity
 from spark_deploy.settings import load_hosts
 
@@ -34,7 +33,7 @@ def plan_of(model: str, profile: str, tmp_path: Path, **more):
 
 def readable(plan) -> dict:
     """Leave out what repeats: file lists, and the parts of the release shown elsewhere."""
-    data = plain(plan)
+    data = document(plan)
     for source in [*data["sources"], (data["checkpoint"] or {}).get("base")]:
         if source:
             source["files"] = f"{len(source['files'])} files"
