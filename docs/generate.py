@@ -273,15 +273,15 @@ def _compared() -> Iterator[str]:
         "| KV cache | published | as 0.19 counts | requests of 262,144 |",
         "|---|---|---|---|",
     )
-    for dtype, published in (
-        ("auto", "355,000 tokens, 1 user"),
-        ("turboquant_k3v4_nc", "1,400,000 tokens, 5 users"),
-    ):
+    apart = []
+    for dtype, (tokens, users) in PUBLISHED_AT_090.items():
         found = _plan_at_090(dtype)
-        groups = f"{found.kv_tokens:,} tokens / 4 groups = {found.kv_tokens // 4:,}"
-        yield f"| {dtype} | {published} | {groups} | {found.full_context_users} |"
+        counted = found.kv_tokens // GROUPS
+        groups = f"{found.kv_tokens:,} tokens / {GROUPS} groups = {counted:,}"
+        yield f"| {dtype} | {tokens:,} tokens, {users} | {groups} | {found.full_context_users} |"
+        apart.append(f"{abs(counted / tokens - 1):.0%}".removesuffix("%"))
     yield ""
-    yield COMPARED_AFTER
+    yield COMPARED_AFTER.replace("APART", " and ".join(apart))
 
 
 def _plan_at_090(dtype: str) -> MemoryPlan:
@@ -293,6 +293,13 @@ def _plan_at_090(dtype: str) -> MemoryPlan:
     )
     return plan_memory(model, profile, build(Settings, _defaults()))
 
+
+# Cache groups of this architecture, and tokens and users as published, by the cache's type.
+GROUPS = 4
+PUBLISHED_AT_090 = {
+    "auto": (355_000, "1 user"),
+    "turboquant_k3v4_nc": (1_400_000, "5 users"),
+}
 
 COMPARED_BEFORE = """
 Published by the community for Qwen3.5-122B at a memory fraction of 0.90 on vLLM 0.19, with two
@@ -306,7 +313,7 @@ The engine of that time logged the number of blocks divided by the number of cac
 gated delta nets. A request needs a page for each piece of its context in the first one only, and
 a few blocks for its state in the others, so about four times as many tokens fit as that line
 says, and the users counted from it are too few by as much. 0.33.0 logs the requests of full length
-that fit, times their length. What is left between published and ours (2 and 14 %) is what weights
+that fit, times their length. What is left between published and ours (APART %) is what weights
 and runtime took then and what we estimate. The figure that decides is what a running engine logs;
 the plan's is for choosing and refusing before the first byte.
 """.strip()

@@ -164,3 +164,21 @@ def test_what_nearly_fits_names_three_ways_and_each_of_them_works(tmp_path):
 def test_a_cache_pinned_too_small_for_one_request_is_refused(tmp_path):
     [problem] = check_pair(settings_with(tmp_path, **{"engine.kv_cache_gib": 1}))
     assert problem.fix.startswith("drop engine.kv_cache_gib")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "published_tokens", "apart"),
+    # Published for one Spark at 0.90, as vLLM 0.19 counts: blocks / four cache groups.
+    [("auto", 355_000, 0.05), ("turboquant_k3v4_nc", 1_400_000, 0.20)],
+)
+def test_the_cache_of_the_122b_is_about_as_large_as_the_published_one(
+    tmp_path, dtype, published_tokens, apart
+):
+    profile = profile_with("v2")
+    profile = dataclasses.replace(
+        profile,
+        kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype),
+        limits=dataclasses.replace(profile.limits, memory_fraction=0.9, max_sequences=1),
+    )
+    planned = plan_memory(load_model("qwen3.5-122b"), profile, settings_with(tmp_path))
+    assert planned.kv_tokens / 4 == pytest.approx(published_tokens, rel=apart)
