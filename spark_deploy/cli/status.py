@@ -21,6 +21,8 @@ from spark_deploy.plan.jobs import jobs_of_pair
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import TOOLS_DIR, HostPlan
 
+_FIRST_TOKENS = "prefix reuse"  # the check of files/serve that times a growing conversation
+
 
 def run(options: argparse.Namespace) -> int:
     """Print the state of the chosen hosts; 1 when one does not provably serve its plan."""
@@ -128,6 +130,9 @@ def _serves(one: dict[str, Any]) -> str:
 def _details(one: dict[str, Any]) -> Iterator[str]:
     if one["proof"]:
         yield f"  proof    {_proof(one['proof'])}"
+        for check in one["proof"].get("checks", ()):
+            if check["name"] == _FIRST_TOKENS and check["ok"]:  # what prefix caching is for
+                yield f"  prefix   {check['detail']}"
         for text in one["proof"].get("speed", ()):
             yield f"  speed    {text.removeprefix('speed: ')}"
     if one["live"]:

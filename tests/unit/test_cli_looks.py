@@ -89,6 +89,15 @@ def test_status_says_what_is_served_how_well_proven_and_what_differs(tmp_path):
     assert "2026-11-21T10:00:00Z stall: restarted" in text
 
 
+def test_status_says_how_soon_a_later_turn_began_where_the_proof_asked(tmp_path):
+    said = "turn 2 began to answer after 0.31 s, turn 1 after 4.02 s"
+    for ok in (True, False):
+        check = {"name": "prefix reuse", "ok": ok, "detail": said}
+        found = document()
+        found["proofs"][RELEASE]["checks"].append(check)
+        assert (f"\n  prefix   {said}\n" in shown(tmp_path, found)) is ok
+
+
 def test_status_says_who_stopped_a_service_and_that_it_was_rolled_back(tmp_path):
     found = document()
     service = found["services"]["main"]
