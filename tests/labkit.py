@@ -248,12 +248,31 @@ class Run:
 
     @property
     def changed(self) -> list[str]:
-        """Names of operations that changed something."""
-        return self.operations("success")
+        """Names of operations that changed something.
+
+        Raises:
+            AssertionError: the run told no results, so nobody knows what it changed.
+        """
+        return self.changed_on("")
 
     def changed_on(self, host: str) -> list[str]:
         """Names of operations that changed something on one host."""
+        if "operations" not in (self.document.get("results") or {}):
+            raise AssertionError(f"no results ({self.exit_code}):\n{self.stderr[-4000:]}")
         return self.operations("success", host)
+
+    def must_have_changed_nothing(self) -> None:
+        """Insist that the run went well, found everything as it should be and changed nothing.
+
+        Raises:
+            AssertionError: it failed, had nothing to look at, or changed something.
+        """
+        changed, failed = self.changed, self.failed
+        if self.exit_code or changed or failed or not self.operations("no_change"):
+            raise AssertionError(
+                f"exit code {self.exit_code}, changed {changed}, failed {failed}:\n"
+                f"{self.stderr[-4000:]}"
+            )
 
     @property
     def failed(self) -> list[str]:

@@ -267,4 +267,4 @@ def next_runs(fleet: Fleet) -> None:
     limit = ("--limit", fleet.guests[0].name)
     finished = fleet.site.deploy(*limit)
     assert finished.exit_code == 0, finished.stderr[-4000:]
-    assert fleet.site.deploy(*limit).changed == []
+    fleet.site.deploy(*limit).must_have_changed_nothing()

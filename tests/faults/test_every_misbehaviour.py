@@ -32,7 +32,7 @@ def trials(fleet: Fleet) -> Iterator[list[Trial]]:
     fleet.settle()
     yield [Trial.on(guest) for guest in fleet.guests]
     # None of them left anything for a deploy to do.
-    assert fleet.settle().changed == []
+    fleet.settle().must_have_changed_nothing()
 
 
 def test_the_same_candidate_without_a_fault_is_proven(trials: list[Trial]) -> None:

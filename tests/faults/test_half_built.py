@@ -108,7 +108,7 @@ def test_a_choice_that_was_given_up_half_built_is_not_built_at_the_next_boot(fle
         assert run.exit_code == 0, run.stderr[-3000:]
         assert run.changed == ["Serve | Wait until everything is prepared"]
         assert guest.run(boots_to_build) == ""
-    assert fleet.site.deploy(*limit).changed == []
+    fleet.site.deploy(*limit).must_have_changed_nothing()
 
 
 def test_a_finished_tree_that_lost_a_file_is_never_served(fleet: Fleet) -> None:

@@ -63,4 +63,4 @@ def test_a_power_cut_while_the_candidate_loads_boots_the_old_release(fleet: Flee
     assert guest.serving() == before
     assert guest.ask("What is the capital of France?")[0] == 200
     # Taking the choice back changes nothing: no step of the broken change is left to undo.
-    assert fleet.settle().changed == []
+    fleet.settle().must_have_changed_nothing()

@@ -62,7 +62,7 @@ def kill_in_the_middle_of_a_job(fleet: Fleet, kind: str, seconds: float = 90) ->
         assert guest.run(IS_PROVEN[kind].format(**held["proof"]) + " 2>/dev/null || :") == ""
         attach(fleet, hold)
     assert starts() == begun  # attached to, not begun again
-    assert fleet.site.deploy("--limit", guest.name).changed == []
+    fleet.site.deploy("--limit", guest.name).must_have_changed_nothing()
 
 
 def kill_in_a_phase(fleet: Fleet, phase: str, **choices: object) -> None:

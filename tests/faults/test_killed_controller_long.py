@@ -48,4 +48,4 @@ def test_killed_while_the_host_goes_back(fleet: Fleet) -> None:
     assert guest.serving() == guest.boots() == before
     assert guest.answers("What is the capital of France?", "Paris")
     fleet.settle(guest)
-    assert fleet.site.deploy("--limit", guest.name).changed == []
+    fleet.site.deploy("--limit", guest.name).must_have_changed_nothing()

@@ -43,5 +43,5 @@ def test_a_deploy_of_it_is_red_and_the_old_release_alone_is_proven(
     assert proofs["proven"] == [name_of(unit)]
     assert proofs["boots"] == before
     # Taking the choice back is all it needs: the host is what it was.
-    assert fleet.settle(guest).changed == []
+    fleet.settle(guest).must_have_changed_nothing()
     assert guest.serving() == before

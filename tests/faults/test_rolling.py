@@ -89,7 +89,7 @@ def test_a_bad_release_reaches_one_host_and_all_three_serve_the_old_one(three: T
     assert three.changes()[0] != began[0]
     assert three.changes()[1:] == began[1:]
     three.settle()
-    assert three.site.deploy().changed == []
+    three.site.deploy().must_have_changed_nothing()
 
 
 def test_a_failure_in_the_middle_leaves_what_is_done_and_what_is_to_come(three: Three) -> None:
@@ -113,7 +113,7 @@ def test_a_failure_in_the_middle_leaves_what_is_done_and_what_is_to_come(three: 
     assert again.exit_code == 0, again.stderr[-3000:]
     assert [name for name in again.changed if name in serve] == serve[1:]
     assert len(set(three.releases())) == 1
-    assert three.site.deploy().changed == []
+    three.site.deploy().must_have_changed_nothing()
 
 
 def test_a_host_that_is_down_blocks_nobody(three: Three) -> None:
@@ -135,7 +135,7 @@ def test_a_host_that_is_down_blocks_nobody(three: Three) -> None:
     assert again.exit_code == 0, again.stderr[-3000:]
     assert f"Serve | Serve the release on {down.name}" in again.changed
     assert len(set(three.releases())) == 1
-    assert three.site.deploy().changed == []
+    three.site.deploy().must_have_changed_nothing()
 
 
 def test_a_host_that_drops_out_before_its_change_holds_up_the_others_for_minutes_at_most(
@@ -162,7 +162,7 @@ def test_a_host_that_drops_out_before_its_change_holds_up_the_others_for_minutes
     again = three.site.deploy()
     assert again.exit_code == 0, again.stderr[-3000:]
     assert len(set(three.releases())) == 1
-    assert three.site.deploy().changed == []
+    three.site.deploy().must_have_changed_nothing()
 
 
 def test_a_host_that_loses_power_in_its_own_change_stops_the_change_of_the_others(
@@ -187,4 +187,4 @@ def test_a_host_that_loses_power_in_its_own_change_stops_the_change_of_the_other
     again = three.site.deploy()
     assert again.exit_code == 0, again.stderr[-3000:]
     three.settle()
-    assert three.site.deploy().changed == []
+    three.site.deploy().must_have_changed_nothing()

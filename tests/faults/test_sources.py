@@ -100,7 +100,7 @@ def test_the_hub_misbehaves(fleet: Fleet, fault: list[str], said: str) -> None:
     names = guest.run("find /srv/spark/sources -type f -printf '%i '").split()
     assert set(received) <= set(names), received
     assert set(had.splitlines()) <= set(kept(guest).splitlines())
-    assert fleet.site.deploy("--limit", guest.name).changed == []
+    fleet.site.deploy("--limit", guest.name).must_have_changed_nothing()
 
 
 def test_a_full_disk_is_refused_before_the_first_byte(fleet: Fleet) -> None:
@@ -231,4 +231,4 @@ def test_bytes_already_on_the_host_are_used(fleet: Fleet) -> None:
     assert paths
     assert not [path for path in paths if here["name"] in path]
     assert not [path for path in paths if any(sha256 in path for sha256 in hashes)]
-    assert fleet.site.deploy("--limit", guest.name).changed == []
+    fleet.site.deploy("--limit", guest.name).must_have_changed_nothing()

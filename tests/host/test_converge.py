@@ -33,9 +33,7 @@ def test_the_second_run_changes_nothing(fleet: Fleet, capsys: pytest.CaptureFixt
 
     again = fleet.site.deploy()
 
-    assert again.exit_code == 0
-    assert again.changed == []
-    assert again.failed == []
+    again.must_have_changed_nothing()
     operations = again.document["results"]["operations"]
     assert all(operation["no_change"] for operation in operations)
     for guest in fleet.guests:
@@ -100,7 +98,7 @@ def test_both_hosts_serve_again_after_a_reboot_without_us(fleet: Fleet) -> None:
                    "-H \"Authorization: Bearer $(cat /etc/spark/api-key)\" "
                    "http://127.0.0.1:8000/v1/models", seconds=180)  # fmt: skip
         assert guest.serving() == units
-    assert fleet.site.deploy().changed == []
+    fleet.site.deploy().must_have_changed_nothing()
 
 
 def test_the_gateway_is_the_only_way_in(fleet: Fleet) -> None:

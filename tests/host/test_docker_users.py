@@ -33,7 +33,7 @@ def test_a_user_who_is_named_can_use_docker_from_the_next_login_on(prepared: Pre
         # The pitfall, and the way out that the run names.
         assert "permission denied" in before.says("docker ps 2>&1 | tail -n 1")
         assert before.says("echo 'docker ps --format x && echo works' | newgrp docker") == "works"
-    assert prepared.run().changed == []
+    prepared.run().must_have_changed_nothing()
 
 
 def test_a_user_that_does_not_exist_is_refused_by_name(prepared: Prepared) -> None:

@@ -95,4 +95,4 @@ def test_each_thing_we_own_is_repaired_by_the_operation_that_owns_it(fleet: Flee
             elif (now := guest.run(look(entry)).strip()) != before:
                 wrong.append(f"{entry['name']}: the host says {now!r}, before {before!r}")
     assert not wrong, "\n\n".join(wrong)
-    assert fleet.site.deploy().changed == []
+    fleet.site.deploy().must_have_changed_nothing()

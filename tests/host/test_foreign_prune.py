@@ -31,4 +31,4 @@ def test_the_next_deploy_brings_image_and_server_back(place: Place, emptied: str
     assert set(repaired.changed) == {IMAGE, "Serve | Wait until everything is prepared", SERVE}
     assert place.guest.serving() == [emptied]
     assert place.guest.ask(QUESTION)[0] == 200
-    assert place.site.deploy().changed == []
+    place.site.deploy().must_have_changed_nothing()

@@ -50,7 +50,7 @@ def test_a_private_ca_is_made_once_and_hosts_get_certificates_of_it(place: Place
     now = place.guest.run("cat /etc/spark/gateway/main.crt")
     assert now not in (made, "")
     assert place.curl(place.url(scheme="https"), "--cacert", said["ca"]) == "200"
-    assert place.site.deploy().changed == []
+    place.site.deploy().must_have_changed_nothing()
 
 
 def plant(place: Place, days: int) -> None:
@@ -152,4 +152,4 @@ def test_secrets_are_in_no_output_argv_or_log(place: Place) -> None:
     )
     for secret in (key, old, private[1], base64.b64encode(key.encode()).decode()[:20]):
         assert secret not in everything
-    assert place.site.deploy().changed == []
+    place.site.deploy().must_have_changed_nothing()

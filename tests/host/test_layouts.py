@@ -113,7 +113,7 @@ def test_all_that_is_large_can_live_on_another_disk(fleet: Fleet) -> None:
     assert guest.run("ls /data/sources/*/receipt.json")
     assert "data.mount" in guest.unit(guest.serving()[0], "Requires")["Requires"]
     assert guest.ask("What is the capital of France?")[0] == 200
-    assert fleet.site.deploy(*only).changed == []
+    fleet.site.deploy(*only).must_have_changed_nothing()
     fleet.settle()
     guest.run("umount /data")
     assert guest.ask("What is the capital of France?")[0] == 200
@@ -158,7 +158,7 @@ def test_an_overlay_that_should_lose_its_base_is_refused_before_any_connection(
 
     assert run.exit_code != 0
     assert "set checkpoint.layout: full" in run.stderr
-    assert run.changed == []
+    assert "Connecting to hosts" not in run.stderr
 
 
 @pytest.mark.engine
@@ -174,4 +174,4 @@ def test_the_real_engine_serves_the_full_tree_without_its_base(fleet: Fleet) -> 
     status, body = one.ask("What is the capital of France?")
     assert (status, "Paris" in str(body)) == (200, True)
     assert one.run(f"ls -A {SOURCES}") == ""
-    assert fleet.site.deploy("--limit", one.name).changed == []
+    fleet.site.deploy("--limit", one.name).must_have_changed_nothing()

@@ -143,7 +143,7 @@ def test_a_dry_run_predicts_what_the_run_repairs(prepared: Prepared) -> None:
         prepared.guest.run(DRIFT[what][0])
     predicted, repair, again = prepared.run(dry=True), prepared.run(), prepared.run()
     assert predicted.predicted == repair.changed == [DIRECTORIES, SLEEP, CUDA_REPOSITORY, RUNNING]
-    assert again.changed == []
+    again.must_have_changed_nothing()
 
 
 REFUSED = {
@@ -223,7 +223,7 @@ def test_a_container_is_stopped_only_when_it_is_named(prepared: Prepared) -> Non
         prepared.site.choose(takeover=[])
         guest.run("docker rm -f ollama; docker rmi ollama/ollama:1")
     assert taken.changed == ["Preflight | Take over containers"]
-    assert again.changed == []
+    again.must_have_changed_nothing()
     assert left["State"]["Status"] == "exited"
     assert left["HostConfig"]["RestartPolicy"]["Name"] == "no"
 
@@ -303,7 +303,7 @@ def test_the_package_lock_is_waited_for_and_its_holder_named(prepared: Prepared)
     assert waiting
     assert run.returncode == 0, rest
     assert guest.run("command -v jq") == "/usr/bin/jq"
-    assert prepared.run().changed == []
+    prepared.run().must_have_changed_nothing()
 
 
 def test_a_broken_source_of_others_stops_nothing(prepared: Prepared) -> None:
@@ -366,7 +366,7 @@ def test_a_package_that_would_bring_another_driver_is_refused(prepared: Prepared
     assert run.exit_code != 0
     assert "installing tempting would change nvidia-driver-590" in run.stderr
     assert guest.run("dpkg -l tempting nvidia-driver-590", check=False) == ""
-    assert prepared.run().changed == []
+    prepared.run().must_have_changed_nothing()
 
 
 def test_host_care_is_done_only_when_asked_for(prepared: Prepared) -> None:
@@ -383,7 +383,7 @@ def test_host_care_is_done_only_when_asked_for(prepared: Prepared) -> None:
         prepared.site.choices.pop("base")
         prepared.site.choose()
         guest.run(f"systemctl disable -q --now earlyoom; systemctl set-default -q {target}")
-    assert again.changed == []
+    again.must_have_changed_nothing()
     assert set(asked.changed) >= {LOGIN, "Base | Run earlyoom"}
     assert "--prefer ^(VLLM|vllm)" in running
     assert guaranteed == "0"
@@ -396,4 +396,4 @@ def test_a_reboot_changes_nothing(prepared: Prepared) -> None:
     guest.run("systemctl reboot", check=False)
     time.sleep(3)
     guest.wait("systemctl is-active docker", seconds=60)
-    assert prepared.run().changed == []
+    prepared.run().must_have_changed_nothing()

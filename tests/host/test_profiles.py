@@ -100,7 +100,7 @@ def test_a_profile_round_trip_ends_where_it_began_and_shares_one_tree(fleet: Fle
     assert guest.argv() == argv
     assert_runs_as_declared(guest, "v2")
     assert guest.run("ls -i /srv/spark/models") == trees
-    assert fleet.site.deploy().changed == []
+    fleet.site.deploy().must_have_changed_nothing()
 
 
 def test_clients_go_through_a_round_trip_without_a_wrong_answer(
@@ -130,7 +130,7 @@ def test_clients_go_through_a_round_trip_without_a_wrong_answer(
     assert len(outages_s(seen)) == 2
     record_property("outage_s by the clients", json.dumps(outages_s(seen)))
     assert (guest.release(), state(guest)) == (first, before)
-    assert fleet.site.deploy().changed == []
+    fleet.site.deploy().must_have_changed_nothing()
 
 
 def test_every_alias_is_served(fleet: Fleet) -> None:
@@ -162,4 +162,4 @@ def test_the_real_engine_serves_the_hybrid_that_our_builder_made(fleet: Fleet) -
     assert "spark portable mode" in log
     assert proof["portable"]
     assert "vllm:generation_tokens_total" in metrics
-    assert fleet.site.deploy("--limit", one.name).changed == []
+    fleet.site.deploy("--limit", one.name).must_have_changed_nothing()

@@ -153,4 +153,4 @@ def test_a_pair_is_made_ready_beside_what_serves_and_the_switch_to_it_waits_for_
     assert jobs_run(guest) == ran
     assert guest.run("stat -c '%n %Y %i' /srv/spark/*/*/receipt.json") == receipts
     fleet.settle()
-    assert fleet.site.deploy().changed == []
+    fleet.site.deploy().must_have_changed_nothing()

@@ -134,4 +134,4 @@ def test_a_stop_outlives_a_reboot_and_a_deploy_until_somebody_starts_it(fleet: F
     assert (one.release(), answers(one)) == (release, True)
     assert footprint(other) == runs
     fleet.settle()
-    assert fleet.site.deploy().changed == []
+    fleet.site.deploy().must_have_changed_nothing()
