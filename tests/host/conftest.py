@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.host.exposure import NAME, SLOW, Place
-from tests.labkit import Guest, Run, Site, info, lab
+from tests.labkit import Guest, Site, info, lab
+from tests.runs import Run
 
 
 @dataclass(frozen=True)

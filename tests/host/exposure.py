@@ -9,7 +9,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from tests.labkit import CHECKOUT, Guest, Run, Site
+from tests.labkit import CHECKOUT, Guest, Site
+from tests.runs import Run
 
 NAME = os.environ.get("SPARK_GATEWAY_GUEST", "lab-12")
 CONFIGURE = "Serve | Configure the gateway"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.labkit import SPARE, Run, Site, info, lab
+from tests.labkit import SPARE, Site, info, lab
+from tests.runs import Run
 
 GUEST = SPARE[1]
 

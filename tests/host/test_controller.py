@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from tests.host.conftest import Fleet
-from tests.labkit import CHECKOUT, listened
+from tests.labkit import CHECKOUT
+from tests.runs import listened
 
 LONGEST_SILENCE_S = 10
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.labkit import SPARE, Guest, Run, Site, info, lab
+from tests.labkit import SPARE, Guest, Site, info, lab
+from tests.runs import Run
 
 GUEST = SPARE[0]  # its own, so that breaking it disturbs no other test
 

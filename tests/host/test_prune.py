@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.host.conftest import Fleet
-from tests.labkit import Guest, Run
+from tests.labkit import Guest
+from tests.runs import Run
 from tests.traces import footprint
 
 PRUNE = "deploys/prune.py"

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.labkit import SPARE, Guest, Run, Site, info, lab
+from tests.labkit import SPARE, Guest, Site, info, lab
+from tests.runs import Run
 
 FIRST, SECOND = SPARE
 OLD, NEW = "580.159.03+labstub", "580.173.02+labstub"

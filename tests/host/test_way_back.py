@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.host.conftest import Fleet
-from tests.labkit import Guest, Run, lab
+from tests.labkit import Guest, lab
+from tests.runs import Run
 from tests.traces import footprint
 
 ROLLBACK = "deploys/rollback.py"

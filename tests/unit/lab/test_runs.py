@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.labkit import Run, Silence
+from tests.runs import Run, Silence
 
 IDLE = {"name": "Base | Disable sleep", "success": [], "error": [], "no_change": ["spark-1"]}
 CHANGED = {**IDLE, "success": ["spark-1"], "no_change": []}
