@@ -133,6 +133,25 @@ class Guest:
         )
         return out.split()
 
+    def boot(self) -> str:
+        """Return what tells this boot from others: systemd's start, for the kernel is not its own.
+
+        The number counts from the start of the machine that the guests run on.
+        """
+        return self.run("systemctl show --property=UserspaceTimestampMonotonic --value")
+
+    def wait_for_another_boot(self, before: str, *, seconds: float = 60) -> None:
+        """Wait until the guest runs another boot than this one.
+
+        Raises:
+            TimeoutError: it never did.
+        """
+        self.wait(
+            "now=$(systemctl show --property=UserspaceTimestampMonotonic --value) && "
+            f'test "${{now:-{before}}}" != {before}',
+            seconds=seconds,
+        )
+
     def key(self) -> str:
         """Return the API key."""
         return self.run("cat /etc/spark/api-key")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.host.conftest import FIRST, Fleet
-from tests.labkit import lab
+from tests.host.conftest import FIRST, SECOND, Fleet
+from tests.labkit import Guest, lab
 
 
 def test_bare_hosts_become_proven_servers(fleet: Fleet) -> None:
@@ -20,11 +20,16 @@ def test_bare_hosts_become_proven_servers(fleet: Fleet) -> None:
         status, body = guest.ask("What is the capital of France?")
         assert status == 200
         assert "Paris" in body["choices"][0]["message"]["content"]
-        release = guest.serving()[0].removeprefix("spark-serve@").removesuffix(".service")
-        proof = guest.json(f"cat /var/lib/spark/proofs/{release}.json")
-        invocation = guest.run(f"systemctl show -p InvocationID --value {guest.serving()[0]}")
-        assert proof["ok"]
-        assert proof["invocation_id"] == invocation
+        assert proven_run(guest)
+
+
+def proven_run(guest: Guest) -> str:
+    """Return the run of the unit that serves, by systemd's word; its proof must be of this run."""
+    release = guest.release()
+    proof = guest.json(f"cat /var/lib/spark/proofs/{release}.json")
+    invocation = guest.unit(f"spark-serve@{release}.service", "InvocationID")["InvocationID"]
+    assert (proof["ok"], proof["invocation_id"]) == (True, invocation)
+    return invocation
 
 
 def test_the_second_run_changes_nothing(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +41,8 @@ def test_the_second_run_changes_nothing(fleet: Fleet, capsys: pytest.CaptureFixt
     again.must_have_changed_nothing()
     operations = again.document["results"]["operations"]
     assert all(operation["no_change"] for operation in operations)
+    looked_at = {host for operation in operations for host in operation["no_change"]}
+    assert looked_at == {FIRST, SECOND}
     for guest in fleet.guests:
         # sudo's own journal, so that nothing of ours does the counting.
         commands = guest.run(
@@ -90,14 +97,16 @@ def test_a_dry_run_on_bare_hosts_predicts_the_first_run(fleet: Fleet) -> None:
 
 def test_both_hosts_serve_again_after_a_reboot_without_us(fleet: Fleet) -> None:
     fleet.settle()
-    before = [guest.serving() for guest in fleet.guests]
+    before = [(guest.boot(), guest.serving(), proven_run(guest)) for guest in fleet.guests]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda guest: guest.run("systemctl reboot", check=False), fleet.guests))
-    for guest, units in zip(fleet.guests, before, strict=True):
+    for guest, (boot, units, run) in zip(fleet.guests, before, strict=True):
+        guest.wait_for_another_boot(boot, seconds=180)
         guest.wait(f"systemctl is-active {units[0]} && curl -sf -o /dev/null "
                    "-H \"Authorization: Bearer $(cat /etc/spark/api-key)\" "
                    "http://127.0.0.1:8000/v1/models", seconds=180)  # fmt: skip
         assert guest.serving() == units
+        assert proven_run(guest) != run
     fleet.site.deploy().must_have_changed_nothing()
 
 

@@ -33,18 +33,6 @@ def guests() -> Iterator[dict[str, Guest]]:
     lab("down", *NAMES, "--delete")
 
 
-def boot_id(guest: Guest) -> str:
-    """The kernel is the machine's own, so the boot is told by systemd's start time."""
-    return guest.run("systemctl show --property=UserspaceTimestampMonotonic --value")
-
-
-def wait_for_another_boot(guest: Guest, before: str) -> None:
-    guest.wait(
-        f'test "$(systemctl show --property=UserspaceTimestampMonotonic --value)" != {before}'
-    )
-    guest.wait('test "$(systemctl is-system-running)" = running')
-
-
 def supervisor(name: str) -> int:
     return int((STATE / "guests" / name / "supervisor.pid").read_text())
 
@@ -107,9 +95,10 @@ def test_a_package_of_another_signer_is_refused(guests: dict[str, Guest]) -> Non
 def test_a_reboot_from_inside_comes_back_with_the_disk_as_it_was(guests: dict[str, Guest]) -> None:
     guest = guests["lab-7"]
     guest.run("echo kept > /var/lib/kept")
-    before, pid = boot_id(guest), supervisor("lab-7")
+    before, pid = guest.boot(), supervisor("lab-7")
     guest.run("systemctl reboot", check=False)
-    wait_for_another_boot(guest, before)
+    guest.wait_for_another_boot(before)
+    guest.wait('test "$(systemctl is-system-running)" = running')
     assert guest.run("cat /var/lib/kept") == "kept"
     assert guest.run("systemctl is-active docker") == "active"
     assert supervisor("lab-7") == pid
@@ -140,9 +129,9 @@ def test_a_guest_outlives_its_killed_supervisor_and_up_takes_it_back(
 
 
 def test_up_again_leaves_running_guests_alone(guests: dict[str, Guest]) -> None:
-    before = {name: (boot_id(guest), supervisor(name)) for name, guest in guests.items()}
+    before = {name: (guest.boot(), supervisor(name)) for name, guest in guests.items()}
     lab("up", *NAMES, "--engine", "none")
-    assert {n: (boot_id(g), supervisor(n)) for n, g in guests.items()} == before
+    assert {n: (g.boot(), supervisor(n)) for n, g in guests.items()} == before
 
 
 def test_an_unplugged_host_does_not_answer_until_it_is_plugged_in(

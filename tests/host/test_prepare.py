@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -394,7 +393,8 @@ def test_host_care_is_done_only_when_asked_for(prepared: Prepared) -> None:
 
 def test_a_reboot_changes_nothing(prepared: Prepared) -> None:
     guest = prepared.guest
+    before = guest.boot()
     guest.run("systemctl reboot", check=False)
-    time.sleep(3)
+    guest.wait_for_another_boot(before)
     guest.wait("systemctl is-active docker", seconds=60)
     prepared.run().must_have_changed_nothing()
