@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+
+import pytest
+
+from tests.faults.bench import HOST
 from tests.host.conftest import Fleet
 from tests.labkit import lab
 
@@ -50,9 +56,9 @@ def test_a_power_cut_while_the_candidate_loads_boots_the_old_release(fleet: Flee
     before = guest.serving()
     fleet.site.choose(engine={"environment": {"STUB_LOAD_S": "60"}})
     process = fleet.site.start("--limit", guest.name)
-    for line in process.stdout or ():
-        if "start:" in line:
-            break
+    release = wait_for_its_start(process)
+    begun = guest.json(f"cat /var/lib/spark/switch/{release}.json")
+    assert (begun["phase"], begun["state"]) == ("start", "running")
 
     lab("break", "kill-guest", guest.name)
     process.terminate()
@@ -61,6 +67,18 @@ def test_a_power_cut_while_the_candidate_loads_boots_the_old_release(fleet: Flee
 
     guest.wait(f"systemctl is-active {before[0]}", seconds=90)
     assert guest.serving() == before
+    assert guest.json(f"{HOST} switch-poll {release}")["state"] == "interrupted"
     assert guest.ask("What is the capital of France?")[0] == 200
     # Taking the choice back changes nothing: no step of the broken change is left to undo.
     fleet.settle().must_have_changed_nothing()
+
+
+def wait_for_its_start(process: subprocess.Popen[str]) -> str:
+    """Read what a deploy says until a candidate loads; return the candidate's name."""
+    said = []
+    for line in process.stdout or ():
+        said.append(line)
+        found = re.search(r"switch to (main-[0-9a-f]{12}): start: ", line)
+        if found:
+            return found[1]
+    pytest.fail(f"no candidate ever loaded:\n{''.join(said)[-4000:]}")
