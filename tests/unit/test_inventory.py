@@ -1,7 +1,8 @@
-"""Inventories through pyinfra itself: everything here ends before a connection."""
+"""Inventories through pyinfra itself: nothing here gets a connection."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +29,10 @@ def foreign(tmp_path: Path) -> Path:
     return path
 
 
-def pyinfra(inventory: Path, *arguments: str, cwd: Path | None = None):
-    command = [sys.executable, "-m", "pyinfra", str(inventory), *arguments, "debug-inventory"]
+def pyinfra(
+    inventory: Path, *arguments: str, cwd: Path | None = None, what: str = "debug-inventory"
+):
+    command = [sys.executable, "-m", "pyinfra", str(inventory), *arguments, what]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd or inventory.parent, env=environment
@@ -79,10 +82,23 @@ def test_names_globs_and_groups_are_good_limits(foreign, pattern):
 
 
 def test_a_pair_that_cannot_work_is_refused_before_connecting(foreign):
-    done = pyinfra(foreign, "--data", "model=qwen3.5-397b")
-    assert done.returncode == 1
-    assert "model qwen3.5-397b with profile base: does not fit on one host" in done.stderr
-    assert "Connecting" not in done.stderr
+    deploy = str(CHECKOUT / "deploy.py")
+    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["127.0.0.1"]))
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        port = f"ssh.port={host.getsockname()[1]}"
+        wrong = ("--data", port, "--data", "model=qwen3.5-397b")
+        refused = pyinfra(foreign, *wrong, "-y", what=deploy)
+        host.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            host.accept()
+    assert refused.returncode == 1
+    assert "model qwen3.5-397b with profile base: does not fit on one host" in refused.stderr
+    assert "Connecting" not in refused.stderr
+    # The same with settings that can work does try, and finds nobody: the host is closed now.
+    tried = pyinfra(foreign, "--data", port, "-y", what=deploy)
+    assert tried.returncode == 1
+    assert "Connecting to hosts" in tried.stderr
+    assert "Could not connect" in tried.stderr
 
 
 def test_the_inventory_of_the_checkout_works_from_any_folder(tmp_path):
