@@ -5,6 +5,8 @@ What a user could choose, through the whole deploy; test_every_misbehaviour.py h
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.faults.plants import DEPLOYED
@@ -12,6 +14,8 @@ from tests.faults.trial import evidence, forget_other_proofs, name_of
 from tests.host.conftest import Fleet
 from tests.labkit import Guest
 
+# The engine's own line under the host's name; the reason beside it only quotes it.
+OUT_OF_MEMORY = r"\] +\(EngineCore pid=\d+\) ERROR ValueError: Free memory on device"
 QUESTION = "What is the capital of France?"
 
 
@@ -36,6 +40,9 @@ def test_a_deploy_of_it_is_red_and_the_old_release_alone_is_proven(
 
     assert run.exit_code != 0
     assert f"rolled-back in phase {DEPLOYED[plant].phase}" in run.stderr
+    assert f"now serving: {name_of(unit)}\n" in run.stderr
+    if plant == "out of memory at load":
+        assert re.search(OUT_OF_MEMORY, run.stderr), run.stderr[-4000:]
     assert guest.serving() == before
     assert guest.argv() == argv
     assert guest.answers(QUESTION, "Paris")

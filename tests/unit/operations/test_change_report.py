@@ -1,0 +1,52 @@
+"""How a change of release ended, as people read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spark_deploy.operations import change
+from tests.unit.operations.test_operations import FakeHost
+
+NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
+
+
+def said(**result: Any) -> tuple[bool, list[str]]:
+    host = FakeHost({})
+    well = change.report(host, NEW, result)  # type: ignore[arg-type]
+    return well, "\n".join(host.logs).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("state", "serving", "now", "kept"),
+    [
+        ("rolled-back", OLD, OLD, "; the host keeps what it serves"),
+        ("failed-no-previous", None, "nothing", ""),
+        ("rollback-failed", None, "nothing", ""),
+    ],
+)
+def test_a_failed_change_shows_the_end_of_the_log_the_reason_and_what_serves_now(
+    state: str, serving: str | None, now: str, kept: str
+) -> None:
+    tail = ["loading", "ERROR Free memory on device cuda:0"]
+    assert said(
+        state=state, serving=serving, log_tail=tail, failed_phase="start", reason="did not start"
+    ) == (
+        False,
+        [
+            "  loading",
+            "  ERROR Free memory on device cuda:0",
+            f"{NEW}: {state} in phase start: did not start",
+            f"  now serving: {now}",
+            f"  fix: correct the cause above and run again{kept}",
+        ],
+    )
+
+
+def test_a_change_that_went_well_tells_its_times_and_its_speed() -> None:
+    times, bench = {"start": 61.25, "check": 3.0}, ["speed: 30.1 tokens/s", "slower than before"]
+    assert said(state="switched", serving=NEW, times_s=times, bench=bench) == (
+        True,
+        [f"serves {NEW} (start 61.2 s, check 3.0 s)", *bench],
+    )
