@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+CHECKOUT = Path(__file__).resolve().parents[3]
 CONFTEST = Path(__file__).resolve().parents[2] / "conftest.py"
 RUNS = "def test_{}():\n    pass\n"
 SKIPS = "import pytest\ndef test_{}():\n    pytest.skip('no lab here')\n"
@@ -67,3 +68,15 @@ def test_a_person_may_run_what_they_like(tmp_path: Path, ci: str) -> None:
 
 def test_unit_tests_alone_need_no_lab(tmp_path: Path) -> None:
     assert run(tmp_path, "faults", RUNS, "tests/unit", floor=9).returncode == 0
+
+
+@pytest.mark.parametrize(("folder", "floor"), [("tests/host", 124), ("tests/faults", 136)])
+def test_no_lab_test_is_lost_that_the_gate_does_not_run(folder: str, floor: int) -> None:
+    """Raise the number with every lab test added."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", folder],
+        cwd=CHECKOUT, capture_output=True, text=True, check=False, env={**os.environ, "CI": ""},
+    )  # fmt: skip
+    found = [line for line in done.stdout.splitlines() if line.startswith(f"{folder}/")]
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert len(set(found)) >= floor
