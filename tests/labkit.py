@@ -133,7 +133,7 @@ class Guest:
         )
         return out.split()
 
-    def boot(self) -> str:
+    def boot_id(self) -> str:
         """Return what tells this boot from others: systemd's start, for the kernel is not its own.
 
         The number counts from the start of the machine that the guests run on.

@@ -97,7 +97,7 @@ def test_a_dry_run_on_bare_hosts_predicts_the_first_run(fleet: Fleet) -> None:
 
 def test_both_hosts_serve_again_after_a_reboot_without_us(fleet: Fleet) -> None:
     fleet.settle()
-    before = [(guest.boot(), guest.serving(), proven_run(guest)) for guest in fleet.guests]
+    before = [(guest.boot_id(), guest.serving(), proven_run(guest)) for guest in fleet.guests]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda guest: guest.run("systemctl reboot", check=False), fleet.guests))
     for guest, (boot, units, run) in zip(fleet.guests, before, strict=True):

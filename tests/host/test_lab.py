@@ -95,7 +95,7 @@ def test_a_package_of_another_signer_is_refused(guests: dict[str, Guest]) -> Non
 def test_a_reboot_from_inside_comes_back_with_the_disk_as_it_was(guests: dict[str, Guest]) -> None:
     guest = guests["lab-7"]
     guest.run("echo kept > /var/lib/kept")
-    before, pid = guest.boot(), supervisor("lab-7")
+    before, pid = guest.boot_id(), supervisor("lab-7")
     guest.run("systemctl reboot", check=False)
     guest.wait_for_another_boot(before)
     guest.wait('test "$(systemctl is-system-running)" = running')
@@ -129,9 +129,9 @@ def test_a_guest_outlives_its_killed_supervisor_and_up_takes_it_back(
 
 
 def test_up_again_leaves_running_guests_alone(guests: dict[str, Guest]) -> None:
-    before = {name: (guest.boot(), supervisor(name)) for name, guest in guests.items()}
+    before = {name: (guest.boot_id(), supervisor(name)) for name, guest in guests.items()}
     lab("up", *NAMES, "--engine", "none")
-    assert {n: (g.boot(), supervisor(n)) for n, g in guests.items()} == before
+    assert {n: (g.boot_id(), supervisor(n)) for n, g in guests.items()} == before
 
 
 def test_an_unplugged_host_does_not_answer_until_it_is_plugged_in(

@@ -393,7 +393,7 @@ def test_host_care_is_done_only_when_asked_for(prepared: Prepared) -> None:
 
 def test_a_reboot_changes_nothing(prepared: Prepared) -> None:
     guest = prepared.guest
-    before = guest.boot()
+    before = guest.boot_id()
     guest.run("systemctl reboot", check=False)
     guest.wait_for_another_boot(before)
     guest.wait("systemctl is-active docker", seconds=60)
