@@ -144,10 +144,15 @@ def report(host: Host, release: str, result: dict[str, Any]) -> bool:
     for line in result.get("log_tail") or ():
         host.log(f"  {line}")
     kept = "; the host keeps what it serves" if result.get("serving") else ""
+    now = result.get("serving") or "nothing"
+    if not result.get("ended_at"):
+        # Nobody was left to write it down: the host was cut off, or the change never ran.
+        now = "not known from this change; `spark-deploy status` asks the host"
+    phase = result.get("failed_phase") or result.get("phase")
     host.log_styled(
-        f"{release}: {result['state']} in phase {result.get('failed_phase')}: "
-        f"{result.get('reason')}\n"
-        f"  now serving: {result.get('serving') or 'nothing'}\n"
+        f"{release}: {result['state']} in phase {phase}: "
+        f"{result.get('reason') or 'it did not come to its end'}\n"
+        f"  now serving: {now}\n"
         f"  fix: correct the cause above and run again{kept}",
         fg="red",
     )

@@ -31,7 +31,12 @@ def test_a_failed_change_shows_the_end_of_the_log_the_reason_and_what_serves_now
 ) -> None:
     tail = ["loading", "ERROR Free memory on device cuda:0"]
     assert said(
-        state=state, serving=serving, log_tail=tail, failed_phase="start", reason="did not start"
+        state=state,
+        serving=serving,
+        log_tail=tail,
+        failed_phase="start",
+        reason="did not start",
+        ended_at="2026-01-01T00:00:00Z",
     ) == (
         False,
         [
@@ -42,6 +47,15 @@ def test_a_failed_change_shows_the_end_of_the_log_the_reason_and_what_serves_now
             f"  fix: correct the cause above and run again{kept}",
         ],
     )
+
+
+def test_an_interrupted_change_does_not_claim_that_nothing_serves() -> None:
+    well, lines = said(state="interrupted", phase="start", failed_phase=None, reason=None)
+    assert not well
+    assert lines[:2] == [
+        f"{NEW}: interrupted in phase start: it did not come to its end",
+        "  now serving: not known from this change; `spark-deploy status` asks the host",
+    ]
 
 
 def test_a_change_that_went_well_tells_its_times_and_its_speed() -> None:
