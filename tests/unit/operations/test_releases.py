@@ -164,6 +164,7 @@ class Polled:
 
     def __init__(self, *answers: str):
         self.answers, self.asked, self.logs, self.connected = list(answers), [], [], True
+        self.data = {"_sudo": True}
 
     def log(self, text: str, **_: Any) -> None:
         self.logs.append(text)
