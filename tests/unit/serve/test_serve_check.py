@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from spark_serve import proof
+from spark_serve import proof, systemd
 from spark_serve.check import prefix, runner
 from spark_serve.release import Release
 from stub_host import Host
@@ -56,8 +56,9 @@ VIOLATIONS = [
     ("no-cache-info", "metrics", "no sample of vllm:cache_config_info carries"),
     ("unhealthy-later", "health", "HTTP 503 after the check"),
 ]
-# A broken engine can show in these two at any level; they have tests of their own below.
-ELSEWHERE = {"first answer", "counters"}
+# A broken engine can show in the first two at any level, the others stand around the questions; all
+# have tests of their own below.
+ELSEWHERE = {"first answer", "counters", "ready", "same run"}
 
 
 @pytest.mark.parametrize(("fault", "violated", "sentence"), VIOLATIONS)
@@ -89,7 +90,7 @@ def test_a_fault_fails_the_check_made_for_it(
 
 def test_every_check_there_is_has_an_engine_that_violates_it() -> None:
     violated = {name for _, name, _ in VIOLATIONS}
-    assert violated | ELSEWHERE == {item.name for item in runner.CHECKS}
+    assert violated | ELSEWHERE == {"ready", *(item.name for item in runner.CHECKS), "same run"}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,22 @@ def test_a_broken_engine_never_passes_the_quick_check(
     # Where not one answer came there were no tokens to count either.
     also = {"counters", "metrics"} if fault == "error-500" else set()
     assert set(problems) == {"first answer", *also}
+
+
+def test_an_engine_that_was_restarted_during_the_check_is_not_proven(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = host.release()
+    host.started(release)
+    runs = iter(["run-1", "run-2"])
+    monkeypatch.setattr(systemd, "invocation", lambda unit: next(runs))
+
+    result = runner.check(release, host.paths, "quick", print)
+
+    assert failed(result) == {"same run": "the engine was restarted meanwhile"}
+    assert not result["ok"]
+    # The proof is bound to the run that was asked, so it never covers the one that serves now.
+    assert result["invocation_id"] == "run-1"
 
 
 def test_the_proof_of_a_long_conversation_tells_when_turn_two_began_to_answer(host: Host) -> None:
