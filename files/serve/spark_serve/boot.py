@@ -45,6 +45,24 @@ def record_good(release: Release, paths: Paths) -> None:
     _settle_rollback(release, paths)
 
 
+def withdraw_good(release: Release, since: str, paths: Paths) -> None:
+    """Take back a good record that a failed trial wrote: what does not serve is not started again.
+
+    Args:
+        release: The candidate.
+        since: When the trial began, as :func:`files.now` writes it; an older record stays.
+        paths: Where the record is.
+    """
+    found = good(release.service, paths)
+    if found["release"] != release.name or found["at"] < since:
+        return
+    previous: list[str] = found["previous"]
+    files.write_json(
+        paths.good(release.service),
+        {**found, "release": previous[0] if previous else None, "previous": previous[1:]},
+    )
+
+
 def enable_only(release: Release, paths: Paths) -> None:
     """Make the release the one that boots.
 

@@ -189,6 +189,7 @@ def _back(release: Release, old: Release | None, paths: Paths, record: Record) -
         _stop_unit(release.serve_unit)
         systemd.systemctl("reset-failed", release.serve_unit)
         proof.withdraw(release, record.data["started_at"], paths)
+        boot.withdraw_good(release, record.data["started_at"], paths)
         if old is None:
             systemd.systemctl("disable", release.serve_unit)
         else:

@@ -1,0 +1,156 @@
+"""A candidate whose last steps fail is taken back, and nothing names it good afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from spark_serve import boot, change, docker, door, files, gateway, memory, serve, switch, systemd
+from spark_serve.errors import HostToolError
+from stub_host import Host
+
+A, B = (f"main-{digit * 12}" for digit in "ab")
+
+
+class Systemd:
+    """Links and units as systemctl would leave them; one command can be made to fail."""
+
+    def __init__(self, host: Host):
+        self.wants = host.paths.units / "multi-user.target.wants"
+        self.wants.mkdir(parents=True)
+        self.active: set[str] = set()
+        self.failing: tuple[str, ...] = ()
+
+    def systemctl(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        if words == self.failing:
+            return subprocess.CompletedProcess(words, 1, "", "Read-only file system")
+        verb, unit = words[0], words[-1]
+        if verb == "enable":
+            (self.wants / unit).touch()
+        elif verb == "disable":
+            (self.wants / unit).unlink(missing_ok=True)
+        elif verb == "stop":
+            self.active.discard(unit)
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    def show(self, units: list[str], fields: list[str]) -> dict[str, systemd.UnitState]:
+        return {unit: {"Id": unit, "ActiveState": self._state(unit)} for unit in units}
+
+    def _state(self, unit: str) -> str:
+        return "active" if unit in self.active else "inactive"
+
+
+@pytest.fixture
+def units(host: Host, monkeypatch: pytest.MonkeyPatch) -> Systemd:
+    """A host on which every step of a change succeeds until a test says otherwise."""
+    made = Systemd(host)
+    monkeypatch.setattr(systemd, "systemctl", made.systemctl)
+    monkeypatch.setattr(systemd, "show", made.show)
+    monkeypatch.setattr(systemd, "listed", lambda pattern: sorted(made.active))
+    monkeypatch.setattr(systemd, "journal", lambda *words, **more: [])
+    monkeypatch.setattr(docker, "engine_containers", list)
+    for module, name in (
+        (serve, "part_problem"), (docker, "gpu_problem"), (gateway, "problem"),
+        (memory, "problem"), (memory, "wait_for_memory"), (gateway, "bring_up"),
+        (gateway, "wait_until_listening"), (door, "open_for"), (switch, "_full_check"),
+        (switch, "_drain"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(switch, "_covered", lambda release, paths: False)
+    monkeypatch.setattr(switch, "_start", lambda release, *_: made.active.add(release.serve_unit))
+    return made
+
+
+def changed_to(host: Host, name: str) -> dict[str, Any]:
+    switch.switch(name, host.paths)
+    return files.read_json(host.paths.switch(name)) or {}
+
+
+def refuse(why: str, *, times: int) -> Callable[..., None]:
+    """Return a step that fails that many times, then never again."""
+    left = iter([why] * times)
+
+    def step(*_: object) -> None:
+        said = next(left, None)
+        if said is not None:
+            raise HostToolError("spark-gateway@main.service", said, "journalctl")
+
+    return step
+
+
+def test_a_first_release_that_cannot_be_enabled_is_not_what_a_start_would_take(
+    host: Host, units: Systemd
+) -> None:
+    host.release(B)
+    units.failing = ("enable", f"spark-serve@{B}.service")
+
+    result = changed_to(host, B)
+
+    assert (result["state"], result["failed_phase"]) == ("failed-no-previous", "enable")
+    assert "Read-only file system" in result["reason"]
+    assert (units.active, boot.enabled("main", host.paths)) == (set(), [])
+    assert boot.good("main", host.paths)["release"] is None
+    with pytest.raises(HostToolError, match="no proven release to start"):
+        boot.start_service("main", host.paths)
+
+
+def test_a_release_that_cannot_be_enabled_leaves_the_old_one_good_and_no_way_back_to_itself(
+    host: Host, units: Systemd
+) -> None:
+    host.release(A)
+    host.release(B)
+    assert changed_to(host, A)["state"] == "switched"
+    units.failing = ("enable", f"spark-serve@{B}.service")
+
+    result = changed_to(host, B)
+
+    assert (result["state"], result["failed_phase"]) == ("rolled-back", "enable")
+    assert units.active == {f"spark-serve@{A}.service"}
+    assert boot.enabled("main", host.paths) == [A]
+    good = boot.good("main", host.paths)
+    assert (good["release"], good["previous"]) == (A, [])
+    assert "nothing to go back to" in change.way_back("main", None, host.paths)["problem"]["what"]
+
+
+def test_a_good_record_from_before_the_trial_stays(host: Host, units: Systemd) -> None:
+    release = host.release(A)
+    assert changed_to(host, A)["state"] == "switched"
+    boot.withdraw_good(release, "9999-01-01T00:00:00Z", host.paths)
+    assert boot.good("main", host.paths)["release"] == A
+
+
+TAKEN = "bind() to 127.0.0.1:8000 failed (98: Address already in use)"
+
+
+def test_a_gateway_that_cannot_have_its_port_fails_a_first_change_in_phase_open(
+    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.release(B)
+    monkeypatch.setattr(gateway, "bring_up", refuse(TAKEN, times=1))
+
+    result = changed_to(host, B)
+
+    assert (result["state"], result["failed_phase"]) == ("failed-no-previous", "open")
+    assert TAKEN in result["reason"]
+    assert (units.active, boot.enabled("main", host.paths)) == (set(), [])
+    assert boot.good("main", host.paths)["release"] is None
+
+
+@pytest.mark.parametrize(("times", "state"), [(1, "rolled-back"), (2, "rollback-failed")])
+def test_a_gateway_that_cannot_have_its_port_leaves_the_old_release_running_and_good(
+    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch, times: int, state: str
+) -> None:
+    host.release(A)
+    host.release(B)
+    assert changed_to(host, A)["state"] == "switched"
+    monkeypatch.setattr(gateway, "bring_up", refuse(TAKEN, times=times))
+
+    result = changed_to(host, B)
+
+    assert (result["state"], result["failed_phase"]) == (state, "open")
+    assert result["reason"].count(TAKEN) == times
+    assert (result["serving"], units.active) == (A, {f"spark-serve@{A}.service"})
+    assert boot.enabled("main", host.paths) == [A]
+    assert boot.good("main", host.paths)["release"] == A
