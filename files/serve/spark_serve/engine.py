@@ -22,6 +22,10 @@ class NotListeningError(EngineError):
     """Nobody accepts connections: vLLM listens only once the model is loaded."""
 
 
+class SilentError(EngineError):
+    """The engine took the request, or has room for none, and said nothing until the time was up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """One HTTP answer."""
@@ -134,9 +138,9 @@ class Engine:
         except (ConnectionRefusedError, FileNotFoundError) as error:
             connection.close()
             raise NotListeningError("nobody listens on the engine's socket") from error
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:  # the latter: its queue is full
             connection.close()
-            raise EngineError(f"{method} {path}: no answer in time") from error
+            raise SilentError(f"{method} {path}: no answer in time") from error
         except (OSError, HTTPException) as error:
             connection.close()
             raise EngineError(f"{method} {path}: {type(error).__name__}: {error}") from error
@@ -145,7 +149,7 @@ class Engine:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise EngineError("no complete answer in time")
+        raise SilentError("no complete answer in time")
     return left
 
 
@@ -164,7 +168,7 @@ def _pieces(connection: _Connection, response: HTTPResponse, deadline: float) ->
                 break
             yield piece
     except TimeoutError as error:
-        raise EngineError("no complete answer in time") from error
+        raise SilentError("no complete answer in time") from error
     except (OSError, HTTPException, ValueError) as error:
         raise EngineError(f"the answer broke off: {type(error).__name__}: {error}") from error
     if response.length:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_serve import docker, files, gateway, sensors, systemd
-from spark_serve.engine import Engine, EngineError, Metrics
+from spark_serve.engine import Engine, EngineError, Metrics, SilentError
 from spark_serve.errors import HostToolError
 from spark_serve.memory import GIB, available_bytes
 from spark_serve.paths import Paths
@@ -21,6 +21,9 @@ from spark_serve.sensors import Thermometer
 
 _EVENTS_KEPT = 1000
 _SENSORS_EVERY_S = 20.0  # nvidia-smi starts anew each time, and heat is slow
+_ANSWER_S = 5.0
+# So many in a row, beside the time: a watch that was itself held up may look once in a long while.
+_SILENT_LOOKS = 3
 
 
 @dataclass(slots=True)
@@ -32,12 +35,33 @@ class Judge:
     moved_at_s: float | None = None
     last_progress: tuple[float, ...] = ()
     low_samples: int = 0
+    silent_since_s: float | None = None
+    silent_looks: int = 0
+
+    def silent(self, now_s: float) -> str | None:
+        """Take note that the engine let a question for its metrics wait; return why it is wedged.
+
+        No engine that starts is looked at: systemd starts the watch once the unit has passed its
+        check. The metrics come from the process that sends every token to its client, so nobody
+        is served meanwhile; a box under load answers late, but not for as long as a stall takes.
+        """
+        if self.silent_since_s is None:
+            self.silent_since_s = now_s
+        self.silent_looks += 1
+        silent_s = now_s - self.silent_since_s
+        if silent_s < self.plan.stall_s or self.silent_looks < _SILENT_LOOKS:
+            return None
+        return f"the engine listens, but gave no answer for {silent_s:.0f} s"
+
+    def answered(self) -> None:
+        """Forget the silence: the engine answered, or nobody listens any more."""
+        self.silent_since_s, self.silent_looks = None, 0
 
     def stalled(self, metrics: Metrics | None, now_s: float) -> str | None:
         """Return why the engine counts as wedged, or ``None``.
 
-        ``None`` for metrics means that the engine did not answer, which says nothing: a unit whose
-        engine has died is systemd's business.
+        ``None`` for metrics means that nobody listens or that the answer is an error, which says
+        nothing: a unit whose engine has died is systemd's business.
         """
         if metrics is None:
             return None
@@ -76,10 +100,11 @@ def run(name: str, paths: Paths) -> int:
         if reason is not None:
             act(release, "starving", reason, paths)
             judge.low_samples = 0
-        reason = judge.stalled(_metrics(engine), time.monotonic())
+        reason = _wedged(engine, judge)
         if reason is not None:
             act(release, "stalled", reason, paths)
             judge.moved_at_s = None
+            judge.answered()
         if time.monotonic() - looked_s >= _SENSORS_EVERY_S:
             looked_s = time.monotonic()
             for kind, text in thermometer.events(sensors.read()):
@@ -129,8 +154,13 @@ def events(service: str, paths: Paths, count: int = 10) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()[-count:]]
 
 
-def _metrics(engine: Engine) -> Metrics | None:
+def _wedged(engine: Engine, judge: Judge) -> str | None:
+    """Look at the engine once; return why it counts as wedged, or ``None``."""
     try:
-        return engine.metrics(5)
+        metrics = engine.metrics(_ANSWER_S)
+    except SilentError:
+        return judge.silent(time.monotonic())
     except EngineError:
-        return None
+        metrics = None
+    judge.answered()
+    return judge.stalled(metrics, time.monotonic())

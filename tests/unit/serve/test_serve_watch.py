@@ -1,12 +1,19 @@
-"""A wedged engine is told from one that reads a long prompt."""
+"""A wedged engine is told from one that reads a long prompt, starts or has died."""
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Iterator
+
 import pytest
 from spark_serve import release as releases
+from spark_serve import sensors, watch
 from spark_serve.engine import Metrics
+from spark_serve.paths import Paths
+from spark_serve.release import Release
 from spark_serve.watch import Judge
-from stub_host import Host
+from stub_host import RELEASE, Host
 
 STALL_S = 120
 
@@ -49,6 +56,103 @@ def test_an_engine_without_work_never_stalls(judge: Judge) -> None:
         assert judge.stalled(seen(running=0), now_s=look * 10.0) is None
 
 
-def test_an_engine_that_does_not_answer_is_left_to_systemd(judge: Judge) -> None:
-    judge.stalled(seen(), now_s=0)
-    assert judge.stalled(None, now_s=1000) is None
+class SeenEnoughError(Exception):
+    """Ends the loop of a watch."""
+
+
+@pytest.fixture
+def acts(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Run the watch fast, write down what it does instead of doing it, and end it then."""
+    done: list[tuple[str, str]] = []
+
+    def act(release: Release, kind: str, reason: str, paths: Paths) -> None:
+        done.append((kind, reason))
+        raise SeenEnoughError
+
+    monkeypatch.setattr(watch, "act", act)
+    monkeypatch.setattr(watch, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(watch, "_follow_addresses", lambda *_: None)
+    monkeypatch.setattr(sensors, "read", lambda: None)
+    return done
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, most: int) -> list[float]:
+    """Have the watch look that many times at most; return when it looked."""
+    at: list[float] = []
+
+    def available() -> int:
+        if len(at) == most:
+            raise SeenEnoughError
+        at.append(time.monotonic())
+        return 1 << 40
+
+    monkeypatch.setattr(watch, "available_bytes", available)
+    return at
+
+
+@pytest.fixture
+def listener(host: Host) -> Iterator[socket.socket]:
+    """A socket in the engine's place: it takes connections and never says a word."""
+    path = releases.socket_path(host.release(), host.paths)
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen(64)
+        yield listening
+
+
+def test_an_engine_that_accepts_and_never_answers_is_stalled_after_the_limit(
+    host: Host,
+    listener: socket.socket,
+    acts: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = looks(monkeypatch, most=100)
+
+    with pytest.raises(SeenEnoughError):
+        watch.run(RELEASE, host.paths)
+
+    said = "the engine listens, but gave no answer for 1 s"
+    assert acts == [("stalled", said)]
+    assert looked[-1] - looked[0] >= 0.9  # stall_s is 1; the first look ends 0.1 s after it began
+
+
+def test_an_engine_that_takes_no_connection_any_more_is_stalled_too(
+    host: Host,
+    listener: socket.socket,
+    acts: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener.listen(0)
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.connect(listener.getsockname())
+        looks(monkeypatch, most=100)
+        with pytest.raises(SeenEnoughError):
+            watch.run(RELEASE, host.paths)
+
+    assert [kind for kind, _ in acts] == ["stalled"]
+
+
+def test_an_engine_nobody_listens_for_is_left_to_systemd(
+    host: Host, acts: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.release(watch={"stall_s": 0, "interval_s": 0.001})
+    looks(monkeypatch, most=50)
+
+    with pytest.raises(SeenEnoughError):
+        watch.run(RELEASE, host.paths)
+
+    assert acts == []
+
+
+def test_one_answer_ends_a_silence(judge: Judge) -> None:
+    for look in range(60):
+        assert judge.silent(now_s=look * 100.0) is None
+        judge.answered()
+
+
+def test_a_watch_that_was_held_up_itself_does_not_blame_the_engine(judge: Judge) -> None:
+    assert judge.silent(now_s=0) is None
+    assert judge.silent(now_s=10_000) is None
+    assert judge.silent(now_s=10_010) is not None
