@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.clients import clients, own_overhead_s
+from tests.clients import assert_no_long_wait_of_ours, clients, outages_s, own_overhead_s
 from tests.faults.bench import HOST, A, B, Bench, C
 from tests.faults.plants import PLANTS
 
@@ -207,8 +207,11 @@ def test_two_changes_at_once_are_refused(bench: Bench) -> None:
     bench.release(C)
     bench.begin(B)
     bench.at_phase(B, "start")
+    began = bench.run("date +%s").strip()
     bench.begin(C)
     bench.guest.wait(f"systemctl is-failed spark-switch@{C}", seconds=20)
+    said = f"journalctl -u spark-switch@{C} --since @{began} -o cat"
+    bench.guest.wait(f"{said} | grep -F 'switch of main: another change is under way; fix: wait'")
     assert bench.ended(B)["state"] == "switched"
     bench.serves(B)
 
@@ -216,7 +219,10 @@ def test_two_changes_at_once_are_refused(bench: Bench) -> None:
 def test_a_second_engine_cannot_start_beside_the_first(bench: Bench) -> None:
     bench.good(A)
     bench.release(B, memory={"needed_bytes": 1, "wait_s": 1, "floor_bytes": 1})
+    began = bench.run("date +%s").strip()
     bench.run(f"systemctl start spark-serve@{B}", check=False)
+    said = f"journalctl -u spark-serve@{B} --since @{began} -o cat"
+    bench.guest.wait(f"{said} | grep -F 'the engine of {A} runs on this host; fix: change over'")
     assert bench.guest.serving() == [f"spark-serve@{A}.service"]
     bench.run(f"systemctl stop spark-serve@{B}")
     bench.serves(A)
@@ -237,6 +243,7 @@ def test_clients_get_answers_or_a_clear_503_during_a_change(
     for result in (there, back):
         record_property("outage_s", json.dumps(result["times_s"]))
         assert own_overhead_s(result["times_s"]) < 5.0, result["times_s"]
+        assert_no_long_wait_of_ours(result["times_s"], max(outages_s(seen)))
     bench.serves(A)
 
 

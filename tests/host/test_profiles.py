@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.clients import clients, outages_s, own_overhead_s
+from tests.clients import assert_no_long_wait_of_ours, clients, outages_s, own_overhead_s
 from tests.host.conftest import Fleet
 from tests.labkit import CHECKOUT, Guest, lab
 from tests.traces import state
@@ -112,23 +112,28 @@ def test_clients_go_through_a_round_trip_without_a_wrong_answer(
     first, before = guest.release(), state(guest)
 
     with clients(guest, guest.names()[0]) as seen:
-        runs = []
+        runs, times = [], []
         for profile in ("v2-tq", "v2"):
             fleet.site.choose(profile=profile)
             runs.append(fleet.site.deploy("--limit", guest.name))
             parts = guest.json(f"cat /var/lib/spark/switch/{guest.release()}.json")["times_s"]
             record_property(f"outage_s to {profile}", json.dumps(parts))
+            times.append(parts)
             assert set(parts) >= {"drain", "stop", "memory", "start", "check", "open", "enable"}
             assert own_overhead_s(parts) < 5.0, parts
 
     assert [run.exit_code for run in runs] == [0, 0], runs[-1].stderr[-3000:]
     for run in runs:
-        assert all(f"{part} " in run.stderr for part in ("drain", "stop", "memory", "check"))
+        told = re.findall(r"\b(drain|stop|memory|start|check) \d+\.\d s", run.stderr)
+        assert set(told) == {"drain", "stop", "memory", "start", "check"}, run.stderr[-3000:]
     assert {one.kind for one in seen} == {"right", "refused"}, [
         one.text for one in seen if one.kind == "other"
     ]
-    assert len(outages_s(seen)) == 2
-    record_property("outage_s by the clients", json.dumps(outages_s(seen)))
+    outages = outages_s(seen)
+    record_property("outage_s by the clients", json.dumps(outages))
+    assert len(outages) == 2
+    for parts, outage_s in zip(times, outages, strict=True):
+        assert_no_long_wait_of_ours(parts, outage_s)
     assert (guest.release(), state(guest)) == (first, before)
     fleet.site.deploy().must_have_changed_nothing()
 
