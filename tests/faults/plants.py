@@ -67,3 +67,8 @@ PLANTS = {
 }
 
 DEPLOYED = {name: plant for name, plant in PLANTS.items() if plant.choices is not None}
+# What no engine's misbehaviour stands for, nor any choice of a user.
+BESIDE_THE_ENGINE = (
+    "memory that others hold", "more memory than there is", "image missing",
+    "image of another digest", "tree half built",
+)  # fmt: skip

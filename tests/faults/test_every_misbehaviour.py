@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.plants import BESIDE_THE_ENGINE, PLANTS
 from tests.faults.stub_faults import stub_faults
 from tests.faults.trial import Outcome, Trial, evidence
 from tests.host.conftest import Fleet
@@ -43,6 +44,41 @@ def test_the_same_candidate_without_a_fault_is_proven(trials: list[Trial]) -> No
         assert result["state"] == "switched", result["reason"]
         assert evidence(trial.guest)["proven"] == sorted([name, trial.old])
         assert evidence(trial.guest)["boots"] == [f"spark-serve@{name}.service"]
+
+
+def beside_the_engine(plant: str, trial: Trial) -> dict[str, Any]:
+    """Return the values of a release that make it this plant on the host of a trial."""
+    if plant == "memory that others hold":
+        total_kib = int(trial.guest.run("awk '/^MemTotal:/ {print $2}' /proc/meminfo"))
+        return {"memory__needed_bytes": total_kib * 1024 - (64 << 20), "memory__wait_s": 2}
+    found = {}
+    for path, value in PLANTS[plant].release.items():
+        if isinstance(value, dict):
+            found |= {f"{path}__{key}": part for key, part in value.items()}
+        else:
+            found[path] = value
+    if plant == "image of another digest":
+        found["image__tag"] = trial.data["image"]["tag"]
+    return found
+
+
+# These stand before the tests that use all hosts at once.
+@pytest.mark.parametrize("plant", BESIDE_THE_ENGINE)
+def test_what_is_missing_beside_the_engine_ends_with_the_old_release(
+    trials: list[Trial], plant: str, record_property: Callable[[str, object], None]
+) -> None:
+    trial, phase = trials[0], PLANTS[plant].phase
+    changes = beside_the_engine(plant, trial)
+
+    seen = trial.outcome(plant, env={}, **changes)
+
+    record_property("reason", f"{seen.result['failed_phase']}: {seen.result['reason']}")
+    state = "refused" if phase == "prove" else "rolled-back"
+    assert (seen.result["state"], seen.result["serving"]) == (state, seen.old), seen
+    assert seen.result["failed_phase"] == phase
+    assert seen.after == seen.before
+    assert seen.after["boots"] == seen.serving == [f"spark-serve@{seen.old}.service"]
+    assert seen.answers
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from spark_deploy.checkout import CHECKOUT
-from tests.faults.plants import DEPLOYED, PLANTS
+from tests.faults.plants import BESIDE_THE_ENGINE, DEPLOYED, PLANTS
 from tests.faults.stub_faults import stub_faults
 
 PAGE = (CHECKOUT / "docs/reference/faults.md").read_text("utf-8")
@@ -35,3 +35,14 @@ def test_every_misbehaviour_of_the_stub_engine_is_named() -> None:
 
 def test_what_must_not_break_a_server_is_tried_by_whole_deploys() -> None:
     assert set(DEPLOYED) >= DEMANDED
+
+
+def test_every_plant_is_tried_on_a_host_that_a_deploy_made() -> None:
+    """So that a deploy afterwards can be held to change nothing, as the page says."""
+    by_the_stub = {
+        name
+        for name, plant in PLANTS.items()
+        if plant.release.get("engine__env", {}).get("STUB_FAULT") in stub_faults()
+    }
+    assert set(DEPLOYED) | by_the_stub | set(BESIDE_THE_ENGINE) == set(PLANTS)
+    assert not by_the_stub & set(BESIDE_THE_ENGINE)
