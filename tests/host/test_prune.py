@@ -18,7 +18,7 @@ READY = {"model": "lab-stub", "profile": "v2"}
 # that somebody else made.
 OLD_IMAGE = "spark-vllm:0123456789ab"
 IMAGES = (
-    "d=$(mktemp -d); cd $d; head -c 3000000 /dev/urandom > layer; "
+    "d=$(mktemp -d); cd $d; head -c 30000000 /dev/urandom > layer; "
     "printf 'FROM scratch\\nCOPY layer /\\n' > Dockerfile; "
     f"docker build -q -t {OLD_IMAGE} --label spark.digest={'0' * 64} .; "
     "head -c 1000 /dev/urandom > layer; docker build -q -t somebody/else:1 .; rm -r $d"
@@ -82,8 +82,9 @@ def test_a_dry_prune_says_each_thing_with_its_bytes_and_a_prune_removes_just_tha
     gone = set(re.findall(r"goes .* release (\S+)", dry.stderr))
     assert gone == here - kept
     assert first in gone
-    [size] = re.findall(rf"goes +(\S+ GB)  image {OLD_IMAGE}", dry.stderr)
-    assert size == "0.00 GB"  # 3 MB
+    [size_gb] = re.findall(rf"goes +(\S+) GB  image {OLD_IMAGE}", dry.stderr)
+    # 30 MB of noise; docker's other store counts what it packed and what it unpacked.
+    assert 0.02 < float(size_gb) < 0.08
     # The way back needs the tree, the plan needs its source: neither goes.
     assert not re.search(r"goes .* (tree|source) ", dry.stderr), dry.stderr
     assert "/srv/spark/models/mine: not made by us" in dry.stderr

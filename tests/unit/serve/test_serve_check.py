@@ -46,7 +46,7 @@ VIOLATIONS = [
     ("tool-types", "tool call", "days='3', not the number 3"),
     ("reasoning-mixed", "reasoning", "thinking is mixed into the answer"),
     ("forgets", "conversation", "in turn 2 of a conversation"),
-    ("mixes-up", "parallel", "among 3 requests at once"),
+    ("mixes-up", "parallel", "among 3 streams at once"),
     ("no-prefix-hits", "prefix reuse", "turn 2 of a conversation found no token"),
     ("stale-prefix", "prefix reuse", "turn 2 of a long conversation was answered '48214'"),
     ("low-acceptance", "acceptance", "the floor is 50%"),
@@ -77,6 +77,7 @@ def test_a_fault_fails_the_check_made_for_it(
             "check__repeat": False,
         },
         "unsteady": {"check__copy": []},
+        "stream-cut": {"check__parallel": 1},
     }
     changes = {} if violated == "prefix reuse" else {"check__prefix": None}
     monkeypatch.setattr(prefix, "_COUNTER_WAIT_S", 0.3)
@@ -86,6 +87,14 @@ def test_a_fault_fails_the_check_made_for_it(
     others = {"acceptance"} if fault == "no-drafts" else set()
     assert set(problems) - others <= {violated}
     assert sentence in problems[violated]
+
+
+def test_requests_at_once_are_streams(host: Host) -> None:
+    release = host.release(check__stream=False, check__prefix=None)
+    host.started(release, "stream-cut")
+    problems = failed(check(host, release))
+    assert set(problems) == {"parallel"}
+    assert "among 3 streams at once the streamed answer broke" in problems["parallel"]
 
 
 def test_every_check_there_is_has_an_engine_that_violates_it() -> None:

@@ -86,22 +86,32 @@ def conversation(probe: Probe) -> str:
 
 
 def parallel(probe: Probe) -> str:
-    """Several requests at once are each answered right."""
+    """Several streams at once are each answered right."""
     count = probe.plan.parallel
     questions = (probe.plan.questions * count)[:count]
     with ThreadPoolExecutor(max_workers=count) as pool:
-        asked = [(q, pool.submit(probe.say, q.prompt, q.max_tokens)) for q in questions]
-        for question, answer in asked:
+        asked = [(question, pool.submit(_streamed, probe, question)) for question in questions]
+        for question, streamed in asked:
             try:
-                _judge(question, answer.result())
+                text, tokens = streamed.result()
+                _judge(question, text)
             except CheckError as error:
-                raise CheckError(f"among {count} requests at once {error}") from error
-    return f"{count} requests at once were answered right"
+                raise CheckError(f"among {count} streams at once {error}") from error
+            probe.tokens_seen += tokens
+    return f"{count} streams at once were answered right"
 
 
 def stream(probe: Probe) -> str:
     """A streamed answer is complete and says the same as a plain one."""
     question = probe.plan.questions[0]
+    text, tokens = _streamed(probe, question)
+    probe.tokens_seen += tokens
+    _judge(question, text)
+    return f"a streamed answer came whole, {tokens} tokens"
+
+
+def _streamed(probe: Probe, question: Question) -> tuple[str, int]:
+    """Return the text of a complete stream, and its tokens for the caller to count."""
     body = probe.body(
         [user(question.prompt)],
         question.max_tokens,
@@ -121,9 +131,7 @@ def stream(probe: Probe) -> str:
         raise CheckError(f"the streamed answer has no finish_reason, after {short(text)}")
     if not usage:
         raise CheckError("the streamed answer carries no usage")
-    probe.tokens_seen += int(usage.get("completion_tokens", 0))
-    _judge(question, text)
-    return f"a streamed answer came whole, {usage.get('completion_tokens')} tokens"
+    return text, int(usage.get("completion_tokens", 0))
 
 
 _WEATHER = {
