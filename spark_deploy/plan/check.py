@@ -30,7 +30,7 @@ def _check(settings: Settings) -> list[Problem]:
         if missing_bytes(model, profile, settings) > 0:
             return list(refusal(model, profile, settings).problems)
         memory = plan_memory(model, profile, settings)
-        facts = facts_of(model, profile, memory)
+        facts = facts_of(model, profile, memory, settings)
         apply_rails(load_guard_rails(), facts)
     except SparkError as error:
         return list(error.problems)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spark_deploy.catalog import GuardRail, Model, Profile
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.plan.types import MemoryPlan
+from spark_deploy.settings_types import Settings
 
 _FORMAT_OPTIONS = ("quantization", "quantization-config")
+# The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0013.
+_COUNTED_CACHE_AS_USED = 24
 
 
-def facts_of(model: Model, profile: Profile, memory: MemoryPlan) -> dict[str, Any]:
+def facts_of(
+    model: Model, profile: Profile, memory: MemoryPlan, settings: Settings
+) -> dict[str, Any]:
     """Return what rules may speak about, of the arguments the engine would really get."""
+    image = settings.images.get(model.image.role, "")
     options = {key.replace("_", "-"): _structure(v) for key, v in profile.options.items()}
     attention = _mapping(options.get("attention-config"))
     drafts = _drafts(profile, options)
@@ -46,6 +53,7 @@ def facts_of(model: Model, profile: Profile, memory: MemoryPlan) -> dict[str, An
         "deep_gemm": profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0",
         "formats": " ".join(formats).lower(),
         "online_quantisation": "quantization-config" in options,
+        "engine_counts_cache_as_used": _counts_cache_as_used(image),
         "plugin": profile.plugin,
         "engine_mode": profile.engine_mode,
         "shared_experts": profile.shared_experts,
@@ -55,6 +63,13 @@ def facts_of(model: Model, profile: Profile, memory: MemoryPlan) -> dict[str, An
         "tree_needs_plugin": profile.tree_needs_plugin,
         "tree_repeats_names": model.sources.repeats_names and not builds_full,
     }
+
+
+def _counts_cache_as_used(image: str) -> bool:
+    """Tell by the tag whether the engine is too old; a tag without vLLM's version tells nothing."""
+    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+    found = re.match(r"v?0\.(\d+)\b", tag)
+    return found is not None and int(found[1]) <= _COUNTED_CACHE_AS_USED
 
 
 def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:

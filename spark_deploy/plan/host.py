@@ -67,7 +67,7 @@ def join(
     if missing_bytes(model, profile, settings) > 0:
         raise refusal(model, profile, settings)
     memory = plan_memory(model, profile, settings)
-    warnings = apply_rails(rails, facts_of(model, profile, memory))
+    warnings = apply_rails(rails, facts_of(model, profile, memory, settings))
     paths = host_paths(settings)
     pair = pair_plan(model, profile, settings, lock, payload)
     ready = tuple(_ready_plan(settings.of_pair(other), lock, payload)

@@ -40,6 +40,7 @@ CALM = {
     "deep_gemm": False,
     "formats": "org/model-int4",
     "online_quantisation": False,
+    "engine_counts_cache_as_used": False,
     "plugin": True,
     "engine_mode": "native",
     "shared_experts": "fp8-donor",
@@ -86,6 +87,7 @@ TRIPS = {
     "own-head-with-a-plain-tree": {"head": "int8-triton", "tree_needs_plugin": False},
     "portable-mode-with-a-plain-tree": {"engine_mode": "portable", "tree_needs_plugin": False},
     "online-fp8-with-the-plugin": {"online_quantisation": True},
+    "engine-that-needs-dropped-caches": {**STOCK, "engine_counts_cache_as_used": True},
 }
 
 
@@ -134,7 +136,7 @@ def test_shipped_pairs_pass_unless_the_labs_cpu_cannot_serve_them(model, profile
 def test_the_facts_of_a_profile_are_those_that_rails_speak_about(tmp_path):
     model, profile = load_model("qwen3.5-122b"), load_profile("v2", "qwen3.5-122b")
     settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
-    facts = facts_of(model, profile, plan_memory(model, profile, settings))
+    facts = facts_of(model, profile, plan_memory(model, profile, settings), settings)
     assert set(facts) == set(CALM)
     assert {**CALM, **facts} == facts
     differs = {name for name in CALM if facts[name] != CALM[name]}
@@ -153,7 +155,7 @@ def test_turboquant_with_drafts_and_four_sequences_needs_our_backend(tmp_path):
     )
     memory = plan_memory(model, stock, settings)
     with pytest.raises(PlanError) as refused:
-        apply_rails(load_guard_rails(), facts_of(model, stock, memory))
+        apply_rails(load_guard_rails(), facts_of(model, stock, memory, settings))
     assert [problem.what.split(":")[0] for problem in refused.value.problems] == [
         "refused by guard rail turboquant-with-drafts",
         "refused by guard rail turboquant-with-several-sequences",
@@ -178,6 +180,29 @@ def test_turboquant_with_drafts_and_four_sequences_needs_our_backend(tmp_path):
 def test_rails_see_what_an_option_does(options, rule, tmp_path):
     found = problems(tmp_path, **{"engine.options": options})
     assert any(f"guard rail {rule}" in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("image", "refused"),
+    [
+        ("vllm/vllm-openai:v0.24.0", True),
+        ("vllm/vllm-openai:v0.9.2-aarch64", True),
+        (f"registry:5000/vllm:0.24.1@sha256:{'a' * 64}", True),
+        ("vllm/vllm-openai:v0.25.0", False),
+        ("vllm/vllm-openai:v0.33.0", False),
+        ("nvcr.io/nvidia/vllm:25.09-py3", False),
+        ("registry:5000/v0.9/vllm:nightly", False),
+        (f"vllm/vllm-openai@sha256:{'0' * 64}", False),
+    ],
+)
+def test_an_engine_that_takes_cache_for_used_memory_is_refused_without_the_plugin(
+    image, refused, tmp_path
+):
+    for profile in ("v2-native", "online-fp8", "base"):
+        found = problems(tmp_path, profile=profile, **{"images.engine": image})
+        assert [("engine-that-needs-dropped-caches" in one) for one in found] == [True] * refused
+    # The plugin's own check refuses an engine it was not tested with.
+    assert problems(tmp_path, profile="v2", **{"images.engine": image}) == []
 
 
 def test_rails_see_the_environment(tmp_path):
