@@ -14,14 +14,14 @@ from typing import Any
 from spark_checkpoint.anatomy import (
     examine,
     expected_base_count,
-    group_of,
     plain_name,
     recipe_of,
     scales_missing,
 )
 from spark_checkpoint.donor import UrlFiles
 from spark_checkpoint.errors import GateRefused, InputRefused
-from spark_checkpoint.gates import MTP_PREFIX, SCALE, WEIGHT, same_names
+from spark_checkpoint.expected import base_patterns, exact_result, replacements
+from spark_checkpoint.gates import MTP_PREFIX, same_names
 from spark_checkpoint.header import Header, read_header
 from spark_checkpoint.patterns import expand_all, groups
 from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, BuildPlan, Wire
@@ -31,6 +31,14 @@ from spark_checkpoint.verify import read_receipt_line
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _REPOSITORY = re.compile(r"([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(?:@([A-Za-z0-9._-]+))?")
 _SMALL_BYTES = 64 << 20
+# What a tree of a plan is called, by what replaces its shared experts.
+_KINDS = {
+    "fp8-donor": "hybrid",
+    "fp8-self": "hybrid",
+    "fp8-base": "hybrid",
+    "int8-g128": "tree with INT8 shared experts",
+    "keep": "tree with the base's shared experts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +135,35 @@ def text_of(data: Mapping[str, Any]) -> str:
 
 def hold_against(subject: Subject, plan: BuildPlan) -> str:
     """Say which part of a plan a subject is (base or result); refuse when it is neither."""
-    # The index, where there is one: an overlay's shards still hold the names it replaces.
-    names = set(subject.index or examine(subject.shards, None).names)
-    plain = {plain_name(name) for name in names}
-    expected = expand_all(plan.base_tensors, "base_tensors")
+    names = _held(subject)
+    new = {name for stand_ins in replacements(plan.document).values() for name in stand_ins}
+    expected = expand_all(base_patterns(plan.document), "base_tensors")
+    overlaid = any(name != plain_name(name) for name in names)
+    if overlaid or not (new - expected).isdisjoint(names):
+        layout = "overlay" if overlaid else "full"
+        exact_result(subject.place, names, plan.document, layout)
+        return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"
     mtp = expand_all(plan.mtp_tensors, "mtp_tensors")
-    swapped = {m + suffix for m in expand_all(plan.swap, "swap") for suffix in (WEIGHT, SCALE)}
-    found_mtp = {name for name in plain if name.startswith(MTP_PREFIX)}
-    rest = plain - found_mtp
-    head = {name for name in rest if group_of(name) == "head"}
-    if any(name.endswith(SCALE) for name in rest):
+    found_mtp = {name for name in names if name.startswith(MTP_PREFIX)}
+    same_names(subject.place, "base tensors", names - found_mtp, expected)
+    if found_mtp - mtp:
         same_names(subject.place, "MTP tensors", found_mtp, mtp)
-        wanted = (expected | swapped) - {"lm_head.weight"}
-        same_names(subject.place, "tensors of a hybrid", rest - head, wanted - head)
-        return "a hybrid with exactly the plan's names"
-    same_names(subject.place, "base tensors", rest, expected)
     missing = len(mtp - found_mtp)
     return f"the plan's base ({missing} MTP tensors to graft)" if missing else "the plan's base"
+
+
+def _held(subject: Subject) -> set[str]:
+    """Return the names a reader gets: those of the index that are where it says.
+
+    An overlay's shards still hold the names it replaces, so the index decides where there is one.
+    """
+    if not subject.index:
+        return set(examine(subject.shards, None).names)
+    return {
+        name
+        for name, shard in subject.index.items()
+        if shard in subject.shards and name in subject.shards[shard].tensors
+    }
 
 
 def _open_directory(directory: Path) -> Subject:

@@ -1,6 +1,7 @@
 """What inspect says of trees and repositories."""
 
 import json
+import re
 
 import pytest
 from builder_trees import BASE_COMMIT, run_tool
@@ -78,18 +79,67 @@ def test_a_tree_is_held_against_a_plan(workshop, layout):
     assert done.returncode == 3
 
 
-def test_a_hybrid_that_lacks_one_scale_does_not_pass_for_the_plans(workshop):
+# Plans whose results have other names than the base.
+RESULTS = {
+    "v2": {"layout": "full"},
+    "v2 as overlay": {"layout": "overlay"},
+    "v2 with INT8 head": {"layout": "full", "head": "int8-g128"},
+    "v2 with INT8 head as overlay": {"layout": "overlay", "head": "int8-g128"},
+    "v2-native": {"layout": "full", "shared_experts": "int8-g128"},
+    "INT8 head alone": {"layout": "full", "shared_experts": "keep", "head": "int8-g128"},
+    "INT8 head alone as overlay": {
+        "layout": "overlay",
+        "shared_experts": "keep",
+        "head": "int8-g128",
+    },
+}
+# The name each of them then loses.
+LOST = {
+    "v2": "lm_head.weight",
+    "v2 as overlay": "model.language_model.layers.0.mlp.shared_expert.up_proj.weight_scale_inv_fp8",
+    "v2 with INT8 head": "lm_head.qzeros",
+    "v2 with INT8 head as overlay": "lm_head.qzeros_int8",
+    "v2-native": "model.language_model.layers.0.mlp.shared_expert.up_proj.qzeros",
+    "INT8 head alone": "lm_head.scales",
+    "INT8 head alone as overlay": "lm_head.qweight_int8",
+}
+
+
+def held_against_the_plan(workshop):
+    plan = workshop.root / "plan.json"
+    return run_tool("inspect", workshop.out, "--plan", plan, check=False)
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_every_result_is_its_plans_and_none_that_lost_a_name(workshop, kind):
     workshop.write_base()
     workshop.write_donor()
-    workshop.build()
+    workshop.build(**RESULTS[kind])
+    done = held_against_the_plan(workshop)
+    assert done.returncode == 0, done.stderr
+    assert "with exactly the plan's names" in done.stderr
     index = workshop.out / "model.safetensors.index.json"
     document = json.loads(index.read_text())
-    document["weight_map"].pop(f"{workshop.modules[0]}.weight_scale_inv_fp8")
+    document["weight_map"].pop(LOST[kind])
     index.write_text(json.dumps(document))
-    plan = workshop.root / "plan.json"
-    done = run_tool("inspect", workshop.out, "--plan", plan, check=False)
+    done = held_against_the_plan(workshop)
     assert done.returncode == 3
-    assert "missing 1 (1 x model.language_model.layers.{N}.mlp.shared_expert" in done.stderr
+    assert f"missing 1 (1 x {re.sub('[0-9]+', '{N}', LOST[kind])}" in done.stderr
+
+
+def test_a_name_the_index_has_and_no_shard_holds_is_missing(workshop):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build(layout="full")
+    index = workshop.out / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    owner = document["weight_map"]["lm_head.weight"]
+    others = {shard for shard in document["weight_map"].values() if shard != owner}
+    document["weight_map"]["lm_head.weight"] = sorted(others)[0]
+    index.write_text(json.dumps(document))
+    done = held_against_the_plan(workshop)
+    assert done.returncode == 3
+    assert "missing 1 (1 x lm_head.weight)" in done.stderr
 
 
 def test_a_repository_is_read_by_its_headers(workshop, hub):
