@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_checkpoint.config import result_config
+from spark_checkpoint.config import result_config, usable
 from spark_checkpoint.donor import Donor, open_donor
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.gates import (
@@ -112,6 +112,7 @@ def open_sources(plan: BuildPlan, progress: Progress) -> Sources:
     """Open base and donor and hold them against the plan's exact sets."""
     progress.phase("gates")
     base = read_tree(plan.base_dir)
+    usable(read_config(plan.base_dir), str(plan.base_dir / CONFIG_NAME), plan.head)
     modules = [module for pattern in plan.swap for module in expand(pattern)]
     mtp_missing = _gate_base_names(plan, base, modules)
     if plan.shared_experts == "fp8-base":

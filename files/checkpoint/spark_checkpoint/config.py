@@ -16,6 +16,28 @@ _INT8 = {"bits": 8, "group_size": 128, "sym": True, "data_type": "int"}
 _PLAIN = {"bits": 16, "data_type": "float"}
 
 
+def usable(base: Mapping[str, Any], where: str, head: str) -> None:
+    """Refuse a base's config.json that no result's can be derived from."""
+    quantization = base.get("quantization_config")
+    if not isinstance(quantization, dict):
+        raise GateRefused(where, "has no quantization_config: not an INT4 base", "check the base")
+    # An exporter may write null for "nothing".
+    per_module = quantization.get("extra_config")
+    if per_module is not None and not isinstance(per_module, dict):
+        raise GateRefused(
+            where,
+            f"has a {type(per_module).__name__} as quantization_config.extra_config, "
+            "expected an object of modules",
+            "use another commit of the base, or correct its config",
+        )
+    if head == "int8-g128" and any(level.get("tie_word_embeddings") for level in _levels(base)):
+        raise GateRefused(
+            where,
+            "ties the head to the embeddings, so the head cannot be packed alone",
+            "plan head: keep",
+        )
+
+
 def result_config(
     base: Mapping[str, Any],
     *,
@@ -27,28 +49,24 @@ def result_config(
     layout: str,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return config.json of a result whose tensors are ``names``.
+    """Return config.json of a result whose tensors are ``names``; ``base`` passed `usable`.
 
     The method is renamed only where an engine without the plugin would read the tree wrongly;
     a tree of INT4, INT8 and 16-bit weights in full layout stays plain ``auto-round``.
     """
     config = copy.deepcopy(dict(base))
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
-        raise GateRefused(
-            "config.json", "has no quantization_config: not an INT4 base", "check the base"
-        )
+    quantization = config["quantization_config"]
     fp8 = shared_experts.startswith("fp8")
     replaced = fp8 or shared_experts == "int8-g128" or head != "keep"
     if fp8 or (layout == "overlay" and replaced):
         quantization["quant_method"] = PLUGIN_METHOD
     if fp8:
         quantization["fp8_block"] = {"modules": list(swap), "block_shape": list(block_shape)}
-    per_module = quantization.setdefault("extra_config", {})
+    per_module = quantization["extra_config"] = quantization.get("extra_config") or {}
     if shared_experts == "int8-g128":
         per_module.update({module: dict(_INT8) for module in swap})
     if head == "int8-g128":
-        _refuse_tied(config)
+        _untie(config)
         per_module["lm_head"] = dict(_INT8)
     _set_blocks(quantization, names)
     quantization["spark"] = {"layout": layout, "recipe_version": RECIPE_VERSION, "head": head}
@@ -93,15 +111,12 @@ def _set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
             quantization["extra_config"].setdefault(module, dict(_PLAIN))
 
 
-def _refuse_tied(config: Mapping[str, Any]) -> None:
-    levels = [config, config.get("text_config", {})]
-    if any(level.get("tie_word_embeddings") for level in levels if isinstance(level, dict)):
-        raise GateRefused(
-            "config.json",
-            "ties the head to the embeddings, so the head cannot be packed alone",
-            "plan head: keep",
-        )
+def _levels(config: Mapping[str, Any]) -> list[Any]:
+    """Return the mappings of config.json that may say whether the head is tied."""
+    return [level for level in (config, config.get("text_config")) if isinstance(level, dict)]
+
+
+def _untie(config: Mapping[str, Any]) -> None:
     # The engine's default is true where the key is missing.
-    for level in levels:
-        if isinstance(level, dict):
-            level["tie_word_embeddings"] = False
+    for level in _levels(config):
+        level["tie_word_embeddings"] = False

@@ -23,6 +23,7 @@ from spark_checkpoint.errors import GateRefused, InputRefused
 from spark_checkpoint.expected import base_patterns, exact_result, replacements
 from spark_checkpoint.gates import MTP_PREFIX, same_names
 from spark_checkpoint.header import Header, read_header
+from spark_checkpoint.index import weight_map
 from spark_checkpoint.patterns import expand_all, groups
 from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, BuildPlan, Wire
 from spark_checkpoint.tree import read_index, read_json
@@ -186,7 +187,7 @@ def _open_repository(endpoint: str, name: str, revision: str, wire: Wire) -> Sub
     commit = str(listing.get("sha") or revision)
     # From here on the commit: a push in between must not mix two trees.
     files = UrlFiles(f"{endpoint}/{name}/resolve/{commit}/", wire)
-    present = [str(item.get("rfilename")) for item in listing.get("siblings", ())]
+    present = _listed(listing, name)
     shards = [path for path in present if path.endswith(".safetensors") and "/" not in path]
     if not shards:
         raise GateRefused(name, "lists no .safetensors file", "check the repository")
@@ -194,8 +195,9 @@ def _open_repository(endpoint: str, name: str, revision: str, wire: Wire) -> Sub
         headers = dict(zip(shards, pool.map(files.header, shards), strict=True))
     index = None
     if INDEX_NAME in present:
-        weight_map = files.small_json(files.url(INDEX_NAME), _SMALL_BYTES).get("weight_map", {})
-        index = {str(key): str(value) for key, value in weight_map.items()}
+        url = files.url(INDEX_NAME)
+        raw = files.transport.read_whole(url, _SMALL_BYTES)
+        index = weight_map(raw, url, "check the repository")
     config = (
         files.small_json(files.url(CONFIG_NAME), _SMALL_BYTES) if CONFIG_NAME in present else {}
     )
@@ -205,6 +207,19 @@ def _open_repository(endpoint: str, name: str, revision: str, wire: Wire) -> Sub
         index=index,
         config=config,
         receipt=f"none (read {files.received_bytes} bytes of headers)",
+    )
+
+
+def _listed(listing: Mapping[str, Any], name: str) -> list[str]:
+    """Return the paths a hub's answer lists."""
+    siblings = listing.get("siblings")
+    if isinstance(siblings, list):
+        paths = [item.get("rfilename") for item in siblings if isinstance(item, dict)]
+        found = [path for path in paths if isinstance(path, str)]
+        if len(found) == len(siblings):
+            return found
+    raise GateRefused(
+        name, "has no list of files in the hub's answer", "check the endpoint and the repository"
     )
 
 

@@ -187,6 +187,57 @@ def test_shapes_planned_for_other_modules_than_are_swapped_are_refused(workshop)
     assert "donor_shapes: modules of the plan: 8 names, expected 12" in message
 
 
+def change_config(workshop, change):
+    path = workshop.base_dir / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    workshop.write_receipt()
+
+
+def extra_config(value):
+    return lambda config: config["quantization_config"].update(extra_config=value)
+
+
+CONFIGS = {
+    "no quantization": (lambda c: c.pop("quantization_config"), "has no quantization_config"),
+    "a list": (lambda c: c.update(quantization_config=[]), "has no quantization_config"),
+    "a list of modules": (extra_config(["lm_head"]), "has a list as quantization_config.extra_"),
+    "a text": (extra_config("lm_head"), "has a str as quantization_config.extra_config"),
+    "tied": (lambda c: c.update(tie_word_embeddings=True), "ties the head to the embeddings"),
+    "tied below": (
+        lambda c: c["text_config"].update(tie_word_embeddings=True),
+        "ties the head to the embeddings",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_nothing_can_be_made_of_is_refused_before_donor_or_shards_are_read(
+    workshop, hub, case
+):
+    change, said = CONFIGS[case]
+    workshop.write_base()
+    change_config(workshop, change)
+    donor = {"url": f"{hub.url}/lab/tiny-fp8/resolve/{'d' * 40}"}
+    message = refused(workshop, head="int8-g128", layout="full", donor=donor)
+    assert f"config.json: {said}" in message
+    assert not hub.requests
+    assert list(workshop.out.parent.glob(".*/*")) == []
+
+
+@pytest.mark.parametrize(
+    "choice", [{}, {"shared_experts": "int8-g128", "layout": "full"}, {"head": "int8-g128"}]
+)
+def test_null_for_the_config_of_modules_means_none(workshop, choice):
+    workshop.write_base()
+    workshop.write_donor()
+    change_config(workshop, extra_config(None))
+    workshop.build(**choice)
+    config = json.loads((workshop.out / "config.json").read_text())["quantization_config"]
+    assert isinstance(config["extra_config"], dict)
+
+
 def swap_names(donor, one, other):
     for suffix in ("weight", "weight_scale_inv"):
         a, b = f"{one}.{suffix}", f"{other}.{suffix}"

@@ -142,15 +142,41 @@ def test_a_name_the_index_has_and_no_shard_holds_is_missing(workshop):
     assert "missing 1 (1 x lm_head.weight)" in done.stderr
 
 
-def test_a_repository_is_read_by_its_headers(workshop, hub):
+@pytest.fixture
+def repository(workshop, hub):
+    """Return a directory the hub serves as lab/tiny, and a way to change what it lists."""
     workshop.write_base()
     tree = hub.root / "lab/tiny/resolve" / BASE_COMMIT
     tree.parent.mkdir(parents=True)
     workshop.base_dir.rename(tree)
-    listing = {"sha": BASE_COMMIT, "siblings": [{"rfilename": p.name} for p in tree.iterdir()]}
     api = hub.root / "api/models/lab/tiny/revision"
     api.mkdir(parents=True)
-    (api / "main").write_text(json.dumps(listing))
+
+    def lists(siblings):
+        (api / "main").write_text(json.dumps({"sha": BASE_COMMIT, "siblings": siblings}))
+
+    lists([{"rfilename": path.name} for path in tree.iterdir()])
+    return tree, lists
+
+
+@pytest.mark.parametrize("siblings", [None, ["a"], "a", [{"rfilename": 1}], {}])
+def test_a_hub_that_lists_no_files_is_refused(hub, repository, siblings):
+    repository[1](siblings)
+    done = run_tool("inspect", "lab/tiny", "--endpoint", hub.url, check=False)
+    assert done.returncode == 3
+    assert "has no list of files in the hub's answer; fix: " in done.stderr
+
+
+@pytest.mark.parametrize("names", [[1], None, {"a": 1}, "a"])
+def test_an_index_of_a_repository_that_maps_no_names_to_files_is_refused(hub, repository, names):
+    index = repository[0] / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    done = run_tool("inspect", "lab/tiny", "--endpoint", hub.url, check=False)
+    assert done.returncode == 3
+    assert "has no weight_map of names to files; fix: " in done.stderr
+
+
+def test_a_repository_is_read_by_its_headers(workshop, hub, repository):
     data = inspected("lab/tiny", "--endpoint", hub.url)
     assert data["place"] == f"lab/tiny@{BASE_COMMIT}"
     assert data["tensors"] == len(workshop.base) + len(workshop.mtp)
