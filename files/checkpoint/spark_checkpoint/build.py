@@ -26,7 +26,7 @@ from spark_checkpoint.gates import (
 )
 from spark_checkpoint.grafting import graft_mtp, graftable, model_sizes
 from spark_checkpoint.header import Tensor
-from spark_checkpoint.layouts import Layout, write_full, write_overlay
+from spark_checkpoint.layouts import Layout, overlay_name, write_full, write_overlay
 from spark_checkpoint.patterns import expand, expand_all, uses_up
 from spark_checkpoint.pieces import Proof
 from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, BuildPlan
@@ -295,23 +295,22 @@ def _finish_tree(plan: BuildPlan, sources: Sources, layout: Layout, tree_dir: Pa
 
 
 def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout) -> None:
-    """Refuse a result whose names are not exactly base, minus dropped, plus new."""
-    new = {t.name for tensors in changes.added.values() for t in tensors}
-    overlaid = plan.layout == "overlay"
+    """Refuse a result whose names are not exactly base, minus replaced, plus new."""
+    overlay = plan.layout == "overlay"
+    new = {
+        overlay_name(tensor.name) if old and overlay else tensor.name
+        for old, tensors in changes.added.items()
+        for tensor in tensors
+    }
     found, base = layout.index.keys(), sources.base.owner
-    expected_count = len(base) - sum(name in base for name in changes.added) + len(new)
-    if len(found) != expected_count:
-        raise GateRefused(
-            str(plan.out),
-            f"would hold {len(found)} tensors, {expected_count} were planned",
-            "report this: the builder contradicts itself",
-        )
-    mtp = {name for name in found if name.startswith(MTP_PREFIX)}
-    same_names(str(plan.out), "MTP tensors", mtp, expand_all(plan.mtp_tensors, "mtp_tensors"))
+    kept_count = len(base) - sum(name in base for name in changes.added)
     kept = (name for name in base if name not in changes.added)
-    if not overlaid and not all(name in found for name in itertools.chain(kept, new)):
+    whole = all(name in found for name in itertools.chain(kept, new))
+    if not whole or len(found) != kept_count + len(new):
         expected = (base.keys() - set(changes.added)) | new
         same_names(str(plan.out), "tensors of the result", found, expected)
+    mtp = {name for name in found if name.startswith(MTP_PREFIX)}
+    same_names(str(plan.out), "MTP tensors", mtp, expand_all(plan.mtp_tensors, "mtp_tensors"))
 
 
 def _report(sources: Sources, layout: Layout, donor_bytes: int) -> dict[str, Any]:

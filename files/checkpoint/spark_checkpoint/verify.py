@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
+from spark_checkpoint.expected import exact_result
 from spark_checkpoint.header import read_header
 from spark_checkpoint.pieces import first_difference
 from spark_checkpoint.plan import RECEIPT_NAME
@@ -98,6 +101,18 @@ def _check_headers(directory: Path, receipt: Receipt) -> None:
             f"the index lists {len(index)} tensors, the receipt {receipt.document.get('tensors')}",
             _FIX,
         )
+    _check_names(directory, index, receipt.document.get("plan"))
+
+
+def _check_names(directory: Path, index: Mapping[str, str], plan: Any) -> None:
+    """Hold the names against those the receipt's plan gives: as many may still be others."""
+    try:
+        exact_result(str(directory), index, plan, plan["layout"])
+    except (GateRefused, InputRefused) as error:
+        raise TreeDiffers(error.where, error.what, _FIX) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = f"quotes no plan that says its tensors ({error!r})"
+        raise TreeDiffers(str(directory / RECEIPT_NAME), problem, _FIX) from error
 
 
 def _touched(directory: Path, file: ReceiptFile) -> bool:

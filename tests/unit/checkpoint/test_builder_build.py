@@ -7,8 +7,14 @@ import re
 import shutil
 
 import pytest
+from builder_judge import MODULE
 from builder_shards import Raw, readable_by_safetensors
 from builder_trees import BASE_COMMIT, VOCABULARY, run_tool, tree_tensors
+from spark_checkpoint import build as building
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.layouts import write_overlay
+from spark_checkpoint.plan import load_build_plan
+from spark_checkpoint.progress import Progress
 
 LAYOUTS = ("overlay", "full")
 
@@ -192,3 +198,71 @@ def test_the_pieces_of_a_rewritten_shard_are_the_hashes_of_its_bytes(workshop):
             taken_over += line in known
         assert data == b""
     assert taken_over > 10
+
+
+def test_a_result_with_another_name_in_place_of_one_is_refused(workshop, monkeypatch):
+    # As many names, of which one is wrong: what a broken mapping of names would give.
+    def misnamed(*arguments):
+        layout = write_overlay(*arguments)
+        shard = layout.index.pop(f"{MODULE}.up_proj.weight_fp8")
+        layout.index[f"{MODULE}.up_proj.weight_f8"] = shard
+        return layout
+
+    workshop.write_base()
+    workshop.write_donor()
+    plan = load_build_plan(workshop.write_plan())
+    monkeypatch.setattr(building, "write_overlay", misnamed)
+    with pytest.raises(GateRefused, match="tensors of the result") as refusal:
+        building.build(plan, Progress())
+    shared = "1 x model.language_model.layers.{N}.mlp.shared_expert.up_proj"
+    assert f"missing 1 ({shared}.weight_fp{{N}}), surplus 1 ({shared}.weight_f{{N}})" in str(
+        refusal.value
+    )
+    assert not workshop.out.exists()
+
+
+def rename_everywhere(directory, old, new):
+    """Rename a tensor in index and header, with time stamps as they were."""
+    for path in directory.iterdir():
+        data, status = path.read_bytes(), path.stat()
+        if path.name != "receipt.json":
+            path.unlink()  # it may be a link of the base's
+            path.write_bytes(data.replace(f'"{old}"'.encode(), f'"{new}"'.encode()))
+            os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("layout", "choice", "old", "new"),
+    [
+        ("overlay", {}, f"{MODULE}.up_proj.weight_fp8", f"{MODULE}.up_proj.weight_fp9"),
+        ("overlay", {"head": "int8-g128"}, "lm_head.scales_int8", "lm_head.scales_int9"),
+        ("full", {"head": "int8-g128"}, "lm_head.qzeros", "lm_head.qzerox"),
+        ("full", {}, "lm_head.weight", "lm_head.weighs"),
+        ("full", {}, "mtp.norm.weight", "mtp.norm.weighs"),
+    ],
+)
+def test_verify_refuses_as_many_names_of_which_one_is_another(workshop, layout, choice, old, new):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build(layout=layout, **choice)
+    run_tool("verify", workshop.out)
+    rename_everywhere(workshop.out, old, new)
+    done = run_tool("verify", workshop.out, check=False)
+    assert done.returncode == 5
+    assert "tensors of the plan's result" in done.stderr
+    assert "missing 1 (1 x " in done.stderr
+    assert "surplus 1 (1 x " in done.stderr
+
+
+@pytest.mark.parametrize("plan", [None, [], {"layout": "full"}, {"base_tensors": ["a{"]}])
+def test_verify_refuses_a_receipt_whose_plan_says_no_tensors(workshop, plan):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build()
+    path = workshop.out / "receipt.json"
+    receipt = json.loads(path.read_text())
+    receipt["plan"] = {**receipt["plan"], **plan} if plan and "base_tensors" in plan else plan
+    path.write_text(json.dumps(receipt))
+    done = run_tool("verify", workshop.out, check=False)
+    assert done.returncode == 5
+    assert "fix: move the directory away" in done.stderr
