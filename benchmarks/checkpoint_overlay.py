@@ -43,6 +43,10 @@ def bench_overlay(arguments: argparse.Namespace, quantise: Quantise) -> dict[str
         write_base(work / "base", FOURFOLD, sparse=True)
         large, _ = _overlays(work, FOURFOLD, donor, arguments.pairs)
     headers = sum(_header_bytes(path) for path in repository.glob("*.safetensors"))
+    index = (repository / "model.safetensors.index.json").stat().st_size
+    for tree in (real, packed, large):
+        if tree["donor_received_bytes"] - index > SWAP_BYTES + headers:
+            raise SystemExit("more than swapped tensors and headers came over the network")
     return {
         "planning_cpu_seconds": planning,
         "planning_median_cpu_seconds": statistics.median(planning),
@@ -51,6 +55,7 @@ def bench_overlay(arguments: argparse.Namespace, quantise: Quantise) -> dict[str
         "donor_swap_bytes": SWAP_BYTES,
         "donor_header_bytes": headers,
         "donor_swap_and_header_bytes": SWAP_BYTES + headers,
+        "donor_index_bytes": index,
         "trees": {
             "122b": real,
             "122b_int8_head": packed,

@@ -21,8 +21,9 @@ from spark_checkpoint.storage import sync, write_all
 from spark_checkpoint.transport import Transport
 from spark_checkpoint.tree import read_tree
 
-# Covers most headers in one request; a longer one takes a second.
-_FIRST_READ_BYTES = 512 << 10
+# A header's length stands before it. Guessing it instead would save a request of each shard and
+# read half as much again as headers are large.
+_LENGTH_BYTES = 8
 _INDEX_LIMIT_BYTES = 256 << 20
 
 
@@ -117,13 +118,11 @@ class UrlFiles:
         return document
 
     def header(self, shard: str) -> Header:
-        """Return the header of a shard, in two requests at most."""
+        """Return the header of a shard: one request for its length, one for exactly its bytes."""
         url = self.url(shard)
-        size, first = self.transport.read_start(url, _FIRST_READ_BYTES)
-        length = header_json_bytes(first, size, url)
-        raw = first[8 : 8 + length]
-        if len(raw) < length:
-            raw += self.transport.read(url, len(first), 8 + length, size)
+        size, first = self.transport.read_start(url, _LENGTH_BYTES)
+        end = _LENGTH_BYTES + header_json_bytes(first, size, url)
+        raw = self.transport.read(url, _LENGTH_BYTES, end, size)
         with self._parsing:
             return parse_header(raw, size, url)
 
