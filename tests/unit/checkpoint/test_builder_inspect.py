@@ -4,7 +4,12 @@ import json
 import re
 
 import pytest
-from builder_trees import BASE_COMMIT, run_tool
+import yaml
+from builder_trees import BASE_COMMIT, ROOT, run_tool
+from spark_checkpoint import anatomy
+from spark_checkpoint.anatomy import examine, expected_base_count, recipe_of
+from spark_checkpoint.header import Header, Tensor
+from spark_checkpoint.patterns import expand_all
 
 
 def inspected(*arguments):
@@ -193,3 +198,93 @@ def test_what_is_neither_directory_nor_repository_is_refused():
     done = run_tool("inspect", "/nowhere", check=False)
     assert done.returncode == 2
     assert "neither a directory nor org/name" in done.stderr
+
+
+# --- which model and recipe: synthetic headers of the catalog's architectures -------------------
+
+CATALOG = {
+    path.stem: yaml.safe_load(path.read_text())
+    for path in sorted((ROOT / "catalog/models").glob("qwen*.yml"))
+}
+DTYPES = {".qweight": "I32", ".qzeros": "I32", ".scales": "F16"}
+
+
+def published_name(model):
+    return CATALOG[model]["sources"]["donor"].split("/")[1].removesuffix("-FP8")
+
+
+def sizes(model):
+    return tuple(CATALOG[model]["architecture"][key] for key in ("layers", "experts", "hidden"))
+
+
+def headers(names, model, fp8=()):
+    """Return what examine takes: one shard of the names, with dtypes their suffixes tell."""
+    tensors = {}
+    for name in names:
+        dtype = "F8_E4M3" if name in fp8 else DTYPES.get(name[name.rindex(".") :], "BF16")
+        tensors[name] = Tensor(dtype, (sizes(model)[2],), 0, 2)
+    return {"model.safetensors": Header(tensors, {}, 8, 2)}
+
+
+def described(names, model, method, fp8=()):
+    found = examine(headers(names, model, fp8), None)
+    return found, recipe_of(found, method, frozenset({"model.safetensors"}))
+
+
+def base_names(model):
+    tensors = CATALOG[model]["tensors"]
+    return expand_all(tensors["base"], "base"), expand_all(tensors["mtp"], "mtp")
+
+
+def test_inspect_knows_the_catalogs_models_and_no_other():
+    assert {sizes(model): published_name(model) for model in CATALOG} == dict(anatomy._MODELS)
+    assert len(CATALOG) == 3
+
+
+@pytest.mark.parametrize("model", CATALOG)
+def test_an_int4_base_is_recognised_as_its_model(model):
+    base, mtp = base_names(model)
+    # One of nine names of an expert: the rest says nothing more.
+    some = {n for n in base if ".mlp.experts." not in n or n.endswith(".up_proj.qweight")}
+    found, recipe = described(some | mtp, model, "auto-round")
+    assert (found.model, recipe) == (published_name(model), "INT4 base, quant_method auto-round")
+    assert found.mtp == len(mtp)
+    assert expected_base_count(found) == len(base)
+    fewer = {name for name in some if ".layers.0." not in name}
+    assert described(fewer, model, None)[0].model is None
+
+
+@pytest.mark.parametrize("model", CATALOG)
+def test_a_donor_with_its_routed_experts_is_recognised_as_the_models_donor(model):
+    swap = expand_all(CATALOG[model]["tensors"]["swap"], "swap")
+    routed = {
+        name.removesuffix(".qweight")
+        for name in base_names(model)[0]
+        if ".mlp.experts." in name and name.endswith(".up_proj.qweight")
+    }
+    weights = {f"{module}.weight" for module in swap | routed}
+    scales = {f"{module}.weight_scale_inv" for module in swap | routed}
+    unmatched = expand_all(CATALOG[model]["tensors"]["donor_unmatched"], "donor_unmatched")
+    names = weights | scales | unmatched | {"model.language_model.norm.weight"}
+    found, recipe = described(names, model, "fp8", fp8=weights)
+    assert (found.model, recipe) == (published_name(model), "FP8 donor, quant_method fp8")
+    assert anatomy.scales_missing(found) == []
+
+
+def test_what_it_is_follows_from_the_routed_and_the_shared_experts():
+    model = "qwen3.5-35b"
+    shared = "model.language_model.layers.0.mlp.shared_expert.up_proj"
+    routed = "model.language_model.layers.0.mlp.experts.0.up_proj"
+    fp8 = {f"{shared}.weight"}
+    kinds = {
+        "hybrid, full layout (needs the plugin)": ({f"{routed}.qweight", *fp8}, fp8),
+        "INT4 with INT8 shared experts (plain auto-round, no plugin)": (
+            {f"{routed}.qweight", f"{shared}.qweight"},
+            (),
+        ),
+        "INT4 base": ({f"{routed}.qweight", *fp8}, ()),
+        "BF16 original": ({f"{routed}.weight", *fp8}, ()),
+        "unknown": (fp8, fp8),
+    }
+    for kind, (names, in_fp8) in kinds.items():
+        assert described(names, model, None, in_fp8)[1] == kind
