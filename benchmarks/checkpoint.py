@@ -8,7 +8,8 @@
     python benchmarks/checkpoint.py fetch --work /var/tmp/bench --gigabytes 2
 
 Needs Linux, numpy and room under --work (full: three times the tree). Each command writes its
-result to benchmarks/results/checkpoint-<command>.json, which says where it was measured.
+result to benchmarks/results/checkpoint-<command>.json, which says where and at which commit it was
+measured.
 """
 
 from __future__ import annotations
@@ -241,6 +242,17 @@ def machine() -> dict[str, Any]:
     }
 
 
+def source() -> dict[str, Any]:
+    """Say what was measured: the commit, and which of its files are others here."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    changed = git("diff", "--name-only", "HEAD", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
+    return {"commit": git("rev-parse", "HEAD").strip(), "changed_files": changed.splitlines()}
+
+
 def command_of(arguments: argparse.Namespace) -> str:
     """Return the command that runs this again, defaults spelt out, for they may change."""
     options = [f"--{name}={value}" for name, value in vars(arguments).items() if name != "command"]
@@ -265,6 +277,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--pairs", type=int, default=5)
     arguments = parser.parse_args()
+    # Before the run: a commit made meanwhile was not measured.
+    measured = source()
     arguments.work.mkdir(parents=True)
     try:
         result = COMMANDS[arguments.command](arguments)
@@ -275,6 +289,7 @@ def main() -> None:
         "command": command_of(arguments),
         "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": machine(),
+        "source": measured,
         **result,
     }
     path = RESULTS / f"checkpoint-{arguments.command}.json"

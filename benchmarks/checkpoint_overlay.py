@@ -19,11 +19,13 @@ from typing import Any
 from checkpoint_hub import serve
 from checkpoint_run import run_builder
 from checkpoint_sources import Quantise, plan, write_base, write_donor
-from checkpoint_trees import DONOR_COMMIT, Architecture, base_entries, mtp
+from checkpoint_trees import DONOR_COMMIT, Architecture, base_entries, mtp, write_shard
 
 REAL = Architecture()
 # The same names and swapped weights; the routed experts, which an overlay only links, grow.
 FOURFOLD = replace(REAL, routed_width=9 * REAL.width // 2)
+# More names than the 122B has: planning must not depend on fitting it closely.
+PLANNED_NAMES = 120_000
 REPOSITORY = f"bench/donor/resolve/{DONOR_COMMIT}"
 SWAP_BYTES = 144 * (1024 * 3072 + 384)
 
@@ -37,8 +39,9 @@ def bench_overlay(arguments: argparse.Namespace, quantise: Quantise) -> dict[str
     with serve(work / "hub") as url:
         donor = {"url": f"{url}/{REPOSITORY}", "parallel": 8}
         real, document = _overlays(work, REAL, donor, arguments.pairs)
-        planning = [_planning_seconds(work / "base", document) for _ in range(5)]
         packed, _ = _overlays(work, REAL, donor, 1, head="int8-g128")
+        padded = _padded(work / "base", document)
+        planning = [_planning_seconds(work / "base", padded) for _ in range(5)]
         shutil.rmtree(work / "base")
         write_base(work / "base", FOURFOLD, sparse=True)
         large, _ = _overlays(work, FOURFOLD, donor, arguments.pairs)
@@ -48,6 +51,7 @@ def bench_overlay(arguments: argparse.Namespace, quantise: Quantise) -> dict[str
         if tree["donor_received_bytes"] - index > SWAP_BYTES + headers:
             raise SystemExit("more than swapped tensors and headers came over the network")
     return {
+        "planning_names": PLANNED_NAMES,
         "planning_cpu_seconds": planning,
         "planning_median_cpu_seconds": statistics.median(planning),
         "swapped": 144,
@@ -106,6 +110,20 @@ def _summary(what: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 def _header_bytes(shard: Path) -> int:
     with shard.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
+
+
+def _padded(base: Path, document: dict[str, Any]) -> dict[str, Any]:
+    """Give the base small tensors in one more shard up to so many names, and return their plan."""
+    index_path = base / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    count = PLANNED_NAMES - len(index["weight_map"])
+    names = [f"model.language_model.padding.{number}.weight" for number in range(count)]
+    shard = base / "model-padding.safetensors"
+    write_shard(shard, [(name, "BF16", (1,)) for name in names], {}, None)
+    index["weight_map"].update(dict.fromkeys(names, shard.name))
+    index_path.write_text(json.dumps(index))
+    pattern = f"model.language_model.padding.{{0..{count - 1}}}.weight"
+    return {**document, "base_tensors": [*document["base_tensors"], pattern]}
 
 
 def _planning_seconds(base: Path, document: dict[str, Any]) -> float:
