@@ -1,4 +1,4 @@
-"""Breaks a run of the builder at a chosen system call."""
+"""Breaks a run of the builder at a chosen system call, or a file by one bit."""
 
 import os
 
@@ -26,3 +26,16 @@ def points(calls):
     """Return call numbers over a whole run, its last steps always among them."""
     some = {1 + round(n * (calls - 1) / (POINTS - 1)) for n in range(POINTS)}
     return sorted(some | set(range(max(1, calls - 8), calls + 1)))
+
+
+def flip(path, *, keep_time, offset=None):
+    """Change one bit, near the end unless told where."""
+    status = path.stat()
+    offset = status.st_size - 100 if offset is None else offset
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+    if keep_time:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))

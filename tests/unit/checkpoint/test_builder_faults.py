@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from builder_faults import POINTS, points, run_broken
+from builder_faults import POINTS, flip, points, run_broken
 from builder_hub import fetch_order
 from builder_shards import read_shard
 from builder_trees import file_entries, run_tool, tree_tensors
@@ -14,7 +14,6 @@ from spark_checkpoint.errors import TransferFailed
 from spark_checkpoint.storage import publish
 
 LAYOUTS = ("overlay", "full")
-OVERLAY_SHARD = "model-spark-overlay.safetensors"
 
 
 @pytest.fixture
@@ -247,18 +246,6 @@ def largest_shard(workshop):
     return max(workshop.base_dir.glob("model-0*.safetensors"), key=lambda p: p.stat().st_size)
 
 
-def flip(path, *, keep_time, offset=None):
-    status = path.stat()
-    offset = status.st_size - 100 if offset is None else offset
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
-    if keep_time:
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_base_shard_edited_after_its_fetch_is_noticed(scene, layout):
     flip(largest_shard(scene), keep_time=False)
@@ -339,68 +326,3 @@ def test_a_finished_tree_that_was_damaged_is_reported_and_not_rebuilt_over(scene
     assert done.returncode == 5
     assert "config.json: has 2 bytes" in done.stderr
     assert "move the directory away" in done.stderr
-
-
-DAMAGES = {
-    "a file gone": lambda out: (out / "tokenizer.json").unlink(),
-    "a file too many": lambda out: (out / "stray.bin").write_bytes(b"x"),
-    "a shard cut": lambda out: os.truncate(out / "model-00001-of-00003.safetensors", 100),
-    "a shard's header changed": lambda out: flip(
-        out / "model-00002-of-00003.safetensors", keep_time=False, offset=8
-    ),
-    "the index without a name": lambda out: edit_index(out, lambda names: names.popitem()),
-    "the index with a name too many": lambda out: edit_index(
-        out, lambda names: names.update({"surplus": "model-00001-of-00003.safetensors"})
-    ),
-    "the index naming a file that is not there": lambda out: edit_index(
-        out, lambda names: names.update({"lm_head.weight": "model-00009-of-00003.safetensors"})
-    ),
-    "the receipt broken": lambda out: (out / "receipt.json").write_text("{"),
-    "the receipt gone": lambda out: (out / "receipt.json").unlink(),
-    "the config edited in place": lambda out: (out / "config.json").write_text(
-        (out / "config.json").read_text().replace("spark_inc", "spark_inx")
-    ),
-}
-
-
-OVERLAY_DAMAGES = {
-    "the overlay shard cut": lambda out: os.truncate(out / OVERLAY_SHARD, 100),
-    "the overlay shard gone": lambda out: (out / OVERLAY_SHARD).unlink(),
-    "the overlay shard's header changed": lambda out: flip(
-        out / OVERLAY_SHARD, keep_time=False, offset=8
-    ),
-}
-
-
-def edit_index(out, edit):
-    """Change the names and leave the time stamp as the receipt has it."""
-    index = out / "model.safetensors.index.json"
-    status, document = index.stat(), json.loads(index.read_text())
-    edit(document["weight_map"])
-    index.write_text(json.dumps(document).ljust(status.st_size))
-    os.utime(index, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-@pytest.mark.parametrize(
-    ("layout", "damage"),
-    [(layout, name) for layout in LAYOUTS for name in DAMAGES]
-    + [("overlay", name) for name in OVERLAY_DAMAGES],
-)
-def test_verify_finds_what_is_wrong_without_hashing_everything(scene, layout, damage):
-    scene.build(layout=layout)
-    (DAMAGES | OVERLAY_DAMAGES)[damage](scene.out)
-    done = run_tool("verify", "--quick", scene.out, check=False)
-    assert done.returncode == 5
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert re.match(r"error: \S.*; fix: ", done.stderr)
-
-
-def test_quick_is_what_verify_does_anyway_and_not_together_with_full(scene):
-    scene.build()
-    outputs = [run_tool("verify", *option, scene.out).stdout for option in ((), ("--quick",))]
-    assert [re.findall(r"phase=\S+", text) for text in outputs] == [
-        ["phase=verify", "phase=done"]
-    ] * 2
-    done = run_tool("verify", "--quick", "--full", scene.out, check=False)
-    assert done.returncode == 2
-    assert re.fullmatch(r"error: arguments: .*not allowed with.*; fix: .*--help`\n", done.stderr)
