@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from spark_checkpoint.gates import SCALE, WEIGHT, same_names
@@ -33,7 +33,7 @@ def base_patterns(plan: Mapping[str, Any]) -> list[str]:
     return patterns
 
 
-def exact_result(where: str, found: Iterable[str], plan: Mapping[str, Any], layout: str) -> None:
+def exact_result(where: str, found: Collection[str], plan: Mapping[str, Any], layout: str) -> None:
     """Refuse unless ``found`` are exactly the names of the plan's result in ``layout``.
 
     A large model's expected names fill memory: they are only all made for the refusal.
@@ -44,15 +44,17 @@ def exact_result(where: str, found: Iterable[str], plan: Mapping[str, Any], layo
         for names in replaced.values()
         for name in names
     }
-    names = set(found)
     patterns = [*base_patterns(plan), *plan["mtp_tensors"]]
-    # Put back what was replaced, and the base's own patterns must give the rest.
-    as_base = (names - new) | replaced.keys()
-    untouched = len(as_base) == len(names) - len(new) + len(replaced) and new <= names
-    if untouched and uses_up(as_base, patterns):
-        return
+    # With what was replaced put back, the base's own patterns must give the rest.
+    names = set(found)
+    has_all_new = new <= names
+    names -= new
+    if has_all_new and names.isdisjoint(replaced):
+        names.update(replaced)
+        if uses_up(names, patterns):
+            return
     expected = (expand_all(patterns, "base_tensors and mtp_tensors") - replaced.keys()) | new
-    same_names(where, "tensors of the plan's result", names, expected)
+    same_names(where, "tensors of the plan's result", found, expected)
 
 
 def _swapped(plan: Mapping[str, Any]) -> list[str]:
