@@ -66,7 +66,7 @@ def run(
         )
     except FileNotFoundError as error:
         raise LabError(words[0], "program not found", "run `lab prepare` as root") from error
-    output, errors = _wait(process, words[0], stdin, silent=show)
+    output, errors = _wait(process, Path(words[0]).name, stdin, silent=show)
     if check and process.returncode != 0:
         tail = "\n".join((errors or output).strip().splitlines()[-8:])
         raise LabError(
