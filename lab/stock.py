@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from lab import archive, identity, models, network, packages, recipes, rootfs, servers
@@ -37,7 +36,7 @@ def prepare(paths: LabPaths, *, engine_trees: bool) -> Ground:
         directory.mkdir(parents=True, exist_ok=True)
     use_copied_code(paths)
     distribution = this_distribution()
-    with _beside(_make_engine_trees if engine_trees else None):
+    with _made_beside(engine_trees):
         ground = _publish_packages(paths, distribution)
     identity.ensure_ssh_key(paths)
     network.ensure_bridge()
@@ -46,19 +45,16 @@ def prepare(paths: LabPaths, *, engine_trees: bool) -> Ground:
 
 
 @contextmanager
-def _beside(work: Callable[[], object] | None) -> Iterator[None]:
-    """Have ``work`` done at the end: it keeps one core busy, like what goes on meanwhile."""
-    if work is None:
+def _made_beside(wanted: bool) -> Iterator[None]:
+    """Have the engine's two trees at the end: unpacking keeps one core busy, like the rest."""
+    if not wanted:
         yield
         return
+    argv = [sys.executable, "-m", "lab.engine", "build"]
     with ThreadPoolExecutor(max_workers=1) as pool:
-        done = pool.submit(work)
+        made = pool.submit(run, argv, cwd=_CHECKOUT, show=True)
         yield
-        done.result()
-
-
-def _make_engine_trees() -> None:
-    run([sys.executable, "-m", "lab.engine", "build"], cwd=_CHECKOUT, show=True)
+        made.result()
 
 
 def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
@@ -86,8 +82,8 @@ def publish_engine(paths: LabPaths, ground: Ground, engine: str) -> None:
         made.append(recipes.stub_engine(paths, ground.distribution))
     if engine == "cpu":
         made.append(recipes.vllm_cpu(paths))
-    wanted = engine != "none" and models.MODEL_DIR.exists()
-    trained = partial(models.ensure_models, paths, trained=engine == "cpu")
-    with _beside(trained if wanted else None):
-        for recipe in made:
-            recipes.publish(paths, recipe)
+    for recipe in made:
+        recipes.publish(paths, recipe)
+    # Not beside the images: the training compiles modules in the tree that is packed there.
+    if engine != "none" and models.MODEL_DIR.exists():
+        models.ensure_models(paths, trained=engine == "cpu")
