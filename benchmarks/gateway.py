@@ -35,6 +35,8 @@ from spark_serve import api_key, files, nginx  # noqa: E402  (the checkout must 
 from spark_serve.gateway_settings import Gateway  # noqa: E402
 from spark_serve.paths import Paths  # noqa: E402
 
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin") or "nginx"
+
 Connect = Callable[[], http.client.HTTPConnection]
 
 
@@ -124,10 +126,12 @@ def start_gateway(root: Path, engine: Path) -> tuple[Gateway, subprocess.Popen[b
     api_key.make(settings, paths)
     files.write_text(paths.door("main"), "bench\n")
     engine.chmod(0o666)
+    (root / "usr/sbin").mkdir(parents=True)
+    (root / "usr/sbin/nginx").symlink_to(NGINX)
     directory = nginx.render(settings, f"unix:{engine}", paths)
     config = str(directory / "nginx.conf")
     return settings, subprocess.Popen(
-        [nginx.program(), "-p", str(directory), "-c", config, "-e", "stderr"]
+        [nginx.program(paths), "-p", str(directory), "-c", config, "-e", "stderr"]
     )
 
 
@@ -169,7 +173,7 @@ def report(
         measured[title]["ratio_of_medians"] = round(medians["gateway"] / medians["direct"], 4)
         added_ms = (medians["gateway"] - medians["direct"]) * 1000
         measured[title]["added_ms"] = round(added_ms, 3)
-    version = subprocess.run([nginx.program(), "-v"], capture_output=True, text=True, check=True)
+    version = subprocess.run([NGINX, "-v"], capture_output=True, text=True, check=True)
     return {
         "benchmark": "gateway",
         "command": (
