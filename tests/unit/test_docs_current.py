@@ -39,5 +39,5 @@ def test_the_page_about_the_gate_names_every_file_once_on_the_right_side():
 def test_readme_and_contributing_give_the_gate_the_same_time():
     readme = (CHECKOUT / "README.md").read_text("utf-8")
     contributing = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8")
-    [said] = re.findall(r"about (\d+) for the second", readme)
+    [said] = re.findall(r"about (\d+)\s+for the second", readme)
     assert re.findall(r"make test .*about (\d+) minutes", contributing) == [said]
