@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from spark_deploy.payload import site_archive
 from tests.host.conftest import NAME
 from tests.labkit import CHECKOUT, Guest, Site, info, lab
 from tests.runs import Run, Silence
@@ -74,7 +75,10 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
     made = Inside(site, guest)
     state = Path(os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab")) / "lab.json"
     pythons = {Path(sys.prefix), Path(sys.base_prefix)} - {Path("/usr")}
-    made.take(CHECKOUT, *pythons, site.root, state)
+    # A guest reaches the lab alone; a Spark that deploys itself asks the index for these wheels.
+    shown = guest.run("python3 -c 'import sys; print(*sys.version_info[:2], sep=\".\")'; uname -m")
+    wheels = site_archive("files/checkpoint/requirements.txt", *shown.splitlines())
+    made.take(CHECKOUT, *pythons, site.root, state, wheels.path)
     guest.run(NO_SUDO)
     return made
 
