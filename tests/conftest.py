@@ -25,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _is_lab(item.nodeid):
             item.add_marker(pytest.mark.host)
+            if os.geteuid() != 0:  # under CI a skipped lab test fails the run, see below
+                item.add_marker(pytest.mark.skip(reason="the virtual lab needs root"))
             _collected.add(item.nodeid)
 
 

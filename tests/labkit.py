@@ -329,6 +329,11 @@ class Site:
         )  # fmt: skip
 
 
+def guest_named(name: str) -> Guest:
+    """Return a guest that is up."""
+    return next(Guest(name, one["ip"]) for one in info()["guests"] if one["name"] == name)
+
+
 def kill(process: subprocess.Popen[str]) -> None:
     """End a controller the hard way: no handler of its runs."""
     os.killpg(process.pid, signal.SIGKILL)

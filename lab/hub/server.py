@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def route(self, path: str) -> None:
-        """Answer one request."""
+        """Answer one request; each of the two servers says how."""
         raise NotImplementedError
 
     @property

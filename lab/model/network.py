@@ -36,7 +36,7 @@ class Rounding(nn.Module):
         return weight + (self.rounded(weight.detach()) - weight.detach())
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """The stored value."""
+        """The stored value; each format below says how."""
         raise NotImplementedError
 
 

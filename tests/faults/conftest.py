@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.bench import Bench, install
 from tests.host.conftest import fleet
-from tests.labkit import Guest, info, lab
+from tests.labkit import guest_named, lab
 
 __all__ = ["bench", "fleet"]
 
@@ -18,10 +18,7 @@ _BENCH = os.environ.get("SPARK_BENCH_GUEST", "lab-3")
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    if os.geteuid() != 0:
-        pytest.skip("the virtual lab needs root")
     lab("up", _BENCH)
-    address = next(guest["ip"] for guest in info()["guests"] if guest["name"] == _BENCH)
-    made = install(Guest(_BENCH, address))
+    made = install(guest_named(_BENCH))
     yield made
     made.wipe()

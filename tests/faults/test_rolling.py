@@ -65,8 +65,6 @@ class Three:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
-    if os.geteuid() != 0:
-        pytest.skip("the virtual lab needs root")
     lab("up", *NAMES, "--fresh", "--engine", "stub")
     made = Three(Site(tmp_path_factory.mktemp("site"), hosts=NAMES))
     made.settle()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.host.exposure import NAME, SLOW, Place
-from tests.labkit import Guest, Site, info, lab
+from tests.labkit import Guest, Site, guest_named, info, lab
 from tests.runs import Run
 
 
@@ -51,8 +51,6 @@ FIRST, SECOND = os.environ.get("SPARK_FLEET_GUESTS", "lab-1 lab-2").split()
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
-    if os.geteuid() != 0:
-        pytest.skip("the virtual lab needs root")
     lab("up", FIRST, SECOND, "--fresh", "--bootstrap-guest", SECOND, "--engine", "stub")
     root: Path = tmp_path_factory.mktemp("site")
     site = Site(root, hosts=[FIRST, SECOND])
@@ -78,7 +76,7 @@ Looked = subprocess.CompletedProcess[str]
 
 def look_at_bare_hosts(site: Site) -> tuple[Looked, Looked, str]:
     """Ask doctor about hosts on which nothing of ours is, and look for what that wrote."""
-    first = next(Guest(one["name"], one["ip"]) for one in info()["guests"] if one["name"] == FIRST)
+    first = guest_named(FIRST)
     first.run("touch /run/before")
     one = site.look("doctor", "--limit", FIRST)
     both = site.look("doctor")
@@ -91,10 +89,8 @@ def look_at_bare_hosts(site: Site) -> tuple[Looked, Looked, str]:
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    if os.geteuid() != 0:
-        pytest.skip("the virtual lab needs root")
     lab("up", NAME, "--fresh", "--engine", "stub")
-    guest = next(Guest(one["name"], one["ip"]) for one in info()["guests"] if one["name"] == NAME)
+    guest = guest_named(NAME)
     site = Site(tmp_path_factory.mktemp("gateway"), hosts=[NAME])
     made = Place(site, guest)
     site.choose(model="lab-stub", profile="v2", engine={"environment": SLOW})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from spark_deploy.payload import site_archive
 from tests.host.conftest import NAME
-from tests.labkit import CHECKOUT, Guest, Site, info, lab
+from tests.labkit import CHECKOUT, STATE, Guest, Site, guest_named, lab
 from tests.runs import Run, Silence
 
 # Whoever is root needs no sudo, and there may be none.
@@ -60,10 +59,8 @@ class Inside:
 
 @pytest.fixture(scope="module")
 def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
-    if os.geteuid() != 0:
-        pytest.skip("the virtual lab needs root")
     lab("up", NAME, "--fresh", "--engine", "stub")
-    guest = next(Guest(one["name"], one["ip"]) for one in info()["guests"] if one["name"] == NAME)
+    guest = guest_named(NAME)
     site = Site(tmp_path_factory.mktemp("inside"), hosts=["@local"])
     inventory = site.root / "inventory/lab.py"
     text = inventory.read_text()
@@ -73,12 +70,11 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
         text.replace(listed, 'hosts=["@local"]').partition("    host_data=")[0] + ")\n"
     )
     made = Inside(site, guest)
-    state = Path(os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab")) / "lab.json"
     pythons = {Path(sys.prefix), Path(sys.base_prefix)} - {Path("/usr")}
     # A guest reaches the lab alone; a Spark that deploys itself asks the index for these wheels.
     shown = guest.run("python3 -c 'import sys; print(*sys.version_info[:2], sep=\".\")'; uname -m")
     wheels = site_archive("files/checkpoint/requirements.txt", *shown.splitlines())
-    made.take(CHECKOUT, *pythons, site.root, state, wheels.path)
+    made.take(CHECKOUT, *pythons, site.root, STATE / "lab.json", wheels.path)
     guest.run(NO_SUDO)
     return made
 
