@@ -6,6 +6,7 @@ They run on the guest as units of their own, so that no connection of ours is pa
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,11 +96,19 @@ def own_overhead_s(times_s: dict[str, float]) -> float:
 
 # How long the stub loads at most in these tests; the rest of a start is docker, systemd and ours.
 STUB_LOAD_S = 0.5
-# On two cores under a load of 15 a start took 9.4 s, a check 1.6 s, whole changes 14.2 and 15.7 s.
+# On two idle cores a whole gap took 2.0 s: start 1.3 s with 0.2 s of load, check 0.1 s, stop 0.5 s.
+# Docker's part and the quick check in the start count as ours, where nothing else wants the cores.
+LONGEST_QUIET_OUTAGE_S = 5.0
+# Under a load of 15 the same start took 9.4 s, a check 1.6 s, whole changes 14.2 and 15.7 s.
 # The limits leave a busy machine room; a wait of ours that hurts is longer than these.
 LONGEST_START_S = 25.0
 LONGEST_CHECK_S = 20.0
 LONGEST_OUTAGE_S = 40.0
+
+
+def is_quiet() -> bool:
+    """Return whether the machine that the guests share had cores to spare in the last minute."""
+    return os.getloadavg()[0] <= (os.cpu_count() or 1)
 
 
 def assert_no_long_wait_of_ours(times_s: dict[str, float], outage_s: float) -> None:
@@ -107,4 +116,7 @@ def assert_no_long_wait_of_ours(times_s: dict[str, float], outage_s: float) -> N
     assert times_s["start"] - STUB_LOAD_S < LONGEST_START_S, times_s
     assert times_s["check"] < LONGEST_CHECK_S, times_s
     # While old answers are finished, the engine works; that time is the setting's, not ours.
-    assert outage_s - times_s["drain"] - STUB_LOAD_S < LONGEST_OUTAGE_S, (outage_s, times_s)
+    without_load_s = outage_s - times_s["drain"] - STUB_LOAD_S
+    assert without_load_s < LONGEST_OUTAGE_S, (outage_s, times_s)
+    if is_quiet():
+        assert without_load_s - times_s["check"] < LONGEST_QUIET_OUTAGE_S, (outage_s, times_s)

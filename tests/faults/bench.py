@@ -226,6 +226,16 @@ class Bench:
         )
         self.run("chmod 755 /run/bench/systemctl; systemctl daemon-reload")
 
+    def failing_systemctl(self, pattern: str, said: str) -> None:
+        """Have calls that match fail from now on, but those that :meth:`slow_systemctl` holds."""
+        words = pattern.replace(" ", "\\ ")
+        self.write(
+            "/run/bench/next",
+            f'#!/bin/sh\ncase "$*" in *{words}*) echo "{said}" >&2; exit 1;; '
+            'esac\nexec /usr/bin/systemctl "$@"',
+        )
+        self.run("chmod 755 /run/bench/next; mv /run/bench/next /run/bench/systemctl")
+
     def ask_for_long(self, *, stream: bool = False, running: int = 1) -> str:
         """Leave a request with the engine that takes longer than any drain.
 

@@ -116,6 +116,40 @@ def test_a_killed_switch_leaves_a_proven_server(bench: Bench, phase: str) -> Non
     bench.serves(B if finished else A)
 
 
+def test_a_switch_killed_while_it_enables_goes_back_when_that_fails_again(bench: Bench) -> None:
+    _hold(bench, "enable")
+    bench.failing_systemctl(HELD["enable"], "Read-only file system")
+
+    bench.run(f"systemctl kill -s KILL spark-switch@{B}")
+
+    try:
+        result = bench.ended(B)
+    finally:
+        bench.slow_systemctl(None)
+    assert (result["state"], result["failed_phase"]) == ("rolled-back", "enable")
+    assert "was killed in phase enable; and then: " in result["reason"]
+    assert "Read-only file system" in result["reason"]
+    bench.serves(A)
+
+
+def test_an_old_release_that_systemd_does_not_stop_serves_on(bench: Bench) -> None:
+    bench.good(A)
+    bench.release(B)
+    before = bench.run(f"systemctl show -p InvocationID --value spark-serve@{A}")
+    unstoppable = f"/etc/systemd/system/spark-serve@{A}.service.d/99-bench.conf"
+    bench.write(unstoppable, "[Unit]\nRefuseManualStop=yes")
+    bench.run("systemctl daemon-reload")
+    try:
+        result = bench.switch(B)
+    finally:
+        bench.run(f"rm {unstoppable}; systemctl daemon-reload")
+
+    assert (result["state"], result["failed_phase"]) == ("rolled-back", "stop")
+    assert f"systemctl stop spark-serve@{A}.service: Failed to stop" in result["reason"]
+    assert bench.run(f"systemctl show -p InvocationID --value spark-serve@{A}") == before
+    bench.serves(A)
+
+
 @pytest.mark.parametrize("phase", ["stop", "start", "check", "enable"])
 def test_a_power_cut_during_a_change_boots_the_old_release(bench: Bench, phase: str) -> None:
     _hold(bench, phase)

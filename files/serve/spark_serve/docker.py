@@ -123,13 +123,16 @@ def engine_containers() -> list[str]:
 def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run the docker client and return what it said; the caller judges the exit code.
 
-    A client that is not installed answers like one that failed, with the shell's code 127.
+    A client that is not installed answers like one that failed, with the shell's code 127; one that
+    a hanging daemon never answered, with the code 124 of ``timeout``.
     """
     argv = ["docker", *words]
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
     except FileNotFoundError:
         return subprocess.CompletedProcess(argv, 127, "", "docker is not installed")
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(argv, 124, "", f"no answer within {timeout_s:.0f} s")
 
 
 def remove_container(name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,12 +87,23 @@ def recover(name: str, paths: Paths) -> int:
         if phase in ("None", "prove"):
             record.end("refused", boot.active(release.service, paths))
         elif phase in ("open", "enable", "bench") and _covered(release, paths):
-            _take_over(release, paths, record)
-            record.set(reason=None, failed_phase=None)
-            record.end("switched", release.name)
+            _finish(release, old, paths, record)
         else:
             _back(release, old, paths, record)
     return 0
+
+
+def _finish(release: Release, old: Release | None, paths: Paths, record: Record) -> None:
+    """Take the last steps of a change whose candidate was proven before its switch was killed."""
+    try:
+        _take_over(release, paths, record)
+    except HostToolError as error:
+        why = f"{record.data['reason']}; and then: {error}"
+        record.set(reason=why, failed_phase=record.data["phase"])
+        _back(release, old, paths, record)
+    else:
+        record.set(reason=None, failed_phase=None)
+        record.end("switched", release.name)
 
 
 def _previous(release: Release, paths: Paths) -> Release | None:
@@ -157,7 +169,7 @@ def _replace(release: Release, old: Release | None, paths: Paths, record: Record
             _drain(running, paths, record)
     with record.phase("stop"):
         for name in _loaded(release.service):
-            _stop_unit(name)
+            _stop_old(name)
     with record.phase("memory"):
         for container in docker.engine_containers():
             docker.remove_container(container)
@@ -245,8 +257,15 @@ def _loaded(service: str) -> list[str]:
     return found
 
 
-def _stop_unit(unit: str) -> None:
-    systemd.systemctl("stop", unit, timeout_s=1800)
+def _stop_unit(unit: str) -> subprocess.CompletedProcess[str]:
+    return systemd.systemctl("stop", unit, timeout_s=1800)
+
+
+def _stop_old(unit: str) -> None:
+    """Stop a unit that must make room; one that goes on is left to serve on."""
+    said = _stop_unit(unit)
+    if said.returncode != 0 and systemd.is_active(unit):
+        raise TrialError(f"systemctl stop {unit}: {said.stderr.strip()}")
 
 
 def _start(release: Release, paths: Paths, record: Record) -> None:

@@ -206,3 +206,10 @@ def test_a_program_that_is_only_looked_at_is_not_waited_for(late: Late) -> None:
     with pytest.raises(programs.ProgramSilent):
         programs.patient_output_of("nvidia-smi")
     assert subprocess.run(["nvidia-smi"], capture_output=True, check=True).stdout == b"580.142\n"
+
+
+def test_an_action_that_docker_never_ends_is_one_that_failed(late: Late) -> None:
+    late.program("docker", 0.8, says="spark-main-0123456789ab")
+    said = docker.client("kill", "spark-main-0123456789ab", timeout_s=0.2)
+    assert (said.returncode, said.stderr) == (124, "no answer within 0 s")
+    assert docker.client("kill", "spark-main-0123456789ab", timeout_s=5).returncode == 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from spark_serve import boot, change, docker, door, files, gateway, memory, serve, switch, systemd
 from spark_serve.errors import HostToolError
+from spark_serve.record import Record, boot_id
 from stub_host import Host
 
 A, B = (f"main-{digit * 12}" for digit in "ab")
@@ -112,6 +113,63 @@ def test_a_release_that_cannot_be_enabled_leaves_the_old_one_good_and_no_way_bac
     good = boot.good("main", host.paths)
     assert (good["release"], good["previous"]) == (A, [])
     assert "nothing to go back to" in change.way_back("main", None, host.paths)["problem"]["what"]
+
+
+def test_an_old_engine_that_cannot_be_stopped_serves_on_and_nothing_is_started_beside_it(
+    host: Host, units: Systemd
+) -> None:
+    host.release(A)
+    host.release(B)
+    assert changed_to(host, A)["state"] == "switched"
+    units.failing = ("stop", f"spark-serve@{A}.service")
+
+    result = changed_to(host, B)
+
+    assert (result["state"], result["failed_phase"]) == ("rolled-back", "stop")
+    assert result["reason"] == f"systemctl stop spark-serve@{A}.service: Read-only file system"
+    assert "start" not in result["times_s"]
+    assert (result["serving"], units.active) == (A, {f"spark-serve@{A}.service"})
+    assert boot.enabled("main", host.paths) == [A]
+    assert boot.good("main", host.paths)["release"] == A
+
+
+def test_a_unit_that_is_gone_by_the_time_it_is_stopped_stops_no_change(
+    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.release(B)
+    monkeypatch.setattr(systemd, "listed", lambda pattern: [f"spark-serve@{A}.service"])
+    units.failing = ("stop", f"spark-serve@{A}.service")
+    assert changed_to(host, B)["state"] == "switched"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_change_killed_while_it_enables_goes_back_when_that_fails_again(
+    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    host.release(A)
+    release = host.release(B)
+    assert changed_to(host, A)["state"] == "switched"
+    left = Record(release, host.paths)
+    left.set(phase="enable", previous=A, invocation_id="switch", boot_id=boot_id())
+    monkeypatch.setenv("INVOCATION_ID", "switch")
+    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
+    monkeypatch.setattr(switch, "_covered", lambda release, paths: True)
+    units.active = {f"spark-serve@{B}.service"}
+    if fails:
+        units.failing = ("enable", f"spark-serve@{B}.service")
+
+    assert switch.recover(B, host.paths) == 0
+
+    result = files.read_json(host.paths.switch(B)) or {}
+    serves = A if fails else B
+    assert (result["state"], result["serving"]) == ("rolled-back" if fails else "switched", serves)
+    assert result["failed_phase"] == ("enable" if fails else None)
+    if fails:
+        assert "was killed in phase enable; and then: " in result["reason"]
+        assert "Read-only file system" in result["reason"]
+    assert units.active == {f"spark-serve@{serves}.service"}
+    assert boot.enabled("main", host.paths) == [serves]
+    assert boot.good("main", host.paths)["release"] == serves
 
 
 def test_a_good_record_from_before_the_trial_stays(host: Host, units: Systemd) -> None:
