@@ -56,7 +56,10 @@ def info() -> dict[str, Any]:
 def _known_hosts() -> Path:
     """Write the host keys the lab made, so that looking does not rest on what a deploy recorded."""
     path = Path(tempfile.gettempdir()) / f"spark-lab-known-hosts-{os.getpid()}"
-    path.write_text("".join(f"{guest['ip']} {guest['host_key']}\n" for guest in info()["guests"]))
+    # Renamed into place: an ssh of another thread must not meet a file that is half written.
+    new = path.with_name(f"{path.name}-{threading.get_ident()}")
+    new.write_text("".join(f"{guest['ip']} {guest['host_key']}\n" for guest in info()["guests"]))
+    new.replace(path)
     return path
 
 
