@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.host.exposure import CONFIGURE, QUESTION, TAILNET, Place, stream
+from tests.host.exposure import CONFIGURE, NAME, QUESTION, TAILNET, Place, stream
 from tests.labkit import CHECKOUT, info
 
 pytestmark = pytest.mark.usefixtures("narrow_again")
@@ -171,19 +171,22 @@ def test_pieces_of_an_answer_come_one_by_one(place: Place) -> None:
 def test_answers_under_way_are_finished_while_new_requests_are_sent_away(place: Place) -> None:
     place.exposed(expose="lan", drain_s=10)
     key, before = place.guest.key(), place.guest.serving()
-    answer = stream(place, key, letters=400)  # five seconds
-    assert answer.stdout.readline().startswith("data: ")
     place.site.choose(profile="v2-tq")
     change = place.site.start()
+    # Begun just before the change, so that the drain meets it: eight seconds of answer.
+    assert any(f"Serve the release on {NAME}" in line for line in change.stdout or ())
+    answer = stream(place, key, letters=640)
+    assert answer.stdout.readline().startswith("data: ")
     refused = ""
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not refused.startswith("503"):
-        refused = place.curl(place.url(), "-D", "/dev/stderr", key=key)
+    while time.monotonic() < deadline and refused != "503":
+        refused = place.curl(place.url(), key=key)
+    under_way = answer.poll() is None
     text, _ = answer.communicate(timeout=60)
     change.communicate(timeout=300)
     place.site.choose(profile="v2")
 
-    assert refused == "503"
+    assert (refused, under_way) == ("503", True)
     assert text.rstrip().endswith("data: [DONE]")
     assert change.returncode == 0
     assert place.guest.serving() != before
