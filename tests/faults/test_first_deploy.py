@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.plants import DEPLOYED
+from tests.faults.test_hosts import wait_for_its_start
 from tests.labkit import SPARE, Guest, Site, guest_named, lab
 from tests.runs import Run
 
@@ -50,6 +51,11 @@ class First:
     def left(self) -> dict[str, str]:
         """Return what is there of ours that could serve, by the host's own tools."""
         return {what: self.guest.run(command) for what, command in LEFT.items()}
+
+    def is_up(self) -> None:
+        """Wait until the boot is over, docker's start included."""
+        self.guest.wait("systemctl is-system-running | grep -qE 'running|degraded'", seconds=90)
+        self.guest.wait("systemctl is-active docker", seconds=90)
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +113,24 @@ def test_a_reboot_does_not_start_the_candidate(first: First) -> None:
     lab("break", "reboot", NAME)
 
     first.guest.wait_for_another_boot(boot)
-    first.guest.wait("systemctl is-system-running | grep -qE 'running|degraded'", seconds=90)
-    first.guest.wait("systemctl is-active docker", seconds=90)
+    first.is_up()
     assert first.left() == dict.fromkeys(LEFT, "")
     assert first.guest.run("journalctl -b -o cat -u 'spark-serve@*'") == ""
+
+
+def test_a_power_cut_while_a_first_release_loads_leaves_nothing_either(first: First) -> None:
+    first.site.choose(engine={"environment": {"STUB_LOAD_S": "60"}})
+    process = first.site.start()
+    release = wait_for_its_start(process)
+
+    lab("break", "kill-guest", NAME)
+    process.terminate()
+    process.wait(timeout=60)
+    lab("up", NAME)
+
+    first.is_up()
+    assert first.left() == dict.fromkeys(LEFT, "")
+    assert first.guest.json(f"{HOST} switch-poll {release}")["state"] == "interrupted"
 
 
 def test_the_right_choices_are_served_proven_and_the_next_deploy_changes_nothing(
