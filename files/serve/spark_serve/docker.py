@@ -120,11 +120,20 @@ def engine_containers() -> list[str]:
     return sorted(str(item["Names"][0]).lstrip("/") for item in found if item.get("Names"))
 
 
+def container(name: str, limit_s: float) -> dict[str, Any] | None:
+    """Return what the daemon knows of a container; ``None`` when it does not say so in time."""
+    try:
+        found = _answer(f"/containers/{quote(name, safe='')}/json", limit_s)
+    except (TimeoutError, BlockingIOError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run the docker client and return what it said; the caller judges the exit code.
 
-    A client that is not installed answers like one that failed, with the shell's code 127; one that
-    a hanging daemon never answered, with the code 124 of ``timeout``.
+    A client that is not installed answers like one that failed, with the shell's code 127; one
+    that does not end in time, because the daemon hangs, with the code 124 of timeout(1).
     """
     argv = ["docker", *words]
     try:

@@ -14,13 +14,15 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    left = text.encode()
     try:
         os.fchmod(descriptor, mode)
-        os.write(descriptor, text.encode())
+        while left:  # a disk that is nearly full takes a part, without an error
+            left = left[os.write(descriptor, left) :]
         os.fsync(descriptor)
-    except OSError:
+    except OSError as error:
         aside.unlink()
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
     os.replace(aside, path)

@@ -6,6 +6,7 @@ import os
 import subprocess
 
 _LIMIT_S = 20.0
+_DEATH_S = 1.0  # a program that was killed dies within this, or is stuck
 _PATIENT_S = 60.0  # the second time, on a host that is too busy for the first limit
 
 
@@ -39,16 +40,39 @@ def patient_output_of(*argv: str) -> str | None:
     raise ProgramSilent(f"{argv[0]} did not end within {_PATIENT_S:.0f} s")
 
 
+# Programs that were killed and did not die: stuck in a driver, they wait for it.
+_stuck: dict[str, subprocess.Popen[str]] = {}
+
+
 def _said(argv: tuple[str, ...], limit_s: float) -> str | None:
+    stuck = _stuck.get(argv[0])
+    if stuck is not None and stuck.poll() is None:
+        # Another one would get stuck beside it, and the next one beside both.
+        raise subprocess.TimeoutExpired(argv, 0)
     try:
-        said = subprocess.run(
+        child = subprocess.Popen(
             argv,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
-            timeout=limit_s,
-            check=False,
             env={**os.environ, "LC_ALL": "C"},
         )
     except OSError:
         return None
-    return said.stdout.strip() if said.returncode == 0 else None
+    try:
+        said, _ = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        _give_up(argv[0], child)
+        raise
+    return said.strip() if child.returncode == 0 else None
+
+
+def _give_up(name: str, child: subprocess.Popen[str]) -> None:
+    """Kill a program without waiting for its death, which a driver that hangs can keep away."""
+    child.kill()
+    if child.stdout is not None:
+        child.stdout.close()
+    try:
+        child.wait(_DEATH_S)
+    except subprocess.TimeoutExpired:
+        _stuck[name] = child

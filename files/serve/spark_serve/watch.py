@@ -7,11 +7,13 @@ counts the start, and gives up at the start limit; so the loop ends and the host
 from __future__ import annotations
 
 import json
+import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from spark_serve import docker, files, gateway, sensors, systemd
+from spark_serve import docker, engine_process, files, gateway, sensors, systemd
 from spark_serve.engine import Engine, EngineError, Metrics, SilentError
 from spark_serve.errors import HostToolError
 from spark_serve.memory import GIB, available_bytes
@@ -24,6 +26,9 @@ _SENSORS_EVERY_S = 20.0  # nvidia-smi starts anew each time, and heat is slow
 _ANSWER_S = 5.0
 # So many in a row, beside the time: a watch that was itself held up may look once in a long while.
 _SILENT_LOOKS = 3
+_NOTE_S = 2.0
+_UNIT_ENDS_S = 20.0
+_writing = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -93,24 +98,37 @@ def run(name: str, paths: Paths) -> int:
     release = load(name, paths)
     engine = Engine.of(release, paths)
     judge = Judge(release.watch, release.memory.floor_bytes)
-    thermometer, looked_s = Thermometer(release.watch), float("-inf")
-    followed = None
-    while True:
-        reason = judge.starving(available_bytes())
-        if reason is not None:
-            act(release, "starving", reason, paths)
-            judge.low_samples = 0
-        reason = _wedged(engine, judge)
-        if reason is not None:
-            act(release, "stalled", reason, paths)
-            judge.moved_at_s = None
-            judge.answered()
+    held = None
+    over = threading.Event()
+    threading.Thread(target=_look_beside, args=(release, paths, over), daemon=True).start()
+    try:
+        while True:
+            if held is None:
+                held = engine_process.hold(release.container)
+            reason = judge.starving(available_bytes())
+            if reason is not None:
+                act(release, "starving", reason, held, paths)
+                judge.low_samples = 0
+            reason = _wedged(engine, judge)
+            if reason is not None:
+                act(release, "stalled", reason, held, paths)
+                judge.moved_at_s = None
+                judge.answered()
+            time.sleep(release.watch.interval_s)
+    finally:
+        over.set()
+
+
+def _look_beside(release: Release, paths: Paths, over: threading.Event) -> None:
+    """Do what may wait, apart from what may not: these programs hang on a host in trouble."""
+    thermometer, looked_s, last = Thermometer(release.watch), float("-inf"), None
+    while not over.is_set():
         if time.monotonic() - looked_s >= _SENSORS_EVERY_S:
             looked_s = time.monotonic()
             for kind, text in thermometer.events(sensors.read()):
                 event(release, kind, text, paths)
-        followed = _follow_addresses(release, paths, followed)
-        time.sleep(release.watch.interval_s)
+        last = _follow_addresses(release, paths, last)
+        over.wait(release.watch.interval_s)
 
 
 def _follow_addresses(release: Release, paths: Paths, last: str | None) -> str | None:
@@ -120,30 +138,54 @@ def _follow_addresses(release: Release, paths: Paths, last: str | None) -> str |
     """
     try:
         said = gateway.follow(release.service, paths)
-    except HostToolError as error:
+    except (HostToolError, OSError, subprocess.SubprocessError) as error:
+        # The latter two: a gateway that ends while it is looked at, or that hangs.
         said = str(error)
     if said is not None and said != last:
         event(release, "gateway", said, paths)
     return said
 
 
-def act(release: Release, kind: str, reason: str, paths: Paths) -> None:
-    """Write the event, then kill the engine; systemd decides about another start."""
-    event(release, kind, f"{reason}; the engine is stopped", paths)
-    said = docker.client("kill", release.container, timeout_s=20)
-    if said.returncode != 0:
-        event(release, "kill", f"docker kill: {said.stderr.strip()}; killing the unit", paths)
-        systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
+def act(release: Release, kind: str, reason: str, held: int | None, paths: Paths) -> None:
+    """Write the event and kill the engine; systemd decides about another start.
+
+    Args:
+        release: The release that is watched.
+        kind: Of the event.
+        reason: Why, as a sentence.
+        held: A handle of its first process; without one docker is asked to kill it.
+        paths: Where the events are.
+    """
+    text = f"{reason}; the engine is stopped"
+    # First, because this watch ends with the engine's unit; but no disk is waited for.
+    note = threading.Thread(target=event, args=(release, kind, text, paths), daemon=True)
+    note.start()
+    note.join(_NOTE_S)
+    problem = ""
+    if held is not None:
+        engine_process.kill(held)
+    else:
+        said = docker.client("kill", release.container, timeout_s=20)
+        problem = f"docker kill: {said.stderr.strip()}" if said.returncode != 0 else ""
+    if not problem:
+        time.sleep(_UNIT_ENDS_S)
+        problem = f"its unit goes on after {_UNIT_ENDS_S:.0f} s"
+    event(release, "kill", f"{problem}; killing the unit", paths)
+    systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
 
 
 def event(release: Release, kind: str, text: str, paths: Paths) -> None:
     """Append one event to the file a person can read, and to the journal."""
     path = paths.events(release.service)
-    path.parent.mkdir(parents=True, exist_ok=True)
     line = {"at": files.now(), "release": release.name, "kind": kind, "text": text}
     print(f"{kind}: {text}", flush=True)
-    lines = path.read_text().splitlines()[-_EVENTS_KEPT + 1 :] if path.exists() else []
-    files.write_text(path, "\n".join([*lines, json.dumps(line)]) + "\n")
+    try:
+        with _writing:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_text().splitlines()[-_EVENTS_KEPT + 1 :] if path.exists() else []
+            files.write_text(path, "\n".join([*lines, json.dumps(line)]) + "\n")
+    except OSError as error:  # a full disk must not end the watch; the journal has the event
+        print(f"event not kept: {error}", flush=True)
 
 
 def events(service: str, paths: Paths, count: int = 10) -> list[dict[str, Any]]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
+from typing import Any
+
 import pytest
 from spark_serve import programs
 
@@ -17,3 +21,34 @@ def test_absent_failed_and_hanging_programs_say_nothing(
 ) -> None:
     monkeypatch.setattr(programs, "_LIMIT_S", 0.3)
     assert programs.output_of(*argv) is None
+
+
+def test_a_program_that_no_signal_ends_holds_up_nobody_and_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stands for one that hangs in its driver: not even SIGKILL ends it before the driver does."""
+    started: list[subprocess.Popen[str]] = []
+
+    class Stuck(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *words: Any, **more: Any) -> None:
+            super().__init__(*words, **more)
+            started.append(self)
+
+        def kill(self) -> None:
+            """Reach nobody."""
+
+    monkeypatch.setattr(subprocess, "Popen", Stuck)
+    monkeypatch.setattr(programs, "_LIMIT_S", 0.1)
+    monkeypatch.setattr(programs, "_PATIENT_S", 0.1)
+    monkeypatch.setattr(programs, "_DEATH_S", 0.1)
+    began = time.monotonic()
+    assert programs.output_of("sleep", "20") is None
+    assert programs.output_of("sleep", "20") is None
+    with pytest.raises(programs.ProgramSilent):
+        programs.patient_output_of("sleep", "20")
+    assert time.monotonic() - began < 5
+    assert len(started) == 1
+
+    subprocess.Popen.terminate(started[0])
+    started[0].wait(5)
+    assert programs.output_of("sleep", "0") == ""

@@ -66,7 +66,7 @@ def acts(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Run the watch fast, write down what it does instead of doing it, and end it then."""
     done: list[tuple[str, str]] = []
 
-    def act(release: Release, kind: str, reason: str, paths: Paths) -> None:
+    def act(release: Release, kind: str, reason: str, held: int | None, paths: Paths) -> None:
         done.append((kind, reason))
         raise SeenEnoughError
 
