@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -176,6 +177,23 @@ def main(argv: Words) -> int:
     except HostToolError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {_in_words(argv[0], error)}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _in_words(verb: str, error: OSError) -> str:
+    where = error.filename or f"spark-host {verb}"
+    fix = _FIXES.get(error.errno or 0, "see `journalctl -xe`, then run it again")
+    return f"{where}: {error.strerror or error}; fix: {fix}"
+
+
+_FIXES = {
+    errno.ENOSPC: "free space on its disk: df -h, deploys/prune.py",
+    errno.EROFS: "find out why its disk is read-only: dmesg",
+    errno.EACCES: "run it as root: sudo",
+    errno.EPERM: "run it as root: sudo",
+}
 
 
 if __name__ == "__main__":

@@ -38,10 +38,13 @@ def record_good(release: Release, paths: Paths) -> None:
     before = good(release.service, paths)
     previous = [name for name in (before["release"], *before["previous"]) if name]
     kept = [name for name in dict.fromkeys(previous) if name != release.name][:_KEPT]
-    files.write_json(
-        paths.good(release.service),
-        {"release": release.name, "previous": kept, "at": files.now()},
-    )
+    found = {"release": release.name, "previous": kept, "at": files.now()}
+    try:
+        files.write_json(paths.good(release.service), found)
+    except OSError:
+        # A full disk does not keep a host from what it boots anyway.
+        if before["release"] != release.name:
+            raise
     _settle_rollback(release, paths)
 
 

@@ -24,6 +24,7 @@ class Record:
     def __init__(self, release: Release, paths: Paths):
         self._path = paths.switch(release.name)
         self._began = time.monotonic()
+        self.unwritten: OSError | None = None
         self.data: dict[str, Any] = {
             "schema_version": 1,
             "release": release.name,
@@ -48,9 +49,18 @@ class Record:
         }
 
     def set(self, **values: Any) -> None:
-        """Change fields and write the file."""
+        """Change fields and write the file, if that is possible.
+
+        It is for those who look: a disk that fills up must not end a change half way.
+        """
         self.data.update(values)
-        files.write_json(self._path, self.data)
+        try:
+            files.write_json(self._path, self.data)
+        except OSError as error:
+            serve.say(f"not written down: {error}")
+            self.unwritten = error
+        else:
+            self.unwritten = None
 
     def tell(self, text: str) -> None:
         """Show what is going on, in the journal and to whoever polls."""

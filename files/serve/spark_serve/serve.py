@@ -77,12 +77,12 @@ def stop(name: str, paths: Paths) -> int:
 def after_stop(name: str, paths: Paths) -> int:
     """Leave nothing behind, however the engine ended; another release's things stay."""
     release = load(name, paths)
+    alone = _lock_holder(paths) in (None, release.name)
+    if alone:  # before docker is asked, which may take its time
+        door.close(release.service, paths)
     docker.remove_container(release.container)
-    if _lock_holder(paths) not in (None, release.name):
-        return 0
-    door.close(release.service, paths)
     socket = socket_path(release, paths)
-    if socket is not None:
+    if alone and socket is not None:
         files.remove(socket)
     return 0
 

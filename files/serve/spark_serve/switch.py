@@ -28,7 +28,7 @@ from spark_serve import (
     systemd,
 )
 from spark_serve.check import runner
-from spark_serve.engine import Engine, EngineError
+from spark_serve.engine import Engine, EngineError, SilentError
 from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
 from spark_serve.record import Record, boot_id
@@ -40,6 +40,10 @@ _TAIL_LINES = 40
 
 class TrialError(Exception):
     """The candidate did not become a proven server; the message is a plain sentence."""
+
+
+# What a step of a change may end with: a disk can be full and a program can hang in any of them.
+_FAILURES = (TrialError, HostToolError, OSError, subprocess.SubprocessError)
 
 
 def switch(name: str, paths: Paths) -> int:
@@ -54,11 +58,11 @@ def switch(name: str, paths: Paths) -> int:
             record.set(reason=str(problem), failed_phase="prove")
             record.end("refused", boot.active(release.service, paths))
             return 1
-        if systemd.is_active(release.serve_unit) and _prove_running(release, paths, record):
-            return 0
+        if systemd.is_active(release.serve_unit) and _proves_running(release, paths, record):
+            return _kept(release, paths, record)
         try:
             _replace(release, old, paths, record)
-        except (TrialError, HostToolError) as error:
+        except _FAILURES as error:
             record.set(reason=str(error), failed_phase=record.data["phase"])
             _back(release, old, paths, record)
             return 1
@@ -86,10 +90,10 @@ def recover(name: str, paths: Paths) -> int:
         record.set(reason=f"the switch was killed in phase {phase}", failed_phase=phase)
         if phase in ("None", "prove"):
             record.end("refused", boot.active(release.service, paths))
-        elif phase in ("open", "enable", "bench") and _covered(release, paths):
-            _finish(release, old, paths, record)
-        else:
+        elif phase not in ("open", "enable", "bench") or not _covered(release, paths):
             _back(release, old, paths, record)
+        else:
+            _finish(release, old, paths, record)
     return 0
 
 
@@ -97,7 +101,7 @@ def _finish(release: Release, old: Release | None, paths: Paths, record: Record)
     """Take the last steps of a change whose candidate was proven before its switch was killed."""
     try:
         _take_over(release, paths, record)
-    except HostToolError as error:
+    except _FAILURES as error:
         why = f"{record.data['reason']}; and then: {error}"
         record.set(reason=why, failed_phase=record.data["phase"])
         _back(release, old, paths, record)
@@ -131,6 +135,12 @@ def _refusal(release: Release, paths: Paths, record: Record) -> HostToolError | 
                 "was stopped by hand",
                 f"spark-host start-service {release.service}, then deploy again",
             )
+        if record.unwritten is not None:
+            return HostToolError(
+                str(record.unwritten.filename),
+                f"cannot be written: {record.unwritten.strerror}",
+                "free space on its disk (df -h, deploys/prune.py), then deploy again",
+            )
         return (
             serve.part_problem(release)
             or docker.gpu_problem(paths)
@@ -139,7 +149,7 @@ def _refusal(release: Release, paths: Paths, record: Record) -> HostToolError | 
         )
 
 
-def _prove_running(release: Release, paths: Paths, record: Record) -> bool:
+def _proves_running(release: Release, paths: Paths, record: Record) -> bool:
     """Prove a candidate that already runs; ``False`` when it has to be started anew."""
     try:
         if not _covered(release, paths):
@@ -148,9 +158,19 @@ def _prove_running(release: Release, paths: Paths, record: Record) -> bool:
     except TrialError as error:
         record.tell(f"it runs but fails: {error}; starting it again")
         return False
-    _take_over(release, paths, record)
-    record.end("switched", release.name)
     return True
+
+
+def _kept(release: Release, paths: Paths, record: Record) -> int:
+    """Have a release that runs and is proven be the one that serves; it is never stopped here."""
+    try:
+        _take_over(release, paths, record)
+    except _FAILURES as error:
+        record.set(reason=str(error), failed_phase=record.data["phase"])
+        record.end("refused", release.name)
+        return 1
+    record.end("switched", release.name)
+    return 0
 
 
 def _covered(release: Release, paths: Paths) -> bool:
@@ -188,7 +208,10 @@ def _take_over(release: Release, paths: Paths, record: Record) -> None:
         gateway.wait_until_listening(release.service, paths)
     with record.phase("enable"):
         boot.enable_only(release, paths)
-    speed.measured(release, paths, record)
+    try:
+        speed.measured(release, paths, record)
+    except _FAILURES as error:  # a speed that nobody could keep undoes no change
+        record.set(bench=[f"no speed was measured: {error}"])
 
 
 def _back(release: Release, old: Release | None, paths: Paths, record: Record) -> None:
@@ -200,8 +223,11 @@ def _back(release: Release, old: Release | None, paths: Paths, record: Record) -
         door.close(release.service, paths)
         _stop_unit(release.serve_unit)
         systemd.systemctl("reset-failed", release.serve_unit)
-        proof.withdraw(release, record.data["started_at"], paths)
-        boot.withdraw_good(release, record.data["started_at"], paths)
+        for withdraw in (proof.withdraw, boot.withdraw_good):
+            try:
+                withdraw(release, record.data["started_at"], paths)
+            except OSError as error:  # first of all the old release has to come back
+                record.tell(f"not taken back: {error}")
         if old is None:
             systemd.systemctl("disable", release.serve_unit)
         else:
@@ -224,7 +250,7 @@ def _restore(old: Release, paths: Paths, record: Record) -> str | None:
         gateway.bring_up(old, paths)
         door.open_for(old, paths)
         boot.enable_only(old, paths)
-    except (TrialError, HostToolError) as error:
+    except _FAILURES as error:
         return str(error)
     return None
 
@@ -235,14 +261,17 @@ def _drain(old: Release, paths: Paths, record: Record) -> None:
     told = 0.0
     while time.monotonic() < deadline:
         try:
-            left = engine.metrics(5).unfinished
+            requests = engine.metrics(5).unfinished
+            left = f"requests={requests:.0f}"
+        except SilentError:  # busy, most of all with answers that want to be finished
+            requests, left = 1, "no word of the engine"
         except EngineError:
             return
-        if left <= 0:
+        if requests <= 0:
             return
         if time.monotonic() - told >= _TELL_S:
             told = time.monotonic()
-            record.tell(f"phase=drain requests={left:.0f} left_s={deadline - told:.0f}")
+            record.tell(f"phase=drain {left} left_s={deadline - told:.0f}")
         time.sleep(0.2)
     record.tell(f"phase=drain the limit of {old.timeouts.drain_s:.0f} s passed; requests are cut")
 
@@ -258,7 +287,10 @@ def _loaded(service: str) -> list[str]:
 
 
 def _stop_unit(unit: str) -> subprocess.CompletedProcess[str]:
-    return systemd.systemctl("stop", unit, timeout_s=1800)
+    said = systemd.systemctl("stop", unit, timeout_s=1800)
+    if said.returncode != 0:
+        serve.say(f"systemctl stop {unit}: {said.stderr.strip()}")
+    return said
 
 
 def _stop_old(unit: str) -> None:

@@ -6,7 +6,7 @@ import fcntl
 from collections.abc import Callable
 
 import pytest
-from spark_serve import docker, files, gateway, memory, serve, switch
+from spark_serve import docker, door, files, gateway, memory, serve, switch
 from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
 from stub_host import RELEASE, Host
@@ -74,3 +74,16 @@ def test_a_change_is_refused_untouched_where_the_gateway_has_no_account(
     assert (ended["state"], ended["failed_phase"]) == ("refused", "prove")
     words = "account spark-nobody-here: does not exist on this host; fix: systemd-sysusers"
     assert ended["reason"].startswith(words)
+
+
+def test_a_server_that_ended_is_closed_to_clients_before_docker_is_asked(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = host.release()
+    files.write_text(host.paths.door(release.service), "open\n")
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        docker, "remove_container", lambda _: seen.append(door.is_open("main", host.paths))
+    )
+    assert serve.after_stop(RELEASE, host.paths) == 0
+    assert seen == [False]

@@ -2,71 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from spark_serve import boot, change, docker, door, files, gateway, memory, serve, switch, systemd
+from spark_serve import boot, change, door, files, gateway, switch, systemd
+from spark_serve.engine import Engine, Metrics, SilentError
 from spark_serve.errors import HostToolError
 from spark_serve.record import Record, boot_id
 from stub_host import Host
-
-A, B = (f"main-{digit * 12}" for digit in "ab")
-
-
-class Systemd:
-    """Links and units as systemctl would leave them; one command can be made to fail."""
-
-    def __init__(self, host: Host):
-        self.wants = host.paths.units / "multi-user.target.wants"
-        self.wants.mkdir(parents=True)
-        self.active: set[str] = set()
-        self.failing: tuple[str, ...] = ()
-
-    def systemctl(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        if words == self.failing:
-            return subprocess.CompletedProcess(words, 1, "", "Read-only file system")
-        verb, unit = words[0], words[-1]
-        if verb == "enable":
-            (self.wants / unit).touch()
-        elif verb == "disable":
-            (self.wants / unit).unlink(missing_ok=True)
-        elif verb == "stop":
-            self.active.discard(unit)
-        return subprocess.CompletedProcess(words, 0, "", "")
-
-    def show(self, units: list[str], fields: list[str]) -> dict[str, systemd.UnitState]:
-        return {unit: {"Id": unit, "ActiveState": self._state(unit)} for unit in units}
-
-    def _state(self, unit: str) -> str:
-        return "active" if unit in self.active else "inactive"
-
-
-@pytest.fixture
-def units(host: Host, monkeypatch: pytest.MonkeyPatch) -> Systemd:
-    """A host on which every step of a change succeeds until a test says otherwise."""
-    made = Systemd(host)
-    monkeypatch.setattr(systemd, "systemctl", made.systemctl)
-    monkeypatch.setattr(systemd, "show", made.show)
-    monkeypatch.setattr(systemd, "listed", lambda pattern: sorted(made.active))
-    monkeypatch.setattr(systemd, "journal", lambda *words, **more: [])
-    monkeypatch.setattr(docker, "engine_containers", list)
-    for module, name in (
-        (serve, "part_problem"), (docker, "gpu_problem"), (gateway, "problem"),
-        (memory, "problem"), (memory, "wait_for_memory"), (gateway, "bring_up"),
-        (gateway, "wait_until_listening"), (door, "open_for"), (switch, "_full_check"),
-        (switch, "_drain"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, lambda *_: None)
-    monkeypatch.setattr(switch, "_covered", lambda release, paths: False)
-    monkeypatch.setattr(switch, "_start", lambda release, *_: made.active.add(release.serve_unit))
-    return made
-
-
-def changed_to(host: Host, name: str) -> dict[str, Any]:
-    switch.switch(name, host.paths)
-    return files.read_json(host.paths.switch(name)) or {}
+from stub_systemd import A, B, Systemd, changed_to
 
 
 def refuse(why: str, *, times: int) -> Callable[..., None]:
@@ -212,3 +156,79 @@ def test_a_gateway_that_cannot_have_its_port_leaves_the_old_release_running_and_
     assert (result["serving"], units.active) == (A, {f"spark-serve@{A}.service"})
     assert boot.enabled("main", host.paths) == [A]
     assert boot.good("main", host.paths)["release"] == A
+
+
+def test_a_step_that_the_system_refuses_is_the_reason_of_the_way_back(
+    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.release(A)
+    host.release(B)
+    assert changed_to(host, A)["state"] == "switched"
+    gone = iter([FileNotFoundError(2, "No such file or directory", "engine.sock")])
+
+    def open_for(*_: object) -> None:
+        for error in gone:
+            raise error
+
+    monkeypatch.setattr(door, "open_for", open_for)
+    result = changed_to(host, B)
+
+    assert (result["state"], result["failed_phase"]) == ("rolled-back", "open")
+    assert "engine.sock" in result["reason"]
+    assert units.active == {f"spark-serve@{A}.service"}
+
+
+def test_a_server_that_runs_and_is_proven_is_not_stopped_for_its_gateway(
+    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.release(A)
+    host.release(B)
+    assert changed_to(host, B)["state"] == "switched"
+    assert changed_to(host, A)["state"] == "switched"
+    monkeypatch.setattr(gateway, "bring_up", refuse(TAKEN, times=9))
+
+    result = changed_to(host, A)
+
+    assert (result["state"], result["failed_phase"]) == ("refused", "open")
+    assert TAKEN in result["reason"]
+    assert (result["serving"], units.active) == (A, {f"spark-serve@{A}.service"})
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_change_killed_after_its_proof_is_finished_or_else_undone(
+    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    host.release(A)
+    killed = host.release(B)
+    assert changed_to(host, A)["state"] == "switched"
+    units.active = {killed.serve_unit}
+    monkeypatch.setenv("INVOCATION_ID", "one")
+    Record(killed, host.paths).set(phase="open", previous=A)
+    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
+    monkeypatch.setattr(switch, "_covered", lambda release, paths: release == killed)
+    monkeypatch.setattr(gateway, "bring_up", refuse(TAKEN, times=times))
+
+    assert switch.recover(B, host.paths) == 0
+
+    result = files.read_json(host.paths.switch(B)) or {}
+    serves = [B, A][times]
+    assert (result["state"], result["serving"]) == (["switched", "rolled-back"][times], serves)
+    assert units.active == {f"spark-serve@{serves}.service"}
+    assert (TAKEN in str(result["reason"])) == bool(times)
+
+
+def test_an_engine_too_busy_for_its_metrics_is_waited_for_as_long_as_a_drain_may_take(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = host.release(timeouts={"start_s": 3, "stop_s": 2, "drain_s": 30})
+    answers = iter([SilentError("late"), 3.0, SilentError("late"), 0.0])
+
+    def metrics(self: Engine, timeout_s: float = 10) -> Metrics:
+        answer = next(answers)
+        if isinstance(answer, SilentError):
+            raise answer
+        return Metrics.parse(f"vllm:num_requests_running {answer}")
+
+    monkeypatch.setattr(Engine, "metrics", metrics)
+    switch._drain(release, host.paths, Record(release, host.paths))
+    assert list(answers) == []

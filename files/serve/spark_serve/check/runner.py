@@ -111,8 +111,21 @@ def check(
         "portable": release.check.portable,
         "stubbed": sorted(key for key, value in versions.items() if "labstub" in value),
     }
-    proof.write(result, paths)
+    _keep(result, paths, tell)
     return result
+
+
+def _keep(result: dict[str, Any], paths: Paths, tell: Callable[[str], None]) -> None:
+    """Write the proof down; on a full disk an engine that answers right serves all the same.
+
+    The next deploy proves again what has no proof; one that does not hold any more has to go.
+    """
+    try:
+        proof.write(result, paths)
+    except OSError as error:
+        tell(f"the proof is not kept: {error}")
+        if not result["ok"]:
+            files.remove(paths.proof(result["release"]))
 
 
 def _run_all(probe: Probe, level: str, tell: Callable[[str], None]) -> list[Finding]:
