@@ -18,7 +18,7 @@ from pyinfra.context import host
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
-from spark_deploy.facts.reboots import RebootedFor
+from spark_deploy.facts.reboots import BOOT_ID, RebootedFor
 from spark_deploy.facts.survey import HostSurvey
 from spark_deploy.operations.change import change_now, held_back, interrupt
 from spark_deploy.operations.failing import Commands, host_errors, refuse, show
@@ -69,8 +69,9 @@ def _reboot(
     host.log(f"rebooting: {why}")
     interrupt(host)
     try:
-        before = run(host, "cat /proc/sys/kernel/random/boot_id")
-        run(host, f"mkdir -p $(dirname {marker}) && cat > {marker} && sync", stdin=why)
+        before = run(host, f"cat {BOOT_ID}")
+        noted = "\n".join([*before, why])
+        run(host, f"mkdir -p $(dirname {marker}) && cat > {marker} && sync", stdin=noted)
         # Detached, so that this command ends before the connection does.
         run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
         if not _came_back(host, before):
@@ -88,7 +89,7 @@ def _came_back(host: Host, before: list[str]) -> bool:
     deadline = time.monotonic() + _DOWN_WITHIN_S
     while time.monotonic() < deadline:
         gevent.sleep(_ASK_EVERY_S)
-        ok, out, _ = poll(host, "cat /proc/sys/kernel/random/boot_id")
+        ok, out, _ = poll(host, f"cat {BOOT_ID}")
         if ok and out.split() != before:
             host.log("is back")
             return True

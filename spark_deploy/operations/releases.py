@@ -104,6 +104,9 @@ def pruned(keep: dict[str, Any], paths: Paths) -> Commands:
     if not found:
         yield refuse(_no_answer("prune --dry"))
         return
+    if found.get("problem"):
+        yield refuse(Problem(**found["problem"]))
+        return
     for line in lines(found):
         tell(line)
     if not found["items"]:

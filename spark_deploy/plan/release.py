@@ -17,9 +17,18 @@ GATEWAY_USER = "spark-gateway"  # made by files/serve/units/spark-sysusers.conf
 
 
 def unit_files_of(plan: HostPlan, units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
-    """Return the static units and the command that proves a server by hand."""
-    check = f'#!/bin/sh\nexec {plan.paths.tools_dir}/current/bin/spark-host check "$@"\n'
-    return (*units, ManagedFile("/usr/local/bin/spark-check", check.encode(), 0o755))
+    """Return the static units, and the commands that people and our own messages use by name."""
+    return (*units, _command("spark-check", " check", plan), _command("spark-host", "", plan))
+
+
+def _command(name: str, verb: str, plan: HostPlan) -> ManagedFile:
+    path = f"/usr/local/bin/{name}"
+    # Sockets, proofs and journals are root's; who logs in to look is mostly not.
+    text = (
+        f'#!/bin/sh\n[ "$(id -u)" = 0 ] || exec sudo -- {path} "$@"\n'
+        f'exec {plan.paths.tools_dir}/current/bin/spark-host{verb} "$@"\n'
+    )
+    return ManagedFile(path, text.encode(), 0o755)
 
 
 def release_files_of(plan: HostPlan) -> tuple[ManagedFile, ...]:

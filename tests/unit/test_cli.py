@@ -104,7 +104,8 @@ def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spar
     code, out, err = spark_deploy("manifest")
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "mine"
-    assert re.search(r"^  file +/usr/local/bin/spark-check$", out, re.MULTILINE)
+    for command in ("spark-check", "spark-host"):
+        assert re.search(rf"^  file +/usr/local/bin/{command}$", out, re.MULTILINE)
 
 
 def test_without_one_there_it_is_that_of_the_checkout(spark_deploy):

@@ -86,9 +86,17 @@ def judge(
         found.update(
             state="not-started",
             failed_phase="begin",
-            reason=f"{unit_of(name)} did not run ({unit.get('Result') or state})",
+            reason=_last_words(name, unit)
+            or f"{unit_of(name)} did not run ({unit.get('Result') or state})",
         )
     return {**found, "unit": "activating" if pending and state == "inactive" else state}
+
+
+def _last_words(name: str, unit: systemd.UnitState) -> str | None:
+    """Return the error with which a run ended before it could write a record, if it said one."""
+    run = unit.get("InvocationID")
+    said = systemd.journal(run, unit_of(name), lines=20) if run else []
+    return next((line[7:] for line in reversed(said) if line.startswith("error: ")), None)
 
 
 def _pending(unit: systemd.UnitState) -> bool:
@@ -137,6 +145,11 @@ def _named(name: str | None, paths: Paths) -> dict[str, Any] | None:
     }
 
 
+def _in_words(name: str, paths: Paths) -> str:
+    release = load_if_present(name, paths)
+    return f"{name} = {release.model} with {release.profile}" if release else name
+
+
 def _target(service: str, wanted: str | None, paths: Paths) -> str:
     if paths.stopped(service).exists():
         raise HostToolError(
@@ -146,7 +159,7 @@ def _target(service: str, wanted: str | None, paths: Paths) -> str:
     here = [name for name in names(paths) if service_of(name) == service]
     if wanted is not None:
         if wanted not in here:
-            known = ", ".join(here) or "none"
+            known = "; ".join(_in_words(name, paths) for name in here) or "none"
             raise HostToolError(wanted, f"is not a release on this host (there: {known})",
                                 "name one of these")  # fmt: skip
         return wanted
@@ -181,13 +194,13 @@ def _refuse_unfit(release: Release, paths: Paths) -> None:
         raise problem
     record = boot.good(release.service, paths)
     whole = [
-        name
+        _in_words(name, paths)
         for name in record["previous"]
         if (other := load_if_present(name, paths)) and serve.part_problem(other) is None
     ]
     fix = f"set model: {release.model} and profile: {release.profile} and run deploy.py"
     if whole:
-        fix = f"name one that is whole ({', '.join(whole)}), or {fix}"
+        fix = f"name one that is whole ({'; '.join(whole)}), or {fix}"
     raise HostToolError(f"{release.name}: {problem.where}", f"is gone: {problem.what}", fix)
 
 

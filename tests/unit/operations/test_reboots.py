@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from spark_deploy.facts.reboots import RebootedFor
+from spark_deploy.facts.reboots import BOOT_ID, RebootedFor
 from spark_deploy.operations import preflight, reboots
 from tests.unit.operations.test_operations import NEEDS, PATHS, FakeHost, on, sections_of, shown
 
@@ -28,7 +30,7 @@ class Host(FakeHost):
 
     def get_fact(self, fact: Any, **arguments: Any) -> Any:
         if fact is RebootedFor:
-            assert fact().command(**arguments).startswith("cat /var/lib/spark/receipts/")
+            assert "/var/lib/spark/receipts/rebooted-for" in fact().command(**arguments)
             return fact().process([self.marker] if self.marker else [])
         return super().get_fact(fact, **arguments)
 
@@ -74,6 +76,38 @@ def test_a_cause_that_a_reboot_did_not_cure_is_not_tried_again() -> None:
     host = Host(marker=PENDING, **KERNEL)
     assert asked(host) == []
     assert "was rebooted for this already" in host.noops[0]
+
+
+def test_a_reboot_that_never_came_about_was_not_tried(tmp_path: Path) -> None:
+    """A run may be killed, and systemd refuse, after it was written down what it is for."""
+    marker, this_boot = tmp_path / "rebooted-for", Path(BOOT_ID).read_text().strip()
+
+    def seen() -> str:
+        command = RebootedFor().command(path=str(marker))
+        said = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+        return RebootedFor().process(said.stdout.splitlines())
+
+    assert seen() == ""
+    marker.write_text(f"{this_boot}\n{PENDING}")
+    assert seen() == ""
+    marker.write_text(f"{'0' * 36}\n{PENDING}")
+    assert seen() == PENDING
+
+
+def test_what_a_reboot_is_for_is_noted_under_the_boot_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[str] = []
+
+    def run(host: Any, command: str, **more: Any) -> list[str]:
+        if "stdin" in more:
+            noted.append(more["stdin"])
+        return ["the-boot-before"]
+
+    monkeypatch.setattr(reboots, "run", run)
+    monkeypatch.setattr(reboots, "_came_back", lambda *_: False)
+    assert not reboots._reboot(None, Host(), PENDING, ALLOWED, SERVE, PATHS)  # type: ignore[arg-type]
+    assert noted == [f"the-boot-before\n{PENDING}"]
 
 
 def test_a_host_is_not_rebooted_after_another_failed() -> None:

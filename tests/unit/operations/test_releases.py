@@ -76,6 +76,35 @@ def test_a_host_with_older_tools_is_told_to_deploy_first() -> None:
     assert "run deploy.py for this host first" in command
 
 
+MALFORMED = (
+    "error: /etc/spark/releases/main-aaaaaaaaaaaa/release.json: malformed: KeyError: 'image'; "
+    "fix: run the deploy for this host again"
+)
+
+
+@pytest.mark.parametrize(
+    ("fact", "operation", "arguments"),
+    [
+        (WayBack, releases.rolled_back, ("main", None, PATHS, 60)),
+        (Prunable, releases.pruned, ({"releases_kept": 2}, PATHS)),
+    ],
+)
+def test_what_the_host_tools_refuse_is_told_in_their_words(
+    fact: Any, operation: Any, arguments: tuple[Any, ...]
+) -> None:
+    host = Answering(**{fact.__name__: fact().process(["phase=x", MALFORMED])})
+    [command] = outcome(host, operation, *arguments)
+    assert command.startswith("_refuse(/etc/spark/releases/main-aaaaaaaaaaaa/release.json: malf")
+    assert "fix: run the deploy for this host again" in command
+
+
+def test_tools_that_do_not_know_a_verb_give_no_answer() -> None:
+    usage = ["spark-host status [--live]: everything", "spark-host check [RELEASE]: prove"]
+    for fact in (WayBack(), Prunable()):
+        assert fact.process(usage) == {}
+        assert fact.process([]) == {}
+
+
 def test_a_failure_elsewhere_leaves_this_host_alone() -> None:
     other = FakeHost({})
     other.name = "spark-0"

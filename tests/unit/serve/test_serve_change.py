@@ -105,6 +105,26 @@ def test_a_change_whose_unit_never_ran_is_said_to_have_failed(
     assert "did not run (exit-code)" in found["reason"]
 
 
+def test_a_change_that_ended_before_its_record_is_told_in_its_last_words(
+    host: Host, systemctl: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.release(A)
+    begun = change.begin(A, host.paths)
+    systemctl["unit"] = {"ActiveState": "failed", "Result": "exit-code", "InvocationID": "run"}
+    said = {
+        ("run", f"spark-switch@{A}.service"): [
+            "error: switch of main: another change is under way; fix: wait for it",
+            "phase=none",
+        ]
+    }
+    monkeypatch.setattr(systemd, "journal", lambda run, unit, lines: said[run, unit])
+
+    found = change.poll(A, host.paths, begun["request"])
+
+    assert found["state"] == "not-started"
+    assert found["reason"] == "switch of main: another change is under way; fix: wait for it"
+
+
 def test_a_change_that_waits_its_turn_has_not_failed(host: Host, systemctl: dict[str, Any]) -> None:
     host.release(A)
     begun = change.begin(A, host.paths)
@@ -187,7 +207,8 @@ def test_with_nothing_before_the_way_back_says_so(host: Host) -> None:
 def test_a_release_that_is_not_there_is_refused_with_those_that_are(host: Host) -> None:
     good(host, A, B)
     said = problem(host, C)
-    assert f"{C}: is not a release on this host (there: {A}, {B})" in said
+    there = f"{A} = lab-stub with v2; {B} = lab-stub with v2"
+    assert f"{C}: is not a release on this host (there: {there})" in said
 
 
 def test_a_way_back_whose_tree_is_gone_names_one_that_is_whole(host: Host) -> None:
@@ -196,7 +217,7 @@ def test_a_way_back_whose_tree_is_gone_names_one_that_is_whole(host: Host) -> No
     said = problem(host)
     assert f"{B}: tree" in said
     assert "is gone" in said
-    assert f"name one that is whole ({A})" in said
+    assert f"name one that is whole ({A} = lab-stub with v2)" in said
     assert "model: lab-stub and profile: v2" in said
 
 
