@@ -59,7 +59,7 @@ faults: venv ## lab tests that break things on purpose (root)
 
 GPU_PYTHON ?= python3
 gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm and pytest
-	$(GPU_PYTHON) -m pytest tests/gpu
+	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
 
 demo: venv ## two virtual hosts from nothing to a proven model server, with real vLLM (root)
 	$(PY) -m lab demo

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "files" / "image")]
+sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
 from spark_vllm.lm_head_kernel import logits  # noqa: E402 # after the path above
 from spark_vllm.lm_head_table import Tile  # noqa: E402
@@ -130,8 +130,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batches.split(",")]
+    from tests.gpu.proofs import environment
+
     result = {
-        "device": torch.cuda.get_device_name(),
+        "command": " ".join(["python3", "benchmarks/gpu/lm_head_sweep.py", *sys.argv[1:]]),
+        **environment(),
         "limited_to_programs": SPARK_PROCESSORS if arguments.spark else None,
         "hopper_matrix_instruction": not os.environ.get("DISABLE_MMA_V3"),
         "read_gb_per_s": {str(size): round(read_gb_per_s(size)) for size in (762839040, 1 << 32)},

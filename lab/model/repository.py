@@ -28,11 +28,17 @@ def _plain(name: str, values: Floats) -> rounding.Tensor:
 
 
 def int4_tensors(weights: dict[str, Floats]) -> Tensors:
-    """The tensors of the INT4 base, MTP included (all BF16 there)."""
+    """The tensors of the INT4 base, MTP included (all BF16 there).
+
+    An array that several names share is rounded once.
+    """
     tensors: Tensors = {}
+    rounded: dict[int, Tensors] = {}
     for name, values in weights.items():
         if original.is_int4(name):
-            parts = rounding.int4(values)
+            if id(values) not in rounded:
+                rounded[id(values)] = rounding.int4(values)
+            parts = rounded[id(values)]
             module = name.removesuffix(".weight")
             tensors.update({f"{module}.{part}": tensor for part, tensor in parts.items()})
         else:
@@ -54,14 +60,19 @@ def fp8_tensors(weights: dict[str, Floats]) -> Tensors:
 
 
 def write_int4(
-    directory: Path, shape: Shape, weights: dict[str, Floats], tokenizer: Tokenizer, about: str
+    directory: Path,
+    shape: Shape,
+    weights: dict[str, Floats],
+    tokenizer: Tokenizer,
+    about: str,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """The INT4 base as a file tree: numbered shards, and the MTP layer in a file of its own."""
     directory.mkdir(parents=True)
     tensors = int4_tensors(weights)
     main = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     mtp = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
-    write_model(directory, main, {MTP_FILE: mtp}, SHARD_BYTES)
+    write_model(directory, main, {MTP_FILE: mtp}, shard_bytes)
     quantization = int4_config(shape)
     _write_common(directory, shape, tokenizer, quantization, f"# {INT4_NAME}\n\n{about}\n")
     _write_json(directory / "quantization_config.json", quantization)

@@ -50,6 +50,7 @@ def facts_of(
         "piecewise_graphs": _mapping(options.get("compilation-config")).get("cudagraph_mode")
         == "PIECEWISE",
         "pipeline_stages": int(options.get("pipeline-parallel-size") or 1),
+        "expert_width_per_device": _expert_width(model, options),
         "deep_gemm": profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0",
         "formats": " ".join(formats).lower(),
         "online_quantisation": "quantization-config" in options,
@@ -70,6 +71,14 @@ def _counts_cache_as_used(image: str) -> bool:
     tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
     found = re.match(r"v?0\.(\d+)\b", tag)
     return found is not None and int(found[1]) <= _COUNTED_CACHE_AS_USED
+
+
+def _expert_width(model: Model, options: Mapping[str, Any]) -> int:
+    """Return how much of one routed expert a device holds."""
+    whole = model.architecture.expert_width
+    if options.get("enable-expert-parallel"):
+        return whole  # experts are dealt out, not cut
+    return whole // max(1, int(options.get("tensor-parallel-size") or 1))
 
 
 def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:

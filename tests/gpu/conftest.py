@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from pathlib import Path
@@ -21,18 +22,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    kept = os.environ.get("SPARK_GPU_RESULTS")
+    worker = hasattr(session.config, "workerinput")  # of pytest-xdist: the others still write
+    if kept and not worker and not _missing():
+        from tests.gpu import recorded
+
+        recorded.merge(Path(kept))
+
+
 @pytest.fixture(scope="session")
-def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trees(shared_directory: Path) -> Path:
     """All checkpoints; ``SPARK_GPU_TREES`` names those that are there already."""
     ready = os.environ.get("SPARK_GPU_TREES")
     if ready:
         return Path(ready)
     from tests.gpu import trees as maker
 
-    out = tmp_path_factory.mktemp("trees") / "all"
-    hub = os.environ.get("SPARK_GPU_HUB")
-    maker.make(out, Path(hub) if hub else None, special=True)
+    out, done = shared_directory / "trees", shared_directory / "trees.done"
+    with (shared_directory / "trees.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one run share the trees
+        if not done.exists():
+            hub = os.environ.get("SPARK_GPU_HUB")
+            maker.make(out, Path(hub) if hub else None, special=True)
+            done.touch()
     return out
+
+
+@pytest.fixture(scope="session")
+def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that all processes of this run share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
 
 
 @pytest.fixture

@@ -13,6 +13,9 @@ FIRST = ("overlay", "tiny-mtp2", "tiny-head8-piecewise-mtp2", "tiny-triton-full"
 """Cases that between them compile almost every kernel of their stage."""
 TRITON = {"spark": {"lm_head": "int8-triton", "lm_head_kernel": "own"}}
 
+OTHER_PRESETS = ("4bit_nc", "k3v4_nc", "3bit_nc")
+"""TurboQuant formats beside ``k8v4``, which profile v2-tq has."""
+
 
 def case(name: str, tree: str, **more: Any) -> dict[str, Any]:
     """Return one engine run; trees of the trained model get questions, others random tokens."""
@@ -76,6 +79,7 @@ def refused_cases() -> list[tuple[dict[str, Any], str]]:
             scale.format("up") + "_fp8",
         ),
         (case("no-block-names", "wide-full-no-block-names", **drafts), "block_name_to_quantize"),
+        (case("experts-of-one-group", "narrow", **none), "experts are 128 wide on this device"),
         (
             case("triton-on-int8", "wide-overlay-head8", additional=TRITON, **none),
             "spark.lm_head",
@@ -152,7 +156,15 @@ def turboquant_cases() -> list[dict[str, Any]]:
     stock = {"stock_turboquant": True}
     full = graphs("FULL_AND_PIECEWISE")
     tree = "tiny-overlay-head8"
+    others = []
+    for preset in OTHER_PRESETS:
+        held = {**plain, "kv_cache_dtype": f"turboquant_{preset}"}
+        others += [
+            case(f"tq-{preset}-alone", tree, options={**held, "max_num_seqs": 1}, **quiet),
+            case(f"tq-{preset}-full-mtp2", tree, options={**held, **full, **mtp(2)}, **quiet),
+        ]
     return [
+        *others,
         case("tq-alone", tree, options={**plain, "max_num_seqs": 1}, **quiet),
         case("tq-own", tree, options=plain, **quiet),
         case("tq-own-mtp2", tree, options={**plain, **mtp(2)}, **quiet),

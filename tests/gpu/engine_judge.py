@@ -12,6 +12,8 @@ from spark_vllm import names
 from spark_vllm.reader import ModuleReader
 from spark_vllm.settings import read_settings
 
+from tests.gpu.engine_cases import OTHER_PRESETS
+
 Row = dict[str, Any]
 FP8_LIMIT = 0.006
 """Error of an FP8 module against a reference that rounds activations as the kernel does."""
@@ -372,8 +374,9 @@ def judge_speculation(results: dict[str, Row]) -> list[Row]:
 def judge_turboquant(results: dict[str, Row]) -> list[Row]:
     """Judge our TurboQuant backend against one sequence alone; show the engine's own beside it."""
     own = ("tq-own", "tq-own-mtp2", "tq-own-full-mtp2")
+    others = tuple(f"tq-{preset}-full-mtp2" for preset in OTHER_PRESETS)
     stock = ("tq-stock", "tq-stock-mtp2", "tq-stock-full-mtp2")
-    rows = [attempt(name, lambda n=name: _same_as_alone(results, n)) for name in own]
+    rows = [attempt(name, lambda n=name: _same_as_alone(results, n)) for name in (*own, *others)]
     for name in stock:
         shown = attempt(name, lambda n=name: _same_as_alone(results, n))
         shown["claim"] = f"{name}: the engine's own backend beside it, not judged"
@@ -383,11 +386,13 @@ def judge_turboquant(results: dict[str, Row]) -> list[Row]:
 
 
 def _same_as_alone(results: dict[str, Row], name: str) -> Row:
-    found = compare_answers(results["tq-alone"], results[name])
+    preset = name.removeprefix("tq-").removesuffix("-full-mtp2")
+    alone = f"tq-{preset}-alone" if preset in OTHER_PRESETS else "tq-alone"
+    found = compare_answers(results[alone], results[name])
     return row(
         f"{name}: greedy answers equal one sequence alone outside ties",
         not found["beyond_margin"],
-        [name, "tq-alone"],
+        [name, alone],
         acceptance=acceptance(results[name]),
         **found,
     )

@@ -25,7 +25,7 @@ from tests.gpu.engine_judge import (
 )
 from tests.gpu.profile_cases import LONG_PROMPTS, STEERED_TOKENS
 from tests.gpu.prompts import IDS_LENGTHS, random_prompts
-from tests.gpu.trees import SEED, WIDE, names_of
+from tests.gpu.trees import SEED, names_of
 
 TRANSFORMERS_LIMIT = 0.06
 """BF16 logits of four layers in two implementations; sizes and roundings are the same."""
@@ -142,7 +142,8 @@ def _hits(counters: dict[str, Any]) -> float:
 def judge_steered(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Row]:
     """Judge answers and acceptance against what the permutation says."""
     known = {
-        name: steered.steering(WIDE, SEED, share) for name, share in special_trees.STEERED.items()
+        name: steered.steering(special_trees.STEERED_SHAPE, SEED, share)
+        for name, share in special_trees.STEERED.items()
     }
     return [
         attempt(case["name"], lambda n=case["name"]: _steered(n, results[n], known))
@@ -234,6 +235,9 @@ def _all_read(result: Row, case: dict[str, Any], trees: Path) -> Row:
         mtp_read_by_drafter=len(drafts & by_drafter),
         read_by_nobody=sorted(names - read)[:20],
         read_without_being_in_the_index=sorted(read - names)[:20],
+        replacements_under_names_of_an_overlay=sum(
+            name.endswith(("_fp8", "_int8")) for name in names
+        ),
         # The base's files lie below an overlay: what it replaces is handed out, and dropped.
         handed_out_without_being_in_the_index=len(set(target["yielded"]) - names),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 import time
@@ -145,7 +146,7 @@ def _document(
     own = {case["name"] for case in CASES[stage]()}
     return {
         "stage": stage,
-        "command": f"python3 benchmarks/gpu/engine_proofs.py --stage {stage}",
+        "command": _command(stage),
         "seed": 0,
         **environment(),
         "rows": rows,
@@ -163,6 +164,13 @@ def _document(
             if "case" in found and name in own
         },
     }
+
+
+def _command(stage: str) -> str:
+    test = os.environ.get("PYTEST_CURRENT_TEST")
+    if test:
+        return f"make gpu, of it {test.partition(' ')[0]}"
+    return f"python3 benchmarks/gpu/engine_proofs.py --stage {stage}"
 
 
 def environment() -> dict[str, Any]:

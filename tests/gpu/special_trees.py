@@ -24,6 +24,9 @@ STEERED = {"steered-0": 1.0, "steered-50": 0.5, "steered-95": 0.05}
 """Trees by about how many of the first drafts are accepted, with the share of odd tokens."""
 HYBRID = {"layout": "overlay", "head": "int8-g128", "shared_experts": "fp8-donor"}
 PLAIN_HEAD = {**HYBRID, "head": "keep"}
+STEERED_SHAPE = replace(WIDE, expert_width=512)
+"""Over two devices, experts of 256 would have one group of scales, which plan and plugin refuse."""
+NARROW = replace(WIDE, expert_width=128)
 LONG_POSITIONS = 262144
 EXPERT_KINDS = 16
 """Experts that differ; 256 of them would only take longer to write."""
@@ -45,6 +48,8 @@ TRUE_35B = Shape(
     linear_head_dim=128,
 )
 """One layer of each kind of the 35B in its true sizes; only the experts are narrower."""
+TRUE_SHARD_BYTES = 256_000_000
+"""So that what an overlay replaces shares its files with other tensors, as in the real base."""
 TRUE_122B = replace(TRUE_35B, hidden=3072, shared_width=1024, heads=32, linear_value_heads=64)
 MTP_BLOCKS = "model.language_model.layers,mtp.layers"
 LAYER = "model.language_model.layers.{}."
@@ -53,9 +58,15 @@ LAYER = "model.language_model.layers.{}."
 def make_steered(out: Path, work: Path) -> None:
     """Write the steered trees."""
     for name, odd_share in STEERED.items():
-        weights = steered.weights(WIDE, SEED, steered.steering(WIDE, SEED, odd_share))
-        _hybrid(out, work, name, WIDE, weights, HYBRID)
+        known = steered.steering(STEERED_SHAPE, SEED, odd_share)
+        weights = steered.weights(STEERED_SHAPE, SEED, known)
+        _hybrid(out, work, name, STEERED_SHAPE, weights, HYBRID)
     build(plan(out / f"{name}-base", out / f"{name}-donor", out / f"{name}-bf16", PLAIN_HEAD), work)
+
+
+def make_narrow(out: Path, work: Path) -> None:
+    """Write random weights whose experts have one group of scales each."""
+    _hybrid(out, work, "narrow", NARROW, original.random_weights(NARROW, SEED), HYBRID)
 
 
 def make_long(out: Path, work: Path) -> None:
@@ -74,7 +85,9 @@ def make_true(out: Path, work: Path, name: str, shape: Shape, *, int4_mtp: bool)
             weights[key] = routers.normal(0, 0.02, size).astype(np.float32)
         else:
             weights[key] = few[_kind_of(key)]
-    _hybrid(out, work, name, shape, weights, PLAIN_HEAD, int4_mtp=int4_mtp)
+    _hybrid(
+        out, work, name, shape, weights, PLAIN_HEAD, int4_mtp=int4_mtp, shard_bytes=TRUE_SHARD_BYTES
+    )
 
 
 def _kind_of(name: str) -> str:
@@ -92,11 +105,12 @@ def _hybrid(
     variant: dict[str, str],
     *,
     int4_mtp: bool = False,
+    shard_bytes: int = repository.SHARD_BYTES,
 ) -> None:
     """Write base, a donor of nothing but shared experts, and the hybrid of both."""
     tokenizer = vocabulary.train(1024)
     base, donor = out / f"{name}-base", out / f"{name}-donor"
-    repository.write_int4(base, shape, weights, tokenizer, "random")
+    repository.write_int4(base, shape, weights, tokenizer, "random", shard_bytes)
     if int4_mtp:
         _pack_mtp(base, weights)
     shared = {

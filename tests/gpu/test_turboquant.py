@@ -8,13 +8,13 @@ upstream is cured.
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.gpu import recorded
 
 torch = pytest.importorskip("torch")
 
@@ -23,8 +23,6 @@ PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turbo
 ROUNDING = 0.01
 """Largest error of a kernel against attention over what the slots hold."""
 DAMAGE = 10 * ROUNDING
-REPORT = os.environ.get("SPARK_GPU_TURBOQUANT_REPORT")
-"""File that gets one line of JSON per check, for a result file."""
 
 
 class Batch:
@@ -152,13 +150,27 @@ def error(value: Any, reference: Any) -> float:
     return round(float((value.float() - reference).norm() / reference.norm()), 5)
 
 
-def report(check: str, preset: str, **numbers: Any) -> None:
-    """Print the numbers, and keep them where they are asked for."""
-    line = json.dumps({"check": check, "preset": preset, **numbers})
-    print(line)
-    if REPORT:
-        with Path(REPORT).open("a") as file:
-            file.write(line + "\n")
+def report(out: Path, what: str, own: list[float], stock: list[float], **numbers: Any) -> None:
+    """Write the row of one check, then demand that ours is right and the engine's own is not.
+
+    Args:
+        out: directory of result files.
+        what: check and preset.
+        own: errors of ours.
+        stock: errors of the engine's own, of requests that must come out wrong; or none.
+        numbers: what the row shows.
+    """
+    claim = f"{what}: ours equals attention over the dequantised slots"
+    claim += ", the engine's own does not" if stock else ""
+    good = max(own) < ROUNDING and all(value > DAMAGE for value in stock)
+    limits = {"limit_own": ROUNDING, **({"limit_stock": DAMAGE} if stock else {})}
+    recorded.add(out, "turboquant-layer", claim, good, **numbers, **limits)
+    assert max(own) < ROUNDING
+    assert all(value > DAMAGE for value in stock)
+
+
+def _shown(found: dict[bool, float]) -> dict[str, float]:
+    return {"shown_stock": found[False], "shown_own": found[True]}
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +184,7 @@ def _workspace() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_rows_with_a_cache_keep_it_beside_a_longer_fresh_prompt(
-    preset: str, monkeypatch: pytest.MonkeyPatch
+    preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
     found, format_error = {}, {}
     for own in (False, True):
@@ -181,28 +193,39 @@ def test_rows_with_a_cache_keep_it_beside_a_longer_fresh_prompt(
         outputs = dict(zip(order, batch.run(order), strict=True))
         found[own] = {r: error(outputs[r], batch.reference(r)) for r in order}
         format_error = {r: error(batch.reference(r), batch.exact(r)) for r in (1, 2)}
-    report("mixed batch", preset, stock=found[False], own=found[True], format=format_error)
-    assert all(value < ROUNDING for value in found[True].values())
-    assert min(found[False][1], found[False][2]) > DAMAGE
+    own, stock = found[True], found[False]
+    report(
+        results,
+        f"mixed batch, {preset}",
+        list(own.values()),
+        [stock[1], stock[2]],
+        shown_stock=stock,
+        shown_own=own,
+        format=format_error,
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_lengths_that_are_too_long_on_the_cpu_do_not_matter(
-    preset: str, monkeypatch: pytest.MonkeyPatch
+    preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
     found = {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
         (output,) = batch.run((2,), cpu_lengths=[batch.cached[2] + batch.new[2] + 2])
         found[own] = error(output, batch.reference(2))
-    report("lengths too long on the CPU", preset, stock=found[False], own=found[True])
-    assert found[True] < ROUNDING
-    assert found[False] > DAMAGE
+    report(
+        results,
+        f"lengths too long on the CPU, {preset}",
+        [found[True]],
+        [found[False]],
+        **_shown(found),
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_captured_verify_step_sees_the_lengths_of_the_replay(
-    preset: str, monkeypatch: pytest.MonkeyPatch
+    preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
     found = {}
     for own in (False, True):
@@ -219,15 +242,15 @@ def test_a_captured_verify_step_sees_the_lengths_of_the_replay(
         graph.replay()
         torch.cuda.synchronize()
         found[own] = error(output, batch.reference(2))
-    report("captured verify step", preset, stock=found[False], own=found[True])
-    assert found[True] < ROUNDING
-    assert found[False] > DAMAGE
+    report(
+        results, f"captured verify step, {preset}", [found[True]], [found[False]], **_shown(found)
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("context", [16384, 131072])
 def test_long_contexts_are_attended_whole(
-    preset: str, context: int, monkeypatch: pytest.MonkeyPatch
+    preset: str, context: int, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
     """A long chunk after a long prefix, and a verify row of another long request beside it."""
     batch = Batch(True, preset, monkeypatch, cached=(context, context - 5), new=(300, 3))
@@ -237,5 +260,11 @@ def test_long_contexts_are_attended_whole(
         "verify": error(verify, batch.reference(1)),
     }
     format_error = error(batch.reference(1), batch.exact(1))
-    report("long context", preset, context=context, own=found, format=format_error)
-    assert max(found.values()) < ROUNDING
+    report(
+        results,
+        f"long context, {context:,} tokens, {preset}",
+        list(found.values()),
+        [],
+        shown_own=found,
+        format=format_error,
+    )

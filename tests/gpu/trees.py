@@ -227,40 +227,49 @@ def make(out: Path, hub: Path | None, *, special: bool) -> None:
         hub: directory of a hub with the lab's trained model.
         special: also the trees of single proofs.
     """
-    out.mkdir(parents=True)
-    sources = {"wide": write_wide(out)}
-    if hub:
-        sources["tiny"] = copy_trained(out, hub)
+    from tests.gpu import special_trees as single  # it needs this module
+
     work = out / "work"
-    work.mkdir()
-    for kind, (base, donor) in sources.items():
-        for name, variant in VARIANTS.items():
-            build(plan(base, donor, out / f"{kind}-{name}", variant), work)
-    for tree in damage(out / "wide-full", out / "wide-overlay"):
-        print(tree.name)
-    if special:
-        _special(out, work, trained=hub is not None)
-
-
-def _special(out: Path, work: Path, *, trained: bool) -> None:
-    """Make the trees of single proofs, the slow ones side by side."""
-    from tests.gpu import special_trees as special  # it needs this module
-
-    with ProcessPoolExecutor(4) as pool:
-        jobs = [
-            pool.submit(special.make_steered, out, work),
-            pool.submit(special.make_long, out, work),
-            pool.submit(special.make_true, out, work, "true-35b", special.TRUE_35B, int4_mtp=True),
-            pool.submit(
-                special.make_true, out, work, "true-122b", special.TRUE_122B, int4_mtp=False
-            ),
-        ]
-        for tree in special.make_nan(out / "wide-full", out / "wide-overlay-head8"):
-            print(tree.name)
-        if trained:
-            special.make_draft(out / "tiny-dflash", out / "tiny-base")
+    work.mkdir(parents=True)
+    with ProcessPoolExecutor(7) as pool:
+        jobs = []
+        if special:  # the slow ones first
+            true = {"true-35b": (single.TRUE_35B, True), "true-122b": (single.TRUE_122B, False)}
+            for name, (shape, int4_mtp) in true.items():
+                jobs.append(
+                    pool.submit(single.make_true, out, work, name, shape, int4_mtp=int4_mtp)
+                )
+            for make_one in (single.make_steered, single.make_long, single.make_narrow):
+                jobs.append(pool.submit(make_one, out, work))
+        jobs.append(pool.submit(_make_wide, out, work, special))
+        if hub:
+            jobs.append(pool.submit(_make_tiny, out, work, hub, special))
         for job in jobs:
             job.result()
+
+
+def _make_wide(out: Path, work: Path, special: bool) -> None:
+    from tests.gpu import special_trees as single
+
+    _build_variants(out, work, "wide", *write_wide(out))
+    made = list(damage(out / "wide-full", out / "wide-overlay"))
+    if special:
+        made += single.make_nan(out / "wide-full", out / "wide-overlay-head8")
+    print("damaged:", *(tree.name for tree in made))
+
+
+def _make_tiny(out: Path, work: Path, hub: Path, special: bool) -> None:
+    from tests.gpu import special_trees as single
+
+    base, donor = copy_trained(out, hub)
+    _build_variants(out, work, "tiny", base, donor)
+    if special:
+        single.make_draft(out / "tiny-dflash", base)
+
+
+def _build_variants(out: Path, work: Path, kind: str, base: Path, donor: Path) -> None:
+    for name, variant in VARIANTS.items():
+        build(plan(base, donor, out / f"{kind}-{name}", variant), work)
 
 
 def main() -> None:

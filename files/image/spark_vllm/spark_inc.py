@@ -16,6 +16,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from spark_vllm import QUANT_METHOD, names
 from spark_vllm.checkpoint import check_checkpoint
+from spark_vllm.experts import demand_wider_than_a_group
 from spark_vllm.lm_head import Int8Head, wanted_head
 from spark_vllm.settings import Settings, read_settings
 
@@ -113,7 +114,8 @@ class SparkIncConfig(INCConfig):
         """Return block FP8 for listed modules, unquantised in portable mode, else INC's choice.
 
         Raises:
-            ValueError: when only some shards of a fused module are listed.
+            ValueError: when only some shards of a fused module are listed, or experts are so
+                narrow on this device that the engine would compute garbage.
         """
         if self.portable:
             return _unquantised(layer)
@@ -136,7 +138,12 @@ class SparkIncConfig(INCConfig):
                     "fix: leave the option out, or build the checkpoint with head 'keep'"
                 )
             return Int8Head(head)
-        return super().get_quant_method(layer, prefix)
+        method = super().get_quant_method(layer, prefix)
+        packed = method is not None and not isinstance(method, UnquantizedFusedMoEMethod)
+        if packed and isinstance(layer, RoutedExperts):
+            width = layer.moe_config.intermediate_size_per_partition
+            demand_wider_than_a_group(prefix, width, self.settings.group_size)
+        return method
 
 
 def _unquantised(layer: torch.nn.Module) -> QuantizeMethodBase | None:

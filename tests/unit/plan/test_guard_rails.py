@@ -37,6 +37,7 @@ CALM = {
     "eager": False,
     "piecewise_graphs": False,
     "pipeline_stages": 1,
+    "expert_width_per_device": 1024,
     "deep_gemm": False,
     "formats": "org/model-int4",
     "online_quantisation": False,
@@ -79,6 +80,7 @@ TRIPS = {
     "draft-of-another-model": {"own_draft_model": True},
     "drafts-by-option": {"drafts_by_option": True},
     "pipeline-parallel-with-drafts": {"pipeline_stages": 2, "speculation_tokens": 2},
+    "experts-of-one-group": {"expert_width_per_device": 128},
     "nvfp4": {"formats": "nvidia/qwen3.5-122b-a10b-nvfp4"},
     "deep-gemm": {"deep_gemm": True},
     "repeated-names-with-fastsafetensors": {"tree_repeats_names": True},
@@ -142,6 +144,24 @@ def test_the_facts_of_a_profile_are_those_that_rails_speak_about(tmp_path):
     differs = {name for name in CALM if facts[name] != CALM[name]}
     names = {"model", "profile", "formats", "speculation_method", "speculation_tokens"}
     assert differs <= {*names, "block_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "refused"),
+    [
+        ("qwen3.5-35b", {"tensor-parallel-size": 2}, False),
+        ("qwen3.5-35b", {"tensor_parallel_size": 4}, True),
+        ("qwen3.5-35b", {"tensor-parallel-size": 4, "enable-expert-parallel": True}, False),
+        ("qwen3.5-122b", {"tensor-parallel-size": 4}, False),
+        ("qwen3.5-122b", {"tensor-parallel-size": 8}, True),
+    ],
+)
+@pytest.mark.parametrize("profile", ["v2", "v2-native", "base"])
+def test_experts_cut_down_to_one_group_of_scales_are_refused(
+    model, options, refused, profile, tmp_path
+):
+    found = problems(tmp_path, model=model, profile=profile, **{"engine.options": options})
+    assert ["experts-of-one-group" in problem for problem in found] == [True] * refused
 
 
 def test_turboquant_with_drafts_and_four_sequences_needs_our_backend(tmp_path):

@@ -21,6 +21,18 @@ LAYER_ROWS = (
         "spark_inc.py",
     ),
     Row(
+        f"{LAYERS}.fused_moe.config:FusedMoEConfig.__post_init__",
+        Does(("self.intermediate_size_per_partition = self.intermediate_size // tp_size",)),
+        "experts too narrow for the engine's order of scales are refused by it",
+        "spark_inc.py",
+    ),
+    Row(
+        f"{LAYERS}.fused_moe.routed_experts:RoutedExperts.__init__",
+        Does(("self.moe_config = moe_config",)),
+        "the experts' width on this device is read from it",
+        "spark_inc.py",
+    ),
+    Row(
         f"{LAYERS}.vocab_parallel_embedding:ParallelLMHead",
         Inherits("VocabParallelEmbedding"),
         "the head asks for its method like an embedding",
