@@ -22,7 +22,8 @@ def available(bench: Bench) -> int:
 def neighbour(bench: Bench) -> Iterator[None]:
     """Have another program hold memory during a block."""
     bench.run(f'systemd-run -q --collect --unit neighbour python3 -c "{HOLDER}"')
-    bench.guest.wait("journalctl -u neighbour -o cat | tail -n 1 | grep -q held")
+    # The whole line: the one with which systemd names the program it starts has the word, too.
+    bench.guest.wait("journalctl -u neighbour -o cat | tail -n 1 | grep -qx held")
     try:
         yield
     finally:
