@@ -11,8 +11,8 @@ from spark_deploy.catalog import Profile, load_model, load_profile
 from spark_deploy.cli.hosts import OPEN_COMMIT, listed, planned
 from spark_deploy.locking import size
 from spark_deploy.plan.disk import disk_total
+from spark_deploy.plan.effective import effective_profile
 from spark_deploy.plan.gateway import base_urls
-from spark_deploy.plan.host import effective_profile
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.release import document
 from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServePlan
@@ -137,6 +137,9 @@ def _unit(plan: HostPlan) -> Iterator[str]:
     yield _row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
 
 
+_ASKED = (("conversation", "a growing conversation"), ("image", "pictures"))
+
+
 def _service(serve: ServePlan, gateway: GatewayPlan) -> Iterator[str]:
     addresses = ", ".join(f"{url} ({who})" for url, who in base_urls(gateway))
     yield _row("serves", f"{addresses} as {', '.join(serve.names)}; key in {gateway.key_path}")
@@ -145,6 +148,7 @@ def _service(serve: ServePlan, gateway: GatewayPlan) -> Iterator[str]:
     parts += [
         name.replace("_", " ") for name in ("tool_call", "reasoning", "repeat") if check[name]
     ]
+    parts += [what for name, what in _ASKED if check[name]]
     if check["acceptance_floor"]:
         parts.append(f"draft acceptance of {check['acceptance_floor']} or more")
     if check["prefix"]:

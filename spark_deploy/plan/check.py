@@ -5,9 +5,9 @@ from __future__ import annotations
 from spark_deploy.catalog import load_guard_rails, load_model, load_profile
 from spark_deploy.errors import Problem, SparkError
 from spark_deploy.plan.checkpoint import refuse_impossible_trees
+from spark_deploy.plan.effective import effective_profile
 from spark_deploy.plan.fit import refusal
 from spark_deploy.plan.guard_rails import apply_rails, facts_of
-from spark_deploy.plan.host import effective_profile
 from spark_deploy.plan.memory import missing_bytes, plan_memory
 from spark_deploy.settings_types import Settings
 

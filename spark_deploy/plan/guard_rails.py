@@ -55,6 +55,8 @@ def facts_of(
         "formats": " ".join(formats).lower(),
         "online_quantisation": "quantization-config" in options,
         "engine_counts_cache_as_used": _counts_cache_as_used(image),
+        "expose": settings.serve.expose,
+        "tls": settings.serve.tls,
         "plugin": profile.plugin,
         "engine_mode": profile.engine_mode,
         "shared_experts": profile.shared_experts,

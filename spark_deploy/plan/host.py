@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from spark_deploy.catalog import (
     GuardRail,
     Model,
@@ -20,6 +18,7 @@ from spark_deploy.plan.checkpoint import (
     source_plan,
 )
 from spark_deploy.plan.disk import disk_plan, done_once_there, image_peak_bytes, needed_by_path
+from spark_deploy.plan.effective import effective_profile
 from spark_deploy.plan.fit import refusal
 from spark_deploy.plan.gateway import gateway_plan
 from spark_deploy.plan.guard_rails import apply_rails, facts_of
@@ -124,33 +123,6 @@ def host_paths(settings: Settings) -> Paths:
     """Return where things live on a host."""
     chosen = settings.paths
     return Paths(chosen.models_dir, chosen.sources_dir, chosen.cache_dir)
-
-
-def effective_profile(profile: Profile, settings: Settings) -> Profile:
-    """Return the profile with the ``engine`` and ``checkpoint`` settings of the host put in."""
-    engine = settings.engine
-    limits = dataclasses.replace(
-        profile.limits,
-        max_context_tokens=engine.max_context_tokens or profile.limits.max_context_tokens,
-        max_sequences=engine.max_sequences or profile.limits.max_sequences,
-        memory_fraction=engine.memory_fraction or profile.limits.memory_fraction,
-    )
-    cache = profile.kv_cache
-    if engine.kv_cache_bytes is not None:
-        cache = dataclasses.replace(cache, size_bytes=engine.kv_cache_bytes)
-    shared_experts = profile.shared_experts
-    if settings.checkpoint.prebuilt and shared_experts == "fp8-donor":
-        shared_experts = "fp8-base"
-    return dataclasses.replace(
-        profile,
-        shared_experts=shared_experts,
-        layout=settings.checkpoint.layout or profile.layout,
-        limits=limits,
-        kv_cache=cache,
-        vision=profile.vision if engine.vision is None else engine.vision,
-        options={**profile.options, **engine.options},
-        environment={**profile.environment, **engine.environment},
-    )
 
 
 def _needs(

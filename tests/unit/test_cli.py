@@ -108,6 +108,14 @@ def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spar
         assert re.search(rf"^  file +/usr/local/bin/{command}$", out, re.MULTILINE)
 
 
+def test_the_plan_says_what_the_proof_will_ask(spark_deploy):
+    code, out, err = spark_deploy("plan", "--estimate", "--data", "engine.vision=true")
+    assert (code, err) == (0, "")
+    [line] = [line for line in out.splitlines() if line.startswith("  check ")]
+    for part in ("3 questions", "tool call", "a growing conversation", "pictures", "acceptance"):
+        assert part in line
+
+
 def test_without_one_there_it_is_that_of_the_checkout(spark_deploy):
     code, out, err = spark_deploy("manifest", "--json", "--data", f"lock_file={LOCK}")
     assert (code, err) == (0, "")

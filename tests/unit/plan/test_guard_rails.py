@@ -42,6 +42,8 @@ CALM = {
     "formats": "org/model-int4",
     "online_quantisation": False,
     "engine_counts_cache_as_used": False,
+    "expose": "loopback",
+    "tls": "off",
     "plugin": True,
     "engine_mode": "native",
     "shared_experts": "fp8-donor",
@@ -89,6 +91,7 @@ TRIPS = {
     "own-head-with-a-plain-tree": {"head": "int8-triton", "tree_needs_plugin": False},
     "portable-mode-with-a-plain-tree": {"engine_mode": "portable", "tree_needs_plugin": False},
     "online-fp8-with-the-plugin": {"online_quantisation": True},
+    "open-network-without-tls": {"expose": "lan"},
     "engine-that-needs-dropped-caches": {**STOCK, "engine_counts_cache_as_used": True},
 }
 
@@ -113,6 +116,23 @@ def test_each_rail_alone_catches_its_own_combination_and_spares_a_calm_one(rule)
     else:
         with pytest.raises(Exception, match=f"guard rail {rule}"):
             apply_rails([rail], facts)
+
+
+@pytest.mark.parametrize(
+    ("serve", "told"),
+    [
+        ({"serve.expose": "lan"}, True),
+        ({"serve.expose": "lan", "serve.tls": "private-ca"}, False),
+        ({"serve.expose": "tailscale"}, False),  # encrypts by itself
+        ({"serve.expose": "docker"}, False),
+    ],
+)
+def test_a_key_in_clear_text_on_the_network_is_warned_of(tmp_path, serve, told):
+    found = load_hosts({"spark": ["a"]}, root=tmp_path, overrides=serve)["a"].settings
+    model, profile = load_model(found.model), load_profile(found.profile, found.model)
+    facts = facts_of(model, profile, plan_memory(model, profile, found), found)
+    warned = any("clear text" in text for text in apply_rails(load_guard_rails(), facts))
+    assert warned == told
 
 
 def test_all_refusals_are_reported_together(tmp_path):

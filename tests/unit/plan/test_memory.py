@@ -1,13 +1,13 @@
 import dataclasses
+import re
 
 import pytest
+import yaml
 
 from spark_deploy.catalog import load_model, load_profile
-from spark_deploy.checkout import catalog_names
 from spark_deploy.plan.check import check_pair
-from spark_deploy.plan.fit import ways_to_fit
-from spark_deploy.plan.host import effective_profile
-from spark_deploy.plan.memory import GIB, cache_shape, missing_bytes, plan_memory
+from spark_deploy.plan.effective import effective_profile
+from spark_deploy.plan.memory import GIB, cache_shape, plan_memory
 from spark_deploy.plan.weights import weights_of
 from spark_deploy.settings import load_hosts
 
@@ -136,29 +136,68 @@ def test_what_never_fits_names_both_sides_and_the_way_out(tmp_path):
     [problem] = check_pair(settings_with(tmp_path, model="qwen3.5-397b"))
     assert problem.where == "model qwen3.5-397b with profile v2"
     assert "weights 194.2 GiB" in problem.what
-    assert "smaller model" in problem.fix
+    assert "no setting makes it fit" in problem.fix
+    assert "choose model qwen3.5-122b, or more hosts" in problem.fix
 
 
-def test_what_nearly_fits_names_three_ways_and_each_of_them_works(tmp_path):
-    settings = settings_with(tmp_path, **{"memory.reserve_gib": 44})
-    model, profile = load_model("qwen3.5-122b"), profile_with("v2")
-    assert missing_bytes(model, profile, settings) > 0
-    [problem] = check_pair(settings)
-    assert problem.fix.split("; or ") == ways_to_fit(model, profile, settings)
-    assert problem.fix.split("; or ") == [
-        "lower memory.reserve_gib to 8",
-        "set engine.max_context_tokens to 131072",
-        "choose a profile without draft tokens",
-    ]
-    for change in ({"memory.reserve_gib": 8}, {"engine.max_context_tokens": 131072}):
-        assert check_pair(settings_with(tmp_path, **{"memory.reserve_gib": 44, **change})) == []
-    without_drafts = [
-        name for name in catalog_names("profiles") if profile_with(name).speculation is None
-    ]
-    assert without_drafts
-    for name in without_drafts:
-        change = {"memory.reserve_gib": 44, "profile": name}
-        assert check_pair(settings_with(tmp_path, **change)) == []
+def changed_by(way):
+    """Read a way to fit as a user would: what to write into group_vars."""
+    change = {}
+    for part in way.split(" and "):
+        setting = re.fullmatch(r"(?:lower|raise|set) (\S+) to (\S+)", part)
+        chosen = re.fullmatch(r"choose (profile|model) (\S+)", part)
+        if setting:
+            change[setting[1]] = yaml.safe_load(setting[2])
+        elif chosen:
+            change[chosen[1]] = chosen[2]
+        else:
+            assert part == "drop engine.kv_cache_gib"
+            change["engine.kv_cache_gib"] = None
+    return change
+
+
+@pytest.mark.parametrize(
+    ("settings", "ways"),
+    [
+        (
+            {"memory.reserve_gib": 44},
+            [
+                "lower memory.reserve_gib to 41",
+                "set engine.max_context_tokens to 131072",
+                "choose profile v2-tq",
+            ],
+        ),
+        (
+            {"memory.reserve_gib": 50},
+            [
+                "lower memory.reserve_gib to 41",
+                "set engine.max_context_tokens to 131072 and choose profile agent",
+                "choose model qwen3.5-35b",
+            ],
+        ),
+        (
+            {"engine.kv_cache_gib": 1},
+            ["drop engine.kv_cache_gib", "set engine.max_context_tokens to 16384"],
+        ),
+        (
+            {"engine.memory_fraction": 0.55},
+            ["raise engine.memory_fraction to 0.85", "choose model qwen3.5-35b"],
+        ),
+        ({"memory.reserve_gib": 110}, ["lower memory.reserve_gib to 41"]),
+    ],
+)
+def test_what_nearly_fits_names_the_cheapest_ways_and_each_of_them_works(tmp_path, settings, ways):
+    [problem] = check_pair(settings_with(tmp_path, **settings))
+    assert problem.fix.split("; or ") == ways
+    for way in ways:
+        assert check_pair(settings_with(tmp_path, **{**settings, **changed_by(way)})) == []
+
+
+def test_no_way_to_fit_asks_for_more_than_it_takes(tmp_path):
+    # One GiB more reserved, or a context twice as long, would not fit.
+    for settings in ({"memory.reserve_gib": 42}, {"engine.kv_cache_gib": 1,
+                     "engine.max_context_tokens": 32768}):  # fmt: skip
+        assert check_pair(settings_with(tmp_path, **settings)) != []
 
 
 def test_a_cache_pinned_too_small_for_one_request_is_refused(tmp_path):
