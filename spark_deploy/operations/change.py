@@ -112,9 +112,11 @@ def _watch(host: Host, release: str, ask: str, timeout_s: int) -> bool:
     deadline = time.monotonic() + timeout_s
     last, said_at = "", 0.0
     while time.monotonic() < deadline:
-        ok, out, _err = poll(host, ask)
+        ok, out, err = poll(host, ask)
         result: dict[str, Any] = json.loads(out) if ok and out.strip() else {}
         text = f"{result.get('phase') or 'waiting'}: {_said(result)}"
+        if not ok:  # it may be busy for a while; but nobody shall wait without knowing
+            text = f"the host does not say how it goes: {(err or out).strip()[-300:]}"
         if text != last or time.monotonic() - said_at > SAY_SOMETHING_EVERY_S:
             host.log(f"switch to {release}: {text}")
             last, said_at = text, time.monotonic()

@@ -203,6 +203,8 @@ class Polled:
     def run_shell_command(self, command: Any, **_: Any) -> tuple[bool, Any]:
         self.asked.append(str(command))
         out = self.answers.pop(0)
+        if out.startswith("error: "):
+            return False, SimpleNamespace(stdout="", stderr=out, output=out)
         return True, SimpleNamespace(stdout=out, stderr="", output=out)
 
 
@@ -224,6 +226,19 @@ def test_a_change_is_followed_under_the_id_it_was_begun_with(
     )
     assert done
     assert all("switch-poll r id1" in asked for asked in host.asked[1:])
+
+
+def test_a_host_that_cannot_say_how_a_change_goes_is_asked_on_and_quoted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(change, "POLL_EVERY_S", 0)
+    done, host = watched(
+        '{"release": "r", "request": "id1", "joined": false}',
+        "error: systemctl show: no answer within 60 s; fix: run again",
+        '{"state": "switched", "phase": "done", "times_s": {"start": 1.0}}',
+    )
+    assert done
+    assert any("systemctl show: no answer within 60 s" in line for line in host.logs)
 
 
 def test_a_change_that_never_ran_fails_at_once() -> None:
