@@ -37,9 +37,10 @@ Unattended-Upgrade::Package-Blacklist {
     "xserver-xorg-video-nvidia";
     "cuda-";
     "linux-nvidia";
-    "linux-image-.*-nvidia";
-    "linux-modules-.*-nvidia";
-    "linux-headers-.*-nvidia";
+    "linux-image-.*nvidia";
+    "linux-modules-.*nvidia";
+    "linux-headers-.*nvidia";
+    "linux-tools-.*nvidia";
 };
 """
 
