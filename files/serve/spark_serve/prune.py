@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,10 @@ def _remove_release(name: str, paths: Paths) -> None:
     record = boot.good(service, paths)
     if name in record["previous"]:
         left = [other for other in record["previous"] if other != name]
-        files.write_json(paths.good(service), {**record, "previous": left})
+        # A name without a release is passed over by all who read it, and this is what frees a
+        # disk that is too full to write anything.
+        with suppress(OSError):
+            files.write_json(paths.good(service), {**record, "previous": left})
     for path in (paths.proof(name), paths.switch(name), paths.request(name)):
         path.unlink(missing_ok=True)
     for unit in (f"spark-serve@{name}.service.d", f"spark-prepare@{name}.target.d"):

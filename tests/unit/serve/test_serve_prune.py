@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_serve import boot, docker, files, prune, systemd
+from spark_serve import boot, change, docker, files, prune, systemd
 from spark_serve.errors import HostToolError
 from spark_serve.switch import one_at_a_time
 from stub_host import Host
@@ -155,6 +156,25 @@ def test_what_no_kept_release_needs_goes_and_the_rest_serves_on(machine: Machine
     assert trees["c"].is_dir()
     assert trees["d"].is_dir()
     assert boot.good("main", machine.paths)["previous"] == [C]
+
+
+def test_a_disk_too_full_for_any_record_is_freed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trees = generations(machine)
+
+    def write(path: Path, text: str, mode: int = 0o644) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as full:
+        full.setattr(files, "write_text", write)
+        assert machine.prune(kept=1) == 0
+    assert not trees["a"].exists()
+    assert not trees["b"].exists()
+    # What the record could not say harms nobody, and is said when there is room.
+    assert change.way_back("main", None, machine.paths)["from"]["name"] == D
+    assert machine.look(kept=1)["items"] == []
+    assert machine.look(kept=1)["kept"] == {C: "a way back", D: "serves"}
 
 
 def test_the_bytes_are_those_that_the_disk_gives_back(machine: Machine) -> None:
