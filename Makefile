@@ -19,7 +19,7 @@ venv: .venv/installed ## the controller's Python environment, pinned with hashes
 	@touch $@
 
 # What fits into 25 minutes on two cores; `make host faults` runs all lab tests.
-GATE := tests/unit tests/engine/test_engine_sources.py \
+GATE := tests/unit tests/engine/test_engine_sources.py tests/engine/test_engine_option_names.py \
   tests/host/test_converge.py tests/host/test_looks.py tests/host/test_drift.py \
   tests/host/test_profiles.py \
   tests/faults/test_hosts.py tests/faults/test_sources.py tests/faults/test_misbehaving_engine.py \

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from spark_deploy.checkout import CHECKOUT, catalog_names
-from spark_deploy.errors import CatalogError
+from spark_deploy.engine_options import option_problems
+from spark_deploy.errors import CatalogError, Problem
 from spark_deploy.schema_check import load_schema, problems_of
 from spark_deploy.settings import build, merge
 from spark_deploy.tensor_sets import check_tensors
@@ -291,6 +292,7 @@ def load_profile(name: str, model_name: str, *, checkout: Path = CHECKOUT) -> Pr
         data = merge(data, change, null_keeps=False)
         _refuse(data, schema, shown)
     full = with_defaults({"engine_mode": "native", **data}, schema)
+    _refuse_options(full["options"], shown)
     profile: Profile = build(Profile, {**full, "name": name})
     return profile
 
@@ -348,6 +350,15 @@ def _read(kind: str, name: str, checkout: Path) -> dict[str, Any]:
 
 def _refuse(data: dict[str, Any], schema: dict[str, Any], shown: str) -> None:
     problems = list(problems_of(data, schema, lambda path: shown))
+    if problems:
+        raise CatalogError(problems)
+
+
+def _refuse_options(options: dict[str, Any], shown: str) -> None:
+    problems = [
+        Problem(f"{shown}: options.{option}", what, fix)
+        for option, what, fix in option_problems(options)
+    ]
     if problems:
         raise CatalogError(problems)
 

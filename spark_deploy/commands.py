@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spark_deploy.catalog import Model, Profile
+from spark_deploy.engine_options import canonical, structure
 from spark_deploy.errors import PlanError
 from spark_deploy.plan.memory import context_tokens
 from spark_deploy.plan.types import MemoryPlan
@@ -72,9 +73,12 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
 
 def _further_options(profile: Profile) -> dict[str, Any]:
     """Return the profile's own options, joined with what its head needs."""
-    options = {name.replace("_", "-"): value for name, value in profile.options.items()}
+    options = {canonical(name): value for name, value in profile.options.items()}
     if profile.head == "int8-triton":
-        own = options.get("additional-config") or {}
+        own = structure(options.get("additional-config") or {})
+        if not isinstance(own, Mapping):
+            what = f"{own!r} is no mapping, and head {profile.head} adds to it"
+            raise PlanError.one("engine option additional-config", what, "write it as a mapping")
         spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES, **own.get("spark", {})}
         options["additional-config"] = {**own, "spark": spark}
     return options

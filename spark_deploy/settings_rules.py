@@ -9,33 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from spark_deploy.checkout import CHECKOUT, catalog_names
+from spark_deploy.engine_options import option_problems
 from spark_deploy.errors import Problem
 from spark_deploy.schema_check import KeyPath, closest
 
 Where = Callable[[KeyPath], str]
 
-# Options of the engine that a setting or the gateway already decides.
-OWNED_OPTIONS = {
-    "model": "set model",
-    "served-model-name": "set serve.names",
-    "host": "set serve.expose: the gateway is the only way in",
-    "port": "set serve.port: the gateway is the only way in",
-    "uds": "leave it out: the gateway talks to this socket",
-    "api-key": "set serve.api_key: the gateway holds the key",
-    "ssl-keyfile": "leave it out: the gateway ends TLS",
-    "ssl-certfile": "leave it out: the gateway ends TLS",
-    "max-model-len": "set engine.max_context_tokens",
-    "max-num-seqs": "set engine.max_sequences",
-    "gpu-memory-utilization": "set engine.memory_fraction",
-    "kv-cache-memory-bytes": "set engine.kv_cache_gib",
-    "language-model-only": "set engine.vision",
-    "max-num-batched-tokens": "set limits.max_batched_tokens in a profile of your own",
-    "kv-cache-dtype": "set kv_cache.dtype in a profile of your own",
-    "enable-prefix-caching": "set prefix_caching in a profile of your own, or choose agent",
-    "no-enable-prefix-caching": "set prefix_caching in a profile of your own",
-    "quantization": "leave it out: the checkpoint names its own",
-    "hf-token": "set hub.token",
-}
 _SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY)")
 
 
@@ -47,7 +26,7 @@ def rule_problems(
     yield from _repositories_exist(data, where)
     yield from _memory_adds_up(data, where)
     yield from _paths_apart(data, where)
-    yield from _options_not_owned(data, where)
+    yield from _options_are_free(data, where)
     yield from _no_secret_in_environment(data, where)
     yield from _tls_fits(data, where)
 
@@ -106,12 +85,10 @@ def _paths_apart(data: dict[str, Any], where: Where) -> Iterator[Problem]:
             yield Problem(place, what, "give every kind of data a folder of its own")
 
 
-def _options_not_owned(data: dict[str, Any], where: Where) -> Iterator[Problem]:
-    for option in sorted(data["engine"]["options"]):
-        fix = OWNED_OPTIONS.get(option.replace("_", "-"))
-        if fix:
-            place = f"{where(('engine', 'options', option))}: engine.options.{option}"
-            yield Problem(place, "is decided elsewhere", fix)
+def _options_are_free(data: dict[str, Any], where: Where) -> Iterator[Problem]:
+    for option, what, fix in option_problems(data["engine"]["options"]):
+        place = f"{where(('engine', 'options', option))}: engine.options.{option}"
+        yield Problem(place, what, fix)
 
 
 def _no_secret_in_environment(data: dict[str, Any], where: Where) -> Iterator[Problem]:

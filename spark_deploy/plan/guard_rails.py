@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spark_deploy.catalog import GuardRail, Model, Profile
+from spark_deploy.engine_options import meaning, whole
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.plan.types import MemoryPlan
 from spark_deploy.settings_types import Settings
 
-_FORMAT_OPTIONS = ("quantization", "quantization-config")
+_FORMAT_OPTIONS = ("quantization", "quantization-config", "hf-overrides")
+_KERNEL_OPTIONS = ("linear-backend", "moe-backend", "kernel-config")
+# Each a second spelling of one field of speculative-config.
+_DRAFT_OPTIONS = {
+    "spec-method": "method",
+    "spec-model": "model",
+    "spec-tokens": "num_speculative_tokens",
+}
 # The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0013.
 _COUNTED_CACHE_AS_USED = 24
 
@@ -22,8 +29,9 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return what rules may speak about, of the arguments the engine would really get."""
     image = settings.images.get(model.image.role, "")
-    options = {key.replace("_", "-"): _structure(v) for key, v in profile.options.items()}
+    options = meaning(profile.options)
     attention = _mapping(options.get("attention-config"))
+    own = _mapping(_mapping(options.get("additional-config")).get("spark"))
     drafts = _drafts(profile, options)
     builds_full = profile.builds_checkpoint and profile.layout == "full"
     formats = [model.sources.base, profile.kv_cache.dtype]
@@ -33,9 +41,9 @@ def facts_of(
         "profile": profile.name,
         "kv_cache": profile.kv_cache.dtype,
         "speculation_method": drafts.get("method"),
-        "speculation_tokens": int(drafts.get("num_speculative_tokens") or 0),
+        "speculation_tokens": whole(drafts.get("num_speculative_tokens")) or 0,
         "own_draft_model": drafts.get("model") is not None,
-        "drafts_by_option": "speculative-config" in options,
+        "drafts_by_option": not options.keys().isdisjoint(("speculative-config", *_DRAFT_OPTIONS)),
         "prefix_caching": profile.prefix_caching,
         "max_sequences": profile.limits.max_sequences,
         "max_batched_tokens": profile.limits.max_batched_tokens,
@@ -46,12 +54,12 @@ def facts_of(
         ).upper(),
         "has_attention_backend": "attention-backend" in options or "backend" in attention,
         "xqa_decode": attention.get("use_trtllm_attention") is not False,
-        "eager": bool(options.get("enforce-eager")),
+        "eager": options.get("enforce-eager") is True,
         "piecewise_graphs": _mapping(options.get("compilation-config")).get("cudagraph_mode")
         == "PIECEWISE",
         "pipeline_stages": int(options.get("pipeline-parallel-size") or 1),
         "expert_width_per_device": _expert_width(model, options),
-        "deep_gemm": profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0",
+        "deep_gemm": _deep_gemm(profile, options),
         "formats": " ".join(formats).lower(),
         "online_quantisation": "quantization-config" in options,
         "engine_counts_cache_as_used": _counts_cache_as_used(image),
@@ -60,11 +68,12 @@ def facts_of(
         "plugin": profile.plugin,
         "engine_mode": profile.engine_mode,
         "shared_experts": profile.shared_experts,
-        "head": profile.head,
+        "head": own.get("lm_head") or profile.head,
         "vision": profile.vision,
-        "load_format": profile.load_format,
+        "load_format": options.get("load-format", profile.load_format),
         "tree_needs_plugin": profile.tree_needs_plugin,
         "tree_repeats_names": model.sources.repeats_names and not builds_full,
+        "plugins_by_environment": "VLLM_PLUGINS" in profile.environment,
     }
 
 
@@ -78,31 +87,31 @@ def _counts_cache_as_used(image: str) -> bool:
 def _expert_width(model: Model, options: Mapping[str, Any]) -> int:
     """Return how much of one routed expert a device holds."""
     whole = model.architecture.expert_width
-    if options.get("enable-expert-parallel"):
+    if options.get("enable-expert-parallel") is True:
         return whole  # experts are dealt out, not cut
     return whole // max(1, int(options.get("tensor-parallel-size") or 1))
 
 
+def _deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
+    """Tell whether the environment or a choice of kernels asks for DeepGEMM."""
+    chosen = " ".join(str(options.get(name, "")) for name in _KERNEL_OPTIONS)
+    by_option = "deep_gemm" in chosen.lower().replace("-", "_")
+    return by_option or profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0"
+
+
 def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the engine's speculative configuration as it will be."""
-    if "speculative-config" in options:
-        return _mapping(options["speculative-config"])
     drafts = profile.speculation
-    return {"method": drafts.method, "num_speculative_tokens": drafts.tokens} if drafts else {}
+    planned = {"method": drafts.method, "num_speculative_tokens": drafts.tokens} if drafts else {}
+    if "speculative-config" in options:
+        planned = dict(_mapping(options["speculative-config"]))
+    return planned | {
+        field: options[name] for name, field in _DRAFT_OPTIONS.items() if name in options
+    }
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _structure(value: Any) -> Any:
-    """Return what JSON text in an option means: rules must see it in either form."""
-    if not isinstance(value, str) or not value.startswith("{"):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
 
 
 def apply_rails(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,12 @@ from spark_deploy.checkout import CHECKOUT
 
 STDLIB = frozenset(sys.stdlib_module_names) | {"__future__"}
 CATALOG = {"spark_deploy.catalog", "spark_deploy.settings_types", "spark_deploy.lock_types"}
-BASICS = {"spark_deploy.errors", "spark_deploy.checkout", "spark_deploy.patterns"}
+BASICS = {
+    "spark_deploy.errors",
+    "spark_deploy.checkout",
+    "spark_deploy.patterns",
+    "spark_deploy.engine_options",
+}
 READING = {"spark_deploy.yamlfile", "spark_deploy.schema_check", "spark_deploy.settings_rules"}
 TYPES = "spark_deploy.plan.types"
 LOGIN = {"paramiko", "pyinfra.connectors", "spark_deploy.errors"}
@@ -39,6 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "spark_deploy/errors.py": {"pyinfra.api.exceptions"},
     "spark_deploy/checkout.py": set(),
     "spark_deploy/patterns.py": set(),
+    "spark_deploy/engine_options.py": set(),
     "spark_deploy/yamlfile.py": {"yaml", "spark_deploy.errors"},
     "spark_deploy/schema_check.py": {"jsonschema", *BASICS},
     "spark_deploy/settings_types.py": set(),
@@ -159,6 +165,7 @@ ROOMS: dict[str, set[str]] = {
 PURE = (
     "spark_deploy/plan",
     "spark_deploy/commands.py",
+    "spark_deploy/engine_options.py",
     "spark_deploy/patterns.py",
     "spark_deploy/tensor_sets.py",
 )

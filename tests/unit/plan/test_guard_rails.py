@@ -5,12 +5,12 @@ import pytest
 from spark_deploy.catalog import load_guard_rails, load_model, load_profile
 from spark_deploy.checkout import catalog_names
 from spark_deploy.commands import engine_options
+from spark_deploy.engine_options import OWNED_OPTIONS
 from spark_deploy.errors import PlanError
 from spark_deploy.plan.check import check_pair
 from spark_deploy.plan.guard_rails import apply_rails, facts_of
 from spark_deploy.plan.memory import plan_memory
 from spark_deploy.settings import load_hosts
-from spark_deploy.settings_rules import OWNED_OPTIONS
 
 
 def problems(tmp_path, **overrides):
@@ -52,6 +52,7 @@ CALM = {
     "load_format": "fastsafetensors",
     "tree_needs_plugin": True,
     "tree_repeats_names": False,
+    "plugins_by_environment": False,
 }
 TQ = {"kv_cache": "turboquant_k8v4", "max_sequences": 1}
 STOCK = {"plugin": False, "tree_needs_plugin": False}
@@ -87,6 +88,7 @@ TRIPS = {
     "deep-gemm": {"deep_gemm": True},
     "repeated-names-with-fastsafetensors": {"tree_repeats_names": True},
     "plugin-tree-on-the-plain-engine": {"plugin": False},
+    "plugins-by-environment": {"plugins_by_environment": True},
     "own-head-without-the-plugin": {**STOCK, "head": "int8-triton", "tree_needs_plugin": True},
     "own-head-with-a-plain-tree": {"head": "int8-triton", "tree_needs_plugin": False},
     "portable-mode-with-a-plain-tree": {"engine_mode": "portable", "tree_needs_plugin": False},

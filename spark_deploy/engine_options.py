@@ -1,0 +1,107 @@
+"""Names and values of the engine's options, however they are spelt.
+
+The engine's parser takes ``_`` for ``-``, ``--no-x`` for a false ``--x``, JSON text for a mapping,
+a second name for some options, and any unambiguous beginning of a name. What the plan decides or
+a guard rail judges must not pass under such a spelling.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Options that a setting or the gateway already decides.
+OWNED_OPTIONS = {
+    "model": "set model",
+    "served-model-name": "set serve.names",
+    "host": "set serve.expose: the gateway is the only way in",
+    "port": "set serve.port: the gateway is the only way in",
+    "uds": "leave it out: the gateway talks to this socket",
+    "api-key": "set serve.api_key: the gateway holds the key",
+    "ssl-keyfile": "leave it out: the gateway ends TLS",
+    "ssl-certfile": "leave it out: the gateway ends TLS",
+    "max-model-len": "set engine.max_context_tokens",
+    "max-num-seqs": "set engine.max_sequences",
+    "gpu-memory-utilization": "set engine.memory_fraction",
+    "device-memory-utilization": "set engine.memory_fraction",
+    "kv-cache-memory-bytes": "set engine.kv_cache_gib",
+    "num-gpu-blocks-override": "set engine.kv_cache_gib",
+    "language-model-only": "set engine.vision",
+    "max-num-batched-tokens": "set limits.max_batched_tokens in a profile of your own",
+    "kv-cache-dtype": "set kv_cache.dtype in a profile of your own",
+    "enable-prefix-caching": "set prefix_caching in a profile of your own, or choose agent",
+    "quantization": "leave it out: the checkpoint names its own",
+    "hf-token": "set hub.token",
+    "config": "write its options out: nobody would look at what a file sets",
+}
+# Options whose values the guard rails look at: free, but under their whole names only.
+JUDGED_OPTIONS = (
+    "additional-config",
+    "attention-backend",
+    "attention-config",
+    "compilation-config",
+    "enable-expert-parallel",
+    "enforce-eager",
+    "hf-overrides",
+    "kernel-config",
+    "linear-backend",
+    "load-format",
+    "moe-backend",
+    "pipeline-parallel-size",
+    "quantization-config",
+    "spec-method",
+    "spec-model",
+    "spec-tokens",
+    "speculative-config",
+    "tensor-parallel-size",
+)
+_WHOLE_NUMBERS = ("pipeline-parallel-size", "tensor-parallel-size")
+
+
+def canonical(name: str) -> str:
+    """Return the option as the engine writes it."""
+    return name.replace("_", "-")
+
+
+def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (option, what, fix) for each that must not be given, or not in this form."""
+    for option in sorted(options):
+        name = canonical(option).removeprefix("no-")
+        meant = [known for known in (*OWNED_OPTIONS, *JUDGED_OPTIONS) if known.startswith(name)]
+        value = options[option]
+        if name in OWNED_OPTIONS:
+            yield option, "is decided elsewhere", OWNED_OPTIONS[name]
+        elif meant and name not in JUDGED_OPTIONS:
+            yield option, f"is taken by the engine for {meant[0]}", f"write {meant[0]} in full"
+        elif name in _WHOLE_NUMBERS and value is not None and whole(value) is None:
+            yield option, f"{value!r} is no whole number", "write a number such as 1"
+
+
+def meaning(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the engine will take ``options`` for: one name each, mappings for JSON text."""
+    found: dict[str, Any] = {}
+    for option, value in options.items():
+        name = canonical(option)
+        if name.startswith("no-") and value is True:
+            found[name.removeprefix("no-")] = False
+        else:
+            found[name] = structure(value)
+    return found
+
+
+def structure(value: Any) -> Any:
+    """Return the mapping that JSON text stands for; anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def whole(value: Any) -> int | None:
+    """Return a whole number that the engine would read from ``value``; ``None``: none."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, str) and value.isdecimal() else None

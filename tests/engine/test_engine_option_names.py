@@ -1,0 +1,70 @@
+"""The engine's own names of options against those the plan decides or a guard rail judges."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from spark_vllm import SUPPORTED_ENGINES
+from wheel_sources import fetch
+
+from spark_deploy.engine_options import JUDGED_OPTIONS, OWNED_OPTIONS, option_problems
+
+ARGUMENTS = "vllm/engine/arg_utils.py"
+PARSER = "vllm/utils/argparse_utils.py"
+OF_THE_SERVER = {
+    "api-key",
+    "config",
+    "host",
+    "port",
+    "ssl-certfile",
+    "ssl-keyfile",
+    "uds",
+}
+"""Options of ``vllm serve`` that another file of the engine defines."""
+
+
+def tree(version: str, file: str) -> ast.Module:
+    return ast.parse((fetch(version, {ARGUMENTS, PARSER}) / file).read_text())
+
+
+def spellings(version: str) -> Iterator[set[str]]:
+    """Yield the long names of each option of the engine."""
+    for node in ast.walk(tree(version, ARGUMENTS)):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            words = [item.value for item in node.args if isinstance(item, ast.Constant)]
+            names = {str(word)[2:] for word in words if str(word).startswith("--")}
+            if names:
+                yield names
+
+
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+def test_a_second_name_of_a_decided_option_is_decided_too(version: str) -> None:
+    found = list(spellings(version))
+    assert len(found) > 150
+    for names in found:
+        for decided in (set(OWNED_OPTIONS), set(JUDGED_OPTIONS)):
+            assert not names & decided or names <= decided, names
+
+
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+def test_no_option_of_the_engine_is_mistaken_for_the_beginning_of_another(version: str) -> None:
+    own = {name for names in spellings(version) for name in names}
+    mistaken = [
+        option for option, what, _ in option_problems(dict.fromkeys(own)) if "taken by" in what
+    ]
+    assert mistaken == []
+
+
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+def test_every_decided_option_exists_in_an_engine_we_support(version: str) -> None:
+    own = {name for names in spellings(version) for name in names}
+    only_newer = {"device-memory-utilization"} if version == "0.30.0" else set()
+    assert {*OWNED_OPTIONS, *JUDGED_OPTIONS} - OF_THE_SERVER - only_newer - own == set()
+
+
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+def test_the_engines_parser_still_takes_the_beginning_of_a_name(version: str) -> None:
+    """Once it does not, the rule against beginnings may go."""
+    assert "allow_abbrev" not in ast.unparse(tree(version, PARSER))
