@@ -14,6 +14,7 @@ from pathlib import Path
 
 from spark_vllm import names
 from spark_vllm.headers import INDEX, Tree, read_tree
+from spark_vllm.layers import missing_modules
 from spark_vllm.settings import Settings
 
 SHOWN = 8
@@ -37,12 +38,15 @@ MTP_LAYER_LINEAR = (
 MTP_PLAIN = ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
 
 
-def check_checkpoint(directory: str, settings: Settings, *, mtp_layers: int, experts: int) -> None:
+def check_checkpoint(
+    directory: str, settings: Settings, *, layers: int, mtp_layers: int, experts: int
+) -> None:
     """Refuse a checkpoint that is not exactly what its ``config.json`` describes.
 
     Args:
         directory: the checkpoint, a directory of this host.
         settings: formats from ``config.json``.
+        layers: layers of the text model.
         mtp_layers: drafter layers the model has; 0 when it has none.
         experts: routed experts per layer.
 
@@ -55,7 +59,9 @@ def check_checkpoint(directory: str, settings: Settings, *, mtp_layers: int, exp
             f"{directory}: not a directory; fix: give the directory of a built checkpoint, "
             "hybrid checkpoints are not loaded from the hub"
         )
-    problems = list(_tree_problems(read_tree(path), settings, mtp_layers, experts))
+    tree = read_tree(path)
+    problems = list(_tree_problems(tree, settings, mtp_layers, experts))
+    problems += _absent_problems(tree, layers, experts)
     if problems:
         more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
         raise ValueError(
@@ -73,6 +79,15 @@ def _tree_problems(tree: Tree, settings: Settings, mtp_layers: int, experts: int
     yield from _head_problems(tree, settings)
     if mtp_layers:
         yield from _mtp_problems(tree, settings, mtp_layers, experts)
+
+
+def _absent_problems(tree: Tree, layers: int, experts: int) -> list[str]:
+    """Modules of the target that neither the index nor a file knows of."""
+    missing = missing_modules(tree.index, layers, experts)
+    return [
+        f"{INDEX}: no tensor below {name}" if name.endswith(".") else f"{INDEX}: no {name}"
+        for name in missing
+    ]
 
 
 def _stray_problems(tree: Tree, settings: Settings) -> Iterator[str]:

@@ -82,6 +82,7 @@ class SparkIncConfig(INCConfig):
         check_checkpoint(
             model_name,
             self.settings,
+            layers=getattr(text_config, "num_hidden_layers", 0) or 0,
             mtp_layers=getattr(text_config, "mtp_num_hidden_layers", 0) or 0,
             experts=getattr(text_config, "num_experts", 0) or 0,
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid, Raw, read_file, write_file
-from plugin_sources import EXPERTS, write_sources
+from plugin_sources import EXPERTS, LAYERS, write_sources
 from spark_vllm.checkpoint import check_checkpoint, mtp_modules
 from spark_vllm.settings import read_settings
 
@@ -67,7 +67,9 @@ class Damaged:
 
 def check(root: Path, mtp_layers: int = 1) -> None:
     config = json.loads((root / "config.json").read_text())["quantization_config"]
-    check_checkpoint(str(root), read_settings(config), mtp_layers=mtp_layers, experts=EXPERTS)
+    check_checkpoint(
+        str(root), read_settings(config), layers=LAYERS, mtp_layers=mtp_layers, experts=EXPERTS
+    )
 
 
 @pytest.mark.parametrize(("layout", "head"), LAYOUTS)
@@ -259,4 +261,4 @@ def test_the_drafter_of_the_122b_has_785_tensors() -> None:
 
 def test_a_checkpoint_is_a_directory() -> None:
     with pytest.raises(ValueError, match="not a directory"):
-        check_checkpoint("org/name", None, mtp_layers=0, experts=0)  # type: ignore[arg-type]
+        check_checkpoint("org/name", None, layers=0, mtp_layers=0, experts=0)  # type: ignore[arg-type]

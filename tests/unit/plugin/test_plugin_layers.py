@@ -1,0 +1,102 @@
+"""Tensors of the target that are in no file: the engine would compute with random memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from plugin_hybrids import Hybrid
+from plugin_sources import EXPERTS, LAYERS, write_sources
+from spark_vllm.layers import missing_modules
+from test_plugin_checkpoint import LAYOUTS, TEXT, Damaged, check
+
+from spark_deploy.catalog import load_model
+from spark_deploy.patterns import expand_all
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    return Hybrid(*write_sources(tmp_path_factory.mktemp("sources")))
+
+
+@pytest.mark.parametrize(("layout", "head"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("module", "parts"),
+    [
+        ("0.mlp.experts.1.down_proj", ("qweight", "scales", "qzeros")),
+        ("1.input_layernorm", ("weight",)),
+        ("1.mlp.gate", ("weight",)),
+    ],
+)
+def test_a_module_absent_from_files_and_index_is_named(
+    hybrid: Hybrid, tmp_path: Path, layout: str, head: str, module: str, parts: tuple[str, ...]
+) -> None:
+    tree = Damaged(hybrid.write(tmp_path / "tree", layout=layout, head=head))
+    tree.remove(*(f"{TEXT}{module}.{part}" for part in parts))
+    with pytest.raises(ValueError, match=f"no {TEXT}{module}"):
+        check(tree.root)
+
+
+def test_a_whole_layer_that_is_absent_is_named(hybrid: Hybrid, tmp_path: Path) -> None:
+    tree = Damaged(hybrid.write(tmp_path / "tree", layout="full"))
+    last = f"{TEXT}{LAYERS - 1}."
+    tree.config(
+        lambda config: config["fp8_block"].update(
+            modules=[m for m in config["fp8_block"]["modules"] if not m.startswith(last)]
+        )
+    )
+    tree.remove(*[name for name in tree.index if name.startswith(last)])
+    with pytest.raises(ValueError, match=f"no tensor below {last}"):
+        check(tree.root)
+
+
+@pytest.mark.parametrize("name", ["model.language_model.norm", "model.language_model.embed_tokens"])
+def test_what_no_layer_holds_is_named_too(hybrid: Hybrid, tmp_path: Path, name: str) -> None:
+    tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
+    tree.remove(f"{name}.weight")
+    with pytest.raises(ValueError, match=f"no {name}"):
+        check(tree.root)
+
+
+@pytest.mark.parametrize("model", ["qwen3.5-122b", "qwen3.5-35b", "qwen3.5-397b"])
+def test_the_real_sets_of_names_lack_nothing_and_each_gap_is_seen(model: str) -> None:
+    loaded = load_model(model)
+    names = set(expand_all(loaded.tensors.base))
+    shape = loaded.architecture
+    before = time.monotonic()
+    assert list(missing_modules(names, shape.layers, shape.experts)) == []
+    assert time.monotonic() - before < 10
+    for gone in (
+        f"{TEXT}{shape.layers - 1}.mlp.experts.{shape.experts - 1}.gate_proj",
+        f"{TEXT}3.self_attn.q_norm",
+        f"{TEXT}4.linear_attn.conv1d",
+        f"{TEXT}4.linear_attn.A_log",
+    ):
+        left = {name for name in names if name != gone and not name.startswith(f"{gone}.")}
+        assert len(left) < len(names), gone
+        assert list(missing_modules(left, shape.layers, shape.experts)) == [gone]
+
+
+def test_a_layer_of_its_own_kind_or_format_is_no_gap() -> None:
+    names = {"model.language_model.norm.weight", "model.language_model.embed_tokens.weight"}
+    for layer, attention in enumerate(
+        ("linear_attn.in_proj", "self_attn.q_proj", "self_attn.q_proj")
+    ):
+        part = "qweight" if layer == 1 else "weight"  # one more layer left at 16 bits
+        names.add(f"{TEXT}{layer}.{attention}.{part}")
+    assert list(missing_modules(names, 3, 0)) == []
+    assert list(missing_modules(names, 4, 0)) == [f"{TEXT}3."]
+
+
+def test_experts_in_one_tensor_are_not_asked_for_singly() -> None:
+    names = {
+        "model.language_model.norm.weight",
+        "model.language_model.embed_tokens.weight",
+        *(
+            f"{TEXT}{layer}.mlp.experts.{part}"
+            for layer in (0, 1)
+            for part in ("gate_up_proj", "down_proj")
+        ),
+    }
+    assert list(missing_modules(names, 2, EXPERTS)) == []
