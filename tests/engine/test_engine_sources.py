@@ -36,13 +36,70 @@ def test_a_released_engine_is_as_the_table_says(version: str) -> None:
     assert table_problems(Sources(released(version)), version) == []
 
 
+def engine_imports(tree: ast.Module) -> dict[str, str]:
+    """Return what a module of ours imports from the engine: local name to symbol."""
+    return {
+        alias.asname or alias.name: f"{node.module}:{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
+        for alias in node.names
+    }
+
+
 def test_every_import_from_the_engine_has_a_row() -> None:
     imported = set()
-    for path in PLUGIN.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
-                imported |= {f"{node.module}:{alias.name}" for alias in node.names}
+    for path in PLUGIN.rglob("*.py"):
+        imported |= set(engine_imports(ast.parse(path.read_text())).values())
     assert imported - {row.symbol for row in TABLE} == set()
+
+
+OURS_ALONE = {"SparkIncConfig.enter_portable_mode", "Int8Head._measured"}
+"""Methods of ours that replace none of the engine's."""
+
+
+def test_every_method_that_replaces_one_of_the_engine_has_a_row() -> None:
+    judged = {tuple(row.symbol.rpartition(":")[2].split(".")[-2:]) for row in TABLE}
+    methods = {names[-1] for names in judged}
+    missing = []
+    for path in PLUGIN.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = engine_imports(tree)
+        for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+            bases = {base.id for base in node.bases if isinstance(base, ast.Name)} & set(imported)
+            for item in node.body:
+                if not bases or not isinstance(item, ast.FunctionDef):
+                    continue
+                name = f"{node.name}.{item.name}"
+                if item.name == "__init__":
+                    # Ours takes nothing from the engine's unless it calls it.
+                    calls = "super().__init__" in ast.unparse(item)
+                    known = not calls or any((base, "__init__") in judged for base in bases)
+                else:
+                    known = item.name in methods
+                if not known and name not in OURS_ALONE:
+                    missing.append(name)
+    assert missing == []
+
+
+def test_every_field_of_a_batch_that_we_read_has_a_row() -> None:
+    text = (PLUGIN / "turboquant.py").read_text()
+    read = {
+        node.attr
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("metadata", "attn_metadata")
+    }
+    read |= {
+        word.arg
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "replace"
+        for word in node.keywords
+        if word.arg
+    }
+    rows = {row.symbol.rpartition("TurboQuantMetadata.")[2] for row in TABLE}
+    assert {"seq_lens", "block_table", "is_prefill"} <= read
+    assert read - rows == set()
 
 
 def test_every_row_names_a_file_of_ours() -> None:

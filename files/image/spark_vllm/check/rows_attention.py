@@ -1,4 +1,4 @@
-"""Rows of the TurboQuant backend and of our own LM head."""
+"""Rows of the TurboQuant backend."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ from spark_vllm.check.row import Row
 from spark_vllm.check.rules import Does, Exists, Takes
 
 TURBOQUANT = "vllm.v1.attention.backends.turboquant_attn"
-EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 OURS = "turboquant.py"
-HEAD = "lm_head.py"
-WAYS = "lm_head_ways.py"
-NVML = "vllm.third_party.pynvml"
-MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
+
+FIELDS = (
+    "block_table",
+    "is_prefill",
+    "max_query_len",
+    "max_seq_len",
+    "num_actual_tokens",
+    "num_decode_tokens",
+    "query_start_loc",
+    "query_start_loc_cpu",
+    "seq_lens",
+    "seq_lens_cpu",
+)
+"""What of a batch's description is read or replaced."""
 
 ROWS: tuple[Row, ...] = (
     Row(f"{TURBOQUANT}:TurboQuantAttentionBackend", Exists(), "base class", OURS),
@@ -28,15 +37,97 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         f"{TURBOQUANT}:TurboQuantMetadataBuilder._cudagraph_support",
-        Exists(),
-        "verify steps are captured as uniform batches",
+        Does(("AttentionCGSupport.UNIFORM_BATCH",)),
+        "verify steps are captured as uniform batches; with another kind look again at all of it",
+        OURS,
+    ),
+    Row(
+        "vllm.v1.attention.backend:AttentionMetadataBuilder._init_reorder_batch_threshold",
+        Takes(("reorder_batch_threshold", "supports_spec_as_decode")),
+        "called a second time, so that verify rows count as decodes",
         OURS,
     ),
     Row(f"{TURBOQUANT}:TurboQuantMetadataBuilder._reserve_workspace", Takes(), "extended", OURS),
     Row(
+        f"{TURBOQUANT}:TurboQuantMetadataBuilder._reserve_workspace",
+        Does(
+            (
+                "max_num_reqs = scheduler_config.max_num_seqs",
+                "model_config.get_num_attention_heads(parallel_config)",
+                "self.kv_cache_spec.head_size",
+                "self.vllm_config.attention_config.tq_max_kv_splits_for_cuda_graph",
+                "((max_num_reqs, num_heads, max_num_splits, head_size + 1), torch.float32)",
+                "((max_num_reqs, num_heads, head_size), model_config.dtype)",
+                "((max_num_reqs, num_heads), torch.float32)",
+            )
+        ),
+        "ours reserves the same buffers for more rows",
+        OURS,
+    ),
+    Row(
+        "vllm.v1.worker.workspace:WorkspaceManager.get_simultaneous",
+        Takes(),
+        "scratch for every token of a verify step",
+        OURS,
+    ),
+    Row(
+        f"{TURBOQUANT}:TurboQuantMetadataBuilder.build_for_cudagraph_capture",
+        Does(("self.build(0, common_attn_metadata)", "attn_metadata.seq_lens.fill_(1)")),
+        "a captured step is described by our builder too, with lengths of one",
+        OURS,
+    ),
+    Row(
         f"{TURBOQUANT}:TurboQuantMetadataBuilder.build",
         Takes(("common_prefix_len", "common_attn_metadata", "fast_build")),
         "extended: a batch without prompts is all decode",
+        OURS,
+    ),
+    Row(
+        f"{TURBOQUANT}:TurboQuantMetadataBuilder.build",
+        Does(
+            (
+                "split_decodes_and_prefills(cam, decode_threshold=self.reorder_batch_threshold)",
+                "TurboQuantMetadata(seq_lens=cam.seq_lens, slot_mapping=cam.slot_mapping, "
+                "block_table=cam.block_table_tensor, query_start_loc=cam.query_start_loc, "
+                "num_actual_tokens=cam.num_actual_tokens, max_query_len=cam.max_query_len, "
+                "max_seq_len=cam.max_seq_len, is_prefill=cam.max_query_len > 1, "
+                "num_decodes=num_decodes, num_decode_tokens=num_decode_tokens, "
+                "query_start_loc_cpu=cam.query_start_loc_cpu, "
+                "seq_lens_cpu=cam.seq_lens_cpu_upper_bound)",
+            )
+        ),
+        "lengths on the device are exact, those on the CPU an upper bound",
+        OURS,
+    ),
+    *(
+        Row(f"{TURBOQUANT}:TurboQuantMetadata.{name}", Exists(), "describes a batch", OURS)
+        for name in FIELDS
+    ),
+    Row(
+        f"{TURBOQUANT}:TurboQuantAttentionImpl.__init__",
+        Does(("get_current_vllm_config()",)),
+        "ours asks for the configuration at the same place",
+        OURS,
+    ),
+    Row(
+        f"{TURBOQUANT}:TurboQuantAttentionImpl.forward",
+        Does(
+            (
+                "not attn_metadata.is_prefill",
+                "self._decode_attention(q, kv_cache, attn_metadata, Pi, centroids, PiT, layer)",
+                "attn_metadata.query_start_loc[:num_decodes + 1]",
+                "attn_metadata.seq_lens_cpu[num_decodes:]",
+            )
+        ),
+        "decodes come first and with their starts, prompts with lengths of their own",
+        OURS,
+    ),
+    Row(
+        f"{TURBOQUANT}:TurboQuantAttentionImpl._decode_attention",
+        Does(
+            ("query.shape[0]", "attn_metadata.seq_lens", "attn_metadata.block_table"),
+        ),
+        "reads one length and one row of blocks for each row of the query, on the device",
         OURS,
     ),
     Row(
@@ -94,59 +185,4 @@ ROWS: tuple[Row, ...] = (
         "puts our backend in the place of the engine's",
         "register.py",
     ),
-    Row("vllm.model_executor.utils:set_weight_attrs", Exists(), "attributes of the weight", HEAD),
-    Row(
-        f"{EMBEDDING}:UnquantizedEmbeddingMethod.create_weights",
-        Takes(
-            (
-                "layer",
-                "input_size_per_partition",
-                "output_partition_sizes",
-                "input_size",
-                "output_size",
-                "params_dtype",
-            )
-        ),
-        "the head's method is called like this one",
-        HEAD,
-    ),
-    Row(
-        f"{EMBEDDING}:UnquantizedEmbeddingMethod.apply",
-        Takes(("layer", "x", "bias")),
-        "the head's method is called like this one",
-        HEAD,
-    ),
-    Row(
-        "vllm._custom_ops:gptq_marlin_repack",
-        Takes(("b_q_weight",), keywords=("size_k", "size_n", "num_bits")),
-        "repacks the INT8 rows for Marlin",
-        WAYS,
-    ),
-    Row(
-        f"{MARLIN}:marlin_permute_scales",
-        Takes(("s",), keywords=("size_k", "size_n", "group_size")),
-        "orders the scales for Marlin",
-        WAYS,
-    ),
-    Row(f"{MARLIN}:marlin_make_empty", Takes(("device",)), "no zero points", WAYS),
-    Row(f"{MARLIN}:marlin_make_workspace_new", Takes(("device",)), "locks of the kernel", WAYS),
-    Row(
-        f"{MARLIN}:apply_gptq_marlin_linear",
-        Takes(
-            ("input", "weight", "weight_scale", "weight_zp"),
-            keywords=(
-                "workspace",
-                "wtype",
-                "output_size_per_partition",
-                "input_size_per_partition",
-            ),
-        ),
-        "computes the head",
-        WAYS,
-    ),
-    Row("vllm.scalar_type:scalar_types.uint8b128", Exists(), "INT8 with a bias of 128", WAYS),
-    Row("vllm.scalar_type:scalar_types", Exists(), "names of the packed types", WAYS),
-    Row(f"{NVML}:nvmlInit", Takes(), "names the driver", HEAD),
-    Row(f"{NVML}:nvmlShutdown", Takes(), "names the driver", HEAD),
-    Row(f"{NVML}:nvmlSystemGetDriverVersion", Takes(), "names the driver", HEAD),
 )

@@ -27,6 +27,8 @@ REGISTRATION_ROWS = (
         "a registered name is accepted as quant_method",
         "register.py",
     ),
+    Row(f"{QUANT}:get_quantization_config", Takes(("quantization",)), "finds it", "check/live.py"),
+    Row("vllm.config.load:LoadConfig", Exists(), "asks for our loader", "check/live.py"),
     Row(f"{QUANT}:QUANTIZATION_METHODS", Exists(), "tells whether we registered", "register.py"),
     Row(f"{QUANT}:QuantizationMethods", Contains("inc"), "the method we extend", "spark_inc.py"),
     Row(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from spark_vllm.check import rows_attention, rows_model, rows_quant
+from spark_vllm.check import rows_attention, rows_head, rows_model, rows_quant
 from spark_vllm.check.row import Row
 from spark_vllm.check.sources import Sources
 
-TABLE: tuple[Row, ...] = (*rows_quant.ROWS, *rows_model.ROWS, *rows_attention.ROWS)
+TABLE: tuple[Row, ...] = (
+    *rows_quant.ROWS,
+    *rows_model.ROWS,
+    *rows_attention.ROWS,
+    *rows_head.ROWS,
+)
 
 
 def rows_for(version: str) -> list[Row]:
