@@ -93,7 +93,9 @@ def engine_arguments(
     return (MODEL_MOUNT, "--served-model-name", *served, *options, "--uds", SOCKET)
 
 
-def engine_environment(profile: Profile, *, plugin: bool, start_timeout_s: int) -> dict[str, str]:
+def engine_environment(
+    profile: Profile, *, plugin: bool, start_timeout_s: int, image: str
+) -> dict[str, str]:
     """Return the environment of the engine; it holds no secret.
 
     The container has a loopback and no network, so every library that looks for an interface is
@@ -116,6 +118,9 @@ def engine_environment(profile: Profile, *, plugin: bool, start_timeout_s: int) 
     }
     if plugin:
         environment["VLLM_PLUGINS"] = "spark"
+    if profile.head == "int8-triton":
+        # What it measures holds for this image only, and it cannot ask which one it runs in.
+        environment["SPARK_IMAGE"] = image
     return {**environment, **profile.environment}
 
 

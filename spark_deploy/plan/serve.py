@@ -49,7 +49,10 @@ def serve_plan(
     names = serve.names or (model.name,)
     argv = engine_arguments(model, profile, memory, names)
     environment = engine_environment(
-        profile, plugin=image.plugin, start_timeout_s=serve.start_timeout_s
+        profile,
+        plugin=image.plugin,
+        start_timeout_s=serve.start_timeout_s,
+        image=image.tag,
     )
     cache = cache_dir(settings, profile, image)
     release: dict[str, Any] = {

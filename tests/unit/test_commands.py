@@ -101,7 +101,9 @@ def test_no_argument_names_a_quantization_and_the_socket_is_the_only_door(tmp_pa
 
 def test_the_environment_names_the_plugin_only_where_it_is_installed():
     profile = load_profile("v2", "qwen3.5-122b")
-    with_plugin = engine_environment(profile, plugin=True, start_timeout_s=60)
+    with_plugin = engine_environment(profile, plugin=True, start_timeout_s=60, image="i")
     assert with_plugin["VLLM_PLUGINS"] == "spark"
-    assert "VLLM_PLUGINS" not in engine_environment(profile, plugin=False, start_timeout_s=60)
+    assert "VLLM_PLUGINS" not in engine_environment(
+        profile, plugin=False, start_timeout_s=60, image="i"
+    )
     assert with_plugin["HF_HUB_OFFLINE"] == "1"

@@ -23,6 +23,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from spark_vllm.lm_head_choice import (
     FALLBACK,
+    IMAGE_VARIABLE,
     WAYS,
     Measured,
     describe,
@@ -38,8 +39,6 @@ logger = init_logger("vllm.spark_vllm.lm_head")
 
 OPTION = "lm_head"
 CHOICES = ("int8-triton",)
-IMAGE_VARIABLE = "SPARK_IMAGE"
-"""Names the image in the file of measurements."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 WAYS = ("own", "marlin", "bf16")
 FALLBACK = "marlin"
+IMAGE_VARIABLE = "SPARK_IMAGE"
+"""Environment variable that names the image; the plan sets it where the head is measured."""
 
 Times = Mapping[str, Mapping[int, float]]
 """Microseconds of each way at each batch."""

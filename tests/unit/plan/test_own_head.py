@@ -3,8 +3,10 @@
 import dataclasses
 import json
 
+from spark_vllm.lm_head_choice import IMAGE_VARIABLE
+
 from spark_deploy.catalog import load_model, load_profile
-from spark_deploy.commands import HEAD_TIMES, engine_arguments
+from spark_deploy.commands import HEAD_TIMES, engine_arguments, engine_environment
 from spark_deploy.plan.checkpoint import builder_plan
 from spark_deploy.plan.memory import loaded_bytes, plan_memory
 from spark_deploy.settings import load_hosts
@@ -41,6 +43,14 @@ def test_further_options_of_a_profile_are_joined_with_it(tmp_path):
     assert said["gdn_prefill_backend"] == "triton"
     assert said["spark"]["lm_head"] == "int8-triton"
     assert said["spark"]["lm_head_kernel"] == "own"
+
+
+def test_the_engine_is_told_in_which_image_it_measures():
+    def environment(profile):
+        return engine_environment(profile, plugin=True, start_timeout_s=60, image="spark-vllm:0a1b")
+
+    assert environment(OWN)[IMAGE_VARIABLE] == "spark-vllm:0a1b"
+    assert IMAGE_VARIABLE not in environment(BAKED)
 
 
 def test_it_needs_the_memory_of_the_baked_one():
