@@ -85,3 +85,51 @@ def test_a_server_that_could_not_go_back_comes_back_with_the_memory(bench: Bench
     # Nobody does anything: systemd goes on trying within the start limits.
     bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
     bench.serves(A)
+
+
+@contextmanager
+def container_that_stays(bench: Bench) -> Iterator[None]:
+    """Have Docker fail to end the engine of A, as with a process that the kernel does not let go.
+
+    What would end it is stopped itself; docker says so at once, where it would hang for minutes.
+    """
+    shim = bench.run("pgrep -f [c]ontainerd-shim.*$(docker ps -q --no-trunc)")
+    bench.write(
+        "/run/bench/docker",
+        '#!/bin/sh\ncase $1 in stop|rm) echo "did not receive an exit event" >&2; exit 1;; esac\n'
+        'exec /usr/bin/docker "$@"',
+    )
+    drop_ins = [
+        f"/etc/systemd/system/{unit}.service.d/60-bench.conf"
+        for unit in ("spark-switch@", f"spark-serve@{A}")
+    ]
+    for drop_in in drop_ins:
+        bench.write(drop_in, "[Service]\nEnvironment=PATH=/run/bench:/usr/sbin:/usr/bin:/sbin:/bin")
+    bench.write(drop_ins[1].replace("60", "61"), "[Service]\nTimeoutStopSec=5")
+    bench.run(f"chmod 755 /run/bench/docker; systemctl daemon-reload; kill -STOP {shim}")
+    try:
+        yield
+    finally:
+        bench.run(
+            f"rm -r {' '.join(drop_ins)} /run/bench; systemctl daemon-reload; kill -CONT {shim}"
+        )
+
+
+def test_beside_a_container_that_cannot_be_removed_nothing_is_started(bench: Bench) -> None:
+    soon = wants(1 << 28, 4)
+    bench.good(A, memory=soon, restart={"delay_s": 3, "burst": 20, "interval_s": 300})
+    bench.release(B, memory=soon)
+    with container_that_stays(bench):
+        result = bench.switch(B)
+
+        assert (result["state"], result["failed_phase"]) == ("rollback-failed", "memory"), result
+        assert f"container spark-{A} is still there after 4 s" in result["reason"]
+        assert f"fix: docker rm -f spark-{A}" in result["reason"]
+        assert "and the old release: " in result["reason"]
+        assert bench.guest.serving() == []
+        assert bench.guest.boots() == [f"spark-serve@{A}.service"]
+        assert bench.run("docker ps -a --format '{{.Names}}'") == f"spark-{A}"
+        assert bench.guest.call("GET", "/health")[0] == 503
+
+    bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
+    bench.serves(A)

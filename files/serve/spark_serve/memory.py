@@ -63,9 +63,12 @@ def wait_for_memory(
             else f"{available / GIB:.1f} GiB available, {needed_bytes / GIB:.1f} GiB needed"
         )
         if waited >= wait_s:
-            raise HostToolError(
-                "memory", f"{obstacle} after {waited:.0f} s", f"stop what holds it: {_holders()}"
+            fix = (
+                f"docker rm -f {' '.join(left)}; when that hangs or fails: reboot"
+                if left
+                else f"stop what holds it: {_holders()}"
             )
+            raise HostToolError("memory", f"{obstacle} after {waited:.0f} s", fix)
         say(f"phase=memory waited_s={waited:.0f} limit_s={wait_s:.0f} {obstacle}")
         time.sleep(min(poll_s, max(0.0, wait_s - waited)))
 

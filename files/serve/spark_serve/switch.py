@@ -36,6 +36,7 @@ from spark_serve.release import Release, load, load_if_present, service_of
 
 _TELL_S = 5.0
 _TAIL_LINES = 40
+_BEFORE_START = ("drain", "stop", "memory")
 
 
 class TrialError(Exception):
@@ -104,7 +105,10 @@ def _finish(release: Release, old: Release | None, paths: Paths, record: Record)
     except _FAILURES as error:
         why = f"{record.data['reason']}; and then: {error}"
         record.set(reason=why, failed_phase=record.data["phase"])
-        _back(release, old, paths, record)
+        if record.data["serving"] == release.name:  # it was proven anew, not changed to
+            record.end("refused", release.name)
+        else:
+            _back(release, old, paths, record)
     else:
         record.set(reason=None, failed_phase=None)
         record.end("switched", release.name)
@@ -218,7 +222,8 @@ def _back(release: Release, old: Release | None, paths: Paths, record: Record) -
     """Stop the candidate and have the old release serve, proven, again."""
     record.tell(f"failed in {record.data['failed_phase']}: {record.data['reason']}")
     with record.phase("rollback"):
-        if not record.data["log_tail"]:
+        # Of a candidate that was not started there are only words of its earlier runs.
+        if not record.data["log_tail"] and record.data["failed_phase"] not in _BEFORE_START:
             record.set(log_tail=_log_tail(release))
         door.close(release.service, paths)
         _stop_unit(release.serve_unit)

@@ -110,13 +110,16 @@ def test_the_memory_is_waited_for_after_its_container_has_gone(world: World) -> 
 
 
 @pytest.mark.parametrize(
-    ("containers", "obstacle"),
-    [([], "20.0 GiB available, 80.0 GiB needed"), (["spark-old"], "spark-old is still there")],
+    ("containers", "obstacle", "fix"),
+    [
+        ([], "20.0 GiB available, 80.0 GiB needed", "stop what holds it: "),
+        (["spark-old"], "spark-old is still there", "docker rm -f spark-old"),
+    ],
 )
 def test_what_never_goes_away_ends_the_wait_by_name(
-    world: World, containers: list[str], obstacle: str
+    world: World, containers: list[str], obstacle: str, fix: str
 ) -> None:
     world.free(20)
     world.containers.extend(containers)
-    with pytest.raises(HostToolError, match=obstacle):
+    with pytest.raises(HostToolError, match=f"{obstacle} after 0 s; fix: {fix}"):
         world.wait(wait_s=0.1)

@@ -77,6 +77,25 @@ def test_an_old_engine_that_cannot_be_stopped_serves_on_and_nothing_is_started_b
     assert boot.good("main", host.paths)["release"] == A
 
 
+@pytest.mark.parametrize("phase", ["stop", "start"])
+def test_the_log_of_a_candidates_earlier_run_is_not_told_as_that_of_this_change(
+    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    host.release(A)
+    host.release(B)
+    assert changed_to(host, A)["state"] == "switched"
+    monkeypatch.setattr(systemd, "journal", lambda *words, **more: ["what its last run said"])
+    if phase == "stop":
+        units.failing = ("stop", f"spark-serve@{A}.service")
+    else:
+        monkeypatch.setattr(switch, "_start", refuse("it ended", times=1))
+
+    result = changed_to(host, B)
+
+    assert result["failed_phase"] == phase
+    assert result["log_tail"] == ([] if phase == "stop" else ["what its last run said"])
+
+
 def test_a_unit_that_is_gone_by_the_time_it_is_stopped_stops_no_change(
     host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +211,27 @@ def test_a_server_that_runs_and_is_proven_is_not_stopped_for_its_gateway(
     assert (result["state"], result["failed_phase"]) == ("refused", "open")
     assert TAKEN in result["reason"]
     assert (result["serving"], units.active) == (A, {f"spark-serve@{A}.service"})
+
+
+def test_a_server_proven_anew_is_not_stopped_when_that_was_killed_and_its_gateway_fails(
+    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.release(A)
+    release = host.release(B)
+    assert changed_to(host, A)["state"] == "switched"
+    assert changed_to(host, B)["state"] == "switched"
+    monkeypatch.setenv("INVOCATION_ID", "one")
+    Record(release, host.paths).set(phase="open", previous=A, serving=B)
+    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
+    monkeypatch.setattr(switch, "_covered", lambda release, paths: True)
+    monkeypatch.setattr(gateway, "bring_up", refuse(TAKEN, times=9))
+
+    assert switch.recover(B, host.paths) == 0
+
+    result = files.read_json(host.paths.switch(B)) or {}
+    assert (result["state"], result["serving"]) == ("refused", B)
+    assert "was killed in phase open; and then: " in result["reason"]
+    assert units.active == {f"spark-serve@{B}.service"}
 
 
 @pytest.mark.parametrize("times", [0, 1])
