@@ -70,7 +70,7 @@ def facts_of(
         "shared_experts": profile.shared_experts,
         "head": own.get("lm_head") or profile.head,
         "vision": profile.vision,
-        "load_format": options.get("load-format", profile.load_format),
+        "load_format": str(options.get("load-format", profile.load_format)).lower(),
         "tree_needs_plugin": profile.tree_needs_plugin,
         "tree_repeats_names": model.sources.repeats_names and not builds_full,
         "plugins_by_environment": "VLLM_PLUGINS" in profile.environment,

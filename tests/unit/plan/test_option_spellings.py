@@ -117,7 +117,10 @@ def test_the_load_format_a_rail_sees_is_the_one_the_engine_gets(tmp_path):
 
     assert "repeated-names" in refusals("fastsafetensors", {})
     assert "repeated-names" in refusals("safetensors", {"load_format": "fastsafetensors"})
+    assert "repeated-names" in refusals("safetensors", {"load-format": "FastSafeTensors"})
+    assert "repeated-names" in refusals("FASTSAFETENSORS", {})
     assert refusals("fastsafetensors", {"load-format": "safetensors"}) == ""
+    assert refusals("fastsafetensors", {"load-format": None}) == ""
 
 
 def test_a_bare_eager_flag_and_piecewise_graphs_in_json_text_still_count(tmp_path):
@@ -139,23 +142,38 @@ def test_which_plugins_load_is_no_matter_of_the_environment(names, tmp_path):
     assert free == []
 
 
-@pytest.mark.parametrize("option", ["max-num-seqs", "device_memory_utilization", "spec-tok"])
-def test_a_profile_of_ones_own_cannot_decide_them_by_option_either(option, monkeypatch):
+@pytest.fixture
+def refused_profile(monkeypatch):
+    """Return what is said of profile v2 with some keys changed."""
     read = catalog.read_mapping
 
-    def with_option(path, **named):
-        data, found = read(path, **named)
-        if path.name == "v2.yml":
-            data = {**data, "options": {option: 9}}
-        return data, found
+    def refused(**change):
+        def changed(path, **named):
+            data, found = read(path, **named)
+            return ({**data, **change} if path.name == "v2.yml" else data), found
 
-    monkeypatch.setattr(catalog, "read_mapping", with_option)
-    load_profile.cache_clear()
-    try:
-        with pytest.raises(CatalogError, match=f"options.{option}"):
-            load_profile("v2", "qwen3.5-122b")
-    finally:
+        monkeypatch.setattr(catalog, "read_mapping", changed)
         load_profile.cache_clear()
+        with pytest.raises(CatalogError) as error:
+            load_profile("v2", "qwen3.5-122b")
+        return str(error.value)
+
+    yield refused
+    load_profile.cache_clear()
+
+
+@pytest.mark.parametrize("option", ["max-num-seqs", "device_memory_utilization", "spec-tok"])
+def test_a_profile_of_ones_own_cannot_decide_them_by_option_either(option, refused_profile):
+    assert f"options.{option}" in refused_profile(options={option: 9})
+
+
+@pytest.mark.parametrize(
+    "dtype", ["TurboQuant_k8v4", "FP8", "int8_per_token_head", "nvfp4", "turboquant"]
+)
+def test_a_cache_whose_bytes_the_plan_cannot_count_is_refused(dtype, refused_profile):
+    message = refused_profile(kv_cache={"dtype": dtype})
+    assert dtype in message
+    assert "turboquant_k8v4" in message
 
 
 def test_further_options_as_json_text_are_joined_with_the_heads(tmp_path):
