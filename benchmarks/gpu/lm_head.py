@@ -11,9 +11,11 @@ Spark, whose compiler has no Hopper matrix instruction. Marlin needs vLLM.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" /
 from spark_vllm.lm_head_choice import fastest, head_batches  # noqa: E402 # after the path above
 from spark_vllm.lm_head_kernel import logits  # noqa: E402
 from spark_vllm.lm_head_quantise import quantise_rows  # noqa: E402
-from spark_vllm.lm_head_table import read_table, tile_for  # noqa: E402
+from spark_vllm.lm_head_table import Tile, read_table, tile_for  # noqa: E402
 from spark_vllm.lm_head_ways import Head, marlin_head  # noqa: E402
 from spark_vllm.lm_head_ways import measure as measure_ways  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
@@ -96,6 +98,7 @@ def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
             batch: {name: round(times["own"][batch] / us, 3) for name, us in floors.items()}
             for batch in (1, 16)
         },
+        "parts": parts(values, scales, in_features, tiles),
         "accuracy": {"gaussian": accuracy(weight, heads, 64)},
     }
     if in_features == INPUTS[0]:
@@ -104,6 +107,33 @@ def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
         times = measure_ways(weight, values, scales, SERVED_BATCHES)
         result["served"] = {"us": times, "choice": fastest(times)}
     return result
+
+
+def parts(
+    values: torch.Tensor, scales: torch.Tensor, in_features: int, tiles: Sequence[Tile]
+) -> dict[str, Any]:
+    """Return times without single features of a tile, and with outputs in memory of their own."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    found: dict[str, Any] = {}
+    for batch in (1, 16):
+        tile = tile_for(batch, tiles)
+        x = torch.randn(batch, in_features, device="cuda").bfloat16()
+        without = {
+            name: dataclasses.replace(tile, **{name: False})
+            for name in ("bulk_copies", "early", "keep_output")
+            if getattr(tile, name)
+        }
+        times = {
+            f"without {name}": graph_us(
+                lambda t=other, x=x: logits(x, values, scales, t, processors)
+            )
+            for name, other in without.items()
+        }
+        times["each output in new memory"] = graph_us(
+            lambda t=tile, x=x: logits(x, values, scales, t, processors), 16, new_outputs=True
+        )
+        found[str(batch)] = {name: round(time, 2) for name, time in times.items()}
+    return found
 
 
 def heavy_tailed(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
@@ -127,8 +157,6 @@ def heavy_tailed(in_features: int, tiles_name: str, marlin: bool) -> dict[str, A
 
 def limited(values: torch.Tensor, scales: torch.Tensor, in_features: int) -> dict[str, Any]:
     """Time the Spark's block sizes with as many programs as a Spark has multiprocessors."""
-    import dataclasses
-
     found: dict[str, Any] = {}
     for batch in (1, 3, 12, 64):
         tile = dataclasses.replace(tile_for(batch, read_table()["12.1"]), programs_per_processor=1)
@@ -173,6 +201,7 @@ def main() -> None:
         print(shape["inputs"], shape["read_gb_per_s"], shape["floors"], shape["over_floor"])
         for batch in BATCHES:
             print("  ", batch, {name: times[batch] for name, times in shape["us"].items()})
+        print("  ", json.dumps(shape["parts"]))
         print("  ", json.dumps(shape["accuracy"]), json.dumps(shape.get("limited")))
 
 

@@ -34,19 +34,23 @@ ROWS = 248320
 SHARED_LIMIT_BYTES = 200 * 1024
 SPARK_SHARED_LIMIT_BYTES = 96 * 1024  # of 99 KiB; the compiler adds scratch of its own
 SPARK_PROCESSORS = 48
+KEPT_BATCH = 16
+"""Logits of more rows would take too much of the cache."""
 
 
 def candidates(batch: int, quick: bool, spark: bool) -> Iterator[Tile]:
     """Yield block sizes worth a try for ``batch``; all of them are correct."""
-    fitting = [size for size in (8, 16, 32, 64, 128) if size >= batch][:1]
+    fitting = [size for size in (8, 16, 32, 64, 128) if size >= batch][: 2 if batch <= 8 else 1]
     shapes = [(64, 4), (128, 4), (128, 8), (256, 8), (64, 2), (32, 2), (32, 1)]
-    for m, (n, warps), groups, split, stages, batch_first in itertools.product(
+    hopper = not spark and torch.cuda.get_device_capability() == (9, 0)
+    for m, (n, warps), groups, split, stages, batch_first, bulk in itertools.product(
         fitting if batch < 128 else (64, 128, 256),
         shapes if batch <= 32 else shapes[:5],
         (1, 2) if batch <= 64 else (1,),
         (False, True) if batch <= 8 else (True,),
-        (2, 3, 4, 5),
+        (2, 3, 4),
         (False, True),
+        (False, True) if hopper else (False,),
     ):
         x_bytes = m * 256
         limit = SPARK_SHARED_LIMIT_BYTES if spark else SHARED_LIMIT_BYTES
@@ -54,8 +58,22 @@ def candidates(batch: int, quick: bool, spark: bool) -> Iterator[Tile]:
             continue
         if 2 * n * m / (32 * warps) > 260:  # accumulators per thread
             continue
-        for resident in (1,) if spark else (0,) if quick else (0, 2, 6):
-            yield Tile(None, m, n, groups, split, warps, stages, resident, batch_first)
+        several = not (quick or spark or hopper)
+        for resident in (1,) if spark else (0, 2, 6) if several else (0,):
+            yield Tile(
+                None,
+                m,
+                n,
+                groups,
+                split,
+                warps,
+                stages,
+                resident,
+                batch_first,
+                bulk_copies=bulk,
+                early=hopper,
+                keep_output=hopper and batch <= KEPT_BATCH,
+            )
 
 
 def prepare(in_features: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,10 +11,19 @@ import triton
 import triton.language as tl
 
 
-def graph_us(work: Callable[[], object], launches: int = 8, replays: int = 9) -> float:
+def graph_us(
+    work: Callable[[], object], launches: int = 8, replays: int = 9, *, new_outputs: bool = False
+) -> float:
     """Return the median time of one call of ``work`` in microseconds.
 
     One graph holds several calls, so that the time to start a graph is not counted.
+
+    Args:
+        work: what is timed.
+        launches: calls in one graph.
+        replays: times the graph is run.
+        new_outputs: each call writes to memory of its own, as a first step does; otherwise
+            the allocator gives every call the same, as it does from step to step.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -22,9 +31,13 @@ def graph_us(work: Callable[[], object], launches: int = 8, replays: int = 9) ->
         work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
+    kept = []
     with torch.cuda.graph(graph):
         for _ in range(launches):
-            work()
+            output = work()
+            if new_outputs:
+                kept.append(output)
+            del output
     times = []
     for _ in range(replays + 1):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -185,11 +185,8 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    pinned = [
-        text
-        for text in importlib.metadata.requires("vllm") or []
-        if text.startswith(("torch==", "flashinfer-python=="))
-    ]
+    needs = (importlib.metadata.requires("vllm") or []) if versions["vllm"] else []
+    pinned = [text for text in needs if text.startswith(("torch==", "flashinfer-python=="))]
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"],
         capture_output=True,

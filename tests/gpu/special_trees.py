@@ -30,6 +30,8 @@ NARROW = replace(WIDE, expert_width=128)
 LONG_POSITIONS = 262144
 EXPERT_KINDS = 16
 """Experts that differ; 256 of them would only take longer to write."""
+VOCABULARY_COPIES = 10
+"""The vocabulary is drawn once and turned; half a billion random numbers would take a minute."""
 TRUE_35B = Shape(
     layers=2,
     attention_interval=2,
@@ -77,12 +79,16 @@ def make_long(out: Path, work: Path) -> None:
 
 def make_true(out: Path, work: Path, name: str, shape: Shape, *, int4_mtp: bool) -> None:
     """Write one layer of each kind in a real model's sizes."""
-    few = original.random_weights(replace(shape, experts=EXPERT_KINDS), SEED)
+    small = replace(shape, experts=EXPERT_KINDS, vocabulary=shape.vocabulary // VOCABULARY_COPIES)
+    few = original.random_weights(small, SEED)
     weights: dict[str, Floats] = {}
     routers = np.random.default_rng(SEED)
     for key, size in {**original.main_shapes(shape), **original.mtp_shapes(shape)}.items():
         if key.endswith("mlp.gate.weight"):
             weights[key] = routers.normal(0, 0.02, size).astype(np.float32)
+        elif size[0] == shape.vocabulary:
+            copies = [np.roll(few[key], 7 * turn, axis=1) for turn in range(VOCABULARY_COPIES)]
+            weights[key] = np.concatenate(copies)  # no two rows alike
         else:
             weights[key] = few[_kind_of(key)]
     _hybrid(

@@ -7,7 +7,7 @@ the tile says. Up to eight rows of batch the weight becomes BF16 in registers. A
 every weight into BF16 costs more than reading it: there the activations are split once into two
 INT8 halves of a 16-bit number per group, products are exact integers, and the weight needs no
 conversion at all. Asynchronous copies and ``mma`` are all they need, so one source serves every
-architecture from 8.0 on.
+architecture from 8.0 on; what newer ones have beside that is asked for by the tile.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spark_vllm.lm_head_quantise import GROUP_SIZE
 from spark_vllm.lm_head_table import Tile
@@ -41,12 +42,36 @@ def _product(weight, x, acc, BATCH_FIRST: tl.constexpr, EXACT: tl.constexpr):
     return found
 
 
+@triton.jit  # type: ignore[untyped-decorator] # triton has no types
+def _weight(source, row, safe_row, width, column, GROUP: tl.constexpr, BULK: tl.constexpr):
+    if BULK:  # a descriptor; rows past the end are zero
+        found = source.load([row, column])
+    else:
+        place = source + safe_row.to(tl.int64)[:, None] * width + tl.arange(0, GROUP)[None, :]
+        found = tl.load(place + column, eviction_policy="evict_first")
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator] # triton has no types
+def _store(target, values, mask, KEEP: tl.constexpr):
+    if KEEP:
+        tl.store(target, values, mask=mask, eviction_policy="evict_last")
+    else:
+        tl.store(target, values, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator] # triton has no types
+def _wait(EARLY: tl.constexpr):
+    if EARLY:  # what ran before may have written what is read here, or read what is written
+        tl.extra.cuda.gdc_wait()
+
+
 # batch and groups change at run time or between models: never a reason to compile again.
 @triton.jit(do_not_specialize=["batch", "groups"])  # type: ignore[untyped-decorator] # no types
 def _logits_kernel(
     x_ptr,  # BF16 or FP16 [batch, in]; SPLIT: int8 [2, batch, groups * GROUP]
     x_scale_ptr,  # SPLIT: float32 [groups, batch]; otherwise unused
-    weight_ptr,  # int8 [rows, groups * GROUP]
+    weight_ptr,  # int8 [rows, groups * GROUP]; BULK: a descriptor of it
     scale_ptr,  # BF16 [groups, rows]
     out_ptr,  # BF16 or FP16 [batch, rows]
     batch,
@@ -60,18 +85,22 @@ def _logits_kernel(
     SPLIT: tl.constexpr,
     BATCH_FIRST: tl.constexpr,  # batch as the first operand: Hopper then takes the plain ``mma``
     EVEN_K: tl.constexpr,
+    BULK: tl.constexpr,
+    EARLY: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
+    _wait(EARLY)
     tiles_m = tl.cdiv(batch, BLOCK_M)
     tiles = tl.cdiv(rows, BLOCK_N) * tiles_m
     inner = tl.arange(0, GROUP)
     x_width = groups * GROUP if SPLIT else in_features
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         # Batch tiles of the same rows are neighbours, so that the second one finds them in L2.
-        row = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+        first_row = (tile // tiles_m) * BLOCK_N
+        row = first_row + tl.arange(0, BLOCK_N)
         item = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
         # Rows past the end read the last one again: no predicate on the weight's copies.
         safe_row = tl.minimum(row, rows - 1)
-        weight_row = weight_ptr + safe_row.to(tl.int64)[:, None] * (groups * GROUP) + inner[None, :]
         x_item = x_ptr + _along(item, BATCH_FIRST) * x_width + _along(inner, not BATCH_FIRST)
         mask = _along(item, BATCH_FIRST) < batch
         if BATCH_FIRST:
@@ -87,7 +116,9 @@ def _logits_kernel(
                 group = first + offset
                 next_group = tl.minimum(group + 1, groups - 1)
                 next_scale = tl.load(scale_ptr + next_group * rows + safe_row)
-                weight = tl.load(weight_row + group * GROUP, eviction_policy="evict_first")
+                weight = _weight(
+                    weight_ptr, first_row, safe_row, groups * GROUP, group * GROUP, GROUP, BULK
+                )
                 if BATCH_FIRST:
                     weight = tl.trans(weight)
                 if SPLIT:
@@ -113,7 +144,7 @@ def _logits_kernel(
         target = out_ptr + _along(item, BATCH_FIRST).to(tl.int64) * rows
         target += _along(row, not BATCH_FIRST)
         stored = mask & (_along(row, not BATCH_FIRST) < rows)
-        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=stored)
+        _store(target, total.to(out_ptr.dtype.element_ty), stored, KEEP)
 
 
 @triton.jit(do_not_specialize=["batch", "groups"])  # type: ignore[untyped-decorator] # no types
@@ -126,7 +157,11 @@ def _split_kernel(
     groups,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    _wait(EARLY)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     item, group = tl.program_id(0), tl.program_id(1)
     inner = group * GROUP + tl.arange(0, GROUP)
     x = tl.load(x_ptr + item * in_features + inner, mask=inner < in_features, other=0.0)
@@ -162,6 +197,7 @@ def logits(
     batch, in_features = x.shape
     groups, rows = scales.shape
     out = torch.empty((batch, rows), dtype=x.dtype, device=x.device)
+    launch = {"launch_pdl": True} if tile.early else {}
     x_scale = scales  # a pointer the kernel does not read
     if tile.split:
         halves = torch.empty((2, batch, weight.shape[1]), dtype=torch.int8, device=x.device)
@@ -175,7 +211,9 @@ def logits(
             groups,
             GROUP_SIZE,
             LARGEST_HALF_SUM,
+            tile.early,
             num_warps=1,
+            **launch,
         )
         x = halves
     tiles = triton.cdiv(rows, tile.block_n) * triton.cdiv(batch, tile.block_m)
@@ -183,7 +221,7 @@ def logits(
     _logits_kernel[(programs,)](
         x,
         x_scale,
-        weight,
+        _descriptor(weight, tile) if tile.bulk_copies else weight,
         scales,
         out,
         batch,
@@ -197,7 +235,15 @@ def logits(
         SPLIT=tile.split,
         BATCH_FIRST=tile.batch_first,
         EVEN_K=in_features == groups * GROUP_SIZE,
+        BULK=tile.bulk_copies,
+        EARLY=tile.early,
+        KEEP=tile.keep_output,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **launch,
     )
     return out
+
+
+def _descriptor(weight: torch.Tensor, tile: Tile) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP_SIZE])

@@ -25,6 +25,9 @@ class Tile:
     stages: int  # tiles in flight
     programs_per_processor: int  # 0: one program per tile
     batch_first: bool = False  # batch as first operand of the product; block_m is 16 at least
+    bulk_copies: bool = False  # weights by the copy engine of 9.0 and later; needs a descriptor
+    early: bool = False  # launched while the kernel before it still ends; 9.0 and later
+    keep_output: bool = False  # logits stay in the cache, where the sampler reads them next
 
 
 def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:
