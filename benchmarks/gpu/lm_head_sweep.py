@@ -151,7 +151,9 @@ def main() -> None:
     from tests.gpu.proofs import environment
 
     result = {
-        "command": " ".join(["python3", "benchmarks/gpu/lm_head_sweep.py", *sys.argv[1:]]),
+        "command": "python3 benchmarks/gpu/lm_head_sweep.py"
+        f" --batches {arguments.batches} --inputs {arguments.inputs}"
+        + (" --spark" if arguments.spark else ""),
         **environment(),
         "limited_to_programs": SPARK_PROCESSORS if arguments.spark else None,
         "hopper_matrix_instruction": not os.environ.get("DISABLE_MMA_V3"),

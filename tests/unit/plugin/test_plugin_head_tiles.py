@@ -36,7 +36,7 @@ def test_tiles_in_flight_fit_the_shared_memory_of_their_device() -> None:
 def test_tiles_of_unmeasured_devices_need_nothing_that_only_newer_ones_have() -> None:
     table = read_table()
     for tile in (*table["default"], *table["12.1"]):
-        assert not (tile.bulk_copies or tile.early or tile.keep_output), tile
+        assert not any((tile.bulk_copies, tile.early, tile.keep_output)), tile
 
 
 @pytest.mark.parametrize(
