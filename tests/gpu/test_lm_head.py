@@ -51,6 +51,19 @@ def test_rows_quantised_in_blocks_equal_rows_quantised_at_once():
         assert torch.equal(one, two)
 
 
+def test_quantising_needs_memory_for_the_result_and_a_few_blocks_of_rows() -> None:
+    from spark_vllm.lm_head_quantise import ROWS_PER_BLOCK, quantise_rows
+
+    weight = torch.randn(16 * ROWS_PER_BLOCK, 1024, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    values, scales = quantise_rows(weight)
+    torch.cuda.synchronize()
+    beside = torch.cuda.max_memory_allocated() - before - values.nbytes - scales.nbytes
+    assert beside < 5 * ROWS_PER_BLOCK * 1024 * 4  # float32
+
+
 def test_a_replayed_graph_gives_the_logits_of_new_inputs():
     from spark_vllm.lm_head_kernel import logits
 

@@ -59,15 +59,6 @@ STOCK = {"plugin": False, "tree_needs_plugin": False}
 TRIPS = {
     "turboquant-with-drafts": {**TQ, **STOCK, "speculation_tokens": 2},
     "turboquant-with-several-sequences": {**TQ, **STOCK, "max_sequences": 2},
-    "turboquant-three-bit-with-drafts": {
-        "kv_cache": "turboquant_k3v4_nc",
-        "max_sequences": 1,
-        "speculation_tokens": 1,
-    },
-    "turboquant-three-bit-with-several-sequences": {
-        "kv_cache": "turboquant_3bit_nc",
-        "max_sequences": 2,
-    },
     "turboquant-with-prefix-caching": {**TQ, "prefix_caching": True},
     "turboquant-with-attention-backend": {**TQ, "has_attention_backend": True},
     "turboquant-three-bit-keys": {"kv_cache": "turboquant_3bit_nc", "max_sequences": 1},
