@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     modules = tuple(block.get("modules", ()))  # type: ignore[union-attr] # checked above
     _demand(modules == tuple(dict.fromkeys(modules)), "fp8_block.modules", config, "unique names")
     names.fused_modules(modules, names.FUSED)
+    extra = dict(config.get("extra_config") or {})
+    _check_extra(extra, int(group_size or 0))
     settings = Settings(
         fp8_modules=modules,
         block_shape=BLOCK_SHAPE,
@@ -77,11 +80,41 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         bits=int(bits or 0),
         group_size=int(group_size or 0),
         block_names=_block_names(config),
-        extra=dict(config.get("extra_config") or {}),
+        extra=extra,
     )
     if settings.overlay:
         names.overlay_rules(modules, settings.head_int8)
     return settings
+
+
+def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
+    """Refuse entries of single modules that would be read in another way than all others.
+
+    Only the width may differ: packed values are taken as symmetric integers of one group size.
+    """
+    packed = {"group_size": group_size, "sym": True, "data_type": "int"}
+    for name, entry in extra.items():
+        own = entry if isinstance(entry, Mapping) else {"bits": entry}
+        bits = own.get("bits", 4)
+        differs = [key for key, value in packed.items() if own.get(key, value) != value]
+        if bits not in (4, 8, 16, 32) or (bits < 16 and differs):
+            accepted = f"16 bits, or 4 or 8 with group_size {group_size}, sym true, data_type int"
+        elif not _is_pattern(name):
+            accepted = "as key a name or a pattern"
+        else:
+            continue
+        raise ValueError(
+            f"config.json: quantization_config.extra_config.{name}: {dict(own)}, "
+            f"accepted: {accepted}; fix: take a base whose config.json says so"
+        )
+
+
+def _is_pattern(name: str) -> bool:
+    try:
+        re.compile(name)
+    except re.error:
+        return False
+    return True
 
 
 def _block_names(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -173,6 +173,28 @@ DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
         lambda tree, _: tree.config(lambda c: c.update(sym=False)),
         r"quantization_config\.sym: False",
     ),
+    "one asymmetric module": (
+        lambda tree, _: tree.config(
+            lambda c: c["extra_config"].update({EXPERT: {"bits": 4, "sym": False}})
+        ),
+        rf"extra_config\.{EXPERT}: .*sym true",
+    ),
+    "another group size for one module": (
+        lambda tree, _: tree.config(
+            lambda c: c["extra_config"].update({EXPERT: {"bits": 4, "group_size": 64}})
+        ),
+        rf"extra_config\.{EXPERT}: .*group_size 128",
+    ),
+    "floats of eight bits for one module": (
+        lambda tree, _: tree.config(
+            lambda c: c["extra_config"].update({EXPERT: {"bits": 8, "data_type": "fp"}})
+        ),
+        rf"extra_config\.{EXPERT}: .*data_type int",
+    ),
+    "a pattern nobody can read": (
+        lambda tree, _: tree.config(lambda c: c["extra_config"].update({"mtp.(": {"bits": 16}})),
+        r"extra_config\.mtp\.\(: .*a name or a pattern",
+    ),
     "an unknown layout": (
         lambda tree, _: tree.config(lambda c: c["spark"].update(layout="both")),
         r"spark\.layout: 'both', accepted: overlay or full",
