@@ -33,6 +33,8 @@ OWNED_OPTIONS = {
     "enable-prefix-caching": "set prefix_caching in a profile of your own, or choose agent",
     "quantization": "leave it out: the checkpoint names its own",
     "hf-token": "set hub.token",
+    "cpu-offload-gb": "leave it out: CPU and GPU share one pool, and nobody would count it",
+    "kv-offloading-size": "leave it out: CPU and GPU share one pool, and nobody would count it",
     "config": "write its options out: nobody would look at what a file sets",
 }
 # Options whose values the guard rails look at: free, but under their whole names only.

@@ -44,6 +44,8 @@ def refused_settings(tmp_path, options):
         ("no-enforce-e", "enforce-eager"),
         ("num-gpu-blocks-override", "engine.kv_cache_gib"),
         ("config", "write its options out"),
+        ("cpu-offload-gb", "one pool"),
+        ("kv_offloading_size", "one pool"),
     ],
 )
 def test_other_names_of_a_decided_option_are_refused_with_the_way_to_it(option, fix, tmp_path):
