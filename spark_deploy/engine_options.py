@@ -35,6 +35,7 @@ OWNED_OPTIONS = {
     "hf-token": "set hub.token",
     "cpu-offload-gb": "leave it out: CPU and GPU share one pool, and nobody would count it",
     "kv-offloading-size": "leave it out: CPU and GPU share one pool, and nobody would count it",
+    "kv-transfer-config": "leave it out: beginnings would be found again by a way nobody ran here",
     "config": "write its options out: nobody would look at what a file sets",
 }
 # Options whose values the guard rails look at: free, but under their whole names only.

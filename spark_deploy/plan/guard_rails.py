@@ -74,6 +74,7 @@ def facts_of(
         "tree_needs_plugin": profile.tree_needs_plugin,
         "tree_repeats_names": model.sources.repeats_names and not builds_full,
         "plugins_by_environment": "VLLM_PLUGINS" in profile.environment,
+        "old_runner": not profile.environment.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip(" 0"),
     }
 
 

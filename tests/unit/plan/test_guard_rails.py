@@ -53,6 +53,7 @@ CALM = {
     "tree_needs_plugin": True,
     "tree_repeats_names": False,
     "plugins_by_environment": False,
+    "old_runner": False,
 }
 TQ = {"kv_cache": "turboquant_k8v4", "max_sequences": 1}
 STOCK = {"plugin": False, "tree_needs_plugin": False}
@@ -61,6 +62,7 @@ TRIPS = {
     "turboquant-with-several-sequences": {**TQ, **STOCK, "max_sequences": 2},
     "turboquant-with-prefix-caching": {**TQ, "prefix_caching": True},
     "turboquant-with-attention-backend": {**TQ, "has_attention_backend": True},
+    "turboquant-on-the-old-runner": {**TQ, "old_runner": True},
     "turboquant-three-bit-keys": {"kv_cache": "turboquant_3bit_nc", "max_sequences": 1},
     "drafts-with-prefix-caching": {"speculation_tokens": 2, "prefix_caching": True},
     "prefix-block-above-step": {"prefix_caching": True, "max_batched_tokens": 2048},

@@ -46,6 +46,7 @@ def refused_settings(tmp_path, options):
         ("config", "write its options out"),
         ("cpu-offload-gb", "one pool"),
         ("kv_offloading_size", "one pool"),
+        ("kv_transfer_config", "found again"),
     ],
 )
 def test_other_names_of_a_decided_option_are_refused_with_the_way_to_it(option, fix, tmp_path):
@@ -132,6 +133,16 @@ def test_a_bare_eager_flag_and_piecewise_graphs_in_json_text_still_count(tmp_pat
     ):
         options = {"attention-backend": "FLASHINFER", **calm}
         assert problems(tmp_path, **{"engine.options": options}) == []
+
+
+@pytest.mark.parametrize("value", ["0", "00", " 0"])
+def test_turboquant_on_the_old_runner_is_refused(value, tmp_path):
+    old = {"engine.environment": {"VLLM_USE_V2_MODEL_RUNNER": value}}
+    [found] = problems(tmp_path, profile="v2-tq", **old)
+    assert "guard rail turboquant-on-the-old-runner" in found
+    assert problems(tmp_path, profile="v2", **old) == []
+    new = {"engine.environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
+    assert problems(tmp_path, profile="v2-tq", **new) == []
 
 
 @pytest.mark.parametrize("names", ["", "spark", "other,spark"])
