@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -39,7 +40,11 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setenv("SPARK_ENGINE_LOG", str(root / "engine.log"))
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(root / "no-docker.sock"))
     made = Host(Paths(root), stub_program)
+    before = set(threading.enumerate())
     yield made
+    # What a test started to the side writes below this host, too.
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
     for engine in made.engines:
         engine.kill()
         engine.wait()

@@ -102,6 +102,7 @@ def test_an_event_that_cannot_be_written_saves_no_engine(
     monkeypatch.setattr(files, "write_text", write)
     monkeypatch.setattr(watch, "_NOTE_S", 0.1)
     release, handle = host.release(), os.pidfd_open(engine.pid)
+    before = set(threading.enumerate())
     acting = threading.Thread(
         target=watch.act, args=(release, "starving", "too little", handle, host.paths)
     )
@@ -110,7 +111,8 @@ def test_an_event_that_cannot_be_written_saves_no_engine(
         assert engine.wait(5) == -9
     finally:
         healed.set()
-        acting.join(10)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10)
     said = capfd.readouterr().out
     assert "starving: too little; the engine is stopped" in said
     assert "event not kept: " in said
