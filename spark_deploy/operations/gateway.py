@@ -73,6 +73,15 @@ def new_key(plan: GatewayPlan, paths: Paths) -> Generator[Any, None, None]:
             )
         )
         return
+    if not read(Status, tools_dir=paths.tools_dir).service(plan.service):
+        yield refuse(
+            Problem(
+                f"{host.name}: API key",
+                "there is none to replace: nothing was deployed here yet",
+                "run deploy.py for this host; its first change of release makes the key",
+            )
+        )
+        return
     yield _tool(paths, "gateway-new-key", plan.service)
 
 

@@ -204,6 +204,15 @@ def test_a_new_key_is_made_on_the_host_or_refused_with_the_place_to_change_it() 
     assert "env SPARK_KEY" in refused[0].args[0]
 
 
+def test_a_host_without_anything_of_ours_is_told_to_deploy_first() -> None:
+    host = Host()
+    host.status = HostStatus({})
+    with on(host):
+        [refused] = gateway.new_key._inner(PLAN, PATHS)
+    assert isinstance(refused, FunctionCommand)
+    assert "nothing was deployed here yet" in refused.args[0]
+
+
 def test_what_hosts_say_is_read() -> None:
     read = GatewayCertificate().process(["-----BEGIN C", "x", "== key", "-----BEGIN P", "y"])
     assert read == HostCertificate(b"-----BEGIN C\nx", b"-----BEGIN P\ny")
