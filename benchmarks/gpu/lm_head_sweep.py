@@ -34,6 +34,7 @@ ROWS = 248320
 SHARED_LIMIT_BYTES = 200 * 1024
 SPARK_SHARED_LIMIT_BYTES = 96 * 1024  # of 99 KiB; the compiler adds scratch of its own
 SPARK_PROCESSORS = 48
+WITHOUT_HOPPER = bool(os.environ.get("DISABLE_MMA_V3"))
 KEPT_BATCH = 16
 """Logits of more rows would take too much of the cache."""
 
@@ -42,7 +43,7 @@ def candidates(batch: int, quick: bool, spark: bool) -> Iterator[Tile]:
     """Yield block sizes worth a try for ``batch``; all of them are correct."""
     fitting = [size for size in (8, 16, 32, 64, 128) if size >= batch][: 2 if batch <= 8 else 1]
     shapes = [(64, 4), (128, 4), (128, 8), (256, 8), (64, 2), (32, 2), (32, 1)]
-    hopper = not spark and torch.cuda.get_device_capability() == (9, 0)
+    hopper = not (spark or WITHOUT_HOPPER) and torch.cuda.get_device_capability() == (9, 0)
     for m, (n, warps), groups, split, stages, batch_first, bulk in itertools.product(
         fitting if batch < 128 else (64, 128, 256),
         shapes if batch <= 32 else shapes[:5],
@@ -151,12 +152,13 @@ def main() -> None:
     from tests.gpu.proofs import environment
 
     result = {
-        "command": "python3 benchmarks/gpu/lm_head_sweep.py"
+        "command": ("DISABLE_MMA_V3=1 " if WITHOUT_HOPPER else "")
+        + "python3 benchmarks/gpu/lm_head_sweep.py"
         f" --batches {arguments.batches} --inputs {arguments.inputs}"
         + (" --spark" if arguments.spark else ""),
         **environment(),
         "limited_to_programs": SPARK_PROCESSORS if arguments.spark else None,
-        "hopper_matrix_instruction": not os.environ.get("DISABLE_MMA_V3"),
+        "hopper_matrix_instruction": not WITHOUT_HOPPER,
         "read_gb_per_s": {str(size): round(read_gb_per_s(size)) for size in (762839040, 1 << 32)},
         "sweeps": [
             sweep(int(size), batches, arguments.jobs, arguments.spark)
