@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 ENDING = ".rows.jsonl"
+KERNELS = {
+    "experts": ["fused_marlin_moe"],
+    "turboquant-layer": ["SparkTurboQuantImpl", "TurboQuantAttentionImpl (the engine's own)"],
+}
+"""What a result file was computed by."""
 
 
 def add(out: Path, name: str, claim: str, passed: bool, **numbers: Any) -> None:
@@ -32,6 +37,7 @@ def merge(out: Path) -> None:
             "command": "make gpu",
             "seed": 0,
             **proofs.environment(),
+            "kernels": KERNELS.get(name, []),
             "rows": sorted(rows, key=lambda row: row["claim"]),
         }
         (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

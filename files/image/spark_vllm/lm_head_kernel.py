@@ -3,11 +3,11 @@
 
 The head is the largest single read of a decode step, so the kernels are built to move bytes; weight
 rows are the tensor cores' first operand and the batch is the second, or the other way round, as
-the tile says. Up to eight rows of batch the weight becomes BF16 in registers. Above that, turning
-every weight into BF16 costs more than reading it: there the activations are split once into two
-INT8 halves of a 16-bit number per group, products are exact integers, and the weight needs no
-conversion at all. Asynchronous copies and ``mma`` are all they need, so one source serves every
-architecture from 8.0 on; what newer ones have beside that is asked for by the tile.
+the tile says. Either the weight becomes BF16 in registers; or, where that costs more than reading
+it, the activations are split once into two INT8 halves of a 16-bit number per group, products are
+exact integers, and the weight needs no conversion at all. Asynchronous copies and ``mma`` are all
+they need, so one source serves every architecture from 8.0 on; what newer ones have beside that
+is asked for by the tile.
 """
 
 from __future__ import annotations
