@@ -58,7 +58,7 @@ faults: venv ## lab tests that break things on purpose (root)
 	$(PY) -m pytest tests/faults
 
 GPU_PYTHON ?= python3
-gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm and pytest
+gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
 
 demo: venv ## two virtual hosts from nothing to a proven model server, with real vLLM (root)
