@@ -38,7 +38,7 @@ def apply(
         retire_others=True,
     )
     release_files(name="Install units and release", plan=plan, files=tuple(files),
-                  user=GATEWAY_USER)  # fmt: skip
+                  users=(GATEWAY_USER, plan.release["engine"]["user"]))  # fmt: skip
     configured(name="Configure the gateway", plan=gateway, paths=paths)
     # One operation per host in inventory order: a fault stops at the first host it meets.
     for name in each(member.name for member in inventory):

@@ -18,7 +18,8 @@ from spark_deploy.plan.types import MemoryPlan
 
 MODEL_MOUNT = "/model"
 SOCKET = "/run/spark/engine.sock"
-CACHE_MOUNT = "/root/.cache"
+CACHE_MOUNT = "/cache"
+ENGINE_USER = "spark-engine"  # made by files/serve/units/spark-sysusers.conf
 HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
 """What the engine measured of the opt-in head at its first start on this host."""
 
@@ -102,7 +103,10 @@ def engine_environment(
     told to use that one.
     """
     environment = {
-        "HOME": "/root",
+        # Its account has neither a home nor a name in the image; libraries ask for both.
+        "HOME": CACHE_MOUNT,
+        "USER": ENGINE_USER,
+        "XDG_CACHE_HOME": CACHE_MOUNT,
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         # Skips its warm-up: it is not used for this architecture, and lists of that change.

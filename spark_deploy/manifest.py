@@ -100,6 +100,7 @@ def _release(plan: HostPlan) -> Iterator[Owned]:
     serve = plan.serve
     install = "Serve | Install units and release"
     yield Owned("user", GATEWAY_USER, install)
+    yield Owned("user", serve.release["engine"]["user"], install)
     yield from _files(release_files_of(plan), install)
     change = f"Serve | Serve the release on {plan.host}"
     for unit in (serve.unit, f"spark-gateway@{serve.service}.service"):

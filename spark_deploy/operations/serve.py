@@ -28,19 +28,19 @@ from spark_deploy.plan.types import GatewayPlan, Paths, ServePlan
 @operation()
 @host_errors
 def release_files(
-    plan: ServePlan, files: Sequence[ManagedFile], user: str
+    plan: ServePlan, files: Sequence[ManagedFile], users: Sequence[str]
 ) -> Generator[Any, None, None]:
-    """Have the units, the release and the gateway's user on the host.
+    """Have the units, the release and the accounts of gateway and engine on the host.
 
     Args:
         plan: the release, for messages.
         files: everything that belongs to it.
-        user: system user the gateway's workers run as.
+        users: system users the gateway's workers and the engine run as.
     """
     changed = yield from place(tuple(files))
     if changed:
         yield "systemctl daemon-reload"
-    if not host.get_fact(UserExists, user=user):
+    if not all(host.get_fact(UserExists, user=user) for user in users):
         yield "systemd-sysusers /etc/sysusers.d/spark.conf"
         changed = True
     if not changed:

@@ -7,6 +7,7 @@ from typing import Any
 from spark_deploy.catalog import Model, Profile
 from spark_deploy.commands import (
     CACHE_MOUNT,
+    ENGINE_USER,
     MODEL_MOUNT,
     container_arguments,
     engine_arguments,
@@ -76,6 +77,7 @@ def serve_plan(
                 {"source": cache, "target": CACHE_MOUNT, "read_only": False},
             ],
             "docker_args": list(container_arguments()),
+            "user": ENGINE_USER,
         },
         "memory": {
             "needed_bytes": memory.needed_bytes,

@@ -7,9 +7,11 @@ hashes again and continues.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
+import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -142,9 +144,12 @@ def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
             return False
         target.unlink(missing_ok=True)
         try:
+            if not path.stat().st_mode & stat.S_IROTH:
+                raise PermissionError(errno.EPERM, "not for everybody to read", str(path))
             os.link(path, target)
         except OSError:
-            # Another filesystem, or one without hard links: copy, and trust only the copy.
+            # Another filesystem, one without hard links, or a file that its owner keeps from the
+            # engine's account: copy, and trust only the copy.
             content = copy_hashed(path, order.part(file), file)
             if content.mismatch() is not None:
                 return False

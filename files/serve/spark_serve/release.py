@@ -31,6 +31,7 @@ class Engine:
     env: tuple[tuple[str, str], ...]
     mounts: tuple[Mount, ...]
     docker_args: tuple[str, ...]
+    user: str | None  # of this host; None in releases that ran as root
 
     def option(self, name: str) -> str | None:
         """Return the value of ``--name VALUE`` or ``--name=VALUE`` in argv."""
@@ -248,6 +249,7 @@ def _engine(raw: dict[str, Any]) -> Engine:
         env=tuple((str(key), str(value)) for key, value in sorted(raw["env"].items())),
         mounts=mounts,
         docker_args=tuple(str(word) for word in raw["docker_args"]),
+        user=raw.get("user"),
     )
 
 

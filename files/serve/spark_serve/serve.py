@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from spark_serve import boot, cdi, docker, door, files, memory
+from spark_serve import account, boot, cdi, docker, door, files, memory
 from spark_serve.errors import HostToolError
 from spark_serve.paths import Paths
 from spark_serve.release import Release, load, socket_path
@@ -45,9 +45,11 @@ def prepare(name: str, paths: Paths) -> int:
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
     directory.mkdir(mode=0o710, exist_ok=True)
     door.give_to_gateway(directory, release, 0o710, paths)
+    account.give(directory, release)
     for mount in release.engine.mounts:
         if not mount.read_only:  # caches of the engine start empty
             Path(mount.source).mkdir(mode=0o755, parents=True, exist_ok=True)
+            account.give_all(Path(mount.source), release)
     socket = socket_path(release, paths)
     if socket is not None:
         files.remove(socket)
@@ -103,6 +105,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
         argv += ["--mount", text + (",readonly" if mount.read_only else "")]
     for key, _ in release.engine.env:
         argv += ["--env", key]
+    argv += account.docker_arguments(release)
     argv += docker.gpu_arguments(paths)
     return [*argv, *release.engine.docker_args, release.image_tag, *release.engine.argv]
 
@@ -201,4 +204,4 @@ def _tree_problem(release: Release) -> HostToolError | None:
             f"receipt digest is {found!r}, the release wants {release.tree_digest!r}",
             "run the deploy again",
         )
-    return None
+    return account.tree_problem(release)
