@@ -140,6 +140,10 @@ def _key_seen(plan: DockerPlan, state: Docker) -> dict[str, str]:
     }
 
 
+# Not root, as the engine: device files that are closed to others have to show here.
+_NOBODY = "65534:65534"
+
+
 def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str, Any]) -> bool:
     """Run a container that lists the GPUs and keep the proof; only a `GPU` line counts.
 
@@ -157,7 +161,8 @@ def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
         with talking(host, f"container check with {plan.check_image}"):
             lines = run(
                 host,
-                f"docker run --rm --network none {' '.join(through)} -e NVIDIA_VISIBLE_DEVICES=all "
+                f"docker run --rm --network none --user {_NOBODY} {' '.join(through)} "
+                f"-e NVIDIA_VISIBLE_DEVICES=all "
                 f"-e NVIDIA_DRIVER_CAPABILITIES=utility,compute {image} nvidia-smi -L",
                 timeout_s=1800,
             )

@@ -144,6 +144,12 @@ def test_containers_of_the_check_ask_for_what_a_spark_needs(fleet: Fleet) -> Non
         for mount in inspected["Mounts"]
         if mount["Destination"].startswith("/model")
     )
+    # Not root, neither by the container's settings nor by what its processes are.
+    uid = guest.run("id -u spark-engine")
+    assert inspected["Config"]["User"] == f"{uid}:{guest.run('id -g spark-engine')}"
+    running = guest.run(f"docker top {name} -eo pid,uid | awk 'NR > 1 {{print $2}}'")
+    assert set(running.split()) == {uid}
+    assert uid != "0"
 
 
 def test_what_stands_beside_the_lab_is_reported_as_stubbed(fleet: Fleet) -> None:
