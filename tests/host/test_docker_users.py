@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import takewhile
 
 from tests.host.test_prepare import Prepared, prepared
 from tests.labkit import Guest, info
@@ -10,6 +11,7 @@ from tests.labkit import Guest, info
 __all__ = ["prepared"]
 
 USERS = "Docker | Let users use docker"
+END = "that-was-all"
 
 
 def test_a_run_needs_no_membership_and_gives_none_unasked(prepared: Prepared) -> None:
@@ -60,8 +62,8 @@ class Session:
         self._shell.wait(timeout=10)
 
     def says(self, command: str) -> str:
-        """Run a command in the session; return its one line."""
+        """Run a command in the session; return what it printed, which may be nothing."""
         if self._shell.stdin is None or self._shell.stdout is None:
             raise RuntimeError("the session has no pipes")
-        print(command, file=self._shell.stdin)
-        return self._shell.stdout.readline().strip()
+        print(f"{{ {command}; }}; echo {END}", file=self._shell.stdin)
+        return "".join(takewhile(lambda line: line.strip() != END, self._shell.stdout)).strip()
