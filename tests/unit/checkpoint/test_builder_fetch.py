@@ -94,6 +94,19 @@ def test_bytes_on_the_host_are_linked_and_not_downloaded(order, hub, source, tmp
     assert contents(tmp_path / "out") == contents(source)
 
 
+def test_a_file_that_its_owner_keeps_to_himself_is_copied_for_all_to_read(
+    order, hub, source, tmp_path
+):
+    private = tmp_path / "private"
+    private.write_bytes((source / "file-1.bin").read_bytes())
+    private.chmod(0o600)
+    run_tool("fetch", order(look_in=[str(private)]))
+    fetched = tmp_path / "out/file-1.bin"
+    assert not os.path.samefile(private, fetched)
+    assert (private.stat().st_mode & 0o777, fetched.stat().st_mode & 0o777) == (0o600, 0o644)
+    assert not any("file-1" in path for path, _, _ in hub.requests)
+
+
 @pytest.mark.parametrize("place", ["file-1.bin", "other-name"])
 def test_a_hub_cache_is_used_through_its_blobs(order, hub, source, tmp_path, place):
     cache = tmp_path / "cache/models--lab--tiny"
