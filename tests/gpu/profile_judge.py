@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tests.gpu import experts_judge, special_trees, steered
+from tests.gpu.answers import TRAINED_NOISE, acceptance, compare_answers, same
 from tests.gpu.engine_judge import (
     FP8_LIMIT,
     INT_LIMIT,
@@ -16,9 +17,7 @@ from tests.gpu.engine_judge import (
     LOGIT_LIMIT,
     Row,
     Weights,
-    acceptance,
     attempt,
-    compare_answers,
     module_errors,
     relative,
     row,
@@ -49,7 +48,7 @@ def _same(results: dict[str, Row], name: str, reference: str) -> Row:
     drafted = "mtp" in name
     return row(
         f"{name}: greedy answers equal {reference} outside ties",
-        not found["beyond_margin"] and (not drafted or (accepted or 0) > LEAST_ACCEPTANCE),
+        same(found, TRAINED_NOISE) and (not drafted or (accepted or 0) > LEAST_ACCEPTANCE),
         [name, reference],
         acceptance=accepted,
         counters=results[name]["counters"],
@@ -205,7 +204,7 @@ def _same_head(results: dict[str, Row], name: str, reference: str) -> Row:
     found = compare_answers(results[reference], results[name])
     return row(
         f"{name}: a head of 248,320 x 2,048 answers as at its first start, without measuring again",
-        not found["beyond_margin"],
+        same(found, TRAINED_NOISE),
         [name, reference],
         **found,
     )
