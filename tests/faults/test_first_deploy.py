@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.plants import DEPLOYED
 from tests.faults.test_hosts import wait_for_its_start
-from tests.labkit import SPARE, Guest, Site, guest_named, lab
+from tests.labkit import SPARE, Guest, Site, guest_named, info, lab
 from tests.runs import Run
 
 NAME = SPARE[0]
@@ -97,8 +97,9 @@ def test_nothing_runs_or_boots_and_the_candidate_is_neither_good_nor_a_way_back(
 
 def test_the_host_is_usable_and_status_says_that_it_serves_nothing(first: First) -> None:
     guest = first.guest
-    image = guest.run("docker images -q | head -n 1")
-    assert guest.run(f"docker run --rm --runtime=nvidia {image} nvidia-smi -L").startswith("GPU 0")
+    image = info()["images"]["cuda-check"]
+    name = f"{image['repository']}@{image['digest']}"
+    assert guest.run(f"docker run --rm --runtime=nvidia {name} nvidia-smi -L").startswith("GPU 0")
     status = first.site.look("status")
     doctor = first.site.look("doctor")
     assert status.returncode == 1
