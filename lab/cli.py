@@ -108,7 +108,7 @@ def _break(paths: LabPaths, options: argparse.Namespace) -> int:
 
 
 def _demo(paths: LabPaths, options: argparse.Namespace) -> int:
-    names = ["lab-1", "lab-2"]
+    names = list(demo.HOSTS)
     demo.run(
         paths.state,
         lambda: _print_guests(
