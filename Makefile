@@ -77,7 +77,7 @@ docs: venv ## write the generated reference pages
 	$(PY) docs/generate.py
 
 golden: venv ## write the expected plans anew; read the diff before committing
-	GOLDEN=write $(PY) -m pytest -q tests/unit/plan/test_goldens.py
+	GOLDEN=write $(PY) -m pytest -q tests/unit/planning/test_goldens.py
 
 lock-requirements: venv ## pin the Python dependencies anew, with hashes and without addresses
 	$(PY) -m pip install --quiet uv

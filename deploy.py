@@ -20,11 +20,11 @@ from roles import (
     tools,
     verify,
 )
-from spark_deploy.payload import read_payload
-from spark_deploy.plan.jobs import discard_jobs_of, jobs_of, ready_jobs_of
-from spark_deploy.plan.release import release_files_of, unit_files_of
-from spark_deploy.plans import plan_for
-from spark_deploy.ssh import no_delay
+from spark_deploy.inventory.plans import plan_for
+from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.payload.content import read_payload
+from spark_deploy.planning.serving.release import release_files_of, unit_files_of
+from spark_deploy.planning.work.jobs import discard_jobs_of, jobs_of, ready_jobs_of
 
 no_delay(state, host)
 plan, payload = plan_for(host), read_payload()

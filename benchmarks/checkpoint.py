@@ -222,7 +222,7 @@ def _drop_tensor(shard: Path, name: str) -> None:
 
 
 def _quantise(bits: Any, shape: Sequence[int]) -> tuple[Any, Any]:
-    from spark_checkpoint.numbers import from_bf16_bits, quantise_blocks
+    from spark_checkpoint.format.numbers import from_bf16_bits, quantise_blocks
 
     return quantise_blocks(from_bf16_bits(bits).reshape(shape), (128, 128))
 

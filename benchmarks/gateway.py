@@ -29,11 +29,12 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 RESULT = CHECKOUT / "benchmarks" / "results" / "gateway.json"
-sys.path.insert(0, str(CHECKOUT / "files" / "serve"))
+sys.path.insert(0, str(CHECKOUT / "files" / "host"))
 
-from spark_serve import api_key, files, nginx  # noqa: E402  (the checkout must be found first)
-from spark_serve.gateway_settings import Gateway  # noqa: E402
-from spark_serve.paths import Paths  # noqa: E402
+from spark_host.gateway import api_key, nginx  # noqa: E402  (the checkout must be found first)
+from spark_host.gateway.gateway_settings import Gateway  # noqa: E402
+from spark_host.paths import Paths  # noqa: E402
+from spark_host.system import files  # noqa: E402  (the checkout must be found first)
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin") or "nginx"
 

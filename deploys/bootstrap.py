@@ -4,8 +4,8 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host
 
 from roles import bootstrap
-from spark_deploy.bootstrap import contact_of, needs_none, prove
-from spark_deploy.plan.types import BootstrapPlan
+from spark_deploy.inventory.bootstrap import contact_of, needs_none, prove
+from spark_deploy.planning.types import BootstrapPlan
 
 if needs_none(host.name):
     host.log("nothing to bootstrap: no login over ssh leads here")

@@ -6,8 +6,8 @@ For a first look at new hosts, and before a download that takes the night.
 from pyinfra.context import host, state
 
 from roles import base, cuda, docker, preflight
-from spark_deploy.plans import plan_for
-from spark_deploy.ssh import no_delay
+from spark_deploy.inventory.plans import plan_for
+from spark_deploy.inventory.ssh import no_delay
 
 no_delay(state, host)
 plan = plan_for(host)

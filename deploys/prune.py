@@ -7,9 +7,9 @@ everything that this project did not make.
 from pyinfra.context import host, state
 
 from roles import prune
-from spark_deploy.plan.keep import keep_of
-from spark_deploy.plans import plan_for
-from spark_deploy.ssh import no_delay
+from spark_deploy.inventory.plans import plan_for
+from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.planning.work.keep import keep_of
 
 no_delay(state, host)
 plan = plan_for(host)

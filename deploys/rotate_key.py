@@ -7,9 +7,9 @@ machine is changed where ``serve.api_key`` reads it, and ``deploy.py`` sends it.
 from pyinfra.context import host
 
 from roles import rotate_key
-from spark_deploy.inventory import settings_of
-from spark_deploy.plan.gateway import gateway_plan
-from spark_deploy.plan.host import host_paths
+from spark_deploy.inventory.groups import settings_of
+from spark_deploy.planning.host import host_paths
+from spark_deploy.planning.serving.gateway import gateway_plan
 
 settings = settings_of(host.name).settings
 

@@ -19,29 +19,29 @@ import yaml
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CHECKOUT))
 
-from spark_deploy.catalog import (  # noqa: E402  (the checkout must be found first)
+from spark_deploy.catalog.load import (  # noqa: E402
     Model,
     Profile,
     load_guard_rails,
     load_model,
     load_profile,
 )
+from spark_deploy.catalog.patterns import count  # noqa: E402
 from spark_deploy.checkout import catalog_names  # noqa: E402
-from spark_deploy.locking import size  # noqa: E402
-from spark_deploy.patterns import count  # noqa: E402
-from spark_deploy.plan.check import check_pair  # noqa: E402
-from spark_deploy.plan.memory import (  # noqa: E402
+from spark_deploy.documents.schema_check import load_schema  # noqa: E402
+from spark_deploy.lockfile.resolve import size  # noqa: E402
+from spark_deploy.planning.budget.memory import (  # noqa: E402
     context_tokens,
     gib,
     loaded_bytes,
     missing_bytes,
     plan_memory,
 )
-from spark_deploy.plan.types import MemoryPlan  # noqa: E402
-from spark_deploy.plan.weights import weights_of  # noqa: E402
-from spark_deploy.schema_check import load_schema  # noqa: E402
-from spark_deploy.settings import build  # noqa: E402
-from spark_deploy.settings_types import Settings  # noqa: E402
+from spark_deploy.planning.budget.weights import weights_of  # noqa: E402
+from spark_deploy.planning.check import check_pair  # noqa: E402
+from spark_deploy.planning.types import MemoryPlan  # noqa: E402
+from spark_deploy.settings.load import build  # noqa: E402
+from spark_deploy.settings.types import Settings  # noqa: E402
 
 REFERENCE = CHECKOUT / "docs" / "reference"
 TYPES: dict[str, str] = {

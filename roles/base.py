@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations import base
-from spark_deploy.plan.types import BasePlan
+from spark_deploy.operations.machine import base
+from spark_deploy.planning.types import BasePlan
 
 
 @deploy("Base")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations import cuda
-from spark_deploy.plan.types import CudaPlan
+from spark_deploy.operations.machine import cuda
+from spark_deploy.planning.types import CudaPlan
 
 
 @deploy("CUDA")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations import docker
-from spark_deploy.plan.types import DockerPlan
+from spark_deploy.operations.machine import docker
+from spark_deploy.planning.types import DockerPlan
 
 
 @deploy("Docker")

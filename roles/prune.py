@@ -6,8 +6,8 @@ from typing import Any
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations.releases import pruned
-from spark_deploy.plan.types import Paths
+from spark_deploy.operations.service.releases import pruned
+from spark_deploy.planning.types import Paths
 
 
 @deploy("Prune")

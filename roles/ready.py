@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.loop import each
-from spark_deploy.operations.jobs import job, prepared
-from spark_deploy.plan.jobs import Job, ready_name
-from spark_deploy.plan.types import Paths
+from spark_deploy.operations.loop import each
+from spark_deploy.operations.service.jobs import job, prepared
+from spark_deploy.planning.types import Paths
+from spark_deploy.planning.work.jobs import Job, ready_name
 
 PREPARE_TIMEOUT_S = 6 * 3600
 

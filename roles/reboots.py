@@ -5,9 +5,9 @@ from __future__ import annotations
 from pyinfra.api.deploy import deploy
 from pyinfra.context import host, inventory
 
-from spark_deploy.loop import each
-from spark_deploy.operations.reboots import rebooted
-from spark_deploy.plan.types import NeedsPlan, Paths, ServePlan
+from spark_deploy.operations.loop import each
+from spark_deploy.operations.service.reboots import rebooted
+from spark_deploy.planning.types import NeedsPlan, Paths, ServePlan
 
 
 @deploy("Reboots")

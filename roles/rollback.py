@@ -5,9 +5,9 @@ from __future__ import annotations
 from pyinfra.api.deploy import deploy
 from pyinfra.context import host, inventory
 
-from spark_deploy.loop import each
-from spark_deploy.operations.releases import rolled_back, still_proven
-from spark_deploy.plan.types import Paths
+from spark_deploy.operations.loop import each
+from spark_deploy.operations.service.releases import rolled_back, still_proven
+from spark_deploy.planning.types import Paths
 
 
 @deploy("Rollback")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations import gateway
-from spark_deploy.plan.types import GatewayPlan, Paths
+from spark_deploy.operations.service import gateway
+from spark_deploy.planning.types import GatewayPlan, Paths
 
 
 @deploy("Rotate key")

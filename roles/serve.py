@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pyinfra.api.deploy import deploy
 from pyinfra.context import host, inventory
 
-from spark_deploy.loop import each
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.gateway import configured
-from spark_deploy.operations.jobs import prepared
-from spark_deploy.operations.serve import release_files, switched
-from spark_deploy.plan.jobs import Job
-from spark_deploy.plan.release import GATEWAY_USER
-from spark_deploy.plan.types import GatewayPlan, Paths, ServePlan
+from spark_deploy.operations.loop import each
+from spark_deploy.operations.service.gateway import configured
+from spark_deploy.operations.service.jobs import prepared
+from spark_deploy.operations.service.serve import release_files, switched
+from spark_deploy.planning.serving.release import GATEWAY_USER
+from spark_deploy.planning.types import GatewayPlan, Paths, ServePlan
+from spark_deploy.planning.work.jobs import Job
 
 PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.tools import host_tools, python_site
-from spark_deploy.payload import ToolFiles
-from spark_deploy.plan.types import Paths, ToolsPlan
+from spark_deploy.operations.service.tools import host_tools, python_site
+from spark_deploy.payload.content import ToolFiles
+from spark_deploy.planning.types import Paths, ToolsPlan
 
 
 @deploy("Tools")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations.serve import proven
-from spark_deploy.plan.types import GatewayPlan, Paths, ServePlan
+from spark_deploy.operations.service.serve import proven
+from spark_deploy.planning.types import GatewayPlan, Paths, ServePlan
 
 
 @deploy("Verify")

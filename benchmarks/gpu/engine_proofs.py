@@ -6,7 +6,7 @@ Needs a CUDA machine with vLLM and ``spark_vllm`` installed. Stages: ``eager`` (
 weights), ``refused`` (damaged trees), ``speculation`` (the lab's trained model), ``turboquant``
 (the engine's TurboQuant backend and ours); with trees made with ``--special`` also ``nan``,
 ``profiles``, ``steered``, ``prefixes``, ``sizes``, ``names``, ``long``, ``head-choice`` and
-``two-gpus`` (see ``tests/gpu/profile_cases.py``). ``make gpu`` runs the same as tests.
+``two-gpus`` (see ``proofs/profile_cases.py``). ``make gpu`` runs the same as tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files" / "image")]
 
-from tests.gpu import proofs  # noqa: E402 # after the path above
+from proofs import proofs  # noqa: E402 # after the path above
 
 
 def main() -> None:

@@ -14,12 +14,18 @@ from dataclasses import asdict, dataclass
 
 from pyinfra.api.host import Host
 
-from spark_deploy.certificates import ca_path
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.looking import look
-from spark_deploy.facts.gateway import TailnetAddress
-from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
-from spark_deploy.plan.types import GatewayPlan
+from spark_deploy.facts.service.gateway import TailnetAddress
+from spark_deploy.payload.certificates import ca_path
+from spark_deploy.planning.serving.gateway import (
+    CONTAINER_NAME,
+    LOOPBACK,
+    base_urls,
+    gateway_plan,
+    url,
+)
+from spark_deploy.planning.types import GatewayPlan
 
 
 @dataclass(frozen=True, slots=True)

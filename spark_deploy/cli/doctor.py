@@ -12,10 +12,10 @@ from pyinfra.api.host import Host
 from spark_deploy.cli.hosts import Listed, listed, planned, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.errors import LockError, Problem
-from spark_deploy.facts.survey import HostSurvey, Survey
-from spark_deploy.operations.preflight import question
-from spark_deploy.plan.memory import gib
-from spark_deploy.plan.types import NeedsPlan
+from spark_deploy.facts.machine.survey import HostSurvey, Survey
+from spark_deploy.operations.machine.preflight import question
+from spark_deploy.planning.budget.memory import gib
+from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight import judge
 
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.catalog import load_model
+from spark_deploy.catalog.load import load_model
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.inventory import read_inventory, settings_of
-from spark_deploy.lock import read_lock, with_entries
-from spark_deploy.lock_types import Lock, LockedImage, LockedSource
-from spark_deploy.locking import resolve, wanted_by
-from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.types import HostPlan, SourceFile
-from spark_deploy.plan.weights import weights_of
-from spark_deploy.plans import payload_identity
-from spark_deploy.settings import HostSettings
-from spark_deploy.settings_types import Settings
+from spark_deploy.inventory.groups import read_inventory, settings_of
+from spark_deploy.inventory.plans import payload_identity
+from spark_deploy.lockfile.file import read_lock, with_entries
+from spark_deploy.lockfile.resolve import resolve, wanted_by
+from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
+from spark_deploy.planning.budget.weights import weights_of
+from spark_deploy.planning.host import plan_host
+from spark_deploy.planning.types import HostPlan
+from spark_deploy.settings.load import HostSettings
+from spark_deploy.settings.types import Settings
 
 OPEN_COMMIT = "0" * 40
 _OPEN_DIGEST = f"sha256:{'0' * 64}"

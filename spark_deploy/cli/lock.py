@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import LockError
-from spark_deploy.lock import read_lock, write_lock
-from spark_deploy.lock_types import Lock
-from spark_deploy.locking import Wanted, resolve, wanted_by
-from spark_deploy.schema_check import closest
+from spark_deploy.lockfile.file import read_lock, write_lock
+from spark_deploy.lockfile.resolve import Wanted, resolve, wanted_by
+from spark_deploy.lockfile.types import Lock
 
 
 def run(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from pyinfra.api.state import BaseStateCallback, State, StateStage
 from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.cli.hosts import Listed
-from spark_deploy.ssh import no_delay
+from spark_deploy.inventory.ssh import no_delay
 
 T = TypeVar("T")
 

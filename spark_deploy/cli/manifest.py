@@ -6,9 +6,9 @@ import argparse
 import json
 
 from spark_deploy.cli.hosts import listed, planned
-from spark_deploy.manifest import manifest_of
-from spark_deploy.payload import read_payload
-from spark_deploy.plan.digest import plain
+from spark_deploy.operations.service.manifest import manifest_of
+from spark_deploy.payload.content import read_payload
+from spark_deploy.planning.digest import plain
 
 
 def run(options: argparse.Namespace) -> int:

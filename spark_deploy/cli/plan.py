@@ -7,16 +7,16 @@ import json
 import shlex
 from collections.abc import Iterator
 
-from spark_deploy.catalog import Profile, load_model, load_profile
+from spark_deploy.catalog.load import Profile, load_model, load_profile
 from spark_deploy.cli.hosts import OPEN_COMMIT, listed, planned
-from spark_deploy.locking import size
-from spark_deploy.plan.disk import disk_total
-from spark_deploy.plan.effective import effective_profile
-from spark_deploy.plan.gateway import base_urls
-from spark_deploy.plan.memory import gib
-from spark_deploy.plan.release import document
-from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServePlan
-from spark_deploy.settings_types import Settings
+from spark_deploy.lockfile.resolve import size
+from spark_deploy.planning.budget.disk import disk_total
+from spark_deploy.planning.budget.memory import gib
+from spark_deploy.planning.effective import effective_profile
+from spark_deploy.planning.serving.gateway import base_urls
+from spark_deploy.planning.serving.release import document
+from spark_deploy.planning.types import CheckpointPlan, GatewayPlan, HostPlan, ServePlan
+from spark_deploy.settings.types import Settings
 
 
 def run(options: argparse.Namespace) -> int:

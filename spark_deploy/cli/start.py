@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from spark_deploy.cli.stop import tell
-from spark_deploy.plan.gateway import SERVICE
+from spark_deploy.planning.serving.gateway import SERVICE
 
 
 def run(options: argparse.Namespace) -> int:

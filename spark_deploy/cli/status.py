@@ -12,16 +12,16 @@ from pyinfra.api.host import Host
 
 from spark_deploy.cli.hosts import Listed, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer
-from spark_deploy.facts.serve import HostStatus, Status
-from spark_deploy.lock import read_lock
-from spark_deploy.locking import wanted_by
-from spark_deploy.payload import read_payload
-from spark_deploy.plan.gateway import SERVICE
-from spark_deploy.plan.jobs import jobs_of_pair
-from spark_deploy.plan.memory import gib
-from spark_deploy.plan.types import TOOLS_DIR, HostPlan
+from spark_deploy.facts.service.serve import HostStatus, Status
+from spark_deploy.lockfile.file import read_lock
+from spark_deploy.lockfile.resolve import wanted_by
+from spark_deploy.payload.content import read_payload
+from spark_deploy.planning.budget.memory import gib
+from spark_deploy.planning.serving.gateway import SERVICE
+from spark_deploy.planning.types import TOOLS_DIR, HostPlan
+from spark_deploy.planning.work.jobs import jobs_of_pair
 
-_FIRST_TOKENS = "prefix reuse"  # the check of files/serve that times a growing conversation
+_FIRST_TOKENS = "prefix reuse"  # the check of files/host that times a growing conversation
 
 
 def run(options: argparse.Namespace) -> int:

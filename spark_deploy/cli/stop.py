@@ -16,8 +16,8 @@ from pyinfra.api.host import Host
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.operations.running import talking
-from spark_deploy.plan.gateway import SERVICE
-from spark_deploy.plan.types import TOOLS_DIR
+from spark_deploy.planning.serving.gateway import SERVICE
+from spark_deploy.planning.types import TOOLS_DIR
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spark_deploy.errors import Problem
-from spark_deploy.facts.survey import Survey
-from spark_deploy.plan.types import NeedsPlan
+from spark_deploy.facts.machine.survey import Survey
+from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight.verdict import Verdict
 
 

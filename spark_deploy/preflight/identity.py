@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spark_deploy.errors import Problem
-from spark_deploy.facts.gpu import GpuState
-from spark_deploy.facts.host import version_key
-from spark_deploy.facts.survey import Survey
-from spark_deploy.plan.types import NeedsPlan
+from spark_deploy.facts.machine.gpu import GpuState
+from spark_deploy.facts.machine.host import version_key
+from spark_deploy.facts.machine.survey import Survey
+from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight.verdict import Verdict
 
 

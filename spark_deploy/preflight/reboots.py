@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_deploy.facts.survey import Survey
+from spark_deploy.facts.machine.survey import Survey
 
 
 def pending(survey: Survey) -> str:

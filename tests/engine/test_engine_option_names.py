@@ -9,7 +9,7 @@ import pytest
 from spark_vllm import SUPPORTED_ENGINES
 from wheel_sources import fetch
 
-from spark_deploy.engine_options import JUDGED_OPTIONS, OWNED_OPTIONS, option_problems
+from spark_deploy.settings.engine_options import JUDGED_OPTIONS, OWNED_OPTIONS, option_problems
 
 ARGUMENTS = "vllm/engine/arg_utils.py"
 PARSER = "vllm/utils/argparse_utils.py"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.payload import LAUNCHER
+from spark_deploy.payload.content import LAUNCHER
 from tests.labkit import CHECKOUT, Guest, info, lab
 
 GATEWAY = {
@@ -282,7 +282,7 @@ def install(guest: Guest) -> Bench:
         "systemctl disable -q --now nginx; systemctl is-active docker",
         timeout_s=300,
     )
-    _copy(guest, CHECKOUT / "files" / "serve", f"{TOOLS}/bench")
+    _copy(guest, CHECKOUT / "files" / "host", f"{TOOLS}/bench")
     guest.run(
         f"ln -sfn bench {TOOLS}/current && mkdir -p {TOOLS}/bench/bin && "
         f"cat > {HOST} <<'END'\n{LAUNCHER}END\nchmod 755 {HOST} && "

@@ -26,7 +26,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     kept = os.environ.get("SPARK_GPU_RESULTS")
     worker = hasattr(session.config, "workerinput")  # of pytest-xdist: the others still write
     if kept and not worker and not _missing():
-        from tests.gpu import recorded
+        from proofs import recorded
 
         recorded.merge(Path(kept))
 
@@ -37,7 +37,7 @@ def trees(shared_directory: Path) -> Path:
     ready = os.environ.get("SPARK_GPU_TREES")
     if ready:
         return Path(ready)
-    from tests.gpu import trees as maker
+    from proofs import make_trees as maker
 
     out, done = shared_directory / "trees", shared_directory / "trees.done"
     with (shared_directory / "trees.lock").open("w") as lock:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from tests.gpu import proofs
+from proofs import proofs
 
 HUB = os.environ.get("SPARK_GPU_HUB")
 WITHIN_S = os.environ.get("SPARK_GPU_WITHIN_S", "inf")
@@ -96,7 +96,7 @@ def test_long_prompts_with_drafts_are_answered_as_alone(
 
 
 def test_the_opt_in_head_is_measured_once(trees: Path, tmp_path: Path, results: Path) -> None:
-    from tests.gpu import profile_cases
+    from proofs import profile_cases
 
     for path in profile_cases.HEAD_TIMES.values():
         Path(path).unlink(missing_ok=True)

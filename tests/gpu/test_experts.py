@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import recorded
+from proofs import recorded
 
 torch = pytest.importorskip("torch")
 

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.gpu import serve_case  # needs torch
+from proofs import serve_case  # needs torch
 
 HUB = os.environ.get("SPARK_GPU_HUB")
-PLANS = Path(__file__).resolve().parents[1] / "unit" / "plan" / "golden"
+PLANS = Path(__file__).resolve().parents[1] / "unit" / "planning" / "golden"
 TREES = {
     "v2": "tiny-overlay-head8",
     "v2-tq": "tiny-overlay-head8",

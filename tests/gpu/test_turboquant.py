@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import recorded
+from proofs import recorded
 
 torch = pytest.importorskip("torch")
 
@@ -114,7 +114,7 @@ class Batch:
 
     def slots(self, request: int) -> tuple[Any, Any]:
         """Return keys and values as the cache holds them; of a chunk, new ones come as they are."""
-        from tests.gpu.turboquant_slots import dequantise
+        from proofs.turboquant_slots import dequantise
 
         before, fresh = self.cached[request], self.new[request]
         rows = self.store[self.table[request].long()].flatten(0, 1)[: before + fresh]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.payload import site_archive
+from spark_deploy.payload.content import site_archive
 from tests.host.conftest import NAME
 from tests.labkit import CHECKOUT, STATE, Guest, Site, guest_named, lab
 from tests.runs import Run, Silence

@@ -9,10 +9,11 @@ import pytest
 from paramiko import ECDSAKey, Ed25519Key
 from paramiko.hostkeys import HostKeyEntry, HostKeys
 
-from spark_deploy import bootstrap, host_keys, inventory
 from spark_deploy.errors import SettingsError
-from spark_deploy.host_keys import Endpoint, Seen
-from spark_deploy.operations.access import explained, sudoers
+from spark_deploy.inventory import bootstrap, host_keys
+from spark_deploy.inventory import groups as inventory
+from spark_deploy.inventory.host_keys import Endpoint, Seen
+from spark_deploy.operations.machine.access import explained, sudoers
 
 
 def new_key() -> Any:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy import certificates
-from spark_deploy.certificates import check_gateway, given_problems, issue, why_not
 from spark_deploy.errors import SettingsError
-from spark_deploy.plan.gateway import gateway_plan
-from spark_deploy.settings import load_hosts
+from spark_deploy.payload import certificates
+from spark_deploy.payload.certificates import check_gateway, given_problems, issue, why_not
+from spark_deploy.planning.serving.gateway import gateway_plan
+from spark_deploy.settings.load import load_hosts
 
 NAMES = ("spark.example.org", "10.0.0.9")
 

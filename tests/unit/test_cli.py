@@ -75,7 +75,7 @@ def test_lock_check_names_what_is_missing_and_writes_nothing(spark_deploy, tmp_p
     (tmp_path / "group_vars").mkdir()
     inventory = tmp_path / "sparks.py"
     inventory.write_text(
-        "from spark_deploy.inventory import group_from as _g\n"
+        "from spark_deploy.inventory.groups import group_from as _g\n"
         'spark = _g("spark", hosts=["a", "b"], file=__file__)\n'
     )
     code, _, err = spark_deploy("lock", str(inventory), "--check")
@@ -97,7 +97,7 @@ def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spar
     (tmp_path / "inventory").mkdir()
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "inventory/spark.py").write_text(
-        "from spark_deploy.inventory import group_from as _g\n"
+        "from spark_deploy.inventory.groups import group_from as _g\n"
         'spark = _g("spark", hosts=["mine"], file=__file__)\n'
     )
     shutil.copy(LOCK, tmp_path / "spark.lock.yml")

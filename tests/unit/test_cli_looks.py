@@ -11,8 +11,8 @@ from spark_deploy.cli.hosts import Listed
 from spark_deploy.cli.looking import Answer
 from spark_deploy.cli.status import lines as status_lines
 from spark_deploy.cli.status import summary_of
-from spark_deploy.facts.serve import HostStatus
-from spark_deploy.settings import load_hosts
+from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.settings.load import load_hosts
 
 RELEASE = "main-aaaaaaaaaaaa"
 

@@ -4,11 +4,15 @@ import re
 
 import pytest
 
-from spark_deploy.catalog import load_model, load_profile
-from spark_deploy.commands import engine_arguments, engine_environment, option_arguments
+from spark_deploy.catalog.load import load_model, load_profile
 from spark_deploy.errors import PlanError
-from spark_deploy.plan.memory import plan_memory
-from spark_deploy.settings import load_hosts
+from spark_deploy.planning.budget.memory import plan_memory
+from spark_deploy.planning.serving.argv import (
+    engine_arguments,
+    engine_environment,
+    option_arguments,
+)
+from spark_deploy.settings.load import load_hosts
 
 
 def argv(tmp_path, profile="v2", **changes):

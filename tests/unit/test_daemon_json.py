@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_deploy import daemon_json
+from spark_deploy.operations.machine import daemon_json
 
 CAPTURES = Path(__file__).parents[1] / "fixtures" / "captures"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.plan.release import unit_files_of
+from spark_deploy.planning.serving.release import unit_files_of
 
 
 def commands(tools_dir):
@@ -45,7 +45,7 @@ def test_a_command_runs_as_root_whoever_types_it(tmp_path, name, user_id, said):
 
 def test_every_command_that_a_fix_names_is_one_of_them():
     there = {path.rpartition("/")[2] for path in commands("/x")}
-    sources = [*CHECKOUT.glob("files/serve/**/*.py"), *CHECKOUT.glob("spark_deploy/**/*.py")]
+    sources = [*CHECKOUT.glob("files/host/**/*.py"), *CHECKOUT.glob("spark_deploy/**/*.py")]
     named = set()
     for source in sources:
         named |= set(re.findall(r"`(spark-(?:host|check)\b)", source.read_text("utf-8")))

@@ -3,9 +3,10 @@
 import json
 from dataclasses import replace
 
+from spark_deploy.lockfile.types import SourceFile
 from spark_deploy.managed import ManagedFile
-from spark_deploy.plan.jobs import checkpoint_job, fetch_job, image_job
-from spark_deploy.plan.types import CheckpointPlan, ImagePlan, Paths, SourceFile, SourcePlan
+from spark_deploy.planning.types import CheckpointPlan, ImagePlan, Paths, SourcePlan
+from spark_deploy.planning.work.jobs import checkpoint_job, fetch_job, image_job
 
 PATHS = Paths(
     models_dir="/m", sources_dir="/s", cache_dir="/c", config_dir="/e", state_dir="/v",

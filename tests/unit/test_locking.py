@@ -11,13 +11,13 @@ from typing import ClassVar
 
 import pytest
 
-from spark_deploy import hub, registry
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import LockError
-from spark_deploy.lock import read_lock, write_lock
-from spark_deploy.locking import locked_for, wanted_by
-from spark_deploy.registry import parse_reference
-from spark_deploy.settings import load_hosts
+from spark_deploy.lockfile import hub, registry
+from spark_deploy.lockfile.file import read_lock, write_lock
+from spark_deploy.lockfile.registry import parse_reference
+from spark_deploy.lockfile.resolve import locked_for, wanted_by
+from spark_deploy.settings.load import load_hosts
 
 COMMIT = {"lab/tiny-int4": "1" * 40, "lab/tiny-fp8": "2" * 40}
 LAYERS = {"layers": [{"size": 700}, {"size": 300}]}
@@ -252,12 +252,12 @@ def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, tmp_path)
     )
     (tmp_path / "inventory.py").write_text(
         f"import sys as _sys; _sys.path.insert(0, {str(CHECKOUT)!r})\n"
-        "from spark_deploy.inventory import group_from as _group_from\n"
+        "from spark_deploy.inventory.groups import group_from as _group_from\n"
         'here = _group_from("here", hosts=["@local"], file=__file__)\n'
     )
     (tmp_path / "deploy.py").write_text(
         "from pyinfra.context import host\n"
-        "from spark_deploy.plans import plan_for\n"
+        "from spark_deploy.inventory.plans import plan_for\n"
         "assert plan_for(host) is plan_for(host)\n"
         "assert plan_for(host).sources[0].commit == '1' * 40\n"
     )

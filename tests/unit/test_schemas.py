@@ -8,10 +8,11 @@ import jsonschema
 import pytest
 import yaml
 
-from spark_deploy import catalog, settings_types
+from spark_deploy.catalog import load
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.settings import merge, schema_key
-from spark_deploy.settings_types import Settings
+from spark_deploy.settings import types
+from spark_deploy.settings.load import merge, schema_key
+from spark_deploy.settings.types import Settings
 
 SCHEMAS = sorted((CHECKOUT / "schema").glob("*.schema.json"))
 
@@ -65,7 +66,7 @@ def nested(cls: type):
     for field in dataclasses.fields(cls):
         kinds = [hints[field.name], *typing.get_args(hints[field.name])]
         for kind in kinds:
-            if dataclasses.is_dataclass(kind) and kind is not settings_types.SecretRef:
+            if dataclasses.is_dataclass(kind) and kind is not types.SecretRef:
                 yield field.name, kind
 
 
@@ -73,8 +74,8 @@ def nested(cls: type):
     ("cls", "name", "own"),
     [
         (Settings, "settings", set()),
-        (catalog.Model, "model", {"name"}),
-        (catalog.Profile, "profile", {"name", "engine_mode"}),
+        (load.Model, "model", {"name"}),
+        (load.Profile, "profile", {"name", "engine_mode"}),
     ],
 )
 def test_dataclass_fields_are_the_schema_keys(cls, name, own):

@@ -1,8 +1,8 @@
 import pytest
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.secrets import read_secret
-from spark_deploy.settings_types import SecretRef
+from spark_deploy.settings.secrets import read_secret
+from spark_deploy.settings.types import SecretRef
 
 
 def test_a_secret_comes_from_the_environment_a_file_or_a_command(tmp_path, monkeypatch):

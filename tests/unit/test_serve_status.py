@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts.serve import HostStatus, Status
+from spark_deploy.facts.service.serve import HostStatus, Status
 
 RELEASE = "main-0123456789ab"
 RIGHT: dict[str, Any] = {

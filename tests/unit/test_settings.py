@@ -6,7 +6,7 @@ import yaml
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import SettingsError
-from spark_deploy.settings import load_hosts, merge, undot
+from spark_deploy.settings.load import load_hosts, merge, undot
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import copy
 import pytest
 import yaml
 
+from spark_deploy.catalog.tensor_sets import check_tensors
 from spark_deploy.checkout import CHECKOUT, catalog_names
 from spark_deploy.errors import CatalogError
-from spark_deploy.tensor_sets import check_tensors
 
 SHOWN = "catalog/models/qwen3.5-122b.yml"
 

@@ -14,7 +14,7 @@ from spark_deploy.checkout import CHECKOUT
 INVENTORY = """
 import sys as _sys
 _sys.path.insert(0, {checkout!r})
-from spark_deploy.inventory import group_from as _group_from
+from spark_deploy.inventory.groups import group_from as _group_from
 spark = _group_from("spark", hosts=["@local"], file=__file__, host_data={host_data!r})
 """
 REFUSING_SUDO = "#!/bin/sh\necho 'ann may not run sudo here' >&2\nexit 1\n"

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from spark_checkpoint import RECIPE_VERSION, TOOL_VERSION
-from spark_checkpoint.build import build
-from spark_checkpoint.discard import discard
+from spark_checkpoint.build.build import build
 from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, BuilderError, InputRefused
-from spark_checkpoint.fetch import fetch
-from spark_checkpoint.inspection import dump, hold_against, open_subject, report, text_of
+from spark_checkpoint.inspect.discard import discard
+from spark_checkpoint.inspect.inspection import dump, hold_against, open_subject, report, text_of
 from spark_checkpoint.plan import Wire, load_build_plan, load_fetch_plan
 from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.storage import room_left
-from spark_checkpoint.verify import verify_tree
+from spark_checkpoint.verify.verify import verify_tree
 
 _FIXES = {
     errno.ENOSPC: "free space on this filesystem, then run again: it goes on from here",

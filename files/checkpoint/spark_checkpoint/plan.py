@@ -10,7 +10,7 @@ from typing import Any
 
 from spark_checkpoint import RECIPE_VERSION
 from spark_checkpoint.errors import InputRefused
-from spark_checkpoint.schema import load_schema, problems
+from spark_checkpoint.format.schema import load_schema, problems
 
 RECEIPT_NAME = "receipt.json"
 INDEX_NAME = "model.safetensors.index.json"

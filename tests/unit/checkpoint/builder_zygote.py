@@ -100,7 +100,9 @@ def keep_journal(path):
 
 
 def run_one(request, result_path):
-    from spark_checkpoint import build, cli, fetch
+    from spark_checkpoint import cli
+    from spark_checkpoint.build import build
+    from spark_checkpoint.sources import fetch
 
     fault = request.get("fault") or {}
     if fault.get("no_room_gate"):

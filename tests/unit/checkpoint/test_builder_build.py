@@ -10,9 +10,9 @@ import pytest
 from builder_judge import MODULE
 from builder_shards import Raw, readable_by_safetensors
 from builder_trees import BASE_COMMIT, VOCABULARY, run_tool, tree_tensors
-from spark_checkpoint import build as building
+from spark_checkpoint.build import build as building
+from spark_checkpoint.build.layouts import write_overlay
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.layouts import write_overlay
 from spark_checkpoint.plan import load_build_plan
 from spark_checkpoint.progress import Progress
 

@@ -9,7 +9,7 @@ from builder_shards import Raw
 from builder_trees import DONOR_COMMIT, DONOR_SHAPES, tree_tensors
 from hypothesis import given
 from hypothesis import strategies as st
-from spark_checkpoint.ranges import Wanted, merge
+from spark_checkpoint.sources.ranges import Wanted, merge
 
 DONOR = f"lab/tiny-fp8/resolve/{DONOR_COMMIT}"
 

@@ -6,10 +6,10 @@ import re
 import pytest
 import yaml
 from builder_trees import BASE_COMMIT, ROOT, run_tool
-from spark_checkpoint import anatomy
-from spark_checkpoint.anatomy import examine, expected_base_count, recipe_of
-from spark_checkpoint.header import Header, Tensor
-from spark_checkpoint.patterns import expand_all
+from spark_checkpoint.format.header import Header, Tensor
+from spark_checkpoint.format.patterns import expand_all
+from spark_checkpoint.inspect import anatomy
+from spark_checkpoint.inspect.anatomy import examine, expected_base_count, recipe_of
 
 
 def inspected(*arguments):

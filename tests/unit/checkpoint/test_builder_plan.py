@@ -11,9 +11,9 @@ from builder_trees import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from spark_checkpoint.errors import InputRefused
-from spark_checkpoint.patterns import expand, expand_all, groups
+from spark_checkpoint.format.patterns import expand, expand_all, groups
+from spark_checkpoint.format.schema import load_schema, problems
 from spark_checkpoint.plan import load_build_plan
-from spark_checkpoint.schema import load_schema, problems
 
 SCHEMAS = ("checkpoint-plan.schema.json", "fetch.schema.json")
 

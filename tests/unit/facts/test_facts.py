@@ -16,11 +16,11 @@ import pytest
 import yaml
 from pyinfra.api.exceptions import FactProcessError
 
-from spark_deploy.facts.access import LoginAccess
-from spark_deploy.facts.cuda import CudaState
-from spark_deploy.facts.docker import LIBCUDA, DockerState
-from spark_deploy.facts.packages import BaseState
-from spark_deploy.facts.survey import HostSurvey
+from spark_deploy.facts.machine.access import LoginAccess
+from spark_deploy.facts.machine.cuda import CudaState
+from spark_deploy.facts.machine.docker import LIBCUDA, DockerState
+from spark_deploy.facts.machine.packages import BaseState
+from spark_deploy.facts.machine.survey import HostSurvey
 
 FACTS = {
     fact.__name__: fact for fact in (HostSurvey, BaseState, CudaState, DockerState, LoginAccess)

@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 
-from spark_deploy.facts import sections, stored
+from spark_deploy.facts import sections
+from spark_deploy.facts.service import stored
 
 MIB = 1 << 20
 

@@ -48,7 +48,7 @@ def texts(value: ast.expr, function: ast.FunctionDef) -> set[str]:
 
 def kinds_of_jobs() -> set[str]:
     found: set[str] = set()
-    for function, call in calls(CHECKOUT / "spark_deploy/plan/jobs.py", "Job"):
+    for function, call in calls(CHECKOUT / "spark_deploy/planning/work/jobs.py", "Job"):
         [kind] = [keyword.value for keyword in call.keywords if keyword.arg == "kind"]
         found |= texts(kind, function)
     return found
@@ -56,7 +56,7 @@ def kinds_of_jobs() -> set[str]:
 
 def phases_of_changes() -> set[str]:
     found: set[str] = set()
-    for path in sorted((CHECKOUT / "files/serve/spark_serve").rglob("*.py")):
+    for path in sorted((CHECKOUT / "files/host/spark_host").rglob("*.py")):
         for function, call in calls(path, "phase"):
             found |= texts(call.args[0], function)
     return found

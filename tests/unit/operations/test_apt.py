@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_deploy.operations import apt, docker_engine
-from spark_deploy.plan.types import AptRepository
+from spark_deploy.operations.machine import apt, docker_engine
+from spark_deploy.planning.types import AptRepository
 from tests.unit.facts.test_facts import lines_of
 
 

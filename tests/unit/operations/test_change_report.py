@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.operations import change
+from spark_deploy.operations.service import rollout
 from tests.unit.operations.test_operations import FakeHost
 
 NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
@@ -14,7 +14,7 @@ NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
 
 def said(**result: Any) -> tuple[bool, list[str]]:
     host = FakeHost({})
-    well = change.report(host, NEW, result)  # type: ignore[arg-type]
+    well = rollout.report(host, NEW, result)  # type: ignore[arg-type]
     return well, "\n".join(host.logs).splitlines()
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pyinfra.api.exceptions import ConnectError
 
-from spark_deploy.operations import change, remote
+from spark_deploy.operations import reconnect
+from spark_deploy.operations.service import rollout
 from tests.unit.operations.test_operations import FakeHost, on
 
 
@@ -47,8 +48,8 @@ class Wired:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(remote.gevent, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr(reconnect.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(reconnect.gevent, "sleep", lambda s: now.__setitem__(0, now[0] + s))
     return now
 
 
@@ -57,7 +58,7 @@ def test_a_lost_connection_is_made_again_and_the_question_asked_again(
     clock: list[float], loss: Any
 ) -> None:
     host = Wired(loss, "here")
-    assert remote.poll(host, "true") == (True, "here", "")
+    assert reconnect.poll(host, "true") == (True, "here", "")
     assert host.connects == 1
 
 
@@ -68,21 +69,21 @@ def test_a_command_that_fails_on_a_host_that_is_there_is_not_repeated(
     monkeypatch.setattr(
         host, "run_shell_command", lambda *_, **__: (False, SimpleNamespace(stdout="", stderr="x"))
     )
-    assert remote.poll(host, "false") == (False, "", "x")
+    assert reconnect.poll(host, "false") == (False, "", "x")
     assert host.connects == 0
 
 
 def test_a_host_that_stays_away_is_given_up_after_minutes(clock: list[float]) -> None:
     with pytest.raises(ConnectError, match="stayed unreachable"):
-        remote.poll(Wired(), "true")
-    assert remote.AWAY_S <= clock[0] < remote.AWAY_S + 30
+        reconnect.poll(Wired(), "true")
+    assert reconnect.AWAY_S <= clock[0] < reconnect.AWAY_S + 30
 
 
 def test_a_change_on_a_host_that_is_lost_fails_and_says_that_the_host_goes_on(
     clock: list[float],
 ) -> None:
     host = Wired()
-    assert not change.change_now(None, host, "main-aaaaaaaaaaaa", "/t", 60)  # type: ignore[arg-type]
+    assert not rollout.change_now(None, host, "main-aaaaaaaaaaaa", "/t", 60)  # type: ignore[arg-type]
     assert "takes it back, by itself" in host.logs[-1]
 
 
@@ -99,7 +100,7 @@ def test_a_host_lost_before_its_change_blocks_nobody_and_a_failed_one_does(
     host = FakeHost({})
     others(host, Wired(plugged=plugged))
     with on(host):
-        assert bool(change.held_back("left alone")) == held
+        assert bool(rollout.held_back("left alone")) == held
 
 
 def test_only_the_host_that_failed_is_blamed_and_not_those_that_were_left_alone() -> None:
@@ -108,14 +109,14 @@ def test_only_the_host_that_failed_is_blamed_and_not_those_that_were_left_alone(
     for host, wrong in ((second, [failed]), (third, [failed, second])):
         others(host, *wrong)
         with on(host):
-            assert "because first failed first" in str(change.held_back("left alone"))
+            assert "because first failed first" in str(rollout.held_back("left alone"))
 
 
 def test_a_host_lost_during_its_own_change_holds_the_others_back(clock: list[float]) -> None:
     lost, host = Wired(), FakeHost({})
-    change.change_now(None, lost, "main-aaaaaaaaaaaa", "/t", 60)  # type: ignore[arg-type]
+    rollout.change_now(None, lost, "main-aaaaaaaaaaaa", "/t", 60)  # type: ignore[arg-type]
     others(host, lost)
     with on(host):
-        problem = change.held_back("left alone")
+        problem = rollout.held_back("left alone")
     assert problem
     assert "left alone, because spark-1 failed first" in str(problem)

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from pyinfra.api.command import FunctionCommand, StringCommand
 
-from spark_deploy.certificates import issue
 from spark_deploy.errors import SettingsError
 from spark_deploy.facts.files import FileStates
-from spark_deploy.facts.gateway import GatewayCertificate, HostCertificate, TailnetAddress
-from spark_deploy.facts.serve import HostStatus, Status
+from spark_deploy.facts.service.gateway import GatewayCertificate, HostCertificate, TailnetAddress
+from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations import gateway
-from spark_deploy.plan.gateway import gateway_file
-from spark_deploy.plan.types import GatewayPlan, SecretSource, TlsPlan
+from spark_deploy.operations.service import gateway
+from spark_deploy.payload.certificates import issue
+from spark_deploy.planning.serving.gateway import gateway_file
+from spark_deploy.planning.types import GatewayPlan, SecretSource, TlsPlan
 from tests.unit.operations.test_operations import PATHS, FakeHost, on
 from tests.unit.test_certificates import openssl, pair, public
 

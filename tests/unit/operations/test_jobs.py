@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts.jobs import Jobs, JobState, JobStates
+from spark_deploy.facts.service.jobs import Jobs, JobState, JobStates
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations import jobs
-from spark_deploy.plan.jobs import Job
+from spark_deploy.operations.service import jobs
+from spark_deploy.planning.work.jobs import Job
 from tests.unit.operations.test_releases import Answering, outcome
 
 NOW, BEFORE = "main-aaaaaaaaaaaa", "main-bbbbbbbbbbbb"

@@ -22,8 +22,8 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.state import StateStage
 from pyinfra.context import ctx_host, ctx_state
 
-from spark_deploy.operations import access, base, cuda, docker, preflight
-from spark_deploy.plan.types import (
+from spark_deploy.operations.machine import access, base, cuda, docker, preflight
+from spark_deploy.planning.types import (
     AptRepository,
     BasePlan,
     BootstrapPlan,

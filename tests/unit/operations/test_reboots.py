@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts.reboots import BOOT_ID, RebootedFor
-from spark_deploy.operations import preflight, reboots
+from spark_deploy.facts.machine.reboots import BOOT_ID, RebootedFor
+from spark_deploy.operations.machine import preflight
+from spark_deploy.operations.service import reboots
 from tests.unit.operations.test_operations import NEEDS, PATHS, FakeHost, on, sections_of, shown
 
 KERNEL = {"kernels": ["6.17.0-1021-nvidia", "6.17.0-1029-nvidia"]}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts.releases import Prunable, WayBack
-from spark_deploy.facts.serve import HostStatus
-from spark_deploy.operations import change, releases, serve
+from spark_deploy.facts.service.releases import Prunable, WayBack
+from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.operations.service import releases, rollout, serve
 from tests.unit.operations.test_operations import PATHS, FakeHost, on, shown
 from tests.unit.test_serve_status import RELEASE, RIGHT
 
@@ -210,14 +210,14 @@ class Polled:
 
 def watched(*answers: str) -> tuple[bool, Polled]:
     host = Polled(*answers)
-    done = change._begin_and_watch(None, host, "switch-begin r", "/t", 60)  # type: ignore[arg-type]
+    done = rollout._begin_and_watch(None, host, "switch-begin r", "/t", 60)  # type: ignore[arg-type]
     return done, host
 
 
 def test_a_change_is_followed_under_the_id_it_was_begun_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(change, "POLL_EVERY_S", 0)
+    monkeypatch.setattr(rollout, "POLL_EVERY_S", 0)
     done, host = watched(
         '{"release": "r", "request": "id1", "joined": false}',
         '{"state": "none"}',
@@ -231,7 +231,7 @@ def test_a_change_is_followed_under_the_id_it_was_begun_with(
 def test_a_host_that_cannot_say_how_a_change_goes_is_asked_on_and_quoted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(change, "POLL_EVERY_S", 0)
+    monkeypatch.setattr(rollout, "POLL_EVERY_S", 0)
     done, host = watched(
         '{"release": "r", "request": "id1", "joined": false}',
         "error: systemctl show: no answer within 60 s; fix: run again",

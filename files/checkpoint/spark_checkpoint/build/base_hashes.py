@@ -1,0 +1,128 @@
+"""What is known of the base's bytes before a build: its receipt, or hashes made now."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.pieces import PIECE_BYTES, Piece, Proof, prove_file
+from spark_checkpoint.plan import BuildPlan
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.receipt import Receipt, ReceiptFile, load_receipt
+from spark_checkpoint.storage import COPY_BYTES
+from spark_checkpoint.format.tree import Tree, files_of
+
+_FIX = "delete the source directory and fetch it again"
+_HASHES_AT_ONCE = min(4, os.cpu_count() or 1)
+
+
+def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
+    """Return path → hashes of every base file.
+
+    With a pinned revision they come from the source's receipt, after its commit, file set and
+    sizes were checked; a file touched since it was fetched is hashed again, and so is one whose
+    receipt lacks the pieces that *full* copies by. Without a revision every file is hashed here.
+    """
+    directory = plan.base_dir
+    if plan.base_revision is None:
+        return _prove_all(directory, files_of(directory), progress)
+    receipt = load_receipt(directory)
+    if receipt is None or receipt.document.get("commit") != plan.base_revision:
+        found = "has no receipt" if receipt is None else f"is {receipt.document.get('commit')}"
+        raise GateRefused(
+            str(directory),
+            f"{found}, the plan wants the verified tree of commit {plan.base_revision}",
+            "fetch the base at the locked commit",
+        )
+    _same_files(directory, receipt)
+    again = [
+        file.path
+        for file in receipt.files
+        if _touched(directory, file) or (plan.layout == "full" and _pieces(file) is None)
+    ]
+    proofs = {
+        file.path: Proof(file.sha256, _pieces(file) or ())
+        for file in receipt.files
+        if file.sha256 is not None
+    }
+    for name, proof in _prove_all(directory, again, progress).items():
+        if name not in proofs or proof.sha256 != proofs[name].sha256:
+            raise GateRefused(
+                str(directory / name), "was changed after it was fetched and verified", _FIX
+            )
+        proofs[name] = proof
+    return proofs
+
+
+def compare_duplicates(base: Tree) -> dict[str, Any]:
+    """Return how many names are in several shards, and how many of them differ in bytes."""
+    differing = 0
+    for name, shards in base.duplicates.items():
+        hashes = Counter(
+            _span_hash(
+                Span(
+                    base.directory / shard,
+                    base.shards[shard].file_offset(name),
+                    base.shards[shard].tensors[name].size_bytes,
+                )
+            )
+            for shard in shards
+        )
+        differing += len(hashes) > 1
+    return {"names": len(base.duplicates), "differing": differing, "rule": "last file wins"}
+
+
+def _same_files(directory: Path, receipt: Receipt) -> None:
+    expected = {file.path for file in receipt.files}
+    found = set(files_of(directory))
+    if found != expected:
+        odd = sorted(found ^ expected)[:3]
+        raise GateRefused(str(directory), f"files differ from its receipt ({', '.join(odd)})", _FIX)
+    for file in receipt.files:
+        size_bytes = (directory / file.path).stat().st_size
+        if size_bytes != file.size_bytes:
+            raise GateRefused(
+                str(directory / file.path),
+                f"has {size_bytes} bytes, its receipt says {file.size_bytes}",
+                _FIX,
+            )
+
+
+def _touched(directory: Path, file: ReceiptFile) -> bool:
+    if file.modified_ns is None or file.sha256 is None:
+        return True
+    return (directory / file.path).stat().st_mtime_ns != file.modified_ns
+
+
+def _pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:
+    """Return the pieces of a file; None when its receipt has none."""
+    if file.pieces is None and file.sha256 is not None and file.size_bytes <= PIECE_BYTES:
+        return (Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()
+    return file.pieces
+
+
+def _prove_all(directory: Path, names: list[str], progress: Progress) -> dict[str, Proof]:
+    if names:
+        progress.phase("hash-base", sum((directory / name).stat().st_size for name in names))
+    with ThreadPoolExecutor(_HASHES_AT_ONCE) as pool:
+        proofs = pool.map(lambda name: prove_file(directory / name, progress.add), names)
+        return dict(zip(names, proofs, strict=True))
+
+
+def _span_hash(span: Span) -> str:
+    hasher, left = hashlib.sha256(), span.size_bytes
+    with span.path.open("rb") as file:
+        file.seek(span.offset)
+        while left:
+            piece = file.read(min(left, COPY_BYTES))
+            if not piece:
+                raise GateRefused(str(span.path), "became shorter while it was read", _FIX)
+            hasher.update(piece)
+            left -= len(piece)
+    return hasher.hexdigest()

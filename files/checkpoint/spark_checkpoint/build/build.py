@@ -1,0 +1,324 @@
+"""Builds a checkpoint: gates, replacements, layout, index and config, receipt, one rename."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_checkpoint.build.config import result_config, usable
+from spark_checkpoint.sources.donor import Donor, open_donor
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.verify.gates import MTP_PREFIX, SCALE, WEIGHT, donor_as_planned, donor_unmatched, fp8_fits, packable, planned_shapes, same_names, swappable
+from spark_checkpoint.build.grafting import graft_mtp, graftable, model_sizes
+from spark_checkpoint.format.header import Tensor
+from spark_checkpoint.build.layouts import Layout, write_full, write_overlay
+from spark_checkpoint.verify.expected import overlay_name
+from spark_checkpoint.format.patterns import expand, expand_all, uses_up
+from spark_checkpoint.pieces import Proof
+from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, BuildPlan
+from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.receipt import checkpoint_receipt, load_receipt, write_receipt
+from spark_checkpoint.build.replacements import bake_head, compare_with_donor, scale_of, swap_by_int8, swap_by_own_fp8, swap_from_donor
+from spark_checkpoint.build.disk_room import fp8_bytes, grafted_bytes, int8_bytes, peak_bytes
+from spark_checkpoint.build.base_hashes import base_proofs, compare_duplicates
+from spark_checkpoint.build.staging import Changes, staging
+from spark_checkpoint.storage import (
+    clear,
+    partial_dir,
+    publish,
+    refuse_without_room,
+    sole_use,
+    write_json,
+)
+from spark_checkpoint.format.tree import Tree, read_config, read_tree
+from spark_checkpoint.verify.verify import verify_tree
+
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The gated inputs of a build."""
+
+    base: Tree
+    proofs: dict[str, Proof]
+    donor: Donor | None
+    modules: list[str]
+    mtp_missing: list[str]
+
+
+def build(plan: BuildPlan, progress: Progress) -> bool:
+    """Build the plan's tree; return False when it was already there."""
+    if _is_built(plan, progress):
+        shutil.rmtree(partial_dir(plan.out), ignore_errors=True)
+        return False
+    work = partial_dir(plan.out)
+    with sole_use(work):
+        # Another builder may have finished while this one waited for the lock.
+        if _is_built(plan, progress):
+            return False
+        tree_dir = work / "tree"
+        # Sources are let go of before the result is read again: a large model's names fill memory.
+        report = _write_tree(plan, work, tree_dir, progress)
+        verify_tree(tree_dir, progress, full=False)
+        publish(tree_dir, plan.out)
+        clear(work)
+        work.rmdir()
+    if plan.layout == "full":
+        base_bytes = report["rebuild_fetch_bytes"]["base"]
+        note(f"{plan.out}: stands alone; without its base a rebuild fetches {base_bytes} bytes")
+    return True
+
+
+def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress) -> dict[str, Any]:
+    """Write the whole tree with its receipt, and return the receipt's report."""
+    donor_dir = work / _donor_dir_name(plan)
+    clear(work, keep=frozenset({donor_dir.name}))
+    sources = open_sources(plan, progress)
+    refuse_without_room(plan.out.parent, needed_bytes(plan, sources), f"building {plan.name}")
+    changes = make_changes(plan, sources, work, donor_dir, progress)
+    tree_dir.mkdir()
+    write = write_overlay if plan.layout == "overlay" else write_full
+    layout = write(tree_dir, sources.base, sources.proofs, changes, progress)
+    _finish_tree(plan, sources, layout, tree_dir)
+    _gate_result(plan, sources, changes, layout)
+    report = {**changes.report, **_report(sources, layout, _donor_bytes(plan, sources))}
+    write_receipt(tree_dir, checkpoint_receipt(plan, layout.files, len(layout.index), report))
+    return report
+
+
+def open_sources(plan: BuildPlan, progress: Progress) -> Sources:
+    """Open base and donor and hold them against the plan's exact sets."""
+    progress.phase("gates")
+    base = read_tree(plan.base_dir)
+    usable(read_config(plan.base_dir), str(plan.base_dir / CONFIG_NAME), plan.head)
+    modules = [module for pattern in plan.swap for module in expand(pattern)]
+    mtp_missing = _gate_base_names(plan, base, modules)
+    if plan.shared_experts == "fp8-base":
+        for module in modules:
+            weight, scale = base.tensor(module + WEIGHT), base.tensor(module + SCALE)
+            fp8_fits(f"base {module}", weight.shape, weight, scale, plan.block_shape)
+    elif plan.shared_experts != "keep":
+        swappable(plan.base_dir, {m + WEIGHT: base.tensor(m + WEIGHT) for m in modules})
+    if plan.shared_experts == "int8-g128":
+        for module in modules:
+            packable(module + WEIGHT, base.tensor(module + WEIGHT), head=False)
+    if plan.head == "int8-g128":
+        packable(HEAD, base.tensor(HEAD), head=True)
+    donor = _open_donor(plan, base, modules, mtp_missing)
+    proofs = base_proofs(plan, progress)
+    return Sources(base, proofs, donor, modules, mtp_missing)
+
+
+def _gate_base_names(plan: BuildPlan, base: Tree, modules: list[str]) -> list[str]:
+    """Refuse a base with other names than the plan's; return the MTP names it lacks.
+
+    A large model's expected names fill memory: they are only all made for the refusal.
+    """
+    names, where = base.owner.keys(), str(plan.base_dir)
+    patterns = list(plan.base_tensors)
+    if plan.shared_experts == "fp8-base":
+        patterns += [module + SCALE for module in modules]
+    mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
+    if not uses_up({name for name in names if name not in mtp_found}, patterns):
+        same_names(where, "base tensors", names - mtp_found, expand_all(patterns, "base_tensors"))
+    mtp_expected = expand_all(plan.mtp_tensors, "mtp_tensors")
+    if mtp_found - mtp_expected:
+        same_names(where, "MTP tensors", mtp_found, mtp_expected)
+    absent = [module for module in modules if module + WEIGHT not in base.owner]
+    if absent or len(set(modules)) != len(modules):
+        same_names(where, "modules to swap", set(modules) - set(absent), modules)
+    return sorted(mtp_expected - mtp_found)
+
+
+def make_changes(
+    plan: BuildPlan, sources: Sources, work: Path, donor_dir: Path, progress: Progress
+) -> Changes:
+    """Have the bytes of every new tensor on this host."""
+    changes = Changes()
+    base, modules, block = sources.base, sources.modules, plan.block_shape
+    spans = {}
+    wanted = _donor_names(plan, sources)
+    if sources.donor is not None and wanted:
+        spans = sources.donor.stage(wanted, donor_dir, progress)
+    with staging(work / "new-tensors") as stage:
+        if plan.compares_with_donor and sources.donor is not None:
+            donor = sources.donor.tensors([m + s for m in modules for s in (WEIGHT, SCALE)])
+            compare_with_donor(base, modules, donor, spans, block, progress, changes)
+            if plan.shared_experts == "fp8-donor":
+                swap_from_donor(modules, donor, spans, changes)
+        elif plan.shared_experts == "fp8-self":
+            swap_by_own_fp8(base, modules, block, stage, progress, changes)
+        elif plan.shared_experts == "int8-g128":
+            swap_by_int8(base, modules, stage, progress, changes)
+        if plan.head == "int8-g128":
+            bake_head(base, HEAD, stage, progress, changes)
+        if sources.mtp_missing and sources.donor is not None:
+            graft_mtp(sources.mtp_missing, sources.donor, spans, block, stage, changes)
+    return changes
+
+
+def _open_donor(
+    plan: BuildPlan, base: Tree, modules: list[str], mtp_missing: list[str]
+) -> Donor | None:
+    if plan.donor is None or (not plan.compares_with_donor and not mtp_missing):
+        if mtp_missing:
+            raise GateRefused(
+                str(plan.base_dir),
+                f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from",
+                "plan a donor, or use a base that has them",
+            )
+        return None
+    planned = planned_shapes(
+        plan.donor_shapes, modules, {m: base.tensor(m + WEIGHT) for m in modules}
+    )
+    donor = open_donor(plan.donor)
+    where = str(plan.donor.dir or plan.donor.url)
+    needed = [m + s for m in modules for s in (WEIGHT, SCALE)]
+    if plan.compares_with_donor:
+        have = donor.names.intersection(needed)
+        same_names(where, "donor weights and scales", have, needed)
+    same_names(
+        where,
+        "donor names without a partner",
+        donor_unmatched(donor.names, base.owner, modules),
+        expand_all(plan.donor_unmatched, "donor_unmatched"),
+    )
+    same_names(where, "MTP tensors to graft", donor.names.intersection(mtp_missing), mtp_missing)
+    if mtp_missing:
+        sizes = model_sizes(base, read_config(plan.base_dir))
+        graftable(mtp_missing, donor, sizes, plan.block_shape)
+    if plan.compares_with_donor:
+        entries = donor.tensors(needed)
+        for module in modules:
+            weight, scale = entries[module + WEIGHT], entries[module + SCALE]
+            if planned:
+                donor_as_planned(module, planned[module], weight, scale)
+            shape = base.tensor(module + WEIGHT).shape
+            fp8_fits(f"donor {module}", shape, weight, scale, plan.block_shape)
+    return donor
+
+
+def _donor_names(plan: BuildPlan, sources: Sources) -> list[str]:
+    if sources.donor is None:
+        return []
+    names = list(sources.mtp_missing)
+    names += [s for s in map(scale_of, sources.mtp_missing) if s in sources.donor.names]
+    if plan.compares_with_donor:
+        names += [module + suffix for module in sources.modules for suffix in (WEIGHT, SCALE)]
+    return names
+
+
+def _donor_bytes(plan: BuildPlan, sources: Sources) -> int:
+    """Return the donor bytes this plan is made of."""
+    if sources.donor is None:
+        return 0
+    entries = sources.donor.tensors(_donor_names(plan, sources))
+    return sum(entry.size_bytes for entry in entries.values())
+
+
+def _donor_dir_name(plan: BuildPlan) -> str:
+    url = (plan.donor.url if plan.donor else None) or ""
+    return f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+
+def needed_bytes(plan: BuildPlan, sources: Sources) -> int:
+    """Return what the filesystem of the result must have free before anything is written."""
+    base, made = sources.base, 0
+    weights = [base.tensor(module + WEIGHT) for module in sources.modules]
+    if plan.shared_experts == "fp8-self":
+        made += sum(fp8_bytes(weight, plan.block_shape) for weight in weights)
+    elif plan.shared_experts == "int8-g128":
+        made += sum(int8_bytes(weight) for weight in weights)
+    if plan.head == "int8-g128":
+        made += int8_bytes(base.tensor(HEAD))
+    received: dict[str, Tensor] = {}
+    wanted = _donor_names(plan, sources)
+    if sources.donor is not None and wanted:
+        entries = sources.donor.tensors(wanted)
+        made += grafted_bytes(entries[name] for name in sources.mtp_missing)
+        received = entries
+    return peak_bytes(base, layout=plan.layout, received=received, made_bytes=made)
+
+
+def _finish_tree(plan: BuildPlan, sources: Sources, layout: Layout, tree_dir: Path) -> None:
+    """Write index and config, the last files before the receipt."""
+    config = result_config(
+        read_config(plan.base_dir),
+        names=layout.index,
+        swap=sources.modules,
+        block_shape=plan.block_shape,
+        shared_experts=plan.shared_experts,
+        head=plan.head,
+        layout=plan.layout,
+        extra=plan.extra,
+    )
+    index = {
+        "metadata": {"total_size": layout.total_size_bytes},
+        "weight_map": {name: layout.index[name] for name in sorted(layout.index)},
+    }
+    documents = {INDEX_NAME: index, CONFIG_NAME: config}
+    if (plan.base_dir / QUANTIZATION_NAME).exists():
+        documents[QUANTIZATION_NAME] = config["quantization_config"]
+    for name, document in documents.items():
+        sha256 = write_json(tree_dir / name, document)
+        status = (tree_dir / name).stat()
+        layout.files.append(
+            {
+                "path": name,
+                "size_bytes": status.st_size,
+                "sha256": sha256,
+                "modified_ns": status.st_mtime_ns,
+            }
+        )
+
+
+def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout) -> None:
+    """Refuse a result whose names are not exactly base, minus replaced, plus new."""
+    overlay = plan.layout == "overlay"
+    new = {
+        overlay_name(tensor.name) if old and overlay else tensor.name
+        for old, tensors in changes.added.items()
+        for tensor in tensors
+    }
+    found, base = layout.index.keys(), sources.base.owner
+    kept_count = len(base) - sum(name in base for name in changes.added)
+    kept = (name for name in base if name not in changes.added)
+    whole = all(name in found for name in itertools.chain(kept, new))
+    if not whole or len(found) != kept_count + len(new):
+        expected = (base.keys() - set(changes.added)) | new
+        same_names(str(plan.out), "tensors of the result", found, expected)
+    mtp = {name for name in found if name.startswith(MTP_PREFIX)}
+    same_names(str(plan.out), "MTP tensors", mtp, expand_all(plan.mtp_tensors, "mtp_tensors"))
+
+
+def _report(sources: Sources, layout: Layout, donor_bytes: int) -> dict[str, Any]:
+    base_bytes = sum((sources.base.directory / path).stat().st_size for path in sources.proofs)
+    report: dict[str, Any] = {
+        "rebuild_fetch_bytes": {"base": base_bytes, "donor": donor_bytes},
+        "written_bytes": sum(f["size_bytes"] for f in layout.files if "link_of" not in f),
+        "linked_bytes": sum(f["size_bytes"] for f in layout.files if "link_of" in f),
+    }
+    if sources.donor is not None:
+        report["donor_received_bytes"] = sources.donor.received_bytes
+    if sources.base.duplicates:
+        report["duplicates"] = compare_duplicates(sources.base)
+    return report
+
+
+def _is_built(plan: BuildPlan, progress: Progress) -> bool:
+    if not plan.out.exists():
+        return False
+    receipt = load_receipt(plan.out)
+    if receipt is None or receipt.digest != plan.digest:
+        found = "has no receipt" if receipt is None else f"holds plan {receipt.digest[:12]}"
+        raise GateRefused(
+            str(plan.out), f"{found}, so it is not ours to replace", "move it away, run again"
+        )
+    verify_tree(plan.out, progress, full=False)
+    note(f"{plan.out}: already holds plan {plan.digest[:12]}")
+    return True

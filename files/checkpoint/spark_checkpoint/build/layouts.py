@@ -1,0 +1,187 @@
+"""The two shapes of a result: *overlay* links the base, *full* rewrites its shards."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.pieces import Proof
+from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.build.staging import Changes, NewTensor
+from spark_checkpoint.format.tree import Tree, files_of
+from spark_checkpoint.build.write import Written, aligned, by_alignment, copy_file, rewrite_shard, write_new
+
+OVERLAY_SHARD = "model-spark-overlay.safetensors"
+GRAFT_SHARD = "model-spark-mtp.safetensors"
+_REWRITTEN = frozenset({CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME})
+_METADATA = {"format": "pt"}
+_COPIES_AT_ONCE = min(4, os.cpu_count() or 1)
+
+from spark_checkpoint.verify.expected import overlay_name
+
+
+@dataclass(slots=True)
+class Layout:
+    """A written tree before index, config and receipt: its files and where each name is."""
+
+    files: list[dict[str, Any]] = field(default_factory=list)
+    index: dict[str, str] = field(default_factory=dict)
+    total_size_bytes: int = 0
+
+
+def write_overlay(
+    tree_dir: Path,
+    base: Tree,
+    proofs: Mapping[str, Proof],
+    changes: Changes,
+    progress: Progress,
+) -> Layout:
+    """Hard-link every base file and add one shard with the new tensors under their own names."""
+    layout = Layout()
+    for name in files_of(base.directory):
+        if name in _REWRITTEN:
+            continue
+        _link(base.directory / name, tree_dir / name)
+        status = (tree_dir / name).stat()
+        layout.files.append(
+            {
+                "path": name,
+                "size_bytes": status.st_size,
+                "sha256": proofs[name].sha256,
+                "modified_ns": status.st_mtime_ns,
+                "link_of": str(base.directory / name),
+            }
+        )
+    new: list[NewTensor] = []
+    for old, tensors in changes.added.items():
+        new += [t._replace(name=overlay_name(t.name)) if old else t for t in tensors]
+    layout.index = {name: shard for name, shard in base.owner.items() if name not in changes.added}
+    layout.total_size_bytes = sum(base.tensor(name).size_bytes for name in layout.index)
+    if new:
+        progress.phase("write", sum(tensor.span.size_bytes for tensor in new))
+        written = write_new(tree_dir / OVERLAY_SHARD, by_alignment(new), _METADATA, progress)
+        layout.files.append(_entry(OVERLAY_SHARD, written))
+        layout.index.update({tensor.name: OVERLAY_SHARD for tensor in new})
+        layout.total_size_bytes += sum(tensor.span.size_bytes for tensor in new)
+    return layout
+
+
+def write_full(
+    tree_dir: Path,
+    base: Tree,
+    proofs: Mapping[str, Proof],
+    changes: Changes,
+    progress: Progress,
+) -> Layout:
+    """Write every shard anew, each tensor once, and copy everything else."""
+    layout = Layout()
+    shards = base.shards
+    others = [n for n in files_of(base.directory) if n not in shards and n not in _REWRITTEN]
+    grafts = by_alignment(changes.added.get("", ()))
+    layout.index = result_index(base, changes)
+    layout.total_size_bytes = _total_size_bytes(base, changes)
+    progress.phase("write", layout.total_size_bytes)
+
+    def one(name: str) -> dict[str, Any] | None:
+        target = tree_dir / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if name == GRAFT_SHARD:
+            return _entry(name, write_new(target, grafts, _METADATA, progress))
+        source, proof = base.directory / name, proofs[name]
+        # Made here, shard by shard: those of a large model's whole tree fill memory.
+        tensors = full_shard(base, name, changes) if name in shards else []
+        if name not in shards or _untouched(base, name, tensors):
+            return _entry(name, copy_file(target, source, progress, proof), proof.sha256)
+        if not tensors:
+            return None
+        if not aligned(tensors):
+            tensors = by_alignment(tensors)
+        metadata = base.shards[name].metadata
+        return _entry(name, rewrite_shard(target, tensors, metadata, progress, source, proof))
+
+    names = sorted(shards, key=lambda name: -base.shards[name].data_bytes)
+    names += [*others, *([GRAFT_SHARD] if grafts else [])]
+    with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+        futures = {name: pool.submit(one, name) for name in names}
+        try:
+            entries = [future.result() for _, future in sorted(futures.items())]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    layout.files = [entry for entry in entries if entry is not None]
+    return layout
+
+
+def result_index(base: Tree, changes: Changes) -> dict[str, str]:
+    """Return which file of a *full* result holds each name."""
+    index = {name: shard for name, shard in base.owner.items() if name not in changes.added}
+    for old, tensors in changes.added.items():
+        shard = base.owner[old] if old else GRAFT_SHARD
+        index.update({tensor.name: shard for tensor in tensors})
+    return index
+
+
+def _total_size_bytes(base: Tree, changes: Changes) -> int:
+    kept = sum(base.tensor(name).size_bytes for name in base.owner if name not in changes.added)
+    return kept + sum(t.span.size_bytes for new in changes.added.values() for t in new)
+
+
+def full_shard(base: Tree, shard: str, changes: Changes) -> list[NewTensor]:
+    """Return the tensors of a rewritten shard: base order, replacements in place.
+
+    Scales and zero points go to the end, because their odd sizes would push what follows
+    off its alignment.
+    """
+    header, path = base.shards[shard], base.directory / shard
+    kept: list[NewTensor] = []
+    tail: list[NewTensor] = []
+    for name, tensor in header.tensors.items():
+        if base.owner[name] != shard:
+            continue
+        if name in changes.added:
+            first, *rest = changes.added[name]
+            kept.append(first)
+            tail += rest
+        else:
+            span = Span(path, header.file_offset(name), tensor.size_bytes)
+            kept.append(NewTensor(name, tensor.dtype, tensor.shape, span))
+    return kept + by_alignment(tail)
+
+
+def _untouched(base: Tree, shard: str, tensors: list[NewTensor]) -> bool:
+    return [tensor.name for tensor in tensors] == list(base.shards[shard].tensors) and all(
+        tensor.span.path == base.directory / shard for tensor in tensors
+    )
+
+
+def _entry(name: str, written: Written, sha256: str | None = None) -> dict[str, Any]:
+    """Return a file of the receipt; a rewritten one is named by its pieces alone."""
+    entry: dict[str, Any] = {"path": name, "size_bytes": written.size_bytes}
+    if sha256 is not None:
+        entry["sha256"] = sha256
+    else:
+        entry["pieces"] = [str(piece) for piece in written.pieces]
+    return entry | {"modified_ns": written.modified_ns}
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # A base file may itself be a link (hub cache): link what it points to.
+        os.link(source.resolve(), target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        raise GateRefused(
+            str(source),
+            "is on another filesystem than the result, so it cannot be hard-linked",
+            "keep sources and models on one filesystem, or set layout to full",
+        ) from error

@@ -1,0 +1,197 @@
+"""Makes the tensors that replace the base's: FP8 and INT8.
+
+Weights are read and compared one row of blocks at a time, so memory stays at a few megabytes
+for each worker whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.verify.gates import SCALE, WEIGHT
+from spark_checkpoint.format.header import Tensor
+from spark_checkpoint.format.numbers import dequantise, floats, from_bf16_bits, numpy, quantise_blocks
+from spark_checkpoint.build.packing import pack_weight
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.build.spotcheck import Comparison, Error, check_module, check_outliers, check_scales
+from spark_checkpoint.build.staging import Changes, NewTensor, Staging, base_span, read_span
+from spark_checkpoint.format.tree import Tree
+
+WORKERS = min(4, os.cpu_count() or 1)
+
+
+def _rows(span: Span, row_bytes: int, rows: int) -> Iterator[bytes]:
+    """Yield a matrix in pieces of ``rows`` rows."""
+    step = row_bytes * rows
+    for offset in range(0, span.size_bytes, step):
+        yield read_span(Span(span.path, span.offset + offset, min(step, span.size_bytes - offset)))
+
+
+def _weight_rows(base: Tree, name: str, block: tuple[int, int]) -> Iterator[Any]:
+    """Yield a base weight as float32, one row of blocks at a time, whether 16-bit or FP8."""
+    tensor = base.tensor(name)
+    columns = tensor.shape[1]
+    if tensor.dtype == "F8_E4M3":
+        np: Any = numpy()
+        grid = base.tensor(scale_of(name))
+        scales = floats(read_span(base_span(base, scale_of(name))), grid.dtype, grid.shape)
+        for number, raw in enumerate(_rows(base_span(base, name), columns, block[0])):
+            codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
+            yield dequantise(codes, scales[number : number + 1], block)
+        return
+    for raw in _rows(base_span(base, name), columns * 2, block[0]):
+        yield floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
+
+
+def _each(
+    modules: Sequence[str], work: Callable[[str], Any], progress: Progress, size_of: Any
+) -> list[Any]:
+    """Run ``work`` for all modules with few workers; the first failure ends it."""
+
+    def one(module: str) -> Any:
+        result = work(module)
+        progress.add(size_of(module))
+        return result
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        futures = [pool.submit(one, module) for module in modules]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def compare_with_donor(
+    base: Tree,
+    modules: Sequence[str],
+    donor: dict[str, Tensor],
+    spans: dict[str, Span],
+    block: tuple[int, int],
+    progress: Progress,
+    changes: Changes,
+) -> None:
+    """Refuse a donor whose FP8 weights are not the base's own weights, module by module."""
+    np: Any = numpy()
+
+    def one(module: str) -> Error:
+        weight, scale = donor[module + WEIGHT], donor[module + SCALE]
+        scales = floats(read_span(spans[module + SCALE]), scale.dtype, scale.shape)
+        check_scales(module, scales)
+        comparison = Comparison(scales, block)
+        codes = _rows(spans[module + WEIGHT], weight.shape[1], block[0])
+        for weights in _weight_rows(base, module + WEIGHT, block):
+            piece = np.frombuffer(next(codes), np.uint8)
+            comparison.add(weights, piece.reshape(weights.shape))
+        return check_module(module, comparison)
+
+    progress.phase("spot-check", sum(base.tensor(m + WEIGHT).size_bytes for m in modules))
+    errors = _each(modules, one, progress, lambda m: base.tensor(m + WEIGHT).size_bytes)
+    check_outliers(dict(zip(modules, errors, strict=True)))
+    changes.report["shared_experts"] = {
+        **_error_report([error.module for error in errors]),
+        "elements_beyond_rounding": sum(error.beyond for error in errors),
+    }
+
+
+def swap_from_donor(
+    modules: Sequence[str], donor: dict[str, Tensor], spans: dict[str, Span], changes: Changes
+) -> None:
+    """Take FP8 weights and scales from the donor."""
+    for module in modules:
+        changes.added[module + WEIGHT] = [
+            NewTensor(name, donor[name].dtype, donor[name].shape, spans[name])
+            for name in (module + WEIGHT, module + SCALE)
+        ]
+
+
+def swap_by_own_fp8(
+    base: Tree,
+    modules: Sequence[str],
+    block: tuple[int, int],
+    stage: Staging,
+    progress: Progress,
+    changes: Changes,
+) -> None:
+    """Quantise the base's own 16-bit weights to FP8 with block scales."""
+
+    def one(module: str) -> tuple[list[NewTensor], float]:
+        shape = base.tensor(module + WEIGHT).shape
+        grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        span = stage.reserve(shape[0] * shape[1])
+        lost = power = 0.0
+        scales = []
+        for number, weights in enumerate(_weight_rows(base, module + WEIGHT, block)):
+            codes, bits = quantise_blocks(weights, block)
+            stage.write(span, number * block[0] * shape[1], codes.tobytes())
+            scales.append(bits.tobytes())
+            error = dequantise(codes, from_bf16_bits(bits), block) - weights
+            lost += float((error * error).sum(dtype="f8"))
+            power += float((weights * weights).sum(dtype="f8"))
+        tensors = [
+            NewTensor(module + WEIGHT, "F8_E4M3", shape, span),
+            NewTensor(module + SCALE, "BF16", grid, stage.append(b"".join(scales))),
+        ]
+        return tensors, (lost / power) ** 0.5 if power else 0.0
+
+    _quantise(base, modules, one, progress, changes)
+
+
+def swap_by_int8(
+    base: Tree, modules: Sequence[str], stage: Staging, progress: Progress, changes: Changes
+) -> None:
+    """Quantise the base's own 16-bit weights to GPTQ-packed INT8."""
+
+    def one(module: str) -> tuple[list[NewTensor], float]:
+        packed = pack_weight(base, module + WEIGHT, stage, lambda count: None, workers=1)
+        return packed.tensors, packed.error
+
+    _quantise(base, modules, one, progress, changes)
+
+
+def _quantise(
+    base: Tree,
+    modules: Sequence[str],
+    one: Callable[[str], tuple[list[NewTensor], float]],
+    progress: Progress,
+    changes: Changes,
+) -> None:
+    progress.phase("quantise", sum(base.tensor(m + WEIGHT).size_bytes for m in modules))
+    made = _each(modules, one, progress, lambda m: base.tensor(m + WEIGHT).size_bytes)
+    for module, (tensors, _) in zip(modules, made, strict=True):
+        changes.added[module + WEIGHT] = tensors
+    changes.report["shared_experts"] = _error_report([error for _, error in made])
+
+
+def bake_head(base: Tree, name: str, stage: Staging, progress: Progress, changes: Changes) -> None:
+    """Replace the LM head by packed INT8."""
+    progress.phase("head", base.tensor(name).size_bytes)
+    packed = pack_weight(base, name, stage, progress.add, WORKERS)
+    changes.added[name] = packed.tensors
+    changes.report["head"] = {
+        "relative_error": _rounded(packed.error),
+        "relative_error_by_maximum": _rounded(packed.error_by_maximum),
+    }
+
+
+def scale_of(weight_name: str) -> str:
+    """Return the name of the block scales of an FP8 weight."""
+    return weight_name.removesuffix(WEIGHT) + SCALE
+
+
+def _error_report(errors: Sequence[float]) -> dict[str, Any]:
+    if not errors:
+        return {"modules": 0}
+    return {
+        "modules": len(errors),
+        "relative_error_mean": _rounded(sum(errors) / len(errors)),
+        "relative_error_max": _rounded(max(errors)),
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,266 @@
+"""Streams spans of files into a new shard: read, hash, write, fsync, with one buffer.
+
+A base shard is read from its first to its last byte, and each piece compared with the hash its
+receipt holds, so a damaged or changed base is noticed even where its bytes are dropped. The hash
+of a piece that is written whole is then known and is not made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.errors import GateRefused, TransferFailed
+from spark_checkpoint.format.header import DTYPE_BITS, emit_header
+from spark_checkpoint.pieces import Piece, PieceHasher, Proof
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.build.staging import NewTensor
+from spark_checkpoint.storage import COPY_BYTES, stamp_of, sync, write_all
+
+
+class Written(NamedTuple):
+    """A finished file."""
+
+    size_bytes: int
+    pieces: tuple[Piece, ...]
+    modified_ns: int
+
+
+class ProvenSource:
+    """Reads a file of the base front to back; every piece is compared as it ends.
+
+    Bytes go on before their piece was compared: the result is no result until all were.
+    """
+
+    def __init__(self, path: Path, proof: Proof, buffer: memoryview):
+        self._path, self._buffer = path, buffer
+        self._pieces = list(reversed(proof.pieces))
+        self._size_bytes = sum(piece.size_bytes for piece in proof.pieces)
+        self._position = self._piece_begin = 0
+        self._hasher = hashlib.sha256()
+        self._fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._stamp = stamp_of(self._fd)
+
+    def __enter__(self) -> ProvenSource:
+        """Return the open source."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def copy(self, span: Span, sink: HashingFile, progress: Progress) -> None:
+        """Bring the span into ``sink``; spans must come in the order of the file."""
+        self._skip_to(span.offset)
+        end = span.offset + span.size_bytes
+        while self._position < end:
+            piece, whole = self._pieces[-1], self._position == self._piece_begin
+            piece_end = self._piece_begin + piece.size_bytes
+            if whole and piece_end <= end:
+                for part in self._read_to(piece_end):
+                    sink.append(part)
+                    progress.add(len(part))
+                sink.know(piece)
+            else:
+                for part in self._read_to(min(end, piece_end)):
+                    sink.write(part)
+                    progress.add(len(part))
+
+    def finish(self) -> None:
+        """Prove what no span needed and refuse a file that moved meanwhile."""
+        self._skip_to(self._size_bytes)
+        if stamp_of(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
+            raise GateRefused(
+                str(self._path), "was changed while it was read", "leave the base alone, run again"
+            )
+
+    def _skip_to(self, offset: int) -> None:
+        if offset < self._position:
+            raise ValueError(f"{self._path}: {offset} lies before {self._position}")
+        while self._position < offset:
+            piece_end = self._piece_begin + self._pieces[-1].size_bytes
+            for _ in self._read_to(min(offset, piece_end)):
+                pass
+
+    def _read_to(self, end: int) -> Iterator[memoryview]:
+        """Yield the bytes up to ``end``, which lies in the piece under way."""
+        while self._position < end:
+            window = self._buffer[: min(end - self._position, len(self._buffer))]
+            count = os.readv(self._fd, [window])
+            if not count:
+                raise GateRefused(
+                    str(self._path), "became shorter while it was read", "fetch the base again"
+                )
+            part = window[:count]
+            self._hasher.update(part)
+            self._position += count
+            yield part
+        if end == self._piece_begin + self._pieces[-1].size_bytes:
+            self._compare()
+
+    def _compare(self) -> None:
+        piece, found = self._pieces.pop(), self._hasher.hexdigest()
+        if found != piece.sha256:
+            raise GateRefused(
+                str(self._path),
+                f"has sha256 {found} in bytes {self._piece_begin} to {self._position}, "
+                f"its receipt says {piece.sha256}",
+                "delete the source directory and fetch it again",
+            )
+        self._piece_begin, self._hasher = self._position, hashlib.sha256()
+
+
+class HashingFile:
+    """A file under construction whose pieces are hashed as they come."""
+
+    def __init__(self, path: Path):
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._hasher = PieceHasher()
+        self._size_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        self._hasher.update(data)
+        self.append(data)
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Append bytes of a piece that is hashed elsewhere; ``know`` it when it is whole."""
+        write_all(self._fd, data)
+        self._size_bytes += len(data)
+
+    def know(self, piece: Piece) -> None:
+        """Take over the hash of the piece that was just appended."""
+        self._hasher.know(piece)
+
+    def finish(self) -> Written:
+        """Flush to the disk and return what was written."""
+        sync(self._fd)
+        return Written(self._size_bytes, self._hasher.pieces(), stamp_of(self._fd).modified_ns)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def write_new(
+    path: Path, tensors: Sequence[NewTensor], metadata: dict[str, str], progress: Progress
+) -> Written:
+    """Write a shard of new ``tensors`` in their order."""
+    buffer = memoryview(bytearray(COPY_BYTES))
+    sink = HashingFile(path)
+    try:
+        sink.write(_header(tensors, metadata))
+        for span in joined(tensor.span for tensor in tensors):
+            _copy_span(span, sink, buffer, progress)
+        return sink.finish()
+    finally:
+        sink.close()
+
+
+def rewrite_shard(
+    path: Path,
+    tensors: Sequence[NewTensor],
+    metadata: dict[str, str],
+    progress: Progress,
+    base: Path,
+    proof: Proof,
+) -> Written:
+    """Write a shard of ``tensors`` in their order; ``base`` is proven in the same pass.
+
+    Spans of other files are copied from wherever they are. Should the base's own not come in
+    the order of the file, it is proven in a pass of its own.
+    """
+    buffer = memoryview(bytearray(COPY_BYTES))
+    spans = joined(tensor.span for tensor in tensors)
+    offsets = [span.offset for span in spans if span.path == base]
+    in_order = offsets == sorted(offsets)
+    sink = HashingFile(path)
+    try:
+        sink.write(_header(tensors, metadata))
+        with ProvenSource(base, proof, buffer) as source:
+            for span in spans:
+                if in_order and span.path == base:
+                    source.copy(span, sink, progress)
+                else:
+                    _copy_span(span, sink, buffer, progress)
+            source.finish()
+        return sink.finish()
+    finally:
+        sink.close()
+
+
+def copy_file(path: Path, source: Path, progress: Progress, proof: Proof) -> Written:
+    """Copy a file and refuse one that is not what its receipt says."""
+    buffer = memoryview(bytearray(COPY_BYTES))
+    size_bytes = sum(piece.size_bytes for piece in proof.pieces)
+    sink = HashingFile(path)
+    try:
+        with ProvenSource(source, proof, buffer) as reader:
+            reader.copy(Span(source, 0, size_bytes), sink, progress)
+            reader.finish()
+        return sink.finish()
+    finally:
+        sink.close()
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Join spans that follow each other in one file."""
+    result: list[Span] = []
+    for span in spans:
+        last = result[-1] if result else None
+        if (
+            last is not None
+            and last.path == span.path
+            and last.offset + last.size_bytes == span.offset
+        ):
+            result[-1] = Span(last.path, last.offset, last.size_bytes + span.size_bytes)
+        else:
+            result.append(span)
+    return result
+
+
+def aligned(tensors: Sequence[NewTensor]) -> bool:
+    """Say whether every tensor starts at a multiple of its element size."""
+    position = 0
+    for tensor in tensors:
+        if position % item_bytes(tensor.dtype):
+            return False
+        position += tensor.span.size_bytes
+    return True
+
+
+def by_alignment(tensors: Iterable[NewTensor]) -> list[NewTensor]:
+    """Return tensors with the widest elements first, so that all are aligned without padding."""
+    return sorted(tensors, key=lambda tensor: (-item_bytes(tensor.dtype), tensor.name))
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of one element, at least 1."""
+    return max(1, DTYPE_BITS[dtype] // 8)
+
+
+def _header(tensors: Sequence[NewTensor], metadata: dict[str, str]) -> bytes:
+    return emit_header(((t.name, t.dtype, t.shape) for t in tensors), metadata)
+
+
+def _copy_span(span: Span, sink: HashingFile, buffer: memoryview, progress: Progress) -> None:
+    position, left = span.offset, span.size_bytes
+    with span.path.open("rb", buffering=0) as file:
+        while left:
+            count = os.preadv(file.fileno(), [buffer[: min(left, len(buffer))]], position)
+            if not count:
+                raise TransferFailed(str(span.path), "became shorter", "run again")
+            sink.write(buffer[:count])
+            progress.add(count)
+            position, left = position + count, left - count

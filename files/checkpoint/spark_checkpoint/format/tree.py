@@ -1,0 +1,149 @@
+"""A local source tree: its shards, which shard holds which name, and names held twice."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
+from spark_checkpoint.format.header import Header, Tensor, read_header
+from spark_checkpoint.format.index import weight_map
+from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, RECEIPT_NAME
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Headers of every shard of a directory.
+
+    ``owner`` says for each name which shard counts. A name in several shards belongs to the
+    last one in natural order of file names, because the engine loads files in that order and
+    a later load overwrites an earlier one.
+    """
+
+    directory: Path
+    shards: dict[str, Header]
+    owner: dict[str, str]
+    duplicates: dict[str, tuple[str, ...]]
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the entry of the copy that counts."""
+        return self.shards[self.owner[name]].tensors[name]
+
+
+def natural_order(name: str) -> list[str | int]:
+    """Sort key that puts shard 9 before shard 10."""
+    return [int(part) if part.isdigit() else part for part in _DIGITS.split(name)]
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep the collector from walking a million fresh objects, none of them garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def files_of(directory: Path) -> list[str]:
+    """Return every file below a directory as relative paths, without the receipt."""
+    found = [
+        str(path.relative_to(directory))
+        for path in directory.rglob("*")
+        if path.is_file() and ".cache" not in path.relative_to(directory).parts
+    ]
+    return sorted(name for name in found if name != RECEIPT_NAME)
+
+
+def read_tree(directory: Path) -> Tree:
+    """Read all headers and the index of a directory, and refuse what contradicts itself."""
+    if not directory.is_dir():
+        raise InputRefused(str(directory), "is not a directory", "fetch the source first")
+    names = sorted((path.name for path in directory.glob("*.safetensors")), key=natural_order)
+    if not names:
+        raise GateRefused(str(directory), "holds no .safetensors file", "fetch the source again")
+    with no_garbage_collection():
+        # First, while nothing else is in memory: the text of a large index is 40 MB.
+        index = read_index(directory)
+        known = {name: name for name in index or ()}
+        shards = {name: read_header(directory / name, known) for name in names}
+    owner: dict[str, str] = {}
+    holders: dict[str, list[str]] = {}
+    for shard, header in shards.items():
+        for tensor in header.tensors:
+            if tensor in owner:
+                holders.setdefault(tensor, [owner[tensor]]).append(shard)
+            owner[tensor] = shard
+    duplicates = {name: tuple(files) for name, files in holders.items()}
+    if index is not None:
+        _check_index(directory, index, shards)
+    for name, files in duplicates.items():
+        entries = {(shards[f].tensors[name].dtype, shards[f].tensors[name].shape) for f in files}
+        if len(entries) > 1:
+            raise GateRefused(
+                str(directory),
+                f"{name} is in {', '.join(files)} with different dtypes or shapes",
+                "use another commit of the base",
+            )
+    return Tree(directory, shards, owner, duplicates)
+
+
+def read_index(directory: Path) -> dict[str, str] | None:
+    """Return name → shard from the index, or None when the tree has no index."""
+    path = directory / INDEX_NAME
+    if not path.exists():
+        return None
+    return weight_map(_read(path), str(path), "fetch it again")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return config.json."""
+    return read_json(directory / CONFIG_NAME)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a source."""
+    try:
+        document = json.loads(_read(path).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise GateRefused(str(path), f"is not JSON ({error})", "fetch it again") from error
+    if not isinstance(document, dict):
+        raise GateRefused(str(path), "is no JSON object", "fetch it again")
+    return document
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise GateRefused(str(path), "is missing", "fetch the source again") from error
+    except OSError as error:
+        raise TransferFailed(
+            str(path), f"cannot be read ({error.strerror})", "see dmesg"
+        ) from error
+
+
+def _check_index(directory: Path, index: dict[str, str], shards: dict[str, Header]) -> None:
+    for name, shard in index.items():
+        if shard not in shards:
+            raise GateRefused(
+                str(directory / INDEX_NAME),
+                f"names the shard {shard}, which is not there",
+                "fetch the source again",
+            )
+        if name not in shards[shard].tensors:
+            raise GateRefused(
+                str(directory / INDEX_NAME),
+                f"says {name} is in {shard}, whose header does not have it",
+                "use another commit, or fetch the source again",
+            )

@@ -1,0 +1,1 @@
+"""Says what a tree or repository holds, for people; builds nothing."""

@@ -1,0 +1,228 @@
+"""``inspect DIR|REPO``: prints what a tree or repository holds, from headers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_checkpoint.errors import GateRefused, InputRefused
+from spark_checkpoint.format.header import Header, read_header
+from spark_checkpoint.format.index import weight_map
+from spark_checkpoint.format.patterns import expand_all, groups
+from spark_checkpoint.format.tree import read_index, read_json
+from spark_checkpoint.inspect.anatomy import (
+    examine,
+    expected_base_count,
+    plain_name,
+    recipe_of,
+    scales_missing,
+)
+from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, BuildPlan, Wire
+from spark_checkpoint.sources.donor import UrlFiles
+from spark_checkpoint.verify.expected import base_patterns, exact_result, replacements
+from spark_checkpoint.verify.gates import MTP_PREFIX, same_names
+from spark_checkpoint.verify.verify import read_receipt_line
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+_REPOSITORY = re.compile(r"([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(?:@([A-Za-z0-9._-]+))?")
+_SMALL_BYTES = 64 << 20
+# What a tree of a plan is called, by what replaces its shared experts.
+_KINDS = {
+    "fp8-donor": "hybrid",
+    "fp8-self": "hybrid",
+    "fp8-base": "hybrid",
+    "int8-g128": "tree with INT8 shared experts",
+    "keep": "tree with the base's shared experts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is inspected: headers, index and configuration of a place."""
+
+    place: str
+    shards: Mapping[str, Header]
+    index: Mapping[str, str] | None
+    config: Mapping[str, Any]
+    receipt: str
+
+
+def open_subject(text: str, endpoint: str | None, wire: Wire) -> Subject:
+    """Read a directory, or the headers of a repository ``org/name[@revision]``."""
+    directory = Path(text)
+    if directory.is_dir():
+        return _open_directory(directory)
+    match = _REPOSITORY.fullmatch(text)
+    if not match or text.startswith("/"):
+        raise InputRefused(
+            text, "is neither a directory nor org/name[@revision]", "check the spelling"
+        )
+    base = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+    return _open_repository(base, match[1], match[2] or "main", wire)
+
+
+def report(subject: Subject) -> dict[str, Any]:
+    """Return everything known of a subject as plain data."""
+    found = examine(subject.shards, subject.index)
+    quantization = subject.config.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return {
+        "place": subject.place,
+        "receipt": subject.receipt,
+        "model": found.model,
+        "recipe": recipe_of(found, method, frozenset(subject.shards)),
+        "shards": found.shards,
+        "tensors": len(found.names),
+        "unique_bytes": found.unique_bytes,
+        "stored_bytes": found.stored_bytes,
+        "layers": found.layers,
+        "linear_layers": found.linear_layers,
+        "experts": found.experts,
+        "hidden": found.hidden,
+        "mtp_tensors": found.mtp,
+        "base_tensors": len(found.names) - found.mtp,
+        "base_tensors_of_an_int4_base": expected_base_count(found),
+        "groups": [
+            {"group": group, "dtype": dtype, "tensors": c.tensors, "bytes": c.size_bytes}
+            for (group, dtype), c in sorted(found.cells.items())
+        ],
+        "duplicates": len(found.duplicates),
+        "duplicate_groups": groups(found.duplicates),
+        "index": "none" if subject.index is None else len(subject.index),
+        "unindexed": groups(found.unindexed),
+        "unknown_to_shards": groups(found.unknown_to_shards),
+        "fp8_weights_without_scales": groups(scales_missing(found)),
+        "block_name_to_quantize": quantization.get("block_name_to_quantize")
+        if isinstance(quantization, dict)
+        else None,
+    }
+
+
+def text_of(data: Mapping[str, Any]) -> str:
+    """Lay the report out for a person."""
+    lines = [
+        f"{data['place']}",
+        f"  model      {data['model'] or 'not one of the known architectures'}",
+        f"  recipe     {data['recipe']}",
+        f"  receipt    {data['receipt']}",
+        f"  layers     {data['layers']} ({data['linear_layers']} linear attention), "
+        f"{data['experts']} experts, hidden {data['hidden']}",
+        f"  tensors    {data['tensors']} in {data['shards']} shards: {data['base_tensors']} "
+        f"(an INT4 base has {data['base_tensors_of_an_int4_base']}) + {data['mtp_tensors']} MTP",
+        f"  bytes      {data['unique_bytes']} unique, {data['stored_bytes']} stored",
+        f"  index      {data['index']} names",
+        "",
+        f"  {'group':<20}{'dtype':<10}{'tensors':>10}{'bytes':>18}",
+    ]
+    lines += [
+        f"  {row['group']:<20}{row['dtype']:<10}{row['tensors']:>10}{row['bytes']:>18}"
+        for row in data["groups"]
+    ]
+    remarks = {
+        "duplicate_groups": "in several shards (the last one counts)",
+        "unindexed": "in a shard but not in the index: the engine may skip the file",
+        "unknown_to_shards": "in the index but not in that shard",
+        "fp8_weights_without_scales": "FP8 weights without block scales",
+    }
+    found = [f"  {text}: {data[key]}" for key, text in remarks.items() if data[key]]
+    return "\n".join(lines + (["", *found] if found else [])) + "\n"
+
+
+def hold_against(subject: Subject, plan: BuildPlan) -> str:
+    """Say which part of a plan a subject is (base or result); refuse when it is neither."""
+    names = _held(subject)
+    new = {name for stand_ins in replacements(plan.document).values() for name in stand_ins}
+    expected = expand_all(base_patterns(plan.document), "base_tensors")
+    overlaid = any(name != plain_name(name) for name in names)
+    if overlaid or not (new - expected).isdisjoint(names):
+        layout = "overlay" if overlaid else "full"
+        exact_result(subject.place, names, plan.document, layout)
+        return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"
+    mtp = expand_all(plan.mtp_tensors, "mtp_tensors")
+    found_mtp = {name for name in names if name.startswith(MTP_PREFIX)}
+    same_names(subject.place, "base tensors", names - found_mtp, expected)
+    if found_mtp - mtp:
+        same_names(subject.place, "MTP tensors", found_mtp, mtp)
+    missing = len(mtp - found_mtp)
+    return f"the plan's base ({missing} MTP tensors to graft)" if missing else "the plan's base"
+
+
+def _held(subject: Subject) -> set[str]:
+    """Return the names a reader gets: those of the index that are where it says.
+
+    An overlay's shards still hold the names it replaces, so the index decides where there is one.
+    """
+    if not subject.index:
+        return set(examine(subject.shards, None).names)
+    return {
+        name
+        for name, shard in subject.index.items()
+        if shard in subject.shards and name in subject.shards[shard].tensors
+    }
+
+
+def _open_directory(directory: Path) -> Subject:
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise GateRefused(str(directory), "holds no .safetensors file", "name a model's directory")
+    config = directory / CONFIG_NAME
+    return Subject(
+        place=str(directory),
+        shards={path.name: read_header(path) for path in paths},
+        index=read_index(directory),
+        config=read_json(config) if config.exists() else {},
+        receipt=read_receipt_line(directory),
+    )
+
+
+def _open_repository(endpoint: str, name: str, revision: str, wire: Wire) -> Subject:
+    files = UrlFiles(f"{endpoint}/{name}/resolve/{revision}/", wire)
+    listing = files.small_json(f"{endpoint}/api/models/{name}/revision/{revision}", _SMALL_BYTES)
+    commit = str(listing.get("sha") or revision)
+    # From here on the commit: a push in between must not mix two trees.
+    files = UrlFiles(f"{endpoint}/{name}/resolve/{commit}/", wire)
+    present = _listed(listing, name)
+    shards = [path for path in present if path.endswith(".safetensors") and "/" not in path]
+    if not shards:
+        raise GateRefused(name, "lists no .safetensors file", "check the repository")
+    with ThreadPoolExecutor(wire.parallel) as pool:
+        headers = dict(zip(shards, pool.map(files.header, shards), strict=True))
+    index = None
+    if INDEX_NAME in present:
+        url = files.url(INDEX_NAME)
+        raw = files.transport.read_whole(url, _SMALL_BYTES)
+        index = weight_map(raw, url, "check the repository")
+    config = (
+        files.small_json(files.url(CONFIG_NAME), _SMALL_BYTES) if CONFIG_NAME in present else {}
+    )
+    return Subject(
+        place=f"{name}@{commit}",
+        shards=headers,
+        index=index,
+        config=config,
+        receipt=f"none (read {files.received_bytes} bytes of headers)",
+    )
+
+
+def _listed(listing: Mapping[str, Any], name: str) -> list[str]:
+    """Return the paths a hub's answer lists."""
+    siblings = listing.get("siblings")
+    if isinstance(siblings, list):
+        paths = [item.get("rfilename") for item in siblings if isinstance(item, dict)]
+        found = [path for path in paths if isinstance(path, str)]
+        if len(found) == len(siblings):
+            return found
+    raise GateRefused(
+        name, "has no list of files in the hub's answer", "check the endpoint and the repository"
+    )
+
+
+def dump(data: Mapping[str, Any]) -> str:
+    """Return the report as JSON."""
+    return json.dumps(data, indent=2) + "\n"

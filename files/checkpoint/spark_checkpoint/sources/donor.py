@@ -1,0 +1,242 @@
+"""The FP8 donor: a local tree, or byte ranges of a repository at a pinned commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote
+
+from spark_checkpoint.errors import GateRefused, TransferFailed
+from spark_checkpoint.format.header import Header, Tensor, header_json_bytes, parse_header
+from spark_checkpoint.format.index import weight_map
+from spark_checkpoint.format.tree import read_tree
+from spark_checkpoint.plan import INDEX_NAME, DonorPlan, Wire
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.sources.ranges import Request, Wanted, merge
+from spark_checkpoint.sources.transport import Transport
+from spark_checkpoint.storage import sync, write_all
+
+# A header's length stands before it. Guessing it instead would save a request of each shard and
+# read half as much again as headers are large.
+_LENGTH_BYTES = 8
+_INDEX_LIMIT_BYTES = 256 << 20
+
+
+class Span(NamedTuple):
+    """Bytes of a local file."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+
+
+class Donor(Protocol):
+    """What the surgery asks of a donor."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor name the donor has, with or without its routed experts."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came over the network so far."""
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the header entries of the names."""
+
+    def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
+        """Have the bytes of the names on this host; ``directory`` may hold them afterwards."""
+
+
+def open_donor(plan: DonorPlan) -> Donor:
+    """Return the donor a plan names."""
+    if plan.dir is not None:
+        return DirDonor(plan.dir)
+    return UrlDonor(plan)
+
+
+def _may_be_asked_for(name: str) -> bool:
+    """Whether a recipe can take this tensor: no routed expert, nine in ten names, outside MTP."""
+    return ".mlp.experts." not in name or name.startswith("mtp.")
+
+
+class DirDonor:
+    """A donor tree on this host; nothing is copied."""
+
+    def __init__(self, directory: Path):
+        self._tree = read_tree(directory)
+        self.names = frozenset(self._tree.owner)
+        self.received_bytes = 0
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the header entries of the names."""
+        return {name: self._tree.tensor(name) for name in names}
+
+    def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
+        """Return where the bytes lie in the donor's own shards."""
+        spans = {}
+        for name in names:
+            shard = self._tree.owner[name]
+            offset = self._tree.shards[shard].file_offset(name)
+            size = self._tree.tensor(name).size_bytes
+            spans[name] = Span(self._tree.directory / shard, offset, size)
+        return spans
+
+
+class UrlFiles:
+    """Files of a repository at one revision, read by headers and ranges."""
+
+    def __init__(self, base_url: str, wire: Wire):
+        self._base_url = base_url.rstrip("/") + "/"
+        self.transport = Transport(wire, (self._base_url,))
+        # A parsed header of thousands of names takes more than its bytes: one at a time.
+        self._parsing = threading.Lock()
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came over the network so far."""
+        return self.transport.received_bytes
+
+    def url(self, path: str) -> str:
+        """Return the address of a file."""
+        return self._base_url + quote(path)
+
+    def small_json(self, url: str, limit_bytes: int) -> dict[str, Any]:
+        """Return a small JSON object."""
+        raw = self.transport.read_whole(url, limit_bytes)
+        try:
+            document = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise GateRefused(url, f"is not JSON ({error})", "check the repository") from error
+        if not isinstance(document, dict):
+            raise GateRefused(url, "is no JSON object", "check the repository")
+        return document
+
+    def header(self, shard: str) -> Header:
+        """Return the header of a shard: one request for its length, one for exactly its bytes."""
+        url = self.url(shard)
+        size, first = self.transport.read_start(url, _LENGTH_BYTES)
+        end = _LENGTH_BYTES + header_json_bytes(first, size, url)
+        raw = self.transport.read(url, _LENGTH_BYTES, end, size)
+        with self._parsing:
+            return parse_header(raw, size, url)
+
+
+class UrlDonor:
+    """A donor on a hub: index, the headers of the shards needed, then only the ranges needed."""
+
+    def __init__(self, plan: DonorPlan):
+        self._files = UrlFiles(plan.url or "", plan.wire)
+        self._parallel = plan.wire.parallel
+        self._index = self._read_index()
+        self._headers: dict[str, Header] = {}
+        self.names = frozenset(self._index)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came over the network so far."""
+        return self._files.received_bytes
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the header entries of the names, reading headers not read before."""
+        wanted = list(names)
+        shards = sorted({self._index[name] for name in wanted} - self._headers.keys())
+        with ThreadPoolExecutor(self._parallel) as pool:
+            headers = pool.map(self._header, shards)
+            self._headers.update(zip(shards, headers, strict=True))
+        found = {}
+        for name in wanted:
+            entry = self._headers[self._index[name]].tensors.get(name)
+            if entry is None:
+                raise GateRefused(
+                    self._files.url(self._index[name]),
+                    f"does not hold {name}, which the donor's index puts there",
+                    "use another commit of the donor",
+                )
+            found[name] = entry
+        return found
+
+    def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
+        """Read the ranges into files of ``directory``; files from an earlier try are reused."""
+        wanted = list(names)
+        self.tensors(wanted)
+        directory.mkdir(exist_ok=True)
+        by_shard: dict[str, list[Wanted]] = {}
+        for name in wanted:
+            header = self._headers[self._index[name]]
+            begin = header.file_offset(name)
+            end = begin + header.tensors[name].size_bytes
+            by_shard.setdefault(self._index[name], []).append(Wanted(name, begin, end))
+        jobs = [
+            (shard, request) for shard in sorted(by_shard) for request in merge(by_shard[shard])
+        ]
+        progress.phase("donor", sum(request.end - request.begin for _, request in jobs))
+        spans: dict[str, Span] = {}
+        with ThreadPoolExecutor(self._parallel) as pool:
+            futures = [
+                pool.submit(self._stage_one, shard, request, directory, progress)
+                for shard, request in jobs
+            ]
+            try:
+                for future in futures:
+                    spans.update(future.result())
+            except BaseException:
+                self._files.transport.cancel()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return spans
+
+    def _stage_one(
+        self, shard: str, request: Request, directory: Path, progress: Progress
+    ) -> Mapping[str, Span]:
+        size = request.end - request.begin
+        path = directory / f"{shard}.{request.begin}-{request.end}"
+        if path.exists() and path.stat().st_size == size:
+            progress.skip(size)
+        else:
+            growing = path.with_name(path.name + ".part")
+            fd = os.open(growing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                total = self._headers[shard].data_start + self._headers[shard].data_bytes
+                for piece in self._files.transport.stream(
+                    self._files.url(shard), request.begin, request.end, total
+                ):
+                    write_all(fd, piece)
+                    progress.add(len(piece))
+                sync(fd)
+            finally:
+                os.close(fd)
+            growing.rename(path)
+        return {
+            piece.name: Span(path, piece.begin - request.begin, piece.end - piece.begin)
+            for piece in request.pieces
+        }
+
+    def _header(self, shard: str) -> Header:
+        header = self._files.header(shard)
+        kept = {name: tensor for name, tensor in header.tensors.items() if _may_be_asked_for(name)}
+        return header._replace(tensors=kept)
+
+    def _read_index(self) -> dict[str, str]:
+        url = self._files.url(INDEX_NAME)
+        try:
+            raw = self._files.transport.read_whole(url, _INDEX_LIMIT_BYTES)
+        except TransferFailed as error:
+            if "answers 404" not in error.what:
+                raise
+            return self._single_shard()
+        index = weight_map(raw, url, "check the donor", _may_be_asked_for)
+        for shard in set(index.values()):
+            if "/" in shard or not shard.endswith(".safetensors"):
+                raise GateRefused(url, f"names the odd shard {shard!r}", "check the donor")
+        return index
+
+    def _single_shard(self) -> dict[str, str]:
+        shard = "model.safetensors"
+        self._headers = {shard: self._files.header(shard)}
+        return dict.fromkeys(self._headers[shard].tensors, shard)

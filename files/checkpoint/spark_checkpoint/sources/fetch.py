@@ -1,0 +1,309 @@
+"""Fetches one repository at one commit: every byte hashed while written, resumed inside files.
+
+A file takes its name only after its hash was right and its bytes were flushed, so whatever has
+its name needs no second look. What was interrupted stays as a ``.part`` that the next run
+hashes again and continues.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
+from spark_checkpoint.pieces import Proof
+from spark_checkpoint.plan import FetchFile, FetchPlan
+from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.receipt import load_receipt, source_receipt, write_receipt
+from spark_checkpoint.sources.lookup import ContentHash, candidates, copy_hashed, hash_into
+from spark_checkpoint.sources.responses import RangeIgnored
+from spark_checkpoint.sources.transport import Transport
+from spark_checkpoint.storage import (
+    clear,
+    partial_dir,
+    publish,
+    refuse_without_room,
+    sole_use,
+    stamp_of,
+    stamp_path,
+    sync,
+    write_all,
+)
+from spark_checkpoint.verify.verify import verify_tree
+
+
+@dataclass(slots=True)
+class _Order:
+    """A fetch under way."""
+
+    plan: FetchPlan
+    transport: Transport
+    progress: Progress
+    tree_dir: Path
+    parts_dir: Path
+    proofs: dict[str, Proof] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def part(self, file: FetchFile) -> Path:
+        """Return where an unfinished file grows; paths of any depth become one name."""
+        key = hashlib.sha256(f"{file.path}\0{file.sha256 or file.git_sha1}".encode()).hexdigest()
+        return self.parts_dir / f"{key[:24]}.part"
+
+
+def fetch(plan: FetchPlan, progress: Progress) -> bool:
+    """Have the plan's tree on this host; return False when it was already there."""
+    if _is_fetched(plan, progress):
+        shutil.rmtree(partial_dir(plan.out), ignore_errors=True)
+        return False
+    work = partial_dir(plan.out)
+    with sole_use(work):
+        if _is_fetched(plan, progress):
+            return False
+        # The last source is the hub itself: peers and mirrors before it see no token.
+        transport = Transport(plan.wire, plan.urls[-1:])
+        order = _Order(plan, transport, progress, work / "tree", work / "parts")
+        order.tree_dir.mkdir(exist_ok=True)
+        order.parts_dir.mkdir(exist_ok=True)
+        progress.phase("look", plan.size_bytes)
+        missing = _use_local(order, _missing_files(order))
+        _drop_foreign_parts(order, missing)
+        growing = sum(_size_or_zero(order.part(file)) for file in missing)
+        needed = sum(file.size_bytes for file in missing) - growing
+        refuse_without_room(work, max(0, needed), f"fetching {plan.name}")
+        _download_all(order, missing)
+        _drop_strangers(order)
+        write_receipt(order.tree_dir, source_receipt(plan, _entries(order)))
+        verify_tree(order.tree_dir, progress, full=False)
+        publish(order.tree_dir, plan.out)
+        clear(work)
+        work.rmdir()
+    return True
+
+
+def _is_fetched(plan: FetchPlan, progress: Progress) -> bool:
+    if not plan.out.exists():
+        return False
+    receipt = load_receipt(plan.out)
+    if receipt is None or receipt.digest != plan.digest:
+        found = "has no receipt" if receipt is None else f"holds tree {receipt.digest[:12]}"
+        raise GateRefused(
+            str(plan.out), f"{found}, so it is not ours to replace", "move it away, run again"
+        )
+    verify_tree(plan.out, progress, full=False)
+    note(f"{plan.out}: already holds {plan.name} at {plan.commit[:12]}")
+    return True
+
+
+def _missing_files(order: _Order) -> list[FetchFile]:
+    """Return files that have not taken their name yet, and count the others as done."""
+    missing = []
+    for file in order.plan.files:
+        path = order.tree_dir / file.path
+        if not path.is_file() or path.stat().st_size != file.size_bytes:
+            missing.append(file)
+            continue
+        if file.sha256 is not None:
+            # Proven when it took its name; a build that wants its pieces hashes it again.
+            order.proofs[file.path] = Proof(file.sha256, ())
+        else:
+            order.proofs[file.path] = hash_into(path, ContentHash(file), None).proof()
+        order.progress.skip(file.size_bytes)
+    return missing
+
+
+def _use_local(order: _Order, missing: list[FetchFile]) -> list[FetchFile]:
+    """Link or copy what is on this host already; return what is still missing."""
+    if not order.plan.look_in or not missing:
+        return missing
+    by_size = candidates(missing, order.plan.look_in)
+    return [
+        file
+        for file in missing
+        if not any(_take_local(order, file, path) for path in by_size[file.size_bytes])
+    ]
+
+
+def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
+    """Take one file of this host if its content is right; it is never moved or changed."""
+    target = order.tree_dir / file.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        before = stamp_path(path)
+        content = hash_into(path, ContentHash(file), order.progress.skip)
+        if content.mismatch() is not None or stamp_path(path) != before:
+            order.progress.skip(-file.size_bytes)
+            return False
+        target.unlink(missing_ok=True)
+        try:
+            if not path.stat().st_mode & stat.S_IROTH:
+                raise PermissionError(errno.EPERM, "not for everybody to read", str(path))
+            os.link(path, target)
+        except OSError:
+            # Another filesystem, one without hard links, or a file that its owner keeps from the
+            # engine's account: copy, and trust only the copy.
+            content = copy_hashed(path, order.part(file), file)
+            if content.mismatch() is not None:
+                return False
+            order.part(file).rename(target)
+    except OSError as error:
+        note(f"look_in: {path}: {error.strerror}; not used")
+        return False
+    order.proofs[file.path] = content.proof()
+    return True
+
+
+def _download_all(order: _Order, missing: list[FetchFile]) -> None:
+    order.progress.phase(
+        "fetch",
+        order.plan.size_bytes,
+        done_bytes=order.plan.size_bytes - sum(file.size_bytes for file in missing),
+    )
+    # Large files first: the last to finish is then a small one.
+    queue = sorted(missing, key=lambda file: (-file.size_bytes, file.path))
+    with ThreadPoolExecutor(order.plan.wire.parallel) as pool:
+        futures = [pool.submit(_download, order, file) for file in queue]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            order.stop.set()
+            order.transport.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _download(order: _Order, file: FetchFile) -> None:
+    """Bring one file from the first source that has the right bytes."""
+    if order.stop.is_set():
+        return
+    failures: list[BuilderError] = []
+    for base in order.plan.urls:
+        url = base.rstrip("/") + "/" + quote(file.path)
+        try:
+            _download_from(order, file, url)
+            return
+        except (GateRefused, TransferFailed) as error:
+            failures.append(error)
+            if len(order.plan.urls) > 1:
+                note(f"source: {error}")
+    if not failures:
+        raise TransferFailed(file.path, "is in no place of look_in", "give urls too")
+    refused = [failure for failure in failures if isinstance(failure, GateRefused)]
+    raise (refused or failures)[-1]
+
+
+def _download_from(order: _Order, file: FetchFile, url: str) -> None:
+    part = order.part(file)
+    resumed = _size_or_zero(part) > 0
+    try:
+        content = _grow(order, file, url, part)
+        if content.mismatch() and resumed:
+            # A power cut can leave a .part whose blocks never reached the disk.
+            note(f"resume: {file.path}: the earlier part was damaged, fetching it whole")
+            _discard(order, part)
+            content = _grow(order, file, url, part)
+    except RangeIgnored:
+        note(f"resume: {url} cannot continue, fetching it whole")
+        _discard(order, part)
+        content = _grow(order, file, url, part)
+    wrong = content.mismatch()
+    if wrong is not None:
+        _discard(order, part)
+        raise GateRefused(url, wrong, "lock the repository again, or use another source")
+    target = order.tree_dir / file.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part.rename(target)
+    order.proofs[file.path] = content.proof()
+
+
+def _grow(order: _Order, file: FetchFile, url: str, part: Path) -> ContentHash:
+    """Hash what is there and append the rest."""
+    content = ContentHash(file)
+    fd = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if stamp_of(fd).size_bytes > file.size_bytes:
+            os.ftruncate(fd, 0)
+        present = stamp_of(fd).size_bytes
+        if present:
+            hash_into(part, content, order.progress.skip)
+            os.lseek(fd, present, os.SEEK_SET)
+        checked = False
+        for piece in order.transport.stream(url, present, file.size_bytes, file.size_bytes):
+            if not checked:
+                _check_promise(order.transport, file, url)
+                checked = True
+            content.update(piece)
+            write_all(fd, piece)
+            order.progress.add(len(piece))
+        sync(fd)
+    finally:
+        os.close(fd)
+    return content
+
+
+def _check_promise(transport: Transport, file: FetchFile, url: str) -> None:
+    """Stop at the first byte when the hub itself names other content than the lock."""
+    promise = transport.promise(url)
+    if promise is None:
+        return
+    tag = promise.content_hash
+    known = {64: file.sha256, 40: file.git_sha1}.get(len(tag or ""))
+    if promise.size_bytes not in (None, file.size_bytes) or (known and tag != known):
+        raise GateRefused(
+            url,
+            f"the hub offers {promise.size_bytes} bytes with hash {tag}, the lock says "
+            f"{file.size_bytes} and {file.sha256 or file.git_sha1}",
+            "lock the repository again",
+        )
+
+
+def _discard(order: _Order, part: Path) -> None:
+    order.progress.add(-_size_or_zero(part))
+    part.unlink(missing_ok=True)
+
+
+def _drop_foreign_parts(order: _Order, missing: list[FetchFile]) -> None:
+    ours = {order.part(file).name for file in missing}
+    for path in order.parts_dir.iterdir():
+        if path.name not in ours:
+            path.unlink()
+
+
+def _drop_strangers(order: _Order) -> None:
+    """Remove files an earlier order left in the partial tree; the receipt covers all or none."""
+    ours = {file.path for file in order.plan.files}
+    for path in list(order.tree_dir.rglob("*")):
+        if path.is_file() and str(path.relative_to(order.tree_dir)) not in ours:
+            path.unlink()
+
+
+def _entries(order: _Order) -> list[dict[str, Any]]:
+    entries = []
+    for file in sorted(order.plan.files, key=lambda file: file.path):
+        proof = order.proofs[file.path]
+        entry: dict[str, Any] = {
+            "path": file.path,
+            "size_bytes": file.size_bytes,
+            "sha256": proof.sha256,
+            "modified_ns": stamp_path(order.tree_dir / file.path).modified_ns,
+        }
+        if len(proof.pieces) > 1:
+            entry["pieces"] = [str(piece) for piece in proof.pieces]
+        entries.append(entry)
+    return entries
+
+
+def _size_or_zero(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

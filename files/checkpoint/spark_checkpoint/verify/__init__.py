@@ -1,0 +1,1 @@
+"""What a tree must hold and whether it does: exact sets, receipts, hashes."""

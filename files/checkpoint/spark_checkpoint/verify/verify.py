@@ -1,0 +1,144 @@
+"""Proves a tree against its receipt: quickly by size, header and index, fully by hash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
+from spark_checkpoint.format.header import read_header
+from spark_checkpoint.format.tree import files_of, no_garbage_collection, read_index
+from spark_checkpoint.pieces import first_difference
+from spark_checkpoint.plan import RECEIPT_NAME
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.receipt import Receipt, ReceiptFile, load_receipt
+from spark_checkpoint.storage import hash_file
+from spark_checkpoint.verify.expected import exact_result
+
+_FIX = "move the directory away and run the deploy again"
+_HASHES_AT_ONCE = 4
+
+
+def verify_tree(directory: Path, progress: Progress, *, full: bool) -> Receipt:
+    """Check a tree and return its receipt.
+
+    Quick: the file set, sizes, a checkpoint's headers and index, and the hash of files whose
+    modification time is not the receipt's. Full: the hash of every file.
+    """
+    if not directory.is_dir():
+        raise InputRefused(str(directory), "is not a directory", "check the path")
+    receipt = load_receipt(directory)
+    if receipt is None:
+        raise TreeDiffers(
+            str(directory), f"has no {RECEIPT_NAME}: it was never finished", "run its job again"
+        )
+    _check_files(directory, receipt)
+    # A source's receipt vouches for bytes, whatever they are; a checkpoint's for a model.
+    if receipt.kind == "checkpoint":
+        with no_garbage_collection():
+            _check_headers(directory, receipt)
+    to_hash = [file for file in receipt.files if full or _touched(directory, file)]
+    _check_hashes(directory, to_hash, progress)
+    return receipt
+
+
+def read_receipt_line(directory: Path) -> str:
+    """Say in one line what the receipt of a tree claims; nothing is checked."""
+    receipt = load_receipt(directory)
+    if receipt is None:
+        return "none"
+    document = receipt.document
+    of = document.get("name") or document.get("plan", {}).get("name", "")
+    return f"{receipt.kind} {of} digest {receipt.digest[:12]} of {document.get('written_at')}"
+
+
+def _check_files(directory: Path, receipt: Receipt) -> None:
+    for file in receipt.files:
+        path = directory / file.path
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise TreeDiffers(str(path), f"is gone ({error.strerror})", _FIX) from error
+        if size != file.size_bytes:
+            raise TreeDiffers(
+                str(path), f"has {size} bytes, the receipt says {file.size_bytes}", _FIX
+            )
+    surplus = set(files_of(directory)) - {file.path for file in receipt.files}
+    if surplus:
+        raise TreeDiffers(
+            str(directory), f"holds files no receipt knows: {', '.join(sorted(surplus)[:5])}", _FIX
+        )
+
+
+def _check_headers(directory: Path, receipt: Receipt) -> None:
+    """Read every header, one at a time, and hold the index against them."""
+    try:
+        index = read_index(directory)
+        if index is None:
+            raise TreeDiffers(str(directory), "has no index", _FIX)
+        listed: dict[str, list[str]] = {}
+        for name, shard in index.items():
+            listed.setdefault(shard, []).append(name)
+        for file in receipt.files:
+            if file.path.endswith(".safetensors"):
+                header = read_header(directory / file.path)
+                absent = [n for n in listed.pop(file.path, ()) if n not in header.tensors]
+                if absent:
+                    raise TreeDiffers(
+                        str(directory), f"the index puts {absent[0]} into {file.path}", _FIX
+                    )
+    except GateRefused as error:
+        kind = "a broken header" if isinstance(error, HeaderRefused) else "a broken index"
+        raise TreeDiffers(error.where, f"{error.what} ({kind})", _FIX) from error
+    if listed:
+        missing = ", ".join(sorted(listed)[:3])
+        raise TreeDiffers(str(directory), f"the index names files no receipt has: {missing}", _FIX)
+    if len(index) != receipt.document.get("tensors"):
+        raise TreeDiffers(
+            str(directory),
+            f"the index lists {len(index)} tensors, the receipt {receipt.document.get('tensors')}",
+            _FIX,
+        )
+    _check_names(directory, index, receipt.document.get("plan"))
+
+
+def _check_names(directory: Path, index: Mapping[str, str], plan: Any) -> None:
+    """Hold the names against those the receipt's plan gives: as many may still be others."""
+    try:
+        exact_result(str(directory), index, plan, plan["layout"])
+    except (GateRefused, InputRefused) as error:
+        raise TreeDiffers(error.where, error.what, _FIX) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = f"quotes no plan that says its tensors ({error!r})"
+        raise TreeDiffers(str(directory / RECEIPT_NAME), problem, _FIX) from error
+
+
+def _touched(directory: Path, file: ReceiptFile) -> bool:
+    if file.modified_ns is None:
+        return False
+    return (directory / file.path).stat().st_mtime_ns != file.modified_ns
+
+
+def _check_hashes(directory: Path, files: list[ReceiptFile], progress: Progress) -> None:
+    progress.phase("verify", sum(file.size_bytes for file in files))
+
+    def one(file: ReceiptFile) -> None:
+        path = directory / file.path
+        if file.sha256 is not None:
+            found = hash_file(path, progress.add)
+            if found != file.sha256:
+                problem = f"has sha256 {found}, the receipt says {file.sha256}"
+                raise TreeDiffers(str(path), problem, _FIX)
+        elif file.pieces is not None:
+            begin = first_difference(path, file.pieces, progress.add)
+            if begin is not None:
+                problem = f"has other bytes than the receipt says in the piece from byte {begin}"
+                raise TreeDiffers(str(path), problem, _FIX)
+        else:
+            raise TreeDiffers(str(path), "has no hash in the receipt", _FIX)
+
+    with ThreadPoolExecutor(_HASHES_AT_ONCE) as pool:
+        for future in [pool.submit(one, file) for file in files]:
+            future.result()

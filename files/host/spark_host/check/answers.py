@@ -1,0 +1,217 @@
+"""Checks of what the engine answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from typing import Any
+
+from spark_host.check.probe import CheckError, Message, Probe, content, short, user
+from spark_host.engine.client import EngineError
+from spark_host.release import Question
+
+_SAME_TOKEN_RUN = 24
+
+
+def _judge(question: Question, answer: str) -> None:
+    if re.search(question.expect, answer):
+        return
+    longest = max((len(list(run)) for _, run in groupby(answer)), default=0)
+    words = answer.split()
+    same_words = max((len(list(run)) for _, run in groupby(words)), default=0)
+    if longest >= _SAME_TOKEN_RUN or same_words >= _SAME_TOKEN_RUN:
+        raise CheckError(
+            f"{short(question.prompt)} was answered by one token over and over, {short(answer)}: "
+            "the numbers inside the model are broken"
+        )
+    raise CheckError(
+        f"{short(question.prompt)} was answered {short(answer)}, "
+        f"which does not match {question.expect!r}"
+    )
+
+
+def first_answer(probe: Probe) -> str:
+    """One checkable question is answered right."""
+    return _ask(probe, probe.plan.questions[:1])
+
+
+def all_answers(probe: Probe) -> str:
+    """Every checkable question is answered right."""
+    return _ask(probe, probe.plan.questions)
+
+
+def _ask(probe: Probe, questions: tuple[Question, ...]) -> str:
+    for question in questions:
+        answer = probe.say(question.prompt, question.max_tokens)
+        _judge(question, answer)
+        probe.answers[question.prompt] = answer
+    last = questions[-1].prompt
+    return f"{len(questions)} answered right, {short(last, 40)} by {short(probe.answers[last], 40)}"
+
+
+def copies(probe: Probe) -> str:
+    """Given strings come back letter by letter."""
+    for text in probe.plan.copy:
+        prompt = probe.plan.copy_prompt.format(text=text)
+        answer = probe.say(prompt, max(32, 2 * len(text))).strip().strip("\"'`")
+        if answer != text:
+            raise CheckError(f"asked to repeat {short(text)}, it said {short(answer)}")
+    return f"{len(probe.plan.copy)} strings came back unchanged"
+
+
+def repeats(probe: Probe) -> str:
+    """The same greedy request gives the same text again."""
+    question = probe.plan.questions[-1]
+    first, second = (probe.say(question.prompt, question.max_tokens) for _ in range(2))
+    if first != second:
+        raise CheckError(f"the same greedy request gave {short(first)} and then {short(second)}")
+    return "the same greedy request gave the same text twice"
+
+
+def conversation(probe: Probe) -> str:
+    """A conversation that grows keeps its thread."""
+    messages: list[Message] = []
+    questions = (probe.plan.questions * 3)[:3]
+    for turn, question in enumerate(questions, 1):
+        messages.append(user(question.prompt))
+        answer = content(probe.chat(messages, question.max_tokens))
+        try:
+            _judge(question, answer)
+        except CheckError as error:
+            raise CheckError(f"in turn {turn} of a conversation {error}") from error
+        messages.append({"role": "assistant", "content": answer})
+    return f"{len(questions)} turns of one conversation were answered right"
+
+
+def parallel(probe: Probe) -> str:
+    """Several streams at once are each answered right."""
+    count = probe.plan.parallel
+    questions = (probe.plan.questions * count)[:count]
+    with ThreadPoolExecutor(max_workers=count) as pool:
+        asked = [(question, pool.submit(_streamed, probe, question)) for question in questions]
+        for question, streamed in asked:
+            try:
+                text, tokens = streamed.result()
+                _judge(question, text)
+            except CheckError as error:
+                raise CheckError(f"among {count} streams at once {error}") from error
+            probe.tokens_seen += tokens
+    return f"{count} streams at once were answered right"
+
+
+def stream(probe: Probe) -> str:
+    """A streamed answer is complete and says the same as a plain one."""
+    question = probe.plan.questions[0]
+    text, tokens = _streamed(probe, question)
+    probe.tokens_seen += tokens
+    _judge(question, text)
+    return f"a streamed answer came whole, {tokens} tokens"
+
+
+def _streamed(probe: Probe, question: Question) -> tuple[str, int]:
+    """Return the text of a complete stream, and its tokens for the caller to count."""
+    body = probe.body(
+        [user(question.prompt)],
+        question.max_tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, finished, usage = "", None, None
+    try:
+        for event in probe.engine.stream_chat(body, probe.left_s):
+            usage = event.get("usage") or usage
+            for choice in event.get("choices") or ():
+                text += choice.get("delta", {}).get("content") or ""
+                finished = choice.get("finish_reason") or finished
+    except EngineError as error:
+        raise CheckError(f"the streamed answer broke: {error}, after {short(text)}") from error
+    if finished is None:
+        raise CheckError(f"the streamed answer has no finish_reason, after {short(text)}")
+    if not usage:
+        raise CheckError("the streamed answer carries no usage")
+    return text, int(usage.get("completion_tokens", 0))
+
+
+_WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city for a number of days",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+        },
+    },
+}
+
+
+def tool_call(probe: Probe) -> str:
+    """A request that needs a tool becomes a well-formed call with the right types."""
+    message = probe.chat(
+        [user("Use the tool to get the weather in Paris for 3 days.")],
+        256,
+        tools=[_WEATHER],
+        tool_choice="auto",
+    )
+    calls = message.get("tool_calls") or []
+    if not calls:
+        raise CheckError(f"no tool was called, it said {short(content(message))}")
+    function = calls[0].get("function") or {}
+    arguments = _arguments(function)
+    if function.get("name") != "get_weather":
+        raise CheckError(f"the tool {function.get('name')!r} was called, not get_weather")
+    if "paris" not in str(arguments.get("city", "")).lower():
+        raise CheckError(f"the tool was called for the city {arguments.get('city')!r}, not Paris")
+    days = arguments.get("days")
+    if isinstance(days, bool) or days != 3 or not isinstance(days, int):
+        raise CheckError(f"the tool was called with days={days!r}, not the number 3")
+    return f"get_weather was called with {json.dumps(arguments)}"
+
+
+def _arguments(function: dict[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = json.loads(function.get("arguments") or "")
+    except (TypeError, ValueError) as error:
+        said = short(str(function.get("arguments")))
+        raise CheckError(f"the tool's arguments are not JSON: {said}") from error
+    if not isinstance(arguments, dict):
+        raise CheckError(f"the tool's arguments are not an object: {arguments!r}")
+    return arguments
+
+
+def reasoning(probe: Probe) -> str:
+    """Thinking arrives apart from the answer."""
+    question = probe.plan.questions[0]
+    limit = min(2048, max(256, probe.plan.max_model_len // 4))
+    message = probe.chat(
+        [user(question.prompt)], limit, chat_template_kwargs={"enable_thinking": True}
+    )
+    thought = str(message.get("reasoning") or message.get("reasoning_content") or "")
+    answer = content(message)
+    if "<think>" in answer or "</think>" in answer:
+        raise CheckError(f"thinking is mixed into the answer: {short(answer)}")
+    if not thought.strip():
+        raise CheckError(f"no reasoning came apart from the answer {short(answer)}")
+    if message["finish_reason"] != "length":
+        _judge(question, answer)
+    return f"{len(thought)} characters of reasoning came apart from the answer"
+
+
+_NEEDLE = "The secret number of the lighthouse is 48213."
+
+
+def needle(probe: Probe) -> str:
+    """A fact in the middle of a long context is found again."""
+    tokens = probe.plan.needle_tokens or 0
+    filler = "The sea was calm and the gulls were quiet that day. "
+    half = filler * (tokens // 24)
+    prompt = f"{half}{_NEEDLE} {half}\nWhat is the secret number of the lighthouse? Digits only."
+    answer = probe.say(prompt, 64)
+    if "48213" not in answer:
+        raise CheckError(
+            f"a number in the middle of about {tokens} tokens was not found: {short(answer)}"
+        )
+    return f"a number in the middle of about {tokens} tokens was found"

@@ -1,0 +1,115 @@
+"""What every check gets, and how it reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_host.engine.client import Engine, EngineError, Metrics
+from spark_host.release import CheckPlan, Release
+
+Message = dict[str, Any]
+
+
+class CheckError(Exception):
+    """The engine violates what is checked; the message is a plain sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's result."""
+
+    name: str
+    ok: bool
+    detail: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class Probe:
+    """A running engine and what is known about it so far."""
+
+    release: Release
+    engine: Engine
+    read_log: Callable[[], list[str]]
+    before: Metrics | None = None
+    tokens_seen: int = 0
+    engine_version: str = ""
+    answers: dict[str, str] = field(default_factory=dict)
+    until_s: float = float("inf")
+
+    @property
+    def plan(self) -> CheckPlan:
+        """What the release wants checked."""
+        return self.release.check
+
+    @property
+    def model(self) -> str:
+        """The name requests are sent to: the first one, stable across switches."""
+        return self.release.names[0]
+
+    @property
+    def left_s(self) -> float:
+        """Seconds this check may still take; never 0, which would mean no limit to a socket."""
+        return max(0.01, min(self.plan.timeout_s, self.until_s - time.monotonic()))
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether this check has used up its time."""
+        return time.monotonic() >= self.until_s
+
+    def body(self, messages: list[Message], max_tokens: int, **more: Any) -> dict[str, Any]:
+        """Return a greedy chat request; thinking is off unless ``more`` says otherwise."""
+        return {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "seed": 1,
+            "chat_template_kwargs": {"enable_thinking": False},
+            **more,
+        }
+
+    def chat(self, messages: list[Message], max_tokens: int, **more: Any) -> dict[str, Any]:
+        """Return the first choice's message of a chat answer; count its tokens.
+
+        Raises:
+            CheckError: No complete, well-formed answer within the limit.
+        """
+        start = time.monotonic()
+        try:
+            answer = self.engine.chat(self.body(messages, max_tokens, **more), self.left_s)
+        except EngineError as error:
+            waited = time.monotonic() - start
+            limit = f"; the check's {self.plan.timeout_s:g} s are over" if self.out_of_time else ""
+            raise CheckError(f"no usable answer after {waited:.1f} s: {error}{limit}") from error
+        try:
+            choice = answer["choices"][0]
+            self.tokens_seen += int(answer["usage"]["completion_tokens"])
+            message = dict(choice["message"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise CheckError(f"the answer lacks {error}") from error
+        message["finish_reason"] = choice.get("finish_reason")
+        return message
+
+    def say(self, prompt: str, max_tokens: int) -> str:
+        """Return the text of the answer to one prompt."""
+        return content(self.chat([user(prompt)], max_tokens))
+
+
+def user(text: str) -> Message:
+    """Return a message of the user."""
+    return {"role": "user", "content": text}
+
+
+def content(message: dict[str, Any]) -> str:
+    """Return the text of a message; an absent one is empty."""
+    return str(message.get("content") or "")
+
+
+def short(text: str, length: int = 60) -> str:
+    """Return ``text`` quoted and cut, fit for a sentence."""
+    flat = " ".join(text.split())
+    return repr(flat if len(flat) <= length else flat[: length - 1] + "…")

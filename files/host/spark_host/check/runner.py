@@ -1,0 +1,274 @@
+"""Runs the checks a release asks for and writes the proof."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_host import release as releases
+from spark_host.check import answers, evidence, images
+from spark_host.check.prefix import prefix_reuse
+from spark_host.check.probe import CheckError, Finding, Probe
+from spark_host.engine.client import Engine, EngineError, NotListeningError
+from spark_host.errors import HostToolError
+from spark_host.gateway import traffic
+from spark_host.paths import Paths
+from spark_host.records import boot, proof
+from spark_host.release import Release
+from spark_host.system import files, systemd
+
+_PROGRESS_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: from which level on it runs, and when the release asks for it."""
+
+    name: str
+    level: str
+    run: Callable[[Probe], str]
+    wanted: Callable[[Probe], bool] = lambda _: True
+
+
+CHECKS = (
+    Check("served names", "quick", evidence.served_names),
+    Check("context length", "quick", evidence.context_length),
+    Check(
+        "log lines",
+        "quick",
+        evidence.log_lines,
+        lambda p: bool(p.plan.log_required or p.plan.log_forbidden),
+    ),
+    Check("first answer", "quick", answers.first_answer, lambda p: bool(p.plan.questions)),
+    Check("answers", "full", answers.all_answers, lambda p: len(p.plan.questions) > 1),
+    Check("copy", "full", answers.copies, lambda p: bool(p.plan.copy)),
+    Check("stream", "full", answers.stream, lambda p: p.plan.stream and bool(p.plan.questions)),
+    Check("repeat", "full", answers.repeats, lambda p: p.plan.repeat),
+    Check("tool call", "full", answers.tool_call, lambda p: p.plan.tool_call),
+    Check("reasoning", "full", answers.reasoning, lambda p: p.plan.reasoning),
+    Check("conversation", "full", answers.conversation, lambda p: p.plan.conversation),
+    Check(
+        "parallel",
+        "full",
+        answers.parallel,
+        lambda p: p.plan.parallel > 1 and bool(p.plan.questions),
+    ),
+    Check("image", "full", images.image, lambda p: p.plan.image),
+    Check("prefix reuse", "full", prefix_reuse, lambda p: p.plan.prefix_block_tokens is not None),
+    Check("acceptance", "full", evidence.acceptance, lambda p: p.plan.acceptance_floor is not None),
+    Check("needle", "deep", answers.needle, lambda p: p.plan.needle_tokens is not None),
+    Check("counters", "quick", evidence.counters_move, lambda p: bool(p.plan.questions)),
+    Check("metrics", "quick", evidence.metrics_required, lambda p: bool(p.plan.metrics_required)),
+    Check("health", "quick", evidence.healthy),
+)
+
+
+def check(
+    release: Release,
+    paths: Paths,
+    level: str,
+    tell: Callable[[str], None],
+    invocation_id: str | None = None,
+) -> dict[str, Any]:
+    """Check a release's engine and keep the proof.
+
+    Args:
+        release: The release that runs.
+        paths: Where the socket is and the proof goes.
+        level: ``quick``, ``full`` or ``deep``.
+        tell: Gets one line per step.
+        invocation_id: The run to bind the proof to; asked of systemd when ``None``.
+
+    Returns:
+        The proof as it was written.
+    """
+    before = invocation_id or systemd.invocation(release.serve_unit) or ""
+    probe = Probe(release, Engine.of(release, paths), lambda: read_log(release, before))
+    findings = [_ready(probe, tell)]
+    if findings[0].ok:
+        probe.before = _metrics_or_none(probe)
+        findings += _run_all(probe, level, tell)
+    after = invocation_id or systemd.invocation(release.serve_unit) or ""
+    if after != before:
+        findings.append(Finding("same run", False, "the engine was restarted meanwhile", 0.0))
+        tell(_line(findings[-1]))
+    versions = {**proof.versions(), **proof.parts(release)}
+    result: dict[str, Any] = {
+        "schema_version": 1,
+        "release": release.name,
+        "digest": release.digest,
+        "invocation_id": before,
+        "level": level,
+        "ok": all(finding.ok for finding in findings),
+        "checked_at": files.now(),
+        "checks": [asdict(finding) for finding in findings],
+        "versions": versions,
+        "engine": {"version": probe.engine_version},
+        "portable": release.check.portable,
+        "stubbed": sorted(key for key, value in versions.items() if "labstub" in value),
+    }
+    _keep(result, paths, tell)
+    return result
+
+
+def _keep(result: dict[str, Any], paths: Paths, tell: Callable[[str], None]) -> None:
+    """Write the proof down; on a full disk an engine that answers right serves all the same.
+
+    The next deploy proves again what has no proof; one that does not hold any more has to go.
+    """
+    try:
+        proof.write(result, paths)
+    except OSError as error:
+        tell(f"the proof is not kept: {error}")
+        if not result["ok"]:
+            files.remove(paths.proof(result["release"]))
+
+
+def _run_all(probe: Probe, level: str, tell: Callable[[str], None]) -> list[Finding]:
+    rank = proof.LEVELS.index(level)
+    findings = []
+    for item in CHECKS:
+        if proof.LEVELS.index(item.level) > rank or not item.wanted(probe):
+            continue
+        findings.append(_run_one(item, probe))
+        tell(_line(findings[-1]))
+        if probe.out_of_time and not findings[-1].ok:
+            tell("the rest is not asked: an engine that takes this long is not sound")
+            break
+    return findings
+
+
+def _run_one(item: Check, probe: Probe) -> Finding:
+    start = time.monotonic()
+    probe.until_s = start + probe.plan.timeout_s
+    try:
+        ok, detail = True, item.run(probe)
+    except CheckError as error:
+        ok, detail = False, str(error)
+    return Finding(item.name, ok, detail, round(time.monotonic() - start, 3))
+
+
+def _line(finding: Finding) -> str:
+    verdict = "ok  " if finding.ok else "FAIL"
+    return f"{verdict} {finding.name}: {finding.detail} ({finding.seconds:.2f} s)"
+
+
+def _ready(probe: Probe, tell: Callable[[str], None]) -> Finding:
+    """Wait until the engine listens and is healthy; show what it is doing meanwhile."""
+    start = time.monotonic()
+    limit_s = probe.release.timeouts.start_s
+    told = start
+    while True:
+        waited = time.monotonic() - start
+        try:
+            status = probe.engine.get("/health", 5).status
+            if status == 200:
+                probe.engine_version = _version(probe)
+                return Finding("ready", True, "the engine answers", round(waited, 3))
+            reason = f"/health answers HTTP {status}"
+        except NotListeningError as error:
+            reason = str(error)
+        except EngineError as error:
+            reason = str(error)
+        gone = _unit_gone(probe.release)
+        if gone or waited > limit_s:
+            what = gone or f"not ready after {limit_s:.0f} s: {reason}"
+            finding = Finding("ready", False, what, round(waited, 3))
+            tell(_line(finding))
+            return finding
+        if time.monotonic() - told >= _PROGRESS_S:
+            told = time.monotonic()
+            last = next((line for line in reversed(probe.read_log()) if line.strip()), reason)
+            tell(
+                f"phase=load waited_s={waited:.0f} limit_s={limit_s:.0f} last: {last.strip()[:160]}"
+            )
+        time.sleep(0.2 if waited < 10 else 1.0)
+
+
+def _unit_gone(release: Release) -> str | None:
+    if "SPARK_ENGINE_LOG" in os.environ:
+        return None
+    state = systemd.state(release.serve_unit, "ActiveState", "MainPID", "Result")
+    if state.get("ActiveState") in ("active", "activating", "reloading") and state.get(
+        "MainPID", "0"
+    ) not in ("0", ""):
+        return None
+    return f"the engine ended before it was ready ({release.serve_unit}: {state.get('Result')})"
+
+
+def _version(probe: Probe) -> str:
+    try:
+        return str(probe.engine.get("/version", 5).json().get("version", ""))
+    except EngineError:
+        return ""
+
+
+def _metrics_or_none(probe: Probe) -> Any:
+    try:
+        return probe.engine.metrics()
+    except EngineError:
+        return None
+
+
+def read_log(release: Release, invocation_id: str) -> list[str]:
+    """Return what this run of the engine printed, from the journal.
+
+    ``SPARK_ENGINE_LOG`` names a file to read instead, for an engine not run by systemd.
+    """
+    path = os.environ.get("SPARK_ENGINE_LOG")
+    if path is not None:
+        return Path(path).read_text(errors="replace").splitlines()
+    return systemd.journal(invocation_id, release.serve_unit)
+
+
+def main(words: list[str], paths: Paths) -> int:
+    """Run ``check [RELEASE] [--quick|--full|--deep] [--json] [--at-start]``."""
+    flags = {word for word in words if word.startswith("--")}
+    given = [word for word in words if not word.startswith("--")]
+    unknown = flags - {"--quick", "--full", "--deep", "--json", "--at-start"}
+    if unknown or len(given) > 1:
+        raise HostToolError(
+            "check",
+            f"unknown words {sorted(unknown) or given}",
+            "check [RELEASE] [--quick|--full|--deep] [--json]",
+            2,
+        )
+    release = releases.load(given[0] if given else _only_active(paths), paths)
+    level = next((name for name in reversed(proof.LEVELS) if f"--{name}" in flags), "full")
+    stream = sys.stderr if "--json" in flags else sys.stdout
+    result = check(release, paths, level, lambda line: print(line, file=stream, flush=True))
+    if "--json" in flags:
+        json.dump(result, sys.stdout, indent=1)
+        print()
+    else:
+        failed = [item["name"] for item in result["checks"] if not item["ok"]]
+        verdict = f"failed: {', '.join(failed)}" if failed else "proven"
+        print(f"{release.name}: {level} check {verdict}", flush=True)
+    if "--at-start" in flags and result["ok"]:
+        _open_after_start(release, paths)
+    return 0 if result["ok"] else 1
+
+
+def _open_after_start(release: Release, paths: Paths) -> None:
+    # A candidate on trial is not enabled; its door opens only after the full check.
+    if release.name in boot.enabled(release.service, paths):
+        traffic.open_for(release, paths)
+
+
+def _only_active(paths: Paths) -> str:
+    services = sorted({releases.service_of(name) for name in releases.names(paths)})
+    running = [name for name in (boot.active(service, paths) for service in services) if name]
+    if len(running) != 1:
+        raise HostToolError(
+            "check",
+            f"{len(running)} releases run here: {', '.join(running) or 'none'}",
+            "name one: spark-check RELEASE",
+            2,
+        )
+    return running[0]

@@ -1,0 +1,73 @@
+"""The account of the engine: in its container it is not root, here it owns what it writes."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from spark_host.errors import HostToolError
+from spark_host.release import Release
+
+
+def docker_arguments(release: Release) -> list[str]:
+    """Return what has ``docker run`` start the engine as its account, by number.
+
+    The image does not know the name, and its own accounts may have this host's numbers.
+
+    Raises:
+        HostToolError: The account is missing.
+    """
+    owner = _owner(release)
+    return [] if owner is None else ["--user", f"{owner.pw_uid}:{owner.pw_gid}"]
+
+
+def give(path: Path, release: Release) -> None:
+    """Have the engine own ``path``; its group stays."""
+    owner = _owner(release)
+    if owner is not None:
+        os.chown(path, owner.pw_uid, -1, follow_symlinks=False)
+
+
+def give_all(folder: Path, release: Release) -> None:
+    """Have the engine own a folder of its cache with all in it.
+
+    The folder itself comes last: while it belongs to another, the rest is looked at again.
+    """
+    owner = _owner(release)
+    if owner is None or folder.stat().st_uid == owner.pw_uid:
+        return
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            os.chown(Path(place) / name, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
+        os.chown(place, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
+
+
+def tree_problem(release: Release) -> HostToolError | None:
+    """Return the first file of the tree that the engine's account could not read."""
+    if release.engine.user is None:
+        return None
+    for place, _, names in os.walk(release.tree_path):
+        for path in (Path(place), *(Path(place) / name for name in names)):
+            needed = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
+            if path.stat().st_mode & needed != needed:
+                return HostToolError(
+                    str(path),
+                    f"cannot be read by {release.engine.user}, as whom the engine runs",
+                    f"chmod o+rX {path}, then deploy again",
+                )
+    return None
+
+
+def _owner(release: Release) -> pwd.struct_passwd | None:
+    if release.engine.user is None:
+        return None
+    try:
+        return pwd.getpwnam(release.engine.user)
+    except KeyError as error:
+        raise HostToolError(
+            f"account {release.engine.user}",
+            "does not exist on this host",
+            "systemd-sysusers /etc/sysusers.d/spark.conf, or run the deploy again",
+        ) from error

@@ -1,0 +1,88 @@
+"""The memory gate: on a Spark the pool comes back long after the process is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from spark_host.errors import HostToolError
+from spark_host.system import docker
+
+GIB = 1 << 30
+
+
+def meminfo(path: Path | None = None) -> dict[str, int]:
+    """Return /proc/meminfo in bytes."""
+    source = path or Path(os.environ.get("SPARK_MEMINFO", "/proc/meminfo"))
+    values = {}
+    for line in source.read_text().splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if words:
+            values[key] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
+    return values
+
+
+def available_bytes() -> int:
+    """Return what a new process could get: MemAvailable."""
+    return meminfo()["MemAvailable"]
+
+
+def problem(needed_bytes: int) -> HostToolError | None:
+    """Return why waiting could never help; ``None`` when the host is large enough."""
+    total = meminfo()["MemTotal"]
+    if needed_bytes <= total:
+        return None
+    return HostToolError(
+        "memory",
+        f"{needed_bytes / GIB:.1f} GiB needed, the host has {total / GIB:.1f} GiB in all",
+        "choose a smaller model, context or profile",
+    )
+
+
+def wait_for_memory(
+    needed_bytes: int, wait_s: float, say: Callable[[str], None], poll_s: float = 2.0
+) -> None:
+    """Return once no engine is left and ``needed_bytes`` are available.
+
+    Raises:
+        HostToolError: ``wait_s`` passed first; names what stands in the way.
+    """
+    start = time.monotonic()
+    while True:
+        left = docker.engine_containers()
+        available = available_bytes()
+        if not left and available >= needed_bytes:
+            return
+        waited = time.monotonic() - start
+        obstacle = (
+            f"container {', '.join(left)} is still there"
+            if left
+            else f"{available / GIB:.1f} GiB available, {needed_bytes / GIB:.1f} GiB needed"
+        )
+        if waited >= wait_s:
+            fix = (
+                f"docker rm -f {' '.join(left)}; when that hangs or fails: reboot"
+                if left
+                else f"stop what holds it: {_holders()}"
+            )
+            raise HostToolError("memory", f"{obstacle} after {waited:.0f} s", fix)
+        say(f"phase=memory waited_s={waited:.0f} limit_s={wait_s:.0f} {obstacle}")
+        time.sleep(min(poll_s, max(0.0, wait_s - waited)))
+
+
+def _holders(count: int = 3) -> str:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(
+                line.split(":", 1) for line in status.read_text().splitlines() if ":" in line
+            )
+        except OSError:
+            continue
+        resident_kb = int(fields.get("VmRSS", "0 kB").split()[0])
+        found.append((resident_kb, fields["Name"].strip(), status.parent.name))
+    biggest = sorted(found, reverse=True)[:count]
+    return ", ".join(f"{name} (pid {pid}, {kb / (1 << 20):.1f} GiB)" for kb, name, pid in biggest)

@@ -1,0 +1,210 @@
+"""Start and stop of one release: the steps of ``spark-serve@<release>.service``."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from spark_host.engine import account, cdi, memory
+from spark_host.errors import HostToolError
+from spark_host.gateway import traffic
+from spark_host.paths import Paths
+from spark_host.records import boot
+from spark_host.release import Release, load, socket_path
+from spark_host.system import docker, files
+
+_DOCKER_WAIT_S = 90.0
+
+
+def say(text: str) -> None:
+    """Print one line for the journal at once."""
+    print(text, flush=True)
+
+
+def may_start(name: str, paths: Paths) -> int:
+    """Return 0 when the unit may start, 1 when systemd shall skip it quietly."""
+    release = load(name, paths)
+    obstacle = boot.obstacle(release, paths)
+    if obstacle is not None:
+        say(f"not starting {name}: {obstacle}")
+        return 1
+    return 0
+
+
+def prepare(name: str, paths: Paths) -> int:
+    """Make the host ready for a start: door closed, no leftovers, CDI current, memory free."""
+    release = load(name, paths)
+    _refuse_beside(_lock_holder(paths), release)
+    traffic.close(release.service, paths)
+    _wait_for_docker()
+    docker.remove_container(release.container)
+    cdi.refresh(say, paths)
+    docker.gpu_arguments(paths)
+    _prove_parts(release)
+    memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, say)
+    directory = paths.service_run(release.service)
+    paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
+    directory.mkdir(mode=0o710, exist_ok=True)
+    traffic.give_to_gateway(directory, release, 0o710, paths)
+    account.give(directory, release)
+    for mount in release.engine.mounts:
+        if not mount.read_only:  # caches of the engine start empty
+            Path(mount.source).mkdir(mode=0o755, parents=True, exist_ok=True)
+            account.give_all(Path(mount.source), release)
+    socket = socket_path(release, paths)
+    if socket is not None:
+        files.remove(socket)
+    return 0
+
+
+def run(name: str, paths: Paths) -> int:
+    """Become the engine's ``docker run``; the lock is held for the life of the process."""
+    release = load(name, paths)
+    argv = docker_argv(release, paths)
+    environment = {**os.environ, **dict(release.engine.env)}
+    _take_engine_lock(release, paths)
+    say(f"starting {release.container}: {release.image_tag}")
+    os.execvpe("docker", argv, environment)
+
+
+def stop(name: str, paths: Paths) -> int:
+    """Ask the engine to stop and wait; Docker kills it after ``stop_s``."""
+    release = load(name, paths)
+    seconds = int(release.timeouts.stop_s)
+    said = docker.client("stop", "-t", str(seconds), release.container, timeout_s=seconds + 60)
+    if said.returncode != 0 and "No such container" not in said.stderr:
+        say(f"docker stop: {said.stderr.strip()}")
+    return 0
+
+
+def after_stop(name: str, paths: Paths) -> int:
+    """Leave nothing behind, however the engine ended; another release's things stay."""
+    release = load(name, paths)
+    alone = _lock_holder(paths) in (None, release.name)
+    if alone:  # before docker is asked, which may take its time
+        traffic.close(release.service, paths)
+    docker.remove_container(release.container)
+    socket = socket_path(release, paths)
+    if alone and socket is not None:
+        files.remove(socket)
+    return 0
+
+
+def docker_argv(release: Release, paths: Paths) -> list[str]:
+    """Return the ``docker run`` command line; values of the environment never enter it."""
+    argv = ["docker", "run", "--rm", "--restart", "no", "--name", release.container]
+    argv += ["--label", f"spark.release={release.name}"]
+    argv += ["--label", f"spark.service={release.service}"]
+    # The journal holds the log, once; the client still streams it with this driver.
+    argv += ["--log-driver", "none"]
+    socket = socket_path(release, paths)
+    if socket is not None:
+        inside = Path(release.engine.option("--uds") or "").parent
+        argv += ["--mount", f"type=bind,source={socket.parent},target={inside}"]
+    for mount in release.engine.mounts:
+        text = f"type=bind,source={mount.source},target={mount.target}"
+        argv += ["--mount", text + (",readonly" if mount.read_only else "")]
+    for key, _ in release.engine.env:
+        argv += ["--env", key]
+    argv += account.docker_arguments(release)
+    argv += docker.gpu_arguments(paths)
+    return [*argv, *release.engine.docker_args, release.image_tag, *release.engine.argv]
+
+
+def _take_engine_lock(release: Release, paths: Paths) -> None:
+    descriptor = _open_lock(paths)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _refuse_beside(_name_in(descriptor), release)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{release.name}\n".encode(), 0)
+    os.set_inheritable(descriptor, True)
+
+
+def _lock_holder(paths: Paths) -> str | None:
+    """Return the release whose engine runs on this host; ``None`` when the lock is free."""
+    descriptor = _open_lock(paths)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _name_in(descriptor)
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _open_lock(paths: Paths) -> int:
+    paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
+    return os.open(paths.run / "engine.lock", os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _name_in(descriptor: int) -> str:
+    return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "one without a name"
+
+
+def _refuse_beside(holder: str | None, release: Release) -> None:
+    if holder is not None:
+        raise HostToolError(
+            "engine lock",
+            f"the engine of {holder} runs on this host",
+            f"change over with: systemctl start spark-switch@{release.name}",
+        )
+
+
+def _wait_for_docker() -> None:
+    deadline = time.monotonic() + _DOCKER_WAIT_S
+    while not docker.is_up():
+        if time.monotonic() > deadline:
+            raise HostToolError(
+                "docker",
+                f"does not answer after {_DOCKER_WAIT_S:.0f} s",
+                "systemctl status docker",
+            )
+        say("phase=docker waiting for the docker daemon")
+        time.sleep(2)
+
+
+def _prove_parts(release: Release) -> None:
+    problem = part_problem(release)
+    if problem is not None:
+        raise problem
+
+
+def part_problem(release: Release) -> HostToolError | None:
+    """Return what is wrong with the release's image or tree; ``None`` when both are proven."""
+    try:
+        return _image_problem(release) or _tree_problem(release)
+    except docker.DaemonSilent as error:
+        return error
+
+
+def _image_problem(release: Release) -> HostToolError | None:
+    if docker.image(release.image_tag) is None:
+        return HostToolError(
+            f"image {release.image_tag}", "not on this host", "run the deploy again"
+        )
+    if release.image_label is not None:
+        label = docker.image_label(release.image_tag)
+        if label != release.image_label:
+            return HostToolError(
+                f"image {release.image_tag}",
+                f"label spark.digest is {label!r}, the release wants {release.image_label!r}",
+                "run the deploy again",
+            )
+    return None
+
+
+def _tree_problem(release: Release) -> HostToolError | None:
+    receipt = files.read_json(Path(release.tree_path) / "receipt.json")
+    found = None if receipt is None else receipt.get("digest")
+    if found != release.tree_digest:
+        return HostToolError(
+            f"tree {release.tree_path}",
+            f"receipt digest is {found!r}, the release wants {release.tree_digest!r}",
+            "run the deploy again",
+        )
+    return account.tree_problem(release)

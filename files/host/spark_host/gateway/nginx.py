@@ -1,0 +1,124 @@
+"""The configuration of a gateway's nginx, made from the service's settings."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+from importlib import resources
+from pathlib import Path
+
+from spark_host.errors import HostToolError
+from spark_host.gateway import api_key, listeners
+from spark_host.gateway.gateway_settings import Gateway
+from spark_host.paths import Paths
+from spark_host.system import files
+
+
+def program(paths: Paths) -> str:
+    """Return the path of nginx below the host's root.
+
+    Raises:
+        HostToolError: It is not installed.
+    """
+    for name in ("usr/sbin/nginx", "usr/local/sbin/nginx", "usr/bin/nginx"):
+        if os.access(paths.root / name, os.X_OK):
+            return str(paths.root / name)
+    raise HostToolError("nginx", "not installed", "run the deploy again")
+
+
+def render(settings: Gateway, upstream: str, paths: Paths) -> Path:
+    """Write keys.conf and a tested nginx.conf below /run; return their directory.
+
+    Raises:
+        HostToolError: nginx refuses the configuration; the one before stays.
+    """
+    directory = paths.gateway_run(settings.service)
+    directory.mkdir(parents=True, exist_ok=True)
+    # Workers must pass through to their temporary directories, nobody may list or read.
+    os.chmod(directory, 0o711)
+    files.write_text(directory / "keys.conf", keys_text(api_key.read(settings, paths)), 0o600)
+    new = directory / "nginx.conf.new"
+    files.write_text(new, config_text(settings, upstream, paths), 0o600)
+    tested = subprocess.run(
+        [program(paths), "-t", "-q", "-p", str(directory), "-c", str(new), "-e", "stderr"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    if tested.returncode != 0:
+        said = (tested.stderr.strip().splitlines() or ["it says nothing"])[0]
+        raise HostToolError(
+            f"gateway of {settings.service}", f"nginx refuses it: {said}", "run the deploy again"
+        )
+    os.replace(new, directory / "nginx.conf")
+    return directory
+
+
+def is_current(settings: Gateway, upstream: str, paths: Paths) -> bool:
+    """Return whether what is rendered follows from the settings, key and addresses of now."""
+    directory = paths.gateway_run(settings.service)
+    wanted = {
+        directory / "nginx.conf": config_text(settings, upstream, paths),
+        directory / "keys.conf": keys_text(api_key.read(settings, paths)),
+    }
+    return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
+
+
+def keys_text(key: str) -> str:
+    """Return nginx maps that set ``$spark_key`` to 1 for the right key.
+
+    Regular expressions, because nginx compares plain map strings without regard to case.
+    """
+    escaped = re.sub(r"([.+/=~-])", r"\\\1", key)
+    return (
+        f'map $http_x_api_key $spark_header_key {{ default 0; "~^{escaped}$" 1; }}\n'
+        "map $http_authorization $spark_key "
+        f'{{ default $spark_header_key; "~^[Bb]earer +{escaped}$" 1; }}\n'
+    )
+
+
+def config_text(settings: Gateway, upstream: str, paths: Paths) -> str:
+    """Return the nginx configuration of a service's gateway."""
+    rate = settings.max_requests_per_s
+    values = {
+        "USER": settings.user,
+        "GROUP": "nogroup" if settings.user == "nobody" else settings.user,
+        "RUN": str(paths.gateway_run(settings.service)),
+        "MAX_BODY_BYTES": str(settings.max_body_bytes),
+        "UPSTREAM": upstream,
+        "LISTEN": "\n        ".join(map(_listen, listeners.wanted(settings).listeners)),
+        "TLS": _tls(settings, paths),
+        "OPEN_ONLY": f"if (!-f {paths.door(settings.service)}) {{ return 503; }}",
+        "LIMIT_ZONE": ""
+        if rate is None
+        else f"limit_req_zone $binary_remote_addr zone=clients:1m rate={rate}r/s; "
+        "limit_req_status 429;",
+        "LIMIT": "" if rate is None else f"limit_req zone=clients burst={rate * 2} nodelay;",
+    }
+    template = resources.files("spark_host.gateway").joinpath("gateway.conf").read_text()
+    return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
+
+
+def _listen(one: listeners.Listener) -> str:
+    # With `reuseport` each address is a socket of its own: a reload that goes from every address
+    # to one of them would fail without it, because the old socket is still open then.
+    words = ["listen", str(one), "reuseport"]
+    words += ["ipv6only=on"] if ":" in one.address else []
+    return " ".join(words + (["ssl"] if one.tls else [])) + ";"
+
+
+def _tls(settings: Gateway, paths: Paths) -> str:
+    if settings.tls is None:
+        return ""
+    certificate = paths.root / settings.tls.certificate.lstrip("/")
+    key = paths.root / settings.tls.key.lstrip("/")
+    try:
+        # The hash makes a renewed certificate a changed configuration.
+        digest = hashlib.sha256(certificate.read_bytes()).hexdigest()
+    except FileNotFoundError as error:
+        raise HostToolError(str(certificate), "no certificate", "run the deploy again") from error
+    return (
+        f"# sha256 {digest}\n        ssl_certificate {certificate};\n"
+        f"        ssl_certificate_key {key};\n        ssl_protocols TLSv1.2 TLSv1.3;\n"
+        "        ssl_session_cache shared:tls:1m;"
+    )

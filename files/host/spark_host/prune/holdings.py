@@ -1,0 +1,183 @@
+"""What of ours lies on this host, and how many bytes its removal gives back."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from spark_host.errors import HostToolError
+from spark_host.jobs import jobs
+from spark_host.jobs.jobs import Job
+from spark_host.paths import Paths
+from spark_host.system import docker, files
+
+_TREE = re.compile(r"^.+-[0-9a-f]{12}$")
+_CACHE = re.compile(r"^[0-9a-f]{12}-mtp\d+$")
+# How a tree is called while it grows, after it was found damaged, and while it is removed.
+_UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
+PRUNED = ".pruned"
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A directory of ours; ``of`` is the place it grows into or was moved from."""
+
+    kind: str  # "tree" | "source" | "cache"
+    path: Path
+    of: Path
+    receipt: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image that our jobs built or pulled; ``layers`` from the lowest."""
+
+    reference: str
+    size_bytes: int
+    layers: tuple[str, ...]
+
+
+def known_jobs(paths: Paths) -> dict[str, Job]:
+    """Return every job of this host that can be read, by its twelve digits."""
+    found = {}
+    for digest12 in jobs.all_digests(paths):
+        try:
+            found[digest12] = jobs.load(digest12, paths)
+        except HostToolError:
+            continue  # says nothing of what it made, so nothing is ours by its word
+    return found
+
+
+def folders(kind: str, parent: Path, made: Iterable[Path]) -> tuple[list[Folder], list[Path]]:
+    """List our directories in ``parent`` and, beside them, what is not ours.
+
+    Ours is what carries our receipt under a name that ends in an identity, what one of our jobs
+    was to make, and the compile caches that our releases mount. A symlink is never ours.
+    """
+    ours, others = [], []
+    jobs_make = set(made)
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        unfinished = _UNFINISHED.match(path.name)
+        of = path
+        if unfinished:
+            of = parent / (unfinished["hidden"] or unfinished["plain"])
+        receipt = files.read_json(path / "receipt.json")
+        if kind == "cache":
+            mine = bool(_CACHE.match(of.name))
+        else:
+            mine = bool(_TREE.match(of.name)) and (
+                bool(unfinished) or of in jobs_make or _is_ours(receipt)
+            )
+        if mine and path.is_dir() and not path.is_symlink():
+            ours.append(Folder(kind, path, of, receipt))
+        else:
+            others.append(path)
+    return ours, others
+
+
+def _is_ours(receipt: dict[str, Any] | None) -> bool:
+    return receipt is not None and receipt.get("kind") in ("source", "checkpoint")
+
+
+def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
+    """Return what removing all of ``directories`` gives back, each file counted once.
+
+    A file that is linked from elsewhere too (overlay trees link their base, a source may link
+    the user's own cache) gives back nothing.
+    """
+    freed = dict.fromkeys(directories, 0)
+    links: dict[tuple[int, int], int] = {}
+    for directory in freed:
+        for info in _files_below(directory):
+            identity = (info.st_dev, info.st_ino)
+            links[identity] = links.get(identity, 0) + 1
+            if links[identity] == info.st_nlink:
+                freed[directory] += info.st_blocks * 512
+    return freed
+
+
+def _files_below(directory: Path) -> Iterable[os.stat_result]:
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            info = os.lstat(os.path.join(folder, name))
+            if stat.S_ISREG(info.st_mode):
+                yield info
+
+
+def images(known: dict[str, Job], paths: Paths) -> list[Image]:
+    """List the images our jobs made, those with few layers first.
+
+    Built ones carry our label. Of the pulled ones only those count that a job of ours really
+    pulled by digest and nobody has given a name since.
+    """
+    pulled = {
+        job.proof["image"]
+        for digest12, job in known.items()
+        if job.kind == "image-pull" and _ran(digest12, paths)
+    } | {base for job in known.values() if (base := base_of(job))}
+    found = {}
+    for entry in docker.ask("/images/json") or []:
+        tags = [tag for tag in entry.get("RepoTags") or () if tag != "<none>:<none>"]
+        labels = entry.get("Labels") or {}
+        if labels.get("spark.digest"):
+            mine = [tag for tag in tags if tag.startswith("spark-vllm:")]
+        else:
+            mine = [] if tags else [ref for ref in entry.get("RepoDigests") or () if ref in pulled]
+        for reference in mine:
+            known_image = docker.image(reference)
+            if known_image is not None:
+                layers = tuple((known_image.get("RootFS") or {}).get("Layers") or ())
+                found[reference] = Image(reference, int(known_image.get("Size") or 0), layers)
+    return sorted(found.values(), key=lambda image: (len(image.layers), image.reference))
+
+
+def in_containers() -> set[str]:
+    """Return the images that some container, running or not, was made from."""
+    found = docker.ask("/containers/json?all=1") or []
+    ids = {str(item.get("ImageID")) for item in found}
+    names = {str(item.get("Image")) for item in found}
+    for image_id in ids:
+        known_image = docker.ask(f"/images/{quote(image_id, safe=':')}/json") or {}
+        names |= {*(known_image.get("RepoTags") or ()), *(known_image.get("RepoDigests") or ())}
+    return names
+
+
+def image_bytes(going: list[Image], staying: list[Image]) -> dict[str, int]:
+    """Return what each image gives back: its layers that no other image has.
+
+    Args:
+        going: images to be removed, those with few layers first.
+        staying: all others of ours; images of strangers are not looked at.
+    """
+    counted = list(staying)
+    freed = {}
+    for image in going:
+        shared = [
+            other.size_bytes
+            for other in counted
+            if other.layers == image.layers[: len(other.layers)]
+        ]
+        above = any(image.layers == other.layers[: len(image.layers)] for other in staying)
+        freed[image.reference] = 0 if above else image.size_bytes - max(shared, default=0)
+        counted.append(image)
+    return freed
+
+
+def base_of(job: Job) -> str | None:
+    """Return the image a build starts from."""
+    for word in job.argv:
+        if word.startswith("BASE="):
+            return word.removeprefix("BASE=")
+    return None
+
+
+def _ran(digest12: str, paths: Paths) -> bool:
+    """Tell a job that did the work from one that found it done."""
+    status = files.read_json(paths.job(digest12) / "status.json") or {}
+    return status.get("started_at") is not None

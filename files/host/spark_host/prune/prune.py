@@ -1,0 +1,292 @@
+"""Remove what no kept release needs: releases, trees, sources, caches, images, old jobs.
+
+Nothing is removed that we did not make. A directory is renamed before its files go, so that a
+prune cut short leaves nothing that looks whole; the next one finishes it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_host.errors import HostToolError
+from spark_host.jobs import jobs
+from spark_host.jobs.jobs import Job
+from spark_host.paths import Paths
+from spark_host.prune import holdings
+from spark_host.prune.holdings import PRUNED, Folder, Image
+from spark_host.records import boot
+from spark_host.release import load, names, service_of
+from spark_host.rollout import change
+from spark_host.rollout.rollout import one_at_a_time
+from spark_host.system import docker, files, systemd
+
+_UP = ("active", "activating", "reloading", "deactivating")
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What the controller wants kept: a number of ways back, and what its plan uses."""
+
+    releases_kept: int
+    releases: frozenset[str]
+    folders: frozenset[Path]
+    images: frozenset[str]
+    models_dir: Path
+    sources_dir: Path
+    cache_dir: Path
+
+
+def read_keep(text: str) -> Keep:
+    """Read the controller's wishes; anything missing is an error, never "keep nothing"."""
+    try:
+        raw = json.loads(text)
+        return Keep(
+            int(raw["releases_kept"]),
+            frozenset(raw["releases"]),
+            frozenset(Path(path) for path in raw["folders"]),
+            frozenset(raw["images"]),
+            Path(raw["models_dir"]),
+            Path(raw["sources_dir"]),
+            Path(raw["cache_dir"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"cannot be read: {type(error).__name__}: {error}"
+        raise HostToolError("prune: what to keep", what, "run deploys/prune.py", 2) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Going:
+    """Everything that can go, and why the rest stays."""
+
+    kept: dict[str, str]  # release -> why
+    releases: list[str]
+    folders: list[Folder]
+    images: list[Image]
+    jobs: list[str]
+    bytes: dict[str, int]  # by path or reference
+    others: list[Path]  # beside ours, not ours
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON for people and controllers."""
+        items = [{"kind": "release", "name": name, "bytes": 0} for name in self.releases]
+        items += [
+            {"kind": folder.kind, "name": str(folder.path), "bytes": self.bytes[str(folder.path)]}
+            for folder in self.folders
+        ]
+        items += [
+            {"kind": "image", "name": image.reference, "bytes": self.bytes[image.reference]}
+            for image in self.images
+        ]
+        items += [{"kind": "job", "name": name, "bytes": 0} for name in self.jobs]
+        return {
+            "items": items,
+            "bytes": sum(item["bytes"] for item in items),
+            "kept": self.kept,
+            "not_ours": [str(path) for path in self.others],
+        }
+
+
+def look(keep: Keep, paths: Paths) -> Going:
+    """Find what no root needs; changes nothing."""
+    if not docker.is_up():
+        raise HostToolError("docker", "does not answer", "systemctl status docker")
+    known = holdings.known_jobs(paths)
+    kept = _kept_releases(keep, paths)
+    busy = _busy_jobs(known, paths)
+    needed = _needed_folders(keep, kept, busy, known, paths)
+    made = [path for job in known.values() if (path := _made_folder(job, paths))]
+    ours, others = [], []
+    for kind, parent in (
+        ("tree", keep.models_dir), ("source", keep.sources_dir), ("cache", keep.cache_dir)
+    ):  # fmt: skip
+        found, strange = holdings.folders(kind, _below(parent, paths), made)
+        ours += found
+        others += strange
+    folders = [folder for folder in ours if folder.of not in needed]
+    going_images, staying = _split_images(keep, kept, busy, known, paths)
+    gone = {folder.of for folder in folders}
+    freed = holdings.freed_bytes(folder.path for folder in folders)
+    return Going(
+        kept=kept,
+        releases=[name for name in names(paths) if name not in kept],
+        folders=folders,
+        images=going_images,
+        jobs=sorted(
+            name
+            for name, job in known.items()
+            if name not in busy and _is_stale(job, needed, gone, going_images, paths)
+        ),
+        bytes={
+            **{str(path): size for path, size in freed.items()},
+            **holdings.image_bytes(going_images, staying),
+        },
+        others=others,
+    )
+
+
+def _below(path: Path, paths: Paths) -> Path:
+    return paths.root / str(path).lstrip("/")
+
+
+def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
+    all_names = names(paths)
+    units = systemd.show([f"spark-serve@{name}.service" for name in all_names], ["ActiveState"])
+    changes = systemd.show([change.unit_of(name) for name in all_names], change.UNIT_FIELDS)
+    kept: dict[str, str] = {}
+    for service in {service_of(name) for name in all_names}:
+        record = boot.good(service, paths)
+        here = [name for name in record["previous"] if name in all_names]
+        reasons = [(name, "a way back") for name in here[: keep.releases_kept]]
+        reasons += [(name, "boots") for name in boot.enabled(service, paths)]
+        reasons += [(record["release"], "the last good one")] if record["release"] else []
+        stopped = (files.read_json(paths.stopped(service)) or {}).get("release")
+        reasons += [(stopped, "stopped on purpose")] if stopped else []
+        kept.update({name: why for name, why in reasons if name in all_names})
+    for name in all_names:
+        if units.get(f"spark-serve@{name}.service", {}).get("ActiveState") in _UP:
+            kept[name] = "serves"
+        elif changes.get(change.unit_of(name), {}).get("ActiveState") in _UP:
+            kept[name] = "is being changed to"
+        elif name in keep.releases:
+            kept.setdefault(name, "is what the settings say")
+    return kept
+
+
+def _busy_jobs(known: dict[str, Job], paths: Paths) -> set[str]:
+    """Return jobs that run, wait, or go on at the next boot."""
+    units = systemd.show([jobs.unit_of(name) for name in known], ["ActiveState", "Job"])
+    busy = {
+        name
+        for name in known
+        if (unit := units.get(jobs.unit_of(name), {})).get("ActiveState") in _UP
+        or unit.get("Job", "0") not in ("", "0")
+    }
+    wants = paths.units / "multi-user.target.wants"
+    for link in wants.glob("spark-prepare@*.target") if wants.is_dir() else ():
+        busy |= {conf.stem for conf in (paths.units / f"{link.name}.d").glob("*.conf")} & set(known)
+    return busy
+
+
+def _made_folder(job: Job, paths: Paths) -> Path | None:
+    return _below(Path(job.proof["receipt"]).parent, paths) if "receipt" in job.proof else None
+
+
+def _needed_folders(
+    keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
+) -> set[Path]:
+    needed = {_below(path, paths) for path in keep.folders}
+    for release in (load(name, paths) for name in kept):
+        needed.add(_below(Path(release.tree_path), paths))
+        needed |= {_below(Path(mount.source), paths) for mount in release.engine.mounts}
+    for name in busy:
+        makes = (name, *(after for after in known[name].after if after in known))
+        needed |= {path for one in makes if (path := _made_folder(known[one], paths))}
+    for tree in list(needed):
+        # A tree is rebuilt or repaired from its base, and shares its files.
+        receipt = files.read_json(tree / "receipt.json") or {}
+        base = ((receipt.get("plan") or {}).get("base") or {}).get("dir")
+        needed |= {_below(Path(base), paths)} if base else set()
+    return needed
+
+
+def _split_images(
+    keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
+) -> tuple[list[Image], list[Image]]:
+    """Return the images that can go and those that stay."""
+    needed = set(keep.images) | holdings.in_containers()
+    needed |= {load(name, paths).image_tag for name in kept}
+    needed |= {known[name].proof["image"] for name in busy if "image" in known[name].proof}
+    needed |= {
+        base
+        for job in known.values()
+        if job.proof.get("image") in needed and (base := holdings.base_of(job))
+    }
+    found = holdings.images(known, paths)
+    staying = [image for image in found if image.reference in needed]
+    return [image for image in found if image.reference not in needed], staying
+
+
+def _is_stale(
+    job: Job, needed: set[Path], gone: set[Path], images: list[Image], paths: Paths
+) -> bool:
+    """Return whether what a job made goes, or is gone and not wanted again."""
+    made = _made_folder(job, paths)
+    if made is not None:
+        return made in gone or (made not in needed and not made.exists())
+    return job.proof.get("image") in {image.reference for image in images}
+
+
+def remove(going: Going, paths: Paths) -> list[str]:
+    """Remove everything in ``going``; return what could not be removed, in words."""
+    problems = []
+    for name in going.releases:
+        _remove_release(name, paths)
+    for folder in going.folders:
+        _remove_folder(folder.path)
+    for image in reversed(going.images):
+        said = docker.client("rmi", image.reference, timeout_s=600)
+        if said.returncode != 0 and "No such image" not in said.stderr:
+            problems.append(f"image {image.reference}: {said.stderr.strip()}")
+    for name in going.jobs:
+        _remove_record(paths.job(name), "job.json")
+        shutil.rmtree(paths.units / f"{jobs.unit_of(name)}.d", ignore_errors=True)
+    systemd.systemctl("daemon-reload")
+    return problems
+
+
+def _remove_folder(path: Path) -> None:
+    aside = path
+    if not path.name.endswith(PRUNED):
+        aside = path.with_name(f".{path.name.lstrip('.')}{PRUNED}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        files.sync_directory(path.parent)
+    shutil.rmtree(aside)
+
+
+def _remove_release(name: str, paths: Paths) -> None:
+    service = service_of(name)
+    record = boot.good(service, paths)
+    if name in record["previous"]:
+        left = [other for other in record["previous"] if other != name]
+        # A name without a release is passed over by all who read it, and this is what frees a
+        # disk that is too full to write anything.
+        with suppress(OSError):
+            files.write_json(paths.good(service), {**record, "previous": left})
+    for path in (paths.proof(name), paths.switch(name), paths.request(name)):
+        path.unlink(missing_ok=True)
+    for unit in (f"spark-serve@{name}.service.d", f"spark-prepare@{name}.target.d"):
+        shutil.rmtree(paths.units / unit, ignore_errors=True)
+    (paths.units / f"multi-user.target.wants/spark-prepare@{name}.target").unlink(missing_ok=True)
+    _remove_record(paths.releases / name, "release.json")
+
+
+def _remove_record(directory: Path, read_first: str) -> None:
+    """Remove a small directory; without the file that is read first it means nothing."""
+    files.remove(directory / read_first)
+    shutil.rmtree(directory)
+
+
+def main(words: list[str], paths: Paths) -> int:
+    """Run ``prune [--dry] KEEP``, where KEEP is the JSON that :func:`read_keep` reads."""
+    dry = "--dry" in words
+    rest = [word for word in words if word != "--dry"]
+    if len(rest) != 1:
+        raise HostToolError("prune", "wants one JSON text", "run deploys/prune.py", 2)
+    keep = read_keep(rest[0])
+    with ExitStack() as locks:
+        for service in sorted({service_of(name) for name in names(paths)}) if not dry else ():
+            locks.enter_context(one_at_a_time(service, paths))
+        going = look(keep, paths)
+        document = going.document()
+        problems = [] if dry else remove(going, paths)
+    json.dump({**document, "problems": problems}, sys.stdout)
+    print()
+    return 1 if problems else 0

@@ -1,0 +1,1 @@
+"""What is written down of releases: boot pointer, good record, proofs, versions."""

@@ -1,0 +1,130 @@
+"""What changed on the host since the last proof, and how to go back."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from spark_host.system.programs import output_of
+
+UNKNOWN = "unknown"  # stands for a version whose program did not answer
+# The program whose package a version belongs to.
+_PROGRAMS = {"docker": "dockerd", "toolkit": "nvidia-ctk"}
+
+
+def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return one ``name old -> new`` for each version that differs, as far as it is known now.
+
+    A proof that was taken without knowing a version does not cover the one that is found later.
+    """
+    return [
+        f"{key} {before.get(key) or 'none'} -> {now[key] or 'none'}"
+        for key in now
+        if now[key] not in (UNKNOWN, before.get(key, ""))
+    ]
+
+
+def unknown(now: dict[str, str]) -> list[str]:
+    """Return the names of the parts that did not answer."""
+    return [key for key, version in now.items() if version == UNKNOWN]
+
+
+def packages() -> dict[str, str]:
+    """Return ``name=version`` of the packages that docker and toolkit come from.
+
+    That is what apt wants to hear to go back to them; a program of no package is left out.
+    """
+    found = {}
+    for part, program in _PROGRAMS.items():
+        path = shutil.which(program)
+        owner = (path and output_of("dpkg-query", "-S", os.path.realpath(path))) or ""
+        name = owner.partition(":")[0].partition(",")[0].strip()
+        version = name and output_of("dpkg-query", "-W", "-f", "${Version}", name)
+        if version:
+            found[part] = f"{name}={version}"
+    return found
+
+
+def reboot_pending(root: Path = Path("/")) -> str:
+    """Return why the host waits for a reboot, or an empty string.
+
+    Args:
+        root: Where the host's files are.
+    """
+    if (root / "run/reboot-required").exists():
+        named = root / "run/reboot-required.pkgs"
+        names = sorted(set(named.read_text().split())) if named.exists() else []
+        return f"/run/reboot-required is set ({', '.join(names) or 'no package named'})"
+    running = os.uname().release
+    flavour = running.rpartition("-")[2]
+    kernels = [path.name.partition("-")[2] for path in (root / "boot").glob("vmlinuz-*")]
+    newest = max((k for k in kernels if k.endswith(f"-{flavour}")), key=_numbers, default="")
+    if newest and _numbers(newest) > _numbers(running):
+        return f"kernel {newest} is installed, {running} is running"
+    return _driver_pending(root)
+
+
+def _driver_pending(root: Path) -> str:
+    """Compare the module in memory with the library on disk: upgraded apart, the GPU is gone."""
+    loaded = root / "proc/driver/nvidia/version"
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", _text(loaded))
+    libraries = (root / "usr/lib").glob("*-linux-gnu/libnvidia-ml.so.*.*")
+    installed = {path.name.partition(".so.")[2] for path in libraries}
+    if not found or not installed or found[1] in installed:
+        return ""
+    return (
+        f"driver module {found[1]} is loaded, library {', '.join(sorted(installed))} is installed"
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
+def way_back(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return what a person can do to go back, one sentence for each part that changed.
+
+    Args:
+        service: The service that got slower.
+        before: Measurement of the last proof, with ``versions``, ``packages``, ``release``.
+        now: The same of the present one.
+    """
+    old, new = before["versions"], now["versions"]
+    found = []
+    if before.get("release") != now.get("release"):
+        found.append(f"`spark-host rollback {service}` serves {before.get('release')} again")
+    for part in ("docker", "toolkit"):
+        package = before.get("packages", {}).get(part)
+        if package and _differs(old, new, part):
+            found.append(f"`apt-get install --allow-downgrades {package}`, then deploy again")
+    if _differs(old, new, "kernel"):
+        entry = f"Advanced options for {_system()}>{_system()}, with Linux {old.get('kernel')}"
+        found.append(f"`grub-reboot '{entry}' && reboot` boots the earlier kernel once")
+    if _differs(old, new, "driver"):
+        found.append(
+            f"driver {old.get('driver')} comes back only as a whole set with its kernel, by the "
+            "vendor's means (DGX Dashboard, recovery image); this tool never changes it"
+        )
+    return found
+
+
+def _differs(old: dict[str, str], new: dict[str, str], part: str) -> bool:
+    return UNKNOWN not in (old.get(part), new.get(part)) and old.get(part) != new.get(part)
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["NAME"].removesuffix(" GNU/Linux")
+    except (OSError, KeyError):
+        return "Ubuntu"

@@ -1,0 +1,196 @@
+"""Everything a controller asks of a host, as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from spark_host import release as releases
+from spark_host.check import measure
+from spark_host.engine import memory
+from spark_host.engine.client import Engine, EngineError
+from spark_host.gateway import gateway, traffic
+from spark_host.jobs import jobs
+from spark_host.paths import Paths
+from spark_host.records import boot, proof, upgrades
+from spark_host.release import Release
+from spark_host.rollout import change
+from spark_host.rollout.record import boot_id
+from spark_host.system import files, systemd
+from spark_host.watch import loop
+
+_SERVE_FIELDS = (
+    "ActiveState",
+    "SubState",
+    "InvocationID",
+    "NRestarts",
+    "Result",
+    "MainPID",
+    "ActiveEnterTimestamp",
+)
+
+
+def status(paths: Paths, live: bool) -> dict[str, Any]:
+    """Return the host's state.
+
+    Args:
+        paths: Where to look.
+        live: Also ask the running engines one question each.
+    """
+    known = [r for n in releases.names(paths) if (r := releases.load_if_present(n, paths))]
+    services = sorted({release.service for release in known} | _marked(paths))
+    digests = jobs.all_digests(paths)
+    gateways = [f"spark-gateway@{service}.service" for service in services]
+    switched = [release for release in known if paths.switch(release.name).exists()]
+    # One question for all units: a call of systemctl each would cost more than all the rest.
+    asked = [*(r.serve_unit for r in known), *gateways, *(change.unit_of(r.name) for r in switched)]
+    units = systemd.show(asked, [*_SERVE_FIELDS, "Job"])
+    versions = proof.versions()
+    return {
+        "schema_version": 1,
+        "tools": {"digest": _tools_digest(paths)},
+        "releases": [_release(release) for release in known],
+        "serve": [_serve(release, units, paths) for release in known],
+        "services": {name: _service(name, known, units, paths) for name in services},
+        "proofs": {r.name: _proof(r, units, versions, paths) for r in known},
+        "switch": {
+            r.name: change.judge(r.name, units.get(change.unit_of(r.name), {}), paths)
+            for r in switched
+        },
+        "jobs": jobs.poll(digests, paths) if digests else [],
+        "memory": _memory(),
+        "versions": versions,
+        "versions_unknown": upgrades.unknown(versions),
+        "reboot_pending": upgrades.reboot_pending(),
+        "live": _live([r for r in known if _is_active(r, units)], paths) if live else None,
+        "events": {name: loop.events(name, paths) for name in services},
+        "boot_id": boot_id(),
+    }
+
+
+def _marked(paths: Paths) -> set[str]:
+    folder = paths.state / "stopped"
+    return {path.stem for path in folder.glob("*.json")} if folder.is_dir() else set()
+
+
+def _tools_digest(paths: Paths) -> str | None:
+    try:
+        return os.readlink(paths.tools / "current").rstrip("/").rpartition("/")[2]
+    except OSError:
+        return None
+
+
+def _release(release: Release) -> dict[str, Any]:
+    return {
+        "name": release.name,
+        "service": release.service,
+        "digest": release.digest,
+        "model": release.model,
+        "profile": release.profile,
+        "names": list(release.names),
+        "tree": release.tree_path,
+        "image": release.image_tag,
+    }
+
+
+def _is_active(release: Release, units: dict[str, systemd.UnitState]) -> bool:
+    return units.get(release.serve_unit, {}).get("ActiveState") == "active"
+
+
+def _serve(release: Release, units: dict[str, systemd.UnitState], paths: Paths) -> dict[str, Any]:
+    unit = units.get(release.serve_unit, {})
+    return {
+        "release": release.name,
+        "active": unit.get("ActiveState", "inactive"),
+        "sub": unit.get("SubState", "dead"),
+        "enabled": release.name in boot.enabled(release.service, paths),
+        "invocation_id": unit.get("InvocationID") or None,
+        "restarts": int(unit.get("NRestarts") or 0),
+        "result": unit.get("Result", ""),
+        "main_pid": int(unit.get("MainPID") or 0),
+        "since": unit.get("ActiveEnterTimestamp") or None,
+    }
+
+
+def _service(
+    name: str, known: list[Release], units: dict[str, systemd.UnitState], paths: Paths
+) -> dict[str, Any]:
+    record = boot.good(name, paths)
+    gateway_unit = units.get(f"spark-gateway@{name}.service", {})
+    running = [r.name for r in known if r.service == name and _is_active(r, units)]
+    return {
+        "good": record["release"],
+        "previous": record["previous"],
+        "enabled": boot.enabled(name, paths),
+        "active": running[0] if running else None,
+        "stopped_by_hand": files.read_json(paths.stopped(name)),
+        "rolled_back": boot.rolled_back(name, paths),
+        "door_open": traffic.is_open(name, paths),
+        "gateway": {
+            "active": gateway_unit.get("ActiveState", "inactive"),
+            "enabled": gateway.boots(name, paths),
+            "key_problem": gateway.key_problem(name, paths) if running else None,
+            "difference": gateway.difference(name, paths),
+        },
+    }
+
+
+def _proof(
+    release: Release,
+    units: dict[str, systemd.UnitState],
+    versions: dict[str, str],
+    paths: Paths,
+) -> dict[str, Any]:
+    found = proof.read(release.name, paths)
+    invocation = units.get(release.serve_unit, {}).get("InvocationID")
+    active = _is_active(release, units)
+    why = proof.why_not(found, release.digest, invocation, versions) if active else "not running"
+    measured = (found or {}).get("bench")
+    speed = list(measure.sentences(measured)) if measured else []
+    return {**(found or {}), "current": why is None, "why": why, "speed": speed}
+
+
+def _memory() -> dict[str, int]:
+    values = memory.meminfo()
+    return {"total_bytes": values["MemTotal"], "available_bytes": values["MemAvailable"]}
+
+
+def _live(running: list[Release], paths: Paths) -> dict[str, Any] | None:
+    """Ask every running engine; return the first bad answer, else the last good one."""
+    found = None
+    for release in running:
+        found = ask(release, paths)
+        if not found["ok"]:
+            break
+    return found
+
+
+def ask(release: Release, paths: Paths, timeout_s: float = 30) -> dict[str, Any]:
+    """Return whether one short completion comes through the engine's socket."""
+    start = time.monotonic()
+    question = release.check.questions[0].prompt if release.check.questions else "Hello"
+    body = {
+        "model": release.names[0],
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    try:
+        answer = Engine.of(release, paths).chat(body, timeout_s)
+        ok = int(answer["usage"]["completion_tokens"]) > 0
+        detail = str(answer["choices"][0]["message"].get("content"))
+    except (EngineError, KeyError, IndexError, TypeError) as error:
+        ok, detail = False, str(error)
+    seconds = round(time.monotonic() - start, 3)
+    return {"ok": ok, "release": release.name, "seconds": seconds, "detail": detail}
+
+
+def main(words: list[str], paths: Paths) -> int:
+    """Run ``status [--live]``."""
+    json.dump(status(paths, "--live" in words), sys.stdout)
+    print()
+    return 0

@@ -1,0 +1,149 @@
+"""The little we ask of Docker: its API socket for questions, its client for actions."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+from urllib.parse import quote
+
+from spark_host.errors import HostToolError
+from spark_host.paths import Paths
+from spark_host.system import files
+
+API_SOCKET = "/var/run/docker.sock"
+_PATIENT_S = 60.0  # a busy host's daemon answers late; it is asked once more for so long
+
+
+class DaemonSilent(HostToolError):  # noqa: N818 - named after what happened
+    """The daemon is there but did not answer in time: what it knows is unknown, not absent."""
+
+
+class _SocketConnection(HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str, timeout_s: float):
+        super().__init__("docker", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def ask(path: str, timeout_s: float = 10) -> Any:
+    """Return the JSON answer of the daemon to ``GET path``; ``None`` when there is none.
+
+    A daemon that is late is asked once more, with patience.
+
+    Raises:
+        DaemonSilent: it took the question and did not answer.
+    """
+    for limit_s in (timeout_s, _PATIENT_S):
+        try:
+            return _answer(path, limit_s)
+        except (TimeoutError, BlockingIOError):
+            continue
+    raise DaemonSilent(
+        "docker", f"did not answer within {_PATIENT_S:.0f} s", "systemctl status docker; run again"
+    )
+
+
+def _answer(path: str, timeout_s: float) -> Any:
+    connection = _SocketConnection(os.environ.get("SPARK_DOCKER_SOCKET", API_SOCKET), timeout_s)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read()
+        return json.loads(body) if answer.status == 200 else None
+    except (TimeoutError, BlockingIOError):
+        raise
+    except (OSError, HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+
+
+def gpu_arguments(paths: Paths) -> tuple[str, ...]:
+    """Return the arguments with which a container was proven to see the GPU of this host."""
+    receipt = files.read_json(paths.gpu_receipt) or {}
+    if "docker_arguments" not in receipt:
+        raise HostToolError(
+            str(paths.gpu_receipt),
+            "does not say how a container gets at the GPU",
+            "run the deploy again",
+        )
+    return tuple(str(word) for word in receipt["docker_arguments"])
+
+
+def gpu_problem(paths: Paths) -> HostToolError | None:
+    """Return why no engine can be given the GPU; ``None`` when that was proven."""
+    try:
+        gpu_arguments(paths)
+    except HostToolError as error:
+        return error
+    return None
+
+
+def is_up() -> bool:
+    """Return whether the daemon answers at once."""
+    try:
+        return _answer("/version", 5) is not None
+    except (TimeoutError, BlockingIOError):
+        return False
+
+
+def image(reference: str) -> dict[str, Any] | None:
+    """Return what the daemon knows of an image (tag, or name@digest)."""
+    found = ask(f"/images/{quote(reference, safe='/:@')}/json")
+    return found if isinstance(found, dict) else None
+
+
+def image_label(reference: str, label: str = "spark.digest") -> str | None:
+    """Return one label of an image; ``None`` when the image or the label is absent."""
+    found = image(reference)
+    labels = ((found or {}).get("Config") or {}).get("Labels") or {}
+    value = labels.get(label)
+    return None if value is None else str(value)
+
+
+def engine_containers() -> list[str]:
+    """Return the names of all containers of ours, running or not."""
+    chosen = quote(json.dumps({"label": ["spark.release"]}))
+    found = ask(f"/containers/json?all=1&filters={chosen}")
+    if not isinstance(found, list):
+        return []
+    return sorted(str(item["Names"][0]).lstrip("/") for item in found if item.get("Names"))
+
+
+def container(name: str, limit_s: float) -> dict[str, Any] | None:
+    """Return what the daemon knows of a container; ``None`` when it does not say so in time."""
+    try:
+        found = _answer(f"/containers/{quote(name, safe='')}/json", limit_s)
+    except (TimeoutError, BlockingIOError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run the docker client and return what it said; the caller judges the exit code.
+
+    A client that is not installed answers like one that failed, with the shell's code 127; one
+    that does not end in time, because the daemon hangs, with the code 124 of timeout(1).
+    """
+    argv = ["docker", *words]
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except FileNotFoundError:
+        return subprocess.CompletedProcess(argv, 127, "", "docker is not installed")
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(argv, 124, "", f"no answer within {timeout_s:.0f} s")
+
+
+def remove_container(name: str) -> None:
+    """Remove a container, running or not; an absent one is fine."""
+    client("rm", "-f", name)

@@ -1,0 +1,114 @@
+"""Questions to and requests of systemd, through ``systemctl``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable
+
+from spark_host.errors import HostToolError
+
+UnitState = dict[str, str]
+
+_LIMIT_S = 60.0
+_JOURNAL_S = 60.0
+_ENVIRONMENT = {**os.environ, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
+
+
+def systemctl(*words: str, timeout_s: float = _LIMIT_S) -> subprocess.CompletedProcess[str]:
+    """Run ``systemctl`` and return what it said; the caller judges the exit code.
+
+    One that does not end in time answers like one that failed, with the code 124 of timeout(1).
+    """
+    argv = ["systemctl", "--no-pager", *words]
+    try:
+        return subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=_ENVIRONMENT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(argv, 124, "", f"no answer within {timeout_s:.0f} s")
+
+
+def _told(*words: str) -> str:
+    """Return what ``systemctl`` prints; silence must not be taken for "there is nothing"."""
+    said = systemctl(*words, timeout_s=_LIMIT_S)
+    if said.returncode == 124:
+        raise HostToolError(
+            f"systemctl {words[0]}", said.stderr, "run again when the host is less busy"
+        )
+    return said.stdout
+
+
+def show(units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
+    """Return the properties of several units, asked in one call.
+
+    Args:
+        units: Full unit names; units that systemd never saw answer as inactive.
+        properties: Property names; ``Id`` is added.
+    """
+    wanted = list(dict.fromkeys(units))
+    if not wanted:
+        return {}
+    fields = ",".join(["Id", *properties])
+    said = _told("show", "-p", fields, "--", *wanted)
+    states: dict[str, UnitState] = {}
+    for block in said.split("\n\n"):
+        pairs = (line.partition("=") for line in block.splitlines() if "=" in line)
+        state = {key: value for key, _, value in pairs}
+        if "Id" in state:
+            states[state["Id"]] = state
+    return states
+
+
+def state(unit: str, *properties: str) -> UnitState:
+    """Return the properties of one unit."""
+    found = show([unit], properties)
+    return found.get(unit) or next(iter(found.values()), {})
+
+
+def is_active(unit: str) -> bool:
+    """Return whether the unit is fully up."""
+    return state(unit, "ActiveState").get("ActiveState") == "active"
+
+
+def invocation(unit: str) -> str | None:
+    """Return the id of the unit's present run, the identity a proof is bound to."""
+    return state(unit, "InvocationID").get("InvocationID") or None
+
+
+def listed(pattern: str) -> list[str]:
+    """Return the loaded units that match ``pattern``, in any state."""
+    said = _told("list-units", "--all", "--plain", "--no-legend", pattern)
+    return [line.split()[0] for line in said.splitlines() if line.strip()]
+
+
+def is_stopping() -> bool:
+    """Return whether the machine is on its way down."""
+    return systemctl("is-system-running").stdout.strip() == "stopping"
+
+
+def journal(invocation_id: str, unit: str, lines: int | None = None) -> list[str]:
+    """Return what one run of a unit printed, oldest line first."""
+    words = ["journalctl", "--no-pager", "-q", "-o", "cat", "-u", unit]
+    if invocation_id:
+        words.append(f"_SYSTEMD_INVOCATION_ID={invocation_id}")
+    if lines is not None:
+        words += ["-n", str(lines)]
+    try:
+        said = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=_JOURNAL_S,
+            env=_ENVIRONMENT,
+            check=False,
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        return [f"(journalctl gave no answer within {_JOURNAL_S:.0f} s)"]
+    return said.stdout.splitlines()

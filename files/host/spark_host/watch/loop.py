@@ -1,0 +1,211 @@
+"""The watch: sees a wedged engine, a starving host and a hot GPU; acts within the start limits.
+
+It only ever kills the engine's container. systemd then restarts the unit after ``RestartSec``,
+counts the start, and gives up at the start limit; so the loop ends and the host stays reachable.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from spark_host.engine import process
+from spark_host.engine.client import Engine, EngineError, Metrics, SilentError
+from spark_host.engine.memory import GIB, available_bytes
+from spark_host.errors import HostToolError
+from spark_host.gateway import gateway
+from spark_host.paths import Paths
+from spark_host.release import Release, Watch, load
+from spark_host.system import docker, files, systemd
+from spark_host.watch import sensors
+from spark_host.watch.sensors import Thermometer
+
+_EVENTS_KEPT = 1000
+_SENSORS_EVERY_S = 20.0  # nvidia-smi starts anew each time, and heat is slow
+_ANSWER_S = 5.0
+# So many in a row, beside the time: a watch that was itself held up may look once in a long while.
+_SILENT_LOOKS = 3
+_NOTE_S = 2.0
+_UNIT_ENDS_S = 20.0
+_writing = threading.Lock()
+
+
+@dataclass(slots=True)
+class Judge:
+    """Turns samples into a verdict; keeps the little history that takes."""
+
+    plan: Watch
+    floor_bytes: int
+    moved_at_s: float | None = None
+    last_progress: tuple[float, ...] = ()
+    low_samples: int = 0
+    silent_since_s: float | None = None
+    silent_looks: int = 0
+
+    def silent(self, now_s: float) -> str | None:
+        """Take note that the engine let a question for its metrics wait; return why it is wedged.
+
+        No engine that starts is looked at: systemd starts the watch once the unit has passed its
+        check. The metrics come from the process that sends every token to its client, so nobody
+        is served meanwhile; a box under load answers late, but not for as long as a stall takes.
+        """
+        if self.silent_since_s is None:
+            self.silent_since_s = now_s
+        self.silent_looks += 1
+        silent_s = now_s - self.silent_since_s
+        if silent_s < self.plan.stall_s or self.silent_looks < _SILENT_LOOKS:
+            return None
+        return f"the engine listens, but gave no answer for {silent_s:.0f} s"
+
+    def answered(self) -> None:
+        """Forget the silence: the engine answered, or nobody listens any more."""
+        self.silent_since_s, self.silent_looks = None, 0
+
+    def stalled(self, metrics: Metrics | None, now_s: float) -> str | None:
+        """Return why the engine counts as wedged, or ``None``.
+
+        ``None`` for metrics means that nobody listens or that the answer is an error, which says
+        nothing: a unit whose engine has died is systemd's business.
+        """
+        if metrics is None:
+            return None
+        progress = metrics.progress
+        if metrics.running <= 0 or progress != self.last_progress or self.moved_at_s is None:
+            self.last_progress, self.moved_at_s = progress, now_s
+            return None
+        flat_s = now_s - self.moved_at_s
+        if flat_s < self.plan.stall_s:
+            return None
+        return (
+            f"{metrics.running:.0f} requests are running, but no token was read or written "
+            f"for {flat_s:.0f} s"
+        )
+
+    def starving(self, available: int) -> str | None:
+        """Return why the host counts as starving, or ``None``."""
+        self.low_samples = self.low_samples + 1 if available < self.floor_bytes else 0
+        if self.low_samples < self.plan.memory_samples:
+            return None
+        return (
+            f"{available / GIB:.2f} GiB of memory are available, "
+            f"the floor is {self.floor_bytes / GIB:.2f} GiB"
+        )
+
+
+def run(name: str, paths: Paths) -> int:
+    """Watch a release until its unit ends (systemd stops the watch with it)."""
+    release = load(name, paths)
+    engine = Engine.of(release, paths)
+    judge = Judge(release.watch, release.memory.floor_bytes)
+    held = None
+    over = threading.Event()
+    threading.Thread(target=_look_beside, args=(release, paths, over), daemon=True).start()
+    try:
+        while True:
+            if held is None:
+                held = process.hold(release.container)
+            reason = judge.starving(available_bytes())
+            if reason is not None:
+                act(release, "starving", reason, held, paths)
+                judge.low_samples = 0
+            reason = _wedged(engine, judge)
+            if reason is not None:
+                act(release, "stalled", reason, held, paths)
+                judge.moved_at_s = None
+                judge.answered()
+            time.sleep(release.watch.interval_s)
+    finally:
+        over.set()
+
+
+def _look_beside(release: Release, paths: Paths, over: threading.Event) -> None:
+    """Do what may wait, apart from what may not: these programs hang on a host in trouble."""
+    thermometer, looked_s, last = Thermometer(release.watch), float("-inf"), None
+    while not over.is_set():
+        if time.monotonic() - looked_s >= _SENSORS_EVERY_S:
+            looked_s = time.monotonic()
+            for kind, text in thermometer.events(sensors.read()):
+                event(release, kind, text, paths)
+        last = _follow_addresses(release, paths, last)
+        over.wait(release.watch.interval_s)
+
+
+def _follow_addresses(release: Release, paths: Paths, last: str | None) -> str | None:
+    """Let the gateway take over an address of a bridge or tunnel that came, went or changed.
+
+    Returns what there was to say last, so that the same trouble makes one event.
+    """
+    try:
+        said = gateway.follow(release.service, paths)
+    except (HostToolError, OSError, subprocess.SubprocessError) as error:
+        # The latter two: a gateway that ends while it is looked at, or that hangs.
+        said = str(error)
+    if said is not None and said != last:
+        event(release, "gateway", said, paths)
+    return said
+
+
+def act(release: Release, kind: str, reason: str, held: int | None, paths: Paths) -> None:
+    """Write the event and kill the engine; systemd decides about another start.
+
+    Args:
+        release: The release that is watched.
+        kind: Of the event.
+        reason: Why, as a sentence.
+        held: A handle of its first process; without one docker is asked to kill it.
+        paths: Where the events are.
+    """
+    text = f"{reason}; the engine is stopped"
+    # First, because this watch ends with the engine's unit; but no disk is waited for.
+    note = threading.Thread(target=event, args=(release, kind, text, paths), daemon=True)
+    note.start()
+    note.join(_NOTE_S)
+    problem = ""
+    if held is not None:
+        process.kill(held)
+    else:
+        said = docker.client("kill", release.container, timeout_s=20)
+        problem = f"docker kill: {said.stderr.strip()}" if said.returncode != 0 else ""
+    if not problem:
+        time.sleep(_UNIT_ENDS_S)
+        problem = f"its unit goes on after {_UNIT_ENDS_S:.0f} s"
+    event(release, "kill", f"{problem}; killing the unit", paths)
+    systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
+
+
+def event(release: Release, kind: str, text: str, paths: Paths) -> None:
+    """Append one event to the file a person can read, and to the journal."""
+    path = paths.events(release.service)
+    line = {"at": files.now(), "release": release.name, "kind": kind, "text": text}
+    print(f"{kind}: {text}", flush=True)
+    try:
+        with _writing:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_text().splitlines()[-_EVENTS_KEPT + 1 :] if path.exists() else []
+            files.write_text(path, "\n".join([*lines, json.dumps(line)]) + "\n")
+    except OSError as error:  # a full disk must not end the watch; the journal has the event
+        print(f"event not kept: {error}", flush=True)
+
+
+def events(service: str, paths: Paths, count: int = 10) -> list[dict[str, Any]]:
+    """Return the last events of a service, oldest first."""
+    path = paths.events(service)
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()[-count:]]
+
+
+def _wedged(engine: Engine, judge: Judge) -> str | None:
+    """Look at the engine once; return why it counts as wedged, or ``None``."""
+    try:
+        metrics = engine.metrics(_ANSWER_S)
+    except SilentError:
+        return judge.silent(time.monotonic())
+    except EngineError:
+        metrics = None
+    judge.answered()
+    return judge.stalled(metrics, time.monotonic())

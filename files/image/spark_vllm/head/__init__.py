@@ -1,0 +1,1 @@
+"""The INT8 LM head: method, kernels, block sizes, choice by measurement."""

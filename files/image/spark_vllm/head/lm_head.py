@@ -1,0 +1,193 @@
+"""Opt-in INT8 LM head: quantised while the model loads, computed by what is fastest here.
+
+Chosen with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` on a checkpoint whose
+head is 16-bit. With ``lm_head_times`` naming a file, our kernel, Marlin and 16-bit are measured
+once at the batches this server can have, before it serves anything; without it Marlin is taken.
+The default stays the head baked into the checkpoint, which the engine's own kernels serve.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+from spark_vllm.head.choice import (
+    FALLBACK,
+    IMAGE_VARIABLE,
+    WAYS,
+    Measured,
+    describe,
+    head_batches,
+    read_choice,
+    write_choice,
+)
+from spark_vllm.head.quantise import quantise_rows
+from spark_vllm.head.ways import Head, marlin_head, measure, own_head
+
+# Below "vllm.", because vLLM gives handlers only to its own logger.
+logger = init_logger("vllm.spark_vllm.head.lm_head")
+
+OPTION = "lm_head"
+CHOICES = ("int8-triton",)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What ``--additional-config`` says under ``spark``."""
+
+    kernel: str | None  # "own", "marlin" or "bf16"; None: the fastest by ``times``
+    times: Path | None  # file of measurements; None: not measured, so Marlin
+    batches: tuple[int, ...]
+
+
+def wanted_head() -> HeadOptions | None:
+    """Return how the head chosen with ``--additional-config`` works; ``None``: the checkpoint's.
+
+    Raises:
+        ValueError: when a choice is not one of ours.
+    """
+    config = get_current_vllm_config()
+    additional = config.additional_config
+    spark = additional.get("spark", {}) if isinstance(additional, Mapping) else {}
+    choice, kernel = spark.get(OPTION), spark.get("lm_head_kernel")
+    if choice is None:
+        return None
+    _one_of(OPTION, choice, CHOICES)
+    if kernel is not None:
+        _one_of("lm_head_kernel", kernel, WAYS)
+    times = spark.get("lm_head_times")
+    speculation = config.speculative_config
+    return HeadOptions(
+        kernel=kernel,
+        times=Path(times) if times else None,
+        batches=head_batches(
+            config.scheduler_config.max_num_seqs,
+            speculation.num_speculative_tokens if speculation else 0,
+        ),
+    )
+
+
+def _one_of(option: str, value: Any, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(
+            f"--additional-config: spark.{option}: {value!r}, accepted: {', '.join(accepted)}; "
+            "fix: correct it, or leave it out"
+        )
+
+
+def driver_version() -> str:
+    """Return the version of the kernel driver."""
+    from vllm.third_party.pynvml import nvmlInit, nvmlShutdown, nvmlSystemGetDriverVersion
+
+    nvmlInit()
+    try:
+        return str(nvmlSystemGetDriverVersion())
+    finally:
+        nvmlShutdown()
+
+
+class Int8Head(QuantizeMethodBase):
+    """Loads a 16-bit head, keeps INT8 rows with one scale per 128 inputs.
+
+    Only ``apply``: an LM head that also serves as embedding is refused. Whatever could compile or
+    synchronise happens after loading; requests only launch kernels, also inside CUDA graphs.
+    """
+
+    def __init__(self, options: HeadOptions) -> None:
+        self.options = options
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the 16-bit weight the loader fills."""
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        weight = Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
+        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
+        layer.register_parameter("weight", weight)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Choose the kernel, and replace the weight by what that one reads.
+
+        Peak, where kernels are measured: the 16-bit weight, INT8 rows twice and one block of rows
+        in float32.
+        """
+        weight = layer.weight.data
+        values, scales = quantise_rows(weight)
+        way = self.options.kernel or self._measured(weight, values, scales)
+        if way == "bf16":
+            self.head: Head = lambda x: x @ weight.t()
+        elif way == "own":
+            # parameters, so that the engine counts and moves them like any weight
+            layer.register_parameter("head_int8", Parameter(values, requires_grad=False))
+            layer.register_parameter("head_scales", Parameter(scales, requires_grad=False))
+            self.head = own_head(values, scales, weight)
+        else:
+            self.head = marlin_head(values, scales)
+        rows, in_features = weight.shape
+        if way != "bf16":
+            del layer.weight, weight
+        torch.cuda.empty_cache()
+        logger.info(
+            "spark int8-triton head: %d rows x %d inputs, computed by %s", rows, in_features, way
+        )
+
+    def _measured(self, weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> str:
+        """Return the fastest way on this machine, from the file or by measuring once."""
+        path = self.options.times
+        if path is None:
+            return FALLBACK
+        measured = Measured(
+            device=torch.cuda.get_device_name(weight.device),
+            driver=driver_version(),
+            image=os.environ.get(IMAGE_VARIABLE, ""),
+            rows=weight.shape[0],
+            in_features=weight.shape[1],
+            batches=self.options.batches,
+        )
+        choice = read_choice(path, measured)
+        if choice is None:
+            times = measure(weight, values, scales, measured.batches)
+            choice = write_choice(path, measured, times)
+            logger.info(
+                "spark int8-triton head: us at batches %s: %s",
+                list(measured.batches),
+                describe(times, measured.batches),
+            )
+        return choice
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the logits of this rank's rows, in the dtype of ``x``."""
+        out = self.head(x.reshape(-1, x.shape[-1]))
+        if bias is not None:
+            out += bias
+        return out.view(*x.shape[:-1], -1)
+
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+        """Refuse: an embedding cannot be read from INT8 rows.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "--additional-config: spark.lm_head: the head of this model is its embedding; "
+            "fix: leave the option out"
+        )

@@ -1,0 +1,113 @@
+"""The three ways to compute an LM head, INT8 in memory or still 16-bit, and their times."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from spark_vllm.head.quantise import GROUP_SIZE
+from spark_vllm.head.table import read_table, tile_for, tiles_for
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+_LAUNCHES = 4
+_REPLAYS = 9
+
+
+def own_head(values: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> Head:
+    """Return our own kernel over INT8 rows, every variant compiled for inputs that fit ``like``."""
+    # Imported late: the engine asks for the method where Triton may be missing (no GPU).
+    from spark_vllm.head.kernel import logits
+
+    properties = torch.cuda.get_device_properties(values.device)
+    tiles = tuple(tiles_for((properties.major, properties.minor), read_table()))
+    processors = int(properties.multi_processor_count)
+    one = torch.zeros((1, like.shape[1]), dtype=like.dtype, device=values.device)
+    for tile in tiles:
+        logits(one, values, scales, tile, processors)
+    torch.cuda.synchronize(values.device)
+    return lambda x: logits(x, values, scales, tile_for(x.shape[0], tiles), processors)
+
+
+def marlin_head(values: torch.Tensor, scales: torch.Tensor) -> Head:
+    """Return the engine's Marlin W8A16 over the same rows, repacked."""
+    from vllm._custom_ops import gptq_marlin_repack
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+        apply_gptq_marlin_linear,
+        marlin_make_empty,
+        marlin_make_workspace_new,
+        marlin_permute_scales,
+    )
+    from vllm.scalar_type import scalar_types
+
+    rows, in_features = values.shape
+    packed = pack_gptq(values)
+    repacked = gptq_marlin_repack(packed, size_k=in_features, size_n=rows, num_bits=8)
+    del packed
+    ordered = marlin_permute_scales(
+        scales.contiguous(), size_k=in_features, size_n=rows, group_size=GROUP_SIZE
+    )
+    empty = marlin_make_empty(values.device)
+    workspace = marlin_make_workspace_new(values.device)
+    return lambda x: apply_gptq_marlin_linear(
+        input=x,
+        weight=repacked,
+        weight_scale=ordered,
+        weight_zp=empty,
+        workspace=workspace,
+        wtype=scalar_types.uint8b128,
+        output_size_per_partition=rows,
+        input_size_per_partition=in_features,
+    )
+
+
+def pack_gptq(values: torch.Tensor) -> torch.Tensor:
+    """Return INT8 rows as GPTQ packs them: int32 ``[in / 4, rows]``, first input lowest."""
+    rows, in_features = values.shape
+    packed = torch.zeros((in_features // 4, rows), dtype=torch.int32, device=values.device)
+    for place in range(4):
+        packed |= (values[:, place::4].t().int() + 128) << (8 * place)
+    return packed
+
+
+def microseconds(head: Head, x: torch.Tensor) -> float:
+    """Return the median time of one call inside a replayed CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        head(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_LAUNCHES):
+            head(x)
+    times = []
+    for _ in range(_REPLAYS + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / _LAUNCHES)
+    return round(float(statistics.median(times[1:])), 2)
+
+
+def measure(
+    weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, batches: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    """Return microseconds of every way at every batch."""
+    heads: dict[str, Head] = {
+        "own": own_head(values, scales, weight),
+        "marlin": marlin_head(values, scales),
+        "bf16": lambda x: x @ weight.t(),
+    }
+    inputs = {
+        batch: torch.randn(batch, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        for batch in batches
+    }
+    return {
+        name: {batch: microseconds(head, x) for batch, x in inputs.items()}
+        for name, head in heads.items()
+    }

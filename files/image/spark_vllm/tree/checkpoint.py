@@ -1,0 +1,228 @@
+"""Gate before a checkpoint is loaded: exact names, dtypes and shapes, from the headers alone.
+
+vLLM loads by file and by parameter and misses what this finds: a missing block scale or a
+missing shard of a fused module leaves uninitialised memory, a missing drafter tensor leaves
+drafts that are never accepted, and neither says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from spark_vllm.tree import names
+from spark_vllm.tree.headers import INDEX, Tree, read_tree
+from spark_vllm.tree.layers import missing_modules
+from spark_vllm.tree.settings import Settings
+
+SHOWN = 8
+"""Problems spelt out in one error; the rest is counted."""
+
+REGEX_CHARACTERS = set(r"*+?^$()[]{}|\\")
+"""INC takes a key of extra_config with one of these for a regular expression."""
+
+FLOATS = ("BF16", "F16", "F32")
+MTP_LAYER_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn.q_norm",
+    "self_attn.k_norm",
+)
+MTP_LAYER_PLAIN = ("mlp.gate", "mlp.shared_expert_gate")
+MTP_LAYER_LINEAR = (
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")),
+)
+MTP_PLAIN = ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+
+
+def check_checkpoint(
+    directory: str, settings: Settings, *, layers: int, mtp_layers: int, experts: int
+) -> None:
+    """Refuse a checkpoint that is not exactly what its ``config.json`` describes.
+
+    Args:
+        directory: the checkpoint, a directory of this host.
+        settings: formats from ``config.json``.
+        layers: layers of the text model.
+        mtp_layers: drafter layers the model has; 0 when it has none.
+        experts: routed experts per layer.
+
+    Raises:
+        ValueError: naming the problems found.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise ValueError(
+            f"{directory}: not a directory; fix: give the directory of a built checkpoint, "
+            "hybrid checkpoints are not loaded from the hub"
+        )
+    tree = read_tree(path)
+    problems = list(_tree_problems(tree, settings, mtp_layers, experts))
+    problems += _absent_problems(tree, layers, experts)
+    if problems:
+        more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
+        raise ValueError(
+            f"{directory}: the checkpoint is not what its config.json says: "
+            f"{'; '.join(problems[:SHOWN])}{more}; fix: build it again"
+        )
+
+
+def _tree_problems(tree: Tree, settings: Settings, mtp_layers: int, experts: int) -> Iterator[str]:
+    yield from tree.problems
+    yield from _stray_problems(tree, settings)
+    for module in settings.fp8_modules:
+        yield from _fp8_problems(tree, settings, module)
+    yield from _packed_problems(tree, settings)
+    yield from _head_problems(tree, settings)
+    if mtp_layers:
+        yield from _mtp_problems(tree, settings, mtp_layers, experts)
+
+
+def _absent_problems(tree: Tree, layers: int, experts: int) -> list[str]:
+    """Modules of the target that neither the index nor a file knows of."""
+    missing = missing_modules(tree.index, layers, experts)
+    return [
+        f"{INDEX}: no tensor below {name}" if name.endswith(".") else f"{INDEX}: no {name}"
+        for name in missing
+    ]
+
+
+def _stray_problems(tree: Tree, settings: Settings) -> Iterator[str]:
+    """Tensors the engine would read although the index does not list them there."""
+    for name, tensor in tree.unlisted.items():
+        if name in tree.index:
+            yield f"{tensor.file}: a second {name}, the index names {tree.index[name]}"
+        elif names.rename(name, settings.rules) is not None or not settings.overlay:
+            yield f"{tensor.file}: {name} is not in {INDEX}"
+
+
+def _fp8_problems(tree: Tree, settings: Settings, module: str) -> Iterator[str]:
+    overlay = settings.overlay
+    weight = f"{module}.{names.FP8_WEIGHT if overlay else 'weight'}"
+    scale = f"{module}.{names.FP8_SCALE if overlay else 'weight_scale_inv'}"
+    if overlay:
+        for plain in (f"{module}.weight", f"{module}.weight_scale_inv"):
+            if plain in tree.index:
+                yield f"{INDEX}: lists {plain} beside its FP8 form"
+    yield from _expect(tree, weight, ("F8_E4M3",))
+    yield from _expect(tree, scale, FLOATS)
+    if weight in tree.tensors and scale in tree.tensors:
+        shape = tree.tensors[weight].shape
+        needed = tuple(
+            -(-size // block) for size, block in zip(shape, settings.block_shape, strict=False)
+        )
+        if len(shape) != 2 or tree.tensors[scale].shape != needed:
+            yield (
+                f"{scale}: shape {list(tree.tensors[scale].shape)}, "
+                f"the weight {list(shape)} needs {list(needed)}"
+            )
+
+
+def _packed_problems(tree: Tree, settings: Settings) -> Iterator[str]:
+    """INT4 and INT8 modules: all three tensors, fitting shapes, and known to INC as quantised."""
+    suffix = names.HEAD_SUFFIX if settings.overlay else ""
+    for name in tree.tensors:
+        module, _, part = name.rpartition(".")
+        end = suffix if module == names.HEAD else ""
+        packed = f"{module}.qweight{end}"
+        if part in (f"scales{end}", f"qzeros{end}") and packed not in tree.tensors:
+            yield f"{module}: {part} without qweight"
+        if name != packed:
+            continue
+        bits = _bits(settings, module)
+        if bits is None:
+            yield f"{module}: packed, but config.json leaves it at 16 bits (block_name_to_quantize)"
+            continue
+        yield from _expect(tree, name, ("I32",))
+        yield from _expect(tree, f"{module}.scales{end}", FLOATS)
+        yield from _expect(tree, f"{module}.qzeros{end}", ("I32",))
+        yield from _packed_shapes(tree, settings, module, end, bits)
+
+
+def _packed_shapes(
+    tree: Tree, settings: Settings, module: str, end: str, bits: int
+) -> Iterator[str]:
+    parts = [tree.tensors.get(f"{module}.{part}{end}") for part in names.HEAD_PARTS]
+    if None in parts or any(tensor is not None and len(tensor.shape) != 2 for tensor in parts):
+        return
+    qweight, scales, qzeros = (tensor.shape for tensor in parts if tensor is not None)
+    in_features, out_features = scales[0] * settings.group_size, scales[1]
+    if qweight != (in_features * bits // 32, out_features):
+        yield f"{module}: qweight {list(qweight)} is no {bits}-bit weight of scales {list(scales)}"
+    if qzeros != (scales[0], out_features * bits // 32):
+        yield f"{module}: qzeros {list(qzeros)} does not fit scales {list(scales)}"
+
+
+def _bits(settings: Settings, module: str) -> int | None:
+    """Return the width INC will use for ``module``; ``None`` when it stays at 16 bits.
+
+    As INC's config parser does it: the exact name, then a key that is a regular expression, then
+    the blocks to quantise.
+    """
+    entry = settings.extra.get(module)
+    if entry is None:
+        patterns = (key for key in settings.extra if REGEX_CHARACTERS & set(key))
+        found = next((key for key in patterns if re.search(key, module)), None)
+        entry = settings.extra[found] if found is not None else None
+    below = any(module.startswith(block) for block in settings.block_names)
+    default = settings.bits if below or module in settings.extra else 16
+    bits = int((entry or {}).get("bits", default))
+    return None if bits >= 16 else bits
+
+
+def _head_problems(tree: Tree, settings: Settings) -> Iterator[str]:
+    if not settings.head_int8:
+        yield from _expect(tree, f"{names.HEAD}.weight", FLOATS)
+        return
+    entry = settings.extra.get(names.HEAD, {})
+    if (entry.get("bits"), entry.get("group_size"), entry.get("sym")) != (8, 128, True):
+        yield (
+            f"config.json: extra_config.lm_head is {dict(entry)}, "
+            "an INT8 head needs bits 8, group_size 128, sym true"
+        )
+    if f"{names.HEAD}.weight" in tree.index:
+        yield f"{INDEX}: lists lm_head.weight beside the INT8 head"
+    end = names.HEAD_SUFFIX if settings.overlay else ""
+    yield from _expect(tree, f"{names.HEAD}.qweight{end}", ("I32",))
+
+
+def _mtp_problems(tree: Tree, settings: Settings, mtp_layers: int, experts: int) -> Iterator[str]:
+    """Every drafter tensor, in the form config.json gives it: 16-bit or packed."""
+    for module in mtp_modules(mtp_layers, experts):
+        packed = f"{module}.qweight" in tree.tensors
+        if not packed:
+            yield from _expect(tree, f"{module}.weight", FLOATS)
+        if not packed and _is_linear(module) and _bits(settings, module) is not None:
+            yield f"{module}: 16-bit, but block_name_to_quantize makes the engine expect it packed"
+
+
+def _is_linear(module: str) -> bool:
+    """Whether INC is asked about ``module``; router, gates, norms and ``fc``'s peers are not."""
+    return module == "mtp.fc" or module.rpartition(".")[2].endswith("_proj")
+
+
+@lru_cache(maxsize=4)
+def mtp_modules(mtp_layers: int, experts: int) -> tuple[str, ...]:
+    """Return the checkpoint modules of the drafter: ``17 + 3 * experts`` for one layer."""
+    modules = list(MTP_PLAIN)
+    for layer in range(mtp_layers):
+        inner: Iterable[str] = (
+            *MTP_LAYER_NORMS,
+            *MTP_LAYER_PLAIN,
+            *MTP_LAYER_LINEAR,
+            *(f"mlp.experts.{n}.{p}_proj" for n in range(experts) for p in ("gate", "up", "down")),
+        )
+        modules += [f"mtp.layers.{layer}.{name}" for name in inner]
+    return tuple(modules)
+
+
+def _expect(tree: Tree, name: str, dtypes: tuple[str, ...]) -> Iterator[str]:
+    tensor = tree.tensors.get(name)
+    if tensor is None:
+        if name not in tree.index:
+            yield f"{INDEX}: no {name}"
+    elif tensor.dtype not in dtypes:
+        yield f"{tensor.file}: {name} is {tensor.dtype}, not {' or '.join(dtypes)}"

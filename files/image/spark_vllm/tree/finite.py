@@ -1,0 +1,117 @@
+"""Refuses a loaded model whose numbers are not finite, once, before it serves anything.
+
+A scale that is NaN gives NaN logits, of which the engine says nothing: it answers one token over
+and over. Looked at are every loaded number and the logits of the head. A whole step cannot be
+computed here (attention has no cache yet); the check of the server after its start does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+# Below "vllm.", because vLLM gives handlers only to its own logger.
+logger = init_logger("vllm.spark_vllm.tree.finite")
+
+_CHUNK_NUMBERS = 1 << 25
+_FP8_NAN = 0x7F  # of e4m3fn, without the sign; it has no infinity
+_SHOWN = 5
+
+
+def install() -> None:
+    """Have every model of ours looked at when it is loaded; a second call changes nothing."""
+    load = BaseModelLoader.load_model
+    if getattr(load, "spark_finite", False):
+        return
+
+    def load_model(self: Any, *arguments: Any, **named: Any) -> torch.nn.Module:
+        model: torch.nn.Module = load(self, *arguments, **named)
+        config = named["vllm_config"] if "vllm_config" in named else arguments[0]
+        if getattr(config.quant_config, "demand_finite", False):
+            demand_finite(model)
+        return model
+
+    load_model.spark_finite = True  # type: ignore[attr-defined]
+    BaseModelLoader.load_model = load_model
+
+
+def demand_finite(model: torch.nn.Module) -> None:
+    """Look at every number and at the logits of the head.
+
+    Raises:
+        ValueError: naming what is not finite.
+    """
+    count = demand_finite_tensors(model)
+    heads = list(_logits(model))
+    wrong = [name for name, logits in heads if not all_finite(logits)]
+    if wrong:
+        raise ValueError(_refusal(model, "logits", wrong))
+    logger.info(
+        "spark: all numbers of %d tensors and the logits of %d heads of %s are finite",
+        count,
+        len(heads),
+        type(model).__name__,
+    )
+
+
+def demand_finite_tensors(model: torch.nn.Module) -> int:
+    """Look at every number the model holds; return how many tensors there are.
+
+    Raises:
+        ValueError: naming the tensors that are not finite.
+    """
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    wrong = [name for name, tensor in tensors.items() if not all_finite(tensor.detach())]
+    if wrong:
+        raise ValueError(_refusal(model, f"{len(wrong)} tensors", wrong))
+    return len(tensors)
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no number is NaN or infinite; integers always are finite."""
+    if tensor.is_meta or not (tensor.is_floating_point() and tensor.numel()):
+        return True
+    fp8 = tensor.dtype == torch.float8_e4m3fn
+    if not fp8 and tensor.element_size() == 1:
+        return True  # other formats of one byte are none of ours
+    numbers = tensor.view(torch.uint8) if fp8 else tensor
+    for chunk in _chunks(numbers):
+        fine = (chunk & _FP8_NAN) != _FP8_NAN if fp8 else torch.isfinite(chunk)
+        if not bool(fine.all()):
+            return False
+    return True
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield pieces along the first axis: a mask as large as the embedding is never made."""
+    if tensor.dim() == 0:
+        yield tensor
+        return
+    rows = max(1, _CHUNK_NUMBERS * tensor.shape[0] // tensor.numel())
+    yield from tensor.split(rows)
+
+
+def _logits(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the logits that each head gives for one row of ones and minus ones."""
+    for name, module in model.named_modules():
+        if not isinstance(module, ParallelLMHead):
+            continue
+        like = next(p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16))
+        row = torch.ones(1, module.embedding_dim, dtype=like.dtype, device=like.device)
+        row[:, 1::2] = -1
+        with torch.inference_mode():
+            yield name, module.quant_method.apply(module, row)
+
+
+def _refusal(model: torch.nn.Module, what: str, names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (
+        f"{type(model).__name__}: {what} with NaN or infinity after loading: "
+        f"{', '.join(names[:_SHOWN])}{more}; it would answer one token over and over; fix: verify "
+        "the checkpoint with `spark_checkpoint verify --full`, build it again if that passes"
+    )

@@ -1,0 +1,137 @@
+"""What a checkpoint's ``config.json`` says about its formats, read once and checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_vllm import QUANT_METHOD
+from spark_vllm.tree import names
+
+BLOCK_SHAPE = (128, 128)
+"""The only block shape of the donors, and the only one vLLM's block kernels take."""
+
+LAYOUTS = ("overlay", "full")
+HEADS = ("keep", "int8-g128")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Formats of one hybrid checkpoint. Plain data: it is pickled into the engine's processes."""
+
+    fp8_modules: tuple[str, ...]  # checkpoint names without ".weight"
+    block_shape: tuple[int, int]
+    layout: str  # "overlay" | "full"
+    head: str  # "keep" | "int8-g128"
+    bits: int
+    group_size: int
+    block_names: tuple[str, ...]  # modules below these are quantised unless extra says otherwise
+    extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def overlay(self) -> bool:
+        """Whether swapped tensors have names of their own beside the hard-linked base."""
+        return self.layout == "overlay"
+
+    @property
+    def head_int8(self) -> bool:
+        """Whether the LM head is baked as GPTQ-packed INT8."""
+        return self.head != "keep"
+
+    @property
+    def rules(self) -> list[Any]:
+        """Renames from the checkpoint's tensor names to plain ones; empty for layout 'full'."""
+        return names.overlay_rules(self.fp8_modules, self.head_int8) if self.overlay else []
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Read ``quantization_config`` of a hybrid's ``config.json``.
+
+    Raises:
+        ValueError: naming the key that is missing or has a value we do not serve.
+    """
+    _demand(config.get("quant_method") == QUANT_METHOD, "quant_method", config, QUANT_METHOD)
+    _demand(config.get("sym", True) is True, "sym", config, "true (zero points are not read)")
+    _demand(config.get("data_type", "int") == "int", "data_type", config, "int")
+    packing = config.get("packing_format", "auto_round:auto_gptq")
+    _demand("gptq" in packing, "packing_format", config, "auto_round:auto_gptq")
+    bits, group_size = config.get("bits"), config.get("group_size")
+    _demand(bits in (4, 8), "bits", config, "4 or 8")
+    _demand(isinstance(group_size, int) and group_size > 0, "group_size", config, "128")
+    block = config.get("fp8_block")
+    _demand(isinstance(block, Mapping), "fp8_block", config, "{modules, block_shape}")
+    spark = config.get("spark", {})
+    layout, head = spark.get("layout", "full"), spark.get("head", "keep")
+    _demand(layout in LAYOUTS, "spark.layout", spark, " or ".join(LAYOUTS))
+    _demand(head in HEADS, "spark.head", spark, " or ".join(HEADS))
+    shape = tuple(block.get("block_shape", ()))  # type: ignore[union-attr] # checked above
+    _demand(shape == BLOCK_SHAPE, "fp8_block.block_shape", config, list(BLOCK_SHAPE))
+    modules = tuple(block.get("modules", ()))  # type: ignore[union-attr] # checked above
+    _demand(modules == tuple(dict.fromkeys(modules)), "fp8_block.modules", config, "unique names")
+    names.fused_modules(modules, names.FUSED)
+    extra = dict(config.get("extra_config") or {})
+    _check_extra(extra, int(group_size or 0))
+    settings = Settings(
+        fp8_modules=modules,
+        block_shape=BLOCK_SHAPE,
+        layout=layout,
+        head=head,
+        bits=int(bits or 0),
+        group_size=int(group_size or 0),
+        block_names=_block_names(config),
+        extra=extra,
+    )
+    if settings.overlay:
+        names.overlay_rules(modules, settings.head_int8)
+    return settings
+
+
+def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
+    """Refuse entries of single modules that would be read in another way than all others.
+
+    Only the width may differ: packed values are taken as symmetric integers of one group size.
+    """
+    packed = {"group_size": group_size, "sym": True, "data_type": "int"}
+    for name, entry in extra.items():
+        own = entry if isinstance(entry, Mapping) else {"bits": entry}
+        bits = own.get("bits", 4)
+        differs = [key for key, value in packed.items() if own.get(key, value) != value]
+        if bits not in (4, 8, 16, 32) or (bits < 16 and differs):
+            accepted = f"16 bits, or 4 or 8 with group_size {group_size}, sym true, data_type int"
+        elif not _is_pattern(name):
+            accepted = "as key a name or a pattern"
+        else:
+            continue
+        raise ValueError(
+            f"config.json: quantization_config.extra_config.{name}: {dict(own)}, "
+            f"accepted: {accepted}; fix: take a base whose config.json says so"
+        )
+
+
+def _is_pattern(name: str) -> bool:
+    try:
+        re.compile(name)
+    except re.error:
+        return False
+    return True
+
+
+def _block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return ``block_name_to_quantize`` as a tuple; without it INC quantises MTP names too."""
+    value = config.get("block_name_to_quantize", config.get("to_quant_block_names"))
+    _demand(
+        bool(value), "block_name_to_quantize", config, "the text layers, e.g. " + names.TEXT_LAYERS
+    )
+    return tuple(value.split(",") if isinstance(value, str) else value or ())
+
+
+def _demand(ok: bool, key: str, where: Mapping[str, Any], accepted: object) -> None:
+    if not ok:
+        seen = where.get(key.rpartition(".")[2], "missing")
+        text = repr(seen) if len(repr(seen)) < 80 else repr(seen)[:77] + "..."
+        raise ValueError(
+            f"config.json: quantization_config.{key}: {text}, accepted: {accepted}; "
+            "fix: build the checkpoint again with this version of the deploy"
+        )

@@ -1,0 +1,333 @@
+"""Run one engine on one tree and write down what it did.
+
+    python3 -m proofs.engine_case CASE.json OUT_DIR
+
+A process of its own per case: an engine that refuses to start, or crashes, is a result too. Needs
+vLLM; the engine core runs in this process, so that hooks see logits, modules and kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from proofs import loaded_names
+from proofs.prompts import prompts_of, random_prompts
+
+ROWS_KEPT = 200
+BEGINNING = 1024
+"""Tokens at the start of a conversation that are turned round to change its state."""
+HOOKED = (
+    "gate_up_proj",
+    "down_proj",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "qkv_proj",
+    "o_proj",
+    "out_proj",
+)
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # Hopper would take these two before Marlin; a Spark has neither.
+    "VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel",
+}
+COMMON: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "language_model_only": True,
+    "enable_prefix_caching": False,
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 2048,
+    "gpu_memory_utilization": 0.04,
+    "kv_cache_memory_bytes": 1 << 29,
+    "disable_log_stats": False,
+    "seed": 0,
+    "attention_config": {"flash_attn_version": 2},
+    "additional_config": {"gdn_prefill_backend": "triton"},
+}
+
+
+class Recorder:
+    """What the hooks saw while ``on``."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.heads: list[tuple[Any, Any]] = []  # (hidden, logits) of each head call
+        self.modules: dict[str, tuple[Any, Any]] = {}  # first long call of each module
+        self.models: list[Any] = []
+
+
+def install(recorder: Recorder) -> None:
+    """Hook the loader (modules) and the head (logits)."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    load, head = BaseModelLoader.load_model, LogitsProcessor._apply_head
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = load(self, *args, **kwargs)
+        recorder.models.append(model)
+        return model
+
+    def apply_head(self: Any, lm_head: Any, hidden: Any, bias: Any) -> Any:
+        logits = head(self, lm_head, hidden, bias)
+        if recorder.on:
+            recorder.heads.append((hidden.detach().clone(), logits.detach().clone()))
+        return logits
+
+    BaseModelLoader.load_model = load_model
+    LogitsProcessor._apply_head = apply_head
+
+
+def watch_modules(recorder: Recorder) -> None:
+    """Keep input and output of linear modules of the target model."""
+
+    def keep(name: str) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            x, y = inputs[0], output[0] if isinstance(output, tuple) else output
+            if recorder.on and name not in recorder.modules and x.shape[0] >= 64:
+                recorder.modules[name] = (x[:ROWS_KEPT].clone(), y[:ROWS_KEPT].clone())
+
+        return hook
+
+    for name, module in recorder.models[0].named_modules():
+        if name.endswith(HOOKED) and "visual" not in name:
+            module.register_forward_hook(keep(name))
+        if name.endswith(".mlp") and "visual" not in name:
+            watch_block(recorder, name, module)
+
+
+def watch_block(recorder: Recorder, name: str, block: Any) -> None:
+    """Keep input and output of a block of experts; its kernels may write over the input."""
+    inputs: list[Any] = []
+
+    def before(module: Any, args: Any, kwargs: Any) -> None:
+        inputs[:] = [(args[0] if args else kwargs["hidden_states"]).clone()]
+
+    def after(module: Any, args: Any, output: Any) -> None:
+        x = inputs[0]
+        if recorder.on and name not in recorder.modules and x.shape[0] >= 64:
+            recorder.modules[name] = (x[:ROWS_KEPT].clone(), output[:ROWS_KEPT].clone())
+
+    block.register_forward_pre_hook(before, with_kwargs=True)
+    block.register_forward_hook(after)
+
+
+def chain(method: Any, depth: int = 0) -> list[str]:
+    """Return the class names from a quant method down to its kernel."""
+    found = [type(method).__name__]
+    if depth < 3:
+        for value in vars(method).values():
+            name = type(value).__name__
+            if name.endswith(("Kernel", "Method", "Scheme", "Experts", "LinearOp")):
+                found += chain(value, depth + 1)
+    return found
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """Return class, method chain and parameter dtypes of every module with a quant method."""
+    described = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            described[name] = {
+                "class": type(module).__name__,
+                "method": chain(method),
+                "parameters": {
+                    key: str(value.dtype).removeprefix("torch.")
+                    for key, value in module.named_parameters(recurse=False)
+                },
+            }
+    return described
+
+
+def as_request(prompt: Any) -> Any:
+    """Return what the engine takes: token ids are wrapped, other prompts are ready."""
+    from vllm.inputs import TokensPrompt
+
+    return prompt if isinstance(prompt, dict) else TokensPrompt(prompt_token_ids=prompt)
+
+
+def generate(llm: Any, prompts: list[Any], tokens: int, ignore_eos: bool) -> list[dict]:
+    """Return greedy tokens with the two best log-probabilities of each."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=tokens, logprobs=2, ignore_eos=ignore_eos, detokenize=False
+    )
+    answers = llm.generate([as_request(prompt) for prompt in prompts], sampling, use_tqdm=False)
+    result = []
+    for answer in answers:
+        output = answer.outputs[0]
+        best = [
+            sorted((v.logprob for v in step.values()), reverse=True) for step in output.logprobs
+        ]
+        chosen = [
+            step[token].logprob
+            for step, token in zip(output.logprobs, output.token_ids, strict=True)
+        ]
+        result.append(
+            {
+                "tokens": list(output.token_ids),
+                "logprobs": chosen,
+                "margins": [pair[0] - pair[1] for pair in best],
+            }
+        )
+    return result
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """Return the engine's counters of drafts and of prefixes found again."""
+    found: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        if "spec_decode" in metric.name or "prefix_cache" in metric.name:
+            value = getattr(metric, "value", None)
+            found[metric.name] = value if value is not None else list(metric.values)
+    return found
+
+
+def prefill_logits(llm: Any, recorder: Recorder, prompts: list[Any]) -> tuple[Any, Any, list[int]]:
+    """Return hidden states and logits of every prompt position, and the rows of each prompt."""
+    import torch
+    from vllm import SamplingParams
+
+    recorder.on = True
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    rows, seen = [], 0
+    for prompt in prompts:
+        llm.generate([as_request(prompt)], sampling, use_tqdm=False)
+        total = sum(len(hidden) for hidden, _ in recorder.heads)
+        rows.append(total - seen)
+        seen = total
+    recorder.on = False
+    # The first call of a prompt with more than one row holds the positions; order is stable.
+    calls = list(recorder.heads)
+    recorder.heads.clear()
+    hidden = torch.cat([hidden for hidden, _ in calls])
+    return hidden, torch.cat([logits for _, logits in calls]), rows
+
+
+def turns(
+    llm: Any,
+    prompts: list[list[int]],
+    answers: list[dict[str, Any]],
+    count: int,
+    tokens: int,
+    ignore_eos: bool,
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Go on with every conversation: its answer and a few tokens more, ``count`` times.
+
+    Returns what each turn gave, and the prompts of the last one.
+    """
+    found = []
+    for turn in range(count):
+        more = random_prompts([24 + turn])[0]
+        prompts = [p + a["tokens"] + more for p, a in zip(prompts, answers, strict=True)]
+        before = counters(llm)
+        answers = generate(llm, prompts, tokens, ignore_eos)
+        found.append({"answers": answers, "counters": counters(llm), "before": before})
+    return found, prompts
+
+
+def use_stock_turboquant() -> None:
+    """Put the engine's own TurboQuant backend back after the plugin has registered ours."""
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    load_general_plugins()
+    register_backend(
+        AttentionBackendEnum.TURBOQUANT,
+        "vllm.v1.attention.backends.turboquant_attn.TurboQuantAttentionBackend",
+    )
+
+
+def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Run the engine and return what it did."""
+    import torch
+    import vllm
+    from vllm import LLM
+
+    recorder = Recorder()
+    install(recorder)
+    if case.get("stock_turboquant"):
+        use_stock_turboquant()
+    loads: list[dict[str, Any]] = []
+    if case.get("count_names"):
+        loaded_names.install(loads)
+    options = {**COMMON, "model": case["tree"], **case.get("options", {})}
+    options["additional_config"] = {**COMMON["additional_config"], **case.get("additional", {})}
+    if case["prompts"] == "ids":
+        options["skip_tokenizer_init"] = True
+    started = time.monotonic()
+    llm = LLM(**options)
+    result: dict[str, Any] = {
+        "load_s": round(time.monotonic() - started, 1),
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+        # Over several devices the model lives in other processes.
+        "modules": describe(recorder.models[0]) if recorder.models else {},
+        "drafter_modules": describe(recorder.models[1]) if len(recorder.models) > 1 else {},
+        "loads": loads,
+    }
+    if case.get("hook_modules"):
+        watch_modules(recorder)
+    prompts = prompts_of(case, None if case["prompts"] == "ids" else llm.get_tokenizer())
+    if case.get("capture", True):
+        hidden, logits, rows = prefill_logits(llm, recorder, prompts)
+        torch.save(
+            {
+                "hidden": hidden.cpu(),
+                "logits": logits.cpu(),
+                "rows": rows,
+                "modules": {k: (x.cpu(), y.cpu()) for k, (x, y) in recorder.modules.items()},
+            },
+            out / f"{case['name']}.pt",
+        )
+        result["finite"] = bool(torch.isfinite(logits.float()).all())
+    tokens, ignore_eos = case.get("tokens", 48), case.get("ignore_eos", case["prompts"] == "ids")
+    before = counters(llm)
+    result["answers"] = generate(llm, prompts, tokens, ignore_eos)
+    result["counters"] = counters(llm)
+    result["counters_before"] = before
+    if case.get("turns"):
+        result["turns"], asked = turns(
+            llm, prompts, result["answers"], case["turns"], tokens, ignore_eos
+        )
+        if case.get("other_beginning"):
+            last = [prompt[:BEGINNING][::-1] + prompt[BEGINNING:] for prompt in asked]
+            result["other_beginning"] = generate(llm, last, tokens, ignore_eos)
+    return result
+
+
+def main() -> None:
+    """Run the case named on the command line."""
+    case = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(sys.argv[2])
+    os.environ.update(ENVIRONMENT)
+    os.environ["VLLM_PLUGINS"] = case.get("plugins", "spark")
+    os.environ.update(case.get("environment", {}))
+    started = time.monotonic()
+    try:
+        result = {"state": "ran", **run(case, out)}
+    except BaseException as error:  # a refusal is a result; its text is judged
+        texts, seen = [], error
+        while seen is not None:
+            texts.append(f"{type(seen).__name__}: {seen}")
+            seen = seen.__cause__ or seen.__context__
+        result = {"state": "refused", "error": texts, "trace": traceback.format_exc()[-3000:]}
+    result["seconds"] = round(time.monotonic() - started, 1)
+    (out / f"{case['name']}.json").write_text(json.dumps({"case": case, **result}))
+    sys.stdout.flush()
+    os._exit(0)  # an engine in this process may hang at exit; everything is written
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""What the engine runs prove: pure functions from results to rows of claim, numbers, verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from spark_vllm.tree import names
+from spark_vllm.tree.reader import ModuleReader
+from spark_vllm.tree.settings import read_settings
+
+from proofs.answers import TRAINED_NOISE, TURBOQUANT_NOISE, acceptance, compare_answers, same
+from proofs.engine_cases import OTHER_PRESETS
+
+Row = dict[str, Any]
+FP8_LIMIT = 0.006
+"""Error of an FP8 module against a reference that rounds activations as the kernel does."""
+INT_LIMIT = 0.004
+"""Error of an INT4, INT8 or 16-bit module against its dequantised weight: BF16 rounding."""
+LEAST_ACCEPTANCE = 0.4
+"""Of two drafts of the lab's trained model, about 0.48; a drafter without weights has almost 0."""
+LOGIT_LIMIT = 0.15
+"""Error of four layers' logits against the same bytes dequantised; measured about 0.06."""
+
+
+def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of the reference."""
+    value, reference = value.double(), reference.double()
+    return float((value - reference).norm() / reference.norm())
+
+
+def row(claim: str, passed: bool, cases: list[str], **numbers: Any) -> Row:
+    """Return one row of the table."""
+    return {"claim": claim, "passed": bool(passed), "cases": cases, "numbers": numbers}
+
+
+class Weights:
+    """Dequantised weights of a tree by the engine's module names."""
+
+    def __init__(self, tree: Path) -> None:
+        config = json.loads((tree / "config.json").read_text())["quantization_config"]
+        config.setdefault("fp8_block", {"modules": [], "block_shape": [128, 128]})
+        config["quant_method"] = "spark_inc"
+        settings = read_settings(config)
+        reader = ModuleReader(tree, settings)
+        wanted = ("_proj", "in_proj_", "lm_head")
+        self._weights = dict(
+            reader.weights(
+                lambda name: (
+                    any(part in name for part in wanted)
+                    and "mtp" not in name
+                    and ".experts." not in name
+                )
+            )
+        )
+        self._reader = reader
+
+    def of(self, module: str) -> torch.Tensor:
+        """Return the weight of an engine module, shards one below the other."""
+        name = module.replace("language_model.model.", "model.language_model.").replace(
+            "language_model.lm_head", "lm_head"
+        )
+        shards = names.fused_shards(name, names.FUSED)
+        return torch.cat([self._weights[f"{shard}.weight"] for shard in shards])
+
+
+def rounded_activations(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` rounded to e4m3 with one scale per row and 128 columns."""
+    groups = x.float().view(x.shape[0], -1, 128)
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view_as(x)
+
+
+def module_errors(result: Row, capture: dict[str, Any], weights: Weights) -> dict[str, Any]:
+    """Return the worst error per kind of module."""
+    worst: dict[str, tuple[float, str]] = {}
+    for module, (x, y) in capture["modules"].items():
+        if module.endswith(".mlp"):  # a whole block, see experts_judge
+            continue
+        chain = result["modules"][module]["method"]
+        kind = "fp8" if chain[0].startswith("Fp8") else f"{chain[0]} > {chain[-1]}"
+        weight = weights.of(module).float()
+        plain = relative(y, x.double() @ weight.double().t())
+        error = plain
+        if kind == "fp8":
+            error = relative(y, rounded_activations(x).double() @ weight.double().t())
+            worst["fp8, activations not rounded"] = max(
+                worst.get("fp8, activations not rounded", (0.0, "")), (plain, module)
+            )
+        worst[kind] = max(worst.get(kind, (0.0, "")), (error, module))
+    return {kind: {"worst": round(e, 5), "module": m} for kind, (e, m) in sorted(worst.items())}
+
+
+def judge_eager(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
+    """Judge the wide random tree."""
+    capture = {
+        name: torch.load(out / f"{name}.pt") for name in results if (out / f"{name}.pt").exists()
+    }
+    weights = {
+        name: Weights(trees / tree)
+        for name, tree in (
+            ("full", "wide-full"),
+            ("overlay-head8", "wide-overlay-head8"),
+            ("native-stock", "wide-native"),
+        )
+    }
+    pairs = (
+        ("full", "overlay"),
+        ("full-head8", "overlay-head8"),
+        ("overlay", "overlay-fast"),
+        ("plain-stock", "plain-plugin"),
+    )
+    near = (
+        ("overlay", "reference"),
+        ("overlay-head8", "reference-head8"),
+        ("head-triton", "reference"),
+        ("native-stock", "reference"),
+        ("online-fp8-stock", "overlay-head8"),
+        ("plain-stock", "reference"),
+    )
+    judgements: list[tuple[str, Callable[[], Row]]] = [
+        ("dispatch full", lambda: _dispatch(results, "full")),
+        ("dispatch overlay", lambda: _dispatch(results, "overlay")),
+        ("modules full", lambda: _modules(results, capture, weights["full"], "full")),
+        (
+            "modules native-stock",
+            lambda: _modules(results, capture, weights["native-stock"], "native-stock"),
+        ),
+        *(
+            (damage, lambda d=damage: _damage_seen(results, capture, weights["full"], d))
+            for damage in ("wrong-scale", "swapped-layers")
+        ),
+        *(
+            (f"{one} = {two}", lambda o=one, t=two: _equal(results, capture, o, t))
+            for one, two in pairs
+        ),
+        *((f"{one} ~ {two}", lambda o=one, t=two: _logits(capture, o, t)) for one, two in near),
+        ("head8", lambda: _head(capture, weights["overlay-head8"], "overlay-head8")),
+        ("triton head", lambda: _triton_head(capture, weights["full"])),
+        ("untouched", lambda: _untouched(results)),
+    ]
+    return [attempt(name, judgement) for name, judgement in judgements]
+
+
+def attempt(name: str, judgement: Callable[[], Row]) -> Row:
+    """Return a row even when a run left nothing to judge: it has failed then."""
+    try:
+        return judgement()
+    except Exception as error:  # one dead engine must not hide the other rows
+        return row(name, False, [], judging=f"{type(error).__name__}: {error}"[:300])
+
+
+def _dispatch(results: dict[str, Row], name: str) -> Row:
+    modules = results[name]["modules"]
+    fp8 = {m: v for m, v in modules.items() if v["method"][0] == "Fp8LinearMethod"}
+    layers = 4
+    wanted = {
+        f"language_model.model.layers.{n}.mlp.shared_expert.{part}"
+        for n in range(layers)
+        for part in ("gate_up_proj", "down_proj")
+    }
+    good = set(fp8) == wanted and all(
+        v["parameters"].get("weight") == "float8_e4m3fn"
+        and v["parameters"].get("weight_scale_inv") == "float32"
+        for v in fp8.values()
+    )
+    others = sorted({f"{v['class']}: {' > '.join(v['method'])}" for v in modules.values()})
+    line = [text for text in results[name]["log_lines"] if "spark_inc:" in text]
+    return row(
+        f"{name}: FP8 exactly in the swapped modules, everything else as INC decides",
+        good and bool(line),
+        [name],
+        fp8_modules=len(fp8),
+        kernels=sorted({v["method"][-1] for v in fp8.values()}),
+        log=line[:1],
+        classes=others,
+    )
+
+
+def _modules(results: Any, capture: Any, weights: Weights, name: str) -> Row:
+    errors = module_errors(results[name], capture[name], weights)
+    limits = {kind: FP8_LIMIT if kind == "fp8" else INT_LIMIT for kind in errors}
+    good = all(
+        value["worst"] <= limits[kind]
+        for kind, value in errors.items()
+        if "not rounded" not in kind
+    )
+    return row(f"{name}: every module equals its dequantised weight", good, [name], errors=errors)
+
+
+def _damage_seen(results: Any, capture: Any, weights: Weights, name: str) -> Row:
+    errors = module_errors(results[name], capture[name], weights)
+    return row(
+        f"{name}: the module test sees the damage",
+        errors["fp8"]["worst"] > 10 * FP8_LIMIT,
+        [name],
+        errors=errors,
+    )
+
+
+def _equal(results: Any, capture: Any, one: str, two: str) -> Row:
+    first, second = capture[one], capture[two]
+    equal = {key: bool(torch.equal(first[key], second[key])) for key in ("hidden", "logits")}
+    return row(
+        f"{one} and {two} agree bit for bit",
+        all(equal.values()),
+        [one, two],
+        **equal,
+        greedy=compare_answers(results[one], results[two]),
+        difference=relative(first["logits"], second["logits"]),
+    )
+
+
+def _logits(capture: Any, name: str, reference: str) -> Row:
+    error = relative(capture[name]["logits"], capture[reference]["logits"])
+    return row(
+        f"{name}: logits near {reference}",
+        error < LOGIT_LIMIT,
+        [name, reference],
+        logit_error=round(error, 4),
+        limit=LOGIT_LIMIT,
+    )
+
+
+def _margins(logits: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
+    """Compare top tokens; a disagreement counts beyond what usual errors of its row explain.
+
+    The median tells the usual error: one wrong logit cannot raise it and so excuse itself.
+    """
+    logits, reference = logits.double(), reference.double()
+    errors = (logits - reference).abs()
+    usual = 1.4826 * errors.median(-1).values
+    top = reference.topk(2, dim=-1)
+    margin = top.values[:, 0] - top.values[:, 1]
+    differ = logits.argmax(-1) != top.indices[:, 0]
+    return {
+        "rows": len(logits),
+        "top_differs": int(differ.sum()),
+        "beyond_margin": int((differ & (margin > 12 * usual)).sum()),
+        "largest_error": float(errors.max()),
+    }
+
+
+def _head(capture: Any, weights: Weights, name: str) -> Row:
+    hidden, logits = capture[name]["hidden"], capture[name]["logits"]
+    weight = weights.of("language_model.lm_head")
+    reference = hidden.double() @ weight.double().t()
+    error, margins = relative(logits, reference), _margins(logits, reference)
+    return row(
+        f"{name}: head equals its own dequantised weight",
+        error < INT_LIMIT and not margins["beyond_margin"],
+        [name],
+        error=round(error, 5),
+        **margins,
+    )
+
+
+def _triton_head(capture: Any, weights: Weights) -> Row:
+    from spark_vllm.head.quantise import dequantise_rows, quantise_rows
+
+    hidden, logits = capture["head-triton"]["hidden"], capture["head-triton"]["logits"]
+    weight = weights.of("language_model.lm_head")
+    own = dequantise_rows(*quantise_rows(weight), weight.shape[1])
+    reference = hidden.double() @ own.double().t()
+    error, margins = relative(logits, reference), _margins(logits, reference)
+    against = relative(logits, hidden.double() @ weight.double().t())
+    return row(
+        "head-triton: head equals its own dequantised weight",
+        error < INT_LIMIT and not margins["beyond_margin"],
+        ["head-triton"],
+        error=round(error, 5),
+        against_bf16=round(against, 5),
+        **margins,
+    )
+
+
+def _untouched(results: Any) -> Row:
+    same = results["plain-stock"]["modules"] == results["plain-plugin"]["modules"]
+    return row(
+        "plain auto-round: the plugin changes no class", same, ["plain-stock", "plain-plugin"]
+    )
+
+
+def judge_refused(results: dict[str, Row], wanted: dict[str, str]) -> list[Row]:
+    """Judge engines that must not start."""
+    rows = []
+    for name, text in wanted.items():
+        result = results.get(name, {"state": "not run"})
+        errors = " | ".join(result.get("error", []))
+        rows.append(
+            row(
+                f"{name}: refused, naming {text}",
+                result["state"] == "refused" and text in errors,
+                [name],
+                seconds=result.get("seconds"),
+                error=errors[:400] or result["state"],
+            )
+        )
+    return rows
+
+
+def judge_speculation(results: dict[str, Row]) -> list[Row]:
+    """Judge the trained model: answers by margin, acceptance by counters."""
+    rows = []
+    pairs = {
+        "tiny-eager": "tiny-reference",
+        "tiny-head8": "tiny-eager",
+        "tiny-triton": "tiny-eager",
+        "tiny-native": "tiny-reference",
+        "tiny-online-fp8": "tiny-head8",
+        "tiny-mtp1": "tiny-eager",
+        "tiny-mtp2": "tiny-eager",
+        "tiny-tq": "tiny-head8",
+    }
+    for name in list(results):
+        for head in ("head8", "triton"):
+            if name.startswith(f"tiny-{head}-"):
+                pairs[name] = f"tiny-{head}"
+    for name, reference in pairs.items():
+        states = {results.get(key, {}).get("state") for key in (name, reference)}
+        if states != {"ran"}:
+            error = " | ".join(results.get(name, {}).get("error", []))[:400]
+            rows.append(
+                row(f"{name}: runs", False, [name], states=sorted(map(str, states)), error=error)
+            )
+            continue
+        found = compare_answers(results[reference], results[name])
+        accepted = acceptance(results[name])
+        good = same(found, TRAINED_NOISE) and (accepted is None or accepted > LEAST_ACCEPTANCE)
+        rows.append(
+            row(
+                f"{name}: greedy answers equal {reference} outside ties",
+                good,
+                [name, reference],
+                acceptance=accepted,
+                counters=results[name]["counters"],
+                downgraded=[t for t in results[name]["log_lines"] if "setting cudagraph" in t],
+                **found,
+            )
+        )
+    return rows
+
+
+def judge_turboquant(results: dict[str, Row]) -> list[Row]:
+    """Judge our TurboQuant backend against one sequence alone; show the engine's own beside it."""
+    own = ("tq-own", "tq-own-mtp2", "tq-own-full-mtp2")
+    others = tuple(f"tq-{preset}-full-mtp2" for preset in OTHER_PRESETS)
+    stock = ("tq-stock", "tq-stock-mtp2", "tq-stock-full-mtp2")
+    rows = [attempt(name, lambda n=name: _same_as_alone(results, n)) for name in (*own, *others)]
+    for name in stock:
+        shown = attempt(name, lambda n=name: _same_as_alone(results, n))
+        shown["claim"] = f"{name}: the engine's own backend beside it, not judged"
+        shown["passed"] = None
+        rows.append(shown)
+    return rows
+
+
+def _same_as_alone(results: dict[str, Row], name: str) -> Row:
+    preset = name.removeprefix("tq-").removesuffix("-full-mtp2")
+    alone = f"tq-{preset}-alone" if preset in OTHER_PRESETS else "tq-alone"
+    found = compare_answers(results[alone], results[name])
+    return row(
+        f"{name}: greedy answers equal one sequence alone outside ties",
+        same(found, TURBOQUANT_NOISE),
+        [name, alone],
+        acceptance=acceptance(results[name]),
+        **found,
+    )

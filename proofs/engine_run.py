@@ -1,0 +1,116 @@
+"""Run many engine cases side by side on one GPU, each in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_cases(
+    cases: list[dict[str, Any]],
+    trees: Path,
+    out: Path,
+    *,
+    at_once: int = 14,
+    limit_s: int = 420,
+    within_s: float = float("inf"),
+) -> dict[str, dict[str, Any]]:
+    """Run ``cases`` and return what each wrote; a case that wrote nothing has state ``died``.
+
+    Args:
+        cases: from ``engine_cases``; their trees are names below ``trees``.
+        trees: directory made by ``proofs.trees``.
+        out: where results, captured tensors and logs go.
+        at_once: engines running at the same time.
+        limit_s: time one case may take.
+        within_s: time all of them may take; what runs then is ended, what waits is not run.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    waiting = list(cases)
+    running: list[tuple[subprocess.Popen[bytes], dict[str, Any], float]] = []
+    results: dict[str, dict[str, Any]] = {}
+    devices = itertools.cycle(_devices())
+    begun = time.monotonic()
+    while waiting or running:
+        over = time.monotonic() - begun > within_s
+        if over:
+            waiting.clear()
+        while waiting and len(running) < at_once:
+            case = waiting.pop(0)
+            device = None if _spreads(case) else next(devices)
+            running.append((_start(case, trees, out, device), case, time.monotonic()))
+        time.sleep(0.5)
+        for entry in list(running):
+            process, case, started = entry
+            late = over or time.monotonic() - started > limit_s
+            if late:
+                process.kill()
+            if process.poll() is not None or late:
+                running.remove(entry)
+                results[case["name"]] = result = _result(case, out, late)
+                print(
+                    f"phase=case name={case['name']} state={result['state']}"
+                    f" s={time.monotonic() - started:.0f}",
+                    flush=True,
+                )
+    return results
+
+
+def _devices() -> list[str]:
+    """Return the cards of this machine; engines of one card are dealt out among them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named:
+        return named.split(",")
+    listed = subprocess.run(
+        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return listed.stdout.split()
+
+
+def _spreads(case: dict[str, Any]) -> bool:
+    return bool(case["options"].get("tensor_parallel_size", 1) > 1)
+
+
+def _start(
+    case: dict[str, Any], trees: Path, out: Path, device: str | None
+) -> subprocess.Popen[bytes]:
+    path = out / f"{case['name']}.case.json"
+    options = dict(case.get("options", {}))
+    draft = options.get("speculative_config", {})
+    if "model" in draft:
+        options["speculative_config"] = {**draft, "model": str(trees / draft["model"])}
+    path.write_text(json.dumps({**case, "options": options, "tree": str(trees / case["tree"])}))
+    visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+    with (out / f"{case['name']}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "proofs.engine_case", str(path), str(out)],
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **visible},
+        )
+
+
+def _result(case: dict[str, Any], out: Path, late: bool) -> dict[str, Any]:
+    path = out / f"{case['name']}.json"
+    log = (out / f"{case['name']}.log").read_text(errors="replace")
+    found = json.loads(path.read_text()) if path.exists() else {"state": "late" if late else "died"}
+    found["log_lines"] = [
+        line.split("] ", 1)[-1]
+        for line in log.splitlines()
+        if "cache directory" not in line  # names of this machine
+        and any(text in line for text in ("Selected ", "Using ", "spark", "cudagraph_mode="))
+    ][:60]
+    found["log_tail"] = log[-1500:] if found["state"] in ("late", "died") else ""
+    return found

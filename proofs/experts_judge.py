@@ -1,0 +1,82 @@
+"""A block of experts against its dequantised weights, routing included.
+
+Logits of a model that chooses 8 of 256 experts are no measure for its kernels: where the eighth
+and the ninth are alike, any rounding before the router swaps them. So each block is judged by
+itself, with the input it really had, at the positions where the choice is clear.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from spark_vllm.tree.reader import ModuleReader
+from spark_vllm.tree.settings import read_settings
+
+from proofs.engine_judge import Row, relative, rounded_activations, row
+
+LIMIT = 0.02
+"""BF16 between the two steps of an expert; another expert in one place of eight gives 0.4."""
+CLEAR = 0.02
+"""Least distance of router logits between the last chosen expert and the first that is not."""
+
+Weights = dict[str, torch.Tensor]
+
+
+def judge(name: str, capture: dict[str, Any], tree: Path) -> Row:
+    """Return a row for all blocks that ``capture`` holds."""
+    blocks = {key: value for key, value in capture["modules"].items() if key.endswith(".mlp")}
+    config = json.loads((tree / "config.json").read_text())
+    chosen = int(config["text_config"]["num_experts_per_tok"])
+    reader = ModuleReader(tree, read_settings(config["quantization_config"]))
+    found = {}
+    for module, (x, y) in blocks.items():
+        prefix = module.replace("language_model.model.", "model.language_model.") + "."
+        weights = {
+            key.removeprefix(prefix): value.double()
+            for key, value in reader.weights(lambda key, p=prefix: key.startswith(p))  # type: ignore[misc]
+        }
+        expected, gap, used = block(x.double(), weights, chosen)
+        clear = gap > CLEAR
+        found[module] = {
+            "error": round(relative(y[clear], expected[clear]), 5),
+            "positions": int(clear.sum()),
+            "unclear": int((~clear).sum()),
+            "experts_used": used,
+        }
+    return row(
+        f"{name}: every block of experts equals its dequantised experts where the choice is clear",
+        bool(found) and all(v["error"] < LIMIT and v["positions"] > 20 for v in found.values()),
+        [name],
+        blocks=found,
+        limit=LIMIT,
+    )
+
+
+def block(x: torch.Tensor, weights: Weights, chosen: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the block's output, how clear each position's choice is, and the experts used."""
+    router = x @ weights["gate.weight"].t()
+    best = router.topk(min(chosen + 1, router.shape[1]), dim=1)
+    gap = best.values[:, chosen - 1] - best.values[:, -1]
+    if router.shape[1] == chosen:  # all of them, nothing to choose
+        gap = torch.full_like(gap, torch.inf)
+    experts, share = best.indices[:, :chosen], best.values[:, :chosen].softmax(1)
+    result = torch.zeros_like(x)
+    for expert in experts.unique().tolist():
+        rows, places = (experts == expert).nonzero(as_tuple=True)
+        value = _swiglu(x[rows], weights, f"experts.{expert}.")
+        result.index_add_(0, rows, share[rows, places, None] * value)
+    gate = (x @ weights["shared_expert_gate.weight"].t()).sigmoid()
+    result += gate * _swiglu(x, weights, "shared_expert.", rounded=True)
+    return result, gap, len(experts.unique())
+
+
+def _swiglu(x: torch.Tensor, weights: Weights, prefix: str, *, rounded: bool = False) -> Any:
+    """Return one expert's output; ``rounded``: activations as the FP8 kernel takes them."""
+    taken = (lambda v: rounded_activations(v).double()) if rounded else (lambda v: v)
+    x = taken(x)
+    up = x @ weights[f"{prefix}up_proj.weight"].t()
+    inner = torch.nn.functional.silu(x @ weights[f"{prefix}gate_proj.weight"].t()) * up
+    return taken(inner) @ weights[f"{prefix}down_proj.weight"].t()

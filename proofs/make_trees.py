@@ -1,0 +1,81 @@
+"""Makes every checkpoint of the proofs.
+
+python3 -m proofs.make_trees OUT [--hub HUB] [--special]
+"""
+
+from __future__ import annotations
+
+import argparse
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from proofs import special_trees as single
+from proofs.trees import VARIANTS, build, copy_trained, damage, plan, write_wide
+
+
+def make(out: Path, hub: Path | None, *, special: bool) -> None:
+    """Make all trees.
+
+    Args:
+        out: directory to make them in; not there yet.
+        hub: directory of a hub with the lab's trained model.
+        special: also the trees of single proofs.
+    """
+    work = out / "work"
+    work.mkdir(parents=True)
+    with ProcessPoolExecutor(7) as pool:
+        jobs = []
+        if special:  # the slow ones first
+            true = {
+                "true-35b": (single.TRUE_35B, True),
+                "true-122b": (single.TRUE_122B, False),
+            }
+            for name, (shape, int4_mtp) in true.items():
+                jobs.append(
+                    pool.submit(single.make_true, out, work, name, shape, int4_mtp=int4_mtp)
+                )
+            for make_one in (
+                single.make_steered,
+                single.make_long,
+                single.make_narrow,
+            ):
+                jobs.append(pool.submit(make_one, out, work))
+        jobs.append(pool.submit(_make_wide, out, work, special))
+        if hub:
+            jobs.append(pool.submit(_make_tiny, out, work, hub, special))
+        for job in jobs:
+            job.result()
+
+
+def _make_wide(out: Path, work: Path, special: bool) -> None:
+    _build_variants(out, work, "wide", *write_wide(out))
+    made = list(damage(out / "wide-full", out / "wide-overlay"))
+    if special:
+        made += single.make_nan(out / "wide-full", out / "wide-overlay-head8")
+    print("damaged:", *(tree.name for tree in made))
+
+
+def _make_tiny(out: Path, work: Path, hub: Path, special: bool) -> None:
+    base, donor = copy_trained(out, hub)
+    _build_variants(out, work, "tiny", base, donor)
+    if special:
+        single.make_draft(out / "tiny-dflash", base)
+
+
+def _build_variants(out: Path, work: Path, kind: str, base: Path, donor: Path) -> None:
+    for name, variant in VARIANTS.items():
+        build(plan(base, donor, out / f"{kind}-{name}", variant), work)
+
+
+def main() -> None:
+    """Make the trees asked for on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--hub", type=Path)
+    parser.add_argument("--special", action="store_true", help="also the trees of single proofs")
+    arguments = parser.parse_args()
+    make(arguments.out.resolve(), arguments.hub, special=arguments.special)
+
+
+if __name__ == "__main__":
+    main()

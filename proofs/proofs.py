@@ -1,0 +1,213 @@
+"""Stages of engine proofs: which engines each runs, how it is judged, and its result file.
+
+``make gpu`` and ``benchmarks/gpu/engine_proofs.py`` both end here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from proofs import engine_cases, engine_judge, engine_run, profile_cases, profile_judge
+
+ROOT = Path(__file__).resolve().parents[1]
+Rows = list[dict[str, Any]]
+CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "eager": engine_cases.eager_cases,
+    "refused": lambda: [case for case, _ in engine_cases.refused_cases()],
+    "nan": lambda: [case for case, _ in engine_cases.nan_cases()],
+    "speculation": engine_cases.speculation_cases,
+    "turboquant": engine_cases.turboquant_cases,
+    "profiles": profile_cases.profile_cases,
+    "steered": profile_cases.steered_cases,
+    "sizes": profile_cases.sizes_cases,
+    "names": profile_cases.names_cases,
+    "long": profile_cases.long_cases,
+    "prefixes": profile_cases.prefix_cases,
+    "two-gpus": profile_cases.two_gpu_cases,
+    "head-choice": profile_cases.head_cases,
+}
+CAVEATS = [
+    "an H200 is not a GB10: behaviour and numerics are shown here, no Spark speed",
+    "torch here differs from the version this vLLM pins: graph and compile results are the "
+    "plugin's, not the shipped stack's",
+    "Machete and CutlassW4A8 (Hopper only) disabled, flash-attention 2 and Triton GDN forced",
+]
+
+
+def prove(
+    stages: list[str],
+    trees: Path,
+    work: Path,
+    out: Path,
+    *,
+    at_once: int = 14,
+    within_s: float = float("inf"),
+    only: list[str] | None = None,
+) -> Rows:
+    """Run the engines of ``stages``, judge them, write ``engine-STAGE.json``; returns all rows.
+
+    Args:
+        stages: keys of ``CASES``.
+        trees: what ``proofs.trees`` made.
+        work: for captured tensors and logs.
+        out: for the result files.
+        at_once: engines that run at the same time.
+        within_s: time for all engines; what has not ended by then is a failure of its rows.
+        only: names of engines; the others are not run.
+    """
+    cases = [case for stage in stages for case in CASES[stage]()]
+    cases = [case for case in cases if only is None or case["name"] in only]
+    beside = start_transformers(trees, work) if "sizes" in stages else []
+    results: dict[str, dict[str, Any]] = {}
+    end_s = time.monotonic() + within_s
+    for wave in _waves(cases):
+        left_s = end_s - time.monotonic()
+        results |= engine_run.run_cases(wave, trees, work, at_once=at_once, within_s=left_s)
+    for process in beside:
+        process.wait()
+    out.mkdir(parents=True, exist_ok=True)
+    found: Rows = []
+    for stage in stages:
+        rows, failure = judged(stage, results, work, trees)
+        if only is not None:
+            rows = [row for row in rows if _ran(row, results)]
+        document = _document(stage, results, rows, failure)
+        (out / f"engine-{stage}.json").write_text(json.dumps(document, indent=1) + "\n")
+        broken = {
+            "claim": f"{stage}: judged",
+            "passed": False,
+            "cases": [],
+            "numbers": {"failure": failure},
+        }
+        found += [*rows, *([broken] if failure else [])]
+    return found
+
+
+def _ran(row: dict[str, Any], results: dict[str, Any]) -> bool:
+    """Return whether the engines of a row were asked for; a row without engines has its name."""
+    return all(name in results for name in row["cases"] or [row["claim"]])
+
+
+def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the cases in the order they have to run in.
+
+    Kernels compile on first use; a few engines alone fill the caches faster than many at once.
+    Cases marked ``later`` need what another one wrote.
+    """
+    first = [case for case in cases if case["name"] in engine_cases.FIRST]
+    later = [case for case in cases if case.get("later")]
+    rest = [case for case in cases if case not in first and case not in later]
+    return [wave for wave in (first, rest, later) if wave]
+
+
+def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tuple[Rows, str | None]:
+    """Return the rows of one stage, and why judging broke off if it did."""
+    refusals = {"refused": engine_cases.refused_cases, "nan": engine_cases.nan_cases}
+    judges: dict[str, Callable[[], Rows]] = {
+        "eager": lambda: engine_judge.judge_eager(results, work, trees),
+        "turboquant": lambda: engine_judge.judge_turboquant(results),
+        "speculation": lambda: engine_judge.judge_speculation(results),
+        "profiles": lambda: profile_judge.judge_profiles(results),
+        "steered": lambda: profile_judge.judge_steered(results, CASES[stage]()),
+        "two-gpus": lambda: profile_judge.judge_steered(results, CASES[stage]()),
+        "prefixes": lambda: profile_judge.judge_prefixes(results),
+        "head-choice": lambda: profile_judge.judge_heads(results, CASES[stage]()),
+        "sizes": lambda: profile_judge.judge_sizes(results, work, trees),
+        "names": lambda: profile_judge.judge_names(results, CASES[stage](), trees),
+        "long": lambda: profile_judge.judge_long(results),
+    }
+    try:
+        if stage in refusals:
+            wanted = {case["name"]: text for case, text in refusals[stage]()}
+            return engine_judge.judge_refused(results, wanted), None
+        return judges[stage](), None
+    except Exception:  # engines already ran: keep what they wrote
+        return [], traceback.format_exc()[-1500:]
+
+
+def _document(
+    stage: str, results: dict[str, Any], rows: Rows, failure: str | None
+) -> dict[str, Any]:
+    own = {case["name"] for case in CASES[stage]()}
+    return {
+        "stage": stage,
+        "command": _command(stage),
+        "seed": 0,
+        **environment(),
+        "rows": rows,
+        "failure": failure,
+        "runs": {
+            name: {
+                "options": found["case"]["options"],
+                "tree": Path(found["case"]["tree"]).name,
+                "plugins": found["case"].get("plugins", "spark"),
+                "state": found["state"],
+                "load_s": found.get("load_s"),
+                "log": sorted({line[:200] for line in found["log_lines"]}),
+            }
+            for name, found in results.items()
+            if "case" in found and name in own
+        },
+    }
+
+
+def _command(stage: str) -> str:
+    test = os.environ.get("PYTEST_CURRENT_TEST")
+    if test:
+        return f"make gpu, of it {test.partition(' ')[0]}"
+    return f"python3 benchmarks/gpu/engine_proofs.py --stage {stage}"
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and device."""
+    import importlib.metadata
+
+    import torch
+
+    versions = {}
+    for name in ("vllm", "torch", "triton", "transformers", "numpy", "flashinfer-python"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    needs = (importlib.metadata.requires("vllm") or []) if versions["vllm"] else []
+    pinned = [text for text in needs if text.startswith(("torch==", "flashinfer-python=="))]
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "device": driver.stdout.strip(),
+        "versions": versions,
+        "engine_pins": pinned,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+        "caveats": CAVEATS,
+    }
+
+
+def start_transformers(trees: Path, work: Path) -> list[subprocess.Popen[bytes]]:
+    """Start the other implementation on the trees of stage ``sizes``."""
+    work.mkdir(parents=True, exist_ok=True)
+    started = []
+    for name, tree in (("wide", "wide-overlay"), ("true-35b", None), ("true-122b", None)):
+        out = work / f"transformers-{name}.pt"
+        command = [sys.executable, "-m", "proofs.transformers_case", str(trees / (tree or name))]
+        more = ["--pictures"] if name == "wide" else []
+        with out.with_suffix(".log").open("wb") as log:
+            started.append(
+                subprocess.Popen([*command, str(out), *more], stdout=log, stderr=log, cwd=ROOT)
+            )
+    return started

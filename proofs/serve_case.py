@@ -1,0 +1,162 @@
+"""Serve a tree over HTTP exactly as a profile would, and ask it things.
+
+    python3 -m proofs.serve_case TREE OUT.json PLAN.json [--pictures | --long]
+
+PLAN.json is a plan as ``tests/unit/planning/golden`` holds it: arguments and environment of the
+engine come from there. What this machine lacks or a tiny model cannot use is replaced and listed
+in the result. ``--pictures`` keeps the vision tower, as a profile with ``vision: true`` does.
+``--long`` reads long prompts instead and looks at what the watch on a host looks at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from proofs import proofs, serve_long, serve_talk
+from proofs.engine_case import ENVIRONMENT
+
+REPLACED = {"--max-model-len": "4096", "--gpu-memory-utilization": "0.05"}
+ADDED = {
+    # No profiling run: other engines on the same card would disturb it.
+    "--kv-cache-memory-bytes": str(1 << 30),
+    "--additional-config": '{"gdn_prefill_backend": "triton"}',
+}
+FLASH2 = {"--attention-config": '{"flash_attn_version": 2}'}  # TurboQuant has its own
+START_LIMIT_S = 420
+
+
+def adapted(argv: list[str], tree: str, sock: str, kind: str) -> tuple[list[str], list[str]]:
+    """Return the arguments for this machine, and what was changed."""
+    changed = []
+    result = [tree, *argv[1:]]
+    replaced = {**REPLACED, "--uds": sock}
+    if kind == "long":
+        replaced.pop("--max-model-len")  # the tree can take it
+    for option, value in replaced.items():
+        if option in result:
+            place = result.index(option) + 1
+            changed.append(f"{option}: {result[place]} -> {value}")
+            result[place] = value
+    if kind == "pictures":
+        result.remove("--language-model-only")
+        changed.append("without --language-model-only, as vision: true renders it")
+    added = dict(ADDED) if "turboquant" in " ".join(argv) else {**ADDED, **FLASH2}
+    if kind == "long":
+        added["--kv-cache-memory-bytes"] = str(serve_long.CACHE_BYTES)
+    for option, value in added.items():
+        if option in result:
+            place = result.index(option) + 1
+            value = json.dumps({**json.loads(result[place]), **json.loads(value)})
+            result[place] = value
+        else:
+            result += [option, value]
+        changed.append(f"added {option} {value}")
+    return result, changed
+
+
+def wait_until_healthy(sock: str, server: subprocess.Popen[bytes]) -> float | None:
+    """Return the seconds it took; ``None`` when the server ended or the time was up."""
+    started = time.monotonic()
+    while time.monotonic() - started < START_LIMIT_S and server.poll() is None:
+        try:
+            if serve_talk.ask(sock, "GET", "/health")[0] == 200:
+                return round(time.monotonic() - started, 1)
+        except OSError:
+            time.sleep(1)
+    return None
+
+
+def serve(plan: dict[str, Any], tree: str, log_path: Path, kind: str) -> dict[str, Any]:
+    """Start, talk, stop; return what happened."""
+    engine = plan["serve"]["release"]["engine"]
+    sock = f"/tmp/spark-engine-{log_path.stem}-{os.getpid()}.sock"
+    arguments, changed = adapted(engine["argv"], tree, sock, kind)
+    # An image without our plugin has none to load.
+    plugins = engine["env"].get("VLLM_PLUGINS", "")
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": plugins}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
+    with log_path.open("wb") as log:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=proofs.ROOT)
+    result: dict[str, Any] = {"argv": arguments, "changed": changed, "plugins": plugins}
+    result["state"] = "died"
+    try:
+        result["healthy_s"] = wait_until_healthy(sock, server)
+        if result["healthy_s"] is not None:
+            result["state"] = "talking"
+            name = plan["serve"]["names"][0]
+            if kind == "long":
+                result.update(serve_long.talk(sock, name))
+            else:
+                result.update(serve_talk.talk(sock, name, pictures=kind == "pictures"))
+            result["state"] = "served"
+    except (KeyError, ValueError, OSError) as error:
+        result["error"] = repr(error)
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+    return result
+
+
+def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[str, Any]]:
+    """Serve ``tree`` as the plan says, write the result file, return its rows.
+
+    Args:
+        tree: the checkpoint.
+        out: the result file; the server's log lies beside it.
+        plan_path: an expected plan.
+        kind: ``pictures``, ``long`` or nothing.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    log_path = out.with_suffix(".log")
+    plan = json.loads(plan_path.read_text())
+    result = serve(plan, str(tree), log_path, kind)
+    lines = log_path.read_text(errors="replace").splitlines()
+    wanted = ("Selected ", "spark", "Using ", "cudagraph", "KV cache size", "Model Runner")
+    found = {line.split("] ", 1)[-1][:200] for line in lines if any(t in line for t in wanted)}
+    result["log"] = sorted(line for line in found if "cache directory" not in line)
+    result["log_tail"] = [] if result["state"] == "served" else lines[-25:]
+    profile = plan["serve"]["profile"]
+    if kind == "long":
+        rows = serve_long.judge(result, profile)
+    else:
+        rows = serve_talk.judge(result, profile, pictures=kind == "pictures")
+    document = {
+        "command": f"python3 -m proofs.serve_case TREE OUT {plan_path.name}"
+        + (f" --{kind}" if kind else ""),
+        "tree": tree.name,
+        "seed": 0,
+        **proofs.environment(),
+        "rows": rows,
+        **result,
+    }
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    return rows
+
+
+def main() -> None:
+    """Serve, and write the result file with rows of claim, numbers and verdict."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tree", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("plan", type=Path)
+    kinds = parser.add_mutually_exclusive_group()
+    for kind in ("pictures", "long"):
+        kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="")
+    arguments = parser.parse_args()
+    for row in prove(arguments.tree, arguments.out, arguments.plan, arguments.kind):
+        print("PASS" if row["passed"] else "FAIL", row["claim"], json.dumps(row["numbers"])[:400])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Long prompts through a served engine, seen as the watch on a host sees them.
+
+The watch ends an engine whose signs of progress stand still while requests run. Here its own code
+reads the metrics of a real engine in the middle of prompts that take many chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from proofs.prompts import random_prompts
+from proofs.serve_talk import ask
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "files" / "host"))
+
+CACHE_BYTES = 8 << 30
+PROMPT_TOKENS = 250_000
+TOGETHER = 4
+EVERY_S = 0.01
+PARTS = 4
+"""A stall limit of this part of a prompt's time has to be safe for the watch as it is."""
+
+
+class Sampler:
+    """Looks at the metrics until told to stop."""
+
+    def __init__(self, sock: str) -> None:
+        self.sock = sock
+        self.seen: list[dict[str, float]] = []
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Sample; each line says when, how much runs, tokens and share of the cache in use."""
+        from spark_host.engine.client import Metrics
+
+        while not self._over.is_set():
+            found = Metrics.parse(ask(self.sock, "GET", "/metrics")[1])
+            tokens, usage = found.progress
+            line = {"s": time.monotonic(), "running": found.running}
+            self.seen.append({**line, "tokens": tokens, "usage": usage})
+            self._over.wait(EVERY_S)
+
+    def during(self, work: Any) -> list[dict[str, float]]:
+        """Return what was seen while ``work`` was done."""
+        thread = threading.Thread(target=self.run)
+        thread.start()
+        try:
+            work()
+        finally:
+            self._over.set()
+            thread.join()
+        return self.seen
+
+
+def talk(sock: str, model: str) -> dict[str, Any]:
+    """Read one long prompt, then four at once; return the samples of both."""
+    prompts = random_prompts([PROMPT_TOKENS - number for number in range(TOGETHER + 1)])
+    _read(sock, model, prompts[0][:9000])  # compiles what is still missing
+    alone = Sampler(sock).during(lambda: _read(sock, model, prompts[0]))
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        many = Sampler(sock).during(
+            lambda: list(pool.map(lambda ids: _read(sock, model, ids), prompts[1:]))
+        )
+    return {"one prompt": _from_zero(alone), "four prompts": _from_zero(many)}
+
+
+def _read(sock: str, model: str, ids: list[int]) -> None:
+    body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
+    status, text = ask(sock, "POST", "/v1/completions", body)
+    if status != 200:
+        raise ValueError(f"status {status}: {text[:300]}")
+    used = json.loads(text)["usage"]["prompt_tokens"]
+    if used != len(ids):
+        raise ValueError(f"{used} prompt tokens instead of {len(ids)}")
+
+
+def _from_zero(seen: list[dict[str, float]]) -> list[dict[str, float]]:
+    start = seen[0]["s"]
+    return [{**line, "s": round(line["s"] - start, 4)} for line in seen]
+
+
+def judge(result: dict[str, Any], profile: str) -> list[dict[str, Any]]:
+    """Return rows: the share of the cache in use moves while the tokens stand still."""
+    if result["state"] != "served":
+        claim = f"{profile}, long prompts: its arguments serve over HTTP"
+        return [{"claim": claim, "passed": False, "numbers": {"state": result["state"]}}]
+    return [_moves(result[what], f"{profile}, {what}") for what in ("one prompt", "four prompts")]
+
+
+def _moves(seen: list[dict[str, float]], what: str) -> dict[str, Any]:
+    running = [line for line in seen if line["running"] > 0]
+    took_s = running[-1]["s"] - running[0]["s"]
+    flat_s = _longest_flat_s(running, ("tokens", "usage"))
+    numbers = {
+        "seconds": round(took_s, 3),
+        "samples": len(running),
+        "shares_in_use_seen": len({line["usage"] for line in running}),
+        "token_counts_seen": len({line["tokens"] for line in running}),
+        "longest_without_progress_s": round(flat_s, 3),
+        "longest_with_tokens_alone_s": round(_longest_flat_s(running, ("tokens",)), 3),
+        "stall_limit_s": round(took_s / PARTS, 3),
+        "stalled": _stalled(running, took_s / PARTS, cache=True),
+        "stalled_by_tokens_alone": _stalled(running, took_s / PARTS, cache=False),
+    }
+    passed = not numbers["stalled"] and numbers["shares_in_use_seen"] > PARTS
+    return {
+        "claim": f"{what} of {PROMPT_TOKENS:,} tokens: what the watch looks at moves all the time",
+        "passed": passed,
+        "numbers": numbers,
+    }
+
+
+def _longest_flat_s(seen: list[dict[str, float]], keys: tuple[str, ...]) -> float:
+    longest, since = 0.0, seen[0]
+    for line in seen:
+        if any(line[key] != since[key] for key in keys):
+            since = line
+        longest = max(longest, line["s"] - since["s"])
+    return longest
+
+
+def _stalled(seen: list[dict[str, float]], limit_s: float, *, cache: bool) -> bool:
+    """Return whether the watch would have ended this engine at a limit of ``limit_s``."""
+    from spark_host.engine.client import Metrics, Sample
+    from spark_host.release import Watch
+    from spark_host.watch.loop import Judge
+
+    judge = Judge(Watch(limit_s, EVERY_S, 1, None), floor_bytes=0)
+    names = {"vllm:num_requests_running": "running", "vllm:generation_tokens_total": "tokens"}
+    if cache:
+        names["vllm:kv_cache_usage_perc"] = "usage"
+    reasons = [
+        judge.stalled(
+            Metrics(tuple(Sample(name, {}, line[key]) for name, key in names.items())), line["s"]
+        )
+        for line in seen
+    ]
+    return any(reasons)

@@ -1,0 +1,225 @@
+"""Checkpoints for single proofs: steered drafts, true layer sizes, NaN, a draft model.
+
+Made beside those of ``proofs.trees`` and built by the same builder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from lab.model import original, repository, rounding, vocabulary
+from lab.model.original import Floats
+from lab.model.safetensors import write_file
+from lab.model.shape import Shape
+from proofs import steered
+from proofs.trees import INDEX, SEED, WIDE, build, damaged, plan, rewrite, stored_bytes
+
+STEERED = {"steered-0": 1.0, "steered-50": 0.5, "steered-95": 0.05}
+"""Trees by about how many of the first drafts are accepted, with the share of odd tokens."""
+HYBRID = {"layout": "overlay", "head": "int8-g128", "shared_experts": "fp8-donor"}
+PLAIN_HEAD = {**HYBRID, "head": "keep"}
+STEERED_SHAPE = replace(WIDE, expert_width=512)
+"""Over two devices, experts of 256 would have one group of scales, which plan and plugin refuse."""
+NARROW = replace(WIDE, expert_width=128)
+LONG_POSITIONS = 262144
+EXPERT_KINDS = 16
+"""Experts that differ; 256 of them would only take longer to write."""
+VOCABULARY_COPIES = 10
+"""The vocabulary is drawn once and turned; half a billion random numbers would take a minute."""
+TRUE_35B = Shape(
+    layers=2,
+    attention_interval=2,
+    hidden=2048,
+    vocabulary=248320,
+    experts=256,
+    experts_per_token=8,
+    # Wider than a group: at 128 vLLM 0.33 permutes the scales of gate and up as if they had one.
+    expert_width=256,
+    shared_width=512,
+    heads=16,
+    kv_heads=2,
+    head_dim=256,
+    linear_key_heads=16,
+    linear_value_heads=32,
+    linear_head_dim=128,
+)
+"""One layer of each kind of the 35B in its true sizes; only the experts are narrower."""
+TRUE_SHARD_BYTES = 256_000_000
+"""So that what an overlay replaces shares its files with other tensors, as in the real base."""
+TRUE_122B = replace(TRUE_35B, hidden=3072, shared_width=1024, heads=32, linear_value_heads=64)
+MTP_BLOCKS = "model.language_model.layers,mtp.layers"
+LAYER = "model.language_model.layers.{}."
+
+
+def make_steered(out: Path, work: Path) -> None:
+    """Write the steered trees."""
+    for name, odd_share in STEERED.items():
+        known = steered.steering(STEERED_SHAPE, SEED, odd_share)
+        weights = steered.weights(STEERED_SHAPE, SEED, known)
+        _hybrid(out, work, name, STEERED_SHAPE, weights, HYBRID)
+    build(plan(out / f"{name}-base", out / f"{name}-donor", out / f"{name}-bf16", PLAIN_HEAD), work)
+
+
+def make_narrow(out: Path, work: Path) -> None:
+    """Write random weights whose experts have one group of scales each."""
+    _hybrid(out, work, "narrow", NARROW, original.random_weights(NARROW, SEED), HYBRID)
+
+
+def make_long(out: Path, work: Path) -> None:
+    """Write random weights that may be asked for 262,144 positions."""
+    shape = replace(WIDE, max_positions=LONG_POSITIONS)
+    _hybrid(out, work, "long", shape, original.random_weights(shape, SEED), HYBRID)
+
+
+def make_true(out: Path, work: Path, name: str, shape: Shape, *, int4_mtp: bool) -> None:
+    """Write one layer of each kind in a real model's sizes."""
+    small = replace(shape, experts=EXPERT_KINDS, vocabulary=shape.vocabulary // VOCABULARY_COPIES)
+    few = original.random_weights(small, SEED)
+    weights: dict[str, Floats] = {}
+    routers = np.random.default_rng(SEED)
+    for key, size in {**original.main_shapes(shape), **original.mtp_shapes(shape)}.items():
+        if key.endswith("mlp.gate.weight"):
+            weights[key] = routers.normal(0, 0.02, size).astype(np.float32)
+        elif size[0] == shape.vocabulary:
+            copies = [np.roll(few[key], 7 * turn, axis=1) for turn in range(VOCABULARY_COPIES)]
+            weights[key] = np.concatenate(copies)  # no two rows alike
+        else:
+            weights[key] = few[_kind_of(key)]
+    _hybrid(
+        out, work, name, shape, weights, PLAIN_HEAD, int4_mtp=int4_mtp, shard_bytes=TRUE_SHARD_BYTES
+    )
+
+
+def _kind_of(name: str) -> str:
+    before, found, after = name.partition(".experts.")
+    number, _, rest = after.partition(".")
+    return f"{before}.experts.{int(number) % EXPERT_KINDS}.{rest}" if found else name
+
+
+def _hybrid(
+    out: Path,
+    work: Path,
+    name: str,
+    shape: Shape,
+    weights: dict[str, Floats],
+    variant: dict[str, str],
+    *,
+    int4_mtp: bool = False,
+    shard_bytes: int = repository.SHARD_BYTES,
+) -> None:
+    """Write base, a donor of nothing but shared experts, and the hybrid of both."""
+    tokenizer = vocabulary.train(1024)
+    base, donor = out / f"{name}-base", out / f"{name}-donor"
+    repository.write_int4(base, shape, weights, tokenizer, "random", shard_bytes)
+    if int4_mtp:
+        _pack_mtp(base, weights)
+    shared = {
+        key: value
+        for key, value in weights.items()
+        if ".shared_expert." in key and not key.startswith("mtp.")
+    }
+    repository.write_fp8(donor, shape, shared, tokenizer, "random")
+    build(plan(base, donor, out / name, variant), work)
+
+
+def _pack_mtp(base: Path, weights: dict[str, Floats]) -> None:
+    """Put the drafter's experts and attention into INT4, as the 35B's base has them."""
+    tensors = {}
+    for key, values in weights.items():
+        if not key.startswith("mtp."):
+            continue
+        module = key.removesuffix(".weight")
+        if key.startswith("mtp.layers.") and original.is_projection(key) and "shared" not in key:
+            parts = rounding.int4(values)
+            tensors.update({f"{module}.{part}": tensor for part, tensor in parts.items()})
+        else:
+            tensors[key] = rounding.bf16(values)
+    write_file(base / repository.MTP_FILE, tensors)
+    index = json.loads((base / INDEX).read_text())
+    index["weight_map"] = {
+        key: file for key, file in index["weight_map"].items() if not key.startswith("mtp.")
+    } | dict.fromkeys(tensors, repository.MTP_FILE)
+    (base / INDEX).write_text(json.dumps(index))
+    for path in (base / "config.json", base / "quantization_config.json"):
+        content = json.loads(path.read_text())
+        quantization = content.get("quantization_config", content)
+        quantization["block_name_to_quantize"] = MTP_BLOCKS
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            key = f"mtp.layers.0.mlp.shared_expert.{part}"
+            quantization["extra_config"][key] = {"bits": 16, "data_type": "float"}
+        quantization["extra_config"]["mtp.layers.0.mlp.shared_expert_gate"] = {
+            "bits": 16,
+            "data_type": "float",
+        }
+        path.write_text(json.dumps(content, indent=1))
+
+
+def make_nan(full: Path, overlay_head8: Path) -> Iterator[Path]:
+    """Damage single numbers; names, types and shapes stay right."""
+    scale = LAYER.format(1) + "mlp.shared_expert.up_proj.weight_scale_inv"
+    yield _with_nan(full, "nan-fp8-scale", scale, b"\xc0\x7f")
+    scale = LAYER.format(0) + "linear_attn.out_proj.scales"
+    yield _with_nan(full, "nan-int4-scale", scale, b"\x00\x7e")  # FP16, the others BF16
+    yield _with_nan(overlay_head8, "nan-head-scale", "lm_head.scales_int8", b"\xc0\x7f")
+
+
+def _with_nan(good: Path, name: str, tensor: str, nan: bytes) -> Path:
+    tree = damaged(good, name)
+    data = stored_bytes(tree, tensor)
+    rewrite(tree, tensor, nan + data[len(nan) :])
+    return tree
+
+
+def make_draft(out: Path, target: Path) -> None:
+    """Write a random DFlash draft for ``target``: two layers that look at two of its layers."""
+    text = json.loads((target / "config.json").read_text())["text_config"]
+    hidden, heads, size, width = text["hidden_size"], 4, 64, 512
+    source = np.random.default_rng(SEED)
+    draw = lambda *shape: rounding.bf16(source.normal(0, 0.02, shape).astype(np.float32))  # noqa: E731
+    ones = lambda count: rounding.bf16(np.ones(count, dtype=np.float32))  # noqa: E731
+    tensors = {"fc.weight": draw(hidden, 2 * hidden)}
+    for layer in range(2):
+        prefix = f"layers.{layer}."
+        for part, count in (("q", heads), ("k", 2), ("v", 2)):
+            tensors[f"{prefix}self_attn.{part}_proj.weight"] = draw(count * size, hidden)
+        tensors[f"{prefix}self_attn.o_proj.weight"] = draw(hidden, heads * size)
+        for part in ("q_norm", "k_norm"):
+            tensors[f"{prefix}self_attn.{part}.weight"] = ones(size)
+        for part in ("gate_proj", "up_proj"):
+            tensors[f"{prefix}mlp.{part}.weight"] = draw(width, hidden)
+        tensors[f"{prefix}mlp.down_proj.weight"] = draw(hidden, width)
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{part}.weight"] = ones(hidden)
+    tensors |= {f"{part}.weight": ones(hidden) for part in ("norm", "hidden_norm")}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": size,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-06,
+        "max_position_embeddings": text["max_position_embeddings"],
+        "rope_theta": 10000,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": text["vocab_size"],
+        "num_target_layers": text["num_hidden_layers"],
+        "block_size": 4,
+        "dflash_config": {"mask_token_id": text["vocab_size"] - 1, "target_layer_ids": [0, 2]},
+    }
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config, indent=1))
+    write_file(out / "model.safetensors", tensors)
+    for path in target.glob("*token*"):
+        shutil.copy(path, out)

@@ -1,0 +1,1 @@
+"""What a host says of itself: hardware, system, packages, docker."""

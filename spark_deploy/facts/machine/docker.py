@@ -1,0 +1,231 @@
+"""Container engine and NVIDIA runtime: what is installed, configured and really running.
+
+Sources: docker info (20.10 to 29), NVIDIA Container Toolkit 1.19, CDI specification files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from pyinfra.api.exceptions import FactProcessError
+from pyinfra.api.facts import FactBase
+
+from spark_deploy.facts import sections
+from spark_deploy.facts.machine import gpu, repositories
+from spark_deploy.facts.machine.packages import packages_script, parse_packages
+from spark_deploy.facts.machine.repositories import Repositories
+
+DAEMON_JSON = "/etc/docker/daemon.json"
+
+# Only what is compared: the whole of `docker info` names containers and proxies with passwords.
+_INFO = (
+    "Runtimes",
+    "DefaultRuntime",
+    "LiveRestoreEnabled",
+    "Debug",
+    "LoggingDriver",
+    "DockerRootDir",
+    "Driver",
+    "RegistryConfig",
+    "ServerVersion",
+)
+_INFO_FORMAT = "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) + "}"
+
+# On a busy host an answer may come late; one that does not come is unknown, not absent.
+_LIMITS_S = (30, 90)
+
+# With a point in the version: a specification also names the link `libcuda.so.1`.
+LIBCUDA = r"libcuda\.so\.[0-9]+\.[0-9][0-9.]*(\+[a-z]+)?"
+
+_SCRIPT = rf"""
+silent=
+ask() {{
+  name=$1; shift
+  timeout $limit_s "$@" && return
+  [ $? = 124 ] || return
+  timeout $patient_s "$@" && return
+  [ $? = 124 ] && silent="$silent$name "
+}}
+echo '== engine'; command -v dockerd; readlink -f "$(command -v docker)"
+[ -e /snap/bin/docker ] && echo /snap/bin/docker
+echo '== unit'
+systemctl show -p LoadState -p ActiveState -p UnitFileState -p ExecMainStartTimestamp \
+  --timestamp=us+utc docker.service
+echo '== daemon-json'
+[ -e {DAEMON_JSON} ] && {{ stat -c 'mtime=%.Y' {DAEMON_JSON}; cat {DAEMON_JSON}; }}
+echo '== info'
+command -v docker >/dev/null 2>&1 && ask docker docker info --format '{_INFO_FORMAT}'
+echo '== engine-cdi'
+command -v docker >/dev/null 2>&1 &&
+  ask docker docker info | sed -n '/^ CDI spec directories:/,/^ Swarm:/p'
+echo '== toolkit'; ask toolkit nvidia-ctk --version
+echo '== runtime'; command -v nvidia-container-runtime
+echo '== toolkit-mode'
+sed -n 's/^ *mode *= *"\([a-z]*\)".*/\1/p' /etc/nvidia-container-runtime/config.toml
+echo '== cdi'
+for spec in /etc/cdi/*.yaml /etc/cdi/*.json /var/run/cdi/*.yaml /var/run/cdi/*.json; do
+  [ -e "$spec" ] && grep -q nvidia.com/gpu "$spec" &&
+    echo "$spec $(grep -oE '{LIBCUDA}' "$spec" | sort -u | head -n 1)"
+done
+echo '== module'; cat /proc/driver/nvidia/version
+echo '== driver'; ask driver nvidia-smi --query-gpu=driver_version --format=csv,noheader
+echo '== silent'; echo $silent
+echo '== kernel'; uname -r
+echo '== serving'
+systemctl list-units --plain --no-legend --state=active,activating 'spark-serve@*' | cut -d' ' -f1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CdiSpec:
+    """A CDI specification of NVIDIA devices and the driver version its files belong to."""
+
+    path: str
+    driver_version: str  # "" where the file names no libcuda
+
+
+@dataclass(frozen=True, slots=True)
+class Docker:
+    """State of the docker role."""
+
+    dockerd: str  # path; "" when there is no engine
+    snap: bool
+    unit: dict[str, str]  # LoadState ActiveState UnitFileState ExecMainStartTimestamp
+    daemon_json: str | None  # text of the file; None: no such file
+    daemon_json_mtime_s: float
+    info: dict[str, Any]  # {} when the daemon does not answer
+    toolkit_version: str
+    toolkit_mode: str  # "auto" | "legacy" | "cdi" | ""
+    runtime: str  # path of NVIDIA's runtime; "" when the toolkit came without
+    cdi: tuple[CdiSpec, ...]
+    cdi_directories: tuple[str, ...]  # that the daemon reads; empty when it has no CDI
+    driver_version: str
+    kernel: str
+    serving: tuple[str, ...]
+    packages: dict[str, str]
+    repositories: Repositories
+    receipt: dict[str, Any]  # of the last proof with a container; {} when there is none
+    groups: dict[str, tuple[str, ...]]  # of each user asked about; without those unknown here
+    silent: tuple[str, ...] = ()  # of docker, toolkit, driver: what did not answer in time
+
+    @property
+    def active(self) -> bool:
+        """Whether the unit is up and the daemon answers."""
+        return self.unit.get("ActiveState") == "active" and bool(self.info)
+
+    @property
+    def started_at_s(self) -> float:
+        """When the daemon was started, seconds since 1970; 0 when it does not run."""
+        return timestamp_s(self.unit.get("ExecMainStartTimestamp", ""))
+
+
+class DockerState(FactBase[Docker]):
+    """Everything the docker role compares with its plan, in one command."""
+
+    def command(
+        self,
+        packages: Sequence[str],
+        receipt_path: str,
+        urls: Sequence[str] = (),
+        repository_files: Sequence[str] = (),
+        users: Sequence[str] = (),
+    ) -> str:
+        return sections.script(
+            "exec 2>/dev/null",
+            f"limit_s={_LIMITS_S[0]} patient_s={_LIMITS_S[1]}",
+            _SCRIPT,
+            packages_script(packages),
+            repositories.script(urls, repository_files),
+            f"echo '== receipt'; cat {shlex.quote(receipt_path)}",
+            "echo; echo '== groups'",
+            *(f"id -nG -- {shlex.quote(user)} | sed s/^/{shlex.quote(user)}' '/" for user in users),
+            "echo '== end'",
+        )
+
+    def process(self, output: list[str]) -> Docker:
+        return parse(output)
+
+
+def parse(output: Sequence[str]) -> Docker:
+    """Read the whole script's output."""
+    found = sections.split(output)
+    if "end" not in found:
+        raise FactProcessError("the answer of the host was cut off; run again")
+    engine = list(found.get("engine", ()))
+    daemon_json = list(found.get("daemon-json", ()))
+    mtime = daemon_json.pop(0).removeprefix("mtime=") if daemon_json else ""
+    driver = [line.strip() for line in found.get("driver", ()) if re.match(r"\s*\d", line)]
+    return Docker(
+        dockerd=next((line for line in engine if line.endswith("/dockerd")), ""),
+        snap=any("/snap/" in line or line == "/usr/bin/snap" for line in engine),
+        unit=sections.key_values(found.get("unit", ())),
+        daemon_json="\n".join(daemon_json) if mtime else None,
+        daemon_json_mtime_s=float(mtime or 0),
+        info=json_object(found.get("info", ())),
+        toolkit_version=toolkit_version(found.get("toolkit", ())),
+        toolkit_mode=next(iter(found.get("toolkit-mode", ())), ""),
+        runtime=next(iter(found.get("runtime", ())), ""),
+        cdi=tuple(_cdi(line) for line in found.get("cdi", ())),
+        cdi_directories=_below(found.get("engine-cdi", ()), "CDI spec directories:"),
+        driver_version=driver[0]
+        if driver
+        else gpu.module_version("\n".join(found.get("module", ()))),
+        kernel=next(iter(found.get("kernel", ())), ""),
+        serving=tuple(line for line in found.get("serving", ()) if line),
+        packages=parse_packages(found.get("packages", ())),
+        repositories=repositories.parse(found),
+        receipt=json_object(found.get("receipt", ())),
+        silent=tuple(word for line in found.get("silent", ()) for word in line.split()),
+        groups={
+            user: tuple(names) for user, *names in map(str.split, found.get("groups", ())) if names
+        },
+    )
+
+
+def json_object(lines: Iterable[str]) -> dict[str, Any]:
+    """Read one JSON object; anything else, a daemon's error text among it, is an empty one."""
+    try:
+        value = json.loads("\n".join(lines))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def toolkit_version(lines: Iterable[str]) -> str:
+    """Read `nvidia-ctk --version`."""
+    found = re.search(r"CLI version (\S+)", "\n".join(lines))
+    return found.group(1) if found else ""
+
+
+def _below(lines: Iterable[str], heading: str) -> tuple[str, ...]:
+    """Return the items that `docker info` lists, one step further in, below a heading."""
+    found: list[str] = []
+    inside = False
+    for line in lines:
+        if inside and not line.startswith("  "):
+            break
+        if inside:
+            found.append(line.strip())
+        inside = inside or line == f" {heading}"
+    return tuple(found)
+
+
+def _cdi(line: str) -> CdiSpec:
+    path, _, library = line.partition(" ")
+    return CdiSpec(path, library.strip().removeprefix("libcuda.so."))
+
+
+def timestamp_s(text: str) -> float:
+    """Read systemd's `Mon 2026-01-05 10:00:00.123456 UTC`; an empty text is 0."""
+    match = re.search(r"(\d{4}-\d\d-\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)", text)
+    if not match:
+        return 0.0
+    day, time_of_day = match.groups()
+    moment = datetime.fromisoformat(f"{day}T{time_of_day}" + ("" if "." in time_of_day else ".0"))
+    return moment.replace(tzinfo=timezone.utc).timestamp()

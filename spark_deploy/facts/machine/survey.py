@@ -1,0 +1,142 @@
+"""Everything preflight wants to know about a host, in one command that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyinfra.api.exceptions import FactProcessError
+from pyinfra.api.facts import FactBase
+
+from spark_deploy.facts import sections
+from spark_deploy.facts.machine import containers, disk, gpu, memory, ports
+from spark_deploy.facts.machine import host as identity
+from spark_deploy.facts.machine.containers import Container
+from spark_deploy.facts.machine.disk import Place, Reclaimable
+from spark_deploy.facts.machine.gpu import GpuState
+from spark_deploy.facts.machine.host import HostIdentity
+from spark_deploy.facts.machine.memory import Memory, Process
+from spark_deploy.facts.machine.ports import Listener
+from spark_deploy.facts.service import stored
+from spark_deploy.facts.service.stored import Stored
+
+STUB_SUFFIX = "+labstub"
+
+_DPKG = r"""
+echo '== dpkg-audit'; dpkg --audit
+echo '== serving'
+systemctl list-units --plain --no-legend --state=active,activating 'spark-serve@*' | cut -d' ' -f1
+echo '== stubs'
+dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\n' | grep -F +labstub
+echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
+echo '== end'
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What one look at a host found."""
+
+    user: str  # login name when sudo asks for a password, else ""
+    identity: HostIdentity
+    gpu: GpuState
+    memory: Memory
+    processes: tuple[Process, ...]
+    places: tuple[Place, ...]
+    reclaimable: tuple[Reclaimable, ...]
+    listeners: tuple[Listener, ...]
+    containers: tuple[Container, ...]
+    docker_silent: str  # state of the unit whose daemon did not answer; "" when it did
+    broken_packages: tuple[str, ...]  # what dpkg --audit names
+    serving: tuple[str, ...]  # our units that are up
+    stub_packages: tuple[str, ...]  # "name version" of stand-ins
+    images: tuple[str, ...]  # those of the plan that are there
+    tailscale: str  # the host's address in its tailnet, or what the command said instead
+    stored: Stored  # weights that need no room again
+
+    @property
+    def sudo_works(self) -> bool:
+        """Whether commands can run as root without a prompt."""
+        return not self.user
+
+    @property
+    def stubbed(self) -> tuple[str, ...]:
+        """Every stand-in met on this host: nothing proven with one says anything of a Spark."""
+        found = list(self.stub_packages)
+        driver = self.gpu.driver_version
+        if driver.endswith(STUB_SUFFIX):
+            found.append(f"driver {driver}")
+        return tuple(found)
+
+
+class HostSurvey(FactBase[Survey]):
+    """One look at the whole host; run it without pyinfra's sudo, it finds its own way to root."""
+
+    def command(
+        self,
+        paths: Sequence[str],
+        ports_wanted: Sequence[int],
+        images: Sequence[str] = (),
+        shared_paths: Sequence[str] = (),
+        look_in: Sequence[str] = (),
+    ) -> str:
+        return sections.as_root(
+            sections.script(
+                identity.SCRIPT,
+                gpu.SCRIPT,
+                memory.SCRIPT,
+                disk.script(paths, shared_paths),
+                stored.script(paths, look_in),
+                ports.script(ports_wanted),
+                containers.SCRIPT,
+                containers.images_script(images),
+                _DPKG,
+            )
+        )
+
+    def process(self, output: list[str]) -> Survey:
+        return parse(output)
+
+
+def parse(output: Sequence[str]) -> Survey:
+    """Read the whole script's output.
+
+    Raises:
+        FactProcessError: the script did not reach its end, so nothing here can be trusted.
+    """
+    found = sections.split(output)
+    if "end" not in found:
+        raise FactProcessError("the look at the host was cut off; run again")
+    sudo = found.get("sudo", ["no"])
+    return Survey(
+        user=(sudo[1] if len(sudo) > 1 else "?") if sudo[0] == "no" else "",
+        identity=identity.parse(found),
+        gpu=gpu.parse(found),
+        memory=memory.parse_memory(found),
+        processes=memory.parse_processes(found.get("processes", ())),
+        places=disk.parse_places(found.get("places", ())),
+        reclaimable=disk.parse_reclaimable(found),
+        listeners=ports.parse(found.get("listeners", ()), found.get("listener-cgroups", ())),
+        containers=containers.parse(found.get("containers", ())),
+        docker_silent=next(
+            (
+                line.removeprefix("unreachable ")
+                for line in found.get("containers", ())
+                if line.startswith("unreachable ")
+            ),
+            "",
+        ),
+        broken_packages=audited(found.get("dpkg-audit", ())),
+        serving=tuple(line for line in found.get("serving", ()) if line),
+        stub_packages=tuple(
+            " ".join(line.split()[1:3]) for line in found.get("stubs", ()) if line[:2] == "ii"
+        ),
+        images=tuple(found.get("images", ())),
+        tailscale=next(iter(found.get("tailscale", ())), "").strip(),
+        stored=stored.parse(found),
+    )
+
+
+def audited(lines: Sequence[str]) -> tuple[str, ...]:
+    """Read the package names of ``dpkg --audit``: indented lines, name first."""
+    return tuple(line.split()[0] for line in lines if line.startswith(" ") and line.strip())

@@ -1,0 +1,1 @@
+"""What our own tools on a host say: releases, jobs, gateway, stored weights."""

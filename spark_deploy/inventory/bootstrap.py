@@ -1,0 +1,333 @@
+"""First contact: host keys, and the one password that key and sudo rule then make superfluous.
+
+Runs while the inventory is loaded, before pyinfra connects: hosts that already let our key in
+and need no password for sudo are left as they are, the others get the password that is asked
+once for all of them. It is kept in memory, sent on SSH's own channel or standard input, and never
+part of a command line or a log.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paramiko import AuthenticationException, SSHException
+from pyinfra.api.exceptions import PyinfraError
+from pyinfra.api.hiddenvalue import HiddenValue
+from pyinfra.api.host import Host
+from pyinfra.api.state import State
+from pyinfra.connectors.ssh_util import load_key_with_certificate
+from pyinfra.connectors.sshuserclient.client import SSHClient
+
+from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.inventory.host_keys import (
+    CONNECT_TIMEOUT_S,
+    Endpoint,
+    Seen,
+    look,
+    problems_of,
+    record,
+)
+
+PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
+
+_USUAL_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
+
+
+class Password(str):
+    """Text that pyinfra's and paramiko's debug output shows as stars."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How far our key gets on a host."""
+
+    logs_in: bool
+    sudo_free: bool
+    detail: str = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.logs_in and self.sudo_free
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """What the role needs to know of one host."""
+
+    endpoint: Endpoint
+    access: Access
+    public_key: str
+    password: HiddenValue | None
+
+
+_contacts: dict[str, Contact] = {}
+_password: list[str] = []
+
+
+def needs_none(host: str) -> bool:
+    """Whether a host is reached without a login: ``@local``, this machine."""
+    return host.startswith("@")
+
+
+def contact_of(host: str) -> Contact:
+    """Return what ``prepare`` found out about a host of this run.
+
+    Raises:
+        SettingsError: no inventory file of ours named the host, so nobody looked.
+    """
+    if host not in _contacts:
+        fix = "run with an inventory file, such as inventory/spark.py"
+        raise SettingsError.one(host, "no inventory file of ours named this host", fix)
+    return _contacts[host]
+
+
+def prepare(
+    hosts: Mapping[str, Mapping[str, Any]],
+    *,
+    agree: bool = False,
+    ask: Callable[[str], str] = getpass.getpass,
+    confirm: Callable[[str], str] = input,
+) -> dict[str, dict[str, Any]]:
+    """Record host keys, find out who needs a password and ask for it once.
+
+    Args:
+        hosts: pyinfra's data of each host (``ssh_hostname``, ``ssh_user``, ...).
+        agree: record new host keys without a question (``-y``).
+        ask: reads the password without echo.
+        confirm: reads the answer about new host keys.
+
+    Returns:
+        Further data for each host; empty for hosts that need nothing.
+
+    Raises:
+        SettingsError: a host key changed, new keys were not agreed to, or there is nobody to ask.
+    """
+    endpoints = [_endpoint(host, data) for host, data in hosts.items() if not needs_none(host)]
+    if not endpoints:
+        return {}
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        seen = list(pool.map(look, endpoints))
+    _trust(seen, agree=agree, confirm=confirm)
+    reachable = [item.endpoint for item in seen if item.state != "unreachable"]
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        accesses = dict(zip((e.host for e in reachable), pool.map(try_key, reachable), strict=True))
+    needing = [endpoint for endpoint in reachable if not accesses[endpoint.host].ready]
+    password = _one_password(needing, ask) if needing else None
+    _refuse_wrong(password, [e for e in needing if not accesses[e.host].logs_in])
+    return {
+        endpoint.host: _data(endpoint, accesses[endpoint.host], password) for endpoint in reachable
+    }
+
+
+def _endpoint(host: str, data: Mapping[str, Any]) -> Endpoint:
+    port = data.get("ssh_port")
+    return Endpoint(
+        host=host,
+        hostname=data.get("ssh_hostname") or host,
+        user=data.get("ssh_user"),
+        port=int(port) if port else None,
+        known_hosts=data.get("ssh_known_hosts_file"),
+        config_file=data.get("ssh_config_file"),
+        key_file=data.get("ssh_key"),
+    )
+
+
+def _trust(seen: Sequence[Seen], *, agree: bool, confirm: Callable[[str], str]) -> None:
+    changed = problems_of(seen)
+    if changed:
+        raise SettingsError(changed)
+    new = [item for item in seen if item.state == "new"]
+    if not new:
+        return
+    for item in new:
+        _say(f"{item.endpoint.host} ({item.entry_name}) shows the host key {item.fingerprint}")
+    if not agree:
+        if not sys.stdin.isatty():
+            raise SettingsError.one(
+                "host keys", "are new and nobody is there to agree", "add -y, or run in a terminal"
+            )
+        if confirm(f"record {'it' if len(new) == 1 else 'them'}? [y/N] ").strip().lower() != "y":
+            raise SettingsError.one("host keys", "were not agreed to", "compare them and run again")
+    record(new)
+    for path in sorted({str(item.path) for item in new}):
+        _say(f"recorded in {path}")
+
+
+def try_key(endpoint: Endpoint) -> Access:
+    """Log in with the key alone and see whether sudo asks for a password."""
+    client = SSHClient()
+    arguments: dict[str, Any] = {"allow_agent": True}
+    if endpoint.key_file:
+        key = _private_key(endpoint.key_file)
+        arguments = {"pkey": key, "allow_agent": False, "look_for_keys": False}
+    try:
+        _connect(client, endpoint, arguments)
+        _, out, _ = client.exec_command(
+            '[ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null && echo free', timeout=CONNECT_TIMEOUT_S
+        )
+        return Access(True, out.read().decode().strip() == "free")
+    except (SSHException, OSError, EOFError) as error:
+        # Without key and agent too: paramiko's "No authentication methods available".
+        return Access(False, False, str(error))
+    finally:
+        client.close()
+
+
+def takes_password(endpoint: Endpoint, password: str) -> bool:
+    """Whether the host does not refuse the password; other trouble is left to the real login."""
+    client = SSHClient()
+    arguments = {"password": Password(password), "allow_agent": False, "look_for_keys": False}
+    try:
+        _connect(client, endpoint, arguments)
+    except AuthenticationException:
+        return False
+    except (SSHException, OSError, EOFError):
+        return True
+    finally:
+        client.close()
+    return True
+
+
+def _connect(client: SSHClient, endpoint: Endpoint, arguments: Mapping[str, Any]) -> None:
+    named = {"username": endpoint.user, "port": endpoint.port}
+    client.connect(  # type: ignore[no-untyped-call]  # pyinfra
+        endpoint.hostname,
+        _pyinfra_ssh_config_file=endpoint.config_file,
+        _pyinfra_ssh_known_hosts_file=endpoint.known_hosts,
+        _pyinfra_ssh_strict_host_key_checking="yes",
+        timeout=CONNECT_TIMEOUT_S,
+        **{name: value for name, value in named.items() if value},
+        **arguments,
+    )
+
+
+def _private_key(key_file: str) -> Any:
+    try:
+        return load_key_with_certificate(key_file, allow_prompt=False)
+    except PyinfraError as error:
+        path = Path(key_file).expanduser()
+        raise SettingsError.one(
+            "ssh.key_file", f"{path}: {error}", f"make one with `ssh-keygen -t ed25519 -f {path}`"
+        ) from error
+
+
+def public_key(key_file: str | None, home: Path | None = None) -> str:
+    """Return the public key to install: of ``ssh.key_file``, else of the usual names in ~/.ssh."""
+    if key_file:
+        beside = Path(f"{Path(key_file).expanduser()}.pub")
+        if beside.exists():
+            return _first_line(beside)
+        key = _private_key(key_file)
+        return f"{key.get_name()} {key.get_base64()}"
+    folder = (home or Path.home()) / ".ssh"
+    for name in _USUAL_KEYS:
+        if (folder / f"{name}.pub").exists():
+            return _first_line(folder / f"{name}.pub")
+    raise SettingsError.one(
+        "ssh.key_file", f"is not set and there is no key in {folder}", "run `ssh-keygen -t ed25519`"
+    )
+
+
+def _first_line(path: Path) -> str:
+    lines = path.read_text().strip().splitlines()
+    if len(lines) != 1 or len(lines[0].split()) < 2:
+        raise SettingsError.one(str(path), "is not one public key", "set ssh.key_file to another")
+    return lines[0]
+
+
+def _one_password(endpoints: Sequence[Endpoint], ask: Callable[[str], str]) -> str:
+    if _password:
+        return _password[0]
+    file = os.environ.get(PASSWORD_FILE_VARIABLE)
+    if file:
+        try:
+            text = Path(file).expanduser().read_text().split("\n")[0]
+        except OSError as error:
+            raise SettingsError.one(
+                PASSWORD_FILE_VARIABLE, f"{file}: {error.strerror}", "name a readable file"
+            ) from error
+    elif sys.stdin.isatty():
+        users = ", ".join(sorted({endpoint.user or getpass.getuser() for endpoint in endpoints}))
+        names = ", ".join(endpoint.host for endpoint in endpoints)
+        text = ask(f"password of {users} on {names} (for login and sudo, asked once): ")
+    else:
+        raise SettingsError.one(
+            "password",
+            f"{', '.join(e.host for e in endpoints)} asks for one and nobody is there to give it",
+            f"run in a terminal, or set {PASSWORD_FILE_VARIABLE} to a file that holds it",
+        )
+    if not text:
+        raise SettingsError.one("password", "is empty", "run again and type it")
+    _password.append(text)
+    return text
+
+
+def _refuse_wrong(password: str | None, endpoints: Sequence[Endpoint]) -> None:
+    if password is None or not endpoints:
+        return
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        taken = list(pool.map(lambda endpoint: takes_password(endpoint, password), endpoints))
+    refusing = [e.host for e, takes in zip(endpoints, taken, strict=True) if not takes]
+    if not refusing:
+        return
+    if len(refusing) == len(endpoints):
+        raise SettingsError.one(
+            "password",
+            f"refused by {', '.join(refusing)}",
+            "run again with the right one, and check ssh.user",
+        )
+    _say(f"{', '.join(refusing)} refuses this password: run again for it with --limit")
+
+
+def _data(endpoint: Endpoint, access: Access, password: str | None) -> dict[str, Any]:
+    _contacts[endpoint.host] = Contact(
+        endpoint,
+        access,
+        public_key(endpoint.key_file),
+        _hidden(password) if password and not access.ready else None,
+    )
+    if access.ready:
+        return {}
+    # Its operations become root by themselves: pyinfra would put the password into an argv.
+    data: dict[str, Any] = {"_sudo": False}
+    if not access.logs_in:
+        # An agent full of keys would use up the attempts the server allows.
+        data.update(ssh_password=Password(password), ssh_allow_agent=False, ssh_look_for_keys=False)
+    return data
+
+
+def _hidden(text: str) -> HiddenValue:
+    return HiddenValue(text)  # type: ignore[no-untyped-call]  # pyinfra
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"    {text}\n")
+    sys.stderr.flush()
+
+
+def prove(state: State, host: Host, endpoint: Endpoint) -> bool:
+    """Log in anew with the key alone, and become root without a password."""
+    access = try_key(endpoint)
+    if access.ready:
+        host.log("our key logs in, sudo asks for nothing")
+        return True
+    what = "our key logs in, but sudo still asks for a password"
+    if not access.logs_in:
+        what = f"our key still does not log in ({access.detail})"
+    fix = "look at `journalctl -u ssh` and /etc/sudoers.d on the host"
+    for line in str(Problem(endpoint.host, what, fix)).splitlines():
+        host.log_styled(line, fg="red")
+    return False

@@ -1,0 +1,270 @@
+"""What inventory files call: hosts with their settings, checked before any connection.
+
+Names in an inventory file that pyinfra must not take for groups begin with an underscore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.documents.schema_check import closest
+from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.payload.certificates import check_gateway
+from spark_deploy.planning.check import check_pair
+from spark_deploy.planning.serving.gateway import gateway_plan
+from spark_deploy.settings.load import HostSettings, load_hosts
+
+Group = tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]
+
+_known: dict[str, HostSettings] = {}
+_outside: dict[str, Any] = {}  # what `spark-deploy` was called with, in pyinfra's words
+
+
+def group_from(
+    name: str,
+    *,
+    hosts: Sequence[str],
+    file: str,
+    generated: Mapping[str, Any] | None = None,
+    host_data: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Group:
+    """Return one pyinfra group: ``spark = _group_from("spark", hosts=[...], file=__file__)``.
+
+    Args:
+        name: the group; its choices are in ``group_vars/<name>.yml``.
+        hosts: names; ``@local`` stands for this machine.
+        file: the inventory's ``__file__``; ``group_vars`` lies beside it or one folder up.
+        generated: settings the inventory works out itself, below host_vars in rank.
+        host_data: further pyinfra data of single hosts, such as ``ssh_hostname``.
+    """
+    return groups_from({name: hosts}, file=file, generated=generated, host_data=host_data)[name]
+
+
+def groups_from(
+    groups: Mapping[str, Sequence[str]],
+    *,
+    file: str,
+    generated: Mapping[str, Any] | None = None,
+    host_data: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Group]:
+    """Return several pyinfra groups; in the file: ``globals().update(_groups_from(...))``."""
+    _make_importable()
+    arguments = _command_line()
+    _check_patterns(arguments, groups, Path(file).stem)
+    found = load_hosts(
+        groups, root=vars_root(file), overrides=_overrides(arguments), generated=generated
+    )
+    extra = host_data or {}
+    found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
+    _check_pairs(found.values())
+    _known.update(found)
+    if arguments:
+        signal.signal(signal.SIGINT, _stop)
+    data = {host: {**_data(found[host]), **extra.get(host, {})} for host in found}
+    if _is_bootstrap(arguments):
+        chosen = _chosen(arguments, groups, Path(file).stem)
+        for host, further in _first_contact({host: data[host] for host in chosen}, arguments):
+            data[host].update(further)
+    return {group: ([(host, data[host]) for host in hosts], {}) for group, hosts in groups.items()}
+
+
+def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
+    operations: Sequence[str] = arguments.get("operations") or []
+    return any(Path(name).parts[-2:] == ("deploys", "bootstrap.py") for name in operations[:1])
+
+
+def _chosen(
+    arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
+) -> list[str]:
+    """List the hosts that --limit and --exclude leave, as pyinfra will."""
+    names = list(dict.fromkeys(host for hosts in groups.values() for host in hosts))
+
+    def matching(option: str) -> set[str]:
+        found: set[str] = set()
+        for pattern in arguments.get(option) or ():
+            found.update(names if pattern in ("all", stem) else groups.get(pattern, ()))
+            found.update(fnmatch.filter(names, pattern))
+        return found
+
+    limited = matching("limit") if arguments.get("limit") else set(names)
+    excluded = matching("exclude")
+    return [name for name in names if name in limited and name not in excluded]
+
+
+def _first_contact(
+    data: Mapping[str, Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Let bootstrap look at the hosts; everything else never logs in with a password."""
+    from spark_deploy.inventory.bootstrap import (
+        prepare,  # only this run needs an SSH client this early
+    )
+
+    return list(prepare(data, agree=bool(arguments.get("yes"))).items())
+
+
+def settings_of(host: str) -> HostSettings:
+    """Return the settings of a host that an inventory of this run named."""
+    if host not in _known:
+        fix = "run with an inventory file; for this machine list '@local' in it"
+        raise SettingsError.one(host, "no inventory file of ours named this host", fix)
+    return _known[host]
+
+
+def vars_root(file: str) -> Path:
+    """Return the folder whose group_vars belong to an inventory file: its own, or its parent."""
+    folder = Path(file).resolve().parent
+    for candidate in (folder, folder.parent):
+        if (candidate / "group_vars").is_dir() or (candidate / "host_vars").is_dir():
+            return candidate
+    return folder
+
+
+def _with_address(found: HostSettings, data: Mapping[str, Any]) -> HostSettings:
+    """Let plans know the address that an inventory file gives pyinfra."""
+    if "ssh_hostname" not in data:
+        return found
+    ssh = dataclasses.replace(found.settings.ssh, hostname=data["ssh_hostname"])
+    return dataclasses.replace(found, settings=dataclasses.replace(found.settings, ssh=ssh))
+
+
+def _data(found: HostSettings) -> dict[str, Any]:
+    """Return pyinfra's data of a host: how to connect, sudo, and the settings for reading."""
+    settings, ssh = found.settings, found.settings.ssh
+    # `_sudo` is a string-typed trap in pyinfra ("no" is true): ours is a checked boolean.
+    data = {**found.data, "_sudo": settings.sudo}
+    if found.host.startswith("@"):
+        # Who is root here already needs no sudo, and there may be none.
+        is_root = found.host == "@local" and os.geteuid() == 0
+        return {**data, "_sudo": settings.sudo and not is_root}
+    connection = {
+        "ssh_hostname": ssh.hostname,
+        "ssh_user": ssh.user,
+        "ssh_port": ssh.port,
+        "ssh_key": ssh.key_file,
+        "ssh_config_file": ssh.config_file,
+        "ssh_known_hosts_file": ssh.known_hosts_file,
+        # Keys of hosts are shown and recorded by deploys/bootstrap.py, never accepted silently.
+        "ssh_strict_host_key_checking": "yes",
+    }
+    return {**data, **{key: value for key, value in connection.items() if value is not None}}
+
+
+def read_inventory(
+    path: Path,
+    *,
+    data: Sequence[str] = (),
+    limit: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> dict[str, dict[str, Any]]:
+    """Run an inventory file outside pyinfra and return pyinfra's data of each chosen host."""
+    if not path.is_file():
+        fix = "name an inventory file, such as inventory/spark.py"
+        raise SettingsError.one(str(path), "is not a file", fix)
+    _outside.update(inventory=str(path), data=data, limit=limit, exclude=exclude)
+    try:
+        names = runpy.run_path(str(path))
+    finally:
+        _outside.clear()
+    groups = {
+        name: value
+        for name, value in names.items()
+        if not name.startswith("_") and isinstance(value, tuple)
+    }
+    hosts = {host: more for members, _ in groups.values() for host, more in members}
+    members = {name: [host for host, _ in value[0]] for name, value in groups.items()}
+    chosen = _chosen({"limit": limit, "exclude": exclude}, members, path.stem)
+    return {host: hosts[host] for host in chosen}
+
+
+def _command_line() -> dict[str, Any]:
+    """Return the command line of pyinfra or of `spark-deploy`; empty when used from elsewhere."""
+    if _outside:
+        return dict(_outside)
+    context = click.get_current_context(silent=True)
+    if context is None or "inventory" not in context.params:
+        return {}
+    return dict(context.params)
+
+
+def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    pairs = [item.partition("=") for item in arguments.get("data") or ()]
+    bad = [f"{key}{sign}{value}" for key, sign, value in pairs if not sign]
+    if bad:
+        raise SettingsError.one(f"--data {bad[0]}", "has no value", "write --data key=value")
+    return {key: _value(text) for key, _, text in pairs if not _is_pyinfra(key)}
+
+
+def _value(text: str) -> Any:
+    """Read a value of ``--data`` by the rules of pyinfra: true, false, number, JSON, else text."""
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    for read in (int, json.loads):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _is_pyinfra(key: str) -> bool:
+    """Tell pyinfra's own data (``ssh_user``, ``_sudo``) from settings."""
+    return key.startswith(("_", "ssh_"))
+
+
+def _check_patterns(
+    arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
+) -> None:
+    """Refuse patterns that match nothing: pyinfra would do nothing and exit 0."""
+    names = [host for hosts in groups.values() for host in hosts]
+    known = [*groups, *names]
+    problems = []
+    for option in ("limit", "exclude"):
+        for pattern in arguments.get(option) or ():
+            if pattern in {"all", stem, *groups} or fnmatch.filter(names, pattern):
+                continue
+            guess = closest(pattern, known)
+            fix = f"did you mean {guess}?" if guess else f"known: {', '.join(known)}"
+            problems.append(Problem(f"--{option} {pattern}", "matches no host or group", fix))
+    if arguments.get("no_wait"):
+        problems.append(Problem("--no-wait", "would hide failures", "leave it out"))
+    if problems:
+        raise SettingsError(problems)
+
+
+def _check_pairs(found: Any) -> None:
+    """Refuse settings that cannot work together, for all hosts at once."""
+    problems: list[Problem] = []
+    for host in found:
+        problems += check_pair(host.settings)
+        problems += check_gateway(gateway_plan(host.settings, host.host))
+    if problems:
+        raise SettingsError(list(dict.fromkeys(problems)))
+
+
+def _make_importable() -> None:
+    """Let ``roles`` be found from any working directory, before an installed namesake."""
+    path = str(CHECKOUT)
+    if path in sys.path:
+        sys.path.remove(path)
+    sys.path.insert(0, path)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    # pyinfra would wait for the commands of all hosts and then exit 0. Jobs on hosts belong to
+    # their systemd and go on.
+    sys.stderr.write("\ninterrupted: jobs on the hosts go on; run again to look at them\n")
+    sys.stderr.flush()
+    os._exit(130)

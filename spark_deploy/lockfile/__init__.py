@@ -1,0 +1,1 @@
+"""Names to identities: the lock file, and the hub and registries that are asked."""

@@ -1,0 +1,142 @@
+"""Ask an image registry for the digest and the size of a tag (OCI distribution API, v2)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPMessage
+from typing import Any
+
+from spark_deploy.errors import LockError
+from spark_deploy.lockfile.types import LockedImage
+
+_TIMEOUT_S = 30
+# What names without a host mean; this is the address behind that word.
+_DEFAULT_HOST = "registry-1.docker.io"
+_ACCEPT = ", ".join(
+    (
+        "application/vnd.oci.image.index.v1+json",
+        "application/vnd.docker.distribution.manifest.list.v2+json",
+        "application/vnd.oci.image.manifest.v1+json",
+        "application/vnd.docker.distribution.manifest.v2+json",
+    )
+)
+ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A parsed image reference; ``version`` is a tag or a digest."""
+
+    host: str
+    name: str
+    version: str
+
+
+def parse_reference(text: str) -> Reference:
+    """Split ``host:port/name:tag@digest`` by the rules of the container engine."""
+    rest, _, digest = text.partition("@")
+    first, slash, tail = rest.partition("/")
+    has_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
+    host, rest = (first, tail) if has_host else (_DEFAULT_HOST, rest)
+    name, _, tag = rest.partition(":")
+    if host == _DEFAULT_HOST and "/" not in name:
+        name = f"library/{name}"
+    return Reference(host, name, digest or tag or "latest")
+
+
+def look_up(text: str, *, arch: str, insecure: Sequence[str] = ()) -> LockedImage:
+    """Return digest and compressed size of ``text`` for hosts of ``arch`` (as ``uname -m``).
+
+    The digest is the one the tag names: that of the list of platforms when there is one, so the
+    same lock serves every architecture. The size is that of the wanted platform.
+    """
+    reference = parse_reference(text)
+    scheme = "http" if reference.host in insecure else "https"
+    client = _Client(f"{scheme}://{reference.host}/v2/{reference.name}", text)
+    manifest, digest = client.manifest(reference.version)
+    if "manifests" in manifest:
+        wanted = ARCHITECTURES.get(arch, arch)
+        entry = _platform(manifest["manifests"], wanted)
+        if entry is None:
+            what = f"has no linux/{wanted} image"
+            raise LockError.one(f"image {text}", what, "choose a tag built for this architecture")
+        manifest, _ = client.manifest(entry["digest"])
+    size = sum(int(layer["size"]) for layer in manifest.get("layers", ()))
+    return LockedImage(text, digest, size)
+
+
+class _Client:
+    """One repository of one registry, with the token it asked for."""
+
+    def __init__(self, base: str, shown: str) -> None:
+        self._base = base
+        self._shown = shown
+        self._token: str | None = None
+
+    def manifest(self, version: str) -> tuple[dict[str, Any], str]:
+        """Return a manifest and its digest."""
+        url = f"{self._base}/manifests/{version}"
+        try:
+            body, headers = self._get(url)
+        except urllib.error.HTTPError as error:
+            if error.code != 401 or self._token:
+                raise self._refused(error) from error
+            self._token = self._ask_token(error.headers.get("WWW-Authenticate", ""))
+            body, headers = self._again(url)
+        except OSError as error:
+            what = f"the registry cannot be asked: {getattr(error, 'reason', error)}"
+            fix = "check the network; a registry over plain HTTP belongs in registries.insecure"
+            raise LockError.one(f"image {self._shown}", what, fix) from error
+        digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
+        claimed = headers.get("Docker-Content-Digest", digest)
+        if claimed != digest or (version.startswith("sha256:") and version != digest):
+            what = f"the registry sent other bytes than {claimed}"
+            raise LockError.one(f"image {self._shown}", what, "try again; check for a proxy")
+        data: dict[str, Any] = json.loads(body)
+        return data, digest
+
+    def _again(self, url: str) -> tuple[bytes, HTTPMessage]:
+        try:
+            return self._get(url)
+        except urllib.error.HTTPError as error:
+            raise self._refused(error) from error
+
+    def _get(self, url: str) -> tuple[bytes, HTTPMessage]:
+        headers = {"Accept": _ACCEPT}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            return answer.read(), answer.headers
+
+    def _ask_token(self, challenge: str) -> str:
+        fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
+        realm = fields.pop("realm", "")
+        if not challenge.startswith("Bearer") or not realm.startswith("https://"):
+            fix = "use a registry that can be read without a login"
+            raise LockError.one(f"image {self._shown}", "the registry wants a login", fix)
+        query = urllib.parse.urlencode(fields)
+        with urllib.request.urlopen(f"{realm}?{query}", timeout=_TIMEOUT_S) as answer:
+            data = json.load(answer)
+        return str(data.get("token") or data.get("access_token"))
+
+    def _refused(self, error: urllib.error.HTTPError) -> LockError:
+        if error.code == 404:
+            return LockError.one(f"image {self._shown}", "no such image or tag", "correct images")
+        what = f"the registry answered {error.code} {error.reason}"
+        return LockError.one(f"image {self._shown}", what, "try again later")
+
+
+def _platform(entries: Sequence[Mapping[str, Any]], arch: str) -> Mapping[str, Any] | None:
+    for entry in entries:
+        platform = entry.get("platform", {})
+        if platform.get("os") == "linux" and platform.get("architecture") == arch:
+            return entry
+    return None

@@ -1,0 +1,112 @@
+"""Lock names: find out which are missing, ask hub and registries, write the answer down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from spark_deploy.catalog.load import load_model, load_profile
+from spark_deploy.errors import LockError, Problem
+from spark_deploy.lockfile import hub, registry
+from spark_deploy.lockfile.file import read_lock, with_entries, write_lock
+from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource
+from spark_deploy.settings.secrets import read_secret
+from spark_deploy.settings.types import Settings
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Names a host needs: (repository, revision) pairs and image references."""
+
+    sources: frozenset[tuple[str, str]]
+    images: frozenset[str]
+
+    def missing_in(self, lock: Lock) -> Wanted:
+        """Return what ``lock`` does not hold."""
+        return Wanted(
+            frozenset(name for name in self.sources if lock.source(*name) is None),
+            frozenset(name for name in self.images if lock.image(name) is None),
+        )
+
+    def without(self, names: Collection[str]) -> Wanted:
+        """Return what is not among ``names``."""
+        return Wanted(
+            frozenset(source for source in self.sources if source[0] not in names),
+            frozenset(image for image in self.images if image not in names),
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Return all names, sorted, for messages."""
+        return sorted([repo for repo, _ in self.sources] + list(self.images))
+
+
+def wanted_by(settings: Settings) -> Wanted:
+    """Return the names that the plan of one host needs, pairs to have ready included."""
+    sources: set[tuple[str, str]] = set()
+    roles = {"gpu_check"}
+    for one in (settings, *(settings.of_pair(pair) for pair in settings.ready_pairs)):
+        model = load_model(one.model)
+        profile = load_profile(one.profile, one.model)
+        start = model.sources.hybrid if one.checkpoint.prebuilt else model.sources.base
+        # A model without a hybrid is refused by the plan, in better words.
+        sources.add((start or model.sources.base, model.sources.revision))
+        if profile.shared_experts == "fp8-donor" and model.sources.donor:
+            sources.add((model.sources.donor, model.sources.revision))
+        roles.add(model.image.role)
+    images = frozenset(settings.images[role] for role in roles & set(settings.images))
+    return Wanted(frozenset(sources), images)
+
+
+def locked_for(settings: Settings, path: Path, say: Say) -> Lock:
+    """Return a lock that holds all names of ``settings``, locking new ones as they allow."""
+    lock = read_lock(path)
+    missing = wanted_by(settings).missing_in(lock)
+    if not missing.names:
+        return lock
+    if settings.locked == "required":
+        fix = "run `spark-deploy lock` and keep the file, or set locked: first-use"
+        raise LockError(
+            [Problem(f"{path.name}: {name}", "is not locked", fix) for name in missing.names]
+        )
+    say(f"locking {len(missing.names)} new names in {path.name}")
+    lock = resolve(lock, missing, settings, say)
+    write_lock(path, lock)
+    return lock
+
+
+def resolve(lock: Lock, wanted: Wanted, settings: Settings, say: Say) -> Lock:
+    """Ask hub and registries for ``wanted`` and return the lock with the answers."""
+    sources = [_source(name, settings, say) for name in sorted(wanted.sources)]
+    images = [_image(name, settings, say) for name in sorted(wanted.images)]
+    return with_entries(lock, sources, images)
+
+
+def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource:
+    repo, revision = name
+    token = settings.hub.token
+    secret = read_secret(token, setting="hub.token") if token else None
+    found = hub.look_up(settings.hub.endpoint, repo, revision, secret)
+    say(f"  {repo}: {revision} is commit {found.commit[:12]}, {size(found.size_bytes)}")
+    return found
+
+
+def _image(reference: str, settings: Settings, say: Say) -> LockedImage:
+    found = registry.look_up(
+        reference, arch=settings.expect.arch, insecure=settings.registries.insecure
+    )
+    say(f"  {reference}: {found.digest[:19]}, {size(found.size_bytes)} compressed")
+    return found
+
+
+def size(size_bytes: int) -> str:
+    """Write bytes for people: ``72.4 GB``."""
+    value = float(size_bytes)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.1f} {unit}" if unit != "B" else f"{value:.0f} B"
+        value /= 1000
+    return f"{value:.1f} GB"

@@ -1,0 +1,1 @@
+"""What is ensured on the machine itself: access, packages, CUDA, Docker, reboots."""

@@ -1,0 +1,246 @@
+"""Install packages without ever touching driver, kernel or firmware.
+
+apt-get of apt 2.6 to 2.8: `-s` prints one `Inst`/`Remv` line for each package that would change.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from time import monotonic
+
+import gevent
+from pyinfra.api.command import FunctionCommand
+from pyinfra.api.host import Host
+from pyinfra.api.state import State
+
+from spark_deploy.errors import Problem
+from spark_deploy.facts.machine.repositories import Repositories
+from spark_deploy.managed import FileState, ManagedFile
+from spark_deploy.operations.host_errors import show
+from spark_deploy.operations.predicted import promise, promised
+from spark_deploy.operations.running import CommandFailed, run, talking
+from spark_deploy.planning.types import AptRepository
+
+LOCK_WAIT_S = 1800
+
+# A Spark's driver, kernel and firmware are one factory set; half a set leaves no GPU at all.
+# libnvidia-container* and nvidia-container-toolkit* belong to docker and are not meant here.
+_KEEP_OUT = re.compile(
+    r"nvidia-(driver|dkms|kernel|open|utils|compute-utils|firmware|settings|prime|modprobe|"
+    r"fabricmanager|imex|persistenced|system)|"
+    r"libnvidia-(compute|gl|cfg|common|decode|encode|extra|fbc|nscq|gpucomp)|"
+    r"xserver-xorg-video-nvidia|cuda-drivers|nvswitch|dgx-|"
+    r"linux-(image|modules|headers|nvidia|generic|firmware|oem|lowlatency|tools)|"
+    r"(grub|shim|fwupd)"
+)
+
+_APT = (
+    "env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l APT_LISTCHANGES_FRONTEND=none "
+    "apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Options::=--force-confold"
+)
+
+
+def forbidden(simulation: Iterable[str]) -> tuple[str, ...]:
+    """Name the packages of driver, kernel or firmware that ``apt-get -s`` would change."""
+    found = []
+    for line in simulation:
+        words = line.split()
+        if len(words) > 1 and words[0] in ("Inst", "Remv") and _KEEP_OUT.match(words[1]):
+            found.append(words[1])
+    return tuple(dict.fromkeys(found))
+
+
+def key_path(repository: AptRepository) -> str:
+    """Where the repository's key lies; apt tells armoured from binary keys by the suffix."""
+    suffix = "gpg" if repository.key_url.endswith(".gpg") else "asc"
+    return f"/etc/apt/keyrings/spark-{repository.name}.{suffix}"
+
+
+def sources_file(repository: AptRepository) -> ManagedFile:
+    """Build the deb822 file that adds the repository, bound to its own key."""
+    lines = [
+        "# Managed by dgx-spark-deploy.",
+        "Types: deb",
+        f"URIs: {repository.url}",
+        f"Suites: {repository.suite}",
+        *([f"Components: {' '.join(repository.components)}"] if repository.components else []),
+        f"Signed-By: {key_path(repository)}",
+    ]
+    path = f"/etc/apt/sources.list.d/spark-{repository.name}.sources"
+    return ManagedFile(path, ("\n".join(lines) + "\n").encode())
+
+
+def repository_files(repositories: Sequence[AptRepository]) -> tuple[str, ...]:
+    """List the paths of keys and sources we own for these repositories."""
+    return tuple(
+        path
+        for repository in repositories
+        for path in (key_path(repository), sources_file(repository).path)
+    )
+
+
+def repositories_to_add(
+    wanted: Sequence[AptRepository], state: Repositories, *, needed: bool
+) -> tuple[AptRepository, ...]:
+    """Pick the repositories that have to be added or repaired.
+
+    One the host already knows by another file is left alone (apt refuses two keys for one
+    source), and nothing is added as long as nothing has to be installed.
+    """
+    found = []
+    for repository in wanted:
+        source, key = sources_file(repository), key_path(repository)
+        right = {
+            source.path: FileState(source.mode, "root:root", source.sha256),
+            key: FileState(0o644, "root:root", repository.key_sha256),
+        }
+        ours = source.path in state.files
+        if not ours and (not needed or repository.url in state.known_urls):
+            continue
+        wrong = any(state.files.get(path) != expected for path, expected in right.items())
+        if wrong and not promised(f"repository {repository.name}"):
+            promise(f"repository {repository.name}")
+            found.append(repository)
+    return tuple(found)
+
+
+def add_repository(repository: AptRepository) -> FunctionCommand:
+    """Build the command that fetches the key, checks it against its pin and adds the source."""
+    return FunctionCommand(_add_repository, [repository], {})
+
+
+def _add_repository(state: State, host: Host, repository: AptRepository) -> bool:
+    source = sources_file(repository)
+    key, url = shlex.quote(key_path(repository)), shlex.quote(repository.key_url)
+    put = shlex.quote(source.path)
+    script = f"""
+set -eu; umask 022; t=$(mktemp); trap 'rm -f "$t"' EXIT
+curl -fsSL --retry 3 --connect-timeout 20 --max-time 120 -o "$t" {url}
+got=$(sha256sum "$t" | cut -d' ' -f1)
+[ "$got" = {repository.key_sha256} ] || {{ echo "sha256=$got"; exit 9; }}
+install -D -m 644 "$t" {key}.spark-new; mv -fT {key}.spark-new {key}
+cat > {put}.spark-new; mv -fT {put}.spark-new {put}
+"""
+    where = f"repository {repository.name}"
+    try:
+        run(host, script, stdin=source.content.decode().rstrip("\n"))
+    except CommandFailed as failure:
+        seen = re.search(r"sha256=(\w+)", failure.output)
+        if seen:
+            problem = Problem(
+                where,
+                f"the key at {repository.key_url} has sha256 {seen.group(1)}, "
+                f"not the pinned {repository.key_sha256}; nothing was added",
+                "find out whether the vendor changed the key, then set key_sha256",
+            )
+        else:
+            problem = Problem(
+                where,
+                f"cannot add it: {failure.output.strip() or failure}",
+                "check key_url and the host's network",
+            )
+        show(host, str(problem))
+        return False
+    return True
+
+
+def install(packages: Sequence[str], quiet_services: Sequence[str] = ()) -> FunctionCommand:
+    """Build the command that installs packages which are missing.
+
+    Args:
+        packages: names to install.
+        quiet_services: services of these packages that must not start or be enabled.
+    """
+    return FunctionCommand(_install, [tuple(packages), tuple(quiet_services)], {})
+
+
+def _install(
+    state: State, host: Host, packages: Sequence[str], quiet_services: Sequence[str]
+) -> bool:
+    listed = " ".join(packages)
+    try:
+        if not wait_for_lock(host):
+            return False
+        with talking(host, f"installing {listed}"):
+            problem = _change(host, packages, quiet_services)
+    except CommandFailed as failure:
+        tail = "\n".join(failure.output.strip().splitlines()[-12:])
+        problem = Problem(
+            "packages",
+            f"cannot install {listed}: {tail or failure}",
+            "check the package names, the repositories in group_vars and `apt-get update`",
+        )
+    if problem:
+        show(host, str(problem))
+    return problem is None
+
+
+def _change(host: Host, packages: Sequence[str], quiet_services: Sequence[str]) -> Problem | None:
+    """Install what is missing, unless that would touch the driver; return what speaks against."""
+    names = " ".join(shlex.quote(package) for package in packages)
+    _update(host)
+    changed = forbidden(run(host, f"{_APT} -s --no-install-recommends install {names}"))
+    if changed:
+        return Problem(
+            "packages",
+            f"installing {' '.join(packages)} would change {', '.join(changed)}; "
+            "driver, kernel and firmware are never ours to change; nothing was installed",
+            f"install {' '.join(packages)} by hand after the vendor's update, then run again",
+        )
+    run(host, _install_script(names, quiet_services), timeout_s=3600)
+    return None
+
+
+def _update(host: Host) -> None:
+    """Refresh the lists; a vendor's broken source must not stop packages of the others."""
+    for line in run(host, f"{_APT} update 2>&1 || true", timeout_s=900):
+        if line.startswith(("E:", "W:", "Err:")):
+            host.log(f"apt-get update: {line}")
+
+
+def _install_script(names: str, quiet_services: Sequence[str]) -> str:
+    """Install in one script on the host, so that a lost connection cannot stop it half way.
+
+    A masked unit is not started by its package; the mask goes again at once, and the enabling
+    that packages do by default with it.
+    """
+    quiet = [shlex.quote(service) for service in quiet_services]
+    lines = [f"ln -s /dev/null /etc/systemd/system/{name} 2>/dev/null" for name in quiet]
+    lines.append(f"{_APT} --no-install-recommends --no-remove install {names}; rc=$?")
+    for name in quiet:
+        lines.append(
+            f"rm -f /etc/systemd/system/{name}; systemctl daemon-reload; "
+            f"systemctl disable {name} 2>/dev/null"
+        )
+    lines.append("exit $rc")
+    return "\n".join(lines)
+
+
+_LOCK_HOLDER = r"""
+for lock in /var/lib/dpkg/lock-frontend /var/lib/dpkg/lock /var/lib/apt/lists/lock; do
+  [ -e "$lock" ] || continue
+  inode=$(stat -c %i "$lock")
+  awk -v inode="$inode" '$2 == "POSIX" && $4 == "WRITE" {
+    split($6, id, ":"); if (id[3] == inode) print $5 }' /proc/locks
+done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev/null)"; done
+"""
+
+
+def wait_for_lock(host: Host, limit_s: float = LOCK_WAIT_S, every_s: float = 5) -> bool:
+    """Wait until nobody else installs packages (apt timers run after boot), saying who does."""
+    started = monotonic()
+    while holders := run(host, _LOCK_HOLDER, timeout_s=30):
+        waited = monotonic() - started
+        if waited > limit_s:
+            problem = Problem(
+                "packages",
+                f"the package lock is held by {', '.join(holders)} for {waited:.0f} s",
+                "wait for it or end it, then run again",
+            )
+            show(host, str(problem))
+            return False
+        host.log(f"waiting for the package lock, held by {', '.join(holders)}: {waited:.0f} s")
+        gevent.sleep(every_s)
+    return True

@@ -1,0 +1,206 @@
+"""Packages, directories and host care that need no GPU."""
+
+from __future__ import annotations
+
+import shlex
+
+from pyinfra.api.command import StringCommand
+from pyinfra.api.operation import operation
+from pyinfra.context import host
+
+from spark_deploy.facts.machine.packages import Base, BaseState
+from spark_deploy.facts.memo import read
+from spark_deploy.managed import ManagedFile, archive, differing, unpack_script
+from spark_deploy.operations.host_errors import Commands, host_errors
+from spark_deploy.operations.machine import apt
+from spark_deploy.operations.running import say
+from spark_deploy.payload import host_care
+from spark_deploy.planning.types import BasePlan
+
+SLEEP_TARGETS = (
+    "sleep.target",
+    "suspend.target",
+    "hibernate.target",
+    "hybrid-sleep.target",
+    "suspend-then-hibernate.target",
+)
+
+HOLD_PATH = "/etc/apt/apt.conf.d/52spark-hold-driver"
+
+# unattended-upgrades takes regular expressions, matched at the start of a package's name.
+_HOLD = b"""// Managed by dgx-spark-deploy.
+// Driver, kernel and CUDA are one set on this machine. Upgraded in halves they leave it without
+// a GPU until the next reboot or longer, so only a person upgrades them.
+Unattended-Upgrade::Package-Blacklist {
+    "nvidia-";
+    "libnvidia-";
+    "xserver-xorg-video-nvidia";
+    "cuda-";
+    "linux-nvidia";
+    "linux-image-.*nvidia";
+    "linux-modules-.*nvidia";
+    "linux-headers-.*nvidia";
+    "linux-tools-.*nvidia";
+};
+"""
+
+
+def hold_file() -> ManagedFile:
+    """Build the file that keeps driver packages out of unattended upgrades."""
+    return ManagedFile(HOLD_PATH, _HOLD)
+
+
+def directories(plan: BasePlan) -> dict[str, str]:
+    """List the directories we own and their modes."""
+    paths = plan.paths
+    listed = {
+        path: "755"
+        for path in (
+            paths.models_dir,
+            paths.sources_dir,
+            paths.cache_dir,
+            paths.config_dir,
+            f"{paths.config_dir}/releases",
+            paths.state_dir,
+            *(f"{paths.state_dir}/{name}" for name in ("jobs", "proofs", "receipts", "switch")),
+            paths.tools_dir,
+        )
+    }
+    return listed
+
+
+def wanted_packages(plan: BasePlan) -> tuple[str, ...]:
+    """List the packages of the plan and of what it switches on."""
+    return (*plan.packages, *(["earlyoom"] if plan.earlyoom else []))
+
+
+def state_of(plan: BasePlan) -> Base:
+    """Read what the host has of everything in ``plan``; one command for all operations."""
+    return read(
+        BaseState,
+        packages=wanted_packages(plan),
+        directories=tuple(directories(plan)),
+        files=(
+            HOLD_PATH,
+            host_care.EARLYOOM_PATH,
+            *(file.path for file in host_care.guarantee_files()),
+        ),
+        units=SLEEP_TARGETS,
+    )
+
+
+@operation()
+@host_errors
+def packages(plan: BasePlan) -> Commands:
+    """Have every package of ``plan`` installed; what is there is never upgraded."""
+    present = state_of(plan).packages
+    missing = [package for package in wanted_packages(plan) if package not in present]
+    if not missing:
+        host.noop(f"{len(wanted_packages(plan))} packages are installed")
+        return
+    # Our gateway is an instance of its own; the package's default site has no business on :80.
+    nginx = any(package.startswith("nginx") for package in missing)
+    yield apt.install(missing, quiet_services=["nginx.service"] if nginx else [])
+
+
+@operation()
+@host_errors
+def owned_directories(plan: BasePlan) -> Commands:
+    """Have the directories that hold models, state and tools."""
+    present = state_of(plan).directories
+    wrong = {
+        path: mode
+        for path, mode in directories(plan).items()
+        if present.get(path) != (mode, "root:root")
+    }
+    if not wrong:
+        host.noop(f"{len(present)} directories are as planned")
+        return
+    for path, mode in wrong.items():
+        yield StringCommand(
+            "install", "-d", "-o", "root", "-g", "root", "-m", mode, shlex.quote(path)
+        )
+
+
+@operation()
+@host_errors
+def driver_hold(plan: BasePlan) -> Commands:
+    """Keep driver packages out of unattended upgrades, or let them in again."""
+    files = state_of(plan).files
+    if not plan.hold_driver_in_unattended_upgrades:
+        if HOLD_PATH in files:
+            yield StringCommand("rm", "-f", HOLD_PATH)
+        else:
+            host.noop("unattended upgrades are left alone")
+        return
+    wrong = differing([hold_file()], files)
+    if not wrong:
+        host.noop("driver packages are held back from unattended upgrades")
+        return
+    yield StringCommand("sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong))
+
+
+@operation()
+@host_errors
+def no_sleep(plan: BasePlan) -> Commands:
+    """Keep the host from suspending: a server that sleeps cannot be woken over the network."""
+    units = state_of(plan).units
+    awake = [target for target in SLEEP_TARGETS if units.get(target) != "masked"]
+    if not plan.disable_sleep:
+        host.noop("sleep is left as it is")
+        return
+    if not awake:
+        host.noop("sleep is disabled")
+        return
+    yield StringCommand("systemctl", "mask", *awake)
+
+
+@operation()
+@host_errors
+def login_memory(plan: BasePlan) -> Commands:
+    """Guarantee memory to SSH and login sessions, or give the guarantee up again."""
+    state, files = state_of(plan), host_care.guarantee_files()
+    if plan.protect_login:
+        wrong = differing(files, state.files)
+        if wrong:
+            yield StringCommand(
+                "sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong)
+            )
+    else:
+        wrong = tuple(file for file in files if file.path in state.files)
+        if wrong:
+            yield StringCommand("rm", "-f", *(file.path for file in wrong))
+    # systemd tells by itself which files it has not read: so a run that died here is made good.
+    if wrong or state.stale_units:
+        yield "systemctl daemon-reload"
+    else:
+        host.noop("guaranteed" if plan.protect_login else "nothing is guaranteed")
+
+
+@operation()
+@host_errors
+def boot_target(plan: BasePlan) -> Commands:
+    """Boot without the desktop where that is wanted; a desktop in use is not ended."""
+    target = state_of(plan).boot_target
+    if not plan.headless or target == "multi-user.target":
+        host.noop(f"boots into {target}")
+        return
+    say("takes effect at the next boot")
+    yield "systemctl set-default multi-user.target"
+
+
+@operation()
+@host_errors
+def early_killer(plan: BasePlan) -> Commands:
+    """Have earlyoom run with our preferences where it is wanted, decided from its arguments."""
+    state, file = state_of(plan), host_care.earlyoom_file()
+    if not plan.earlyoom:
+        host.noop("earlyoom is not asked for")
+        return
+    wrong = differing([file], state.files)
+    if wrong:
+        yield StringCommand("sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong))
+    if wrong or state.earlyoom != host_care.EARLYOOM_ARGUMENTS:
+        yield "systemctl enable -q earlyoom && systemctl restart earlyoom"
+    else:
+        host.noop("earlyoom runs with our preferences")

@@ -1,0 +1,245 @@
+"""What the docker operations do on a host once they have decided to: start, reload, prove."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from pyinfra.api.host import Host
+from pyinfra.api.state import State
+
+from spark_deploy.errors import Problem
+from spark_deploy.facts import sections
+from spark_deploy.facts.machine import containers
+from spark_deploy.facts.machine.docker import Docker, DockerState
+from spark_deploy.operations.host_errors import show
+from spark_deploy.operations.machine import daemon_json, gpu_access
+from spark_deploy.operations.running import CommandFailed, run, talking
+from spark_deploy.planning.types import DockerPlan
+from spark_deploy.preflight import neighbours
+
+# Its own words; those of systemd about it say nothing new.
+_LOG_TAIL = "journalctl -u docker.service -t dockerd -n 8 -o cat --no-pager"
+
+# An installation exits 0 even when the daemon died at its first start, so look at the daemon. One
+# that started before its socket dies with "no sockets found via socket activation", restarts into
+# its start limit and takes the socket along; only both together, socket first, come up again. Seen
+# in one of ten installations over a removed package.
+_BRING_UP = """\
+up() {
+  for i in $(seq 60); do
+    systemctl is-active -q docker && docker info >/dev/null 2>&1 && return 0
+    systemctl is-failed -q docker && return 1
+    sleep 1
+  done
+  return 1
+}
+systemctl reset-failed docker
+%s
+up && exit 0
+systemctl cat docker.socket >/dev/null 2>&1 || exit 1
+systemctl stop docker.service docker.socket
+systemctl reset-failed docker.service docker.socket
+systemctl start docker.socket && systemctl start docker.service && up"""
+
+
+def start(state: State, host: Host, question: Mapping[str, Any]) -> bool:
+    """Enable and start the engine, and see that its daemon answers.
+
+    Preflight could not look at containers while the daemon was down, and docker starts those
+    with a restart policy by itself: so they are looked at here.
+    """
+    if not _bring_up(host, "systemctl enable --now docker"):
+        return False
+    lines = run(host, sections.script("exec 2>/dev/null", containers.SCRIPT), timeout_s=60)
+    strangers = neighbours.in_the_way(containers.parse(sections.split(lines)["containers"]))
+    for container in strangers:
+        problem = Problem(
+            f"container {container.name}",
+            f"came up with docker ({container.image}, restart: {container.restart})",
+            "run again: preflight takes it over where takeover: names it, else stop it first",
+        )
+        show(host, str(problem))
+    return not strangers
+
+
+def settle(
+    state: State,
+    host: Host,
+    question: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    keys: tuple[str, ...],
+) -> bool:
+    """Make the engine take up ``keys``: by reload, and by restart where that does not do."""
+    if set(keys) <= daemon_json.RELOADABLE:
+        try:
+            run(host, "systemctl reload docker && sleep 1", timeout_s=60)
+        except CommandFailed as failure:
+            host.log(f"docker did not reload: {failure.output.strip()}")
+        if not daemon_json.unmet(wanted, _look(host, question).info):
+            return True
+        host.log("a reload was not enough, docker is restarted")
+    if not _bring_up(host, "systemctl restart docker"):
+        return False
+    left = daemon_json.unmet(wanted, _look(host, question).info)
+    if left:
+        problem = Problem(
+            "docker",
+            f"after a restart the daemon still does not run with {', '.join(left)}",
+            "look for the same keys as options of dockerd in `systemctl cat docker`",
+        )
+        show(host, str(problem))
+    return not left
+
+
+def _look(host: Host, question: Mapping[str, Any]) -> Docker:
+    fact = DockerState()
+    return fact.process(run(host, fact.command(**question), timeout_s=120))
+
+
+def _bring_up(host: Host, command: str) -> bool:
+    try:
+        with talking(host, "docker starts"):
+            run(host, _BRING_UP % command, timeout_s=240)
+    except CommandFailed:
+        tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
+        problem = Problem(
+            "docker",
+            f"the daemon does not come up\n{tail}",
+            "mend what it complains about (`journalctl -u docker`), then run again",
+        )
+        show(host, str(problem))
+        return False
+    return True
+
+
+def proof_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
+    """Name what the proof with a container depends on; any change asks for a new one.
+
+    What did not answer counts as it was: that nobody could tell is no change.
+    """
+    key = _key_seen(plan, state)
+    old = state.receipt.get("key")
+    if isinstance(old, dict):
+        key.update({name: str(old.get(name, "")) for name in state.silent})
+    return key
+
+
+def _key_seen(plan: DockerPlan, state: Docker) -> dict[str, str]:
+    return {
+        "image": plan.check_image,
+        "docker": str(state.info.get("ServerVersion", "")),
+        "toolkit": state.toolkit_version,
+        "mode": state.toolkit_mode,
+        # Unknown while the daemon is down: it says whether it reads CDI specifications.
+        "gpu_through": " ".join(gpu_access.arguments(state)) if state.info else "",
+        "driver": state.driver_version,
+        "kernel": state.kernel,
+    }
+
+
+# Not root, as the engine: device files that are closed to others have to show here.
+_NOBODY = "65534:65534"
+
+
+def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str, Any]) -> bool:
+    """Run a container that lists the GPUs and keep the proof; only a `GPU` line counts.
+
+    Exit status and first line prove nothing: CUDA images print a banner before, and exit 0
+    without any GPU.
+    """
+    image = shlex.quote(plan.check_image)
+    seen = _look(host, question)
+    problem = gpu_access.problem(seen)
+    if problem is not None:
+        show(host, str(problem))
+        return False
+    through = gpu_access.arguments(seen)
+    try:
+        with talking(host, f"container check with {plan.check_image}"):
+            lines = run(
+                host,
+                f"docker run --rm --network none --user {_NOBODY} {' '.join(through)} "
+                f"-e NVIDIA_VISIBLE_DEVICES=all "
+                f"-e NVIDIA_DRIVER_CAPABILITIES=utility,compute {image} nvidia-smi -L",
+                timeout_s=1800,
+            )
+    except CommandFailed as failure:
+        show(host, str(explained(failure.output, plan.check_image)))
+        return False
+    gpus = [line for line in lines if line.startswith("GPU ")]
+    if not gpus:
+        show(host, str(explained("\n".join(lines), plan.check_image)))
+        return False
+    receipt = {
+        "schema_version": 1,
+        "key": proof_key(plan, seen),
+        # The engine is started with these.
+        "docker_arguments": through,
+        "gpu": gpus[0].partition(" (UUID")[0],
+    }
+    path = shlex.quote(plan.receipt_path)
+    run(
+        host,
+        f"install -d $(dirname {path}) && cat > {path}.new && chmod 644 {path}.new "
+        f"&& mv -fT {path}.new {path}",
+        stdin=json.dumps(receipt, sort_keys=True),
+    )
+    host.log(f"a container sees {receipt['gpu']}")
+    return True
+
+
+_KNOWN = (
+    (
+        "unknown or invalid runtime name",
+        "the nvidia runtime is not registered",
+        "run again; if it stays, look at runtimes in /etc/docker/daemon.json",
+    ),
+    (
+        "Unknown runtime specified",
+        "the nvidia runtime is not registered",
+        "run again; if it stays, look at runtimes in /etc/docker/daemon.json",
+    ),
+    (
+        "could not select device driver",
+        "docker has no driver for GPUs: the toolkit is missing or was installed after its start",
+        "restart docker",
+    ),
+    (
+        "unresolvable CDI devices",
+        "the toolkit resolves the GPU through CDI and finds no matching specification",
+        '`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`, or mode = "legacy" in '
+        "/etc/nvidia-container-runtime/config.toml",
+    ),
+    (
+        "invoking the NVIDIA Container Runtime Hook directly",
+        "the toolkit is forced to CDI, and docker calls its hook",
+        'set mode = "auto" in /etc/nvidia-container-runtime/config.toml',
+    ),
+    (
+        "exec format error",
+        "the image is of another architecture, or CDI left its entry point empty",
+        'check images.gpu_check; with a CDI specification present set mode = "legacy" in '
+        "/etc/nvidia-container-runtime/config.toml",
+    ),
+    (
+        "Driver/library version mismatch",
+        "the running module and the installed library differ",
+        "reboot",
+    ),
+)
+
+
+def explained(output: str, image: str) -> Problem:
+    """Turn what docker said into a cause and a way out; texts of docker 20.10 to 29."""
+    for words, what, fix in _KNOWN:
+        if words in output:
+            return Problem("container check", what, fix)
+    tail = "\n".join(output.strip().splitlines()[-8:]) or "no output"
+    return Problem(
+        "container check",
+        f"no line starting with GPU from `nvidia-smi -L` in {image}:\n{tail}",
+        "check images.gpu_check and `docker info` on the host",
+    )

@@ -1,0 +1,73 @@
+"""Refuse a host before anything is changed on it, and stop what we were allowed to stop."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from pyinfra.api.operation import operation
+from pyinfra.context import host, state
+
+from spark_deploy.facts.machine.survey import HostSurvey, Survey
+from spark_deploy.facts.memo import read
+from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
+from spark_deploy.operations.predicted import promised
+from spark_deploy.operations.running import say
+from spark_deploy.planning.types import NeedsPlan
+from spark_deploy.preflight import judge
+from spark_deploy.preflight.neighbours import in_the_way
+
+
+def question(needs: NeedsPlan) -> dict[str, Any]:
+    """Build the arguments of the survey."""
+    return {
+        "paths": tuple(path for path, _ in needs.disk_needed_bytes),
+        "ports_wanted": needs.ports,
+        "images": needs.images,
+        "shared_paths": (needs.docker_dir,),
+        "look_in": needs.look_in,
+    }
+
+
+def survey_of(needs: NeedsPlan) -> Survey:
+    """Look at the host once for all operations of preflight."""
+    # The survey finds its own way to root; with pyinfra's sudo it would stop at a prompt.
+    return read(HostSurvey, _sudo=False, **question(needs))
+
+
+@operation()
+@host_errors
+def fit_host(needs: NeedsPlan) -> Commands:
+    """Let the run go on only on a host that fits ``needs``; show all that is wrong at once."""
+    if promised("reboot"):
+        host.noop("judged after the reboot")
+        return
+    survey = survey_of(needs)
+    verdict = judge(needs, survey)
+    if verdict.problems:
+        yield refuse(*verdict.problems)
+        return
+    if state.is_executing:
+        for warning in verdict.warnings:
+            show(host, f"warning: {warning}", colour="yellow")
+    if survey.stubbed:
+        say(f"stubbed on this host: {', '.join(survey.stubbed)}")
+    host.noop("the host fits the plan")
+
+
+@operation()
+@host_errors
+def taken_over(needs: NeedsPlan) -> Commands:
+    """Stop the engine containers of ``takeover`` and keep docker from starting them again.
+
+    They are not removed: `docker update --restart=unless-stopped NAME; docker start NAME` brings
+    one back.
+    """
+    names = [c.name for c in in_the_way(survey_of(needs).containers) if c.name in needs.takeover]
+    if not names:
+        host.noop("no container to take over")
+        return
+    for name in names:
+        say(f"stopping container {name} (takeover)")
+        quoted = shlex.quote(name)
+        yield f"docker update --restart=no {quoted} && docker stop {quoted}"

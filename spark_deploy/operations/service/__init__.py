@@ -1,0 +1,1 @@
+"""What is ensured of our services: tools, jobs, gateway, releases."""

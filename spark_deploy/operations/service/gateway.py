@@ -1,0 +1,152 @@
+"""The gateway of a service: settings, key and certificate, without touching the engine.
+
+What changed is taken over by a reload, which finishes answers under way. Starting it is part of
+the change of release, because an engine stands behind it only then.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Generator
+from typing import Any
+
+from pyinfra.api.command import StringCommand
+from pyinfra.api.operation import operation
+from pyinfra.context import host
+
+from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.facts.files import FileStates
+from spark_deploy.facts.memo import read
+from spark_deploy.facts.service.gateway import GatewayCertificate
+from spark_deploy.facts.service.serve import Status
+from spark_deploy.managed import FileState, ManagedFile
+from spark_deploy.operations.files import place
+from spark_deploy.operations.host_errors import host_errors, refuse
+from spark_deploy.payload.certificates import given_pair, issue, why_not
+from spark_deploy.planning.serving.gateway import gateway_file
+from spark_deploy.planning.types import GatewayPlan, Paths
+from spark_deploy.settings.secrets import read_secret
+
+_USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
+
+
+@operation()
+@host_errors
+def configured(plan: GatewayPlan, paths: Paths) -> Generator[Any, None, None]:
+    """Have the gateway's files on the host, and a running gateway use them.
+
+    Args:
+        plan: who may reach the service and how.
+        paths: where the host tools are.
+    """
+    changed = yield from place((gateway_file(plan), *_secrets(plan)))
+    if plan.tls and plan.tls.mode == "private-ca":
+        changed |= yield from _certified(plan, plan.tls.names, plan.tls.ca_dir)
+    if plan.tls is None:
+        changed |= yield from _without_certificate(plan)
+    gateway = read(Status, tools_dir=paths.tools_dir).service(plan.service).get("gateway") or {}
+    difference = gateway.get("difference")
+    if gateway.get("active") == "active" and (changed or difference):
+        if difference:
+            host.log(f"gateway: {difference}")
+        yield _tool(paths, "gateway-reload", plan.service)
+    elif not changed:
+        host.noop("the gateway is as planned")
+
+
+@operation()
+@host_errors
+def new_key(plan: GatewayPlan, paths: Paths) -> Generator[Any, None, None]:
+    """Replace the API key that the host made; the old one is refused from then on.
+
+    Args:
+        plan: the gateway.
+        paths: where the host tools are.
+    """
+    if plan.key.kind != "generate":
+        yield refuse(
+            Problem(
+                f"{host.name}: serve.api_key",
+                f"comes from the controller ({plan.key.kind} {plan.key.value[0]})",
+                "put the new key there and run deploy.py",
+            )
+        )
+        return
+    if not read(Status, tools_dir=paths.tools_dir).service(plan.service):
+        yield refuse(
+            Problem(
+                f"{host.name}: API key",
+                "there is none to replace: nothing was deployed here yet",
+                "run deploy.py for this host; its first change of release makes the key",
+            )
+        )
+        return
+    yield _tool(paths, "gateway-new-key", plan.service)
+
+
+def _tool(paths: Paths, verb: str, service: str) -> StringCommand:
+    tool = f"{paths.tools_dir}/current/bin/spark-host"
+    return StringCommand(shlex.quote(tool), verb, shlex.quote(service))
+
+
+def _secrets(plan: GatewayPlan) -> list[ManagedFile]:
+    """Read the files that the controller provides."""
+    files = []
+    if plan.key.kind != "generate":
+        key = read_secret(plan.key, setting="serve.api_key")
+        if not _USABLE_KEY.fullmatch(key):
+            raise SettingsError.one(
+                "serve.api_key",
+                f"what the controller reads from {plan.key.kind} {plan.key.value[0]} is not usable",
+                "use 16 to 512 letters, digits or . _ ~ + / = -",
+            )
+        files.append(ManagedFile(plan.key_path, f"{key}\n".encode(), 0o600))
+    if plan.tls and plan.tls.mode == "own-cert":
+        pair = given_pair(plan.tls.certificate, plan.tls.key)
+        files += _pair_files(plan, pair.certificate, pair.key)
+    return files
+
+
+def _pair_files(plan: GatewayPlan, certificate: bytes, key: bytes) -> list[ManagedFile]:
+    return [
+        ManagedFile(plan.certificate_path, certificate),
+        ManagedFile(plan.certificate_key_path, key, 0o600),
+    ]
+
+
+def _certified(
+    plan: GatewayPlan, names: tuple[str, ...], ca_dir: str
+) -> Generator[Any, None, bool]:
+    """Have a certificate of the private CA that is good for some time; others are left alone."""
+    paths = (plan.certificate_path, plan.certificate_key_path)
+    seen = host.get_fact(GatewayCertificate, certificate=paths[0], key=paths[1])
+    why = why_not(seen.certificate, seen.public_key, names, ca_dir) or _exposed(paths)
+    if not why:
+        return False
+    host.log(f"new certificate for {', '.join(names)}: {why}")
+    if host.state.is_executing:
+        pair = issue(names, ca_dir)
+        yield from place(_pair_files(plan, pair.certificate, pair.key))
+    else:
+        # A prediction makes no CA.
+        yield StringCommand("true")
+    return True
+
+
+def _exposed(paths: tuple[str, str]) -> str:
+    states = host.get_fact(FileStates, paths=list(paths))
+    for path, mode in zip(paths, (0o644, 0o600), strict=True):
+        state = states.get(path)
+        if state is None or state != FileState(mode, "root:root", state.sha256):
+            return f"{path} has not the mode {mode:o} or not the owner root"
+    return ""
+
+
+def _without_certificate(plan: GatewayPlan) -> Generator[Any, None, bool]:
+    """Remove what an earlier exposure left."""
+    paths = (plan.certificate_path, plan.certificate_key_path)
+    left = [path for path in paths if path in host.get_fact(FileStates, paths=list(paths))]
+    if left:
+        yield StringCommand("rm", "-f", "--", *left)
+    return bool(left)

@@ -1,0 +1,121 @@
+"""Everything a deploy owns on a host, each with the operation that repairs it.
+
+One list for people (`spark-deploy manifest`), for the drift tests that change each entry in turn,
+and for whoever wants to take the project off a host again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spark_deploy.facts.machine.docker import DAEMON_JSON
+from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.machine.base import HOLD_PATH, SLEEP_TARGETS, directories
+from spark_deploy.payload.content import Payload
+from spark_deploy.payload.host_care import earlyoom_file, guarantee_files
+from spark_deploy.planning.serving.release import GATEWAY_USER, release_files_of, unit_files_of
+from spark_deploy.planning.types import GatewayPlan, HostPlan
+from spark_deploy.planning.work.jobs import jobs_of, ready_jobs_of, ready_name
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """One thing on a host: ``kind`` says what ``name`` is."""
+
+    # file | state | keys | link | directory | package | masked | user | image | tree | active |
+    # enabled; the host itself writes a `state`, and in `keys` only some keys of a file are ours.
+    kind: str
+    name: str
+    operation: str  # the operation of a deploy that repairs it
+    mode: int | None = None  # where it is held
+
+
+def manifest_of(plan: HostPlan, payload: Payload) -> tuple[Owned, ...]:
+    """List what a deploy of ``plan`` owns on its host."""
+    return (
+        *_base(plan),
+        *_tools(plan, payload),
+        *_artefacts(plan, payload),
+        *_release(plan),
+    )
+
+
+def _base(plan: HostPlan) -> Iterator[Owned]:
+    if plan.base.hold_driver_in_unattended_upgrades:
+        yield Owned("file", HOLD_PATH, "Base | Hold driver packages in unattended upgrades", 0o644)
+    for package in plan.base.packages:
+        yield Owned("package", package, "Base | Install packages")
+    for path in directories(plan.base):
+        yield Owned("directory", path, "Base | Create directories")
+    if plan.base.disable_sleep:
+        for target in SLEEP_TARGETS:
+            yield Owned("masked", target, "Base | Disable sleep")
+    if plan.base.protect_login:
+        yield from _files(guarantee_files(), "Base | Guarantee memory to the login")
+    if plan.base.earlyoom:
+        yield Owned("package", "earlyoom", "Base | Install packages")
+        yield from _files((earlyoom_file(),), "Base | Run earlyoom")
+    yield Owned("package", plan.cuda.package, "CUDA | Install the toolkit")
+    for package in (*plan.docker.packages, *plan.docker.toolkit_packages):
+        yield Owned("package", package, "Docker | Install engine and NVIDIA toolkit")
+    yield Owned("keys", DAEMON_JSON, "Docker | Merge daemon.json")
+    yield Owned("state", plan.docker.receipt_path, "Docker | Prove the GPU in a container")
+
+
+def _files(files: tuple[ManagedFile, ...], operation: str) -> Iterator[Owned]:
+    for file in files:
+        yield Owned("file", file.path, operation, file.mode)
+
+
+def _tools(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
+    install = "Tools | Install host tools"
+    home = f"{plan.paths.tools_dir}/{plan.tools.digest[:12]}"
+    yield from _files(payload.tools.installed(home), install)
+    yield from _files(unit_files_of(plan, payload.units), install)
+    yield Owned("link", f"{plan.paths.tools_dir}/current", install)
+    site = "Tools | Install the builder's Python packages"
+    yield Owned("link", f"{plan.paths.tools_dir}/site", site)
+
+
+def _artefacts(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
+    for job in jobs_of(plan, payload.image_context):
+        if job.unless:
+            continue  # a base not kept leaves the host
+        if job.kind == "fetch":
+            operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
+            yield Owned("tree", job.proof["receipt"].removesuffix("/receipt.json"), operation)
+        elif job.kind == "checkpoint":
+            tree = job.proof["receipt"].removesuffix("/receipt.json")
+            yield Owned("tree", tree, "Checkpoint | Build the checkpoint")
+        else:
+            yield Owned("image", job.proof["image"], "Image | Prepare the engine image")
+    for job in ready_jobs_of(plan, payload.image_context):
+        image = job.proof.get("image")
+        made = job.proof.get("receipt", "").removesuffix("/receipt.json")
+        yield Owned("image" if image else "tree", image or made, f"Ready | {ready_name(job)}")
+
+
+def _release(plan: HostPlan) -> Iterator[Owned]:
+    serve = plan.serve
+    install = "Serve | Install units and release"
+    yield Owned("user", GATEWAY_USER, install)
+    yield Owned("user", serve.release["engine"]["user"], install)
+    yield from _files(release_files_of(plan), install)
+    change = f"Serve | Serve the release on {plan.host}"
+    for unit in (serve.unit, f"spark-gateway@{serve.service}.service"):
+        yield Owned("active", unit, change)
+        yield Owned("enabled", unit, change)
+    yield Owned("state", f"{plan.paths.state_dir}/proofs/{serve.name}.json", change)
+    yield from _gateway(plan.gateway, change)
+
+
+def _gateway(gateway: GatewayPlan, change: str) -> Iterator[Owned]:
+    configure = "Serve | Configure the gateway"
+    yield Owned("file", gateway.settings_path, configure, 0o644)
+    if gateway.tls:
+        yield Owned("state", gateway.certificate_path, configure, 0o644)
+        yield Owned("state", gateway.certificate_key_path, configure, 0o600)
+    # A key made on the host is made anew by the change of release, a given one is sent again.
+    owner = change if gateway.key.kind == "generate" else configure
+    yield Owned("state", gateway.key_path, owner, 0o600)

@@ -1,0 +1,161 @@
+"""A change of release, begun and watched from here while the host carries it out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from typing import Any
+from weakref import WeakSet
+
+import gevent
+from pyinfra.api.command import FunctionCommand
+from pyinfra.api.exceptions import ConnectError
+from pyinfra.api.host import Host
+from pyinfra.api.state import State
+from pyinfra.context import ctx_host
+from pyinfra.context import host as current_host
+
+from spark_deploy.errors import Problem
+from spark_deploy.operations.host_errors import show
+from spark_deploy.operations.reconnect import dropped_out, poll
+from spark_deploy.operations.running import SAY_SOMETHING_EVERY_S
+
+POLL_EVERY_S = 2.0
+
+
+_interrupted: WeakSet[Host] = WeakSet()
+_left_alone: WeakSet[Host] = WeakSet()
+
+
+def interrupt(host: Host) -> None:
+    """Note that this host's serving is about to stop: should it be lost now, that may be why."""
+    _interrupted.add(host)
+
+
+def held_back(what: str) -> Problem | None:
+    """Say why this host has to wait: what stops serving goes host by host, up to a failure.
+
+    A host that dropped out before its own change says nothing of the change, and blocks nobody.
+
+    Args:
+        what: what becomes of this host instead.
+    """
+    state = current_host.state
+    others = [
+        other.name
+        for other in state.inventory
+        if state.results[other].error_ops
+        and other not in _left_alone
+        and (other in _interrupted or not dropped_out(other))
+    ]
+    if not others:
+        return None
+    _left_alone.add(ctx_host.get())  # type: ignore[no-untyped-call]  # pyinfra
+    return Problem(
+        current_host.name,
+        f"{what}, because {', '.join(others)} failed first",
+        "repair that host, or leave it out with --limit, and run again",
+    )
+
+
+def change_to(release: str, tools_dir: str, timeout_s: int) -> FunctionCommand:
+    """Return the command that begins the change to a release and watches it to its end.
+
+    Args:
+        release: which one.
+        tools_dir: where the host tools are.
+        timeout_s: give up watching after this long; the host finishes by itself.
+    """
+    return FunctionCommand(change_now, [release, tools_dir, timeout_s], {})
+
+
+def change_now(state: State, host: Host, release: str, tools_dir: str, timeout_s: int) -> bool:
+    """Begin the change to a release and watch it to its end; whether it went well."""
+    return _begin_and_watch(
+        state, host, f"switch-begin {shlex.quote(release)}", tools_dir, timeout_s
+    )
+
+
+def go_back(service: str, release: str, tools_dir: str, timeout_s: int) -> FunctionCommand:
+    """Return the command that goes back to a release and watches that change to its end."""
+    begin = f"rollback {shlex.quote(service)} --to {shlex.quote(release)}"
+    return FunctionCommand(_begin_and_watch, [begin, tools_dir, timeout_s], {})
+
+
+def _begin_and_watch(state: State, host: Host, begin: str, tools_dir: str, timeout_s: int) -> bool:
+    interrupt(host)
+    try:
+        return _change(host, begin, tools_dir, timeout_s)
+    except ConnectError as error:
+        fix = "the host finishes the change, or takes it back, by itself; run again when it is back"
+        show(host, str(Problem(f"{host.name}: change", str(error), fix)))
+        return False
+
+
+def _change(host: Host, begin: str, tools_dir: str, timeout_s: int) -> bool:
+    tool = shlex.quote(f"{tools_dir}/current/bin/spark-host")
+    ok, out, err = poll(host, f"{tool} {begin}")
+    if not ok:
+        host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
+        return False
+    begun: dict[str, Any] = json.loads(out)
+    if begun.get("joined"):
+        host.log("a change to this release is under way already; watching it")
+    # The id keeps the outcome of any other change from being taken for that of this one.
+    words = [begun["release"], begun["request"]] if begun["request"] else [begun["release"]]
+    ask = f"{tool} switch-poll {' '.join(map(shlex.quote, words))}"
+    return _watch(host, begun["release"], ask, timeout_s)
+
+
+def _watch(host: Host, release: str, ask: str, timeout_s: int) -> bool:
+    deadline = time.monotonic() + timeout_s
+    last, said_at = "", 0.0
+    while time.monotonic() < deadline:
+        ok, out, err = poll(host, ask)
+        result: dict[str, Any] = json.loads(out) if ok and out.strip() else {}
+        text = f"{result.get('phase') or 'waiting'}: {_said(result)}"
+        if not ok:  # it may be busy for a while; but nobody shall wait without knowing
+            text = f"the host does not say how it goes: {(err or out).strip()[-300:]}"
+        if text != last or time.monotonic() - said_at > SAY_SOMETHING_EVERY_S:
+            host.log(f"switch to {release}: {text}")
+            last, said_at = text, time.monotonic()
+        if result.get("state") not in (None, "none", "running"):
+            return report(host, release, result)
+        gevent.sleep(POLL_EVERY_S)
+    host.log_styled(f"switch to {release}: still under way after {timeout_s} s", fg="red")
+    return False
+
+
+def _said(result: dict[str, Any]) -> str:
+    """Return the last thing the switch said, without the field that repeats the phase."""
+    text = result.get("progress") or result.get("reason") or "under way"
+    return " ".join(word for word in str(text).split(" ") if not word.startswith("phase="))
+
+
+def report(host: Host, release: str, result: dict[str, Any]) -> bool:
+    """Say how a change ended; return whether the host serves the release."""
+    times = ", ".join(
+        f"{phase} {seconds:.1f} s" for phase, seconds in (result.get("times_s") or {}).items()
+    )
+    if result["state"] == "switched":
+        host.log(f"serves {release} ({times})")
+        for line in result.get("bench") or ():
+            host.log_styled(line, fg=None if line.startswith("speed: ") else "yellow")
+        return True
+    for line in result.get("log_tail") or ():
+        host.log(f"  {line}")
+    kept = "; the host keeps what it serves" if result.get("serving") else ""
+    now = result.get("serving") or "nothing"
+    if not result.get("ended_at"):
+        # Nobody was left to write it down: the host was cut off, or the change never ran.
+        now = "not known from this change; `spark-deploy status` asks the host"
+    phase = result.get("failed_phase") or result.get("phase")
+    host.log_styled(
+        f"{release}: {result['state']} in phase {phase}: "
+        f"{result.get('reason') or 'it did not come to its end'}\n"
+        f"  now serving: {now}\n"
+        f"  fix: correct the cause above and run again{kept}",
+        fg="red",
+    )
+    return False

@@ -1,0 +1,132 @@
+"""Releases: put one on the host, switch to it, say what the host serves.
+
+The change itself (drain, stop, memory gate, start, check, way back) runs on the host as
+``spark-switch@RELEASE.service``, so that no killed controller can leave it half way; here we only
+decide, start and watch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from pyinfra.api.operation import operation
+from pyinfra.context import host
+
+from spark_deploy.errors import Problem
+from spark_deploy.facts.memo import read
+from spark_deploy.facts.service.serve import HostStatus, Status, UserExists
+from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.files import place
+from spark_deploy.operations.host_errors import host_errors, refuse
+from spark_deploy.operations.running import tell
+from spark_deploy.operations.service.rollout import change_to, held_back
+from spark_deploy.planning.serving.gateway import base_urls
+from spark_deploy.planning.types import GatewayPlan, Paths, ServePlan
+
+
+@operation()
+@host_errors
+def release_files(
+    plan: ServePlan, files: Sequence[ManagedFile], users: Sequence[str]
+) -> Generator[Any, None, None]:
+    """Have the units, the release and the accounts of gateway and engine on the host.
+
+    Args:
+        plan: the release, for messages.
+        files: everything that belongs to it.
+        users: system users the gateway's workers and the engine run as.
+    """
+    changed = yield from place(tuple(files))
+    if changed:
+        yield "systemctl daemon-reload"
+    if not all(host.get_fact(UserExists, user=user) for user in users):
+        yield "systemd-sysusers /etc/sysusers.d/spark.conf"
+        changed = True
+    if not changed:
+        host.noop(f"release {plan.name} is in place")
+
+
+@operation()
+@host_errors
+def switched(plan: ServePlan, paths: Paths, timeout_s: int) -> Generator[Any, None, None]:
+    """Serve this release, proven; the one before comes back when that fails.
+
+    Args:
+        plan: the release.
+        paths: where the host tools are.
+        timeout_s: give up watching after this long; the host finishes by itself.
+    """
+    status = read(Status, tools_dir=paths.tools_dir)
+    stopped = status.stopped(plan.service)
+    if stopped:
+        tell(stopped, "yellow")
+        host.noop(stopped)
+        return
+    unknown = status.unknown_versions()
+    if unknown:
+        tell(unknown, "yellow")
+    why = status.unproven(plan.service, plan.name)
+    if not why:
+        host.noop(f"{plan.name} is running and proven")
+        return
+    problem = held_back(f"left alone on {status.service(plan.service).get('active') or 'nothing'}")
+    if problem:
+        yield refuse(problem)
+        return
+    back = status.service(plan.service).get("rolled_back")
+    if back and back["to"] != plan.name:
+        tell(f"was rolled back from {back['from']} to {back['to']} ({back['at']}); "
+             f"group_vars say {plan.name}")  # fmt: skip
+    tell(f"{plan.name}: {why}")
+    yield change_to(plan.name, paths.tools_dir, timeout_s)
+
+
+@operation()
+@host_errors
+def proven(plan: ServePlan, gateway: GatewayPlan, paths: Paths) -> Generator[Any, None, None]:
+    """Refuse to call the run good unless the host provably serves this release.
+
+    Args:
+        plan: the release.
+        gateway: the way in, for the summary.
+        paths: where the host tools are.
+    """
+    if not host.state.is_executing:
+        host.noop("judged after the change")
+        return
+    status = read(Status, tools_dir=paths.tools_dir)
+    stopped = status.stopped(plan.service)
+    if stopped:
+        host.noop(f"nothing to prove: {stopped}")
+        return
+    why = status.unproven(plan.service, plan.name)
+    if why:
+        yield refuse(
+            Problem(
+                f"{host.name}: {plan.name}",
+                f"not proven: {why}",
+                "run again; `spark-check` on the host says which check fails",
+            )
+        )
+        return
+    for line in summary(plan, gateway, status):
+        host.log(line)
+    host.noop("proven")
+
+
+def summary(plan: ServePlan, gateway: GatewayPlan, status: HostStatus) -> list[str]:
+    """Say in a few lines what a host serves and what that was proven with."""
+    proof = status.proof(plan.name)
+    listen = ", ".join(url for url, _ in base_urls(gateway))
+    lines = [
+        f"serves {plan.model} with profile {plan.profile} as {', '.join(plan.names)} at {listen}",
+        f"proof: {proof.get('level')} check of {proof.get('checked_at')}, "
+        f"{len(proof.get('checks') or ())} checks; one live answer in "
+        f"{status.live(plan.name).get('seconds', 0):.1f} s",
+    ]
+    if proof.get("portable"):
+        lines.append("portable mode: weights dequantised to BF16; proves no Spark kernel")
+    if proof.get("stubbed"):
+        lines.append(f"stubbed here: {', '.join(proof['stubbed'])}")
+    return lines

@@ -1,0 +1,90 @@
+"""Our own programs on a host: a directory per content digest, `current` points at one."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from pyinfra.api.command import FileUploadCommand, StringCommand
+from pyinfra.api.operation import operation
+from pyinfra.context import host
+
+from spark_deploy.errors import Problem
+from spark_deploy.facts.service.tools import PythonSite, SymlinkTarget
+from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.files import place
+from spark_deploy.operations.host_errors import host_errors, refuse
+from spark_deploy.payload.content import ToolFiles, site_archive
+from spark_deploy.planning.types import Paths, ToolsPlan
+
+
+@operation()
+@host_errors
+def host_tools(
+    plan: ToolsPlan, paths: Paths, files: ToolFiles, units: Sequence[ManagedFile]
+) -> Generator[Any, None, None]:
+    """Have the host tools of ``plan.digest``, every file as shipped, and ``current`` on them.
+
+    Args:
+        plan: which version.
+        paths: where tools live.
+        files: their content.
+        units: the static units that run them, and the command people use.
+    """
+    home = f"{paths.tools_dir}/{plan.digest[:12]}"
+    changed = yield from place((*files.installed(home), *units))
+    if changed:
+        yield "systemctl daemon-reload"
+    current = f"{paths.tools_dir}/current"
+    if host.get_fact(SymlinkTarget, path=current) != home:
+        yield _point(current, home)
+        changed = True
+    if not changed:
+        host.noop(f"host tools {plan.digest[:12]} are in place")
+
+
+def _point(link: str, target: str) -> StringCommand:
+    """Return the command that moves a symlink in one step."""
+    new = shlex.quote(f"{link}.new")
+    script = f"ln -sfn {shlex.quote(target)} {new} && mv -fT {new} {shlex.quote(link)}"
+    return StringCommand("sh", "-c", shlex.quote(script))
+
+
+@operation()
+@host_errors
+def python_site(plan: ToolsPlan, paths: Paths) -> Generator[Any, None, None]:
+    """Have the builder's pinned wheels for this host's Python, without a package index there.
+
+    The wheels are resolved on the controller, hash-checked by pip, sent once and unpacked.
+
+    Args:
+        plan: names the requirements file.
+        paths: where tools live.
+    """
+    site = host.get_fact(PythonSite, tools_dir=paths.tools_dir)
+    if site is None:
+        yield refuse(
+            Problem(
+                f"{host.name}: python3",
+                "not found, or not able to say its version",
+                "install the package python3 on the host",
+            )
+        )
+        return
+    archive = site_archive(plan.python_requirements, site.python_version, site.machine)
+    name = f"site-{archive.digest[:12]}"
+    if site.target == f"{paths.tools_dir}/{name}" and site.receipt == archive.digest:
+        host.noop(f"{name} is in place")
+        return
+    upload = f"{paths.tools_dir}/.{name}.zip"
+    yield FileUploadCommand(str(archive.path), upload)
+    home = shlex.quote(f"{paths.tools_dir}/{name}")
+    script = (
+        f"set -e; rm -rf {home}.new {home}; mkdir -p {home}.new; "
+        f"python3 -m zipfile -e {shlex.quote(upload)} {home}.new; "
+        f"printf '%s\\n' {archive.digest} > {home}.new/.receipt; sync -f {home}.new; "
+        f"mv -T {home}.new {home}; rm -f {shlex.quote(upload)}"
+    )
+    yield StringCommand("sh", "-c", shlex.quote(script))
+    yield _point(f"{paths.tools_dir}/site", f"{paths.tools_dir}/{name}")

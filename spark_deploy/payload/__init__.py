@@ -1,0 +1,1 @@
+"""What travels to hosts: tools, wheels, certificates, files that keep a host reachable."""

@@ -1,0 +1,174 @@
+"""What travels to hosts: our own files, read from the checkout, and pinned wheels.
+
+The plan is pure and gets only the digests; operations get the content.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.errors import SparkError
+from spark_deploy.managed import ManagedFile, tree
+from spark_deploy.planning.digest import digest_of
+
+FILES = CHECKOUT / "files"
+SITE_REQUIREMENTS = "files/checkpoint/requirements.txt"
+LAUNCHER = """#!/bin/sh
+# Runs the host tools from the version this file belongs to.
+home=$(dirname "$(dirname "$(readlink -f "$0")")")
+PYTHONPATH="$home:$(dirname "$home")/site" exec python3 -m spark_host "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFiles:
+    """The host tools with paths relative to their home directory."""
+
+    files: tuple[ManagedFile, ...]
+
+    @property
+    def digest(self) -> str:
+        """Identity of the tools' content."""
+        return digest_of([(file.path, file.mode, file.sha256) for file in self.files])
+
+    def installed(self, home: str) -> tuple[ManagedFile, ...]:
+        """Return the files as they stand below ``home`` on a host."""
+        return tuple(
+            ManagedFile(f"{home}/{file.path}", file.content, file.mode) for file in self.files
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SiteArchive:
+    """Pinned wheels merged into one zip, and the digest of what it holds."""
+
+    path: Path
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Digests the plan needs, and the content behind them."""
+
+    tools: ToolFiles
+    units: tuple[ManagedFile, ...]  # static systemd units and users, absolute paths
+    image_context: tuple[ManagedFile, ...]  # relative paths
+
+    @property
+    def tools_digest(self) -> str:
+        """Identity of the host tools."""
+        return self.tools.digest
+
+    @property
+    def image_context_digest(self) -> str:
+        """Identity of the image's build context."""
+        return digest_of([(file.path, file.mode, file.sha256) for file in self.image_context])
+
+
+@functools.cache
+def read_payload() -> Payload:
+    """Read everything below ``files/`` that goes to hosts; once per run."""
+    tools = (
+        *_below(FILES / "host" / "spark_host", "spark_host"),
+        *_below(FILES / "checkpoint" / "spark_checkpoint", "spark_checkpoint"),
+        ManagedFile("bin/spark-host", LAUNCHER.encode(), 0o755),
+    )
+    return Payload(
+        tools=ToolFiles(tools),
+        units=tuple(_unit(file) for file in _below(FILES / "units", "")),
+        image_context=tuple(
+            file
+            for file in _below(FILES / "image", "")
+            if not file.path.startswith(("tests/", "build/", "dist/"))
+            and ".egg-info/" not in file.path
+        ),
+    )
+
+
+def recipe_version() -> int:
+    """Return the checkpoint builder's recipe version, read without importing the builder."""
+    path = FILES / "checkpoint" / "spark_checkpoint" / "__init__.py"
+    match = re.search(r"^RECIPE_VERSION = (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if match is None:
+        fix = "restore the checkout (git status)"
+        raise SparkError.one(str(path), "states no RECIPE_VERSION", fix)
+    return int(match[1])
+
+
+def _unit(file: ManagedFile) -> ManagedFile:
+    """Say where a file of ``files/units`` belongs on a host."""
+    if file.path == "spark-sysusers.conf":
+        return ManagedFile("/etc/sysusers.d/spark.conf", file.content)
+    return ManagedFile(f"/etc/systemd/system/{file.path}", file.content)
+
+
+def _below(source: Path, target: str) -> tuple[ManagedFile, ...]:
+    return tuple(
+        ManagedFile(file.path.lstrip("/") if not target else file.path, file.content, file.mode)
+        for file in tree(source, target)
+    )
+
+
+def site_archive(requirements: str, python_version: str, machine: str) -> SiteArchive:
+    """Resolve the pinned wheels for one kind of host; cached on the controller.
+
+    Args:
+        requirements: path in the checkout of a list with hashes.
+        python_version: of the host, like "3.12".
+        machine: ``uname -m`` of the host.
+
+    Raises:
+        SparkError: pip cannot get the pinned wheels for that platform.
+    """
+    wanted = (CHECKOUT / requirements).read_bytes()
+    key = hashlib.sha256(f"{python_version} {machine}\n".encode() + wanted).hexdigest()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = base / "spark-deploy" / "site"
+    path = cache / f"{key[:16]}.zip"
+    if not path.exists():
+        wheels = cache / f"{key[:16]}.wheels"
+        wheels.mkdir(parents=True, exist_ok=True)
+        _download(requirements, python_version, machine, wheels)
+        _merge(wheels, path)
+    return SiteArchive(path, key)
+
+
+def _download(requirements: str, python_version: str, machine: str, into: Path) -> None:
+    command = [
+        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
+        "--only-binary=:all:", "--no-deps", "--require-hashes", "--implementation", "cp",
+        "--python-version", python_version, "--dest", str(into),
+        "-r", str(CHECKOUT / requirements),
+    ]  # fmt: skip
+    # glibc of DGX OS 7 is 2.39; wheels built against an older one run there.
+    for glibc in ("2_17", "2_27", "2_28"):
+        command += ["--platform", f"manylinux_{glibc}_{machine}"]
+    command += ["--platform", f"manylinux2014_{machine}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SparkError.one(
+            requirements,
+            f"no pinned wheels for Python {python_version} on {machine}: "
+            f"{done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'pip failed'}",
+            "let this machine reach its package index once; hosts need none",
+        )
+
+
+def _merge(wheels: Path, path: Path) -> None:
+    """Put the content of all wheels into one zip, written beside and renamed."""
+    new = path.with_suffix(f".{os.getpid()}.new")
+    with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as out:
+        for wheel in sorted(wheels.glob("*.whl")):
+            with zipfile.ZipFile(wheel) as source:
+                for info in source.infolist():
+                    out.writestr(info, source.read(info))
+    new.replace(path)

@@ -1,0 +1,81 @@
+"""Bytes in each folder that artefacts go to, and in all: the highest on the way, and what stays.
+
+Which of them share a filesystem, and what is free or there already, only the host knows: preflight
+and ``doctor`` compare (``spark_deploy/preflight/capacity.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from spark_deploy.planning.types import CheckpointPlan, DiskUse, ImagePlan, PairPlan
+
+_GIB = 1024**3
+# Layers unpack to a bit more than twice their compressed size, and both lie there for a while.
+_UNPACKED = 2.2
+_CACHE_BYTES = 2 * _GIB
+
+
+def disk_plan(docker_dir: str, pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
+    """Return the use of every folder; image and cache are estimates, the rest is exact.
+
+    Each path is the folder of one artefact, so that what lies there already can be subtracted.
+    What pairs share counts once.
+
+    Args:
+        docker_dir: where the container engine keeps images.
+        pairs: the one to serve, then those to have ready.
+    """
+    uses: dict[tuple[str, str], DiskUse] = {}
+    for pair in pairs:
+        for use in _of_pair(docker_dir, pair):
+            uses.setdefault((use.path, use.what), use)
+    return tuple(uses.values())
+
+
+def _of_pair(docker_dir: str, pair: PairPlan) -> Iterator[DiskUse]:
+    kept = pair.checkpoint is None or pair.checkpoint.keep_base
+    for source in pair.sources:
+        size = source.size_bytes
+        yield DiskUse(source.dir, source.repo, size, size if kept else 0)
+    if pair.checkpoint:
+        size = pair.checkpoint.output_bytes
+        yield DiskUse(pair.checkpoint.dir, f"checkpoint {pair.checkpoint.name}", size, size)
+    after = image_after_bytes(pair.image)
+    yield DiskUse(docker_dir, f"image {pair.image.tag}", image_peak_bytes(pair.image), after)
+    yield DiskUse(pair.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES)
+
+
+def image_after_bytes(image: ImagePlan) -> int:
+    """Return what an image takes once it is unpacked."""
+    return round(image.size_bytes * _UNPACKED)
+
+
+def image_peak_bytes(image: ImagePlan) -> int:
+    """Return what an image takes while it arrives."""
+    return image.size_bytes + image_after_bytes(image)
+
+
+def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
+    """Return what a bare host with one filesystem needs at most on the way, and what it keeps."""
+    return sum(use.peak_bytes for use in uses), sum(use.after_bytes for use in uses)
+
+
+def done_once_there(checkpoint: CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
+    """Return (path, tree) pairs: with the tree in place, the path takes no more bytes.
+
+    A tree appears by one rename, so it is whole when it is there, also when it is smaller than
+    planned (names that the base holds twice come out once); a base not kept is not fetched again.
+    """
+    if checkpoint is None or checkpoint.builder["layout"] != "full":
+        return ()
+    beside = () if checkpoint.keep_base else ((checkpoint.base.dir, checkpoint.dir),)
+    return ((checkpoint.dir, checkpoint.dir), *beside)
+
+
+def needed_by_path(uses: Sequence[DiskUse]) -> tuple[tuple[str, int], ...]:
+    """Return the peak of every folder, for preflight."""
+    total: dict[str, int] = {}
+    for use in uses:
+        total[use.path] = total.get(use.path, 0) + use.peak_bytes
+    return tuple(sorted(total.items()))

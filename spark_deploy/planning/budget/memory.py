@@ -1,0 +1,177 @@
+"""How one host's memory is spent, and what to change when it does not suffice.
+
+Block arithmetic of the engine's hybrid cache (checked against its published block sizes): one
+attention page is raised until it holds one GDN state, layers are grouped into equal groups, and
+a request takes pages for its context in the attention group and one state in each GDN group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from spark_deploy.catalog.load import Architecture, Model, Profile
+from spark_deploy.planning.budget.weights import Weights, weights_of
+from spark_deploy.planning.types import MemoryPlan
+from spark_deploy.settings.types import Settings
+
+GIB = 1024**3
+# The engine checks against the total of the GPU driver, about 2 % above MemTotal.
+_START_MARGIN = 1.02
+# (key bits, value bits, bytes of scales) of one head and token.
+_TURBOQUANT = {
+    "turboquant_k8v4": (8, 4, 4),
+    "turboquant_4bit_nc": (4, 4, 6),
+    "turboquant_k3v4_nc": (3, 4, 6),
+    "turboquant_3bit_nc": (3, 3, 6),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The hybrid KV cache of one model and profile."""
+
+    bytes_per_token: int  # of all attention layers together
+    block_tokens: int
+    block_bytes: int  # of one block over the layers of one group
+    attention_groups: int
+    state_blocks: int  # blocks that one request needs for its GDN states
+
+    def request_blocks(self, tokens: int) -> int:
+        """Blocks of one request of this length."""
+        pages = self.attention_groups * math.ceil(tokens / self.block_tokens)
+        return pages + self.state_blocks
+
+
+def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPlan:
+    """Return the memory plan of a pair that fits (``missing_bytes`` is zero or less)."""
+    memory = settings.memory
+    weights, drafter = loaded_bytes(model, profile)
+    runtime = runtime_bytes(model, profile)
+    fixed = weights + drafter + runtime
+    budget = budget_bytes(profile, settings, fixed)
+    cache_bytes = budget - fixed
+    shape = cache_shape(model.architecture, profile)
+    context = context_tokens(model, profile)
+    blocks = cache_bytes // shape.block_bytes
+    states = shape.state_blocks * profile.limits.max_sequences
+    return MemoryPlan(
+        total_bytes=memory.total_bytes,
+        reserve_bytes=memory.reserve_bytes,
+        weights_bytes=weights,
+        drafter_bytes=drafter,
+        vision_bytes=vision_bytes(model, profile),
+        graphs_bytes=runtime,
+        kv_cache_bytes=cache_bytes,
+        kv_bytes_per_token=shape.bytes_per_token,
+        block_tokens=shape.block_tokens,
+        kv_tokens=max(blocks - states, 0) // shape.attention_groups * shape.block_tokens,
+        full_context_users=round(blocks / shape.request_blocks(context), 2),
+        needed_bytes=round(budget * _START_MARGIN),
+        floor_bytes=memory.floor_bytes,
+        # Rounded up when the cache is pinned: the engine refuses to start on a budget too small.
+        memory_fraction=math.ceil(round(budget / memory.total_bytes * 100, 6)) / 100,
+    )
+
+
+def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
+    """Return what is missing for one request of full length; zero or less when it fits."""
+    fixed = sum(loaded_bytes(model, profile)) + runtime_bytes(model, profile)
+    budget = budget_bytes(profile, settings, fixed)
+    shape = cache_shape(model.architecture, profile)
+    request = shape.request_blocks(context_tokens(model, profile)) * shape.block_bytes
+    room = settings.memory.total_bytes - settings.memory.reserve_bytes
+    return max(fixed + request - budget, budget - room)
+
+
+def budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
+    """Return what the engine may take in all: the fraction, but never the reserve."""
+    memory = settings.memory
+    if profile.kv_cache.size_bytes:
+        return fixed_bytes + profile.kv_cache.size_bytes
+    room = memory.total_bytes - memory.reserve_bytes
+    fraction = min(
+        profile.limits.memory_fraction, math.floor(room / memory.total_bytes * 100) / 100
+    )
+    return round(fraction * memory.total_bytes)
+
+
+def loaded_bytes(model: Model, profile: Profile) -> tuple[int, int]:
+    """Return the bytes of the loaded weights and of the drafter."""
+    sizes: Weights = weights_of(model.architecture)
+    shared = {
+        "keep": sizes.shared_bytes,
+        "fp8-donor": sizes.shared_fp8_bytes,
+        "fp8-base": sizes.shared_fp8_bytes,
+        "fp8-self": sizes.shared_fp8_bytes,
+        "int8-g128": sizes.shared_int8_bytes,
+    }[profile.shared_experts]
+    body = sizes.experts_bytes + sizes.attention_bytes + sizes.embedding_bytes
+    body += sizes.routers_bytes + shared
+    body += sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes
+    drafter = sizes.mtp_bytes if profile.speculation else 0
+    factor = model.memory.weights_factor
+    return round(body * factor) + vision_bytes(model, profile), round(drafter * factor)
+
+
+def vision_bytes(model: Model, profile: Profile) -> int:
+    """Return what the vision tower takes of the weights; it is never quantised."""
+    return model.architecture.vision_bytes if profile.vision else 0
+
+
+def runtime_bytes(model: Model, profile: Profile) -> int:
+    """Return what the engine needs beside weights and cache.
+
+    A TurboQuant cache is unpacked into two 16-bit buffers of the longest context while prompts
+    are computed.
+    """
+    work = 0
+    if profile.kv_cache.dtype in _TURBOQUANT:
+        shape = model.architecture
+        work = 4 * shape.kv_heads * shape.head_width * context_tokens(model, profile)
+    return model.memory.runtime_bytes + work
+
+
+def context_tokens(model: Model, profile: Profile) -> int:
+    """Return the longest request: the profile's limit, or the model's native context."""
+    return profile.limits.max_context_tokens or model.architecture.max_context_tokens
+
+
+def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
+    """Return the block arithmetic of the cache."""
+    drafts = profile.speculation.tokens if profile.speculation else 0
+    layer_bytes = _layer_bytes_per_token(model, profile.kv_cache.dtype)
+    attention = model.attention_layers + (model.mtp_layers if drafts else 0)
+    smaller, larger = sorted((attention, model.gdn_layers))
+    size = larger if larger < 1.25 * smaller else smaller
+    block_tokens = math.ceil(_state_bytes(model, drafts) / layer_bytes / 16) * 16
+    # With prefix caching a request also holds the state at the last block's edge.
+    states = (2 if profile.prefix_caching else 1) + drafts
+    return CacheShape(
+        bytes_per_token=layer_bytes * attention,
+        block_tokens=block_tokens,
+        block_bytes=block_tokens * layer_bytes * size,
+        attention_groups=math.ceil(attention / size),
+        state_blocks=math.ceil(model.gdn_layers / size) * states,
+    )
+
+
+def _layer_bytes_per_token(model: Architecture, dtype: str) -> int:
+    if dtype in _TURBOQUANT:
+        key_bits, value_bits, scales = _TURBOQUANT[dtype]
+        head = model.head_width * (key_bits + value_bits) // 8 + scales
+        return model.kv_heads * head
+    width = 1 if dtype.startswith("fp8") else 2
+    return 2 * model.kv_heads * model.head_width * width
+
+
+def _state_bytes(model: Architecture, drafts: int) -> int:
+    """Bytes of one GDN state: FP32 recurrence and the 16-bit tail of the convolution."""
+    recurrence = model.gdn_value_heads * model.gdn_head_width**2 * 4
+    width = (2 * model.gdn_key_heads + model.gdn_value_heads) * model.gdn_head_width
+    return recurrence + (model.gdn_kernel - 1 + drafts) * width * 2
+
+
+def gib(size_bytes: float) -> str:
+    """Write bytes for people: ``67.4 GiB``."""
+    return f"{size_bytes / GIB:.1f} GiB"

@@ -1,0 +1,153 @@
+"""Compare a planned release with the rules of ``catalog/guard_rails.yml``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spark_deploy.catalog.load import GuardRail, Model, Profile
+from spark_deploy.errors import PlanError, Problem
+from spark_deploy.planning.types import MemoryPlan
+from spark_deploy.settings.engine_options import meaning, whole
+from spark_deploy.settings.types import Settings
+
+_FORMAT_OPTIONS = ("quantization", "quantization-config", "hf-overrides")
+_KERNEL_OPTIONS = ("linear-backend", "moe-backend", "kernel-config")
+# Each a second spelling of one field of speculative-config.
+_DRAFT_OPTIONS = {
+    "spec-method": "method",
+    "spec-model": "model",
+    "spec-tokens": "num_speculative_tokens",
+}
+# The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0013.
+_COUNTED_CACHE_AS_USED = 24
+
+
+def facts_of(
+    model: Model, profile: Profile, memory: MemoryPlan, settings: Settings
+) -> dict[str, Any]:
+    """Return what rules may speak about, of the arguments the engine would really get."""
+    image = settings.images.get(model.image.role, "")
+    options = meaning(profile.options)
+    attention = _mapping(options.get("attention-config"))
+    own = _mapping(_mapping(options.get("additional-config")).get("spark"))
+    drafts = _drafts(profile, options)
+    builds_full = profile.builds_checkpoint and profile.layout == "full"
+    formats = [model.sources.base, profile.kv_cache.dtype]
+    formats += [str(options.get(name, "")) for name in _FORMAT_OPTIONS]
+    return {
+        "model": model.name,
+        "profile": profile.name,
+        "kv_cache": profile.kv_cache.dtype,
+        "speculation_method": drafts.get("method"),
+        "speculation_tokens": whole(drafts.get("num_speculative_tokens")) or 0,
+        "own_draft_model": drafts.get("model") is not None,
+        "drafts_by_option": not options.keys().isdisjoint(("speculative-config", *_DRAFT_OPTIONS)),
+        "prefix_caching": profile.prefix_caching,
+        "max_sequences": profile.limits.max_sequences,
+        "max_batched_tokens": profile.limits.max_batched_tokens,
+        "memory_fraction": memory.memory_fraction,
+        "block_tokens": memory.block_tokens,
+        "attention_backend": str(
+            options.get("attention-backend") or attention.get("backend") or ""
+        ).upper(),
+        "has_attention_backend": "attention-backend" in options or "backend" in attention,
+        "xqa_decode": attention.get("use_trtllm_attention") is not False,
+        "eager": options.get("enforce-eager") is True,
+        "piecewise_graphs": _mapping(options.get("compilation-config")).get("cudagraph_mode")
+        == "PIECEWISE",
+        "pipeline_stages": int(options.get("pipeline-parallel-size") or 1),
+        "expert_width_per_device": _expert_width(model, options),
+        "deep_gemm": _deep_gemm(profile, options),
+        "formats": " ".join(formats).lower(),
+        "online_quantisation": "quantization-config" in options,
+        "engine_counts_cache_as_used": _counts_cache_as_used(image),
+        "expose": settings.serve.expose,
+        "tls": settings.serve.tls,
+        "plugin": profile.plugin,
+        "engine_mode": profile.engine_mode,
+        "shared_experts": profile.shared_experts,
+        "head": own.get("lm_head") or profile.head,
+        "vision": profile.vision,
+        "load_format": str(options.get("load-format", profile.load_format)).lower(),
+        "tree_needs_plugin": profile.tree_needs_plugin,
+        "tree_repeats_names": model.sources.repeats_names and not builds_full,
+        "plugins_by_environment": "VLLM_PLUGINS" in profile.environment,
+        "old_runner": not profile.environment.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip(" 0"),
+    }
+
+
+def _counts_cache_as_used(image: str) -> bool:
+    """Tell by the tag whether the engine is too old; a tag without vLLM's version tells nothing."""
+    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+    found = re.match(r"v?0\.(\d+)\b", tag)
+    return found is not None and int(found[1]) <= _COUNTED_CACHE_AS_USED
+
+
+def _expert_width(model: Model, options: Mapping[str, Any]) -> int:
+    """Return how much of one routed expert a device holds."""
+    whole = model.architecture.expert_width
+    if options.get("enable-expert-parallel") is True:
+        return whole  # experts are dealt out, not cut
+    return whole // max(1, int(options.get("tensor-parallel-size") or 1))
+
+
+def _deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
+    """Tell whether the environment or a choice of kernels asks for DeepGEMM."""
+    chosen = " ".join(str(options.get(name, "")) for name in _KERNEL_OPTIONS)
+    by_option = "deep_gemm" in chosen.lower().replace("-", "_")
+    return by_option or profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0"
+
+
+def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the engine's speculative configuration as it will be."""
+    drafts = profile.speculation
+    planned = {"method": drafts.method, "num_speculative_tokens": drafts.tokens} if drafts else {}
+    if "speculative-config" in options:
+        planned = dict(_mapping(options["speculative-config"]))
+    return planned | {
+        field: options[name] for name, field in _DRAFT_OPTIONS.items() if name in options
+    }
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def apply_rails(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the warnings, or raise one error with every refusal."""
+    hits = [rail for rail in rails if _applies(rail, facts)]
+    refused = [
+        Problem(
+            f"model {facts['model']} with profile {facts['profile']}",
+            f"refused by guard rail {rail.rule}: {rail.reason} ({rail.source})",
+            rail.fix,
+        )
+        for rail in hits
+        if rail.effect == "refuse"
+    ]
+    if refused:
+        raise PlanError(refused)
+    return tuple(f"{rail.rule}: {rail.reason}; {rail.fix} ({rail.source})" for rail in hits)
+
+
+def _applies(rail: GuardRail, facts: Mapping[str, Any]) -> bool:
+    return all(_holds(facts[fact], comparison, facts) for fact, comparison in rail.applies.items())
+
+
+def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    how, other = next(iter(comparison.items()))
+    if how == "is":
+        return bool(value == other)
+    if how == "one_of":
+        return value in other
+    if how == "starts_with":
+        return str(value).startswith(str(other))
+    if how == "contains":
+        return str(other) in str(value)
+    if how == "above":
+        return bool(value > other)
+    if how == "below":
+        return bool(value < other)
+    return bool(value < facts[other])

@@ -1,0 +1,221 @@
+"""The plan of one host: settings, catalog, lock and payload joined. Pure: same in, same out."""
+
+from __future__ import annotations
+
+from spark_deploy.catalog.load import (
+    GuardRail,
+    Model,
+    Profile,
+    load_guard_rails,
+    load_model,
+    load_profile,
+)
+from spark_deploy.lockfile.types import Lock
+from spark_deploy.planning.budget.disk import (
+    disk_plan,
+    done_once_there,
+    image_peak_bytes,
+    needed_by_path,
+)
+from spark_deploy.planning.budget.memory import missing_bytes, plan_memory
+from spark_deploy.planning.effective import effective_profile
+from spark_deploy.planning.fit import refusal
+from spark_deploy.planning.guard_rails import apply_rails, facts_of
+from spark_deploy.planning.serving.gateway import gateway_plan
+from spark_deploy.planning.serving.image import image_plan, locked_image
+from spark_deploy.planning.serving.serve import cache_dir, serve_plan
+from spark_deploy.planning.types import (
+    AptRepository,
+    BasePlan,
+    CudaPlan,
+    DiskUse,
+    DockerPlan,
+    HostPlan,
+    MemoryPlan,
+    NeedsPlan,
+    PairPlan,
+    Paths,
+    PayloadIdentity,
+    SecretSource,
+    ToolsPlan,
+)
+from spark_deploy.planning.work.checkpoint import (
+    checkpoint_plan,
+    locked_source,
+    refuse_impossible_trees,
+    source_plan,
+)
+from spark_deploy.settings.types import Settings
+
+
+def plan_host(
+    settings: Settings, lock: Lock, payload: PayloadIdentity, *, host: str = "any"
+) -> HostPlan:
+    """Return everything there is to do on one host, or raise ``PlanError``."""
+    model = load_model(settings.model)
+    profile = effective_profile(load_profile(settings.profile, settings.model), settings)
+    return join(host, model, profile, settings, lock, payload, load_guard_rails())
+
+
+def join(
+    host: str,
+    model: Model,
+    profile: Profile,
+    settings: Settings,
+    lock: Lock,
+    payload: PayloadIdentity,
+    rails: tuple[GuardRail, ...],
+) -> HostPlan:
+    """Join one model and one profile; the guard rails have the last word."""
+    refuse_impossible_trees(model, profile, settings)
+    if missing_bytes(model, profile, settings) > 0:
+        raise refusal(model, profile, settings)
+    memory = plan_memory(model, profile, settings)
+    warnings = apply_rails(rails, facts_of(model, profile, memory, settings))
+    paths = host_paths(settings)
+    pair = pair_plan(model, profile, settings, lock, payload)
+    ready = tuple(_ready_plan(settings.of_pair(other), lock, payload)
+                  for other in settings.ready_pairs)  # fmt: skip
+    token = settings.hub.token
+    docker = _docker(model, settings, lock)
+    disk = disk_plan(settings.paths.docker_dir, (pair, *ready))
+    return HostPlan(
+        host=host,
+        model=model.name,
+        profile=profile.name,
+        paths=paths,
+        needs=_needs(settings, memory, disk, docker.check_image, (pair, *ready)),
+        base=_base(settings, paths),
+        cuda=_cuda(settings),
+        docker=docker,
+        tools=ToolsPlan(payload.tools_digest, payload.python_requirements),
+        sources=pair.sources,
+        checkpoint=pair.checkpoint,
+        image=pair.image,
+        memory=memory,
+        disk=disk,
+        serve=serve_plan(model, profile, settings, pair.tree, pair.image, memory),
+        gateway=gateway_plan(settings, host),
+        warnings=warnings,
+        ready=ready,
+        releases_kept=settings.releases.keep,
+        hub_token=SecretSource(token.kind, token.value) if token else None,
+    )
+
+
+def pair_plan(
+    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: PayloadIdentity
+) -> PairPlan:
+    """Return what one model and profile need on the host."""
+    checkpoint = checkpoint_plan(model, profile, settings, lock, payload)
+    if checkpoint:
+        base = checkpoint.base
+    else:
+        locked = locked_source(lock, model.sources.base, model.sources.revision)
+        base = source_plan("base", locked, settings)
+    image = image_plan(model, profile, settings, lock, payload)
+    cache = cache_dir(settings, profile, image)
+    return PairPlan(model.name, profile.name, (base,), checkpoint, image, cache)
+
+
+def _ready_plan(settings: Settings, lock: Lock, payload: PayloadIdentity) -> PairPlan:
+    model = load_model(settings.model)
+    profile = effective_profile(load_profile(settings.profile, settings.model), settings)
+    return pair_plan(model, profile, settings, lock, payload)
+
+
+def host_paths(settings: Settings) -> Paths:
+    """Return where things live on a host."""
+    chosen = settings.paths
+    return Paths(chosen.models_dir, chosen.sources_dir, chosen.cache_dir)
+
+
+def _needs(
+    settings: Settings,
+    memory: MemoryPlan,
+    disk: tuple[DiskUse, ...],
+    check_image: str,
+    pairs: tuple[PairPlan, ...],
+) -> NeedsPlan:
+    expect = settings.expect
+    images = {pair.image.tag: image_peak_bytes(pair.image) for pair in pairs}
+    sources = {
+        source.dir: tuple((f.sha256, f.size_bytes) for f in source.files if f.sha256)
+        for pair in pairs
+        for source in pair.sources
+    }
+    return NeedsPlan(
+        arch=expect.arch,
+        pci_ids=expect.pci_ids,
+        gpu_name=expect.gpu_name,
+        os_id=expect.os_id,
+        os_version=expect.os_version,
+        driver_min=expect.driver_min,
+        dgx_release=expect.dgx_release,
+        takeover=settings.takeover,
+        allow_memory_holders=settings.allow_memory_holders,
+        ports=(settings.serve.port,),
+        disk_needed_bytes=needed_by_path(disk),
+        disk_reserve_bytes=settings.disk.reserve_bytes,
+        memory_needed_bytes=memory.needed_bytes,
+        # MemTotal of two equal machines differs by firmware settings.
+        memory_total_min_bytes=round(memory.total_bytes * 0.98),
+        docker_dir=settings.paths.docker_dir,
+        images=(check_image, *images),
+        image_bytes=tuple(images.items()),
+        disk_done_once_there=tuple(
+            dict.fromkeys(done for pair in pairs for done in done_once_there(pair.checkpoint))
+        ),
+        reboot=settings.reboot,
+        tailscale=settings.serve.expose == "tailscale",
+        downloads=tuple(sources.items()),
+        look_in=pairs[0].sources[0].look_in,
+    )
+
+
+def _base(settings: Settings, paths: Paths) -> BasePlan:
+    return BasePlan(
+        packages=settings.base.packages,
+        hold_driver_in_unattended_upgrades=settings.base.hold_driver_in_unattended_upgrades,
+        disable_sleep=settings.base.disable_sleep,
+        paths=paths,
+        protect_login=settings.base.protect_login,
+        headless=settings.base.headless,
+        earlyoom=settings.base.earlyoom,
+    )
+
+
+def _cuda(settings: Settings) -> CudaPlan:
+    cuda = settings.cuda
+    return CudaPlan(cuda.version, cuda.package, _repositories(settings, cuda.repositories))
+
+
+def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
+    docker = settings.docker
+    daemon = dict(docker.daemon)
+    if settings.registries.insecure:
+        daemon["insecure-registries"] = sorted(
+            {*daemon.get("insecure-registries", ()), *settings.registries.insecure}
+        )
+    return DockerPlan(
+        packages=docker.packages,
+        toolkit_packages=docker.toolkit_packages,
+        repositories=_repositories(settings, docker.repositories),
+        daemon=daemon,
+        users=docker.users,
+        check_image=locked_image(model, settings, lock, "gpu_check").pinned,
+    )
+
+
+def _repositories(settings: Settings, names: tuple[str, ...]) -> tuple[AptRepository, ...]:
+    return tuple(
+        AptRepository(
+            name=name,
+            url=settings.repositories[name].url,
+            suite=settings.repositories[name].suite,
+            components=settings.repositories[name].components,
+            key_url=settings.repositories[name].key_url,
+            key_sha256=settings.repositories[name].key_sha256,
+        )
+        for name in names
+    )

@@ -1,0 +1,1 @@
+"""How a plan serves: command line, image, gateway, the release and its files. Pure."""

@@ -1,0 +1,146 @@
+"""Argument lists of the engine, built from mappings only: no shell strings, no quoting.
+
+A value that begins with ``-`` would be read as an option by the engine's parser, and quoting
+cannot stop that: such values are written ``--name=value`` or refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.errors import PlanError
+from spark_deploy.planning.budget.memory import context_tokens
+from spark_deploy.planning.types import MemoryPlan
+from spark_deploy.settings.engine_options import canonical, structure
+
+MODEL_MOUNT = "/model"
+SOCKET = "/run/spark/engine.sock"
+CACHE_MOUNT = "/cache"
+ENGINE_USER = "spark-engine"  # made by files/units/spark-sysusers.conf
+HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
+"""What the engine measured of the opt-in head at its first start on this host."""
+
+
+def option_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Turn a mapping into arguments, in the order of the mapping.
+
+    ``True`` is a bare flag, ``False`` its ``--no-`` form, ``None`` leaves the option out, a list
+    gives several values and a mapping becomes compact JSON.
+    """
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None:
+            continue
+        if value is True:
+            arguments.append(flag)
+        elif value is False:
+            arguments.append(f"--no-{flag[2:]}")
+        elif isinstance(value, Mapping):
+            arguments += [flag, json.dumps(value, separators=(",", ":"), sort_keys=True)]
+        elif isinstance(value, (list, tuple)):
+            arguments += [flag, *(_value(name, item) for item in value)]
+        else:
+            arguments += [flag, _value(name, value)]
+    return arguments
+
+
+def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[str, Any]:
+    """Return the options of ``vllm serve`` that follow from model, profile and memory plan."""
+    limits = profile.limits
+    drafts = profile.speculation
+    portable = profile.engine_mode == "portable"
+    return {
+        "max-model-len": context_tokens(model, profile),
+        "max-num-seqs": limits.max_sequences,
+        "max-num-batched-tokens": limits.max_batched_tokens,
+        "gpu-memory-utilization": memory.memory_fraction,
+        "kv-cache-memory-bytes": profile.kv_cache.size_bytes,
+        "kv-cache-dtype": None if profile.kv_cache.dtype == "auto" else profile.kv_cache.dtype,
+        "load-format": "spark_portable" if portable else profile.load_format,
+        "enable-prefix-caching": profile.prefix_caching,
+        "language-model-only": None if profile.vision else True,
+        "reasoning-parser": model.parsers.reasoning,
+        "enable-auto-tool-choice": True if model.parsers.tool_call else None,
+        "tool-call-parser": model.parsers.tool_call,
+        "speculative-config": drafts
+        and {"method": drafts.method, "num_speculative_tokens": drafts.tokens},
+        **_further_options(profile),
+    }
+
+
+def _further_options(profile: Profile) -> dict[str, Any]:
+    """Return the profile's own options, joined with what its head needs."""
+    options = {canonical(name): value for name, value in profile.options.items()}
+    if profile.head == "int8-triton":
+        own = structure(options.get("additional-config") or {})
+        if not isinstance(own, Mapping):
+            what = f"{own!r} is no mapping, and head {profile.head} adds to it"
+            raise PlanError.one("engine option additional-config", what, "write it as a mapping")
+        spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES, **own.get("spark", {})}
+        options["additional-config"] = {**own, "spark": spark}
+    return options
+
+
+def engine_arguments(
+    model: Model, profile: Profile, memory: MemoryPlan, names: Sequence[str]
+) -> tuple[str, ...]:
+    """Return everything after ``vllm serve``."""
+    served = [_value("served-model-name", name) for name in names]
+    options = option_arguments(engine_options(model, profile, memory))
+    return (MODEL_MOUNT, "--served-model-name", *served, *options, "--uds", SOCKET)
+
+
+def engine_environment(
+    profile: Profile, *, plugin: bool, start_timeout_s: int, image: str
+) -> dict[str, str]:
+    """Return the environment of the engine; it holds no secret.
+
+    The container has a loopback and no network, so every library that looks for an interface is
+    told to use that one.
+    """
+    environment = {
+        # Its account has neither a home nor a name in the image; libraries ask for both.
+        "HOME": CACHE_MOUNT,
+        "USER": ENGINE_USER,
+        "XDG_CACHE_HOME": CACHE_MOUNT,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Skips its warm-up: it is not used for this architecture, and lists of that change.
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(start_timeout_s),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "TRITON_CACHE_DIR": f"{CACHE_MOUNT}/triton",
+        "CUDA_CACHE_PATH": f"{CACHE_MOUNT}/nv",
+        "NVIDIA_VISIBLE_DEVICES": "all",
+        "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
+    }
+    if plugin:
+        environment["VLLM_PLUGINS"] = "spark"
+    if profile.head == "int8-triton":
+        # What it measures holds for this image only, and it cannot ask which one it runs in.
+        environment["SPARK_IMAGE"] = image
+    return {**environment, **profile.environment}
+
+
+def container_arguments() -> tuple[str, ...]:
+    """Return arguments of ``docker run`` that every release has; the GPU's follow from the host."""
+    return (
+        "--network=none",
+        # Shared memory comes out of the one pool anyway; a private limit only adds a way to fail.
+        "--ipc=host",
+        "--security-opt=no-new-privileges",
+    )
+
+
+def _value(name: str, value: Any) -> str:
+    text = str(value)
+    if text.startswith("-"):
+        what = f"value {text!r} begins with '-' and would be read as an option"
+        raise PlanError.one(f"engine option {name}", what, "write it as a mapping or drop it")
+    return text

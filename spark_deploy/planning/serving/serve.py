@@ -1,0 +1,208 @@
+"""One release: everything that decides how the service runs, as ``release.json``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.catalog.patterns import expand_all
+from spark_deploy.planning.budget.memory import context_tokens
+from spark_deploy.planning.digest import digest_of, plain
+from spark_deploy.planning.serving.argv import (
+    CACHE_MOUNT,
+    ENGINE_USER,
+    MODEL_MOUNT,
+    container_arguments,
+    engine_arguments,
+    engine_environment,
+)
+from spark_deploy.planning.serving.gateway import SERVICE
+from spark_deploy.planning.types import CheckpointPlan, ImagePlan, MemoryPlan, ServePlan, SourcePlan
+from spark_deploy.settings.types import Settings
+
+_RESTART_DELAY_S = 60
+_RESTART_BURST = 3
+_STARTING_STEPS = 3  # ExecStartPre, ExecStart, ExecStartPost: systemd times each by itself
+_STOPPING_STEPS = 3  # ExecStop, the signals, ExecStopPost: likewise
+# A prompt shows in the counters only when all of it was read. Far below what a Spark can do (3,317
+# tokens/s were published for two of them at 2K), because reading slows down as the context grows.
+_SLOWEST_PROMPT_TOKENS_PER_S = 1000
+_FINITE_LINE = r"spark: all numbers of \d+ tensors and the logits of \d+ heads of \w+ are finite"
+_PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
+
+
+def serve_plan(
+    model: Model,
+    profile: Profile,
+    settings: Settings,
+    tree: CheckpointPlan | SourcePlan,
+    image: ImagePlan,
+    memory: MemoryPlan,
+) -> ServePlan:
+    """Return the release of the service, its digest made from its own content."""
+    serve = settings.serve
+    names = serve.names or (model.name,)
+    argv = engine_arguments(model, profile, memory, names)
+    environment = engine_environment(
+        profile,
+        plugin=image.plugin,
+        start_timeout_s=serve.start_timeout_s,
+        image=image.tag,
+    )
+    cache = cache_dir(settings, profile, image)
+    release: dict[str, Any] = {
+        "schema_version": 1,
+        "service": SERVICE,
+        "model": model.name,
+        "profile": profile.name,
+        "names": list(names),
+        "image": {
+            "tag": image.tag,
+            "digest_label": image.digest if image.plugin else None,
+            "base": image.base,
+            "plugin": image.context_digest[:12],
+        },
+        "tree": {"path": tree.dir, "digest": tree.digest},
+        "engine": {
+            "argv": list(argv),
+            "env": environment,
+            "mounts": [
+                {"source": tree.dir, "target": MODEL_MOUNT, "read_only": True},
+                {"source": cache, "target": CACHE_MOUNT, "read_only": False},
+            ],
+            "docker_args": list(container_arguments()),
+            "user": ENGINE_USER,
+        },
+        "memory": {
+            "needed_bytes": memory.needed_bytes,
+            "wait_s": settings.memory.start_wait_s,
+            "floor_bytes": memory.floor_bytes,
+        },
+        "timeouts": {
+            "start_s": serve.start_timeout_s,
+            "stop_s": serve.stop_timeout_s,
+            "drain_s": serve.drain_s,
+        },
+        "restart": {
+            "delay_s": _RESTART_DELAY_S,
+            "burst": _RESTART_BURST,
+            "interval_s": _restart_interval_s(settings),
+        },
+        "check": check_section(model, profile, settings, memory, plugin=image.plugin),
+        "watch": {
+            "stall_s": _stall_s(settings, context_tokens(model, profile)),
+            "interval_s": settings.watch.interval_s,
+            "hot_celsius": settings.watch.hot_celsius,
+        },
+    }
+    return ServePlan(
+        service=SERVICE,
+        names=tuple(names),
+        model=model.name,
+        profile=profile.name,
+        argv=argv,
+        env=tuple(sorted(environment.items())),
+        image_tag=image.tag,
+        tree_dir=tree.dir,
+        tree_digest=tree.digest,
+        release=release,
+        drain_s=serve.drain_s,
+        start_timeout_s=serve.start_timeout_s,
+        digest=digest_of(release),
+    )
+
+
+def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
+    """Return the folder of the engine's compile cache on the host.
+
+    One for each image and number of drafts: the cache is not keyed on the latter and breaks when
+    it changes.
+    """
+    drafts = profile.speculation.tokens if profile.speculation else 0
+    return f"{settings.paths.cache_dir}/{image.digest[:12]}-mtp{drafts}"
+
+
+def check_section(
+    model: Model, profile: Profile, settings: Settings, memory: MemoryPlan, *, plugin: bool
+) -> dict[str, Any]:
+    """Return what the proof demands: of the model, of the profile, and of the plugin's log."""
+    required = list(profile.check.log_required)
+    forbidden = list(profile.check.log_forbidden)
+    portable = plugin and profile.engine_mode == "portable"
+    if plugin and profile.shared_experts.startswith("fp8"):
+        required.append(plugin_line(model))
+    if plugin and profile.tree_needs_plugin:
+        required.append(_FINITE_LINE)
+    if portable:
+        required.append(_PORTABLE_LINE)
+    elif plugin:
+        forbidden.append(r"spark portable mode")
+    if plugin:
+        forbidden += [r"Failed to load plugin", r"weight_scale_inv.* not found"]
+    questions = [plain(question) for question in model.check.questions]
+    return {
+        "timeout_s": settings.check.timeout_s,
+        "max_model_len": context_tokens(model, profile),
+        "questions": questions,
+        "copy": list(model.check.copy),
+        "tool_call": model.check.tool_call and model.parsers.tool_call is not None,
+        "reasoning": model.check.reasoning and model.parsers.reasoning is not None,
+        "repeat": model.check.repeat,
+        "conversation": model.check.conversation,
+        # Only for `spark-check --deep`: reading so much takes minutes.
+        "needle": {"context_tokens": context_tokens(model, profile) * 3 // 4},
+        "image": profile.vision and model.architecture.vision_bytes > 0,
+        "acceptance_floor": profile.check.acceptance_floor if profile.speculation else None,
+        # The first turn must fill a block: only whole blocks are found again.
+        "prefix": {"block_tokens": memory.block_tokens} if profile.check.prefix_reuse else None,
+        "log_required": required,
+        "log_forbidden": forbidden,
+        "portable": portable,
+        "metrics_required": profile.check.metrics_required,
+        "bench": {
+            "limit_s": settings.check.bench_s,
+            "worse_percent": settings.check.bench_worse_percent,
+        },
+    }
+
+
+def plugin_line(model: Model) -> str:
+    """Return the pattern of the line in which the plugin states the exact sets it found."""
+    names = expand_all(model.tensors.swap)
+    modules = {name.replace(".gate_proj", ".gate_up_proj") for name in names}
+    modules -= {name for name in modules if name.endswith(".up_proj")}
+    rows, columns = model.tensors.block_shape
+    return (
+        rf"spark_inc: {len(names)} FP8 block names in {len(modules)} modules, "
+        rf"block_shape=\[{rows}, {columns}\]"
+    )
+
+
+def _stall_s(settings: Settings, longest_prompt_tokens: int) -> int:
+    """Return a limit that the longest prompt cannot reach while it is read."""
+    reading_s = -(-longest_prompt_tokens // _SLOWEST_PROMPT_TOKENS_PER_S)
+    return max(settings.watch.stall_s, reading_s)
+
+
+def start_limit_s(start_s: int, memory_wait_s: int) -> int:
+    """Return how long systemd gives each step of a start."""
+    return start_s + memory_wait_s + 120
+
+
+def stop_limit_s(stop_s: int) -> int:
+    """Return how long systemd gives each step of a stop."""
+    return stop_s + 60
+
+
+def _restart_interval_s(settings: Settings) -> int:
+    """Return an interval in which the start limit triggers even if every step hangs to its limit.
+
+    A shorter one would let such an engine start for ever. The price: as many crashes within these
+    hours, each after serving well, end the service too.
+    """
+    serve = settings.serve
+    starting_s = _STARTING_STEPS * start_limit_s(
+        serve.start_timeout_s, settings.memory.start_wait_s
+    )
+    stopping_s = _STOPPING_STEPS * stop_limit_s(serve.stop_timeout_s)
+    return _RESTART_BURST * (starting_s + stopping_s + _RESTART_DELAY_S) + 600

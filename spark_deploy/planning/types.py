@@ -1,0 +1,341 @@
+"""The plan of one host: frozen data, the only thing roles and operations receive.
+
+Every slice has a ``digest`` property made from its own content (``plan/digest.py``), so equal
+inputs give equal names on the host. Sizes are bytes, times are seconds. Paths are paths on the
+host, as text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_deploy.lockfile.types import SourceFile
+from spark_deploy.planning.digest import digest_of
+
+# No settings: the units and tools on the host look nowhere else.
+CONFIG_DIR = "/etc/spark"
+STATE_DIR = "/var/lib/spark"
+TOOLS_DIR = "/usr/local/lib/spark"
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where things live on a host."""
+
+    models_dir: str  # built checkpoints: <name>-<digest12>/
+    sources_dir: str  # verified source trees: <org>--<repo>-<commit12>/
+    cache_dir: str  # engine compile caches, keyed by image
+    config_dir: str = CONFIG_DIR  # releases/, gateway/, api-key
+    state_dir: str = STATE_DIR  # jobs/, proofs/, receipts/
+    tools_dir: str = TOOLS_DIR  # host tools by digest, `current` points at one
+
+
+@dataclass(frozen=True, slots=True)
+class SecretSource:
+    """Where the controller reads a secret; ``kind`` is env, file, command or generate."""
+
+    kind: str
+    value: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadIdentity:
+    """What this checkout sends to hosts, by content alone; ``payload/content.py`` has both."""
+
+    tools_digest: str  # files/host and files/checkpoint
+    image_context_digest: str  # files/image
+    recipe_version: int  # of the checkpoint builder
+    python_requirements: str  # path in the checkout of the hash-pinned wheels list
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsPlan:
+    """What preflight demands of the host before anything is changed."""
+
+    arch: str  # uname -m
+    pci_ids: tuple[str, ...]  # any of these, "10de:2e12"
+    gpu_name: str  # as nvidia-smi prints it
+    os_id: str
+    os_version: str
+    driver_min: str
+    dgx_release: str  # "require" | "warn" | "ignore"
+    takeover: tuple[str, ...]  # containers we may stop
+    allow_memory_holders: tuple[str, ...]  # process names that may keep memory
+    ports: tuple[int, ...]  # must be free or ours
+    disk_needed_bytes: tuple[tuple[str, int], ...]  # (path, bytes still to be written at peak)
+    disk_reserve_bytes: int
+    memory_needed_bytes: int
+    memory_total_min_bytes: int
+    docker_dir: str = "/var/lib/docker"
+    # Images of the plan; once all of them are there, nothing more is written below docker_dir.
+    images: tuple[str, ...] = ()
+    # Bytes below docker_dir that each engine image takes; one that is there takes no more.
+    image_bytes: tuple[tuple[str, int], ...] = ()
+    # (path, tree): once the tree is there, nothing more is written to the path.
+    disk_done_once_there: tuple[tuple[str, str], ...] = ()
+    reboot: str = "report"  # "report" | "allow": what becomes of a pending reboot
+    tailscale: bool = False  # the gateway needs this host's address in its tailnet
+    # What may lie on the host already: (folder to fill, its files as (sha256, bytes)).
+    downloads: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    look_in: tuple[str, ...] = ()  # where the fetcher will look for them
+
+
+@dataclass(frozen=True, slots=True)
+class AptRepository:
+    """One signed package repository; ``key_sha256`` pins the key file's content."""
+
+    name: str
+    url: str
+    suite: str
+    components: tuple[str, ...]
+    key_url: str
+    key_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapPlan:
+    """What a new host gets, so that it never asks for a password again."""
+
+    public_key: str  # one line of authorized_keys
+    sudoers_path: str = "/etc/sudoers.d/90-spark-deploy"
+
+
+@dataclass(frozen=True, slots=True)
+class BasePlan:
+    """Packages and host care that need no GPU."""
+
+    packages: tuple[str, ...]
+    hold_driver_in_unattended_upgrades: bool
+    disable_sleep: bool
+    paths: Paths
+    protect_login: bool = True
+    headless: bool = False
+    earlyoom: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlan:
+    """CUDA toolkit: kept when present at ``version``, else installed. Never the driver."""
+
+    version: str  # "13.0"
+    package: str
+    repositories: tuple[AptRepository, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DockerPlan:
+    """Container engine with the NVIDIA runtime."""
+
+    packages: tuple[str, ...]
+    toolkit_packages: tuple[str, ...]
+    repositories: tuple[AptRepository, ...]
+    daemon: dict[str, Any]  # merged into daemon.json
+    check_image: str  # pinned reference; a container of it must print a line starting "GPU"
+    receipt_path: str = f"{STATE_DIR}/receipts/gpu-container.json"
+    users: tuple[str, ...] = ()  # in the group docker
+
+
+@dataclass(frozen=True, slots=True)
+class ToolsPlan:
+    """Our own host tools (files/host, files/checkpoint), installed by content digest."""
+
+    digest: str
+    python_requirements: str  # path in the checkout of the hash-pinned wheels list
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlan:
+    """One repository at one commit, fetched whole."""
+
+    role: str  # "base" | "donor" | "ready" | "draft"
+    repo: str
+    commit: str
+    dir: str  # on the host
+    files: tuple[SourceFile, ...]
+    endpoint: str
+    mirrors: tuple[str, ...]
+    look_in: tuple[str, ...]
+    parallel: int
+    rate_limit_bytes_per_s: int | None
+    token_needed: bool
+    tries: int = 8  # without progress, then the job fails
+    retry_pause_s: float = 1.0  # before the second one; doubles
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tree."""
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """Identity of the tree's content (not of where it comes from)."""
+        return digest_of({"repo": self.repo, "commit": self.commit, "files": self.files})
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """The hybrid checkpoint to build; ``builder`` is PLAN.json without paths and digest."""
+
+    name: str
+    dir: str
+    base: SourcePlan
+    donor_repo: str | None
+    donor_commit: str | None
+    donor_url: str | None  # {endpoint}/{repo}/resolve/{commit}
+    builder: dict[str, Any]
+    recipe_version: int
+    output_bytes: int  # new bytes on disk (overlay: the small shard only)
+    donor_bytes: int  # of the swapped tensors, read as ranges
+    keep_base: bool  # False: the base is removed once the tree is proven and serves
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """The engine image: a base by digest plus our plugin layer."""
+
+    base: str  # name@sha256:...
+    tag: str  # local name: spark-vllm:<digest12>
+    context_digest: str  # content of files/image
+    plugin: bool
+    supported_engines: tuple[str, ...]
+    pull_only: bool  # True: serve the base unchanged (profiles without the plugin)
+    size_bytes: int
+
+    @property
+    def digest(self) -> str:
+        """Identity of the built image's inputs."""
+        return digest_of({"base": self.base, "context": self.context_digest, "plugin": self.plugin})
+
+
+@dataclass(frozen=True, slots=True)
+class PairPlan:
+    """Everything one model and profile need on a host before their engine can start."""
+
+    model: str
+    profile: str
+    sources: tuple[SourcePlan, ...]  # only those fetched whole
+    checkpoint: CheckpointPlan | None  # None: the base tree is served as it is
+    image: ImagePlan
+    cache_dir: str
+
+    @property
+    def tree(self) -> CheckpointPlan | SourcePlan:
+        """The tree the engine loads."""
+        return self.checkpoint or self.sources[0]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How one host's unified memory is spent."""
+
+    total_bytes: int
+    reserve_bytes: int
+    weights_bytes: int
+    drafter_bytes: int
+    vision_bytes: int  # part of weights_bytes
+    graphs_bytes: int
+    kv_cache_bytes: int
+    kv_bytes_per_token: int
+    block_tokens: int  # one cache block holds one GDN state, so it is this many tokens
+    kv_tokens: int
+    full_context_users: float  # blocks there are / blocks one request of full length takes
+    needed_bytes: int  # MemAvailable required before start
+    floor_bytes: int  # spark-watch stops the engine below this
+    memory_fraction: float  # as handed to the engine
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes on the filesystem of ``path``: after the run, and the highest on the way."""
+
+    path: str
+    what: str
+    peak_bytes: int
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TlsPlan:
+    """Where the gateway's certificate comes from; paths are on the controller."""
+
+    mode: str  # "own-cert" | "private-ca"
+    certificate: str  # own-cert
+    key: str  # own-cert
+    ca_dir: str  # private-ca
+    names: tuple[str, ...]  # names and addresses to cover; clients use the first
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayPlan:
+    """The only way in. It belongs to the service: no change of it restarts the engine."""
+
+    service: str
+    expose: str  # "loopback" | "docker" | "tailscale" | "lan"
+    port: int
+    address: str | None  # what clients of the network call the host
+    max_body_bytes: int
+    max_requests_per_s: int | None
+    settings_path: str
+    certificate_path: str
+    certificate_key_path: str
+    key_path: str
+    key: SecretSource  # kind "generate": the host makes it once
+    tls: TlsPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """One release: everything that decides how the service runs. ``release`` is its JSON."""
+
+    service: str
+    names: tuple[str, ...]
+    model: str
+    profile: str
+    argv: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    image_tag: str
+    tree_dir: str
+    tree_digest: str
+    release: dict[str, Any]  # release.json without name and digest
+    drain_s: int
+    start_timeout_s: int
+    # SSH, sudo and rolling order never enter the digest.
+    digest: str = field(default="")
+
+    @property
+    def name(self) -> str:
+        """Instance name of every unit of this release."""
+        return f"{self.service}-{self.digest[:12]}"
+
+    @property
+    def unit(self) -> str:
+        """The systemd unit of this release's engine."""
+        return f"spark-serve@{self.name}.service"
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """All there is to do on one host."""
+
+    host: str
+    model: str
+    profile: str
+    paths: Paths
+    needs: NeedsPlan
+    base: BasePlan
+    cuda: CudaPlan
+    docker: DockerPlan
+    tools: ToolsPlan
+    sources: tuple[SourcePlan, ...]  # only those fetched whole
+    checkpoint: CheckpointPlan | None  # None: the base tree is served as it is
+    image: ImagePlan
+    memory: MemoryPlan
+    disk: tuple[DiskUse, ...]
+    serve: ServePlan
+    gateway: GatewayPlan
+    warnings: tuple[str, ...]
+    ready: tuple[PairPlan, ...] = ()  # other pairs to have ready
+    releases_kept: int = 0  # ways back that pruning leaves
+    hub_token: SecretSource | None = None  # for gated repositories; never part of a digest

@@ -1,0 +1,1 @@
+"""The slow work of a plan: trees, jobs, and what pruning must leave. Pure."""

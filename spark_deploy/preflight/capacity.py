@@ -1,0 +1,106 @@
+"""Is there room: disk on each filesystem we write to, and memory for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spark_deploy.errors import Problem
+from spark_deploy.facts.machine.survey import Survey
+from spark_deploy.planning.types import NeedsPlan
+from spark_deploy.preflight.verdict import Verdict
+
+GIB = 1 << 30
+
+
+def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
+    """Compare disk and memory with what the plan needs."""
+    return Verdict(tuple([*_disk(needs, survey), *_memory(needs, survey)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one filesystem has to take."""
+
+    mount: str
+    available_bytes: int
+    needed_bytes: int
+    paths: tuple[str, ...]
+
+
+def demands(needs: NeedsPlan, survey: Survey) -> tuple[Demand, ...]:
+    """Add up what is still to be written per filesystem, less what is there or can be linked."""
+    by_path = {place.path: place for place in survey.places}
+    downloads = dict(needs.downloads)
+    images_there = bool(needs.images) and set(needs.images) <= set(survey.images)
+    done_with = dict(needs.disk_done_once_there)
+    totals: dict[str, Demand] = {}
+    for path, wanted_bytes in needs.disk_needed_bytes:
+        place = by_path.get(path)
+        if place is None:
+            continue
+        done_bytes = max(
+            place.present_bytes, survey.stored.linkable_bytes(path, downloads.get(path, ()))
+        )
+        if path == needs.docker_dir:
+            there = sum(size for tag, size in needs.image_bytes if tag in survey.images)
+            done_bytes = wanted_bytes if images_there else there
+        tree = by_path.get(done_with.get(path, ""))
+        if tree is not None and tree.present_bytes:
+            done_bytes = wanted_bytes
+        so_far = totals.get(place.mount, Demand(place.mount, place.available_bytes, 0, ()))
+        totals[place.mount] = Demand(
+            place.mount,
+            place.available_bytes,
+            so_far.needed_bytes + max(0, wanted_bytes - done_bytes),
+            (*so_far.paths, path),
+        )
+    return tuple(totals.values())
+
+
+def _disk(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+    missing = [path for path, _ in needs.disk_needed_bytes if path not in _seen(survey)]
+    if missing:
+        yield Problem("disk", f"could not read {', '.join(missing)}", "look at `df` on the host")
+    for demand in demands(needs, survey):
+        # A host on which everything is in place may fill up; that stops no one from serving.
+        if not demand.needed_bytes:
+            continue
+        wanted = demand.needed_bytes + needs.disk_reserve_bytes
+        if demand.available_bytes >= wanted:
+            continue
+        prune = ", ".join(
+            f"{item.bytes / GIB:.1f} GiB of {item.what}" for item in survey.reclaimable
+        )
+        yield Problem(
+            f"disk {demand.mount}",
+            f"{demand.available_bytes / GIB:.1f} GiB free, "
+            f"{demand.needed_bytes / GIB:.1f} GiB to be written and "
+            f"{needs.disk_reserve_bytes / GIB:.1f} GiB kept free "
+            f"(for {', '.join(demand.paths)})",
+            f"free {(wanted - demand.available_bytes) / GIB:.1f} GiB"
+            + (f"; docker could give back {prune} (`docker system prune`)" if prune else ""),
+        )
+
+
+def _seen(survey: Survey) -> set[str]:
+    return {place.path for place in survey.places}
+
+
+def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+    memory = survey.memory
+    if memory.total_bytes < needs.memory_total_min_bytes:
+        yield Problem(
+            "memory",
+            f"{memory.total_bytes / GIB:.1f} GiB in all, the plan counts on "
+            f"{needs.memory_total_min_bytes / GIB:.1f} GiB",
+            "choose a smaller model or profile for this host",
+        )
+    # While our own engine runs its memory is spoken for; the switch waits for it to come back.
+    if not survey.serving and memory.available_bytes < needs.memory_needed_bytes:
+        yield Problem(
+            "memory",
+            f"{memory.available_bytes / GIB:.1f} GiB available, the engine needs "
+            f"{needs.memory_needed_bytes / GIB:.1f} GiB to start",
+            "stop what holds it (named above where it can be told), or choose a smaller profile",
+        )

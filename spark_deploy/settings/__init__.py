@@ -1,0 +1,1 @@
+"""What owners choose: read, merged and validated before any connection."""

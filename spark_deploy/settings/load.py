@@ -1,0 +1,230 @@
+"""Settings: YAML files and ``--data`` to one frozen ``Settings`` for each host.
+
+Later wins: the checkout's ``group_vars/all.yml`` (every default), then beside the inventory
+``group_vars/all.yml``, ``group_vars/<group>.yml`` and ``host_vars/<host>.yml``, then ``--data``.
+Mappings merge key by key, lists are replaced. All mistakes of all hosts are reported at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.documents.schema_check import KeyPath, load_schema, problems_of
+from spark_deploy.documents.yamlfile import read_mapping
+from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.settings.rules import rule_problems
+from spark_deploy.settings.types import SecretRef, Settings
+
+_UNITS = {"_gib": 1024**3, "_mib": 1024**2, "_mib_per_s": 1024**2}
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """Settings of one host and where they come from; ``root`` holds the inventory's group_vars."""
+
+    host: str
+    group: str
+    root: Path
+    settings: Settings
+    data: dict[str, Any]  # the same, as merged from the files: shown by `debug-inventory`
+
+    @property
+    def lock_path(self) -> Path:
+        """The lock file of this inventory."""
+        return self.root / self.settings.lock_file
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One source of settings: the name people know it by, and its content."""
+
+    shown: str
+    data: dict[str, Any]
+
+
+def load_hosts(
+    groups: Mapping[str, Sequence[str]],
+    *,
+    root: Path,
+    overrides: Mapping[str, Any] | None = None,
+    generated: Mapping[str, Any] | None = None,
+    checkout: Path = CHECKOUT,
+) -> dict[str, HostSettings]:
+    """Return the settings of every host, or raise one error with all mistakes.
+
+    Args:
+        groups: host names by group; a host belongs to one group.
+        root: folder holding the ``group_vars`` and ``host_vars`` of the inventory.
+        overrides: ``--data`` of the command line, dotted keys allowed.
+        generated: what an inventory works out itself; ranks between group and host files.
+        checkout: where the defaults, the schema and the catalog lie.
+    """
+    problems: list[Problem] = []
+    common = _common_layers(root, checkout, problems)
+    last = [Layer("--data", undot(overrides))] if overrides else []
+    found: dict[str, HostSettings] = {}
+    for group, hosts in groups.items():
+        middle = _file_layer(root / "group_vars" / f"{group}.yml", root, checkout, problems)
+        own = [Layer("inventory", undot(generated))] if generated else []
+        for host in hosts:
+            if host in found:
+                fix = "list every host in one group only"
+                problems.append(Problem(host, "is in two groups of the inventory", fix))
+                continue
+            name = host.removeprefix("@")
+            host_file = root / "host_vars" / f"{name}.yml"
+            one = _file_layer(host_file, root, checkout, problems)
+            layers = [*common, *middle, *own, *one, *last]
+            found[host] = _host_settings(host, group, root, layers, checkout, problems)
+    if problems:
+        raise SettingsError(list(dict.fromkeys(problems)))
+    return found
+
+
+def merge(
+    base: dict[str, Any], new: Mapping[str, Any], *, null_keeps: bool = True
+) -> dict[str, Any]:
+    """Return ``base`` with ``new`` merged in: mappings by key, everything else replaced.
+
+    With ``null_keeps`` a mapping set to nothing (``serve:`` with all its keys commented out)
+    changes nothing; without, null takes the mapping away.
+    """
+    merged = dict(base)
+    for key, value in new.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and value is None and null_keeps:
+            continue
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            merged[key] = merge(old, value, null_keeps=null_keeps)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def undot(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn ``{"serve.port": 1}`` into ``{"serve": {"port": 1}}``."""
+    result: dict[str, Any] = {}
+    for key, value in data.items():
+        for part in reversed(key.split(".")[1:]):
+            value = {part: value}
+        result = merge(result, {key.split(".")[0]: value})
+    return result
+
+
+def build(cls: type[Any], data: Mapping[str, Any]) -> Any:
+    """Build the frozen dataclass ``cls`` from valid plain data, converting units once."""
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for field in dataclasses.fields(cls):
+        key, factor = schema_key(field.name, data)
+        value = data[key]
+        if factor and value is not None:
+            values[field.name] = round(value * factor)
+        else:
+            values[field.name] = _convert(hints[field.name], value)
+    return cls(**values)
+
+
+def schema_key(field: str, keys: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Return the key that people type for ``field`` and its factor, if it is a size."""
+    if "_bytes" in field:
+        for unit, factor in _UNITS.items():
+            for suffix in ("_bytes", "_bytes_per_s"):
+                key = field.removesuffix(suffix) + unit
+                if field.endswith(suffix) and key in keys:
+                    return key, factor
+    return field, None
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _convert(kind.__args__[0], value)
+    if kind is SecretRef:
+        return secret_ref(value)
+    if dataclasses.is_dataclass(kind):
+        return build(typing.cast(type[Any], kind), value)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return tuple(_convert(arguments[0], item) for item in value)
+    if origin is dict:
+        return {key: _convert(arguments[1], item) for key, item in value.items()}
+    if kind is str and value is False:
+        return "off"  # what YAML makes of the word
+    if kind in (int, float, str):
+        return kind(value)
+    return value
+
+
+def secret_ref(value: Any) -> SecretRef:
+    """Turn ``generate`` or ``{env|file|command: ...}`` into a reference."""
+    if isinstance(value, str):
+        return SecretRef(value)
+    kind, target = next(iter(value.items()))
+    return SecretRef(kind, (target,) if isinstance(target, str) else tuple(target))
+
+
+def _common_layers(root: Path, checkout: Path, problems: list[Problem]) -> list[Layer]:
+    paths = [checkout / "group_vars" / "all.yml"]
+    if root.resolve() != checkout.resolve():
+        paths.append(root / "group_vars" / "all.yml")
+    return [layer for path in paths for layer in _file_layer(path, root, checkout, problems)]
+
+
+def _file_layer(path: Path, root: Path, checkout: Path, problems: list[Problem]) -> list[Layer]:
+    if not path.exists():
+        return []
+    base = root if path.is_relative_to(root) else checkout
+    shown = path.relative_to(base).as_posix()
+    data, found = read_mapping(path, shown=shown)
+    problems.extend(found)
+    return [Layer(shown, data)]
+
+
+def _host_settings(
+    host: str,
+    group: str,
+    root: Path,
+    layers: Sequence[Layer],
+    checkout: Path,
+    problems: list[Problem],
+) -> HostSettings:
+    data: dict[str, Any] = {}
+    for layer in layers:
+        data = merge(data, layer.data)
+
+    def where(path: KeyPath) -> str:
+        return _origin(layers, path)
+
+    schema = load_schema("settings", checkout=checkout)
+    found = list(problems_of(data, schema, where))
+    if not found:
+        found = list(rule_problems(data, where, checkout=checkout))
+    problems.extend(found)
+    settings = typing.cast(Settings, None if found else build(Settings, data))
+    return HostSettings(host, group, root, settings, data)
+
+
+def _origin(layers: Sequence[Layer], path: KeyPath) -> str:
+    """Name the last layer that says something about ``path``."""
+    for layer in reversed(layers):
+        data: Any = layer.data
+        for part in path:
+            if isinstance(data, dict) and part in data:
+                data = data[str(part)]
+            elif isinstance(part, int) and isinstance(data, list):
+                break
+            else:
+                break
+        else:
+            return layer.shown
+        if isinstance(data, list):
+            return layer.shown
+    return layers[0].shown if layers else "settings"

@@ -1,0 +1,101 @@
+"""A real nginx before a stub engine, and how to knock at it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from spark_host.gateway import api_key, gateway, gateway_settings, traffic
+from spark_host.gateway.gateway_settings import Gateway
+from stub_host import REPOSITORY, Host
+
+QUESTION = {
+    "model": "main-model",
+    "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+}
+
+
+@dataclass
+class Door:
+    """A running gateway and how to knock at it."""
+
+    host: Host
+    process: subprocess.Popen[bytes]
+
+    @property
+    def settings(self) -> Gateway:
+        return gateway_settings.load("main", self.host.paths)
+
+    @property
+    def key(self) -> str:
+        return api_key.read(self.settings, self.host.paths)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.settings.port, timeout=10)
+
+    def ask(
+        self, path: str, body: object = None, method: str | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        connection = self.connect()
+        names = {key.replace("_", "-"): value for key, value in headers.items()}
+        text = json.dumps(body) if body is not None else None
+        connection.request(method or ("POST" if text else "GET"), path, text, names)
+        answer = connection.getresponse()
+        result = answer.status, dict(answer.getheaders()), answer.read()
+        connection.close()
+        return result
+
+    def chat(self, **headers: str) -> int:
+        return self.ask("/v1/chat/completions", QUESTION, **headers)[0]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def long_answer(gate: Door) -> http.client.HTTPResponse:
+    """Ask for two seconds of pieces and return once the first one is there."""
+    body = {
+        **QUESTION,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * 40}],
+    }
+    connection = gate.connect()
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {gate.key}"}
+    )
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data: ")
+    return answer
+
+
+@contextmanager
+def running(host: Host) -> Iterator[Door]:
+    settings = host.gateway(port=free_port())
+    release = host.release()
+    host.started(release, STUB_PIECE_S="0.05")
+    api_key.make(settings, host.paths)
+    traffic.open_for(release, host.paths)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spark_host", "gateway", "main"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY / "files" / "host"),
+            "SPARK_ROOT": str(host.paths.root),
+        },
+    )
+    try:
+        gateway.wait_until_listening("main", host.paths)
+        yield Door(host, process)
+    finally:
+        process.terminate()
+        process.wait(10)

@@ -1,0 +1,177 @@
+"""A directory that stands for a host, with stub engines run below it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(REPOSITORY / "files" / "host"))
+
+from spark_host import release as releases  # noqa: E402
+from spark_host.engine.client import Engine, EngineError  # noqa: E402
+from spark_host.gateway import gateway_settings  # noqa: E402
+from spark_host.gateway.gateway_settings import Gateway  # noqa: E402
+from spark_host.paths import Paths  # noqa: E402
+from spark_host.release import Release  # noqa: E402
+
+RELEASE = "main-0123456789ab"
+STUB_DIR = REPOSITORY / "lab" / "stub_engine"
+
+
+def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
+    """Return a whole release.json; ``section__key=value`` changes one value."""
+    data: dict[str, Any] = {
+        "schema_version": 1,
+        "name": name,
+        "service": "main",
+        "digest": name.rpartition("-")[2].ljust(64, "0"),
+        "model": "lab-stub",
+        "profile": "v2",
+        "names": ["main-model", "alias"],
+        "image": {"tag": "spark-vllm:stub", "digest_label": None},
+        "tree": {"path": "/srv/spark/models/x", "digest": "d" * 64},
+        "engine": {
+            "argv": [
+                "/model",
+                *("--served-model-name", "main-model", "alias"),
+                *("--uds", "/run/spark/engine.sock"),
+                *("--max-model-len", "4096"),
+                *("--enable-auto-tool-choice", "--reasoning-parser", "qwen3"),
+                "--enable-prefix-caching",
+                *("--speculative-config", '{"method":"mtp","num_speculative_tokens":2}'),
+            ],
+            "env": {"STUB_LOG": "spark plugin is on"},
+            "mounts": [],
+            "docker_args": [],
+        },
+        "memory": {"needed_bytes": 1, "wait_s": 1, "floor_bytes": 1},
+        "timeouts": {"start_s": 3, "stop_s": 2, "drain_s": 2},
+        "restart": {"delay_s": 60, "burst": 3, "interval_s": 7200},
+        "check": {
+            "timeout_s": 1.5,
+            "max_model_len": 4096,
+            "questions": [
+                {"prompt": "What is the capital of France?", "expect": "Paris", "max_tokens": 32},
+                {"prompt": "What is 7823 * 4519?", "expect": "^35352137$", "max_tokens": 32},
+            ],
+            "copy": ["zq-81/Kappa_π", "a b  c"],
+            "tool_call": True,
+            "reasoning": True,
+            "repeat": True,
+            "conversation": True,
+            "image": True,
+            "parallel": 3,
+            "needle": {"context_tokens": 500},
+            "prefix": {"block_tokens": 100},
+            "acceptance_floor": 0.5,
+            "log_required": ["spark plugin is on", r"GPU KV cache size: [\d,]+ tokens"],
+            "log_forbidden": ["setting cudagraph_mode="],
+            "portable": False,
+            "metrics_required": {
+                "vllm:cache_config_info": {"cache_dtype": "auto"},
+                "vllm:generation_tokens_total": 1,
+            },
+        },
+        "watch": {"stall_s": 1, "interval_s": 0.1},
+    }
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        if key:
+            data[section][key] = value
+        else:
+            data[section] = value
+    return data
+
+
+@dataclass
+class Host:
+    """A directory that stands for a host's root, and the engines started below it."""
+
+    paths: Paths
+    program: Path
+    engines: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def gateway(self, **changes: Any) -> Gateway:
+        """Write the gateway's settings and return them as the tools read them."""
+        data = {
+            "schema_version": 1,
+            "service": "main",
+            "expose": "loopback",
+            "port": 18080,
+            "max_body_bytes": 4096,
+            "max_requests_per_s": None,
+            "key_path": "/etc/spark/api-key",
+            "tls": None,
+            "user": "nobody",
+            **changes,
+        }
+        path = self.paths.gateway_settings("main")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data))
+        return gateway_settings.load("main", self.paths)
+
+    def proven_gpu(self, *arguments: str) -> None:
+        """Write the deploy's proof that a container sees the GPU with these arguments."""
+        self.paths.gpu_receipt.parent.mkdir(parents=True, exist_ok=True)
+        self.paths.gpu_receipt.write_text(json.dumps({"docker_arguments": arguments}))
+
+    def release(self, name: str = RELEASE, **changes: Any) -> Release:
+        """Write a release and return it as the tools read it."""
+        if not self.paths.gateway_settings("main").exists():
+            self.gateway()
+        if not self.paths.gpu_receipt.exists():
+            self.proven_gpu("--runtime=nvidia")
+        folder = self.paths.releases / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "release.json").write_text(json.dumps(release_data(name, **changes)))
+        return releases.load(name, self.paths)
+
+    @property
+    def log(self) -> Path:
+        return self.paths.root / "engine.log"
+
+    def start(self, release: Release, fault: str = "", **environment: str) -> Engine:
+        """Run the stub with the release's arguments; return its client at once."""
+        socket = releases.socket_path(release, self.paths)
+        assert socket is not None
+        socket.parent.mkdir(parents=True, exist_ok=True)
+        argv = [str(socket) if "engine.sock" in word else word for word in release.engine.argv]
+        self.engines.append(
+            subprocess.Popen(
+                [str(self.program), "serve", *argv],
+                stdout=self.log.open("wb"),
+                stderr=subprocess.STDOUT,
+                env={**dict(release.engine.env), "STUB_FAULT": fault, **environment},
+            )
+        )
+        return Engine(str(socket))
+
+    def started(self, release: Release, fault: str = "", **environment: str) -> Engine:
+        """Run the stub and return when it listens."""
+        engine = self.start(release, fault, STUB_LOAD_S="0", **environment)
+        wait_until(lambda: answers(engine), "the stub engine listens")
+        return engine
+
+
+def answers(engine: Engine) -> bool:
+    try:
+        return engine.get("/health").status > 0
+    except EngineError:
+        return False
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 10) -> Any:
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not after {seconds} s: {what}"
+        time.sleep(0.02)

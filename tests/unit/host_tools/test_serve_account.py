@@ -1,0 +1,78 @@
+"""The engine is not root in its container, and owns on the host what it has to write."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+from spark_host.engine import account, serve
+from spark_host.errors import HostToolError
+from spark_host.release import Release
+from stub_host import Host, release_data
+
+NOBODY = pwd.getpwnam("nobody")
+
+
+def of(host: Host, user: str | None, **more: object) -> Release:
+    return host.release(engine={**release_data()["engine"], "user": user, **more})
+
+
+def test_docker_starts_the_engine_as_its_account_by_number(host: Host) -> None:
+    argv = serve.docker_argv(of(host, "nobody"), host.paths)
+    place = argv.index("--user")
+    assert argv[place + 1] == f"{NOBODY.pw_uid}:{NOBODY.pw_gid}"
+    assert place < argv.index("spark-vllm:stub")
+
+
+def test_a_release_from_before_the_account_goes_on_as_it_was(host: Host, tmp_path: Path) -> None:
+    release = of(host, None)
+    assert "--user" not in serve.docker_argv(release, host.paths)
+    account.give_all(tmp_path, release)
+    assert tmp_path.stat().st_uid == os.geteuid()
+    assert account.tree_problem(release) is None
+
+
+def test_a_missing_account_is_named_with_the_way_to_make_it(host: Host) -> None:
+    with pytest.raises(HostToolError, match=r"spark-nobody-knows[\s\S]*systemd-sysusers"):
+        serve.docker_argv(of(host, "spark-nobody-knows"), host.paths)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+def test_a_cache_that_root_filled_becomes_the_engines_and_links_in_it_lead_nowhere(
+    host: Host, tmp_path: Path
+) -> None:
+    cache, outside = tmp_path / "cache", tmp_path / "outside"
+    (cache / "triton").mkdir(parents=True)
+    (cache / "triton/kernel").write_text("x")
+    outside.write_text("not the engine's")
+    (cache / "link").symlink_to(outside)
+
+    account.give_all(cache, of(host, "nobody"))
+
+    for path in (cache, cache / "triton", cache / "triton/kernel"):
+        assert path.stat().st_uid == NOBODY.pw_uid
+    assert outside.stat().st_uid == 0
+
+
+@pytest.mark.parametrize(("what", "mode"), [("model.safetensors", 0o600), ("", 0o700)])
+def test_a_tree_the_engine_could_not_read_is_refused_by_name_before_anything_is_touched(
+    host: Host, tmp_path: Path, what: str, mode: int
+) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir(mode=0o755)
+    (tree / "model.safetensors").write_bytes(b"x")
+    (tree / "receipt.json").write_text('{"digest": "d"}')
+    release = host.release(
+        tree={"path": str(tree), "digest": "d"},
+        engine={**release_data()["engine"], "user": "nobody"},
+    )
+    assert account.tree_problem(release) is None
+
+    (tree / what).chmod(mode)
+
+    problem = account.tree_problem(release)
+    assert problem is not None
+    assert str(tree / what).rstrip("/") in str(problem)
+    assert "chmod o+rX" in str(problem)

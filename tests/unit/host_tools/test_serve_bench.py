@@ -1,0 +1,211 @@
+"""The speed is measured once under new versions, and a clear loss is said with a way back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from spark_host.check import measure, runner
+from spark_host.records import boot, proof, upgrades
+from spark_host.release import Release
+from spark_host.rollout import speed
+from spark_host.system import files
+from spark_host.watch import loop
+from stub_host import Host, release_data
+
+BENCH = {"limit_s": 0.3, "worse_percent": 15}
+NOW = {"kernel": "6.17", "driver": "580.142", "docker": "28.5.1", "toolkit": "1.19.0"}
+
+
+class Record:
+    """Stands for the switch's record."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {"phases": []}
+
+    def set(self, **values: Any) -> None:
+        self.data.update(values)
+
+    def tell(self, text: str) -> None:
+        self.data["told"] = text
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.data["phases"].append(name)
+        yield
+
+
+def released(host: Host, name: str = "main-0123456789ab", **changes: Any) -> Release:
+    check = {**release_data()["check"], "bench": BENCH, "timeout_s": 5}
+    release = host.release(name, check=check, **changes)
+    argv = (*release.engine.argv, "--max-num-seqs", "3")
+    return replace(release, engine=replace(release.engine, argv=argv))
+
+
+def prove(host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **versions: str) -> Record:
+    """Check a release fully under these versions, then do the last step of a change."""
+    monkeypatch.setattr(proof, "versions", lambda: {**NOW, **versions})
+    runner.check(release, host.paths, "full", print, invocation_id="run-1")
+    record = Record()
+    speed.measured(release, host.paths, record)
+    return record
+
+
+def test_a_running_engine_is_measured_within_the_limit(host: Host) -> None:
+    release = released(host)
+    host.started(release, STUB_PIECE_S="0.0005")
+    found = measure.measure(release, host.paths, 0.5, print)
+    assert found["rounds"] >= 1
+    assert found["seconds"] < 3
+    # A token every 0.5 ms, and what sleeping costs: never faster than the stub can be.
+    assert 300 < found["one_stream_tokens_per_s"]["median"] < 2000
+    assert found["all_streams_tokens_per_s"]["median"] > found["one_stream_tokens_per_s"]["median"]
+    assert 0 < found["first_token_s"]["median"] < 0.5
+
+
+def test_an_engine_that_works_for_others_is_not_measured(host: Host) -> None:
+    release = released(host)
+    engine = host.started(release, STUB_PIECE_S="0.0005")
+    body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 3000}
+    stranger = threading.Thread(target=lambda: engine.chat(body, 20))
+    stranger.start()
+    with pytest.raises(measure.NotMeasuredError, match="worked for others"):
+        measure.measure(release, host.paths, 0.5, print)
+    stranger.join()
+
+
+def test_an_engine_that_does_not_answer_is_not_measured(host: Host) -> None:
+    with pytest.raises(measure.NotMeasuredError, match="nobody listens"):
+        measure.measure(released(host), host.paths, 0.5, print)
+
+
+def spread(*values: float) -> dict[str, float]:
+    ordered = sorted(values)
+    return {"min": ordered[0], "median": ordered[len(ordered) // 2], "max": ordered[-1]}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "worse"),
+    [
+        ((50, 51, 52), (30, 31, 32), ["one stream: 31.0 tokens/s, 51.0 tokens/s before"]),
+        ((50, 51, 52), (45, 46, 47), []),  # worse, but by less than the limit
+        ((30, 51, 52), (29, 35, 40), []),  # the rounds overlap: noise
+        ((50, 51, 52), (70, 71, 72), []),
+    ],
+)
+def test_only_what_noise_cannot_explain_is_clearly_worse(
+    before: tuple[float, ...], now: tuple[float, ...], worse: list[str]
+) -> None:
+    key = "one_stream_tokens_per_s"
+    found = measure.compare({key: spread(*now)}, {key: spread(*before)}, 15)
+    assert [item["text"] for item in found] == worse
+
+
+def test_a_later_first_token_is_worse_too() -> None:
+    key = "first_token_s"
+    found = measure.compare({key: spread(0.9, 1.0)}, {key: spread(0.4, 0.5)}, 15)
+    assert [item["text"] for item in found] == [
+        "first token of a long prompt: 1.00 s, 0.50 s before"
+    ]
+
+
+def test_each_part_that_changed_has_its_own_way_back() -> None:
+    before = {
+        "release": "main-aaaaaaaaaaaa",
+        "versions": {"kernel": "6.14", "driver": "580.126", "docker": "28.5.1", "toolkit": "1.18"},
+        "packages": {"docker": "docker-ce=5:28.5.1-1", "toolkit": "nvidia-container-toolkit=1.18"},
+    }
+    now = {**before, "versions": {**before["versions"], "docker": "29.2.1"}}  # type: ignore[dict-item]
+    assert upgrades.way_back("main", before, now) == [
+        "`apt-get install --allow-downgrades docker-ce=5:28.5.1-1`, then deploy again"
+    ]
+    now = {**before, "versions": {**before["versions"], "kernel": "6.17", "driver": "580.142"}}  # type: ignore[dict-item]
+    kernel, driver = upgrades.way_back("main", before, now)
+    assert "grub-reboot" in kernel
+    assert "6.14" in kernel
+    assert driver.startswith("driver 580.126 comes back only as a whole set")
+    now = {**before, "release": "main-bbbbbbbbbbbb"}
+    assert upgrades.way_back("main", before, now) == [
+        "`spark-host rollback main` serves main-aaaaaaaaaaaa again"
+    ]
+
+
+def test_the_speed_is_measured_once_under_the_same_versions(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = released(host)
+    host.started(release, STUB_PIECE_S="0.0005")
+    assert prove(host, release, monkeypatch).data["phases"] == ["bench"]
+    assert prove(host, release, monkeypatch).data["phases"] == []
+    # A quick check of a later run does not forget it.
+    runner.check(release, host.paths, "quick", print, invocation_id="run-2")
+    assert not proof.bench_due(release, host.paths)
+    assert prove(host, release, monkeypatch, driver="580.159").data["phases"] == ["bench"]
+
+
+def test_a_slower_server_after_an_upgrade_is_told_with_the_way_back(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = released(host)
+    host.started(release, STUB_PIECE_S="0.0005")
+    monkeypatch.setattr(upgrades, "packages", lambda: {"docker": "docker-ce=5:28.5.1-1"})
+    prove(host, release, monkeypatch)
+    host.engines.pop().kill()
+    host.started(release, STUB_PIECE_S="0.004")
+    record = prove(host, release, monkeypatch, docker="29.2.1")
+    told = "\n".join(record.data["bench"])
+    assert "clearly slower after docker 28.5.1 -> 29.2.1: one stream: " in told
+    assert "way back: `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in told
+    events = loop.events("main", host.paths)
+    assert {event["kind"] for event in events} == {"slower"}
+    kept = proof.read(release.name, host.paths) or {}
+    assert kept["bench"]["versions"]["docker"] == "29.2.1"
+    assert "before" not in kept["bench"]["before"]  # no chain of all proofs that ever were
+
+
+def test_a_new_image_is_compared_with_the_release_before(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = released(host, image={"tag": "spark-vllm:a", "base": "vllm@sha256:a", "plugin": "1" * 12})
+    host.started(old, STUB_PIECE_S="0.0005")
+    prove(host, old, monkeypatch)
+    boot.record_good(old, host.paths)
+    new = released(
+        host,
+        "main-bbbbbbbbbbbb",
+        image={"tag": "spark-vllm:b", "base": "vllm@sha256:b", "plugin": "1" * 12},
+    )
+    prove(host, new, monkeypatch)
+    kept = proof.read(new.name, host.paths) or {}
+    assert kept["bench"]["changed"] == ["image vllm@sha256:a -> vllm@sha256:b"]
+    assert kept["versions"]["plugin"] == "1" * 12
+    other = released(host, "main-cccccccccccc", profile="v2-tq")
+    boot.record_good(new, host.paths)
+    assert proof.bench_before(other, host.paths) is None
+
+
+def test_packages_are_named_as_apt_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upgrades, "_PROGRAMS", {"shell": "dpkg", "none": "no-such-program"})
+    found = upgrades.packages()
+    assert list(found) == ["shell"]
+    assert found["shell"].startswith("dpkg=1")
+
+
+def test_a_measurement_that_failed_undoes_nothing(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = released(host)
+    host.started(release)
+    monkeypatch.setattr(proof, "versions", lambda: NOW)
+    runner.check(release, host.paths, "full", print, invocation_id="run-1")
+    host.engines[0].kill()
+    host.engines[0].wait()
+    record = Record()
+    speed.measured(release, host.paths, record)
+    assert "no speed was measured" in record.data["bench"][0]
+    assert (proof.read(release.name, host.paths) or {})["ok"]
+    assert files.read_json(host.paths.proof(release.name))

@@ -1,0 +1,202 @@
+"""Who reaches the gateway: addresses, TLS and limits that change while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from spark_host.errors import HostToolError
+from spark_host.gateway import gateway, listeners
+from stub_gateway import Door, long_answer
+from stub_host import Host
+
+
+def addresses(port: int) -> set[str]:
+    """Ask ss who listens."""
+    out = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True, check=True).stdout
+    found = (line.split()[3].rpartition(":") for line in out.splitlines())
+    return {address for address, _, number in found if number == str(port)}
+
+
+def outside() -> str:
+    """Return an address of this machine other than loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+
+
+def certificate(host: Host, stem: str = "main") -> dict[str, str]:
+    folder = host.paths.root / "etc/spark/gateway"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-subj", "/CN=x", "-addext", "subjectAltName=DNS:spark.example.org",
+         "-keyout", folder / f"{stem}.key", "-out", folder / f"{stem}.crt", "-days", "9"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return {
+        "certificate": f"/etc/spark/gateway/{stem}.crt",
+        "key": f"/etc/spark/gateway/{stem}.key",
+    }
+
+
+def served(port: int, *words: str) -> str:
+    done = subprocess.run(
+        ["openssl", "s_client", "-connect", f"{outside()}:{port}", *words],
+        input="", capture_output=True, text=True, check=False, timeout=20,
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_widening_and_going_back_changes_listeners_and_cuts_no_answer(gate: Door) -> None:
+    port, pid = gate.settings.port, gate.process.pid
+    assert addresses(port) == {"127.0.0.1"}
+    answer = long_answer(gate)
+
+    gate.host.gateway(port=port, expose="lan")
+    assert "changed" in str(gateway.difference("main", gate.host.paths))
+    gateway.reload("main", gate.host.paths)
+    assert {"127.0.0.1", "0.0.0.0"} <= addresses(port)
+    assert gateway.difference("main", gate.host.paths) is None
+
+    gate.host.gateway(port=port)
+    gateway.reload("main", gate.host.paths)
+    assert addresses(port) == {"127.0.0.1"}
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((outside(), port), 2)
+    assert answer.read().rstrip().endswith(b"data: [DONE]")
+    assert gate.process.pid == pid
+    assert gate.process.poll() is None
+
+
+def test_tls_ends_at_the_network_and_this_host_stays_plain(gate: Door) -> None:
+    tls = certificate(gate.host)
+    port = gate.settings.port
+    gate.host.gateway(port=port, expose="lan", tls=tls)
+    gateway.reload("main", gate.host.paths)
+    root = gate.host.paths.root / "etc/spark/gateway/main.crt"
+    trusted = ("-CAfile", str(root), "-verify_hostname", "spark.example.org")
+    assert "Verify return code: 0 (ok)" in served(port, *trusted, "-verify_return_error")
+    assert "TLSv1.3" in served(port)
+    assert "Cipher is (NONE)" in served(port, "-tls1_1")
+    assert gate.chat(Authorization=f"Bearer {gate.key}") == 200
+
+    at_this_machine = f"spark.example.org:{port}:{outside()}"
+    ask = subprocess.run(
+        ["curl", "-s", "--cacert", str(root), "--resolve", at_this_machine, "-w", "%{http_code}",
+         "-o", "/dev/null", f"https://spark.example.org:{port}/v1/models"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ask.stdout == "401"
+    plain = ["curl", "-s", "-w", "%{http_code}", f"http://{outside()}:{port}/v1/models"]
+    said = subprocess.run(plain, capture_output=True, text=True, check=False).stdout
+    assert said.endswith("400")
+    assert "speaks https" in said
+
+
+def test_a_renewed_certificate_is_taken_over_by_a_reload(gate: Door) -> None:
+    port = gate.settings.port
+    gate.host.gateway(port=port, expose="lan", tls=certificate(gate.host))
+    gateway.reload("main", gate.host.paths)
+    first = served(port, "-showcerts")
+    certificate(gate.host)
+    assert "changed" in str(gateway.difference("main", gate.host.paths))
+    gateway.reload("main", gate.host.paths)
+    assert served(port, "-showcerts") != first
+    assert gateway.difference("main", gate.host.paths) is None
+
+
+def test_a_certificate_that_nginx_refuses_leaves_the_gateway_as_it_was(gate: Door) -> None:
+    tls = certificate(gate.host)
+    tls["key"] = certificate(gate.host, "other")["key"]
+    gate.host.gateway(port=gate.settings.port, expose="lan", tls=tls)
+    with pytest.raises(HostToolError, match="nginx refuses it"):
+        gateway.reload("main", gate.host.paths)
+    assert addresses(gate.settings.port) == {"127.0.0.1"}
+    assert gate.chat(Authorization=f"Bearer {gate.key}") == 200
+
+
+def test_more_requests_than_the_limit_get_a_429_and_when_to_come_again(gate: Door) -> None:
+    gate.host.gateway(port=gate.settings.port, max_requests_per_s=1)
+    gateway.reload("main", gate.host.paths)
+    key = {"Authorization": f"Bearer {gate.key}"}
+
+    def ask(_: int) -> tuple[int, str | None, bytes]:
+        status, headers, text = gate.ask("/v1/models", **key)
+        return status, headers.get("Retry-After"), text
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(8)))
+    good = [answer for answer in answers if answer[0] == 200]
+    refused = [answer for answer in answers if answer[0] == 429]
+    assert 3 <= len(good) <= 4
+    assert len(good) + len(refused) == 8
+    assert all(again == "1" for _, again, _ in refused)
+    assert json.loads(refused[0][2])["error"]["type"] == "rate_limit_error"
+    # Strangers are turned away before anything is counted.
+    assert {gate.ask("/v1/models")[0] for _ in range(5)} == {401}
+
+
+def test_errors_have_the_form_of_both_styles(gate: Door) -> None:
+    _, _, text = gate.ask("/v1/messages", {})
+    body = json.loads(text)
+    assert body["type"] == "error"  # what Anthropic's clients read
+    assert body["error"]["type"] == "authentication_error"
+    assert body["error"]["message"]
+
+
+@pytest.fixture
+def tailscale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in command that prints what the file beside it says, and fails without it."""
+    program, state = tmp_path / "bin/tailscale", tmp_path / "bin/address"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!/bin/sh\n[ \"$*\" = 'ip -4' ] && cat {state} 2>/dev/null && exit 0\n"
+        "echo 'no current Tailscale IPs; state: Stopped' >&2; exit 1\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return state
+
+
+def test_the_gateway_follows_the_tailnet_s_address(gate: Door, tailscale: Path) -> None:
+    port = gate.settings.port
+    gate.host.gateway(port=port, expose="tailscale")
+    gateway.reload("main", gate.host.paths)
+    assert addresses(port) == {"127.0.0.1"}
+    assert "state: Stopped" in str(gateway.difference("main", gate.host.paths))
+    assert gateway.follow("main", gate.host.paths) is None
+
+    tailscale.write_text("127.0.0.77\n")
+    assert "127.0.0.77" in str(gateway.follow("main", gate.host.paths))
+    assert addresses(port) == {"127.0.0.1", "127.0.0.77"}
+    assert gateway.difference("main", gate.host.paths) is None
+    assert gateway.follow("main", gate.host.paths) is None
+
+    tailscale.unlink()
+    assert gateway.follow("main", gate.host.paths) == f"listens on 127.0.0.1:{port}"
+    assert addresses(port) == {"127.0.0.1"}
+
+
+def test_an_address_that_no_interface_has_is_left_out(host: Host, tailscale: Path) -> None:
+    tailscale.write_text("100.101.102.103\n")
+    wanted = listeners.wanted(host.gateway(expose="tailscale"))
+    assert [one.address for one in wanted.listeners] == ["127.0.0.1"]
+    assert "on no interface" in str(wanted.missing)
+
+
+def test_a_bridge_without_address_is_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "_BRIDGE", "none0")
+    assert "is docker running?" in str(listeners.wanted(host.gateway(expose="docker")).missing)
+    monkeypatch.setattr(listeners, "_BRIDGE", "lo")
+    wanted = listeners.wanted(host.gateway(expose="docker"))
+    assert ([one.address for one in wanted.listeners][1:], wanted.missing) == (["127.0.0.1"], None)
+
+
+def test_unknown_settings_are_refused_with_where_and_fix(host: Host) -> None:
+    with pytest.raises(HostToolError, match="known: loopback, docker, tailscale, lan"):
+        host.gateway(expose="everywhere")

@@ -1,0 +1,185 @@
+"""The gateway: a real nginx before a stub engine, on a port of 127.0.0.1."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from spark_host.errors import HostToolError
+from spark_host.gateway import api_key, gateway, traffic
+from stub_gateway import QUESTION, Door, long_answer
+from stub_host import REPOSITORY, Host
+
+
+def test_the_right_key_is_let_in_and_everything_else_is_not(gate: Door) -> None:
+    assert gate.chat(Authorization=f"Bearer {gate.key}") == 200
+    assert gate.chat(x_api_key=gate.key) == 200
+    assert gate.chat() == 401
+    assert gate.chat(Authorization="Bearer wrong") == 401
+    assert gate.chat(Authorization=gate.key) == 401
+    assert gate.chat(x_api_key=gate.key[:-1]) == 401
+    assert gate.chat(Authorization=f"Bearer {gate.key}x") == 401
+
+
+def test_the_key_counts_letter_case(gate: Door) -> None:
+    assert gate.key.swapcase() != gate.key
+    assert gate.chat(Authorization=f"Bearer {gate.key.swapcase()}") == 401
+    assert gate.chat(x_api_key=gate.key.swapcase()) == 401
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/invocations", "/metrics", "/tokenize", "/detokenize", "/version", "/load", "/docs"),
+        *("/openapi.json", "/ping", "/", "/v1/load_lora_adapter", "/v1/chat/completions/render"),
+        *("//invocations", "/v1/../invocations", "/%69nvocations", "/v1/models/../../metrics"),
+        *("/v1/chat/completions/", "/v1/responses/render", "/v1/responses/resp_1/render"),
+    ],
+)
+def test_paths_the_engine_leaves_open_do_not_exist_even_with_the_key(gate: Door, path: str) -> None:
+    for body in (None, QUESTION):
+        status, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
+        assert status == 404
+        assert json.loads(text)["error"]["code"] == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+)
+def test_allowed_paths_reach_the_engine(gate: Door, path: str) -> None:
+    body = {**QUESTION, "prompt": "What is 12 + 30?", "input": "What is 12 + 30?"}
+    status, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
+    assert (status, b"42" in text) == (200, True)
+
+
+def test_of_the_engine_s_own_paths_exactly_those_of_both_styles_are_let_through() -> None:
+    # What vLLM 0.32.0 printed at a start in the lab, as "path method".
+    routes = (REPOSITORY / "tests/fixtures/engine-routes-0.32.0.txt").read_text().splitlines()
+    paths = {line.split()[0].replace("{response_id}", "resp_0a-1_b") for line in routes}
+    template = (REPOSITORY / "files/host/spark_host/gateway/gateway.conf").read_text()
+    allowed = re.search(r"location ~ (\^/v1/\S+)", template)[1]
+    assert {path for path in paths if re.search(allowed, path)} == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/models",
+        "/v1/responses",
+        "/v1/responses/resp_0a-1_b",
+        "/v1/responses/resp_0a-1_b/cancel",
+    }
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/messages/count_tokens", "/v1/models/main-model"]
+)
+def test_what_only_some_engines_have_is_theirs_to_refuse(gate: Door, path: str) -> None:
+    assert gate.ask(path, QUESTION)[0] == 401
+    _, _, text = gate.ask(path, QUESTION, Authorization=f"Bearer {gate.key}")
+    assert b"no such path" not in text  # the gateway's words
+
+
+def test_health_needs_no_key_and_models_does(gate: Door) -> None:
+    assert gate.ask("/health")[0] == 200
+    assert gate.ask("/v1/models")[0] == 401
+    assert gate.ask("/v1/models", Authorization=f"Bearer {gate.key}")[0] == 200
+
+
+def test_the_key_never_reaches_the_engine_argv_or_a_readable_file(gate: Door) -> None:
+    gate.chat(Authorization=f"Bearer {gate.key}")
+    assert gate.key not in gate.host.log.read_text()
+    command = Path(f"/proc/{gate.process.pid}/cmdline").read_text()
+    assert gate.key not in command
+    for path in gate.host.paths.root.rglob("*"):
+        if path.is_file() and gate.key.encode() in path.read_bytes():
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_a_closed_door_is_a_clear_503_while_answers_under_way_go_on(gate: Door) -> None:
+    answer = long_answer(gate)
+    traffic.close("main", gate.host.paths)
+    status, headers, text = gate.ask(
+        "/v1/chat/completions", QUESTION, Authorization=f"Bearer {gate.key}"
+    )
+    assert (status, headers["Retry-After"]) == (503, "10")
+    assert json.loads(text)["error"]["type"] == "service_unavailable"
+    assert gate.ask("/health")[0] == 503
+    assert answer.read().rstrip().endswith(b"data: [DONE]")
+
+
+def test_an_engine_that_is_away_is_a_clear_503(gate: Door) -> None:
+    gate.host.engines[0].kill()
+    gate.host.engines[0].wait()
+    status, headers, text = gate.ask(
+        "/v1/chat/completions", QUESTION, Authorization=f"Bearer {gate.key}"
+    )
+    assert (status, headers["Retry-After"]) == (503, "10")
+    assert json.loads(text)["error"]["code"] == 503
+
+
+def test_a_streamed_answer_arrives_piece_by_piece(gate: Door) -> None:
+    connection = gate.connect()
+    body = {
+        **QUESTION,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * 10}],
+    }
+    start = time.monotonic()
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {gate.key}"}
+    )
+    answer = connection.getresponse()
+    arrivals = []
+    while line := answer.readline():
+        if line.startswith(b"data: "):
+            arrivals.append(time.monotonic() - start)
+    assert len(arrivals) >= 11
+    # Ten pieces 50 ms apart: a buffering proxy would hand them over together.
+    assert arrivals[-1] - arrivals[0] > 0.4
+    assert arrivals[0] < 0.3
+
+
+def test_a_body_over_the_limit_is_refused(gate: Door) -> None:
+    body = {**QUESTION, "filler": "x" * 5000}
+    status, _, text = gate.ask("/v1/chat/completions", body, Authorization=f"Bearer {gate.key}")
+    assert (status, json.loads(text)["error"]["code"]) == (413, 413)
+
+
+def test_a_new_key_holds_at_once_and_the_old_one_is_out(gate: Door) -> None:
+    old = gate.key
+    gateway.new_key("main", gate.host.paths)
+    assert gate.key != old
+    assert gate.chat(Authorization=f"Bearer {gate.key}") == 200
+    assert gate.chat(Authorization=f"Bearer {old}") == 401
+
+
+def test_an_answer_under_way_survives_a_change_of_the_key(gate: Door) -> None:
+    answer = long_answer(gate)
+    gateway.new_key("main", gate.host.paths)
+    assert answer.read().rstrip().endswith(b"data: [DONE]")
+
+
+def test_a_key_is_made_once_and_only_for_root(host: Host) -> None:
+    settings = host.gateway()
+    api_key.make(settings, host.paths)
+    first = api_key.read(settings, host.paths)
+    api_key.make(settings, host.paths)
+    assert api_key.read(settings, host.paths) == first
+    path = host.paths.root / "etc/spark/api-key"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    with pytest.raises(HostToolError, match="readable by others"):
+        api_key.read(settings, host.paths)
+
+
+@pytest.mark.parametrize("key", ["short", 'quote"1234567890123456', "brace{}1234567890123456"])
+def test_a_key_that_could_break_the_configuration_is_refused(host: Host, key: str) -> None:
+    settings = host.gateway()
+    api_key.make(settings, host.paths)
+    (host.paths.root / "etc/spark/api-key").write_text(key)
+    with pytest.raises(HostToolError, match="not a usable key"):
+        api_key.read(settings, host.paths)

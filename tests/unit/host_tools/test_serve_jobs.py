@@ -1,0 +1,236 @@
+"""Jobs end well only with their proof, and say where they stand."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_host.jobs import jobs
+from spark_host.system import files, systemd
+from stub_host import Host
+
+D12 = "0123456789ab"
+
+
+@pytest.fixture
+def units(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+    """What systemd answers about each unit; empty means it never saw it."""
+    states: dict[str, dict[str, str]] = {}
+    monkeypatch.setattr(systemd, "show", lambda wanted, fields: states)
+    return states
+
+
+def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Path:
+    receipt = host.paths.root / f"out-{digest}/receipt.json"
+    receipt.parent.mkdir(exist_ok=True)
+    data = {
+        "schema_version": 1,
+        "digest": digest.ljust(64, "0"),
+        "kind": "fetch",
+        "title": f"job {digest}",
+        "argv": [sys.executable, "-u", "-c", script],
+        "env": {"RECEIPT": str(receipt), "DIGEST": digest.ljust(64, "0")},
+        "stdin": None,
+        "proof": {"receipt": str(receipt), "digest": digest.ljust(64, "0")},
+        "total_bytes": 1000,
+        "after": [],
+        **changes,
+    }
+    folder = host.paths.job(digest)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.json").write_text(json.dumps(data))
+    return receipt
+
+
+RECEIPT = (
+    "import json, os; os.makedirs(os.path.dirname(os.environ['RECEIPT']), exist_ok=True); "
+    "json.dump({'digest': os.environ['DIGEST']}, open(os.environ['RECEIPT'], 'w'))"
+)
+
+
+def poll(host: Host, *digests: str) -> list[dict[str, Any]]:
+    return jobs.poll(list(digests or [D12]), host.paths)
+
+
+def test_a_job_with_its_proof_is_not_run_again(host: Host, units: dict[str, Any]) -> None:
+    receipt = write_job(host, f"{RECEIPT}; open(os.environ['RECEIPT'] + '.runs', 'a').write('x')")
+    assert jobs.run(D12, host.paths) == 0
+    assert jobs.run(D12, host.paths) == 0
+    assert Path(f"{receipt}.runs").read_text() == "x"
+    assert poll(host)[0]["state"] == "done"
+
+
+def test_a_program_that_says_yes_without_a_proof_has_failed(
+    host: Host, units: dict[str, Any]
+) -> None:
+    write_job(host, "print('all fine')")
+    assert jobs.run(D12, host.paths) == 5
+    entry = poll(host)[0]
+    assert (entry["state"], entry["exit_code"]) == ("failed", 5)
+    assert "ended without its proof" in entry["log_tail"][-1]
+
+
+def test_a_receipt_of_another_digest_proves_nothing(host: Host, units: dict[str, Any]) -> None:
+    receipt = write_job(host, "raise SystemExit(3)")
+    receipt.write_text(json.dumps({"digest": "f" * 64}))
+    assert jobs.run(D12, host.paths) == 3
+    assert poll(host)[0]["state"] == "failed"
+
+
+def test_a_receipt_cut_short_proves_nothing(host: Host) -> None:
+    receipt = write_job(host, "raise SystemExit(4)")
+    receipt.write_text('{"digest": "01')
+    assert jobs.run(D12, host.paths) == 4
+
+
+def test_a_failed_job_shows_its_last_lines(host: Host, units: dict[str, Any]) -> None:
+    write_job(host, "for i in range(50): print('line', i)\nraise SystemExit('error: hub: 404')")
+    assert jobs.run(D12, host.paths) == 1
+    entry = poll(host)[0]
+    assert entry["log_tail"][-1] == "error: hub: 404"
+    assert len(entry["log_tail"]) == 20
+
+
+def test_progress_lines_become_numbers(host: Host, units: dict[str, Any]) -> None:
+    write_job(host, "print('phase=write bytes=456 rate_bytes_per_s=78.9 eta_s=7')")
+    jobs.run(D12, host.paths)
+    units[jobs.unit_of(D12)] = {"ActiveState": "activating"}
+    entry = poll(host)[0]
+    assert entry["state"] == "running"
+    assert entry["progress"] == {
+        "phase": "write",
+        "bytes": 456,
+        "total": 1000,
+        "rate_bytes_per_s": 78,
+        "eta_s": 7,
+    }
+
+
+def test_a_job_cut_by_a_reboot_is_told_apart_from_one_never_started(
+    host: Host, units: dict[str, Any]
+) -> None:
+    write_job(host, "pass")
+    assert poll(host)[0]["state"] == "waiting"
+    jobs._write_status(host.paths.job(D12), "running", None, "2026-01-01T00:00:00Z", [])
+    assert (poll(host)[0]["state"], poll(host)[0]["result"]) == ("failed", "interrupted")
+
+
+def test_a_job_behind_a_failed_one_has_failed_too(host: Host, units: dict[str, Any]) -> None:
+    first, second, third = "a" * 12, "b" * 12, "c" * 12
+    write_job(host, "raise SystemExit(4)", first)
+    write_job(host, "pass", second, after=[first])
+    write_job(host, "pass", third, after=[second])
+    jobs.run(first, host.paths)
+    states = {e["title"][-12:]: (e["state"], e["result"]) for e in poll(host, third, second, first)}
+    assert states[second] == ("failed", f"needs the failed job {first}")
+    assert states[third] == ("failed", f"needs the failed job {second}")
+
+
+def test_a_tree_that_is_not_whole_is_made_anew_and_its_remains_go(host: Host) -> None:
+    receipt = write_job(host, RECEIPT)
+    (receipt.parent / "half.safetensors").write_text("left by somebody")
+    assert jobs.run(D12, host.paths) == 0
+    assert json.loads(receipt.read_text())["digest"].startswith(D12)
+    assert not (receipt.parent / "half.safetensors").exists()
+    assert not receipt.parent.with_name(f"{receipt.parent.name}.damaged").exists()
+
+
+def test_what_a_failed_repair_set_aside_stays_for_the_next(host: Host) -> None:
+    receipt = write_job(host, "raise SystemExit(3)")
+    (receipt.parent / "whole.safetensors").write_text("still good")
+    assert jobs.run(D12, host.paths) == 3
+    aside = receipt.parent.with_name(f"{receipt.parent.name}.damaged")
+    assert (aside / "whole.safetensors").read_text() == "still good"
+
+
+def test_a_job_gets_its_secret_on_standard_input_only(host: Host) -> None:
+    secret = host.paths.root / "token"
+    secret.write_text("hf_secret")
+    receipt = write_job(
+        host,
+        f"import sys; token = sys.stdin.read(); {RECEIPT}; "
+        "open(os.environ['RECEIPT'] + '.token', 'w').write(token)",
+        stdin=str(secret),
+    )
+    assert jobs.run(D12, host.paths) == 0
+    assert Path(f"{receipt}.token").read_text() == "hf_secret"
+
+
+def test_a_job_whose_program_is_missing_says_so(host: Host, units: dict[str, Any]) -> None:
+    write_job(host, "", argv=["/no/such/program"])
+    assert jobs.run(D12, host.paths) == 4
+    assert "No such file" in poll(host)[0]["log_tail"][0]
+
+
+def test_work_that_a_finished_tree_makes_needless_is_done(
+    host: Host, units: dict[str, Any]
+) -> None:
+    tree = host.paths.root / "tree/receipt.json"
+    write_job(host, "raise SystemExit(3)", unless={"receipt": str(tree), "digest": "e" * 64})
+    tree.parent.mkdir()
+    tree.write_text(json.dumps({"digest": "e" * 64, "files": [{"path": "a", "size_bytes": 3}]}))
+    assert jobs.run(D12, host.paths) == 3  # the tree lacks a file: the work is needed
+    (tree.parent / "a").write_text("abc")
+    assert jobs.run(D12, host.paths) == 0
+    assert poll(host)[0]["state"] == "done"
+
+
+def write_removal(host: Host, script: str) -> Path:
+    base = host.paths.root / "sources/base-0123456789ab"
+    base.mkdir(parents=True, exist_ok=True)
+    write_job(host, script, kind="discard", title="remove", proof={"absent": str(base)})
+    return base
+
+
+def test_a_removal_is_done_when_the_directory_is_gone(host: Host, units: dict[str, Any]) -> None:
+    base = write_removal(host, "pass")
+    assert jobs.run(D12, host.paths) == 5
+    write_removal(host, f"import os; os.rmdir({str(base)!r})")
+    assert jobs.run(D12, host.paths) == 0
+    assert poll(host)[0]["state"] == "done"
+
+
+def test_a_tree_that_some_release_loads_is_not_removed(
+    host: Host, units: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write_removal(host, "raise SystemExit(9)")
+    name = host.release(tree__path=str(base)).name
+    assert jobs.run(D12, host.paths) == 0
+    assert base.exists()
+    assert f"kept, {name} can serve it" in capsys.readouterr().out
+
+
+def test_a_disk_too_full_for_progress_and_status_leaves_the_work_its_own_words(
+    host: Host,
+    units: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write_job(host, "print('phase=fetch bytes=1'); print('error: the disk is full'); exit(4)")
+    whole = files.write_text
+
+    def write(path: Path, text: str, mode: int = 0o644) -> None:
+        if path.name == "progress" or '"failed"' in text:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(path, text, mode)
+
+    monkeypatch.setattr(files, "write_text", write)
+    assert jobs.run(D12, host.paths) == 4
+    said = capfd.readouterr().out
+    assert "error: the disk is full" in said
+    assert "status.json: not written" in said
+    # What the status cannot say, the journal of the run does.
+    units[jobs.unit_of(D12)] = {
+        "ActiveState": "failed",
+        "Result": "exit-code",
+        "InvocationID": "r1",
+    }
+    asked: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(systemd, "journal", lambda *words: asked.append(words) or ["error: full"])
+    [entry] = poll(host)
+    assert (entry["state"], entry["log_tail"]) == ("failed", ["error: full"])
+    assert asked == [("r1", jobs.unit_of(D12), 20)]

@@ -1,0 +1,206 @@
+"""On an overloaded host a late answer is waited for, and none at all is no change."""
+
+from __future__ import annotations
+
+import json
+import os
+import socketserver
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_host.engine import serve
+from spark_host.gateway import gateway, traffic
+from spark_host.jobs import jobs
+from spark_host.records import boot, proof, upgrades
+from spark_host.rollout import rollout, speed
+from spark_host.rollout.record import Record, boot_id
+from spark_host.system import docker, files, programs, systemd
+from stub_host import RELEASE, Host
+
+IMAGE = {"Config": {"Labels": {"spark.digest": "e" * 64}}}
+
+
+class Late:
+    """A docker daemon that takes its time, and programs that do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.delays_s: list[float] = []
+        self.version = "29.2.1"
+        self.folder = folder
+
+    def program(self, name: str, *delays_s: float, says: str) -> None:
+        """Put a program on the path that sleeps for these times, one for each call."""
+        for number, delay_s in enumerate(delays_s):
+            (self.folder / f"{name}.{number}").write_text(str(delay_s))
+        path = self.folder / name
+        path.write_text(
+            f"#!/bin/sh\nfor turn in {self.folder}/{name}.[0-9]; do [ -e $turn ] || break; "
+            f"seconds=$(cat $turn); rm $turn; sleep $seconds; break; done\necho {says}\n"
+        )
+        path.chmod(0o755)
+
+
+@pytest.fixture
+def late(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    made = Late(host.paths.root / "bin")
+    made.folder.mkdir()
+
+    class Daemon(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(made.delays_s.pop(0) if made.delays_s else 0)
+            answer: Any = {"Version": made.version} if self.path == "/version" else IMAGE
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+        def handle(self) -> None:
+            try:
+                super().handle()
+            except BrokenPipeError:  # who asked has gone
+                return
+
+        def finish(self) -> None:
+            try:
+                super().finish()
+            except BrokenPipeError:
+                return
+
+    path = str(host.paths.root / "docker.sock")
+    monkeypatch.setenv("SPARK_DOCKER_SOCKET", path)
+    monkeypatch.setenv("PATH", f"{made.folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(docker, "_PATIENT_S", 0.6)
+    monkeypatch.setattr(programs, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(programs, "_PATIENT_S", 0.6)
+    quick = docker._answer
+    monkeypatch.setattr(docker, "_answer", lambda path, limit_s: quick(path, min(limit_s, 0.6)))
+    made.program("nvidia-smi", says="580.142")
+    made.program("nvidia-ctk", says="version 1.19.0")
+    with socketserver.ThreadingUnixStreamServer(path, Daemon) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield made
+        server.shutdown()
+        thread.join()
+
+
+def test_a_late_answer_is_waited_for(late: Late) -> None:
+    late.delays_s = [0.8]  # the first question takes too long, the second does not
+    late.program("nvidia-smi", 0.4, says="580.142")
+    late.program("nvidia-ctk", 0.4, says="version 1.19.0")
+
+    assert proof.versions() == {
+        "kernel": os.uname().release, "driver": "580.142", "docker": "29.2.1", "toolkit": "1.19.0"
+    }  # fmt: skip
+
+
+def test_what_never_answers_is_unknown_and_no_change(late: Late) -> None:
+    before = proof.versions()
+    late.delays_s = [0.8, 0.8]
+    late.program("nvidia-smi", 0.8, 0.8, says="580.142")
+
+    now = proof.versions()
+
+    assert (now["docker"], now["driver"]) == (upgrades.UNKNOWN, upgrades.UNKNOWN)
+    assert upgrades.unknown(now) == ["driver", "docker"]
+    assert upgrades.changed(before, now) == []
+    assert upgrades.changed(before, {**now, "toolkit": "1.20.0"}) == ["toolkit 1.19.0 -> 1.20.0"]
+    # A proof that did not know does not cover what is found later.
+    assert upgrades.changed(now, before) == [
+        "driver unknown -> 580.142", "docker unknown -> 29.2.1"
+    ]  # fmt: skip
+
+
+def test_absent_is_still_absent(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = proof.versions()
+    monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(late.folder / "nothing-here"))
+    (late.folder / "nvidia-ctk").unlink()
+    assert upgrades.changed(before, proof.versions()) == [
+        "docker 29.2.1 -> none", "toolkit 1.19.0 -> none"
+    ]  # fmt: skip
+
+
+def test_an_image_nobody_could_look_up_is_neither_there_nor_gone(
+    host: Host, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest12 = "0123456789ab"
+    job = {
+        "digest": digest12.ljust(64, "0"), "kind": "image-build", "title": "build image x",
+        "argv": ["false"], "proof": {"image": "spark-vllm:x", "label": "e" * 64},
+    }  # fmt: skip
+    host.paths.job(digest12).mkdir(parents=True)
+    files.write_json(host.paths.job(digest12) / "job.json", job)
+    monkeypatch.setattr(systemd, "show", lambda wanted, fields: {})
+
+    late.delays_s = [0.8, 0.8]
+    [unknown] = jobs.poll([digest12], host.paths)
+    [known] = jobs.poll([digest12], host.paths)
+
+    assert unknown["state"] == "unknown"
+    assert "docker: did not answer within" in unknown["result"]
+    assert known["state"] == "done"
+
+
+def test_a_switch_killed_while_it_enables_is_finished_though_docker_is_late(
+    host: Host, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = host.release()
+    late.version = "29.2.1"
+    full = {"invocation_id": "run", "checked_at": files.now(), "versions": proof.versions()}
+    files.write_json(
+        host.paths.proof(RELEASE),
+        {"release": RELEASE, "digest": release.digest, "ok": True, "invocation_id": "run",
+         "level": "full", "checked_at": files.now(), "last_full": full},
+    )  # fmt: skip
+    left = Record(release, host.paths)
+    monkeypatch.setenv("INVOCATION_ID", "switch")
+    left.set(phase="enable", invocation_id="switch", boot_id=boot_id())
+    monkeypatch.setattr(systemd, "is_active", lambda unit: True)
+    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
+    monkeypatch.setattr(systemd, "invocation", lambda unit: "run")
+    done: list[str] = []
+    for module, name in (
+        (gateway, "bring_up"), (traffic, "open_for"), (gateway, "wait_until_listening"),
+        (boot, "enable_only"), (speed, "measured"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_, name=name: done.append(name))
+    late.delays_s = [0.8, 0.8]
+
+    assert rollout.recover(RELEASE, host.paths) == 0
+
+    assert (files.read_json(host.paths.switch(RELEASE)) or {})["state"] == "switched"
+    assert "enable_only" in done
+
+
+def test_a_release_is_not_called_broken_because_docker_is_late(host: Host, late: Late) -> None:
+    late.delays_s = [0.8, 0.8]
+    problem = serve.part_problem(host.release())
+    assert isinstance(problem, docker.DaemonSilent)
+    assert "not on this host" not in str(problem)
+
+
+def test_a_program_that_is_only_looked_at_is_not_waited_for(late: Late) -> None:
+    late.program("nvidia-smi", 0.5, says="580.142")
+    assert programs.output_of("nvidia-smi") is None
+    late.program("nvidia-smi", 0.8, 0.8, says="580.142")
+    with pytest.raises(programs.ProgramSilent):
+        programs.patient_output_of("nvidia-smi")
+    assert subprocess.run(["nvidia-smi"], capture_output=True, check=True).stdout == b"580.142\n"
+
+
+def test_an_action_that_docker_never_ends_is_one_that_failed(late: Late) -> None:
+    late.program("docker", 0.8, says="spark-main-0123456789ab")
+    said = docker.client("kill", "spark-main-0123456789ab", timeout_s=0.2)
+    assert (said.returncode, said.stderr) == (124, "no answer within 0 s")
+    assert docker.client("kill", "spark-main-0123456789ab", timeout_s=5).returncode == 0

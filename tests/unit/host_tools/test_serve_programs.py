@@ -1,0 +1,54 @@
+"""A program of the host is asked with a limit, and its absence is no error."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from typing import Any
+
+import pytest
+from spark_host.system import programs
+
+
+def test_what_it_prints_comes_in_plain_english(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    assert programs.output_of("sh", "-c", 'echo " $LC_ALL "; echo second') == "C \nsecond"
+
+
+@pytest.mark.parametrize("argv", [("no-such-program",), ("false",), ("sleep", "5")])
+def test_absent_failed_and_hanging_programs_say_nothing(
+    monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(programs, "_LIMIT_S", 0.3)
+    assert programs.output_of(*argv) is None
+
+
+def test_a_program_that_no_signal_ends_holds_up_nobody_and_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stands for one that hangs in its driver: not even SIGKILL ends it before the driver does."""
+    started: list[subprocess.Popen[str]] = []
+
+    class Stuck(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *words: Any, **more: Any) -> None:
+            super().__init__(*words, **more)
+            started.append(self)
+
+        def kill(self) -> None:
+            """Reach nobody."""
+
+    monkeypatch.setattr(subprocess, "Popen", Stuck)
+    monkeypatch.setattr(programs, "_LIMIT_S", 0.1)
+    monkeypatch.setattr(programs, "_PATIENT_S", 0.1)
+    monkeypatch.setattr(programs, "_DEATH_S", 0.1)
+    began = time.monotonic()
+    assert programs.output_of("sleep", "20") is None
+    assert programs.output_of("sleep", "20") is None
+    with pytest.raises(programs.ProgramSilent):
+        programs.patient_output_of("sleep", "20")
+    assert time.monotonic() - began < 5
+    assert len(started) == 1
+
+    subprocess.Popen.terminate(started[0])
+    started[0].wait(5)
+    assert programs.output_of("sleep", "0") == ""

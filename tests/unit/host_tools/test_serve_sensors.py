@@ -1,0 +1,71 @@
+"""Heat and a stuck power supply become one event each, in words that say what to do."""
+
+from __future__ import annotations
+
+import pytest
+from spark_host import release as releases
+from spark_host.watch import sensors
+from spark_host.watch.sensors import Reading, Thermometer, parse
+from stub_host import Host
+
+COOL = Reading(61, 2400, 70.0, 95)
+
+
+@pytest.fixture
+def thermometer(host: Host) -> Thermometer:
+    release = host.release(watch={"stall_s": 1, "interval_s": 0.1, "hot_celsius": 90})
+    return Thermometer(releases.load(release.name, host.paths).watch)
+
+
+@pytest.mark.parametrize(
+    ("text", "reading"),
+    [
+        ("67, 2418, 16.42, 0\n", Reading(67, 2418, 16.42, 0)),
+        ("67, 2418, [N/A], [N/A]\n", Reading(67, 2418, None, None)),
+        ("[N/A], [Unknown Error], [N/A], 3\n", Reading(None, None, None, 3)),
+        ("No devices were found\n", None),
+        ("", None),
+    ],
+)
+def test_a_field_is_a_number_or_absent(text: str, reading: Reading | None) -> None:
+    assert parse(text) == reading
+
+
+def test_a_host_without_nvidia_smi_has_no_sensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert sensors.read() is None
+
+
+def test_heat_is_told_when_it_begins_and_when_it_is_over(thermometer: Thermometer) -> None:
+    kinds = []
+    for celsius in (85, 91, 93, 89, 91, 84):
+        kinds += thermometer.events(Reading(celsius, 2400, None, None))
+    assert [kind for kind, _ in kinds] == ["hot", "cooled"]
+    assert "the GPU is at 91 °C (limit 90 °C), clock 2400 MHz" in kinds[0][1]
+
+
+def test_a_stuck_power_supply_is_told_once_it_is_sure(thermometer: Thermometer) -> None:
+    stuck = Reading(55, 850, 22.0, 99)
+    told = [thermometer.events(stuck) for _ in range(4)]
+    assert [len(events) for events in told] == [0, 0, 1, 0]
+    assert "take it off the mains" in told[2][0][1]
+    assert "has its power back" in thermometer.events(COOL)[0][1]
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        Reading(40, 208, 4.2, 0),  # idle: a low clock is right
+        Reading(80, 2100, 50.0, 99),  # a clock cap
+        Reading(55, None, 22.0, 99),
+        Reading(None, 850, None, 99),
+    ],
+)
+def test_a_gpu_that_idles_or_hides_a_number_is_no_fault(
+    thermometer: Thermometer, reading: Reading
+) -> None:
+    assert [event for _ in range(5) for event in thermometer.events(reading)] == []
+
+
+def test_a_host_that_says_nothing_makes_no_event(thermometer: Thermometer) -> None:
+    assert thermometer.events(None) == []

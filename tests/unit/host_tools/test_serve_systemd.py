@@ -1,0 +1,38 @@
+"""A systemd that does not answer is told apart from one that has nothing to say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from spark_host.errors import HostToolError
+from spark_host.system import systemd
+
+
+@pytest.fixture(autouse=True)
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of systemd that take a question and say nothing."""
+    for name in ("systemctl", "journalctl"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 30\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    monkeypatch.setattr(systemd, "_ENVIRONMENT", {**os.environ, "PATH": path})
+    monkeypatch.setattr(systemd, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(systemd, "_JOURNAL_S", 0.2)
+
+
+def test_a_request_that_takes_too_long_has_failed_and_says_so() -> None:
+    said = systemd.systemctl("stop", "x.service", timeout_s=0.2)
+    assert (said.returncode, said.stderr) == (124, "no answer within 0 s")
+
+
+def test_a_question_without_an_answer_is_not_taken_for_nothing_there() -> None:
+    with pytest.raises(HostToolError, match="systemctl show: no answer"):
+        systemd.state("x.service", "ActiveState")
+    with pytest.raises(HostToolError, match="systemctl list-units: no answer"):
+        systemd.listed("spark-serve@*.service")
+
+
+def test_a_journal_that_does_not_answer_says_so_in_its_place() -> None:
+    assert systemd.journal("", "x.service") == ["(journalctl gave no answer within 0 s)"]

@@ -1,0 +1,119 @@
+"""The units are what systemd accepts, and they cannot loop for ever."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from stub_host import REPOSITORY
+
+from spark_deploy.planning.serving.release import limits
+
+UNITS = REPOSITORY / "files" / "units"
+GOLDEN = REPOSITORY / "tests/unit/planning/golden"
+
+
+def section(unit: str, name: str) -> dict[str, str]:
+    return dict(parsed((UNITS / unit).read_text())[name])
+
+
+def parsed(text: str) -> configparser.RawConfigParser:
+    parser = configparser.RawConfigParser(strict=False)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(text)
+    return parser
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_finds_no_fault_in_any_unit(tmp_path: Path) -> None:
+    program = tmp_path / "spark-host"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    for unit in UNITS.iterdir():
+        if unit.suffix in (".service", ".target"):
+            text = unit.read_text().replace(
+                "/usr/local/lib/spark/current/bin/spark-host", str(program)
+            )
+            (tmp_path / unit.name).write_text(text)
+    for neighbour in ("docker.service",):
+        (tmp_path / neighbour).write_text(f"[Service]\nExecStart={program}\n")
+    instances = [
+        str(tmp_path / path.name.replace("@.", "@main-0123456789ab."))
+        for path in UNITS.iterdir()
+        if path.suffix in (".service", ".target")
+    ]
+    said = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *instances],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:/lib/systemd/system", "PATH": "/usr/bin:/bin"},
+    )
+    ours = [line for line in said.stderr.splitlines() if "spark-" in line or str(tmp_path) in line]
+    assert ours == []
+
+
+def outlasts_all_its_starts(unit: dict[str, str], service: dict[str, str]) -> bool:
+    """Add up what systemd allows: every step is timed by itself, and so is every stop."""
+    commands = section("spark-serve@.service", "Service")
+    starting = [name for name in commands if name.startswith("ExecStart")]
+    stopping = [name for name in commands if name.startswith("ExecStop")]
+    assert (len(starting), len(stopping)) == (3, 2)
+    longest_s = (
+        len(starting) * int(service["TimeoutStartSec"])
+        + (len(stopping) + 1) * int(service["TimeoutStopSec"])  # and the signals between the two
+        + int(service["RestartSec"])
+    )
+    return int(unit["StartLimitIntervalSec"]) > int(unit["StartLimitBurst"]) * longest_s
+
+
+def test_the_start_limit_of_the_server_can_really_trigger() -> None:
+    unit = section("spark-serve@.service", "Unit")
+    service = section("spark-serve@.service", "Service")
+    assert outlasts_all_its_starts(unit, service)
+    assert service["Restart"] == "always"
+
+
+def test_the_start_limit_of_every_planned_release_can_really_trigger() -> None:
+    plans = [json.loads(path.read_text()) for path in GOLDEN.glob("*.json")]
+    releases = [plan["serve"]["release"] for plan in plans if "serve" in plan]
+    assert len(releases) > 10
+    for release in releases:
+        drop_in = parsed(limits(release))
+        assert outlasts_all_its_starts(dict(drop_in["Unit"]), dict(drop_in["Service"]))
+
+
+def test_an_upgrade_of_docker_does_not_end_the_server_for_good() -> None:
+    unit = section("spark-serve@.service", "Unit")
+    assert "docker.service" not in unit.get("Requires", "")
+    assert "docker.service" in unit["After"]
+
+
+def test_the_reference_states_how_exposed_every_unit_is(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs/reference/units.md").read_text()
+    stated = dict(re.findall(r"^\| `(spark-\w+@)` \| (\d\.\d) \|", page, re.M))
+    assert set(stated) == {path.name.removesuffix(".service") for path in UNITS.glob("*.service")}
+    tool = subprocess.run(["systemctl", "--version"], capture_output=True, text=True, check=True)
+    # Other versions of the tool weigh a little differently.
+    same = tool.stdout.split()[1] == re.search(r"of systemd (\d+)", page)[1]
+    for unit, exposure in stated.items():
+        instance = tmp_path / f"{unit}main-0123456789ab.service"
+        shutil.copy(UNITS / f"{unit}.service", instance)
+        said = subprocess.run(
+            ["systemd-analyze", "security", "--offline=true", "--no-pager", str(instance)],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        measured = re.search(r"exposure level for \S+: (\d+\.\d)", said)[1]
+        assert float(measured) == pytest.approx(float(exposure), abs=0.01 if same else 0.5), unit
+
+
+def test_a_server_that_fails_rests_for_a_minute_or_more() -> None:
+    assert int(section("spark-serve@.service", "Service")["RestartSec"]) >= 60
+    plans = [json.loads(path.read_text()) for path in GOLDEN.glob("*.json")]
+    delays_s = [plan["serve"]["release"]["restart"]["delay_s"] for plan in plans if "serve" in plan]
+    assert min(delays_s) >= 60

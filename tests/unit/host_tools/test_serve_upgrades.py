@@ -1,0 +1,57 @@
+"""The host tools see a pending reboot in files alone, quickly enough for every status."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import stub_host  # noqa: F401 - puts the host tools on the path
+from spark_host.records import upgrades
+
+LOADED = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.142  Release Build  (x)\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host with its newest kernel running and its driver whole."""
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="6.17.0-1014-nvidia"))
+    for path in ("run", "boot", "proc/driver/nvidia", "usr/lib/aarch64-linux-gnu"):
+        (tmp_path / path).mkdir(parents=True)
+    (tmp_path / "boot/vmlinuz-6.17.0-1014-nvidia").touch()
+    (tmp_path / "boot/vmlinuz-6.17.0-1004-nvidia").touch()
+    (tmp_path / "boot/vmlinuz-6.17.0-1099-generic").touch()
+    (tmp_path / "proc/driver/nvidia/version").write_text(LOADED)
+    (tmp_path / "usr/lib/aarch64-linux-gnu/libnvidia-ml.so.580.142").touch()
+    (tmp_path / "usr/lib/aarch64-linux-gnu/libnvidia-ml.so.1").touch()
+    return tmp_path
+
+
+def test_a_whole_host_waits_for_nothing(root: Path) -> None:
+    assert upgrades.reboot_pending(root) == ""
+
+
+def test_a_newer_kernel_of_the_same_flavour_waits_for_a_reboot(root: Path) -> None:
+    (root / "boot/vmlinuz-6.17.0-1021-nvidia").touch()
+    assert upgrades.reboot_pending(root) == (
+        "kernel 6.17.0-1021-nvidia is installed, 6.17.0-1014-nvidia is running"
+    )
+
+
+def test_a_library_newer_than_the_module_waits_for_a_reboot(root: Path) -> None:
+    folder = root / "usr/lib/aarch64-linux-gnu"
+    (folder / "libnvidia-ml.so.580.142").rename(folder / "libnvidia-ml.so.580.159.03")
+    assert upgrades.reboot_pending(root) == (
+        "driver module 580.142 is loaded, library 580.159.03 is installed"
+    )
+
+
+def test_the_systems_own_word_names_the_packages(root: Path) -> None:
+    (root / "run/reboot-required").touch()
+    (root / "run/reboot-required.pkgs").write_text("libc6\nlibc6\n")
+    assert upgrades.reboot_pending(root) == "/run/reboot-required is set (libc6)"
+
+
+def test_a_host_without_any_driver_waits_for_nothing(tmp_path: Path) -> None:
+    assert upgrades.reboot_pending(tmp_path) == ""

@@ -1,0 +1,161 @@
+"""A wedged engine is told from one that reads a long prompt, starts or has died."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from spark_host import release as releases
+from spark_host.engine.client import Metrics
+from spark_host.paths import Paths
+from spark_host.release import Release
+from spark_host.watch import loop, sensors
+from spark_host.watch.loop import Judge
+from stub_host import RELEASE, Host
+
+STALL_S = 120
+
+
+@pytest.fixture
+def judge(host: Host) -> Judge:
+    release = host.release(watch={"stall_s": STALL_S, "interval_s": 10})
+    return Judge(releases.load(release.name, host.paths).watch, floor_bytes=1)
+
+
+def seen(*, running: int = 1, prompt: int = 0, generated: int = 0, usage: float = 0.1) -> Metrics:
+    return Metrics.parse(
+        f'vllm:num_requests_running{{engine="0"}} {running}\n'
+        f'vllm:prompt_tokens_total{{engine="0"}} {prompt}\n'
+        f'vllm:generation_tokens_total{{engine="0"}} {generated}\n'
+        f'vllm:kv_cache_usage_perc{{engine="0"}} {usage}\n'
+    )
+
+
+def test_a_long_prompt_that_fills_the_cache_chunk_by_chunk_is_no_stall(judge: Judge) -> None:
+    for look in range(60):  # ten minutes, and no counter of tokens moves
+        said = judge.stalled(seen(usage=0.1 + look / 1000), now_s=look * 10.0)
+        assert said is None
+
+
+def test_an_engine_in_which_nothing_moves_is_stalled_after_the_limit(judge: Judge) -> None:
+    verdicts = [judge.stalled(seen(usage=0.4), now_s=look * 10.0) for look in range(13)]
+    assert verdicts[:12] == [None] * 12
+    assert verdicts[12] == "1 requests are running, but no token was read or written for 120 s"
+
+
+@pytest.mark.parametrize("moving", ["prompt", "generated"])
+def test_each_counter_of_tokens_is_a_sign_of_life(judge: Judge, moving: str) -> None:
+    for look in range(60):
+        assert judge.stalled(seen(**{moving: look}), now_s=look * 10.0) is None
+
+
+def test_an_engine_without_work_never_stalls(judge: Judge) -> None:
+    for look in range(60):
+        assert judge.stalled(seen(running=0), now_s=look * 10.0) is None
+
+
+class SeenEnoughError(Exception):
+    """Ends the loop of a watch."""
+
+
+@pytest.fixture
+def acts(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Run the watch fast, write down what it does instead of doing it, and end it then."""
+    done: list[tuple[str, str]] = []
+
+    def act(release: Release, kind: str, reason: str, held: int | None, paths: Paths) -> None:
+        done.append((kind, reason))
+        raise SeenEnoughError
+
+    monkeypatch.setattr(loop, "act", act)
+    monkeypatch.setattr(loop, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(loop, "_follow_addresses", lambda *_: None)
+    monkeypatch.setattr(sensors, "read", lambda: None)
+    return done
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, most: int) -> list[float]:
+    """Have the watch look that many times at most; return when it looked."""
+    at: list[float] = []
+
+    def available() -> int:
+        if len(at) == most:
+            raise SeenEnoughError
+        at.append(time.monotonic())
+        return 1 << 40
+
+    monkeypatch.setattr(loop, "available_bytes", available)
+    return at
+
+
+@pytest.fixture
+def listener(host: Host) -> Iterator[socket.socket]:
+    """A socket in the engine's place: it takes connections and never says a word."""
+    path = releases.socket_path(host.release(), host.paths)
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen(64)
+        yield listening
+
+
+def test_an_engine_that_accepts_and_never_answers_is_stalled_after_the_limit(
+    host: Host,
+    listener: socket.socket,
+    acts: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = looks(monkeypatch, most=100)
+
+    with pytest.raises(SeenEnoughError):
+        loop.run(RELEASE, host.paths)
+
+    [(kind, reason)] = acts
+    found = re.fullmatch(r"the engine listens, but gave no answer for (\d+) s", reason)
+    assert found, reason
+    assert (kind, int(found[1]) >= 1) == ("stalled", True)  # stall_s of this release is 1
+    assert len(looked) >= 3
+
+
+def test_an_engine_that_takes_no_connection_any_more_is_stalled_too(
+    host: Host,
+    listener: socket.socket,
+    acts: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener.listen(0)
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.connect(listener.getsockname())
+        looks(monkeypatch, most=100)
+        with pytest.raises(SeenEnoughError):
+            loop.run(RELEASE, host.paths)
+
+    assert [kind for kind, _ in acts] == ["stalled"]
+
+
+def test_an_engine_nobody_listens_for_is_left_to_systemd(
+    host: Host, acts: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.release(watch={"stall_s": 0, "interval_s": 0.001})
+    looks(monkeypatch, most=50)
+
+    with pytest.raises(SeenEnoughError):
+        loop.run(RELEASE, host.paths)
+
+    assert acts == []
+
+
+def test_one_answer_ends_a_silence(judge: Judge) -> None:
+    for look in range(60):
+        assert judge.silent(now_s=look * 100.0) is None
+        judge.answered()
+
+
+def test_a_watch_that_was_held_up_itself_does_not_blame_the_engine(judge: Judge) -> None:
+    assert judge.silent(now_s=0) is None
+    assert judge.silent(now_s=10_000) is None
+    assert judge.silent(now_s=10_010) is not None

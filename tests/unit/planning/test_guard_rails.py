@@ -1,0 +1,260 @@
+import dataclasses
+
+import pytest
+
+from spark_deploy.catalog.load import load_guard_rails, load_model, load_profile
+from spark_deploy.checkout import catalog_names
+from spark_deploy.errors import PlanError
+from spark_deploy.planning.budget.memory import plan_memory
+from spark_deploy.planning.check import check_pair
+from spark_deploy.planning.guard_rails import apply_rails, facts_of
+from spark_deploy.planning.serving.argv import engine_options
+from spark_deploy.settings.engine_options import OWNED_OPTIONS
+from spark_deploy.settings.load import load_hosts
+
+
+def problems(tmp_path, **overrides):
+    found = load_hosts({"spark": ["a"]}, root=tmp_path, overrides=overrides)
+    return [problem.what for problem in check_pair(found["a"].settings)]
+
+
+CALM = {
+    "model": "m",
+    "profile": "p",
+    "kv_cache": "auto",
+    "speculation_method": None,
+    "speculation_tokens": 0,
+    "own_draft_model": False,
+    "drafts_by_option": False,
+    "prefix_caching": False,
+    "max_sequences": 4,
+    "max_batched_tokens": 8192,
+    "memory_fraction": 0.85,
+    "block_tokens": 2096,
+    "attention_backend": "",
+    "has_attention_backend": False,
+    "xqa_decode": True,
+    "eager": False,
+    "piecewise_graphs": False,
+    "pipeline_stages": 1,
+    "expert_width_per_device": 1024,
+    "deep_gemm": False,
+    "formats": "org/model-int4",
+    "online_quantisation": False,
+    "engine_counts_cache_as_used": False,
+    "expose": "loopback",
+    "tls": "off",
+    "plugin": True,
+    "engine_mode": "native",
+    "shared_experts": "fp8-donor",
+    "head": "int8-g128",
+    "vision": False,
+    "load_format": "fastsafetensors",
+    "tree_needs_plugin": True,
+    "tree_repeats_names": False,
+    "plugins_by_environment": False,
+    "old_runner": False,
+}
+TQ = {"kv_cache": "turboquant_k8v4", "max_sequences": 1}
+STOCK = {"plugin": False, "tree_needs_plugin": False}
+TRIPS = {
+    "turboquant-with-drafts": {**TQ, **STOCK, "speculation_tokens": 2},
+    "turboquant-with-several-sequences": {**TQ, **STOCK, "max_sequences": 2},
+    "turboquant-with-prefix-caching": {**TQ, "prefix_caching": True},
+    "turboquant-with-attention-backend": {**TQ, "has_attention_backend": True},
+    "turboquant-on-the-old-runner": {**TQ, "old_runner": True},
+    "turboquant-three-bit-keys": {"kv_cache": "turboquant_3bit_nc", "max_sequences": 1},
+    "drafts-with-prefix-caching": {"speculation_tokens": 2, "prefix_caching": True},
+    "prefix-block-above-step": {"prefix_caching": True, "max_batched_tokens": 2048},
+    "fp8-cache": {"kv_cache": "fp8", "piecewise_graphs": True},
+    "fp8-cache-with-full-graphs": {"kv_cache": "fp8"},
+    "flashinfer-decode": {"attention_backend": "FLASHINFER", "has_attention_backend": True},
+    "memory-fraction-high": {"memory_fraction": 0.89},
+    "memory-fraction-unsafe": {"memory_fraction": 0.91},
+    "many-drafts": {"speculation_tokens": 5},
+    "dflash": {"speculation_method": "dflash", "speculation_tokens": 8},
+    "draft-of-another-model": {"own_draft_model": True},
+    "drafts-by-option": {"drafts_by_option": True},
+    "pipeline-parallel-with-drafts": {"pipeline_stages": 2, "speculation_tokens": 2},
+    "experts-of-one-group": {"expert_width_per_device": 128},
+    "nvfp4": {"formats": "nvidia/qwen3.5-122b-a10b-nvfp4"},
+    "deep-gemm": {"deep_gemm": True},
+    "repeated-names-with-fastsafetensors": {"tree_repeats_names": True},
+    "plugin-tree-on-the-plain-engine": {"plugin": False},
+    "plugins-by-environment": {"plugins_by_environment": True},
+    "own-head-without-the-plugin": {**STOCK, "head": "int8-triton", "tree_needs_plugin": True},
+    "own-head-with-a-plain-tree": {"head": "int8-triton", "tree_needs_plugin": False},
+    "portable-mode-with-a-plain-tree": {"engine_mode": "portable", "tree_needs_plugin": False},
+    "online-fp8-with-the-plugin": {"online_quantisation": True},
+    "open-network-without-tls": {"expose": "lan"},
+    "engine-that-needs-dropped-caches": {**STOCK, "engine_counts_cache_as_used": True},
+}
+
+
+def test_every_rail_has_a_case_here():
+    assert set(TRIPS) == {rail.rule for rail in load_guard_rails()}
+
+
+def test_every_fact_a_rail_names_exists():
+    for rail in load_guard_rails():
+        assert set(rail.applies) <= set(CALM), rail.rule
+
+
+@pytest.mark.parametrize("rule", TRIPS)
+def test_each_rail_alone_catches_its_own_combination_and_spares_a_calm_one(rule):
+    [rail] = [rail for rail in load_guard_rails() if rail.rule == rule]
+    assert apply_rails([rail], CALM) == ()
+    facts = {**CALM, **TRIPS[rule]}
+    if rail.effect == "warn":
+        [warning] = apply_rails([rail], facts)
+        assert warning.startswith(rule)
+    else:
+        with pytest.raises(Exception, match=f"guard rail {rule}"):
+            apply_rails([rail], facts)
+
+
+@pytest.mark.parametrize(
+    ("serve", "told"),
+    [
+        ({"serve.expose": "lan"}, True),
+        ({"serve.expose": "lan", "serve.tls": "private-ca"}, False),
+        ({"serve.expose": "tailscale"}, False),  # encrypts by itself
+        ({"serve.expose": "docker"}, False),
+    ],
+)
+def test_a_key_in_clear_text_on_the_network_is_warned_of(tmp_path, serve, told):
+    found = load_hosts({"spark": ["a"]}, root=tmp_path, overrides=serve)["a"].settings
+    model, profile = load_model(found.model), load_profile(found.profile, found.model)
+    facts = facts_of(model, profile, plan_memory(model, profile, found), found)
+    warned = any("clear text" in text for text in apply_rails(load_guard_rails(), facts))
+    assert warned == told
+
+
+def test_all_refusals_are_reported_together(tmp_path):
+    found = problems(
+        tmp_path,
+        profile="v2-tq",
+        **{"engine.options": {"attention-backend": "FLASH_ATTN", "pipeline_parallel_size": 2}},
+    )
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("profile", catalog_names("profiles"))
+@pytest.mark.parametrize("model", ["qwen3.5-122b", "qwen3.5-35b", "lab-tiny", "lab-stub"])
+def test_shipped_pairs_pass_unless_the_labs_cpu_cannot_serve_them(model, profile, tmp_path):
+    found = problems(tmp_path, model=model, profile=profile)
+    if model == "lab-tiny" and profile in ("base", "v2-native", "online-fp8"):
+        [problem] = found
+        assert "an engine without a GPU has no kernels" in problem
+    else:
+        assert found == []
+
+
+def test_the_facts_of_a_profile_are_those_that_rails_speak_about(tmp_path):
+    model, profile = load_model("qwen3.5-122b"), load_profile("v2", "qwen3.5-122b")
+    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    facts = facts_of(model, profile, plan_memory(model, profile, settings), settings)
+    assert set(facts) == set(CALM)
+    assert {**CALM, **facts} == facts
+    differs = {name for name in CALM if facts[name] != CALM[name]}
+    names = {"model", "profile", "formats", "speculation_method", "speculation_tokens"}
+    assert differs <= {*names, "block_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "refused"),
+    [
+        ("qwen3.5-35b", {"tensor-parallel-size": 2}, False),
+        ("qwen3.5-35b", {"tensor_parallel_size": 4}, True),
+        ("qwen3.5-35b", {"tensor-parallel-size": 4, "enable-expert-parallel": True}, False),
+        ("qwen3.5-122b", {"tensor-parallel-size": 4}, False),
+        ("qwen3.5-122b", {"tensor-parallel-size": 8}, True),
+    ],
+)
+@pytest.mark.parametrize("profile", ["v2", "v2-native", "base"])
+def test_experts_cut_down_to_one_group_of_scales_are_refused(
+    model, options, refused, profile, tmp_path
+):
+    found = problems(tmp_path, model=model, profile=profile, **{"engine.options": options})
+    assert ["experts-of-one-group" in problem for problem in found] == [True] * refused
+
+
+def test_turboquant_with_drafts_and_four_sequences_needs_our_backend(tmp_path):
+    profile = load_profile("v2-tq", "qwen3.5-122b")
+    assert (profile.plugin, profile.limits.max_sequences) == (True, 4)
+    assert profile.speculation is not None
+    model = load_model("qwen3.5-122b")
+    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    stock = dataclasses.replace(
+        profile, plugin=False, shared_experts="int8-g128", layout="full", load_format="auto"
+    )
+    memory = plan_memory(model, stock, settings)
+    with pytest.raises(PlanError) as refused:
+        apply_rails(load_guard_rails(), facts_of(model, stock, memory, settings))
+    assert [problem.what.split(":")[0] for problem in refused.value.problems] == [
+        "refused by guard rail turboquant-with-drafts",
+        "refused by guard rail turboquant-with-several-sequences",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"speculative-config": {"method": "dflash", "model": "org/draft"}}, "dflash"),
+        ({"speculative_config": '{"method": "mtp", "model": "x/y"}'}, "draft-of-another-model"),
+        ({"pipeline-parallel-size": 2}, "pipeline-parallel-with-drafts"),
+        ({"quantization-config": {"targets": {"re:x": "nvfp4"}}}, "nvfp4"),
+        (
+            {"speculative-config": {"method": "mtp", "num_speculative_tokens": 1}},
+            "drafts-by-option",
+        ),
+        ({"attention-config": {"backend": "flashinfer"}}, "flashinfer-decode"),
+        ({"quantization-config": {"targets": {"re:x": "fp8_per_block"}}}, "online-fp8-with"),
+    ],
+)
+def test_rails_see_what_an_option_does(options, rule, tmp_path):
+    found = problems(tmp_path, **{"engine.options": options})
+    assert any(f"guard rail {rule}" in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("image", "refused"),
+    [
+        ("vllm/vllm-openai:v0.24.0", True),
+        ("vllm/vllm-openai:v0.9.2-aarch64", True),
+        (f"registry:5000/vllm:0.24.1@sha256:{'a' * 64}", True),
+        ("vllm/vllm-openai:v0.25.0", False),
+        ("vllm/vllm-openai:v0.33.0", False),
+        ("nvcr.io/nvidia/vllm:25.09-py3", False),
+        ("registry:5000/v0.9/vllm:nightly", False),
+        (f"vllm/vllm-openai@sha256:{'0' * 64}", False),
+    ],
+)
+def test_an_engine_that_takes_cache_for_used_memory_is_refused_without_the_plugin(
+    image, refused, tmp_path
+):
+    for profile in ("v2-native", "online-fp8", "base"):
+        found = problems(tmp_path, profile=profile, **{"images.engine": image})
+        assert [("engine-that-needs-dropped-caches" in one) for one in found] == [True] * refused
+    # The plugin's own check refuses an engine it was not tested with.
+    assert problems(tmp_path, profile="v2", **{"images.engine": image}) == []
+
+
+def test_rails_see_the_environment(tmp_path):
+    [found] = problems(tmp_path, **{"engine.environment": {"VLLM_USE_DEEP_GEMM": "1"}})
+    assert "guard rail deep-gemm" in found
+
+
+def test_every_option_of_the_plan_has_an_owner_or_is_free_to_change(tmp_path):
+    model, profile = load_model("qwen3.5-122b"), load_profile("v2", "qwen3.5-122b")
+    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    made = engine_options(model, profile, plan_memory(model, profile, settings))
+    free = {"load-format", "reasoning-parser", "enable-auto-tool-choice", "tool-call-parser"}
+    judged_by_rails = {"speculative-config"}
+    assert set(made) - set(OWNED_OPTIONS) == free | judged_by_rails
+
+
+def test_facts_name_the_backend_however_the_option_is_spelt(tmp_path):
+    for spelling in ("attention-backend", "attention_backend"):
+        found = problems(tmp_path, **{"engine.options": {spelling: "FLASHINFER"}})
+        assert len(found) == 1

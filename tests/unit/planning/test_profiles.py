@@ -1,0 +1,42 @@
+"""Profiles claim what result files show, and nothing that cannot be planned."""
+
+import json
+
+import pytest
+
+from spark_deploy.catalog.load import load_profile
+from spark_deploy.checkout import CHECKOUT, catalog_names
+
+RESULTS = CHECKOUT / "benchmarks" / "results" / "gpu"
+PROFILES = {name: load_profile(name, "qwen3.5-122b") for name in catalog_names("profiles")}
+PROVEN = [(name, row) for name, profile in PROFILES.items() for row in profile.proven]
+
+
+@pytest.mark.parametrize(("name", "row"), PROVEN)
+def test_a_proven_row_is_a_passed_row_of_a_result_file(name, row):
+    found = json.loads((RESULTS / row.result).read_text("utf-8"))
+    [claim] = [item for item in found["rows"] if item["claim"] == row.claim]
+    assert claim["passed"] is True
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_says_what_was_proven_of_it(name):
+    assert PROFILES[name].proven
+
+
+@pytest.mark.parametrize("name", [name for name in PROFILES if not PROFILES[name].plugin])
+def test_a_profile_without_the_plugin_serves_a_tree_that_the_engine_knows(name):
+    assert not PROFILES[name].tree_needs_plugin
+    with_plugin = load_profile("v2", "qwen3.5-122b")
+    assert with_plugin.tree_needs_plugin
+
+
+def test_the_option_of_online_fp8_is_the_one_that_ran(tmp_path):
+    runs = json.loads((RESULTS / "engine-speculation.json").read_text("utf-8"))["runs"]
+    ran = runs["tiny-online-fp8"]["options"]["quantization_config"]
+    assert PROFILES["online-fp8"].options["quantization-config"] == ran
+
+
+@pytest.mark.parametrize("name", [name for name in PROFILES if PROFILES[name].speculation])
+def test_a_profile_with_drafts_demands_that_they_are_accepted(name):
+    assert PROFILES[name].check.acceptance_floor == 0.5
