@@ -29,12 +29,12 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 RESULT = CHECKOUT / "benchmarks" / "results" / "gateway.json"
-sys.path.insert(0, str(CHECKOUT / "files" / "host"))
+sys.path[:0] = [str(CHECKOUT / "files" / "contract"), str(CHECKOUT / "files" / "host")]
 
+from spark_contract import files  # noqa: E402  (the checkout must be found first)
+from spark_contract.paths import Paths  # noqa: E402
 from spark_host.gateway import api_key, nginx  # noqa: E402  (the checkout must be found first)
 from spark_host.gateway.gateway_settings import Gateway  # noqa: E402
-from spark_host.paths import Paths  # noqa: E402
-from spark_host.system import files  # noqa: E402  (the checkout must be found first)
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin") or "nginx"
 

@@ -19,6 +19,8 @@ import yaml
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CHECKOUT))
 
+from spark_contract.patterns import count  # noqa: E402
+
 from spark_deploy.catalog.load import (  # noqa: E402
     Model,
     Profile,
@@ -26,7 +28,6 @@ from spark_deploy.catalog.load import (  # noqa: E402
     load_model,
     load_profile,
 )
-from spark_deploy.catalog.patterns import count  # noqa: E402
 from spark_deploy.checkout import catalog_names  # noqa: E402
 from spark_deploy.documents.schema_check import load_schema  # noqa: E402
 from spark_deploy.lockfile.resolve import size  # noqa: E402

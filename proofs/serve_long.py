@@ -17,7 +17,8 @@ from typing import Any
 from proofs.prompts import random_prompts
 from proofs.serve_talk import ask
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "files" / "host"))
+FILES = Path(__file__).resolve().parents[1] / "files"
+sys.path[:0] = [str(FILES / "contract"), str(FILES / "host")]
 
 CACHE_BYTES = 8 << 30
 PROMPT_TOKENS = 250_000
@@ -127,8 +128,8 @@ def _longest_flat_s(seen: list[dict[str, float]], keys: tuple[str, ...]) -> floa
 
 def _stalled(seen: list[dict[str, float]], limit_s: float, *, cache: bool) -> bool:
     """Return whether the watch would have ended this engine at a limit of ``limit_s``."""
+    from spark_contract.release import Watch
     from spark_host.engine.client import Metrics, Sample
-    from spark_host.release import Watch
     from spark_host.watch.loop import Judge
 
     judge = Judge(Watch(limit_s, EVERY_S, 1, None), floor_bytes=0)

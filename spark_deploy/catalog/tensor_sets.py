@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spark_deploy.catalog.patterns import PatternError, count, expand_all
+from spark_contract.patterns import PatternError, count, expand_all
+
 from spark_deploy.errors import CatalogError, Problem
 
 _SETS = ("swap", "base", "mtp", "donor_unmatched")

@@ -78,6 +78,7 @@ class Payload:
 def read_payload() -> Payload:
     """Read everything below ``files/`` that goes to hosts; once per run."""
     tools = (
+        *_below(FILES / "contract" / "spark_contract", "spark_contract"),
         *_below(FILES / "host" / "spark_host", "spark_host"),
         *_below(FILES / "checkpoint" / "spark_checkpoint", "spark_checkpoint"),
         ManagedFile("bin/spark-host", LAUNCHER.encode(), 0o755),

@@ -282,7 +282,9 @@ def install(guest: Guest) -> Bench:
         "systemctl disable -q --now nginx; systemctl is-active docker",
         timeout_s=300,
     )
-    _copy(guest, CHECKOUT / "files" / "host", f"{TOOLS}/bench")
+    guest.run(f"rm -rf {TOOLS}/bench")
+    for part, where in (("host", ""), ("contract", ""), ("units", "/units")):
+        _copy(guest, CHECKOUT / "files" / part, f"{TOOLS}/bench{where}")
     guest.run(
         f"ln -sfn bench {TOOLS}/current && mkdir -p {TOOLS}/bench/bin && "
         f"cat > {HOST} <<'END'\n{LAUNCHER}END\nchmod 755 {HOST} && "
@@ -310,6 +312,6 @@ def _copy(guest: Guest, source: Path, target: str) -> None:
     subprocess.run(
         ["ssh", "-q", "-i", ssh["key"], "-o", f"UserKnownHostsFile={ssh['known_hosts']}",
          "-o", "BatchMode=yes", f"{ssh['user']}@{guest.ip}",
-         f"sudo sh -c 'rm -rf {target}; mkdir -p {target}; tar xz --no-same-owner -C {target}'"],
+         f"sudo sh -c 'mkdir -p {target}; tar xz --no-same-owner -C {target}'"],
         input=out.getvalue(), check=True, timeout=60,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 import pytest
+from spark_contract.patterns import PatternError, count, expand, expand_all
 
 from spark_deploy.catalog.load import load_model
-from spark_deploy.catalog.patterns import PatternError, count, expand, expand_all
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,13 @@ from spark_deploy.checkout import CHECKOUT
 ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (room, frozenset(outside.split()))
     for room, outside in (
+        # Both sides.
+        ("files/contract/spark_contract", ""),
         # The host's tools.
         ("files/host/spark_host/__init__.py", ""),
-        ("files/host/spark_host/errors.py", ""),
-        ("files/host/spark_host/paths.py", ""),
-        ("files/host/spark_host/release.py", ""),
+        ("files/contract/spark_contract/errors.py", ""),
+        ("files/contract/spark_contract/paths.py", ""),
+        ("files/contract/spark_contract/release.py", ""),
         ("files/host/spark_host/system", ""),
         ("files/host/spark_host/records", ""),
         ("files/host/spark_host/gateway", ""),
@@ -99,7 +101,8 @@ _GROUND = {
 RANK = {room: rank for rank, (room, _) in enumerate(ROOMS)}
 # Reading the world is for the rooms that are made for it.
 PURE = ("spark_deploy/planning", "spark_deploy/settings/engine_options.py",
-        "spark_deploy/catalog/patterns.py", "spark_deploy/catalog/tensor_sets.py")  # fmt: skip
+        "files/contract/spark_contract/patterns.py",
+        "spark_deploy/catalog/tensor_sets.py")  # fmt: skip
 IMPURE = {"os", "time", "datetime", "socket", "subprocess", "random", "urllib", "pathlib", "io"}
 # Where packages start that are not at the top of the checkout.
 ROOTS = ("files/contract/", "files/host/", "files/checkpoint/", "files/image/", "")

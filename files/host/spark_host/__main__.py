@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from spark_host.errors import HostToolError
-from spark_host.paths import Paths, default_paths
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths, default_paths
 
 Words = list[str]
 

@@ -8,18 +8,20 @@ import sys
 import time
 from typing import Any
 
-from spark_host import release as releases
+from spark_contract import files
+from spark_contract import release as releases
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+
 from spark_host.check import measure
 from spark_host.engine import memory
 from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
-from spark_host.paths import Paths
 from spark_host.records import boot, proof, upgrades
-from spark_host.release import Release
 from spark_host.rollout import change
 from spark_host.rollout.record import boot_id
-from spark_host.system import files, systemd
+from spark_host.system import systemd
 from spark_host.watch import loop
 
 _SERVE_FIELDS = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from spark_contract.patterns import expand_all
+
 from spark_deploy.catalog.load import Model, Profile
-from spark_deploy.catalog.patterns import expand_all
 from spark_deploy.planning.budget.memory import context_tokens
 from spark_deploy.planning.digest import digest_of, plain
 from spark_deploy.planning.serving.argv import (

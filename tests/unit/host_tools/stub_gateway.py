@@ -89,7 +89,7 @@ def running(host: Host) -> Iterator[Door]:
         [sys.executable, "-m", "spark_host", "gateway", "main"],
         env={
             **os.environ,
-            "PYTHONPATH": str(REPOSITORY / "files" / "host"),
+            "PYTHONPATH": f"{REPOSITORY}/files/host:{REPOSITORY}/files/contract",
             "SPARK_ROOT": str(host.paths.root),
         },
     )

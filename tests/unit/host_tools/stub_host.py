@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(REPOSITORY / "files" / "host"))
+sys.path[:0] = [str(REPOSITORY / "files" / "contract"), str(REPOSITORY / "files" / "host")]
 
-from spark_host import release as releases  # noqa: E402
+from spark_contract import release as releases  # noqa: E402
+from spark_contract.paths import Paths  # noqa: E402
+from spark_contract.release import Release  # noqa: E402
 from spark_host.engine.client import Engine, EngineError  # noqa: E402
 from spark_host.gateway import gateway_settings  # noqa: E402
 from spark_host.gateway.gateway_settings import Gateway  # noqa: E402
-from spark_host.paths import Paths  # noqa: E402
-from spark_host.release import Release  # noqa: E402
 
 RELEASE = "main-0123456789ab"
 STUB_DIR = REPOSITORY / "lab" / "stub_engine"

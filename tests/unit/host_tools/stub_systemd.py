@@ -6,10 +6,11 @@ import subprocess
 from typing import Any
 
 import pytest
+from spark_contract import files
 from spark_host.engine import memory, serve
 from spark_host.gateway import gateway, traffic
 from spark_host.rollout import rollout
-from spark_host.system import docker, files, systemd
+from spark_host.system import docker, systemd
 from stub_host import Host
 
 A, B = (f"main-{digit * 12}" for digit in "ab")

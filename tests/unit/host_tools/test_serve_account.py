@@ -7,9 +7,9 @@ import pwd
 from pathlib import Path
 
 import pytest
+from spark_contract.errors import HostToolError
+from spark_contract.release import Release
 from spark_host.engine import account, serve
-from spark_host.errors import HostToolError
-from spark_host.release import Release
 from stub_host import Host, release_data
 
 NOBODY = pwd.getpwnam("nobody")

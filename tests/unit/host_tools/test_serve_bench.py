@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from spark_contract import files
+from spark_contract.release import Release
 from spark_host.check import measure, runner
 from spark_host.records import boot, proof, upgrades
-from spark_host.release import Release
 from spark_host.rollout import speed
-from spark_host.system import files
 from spark_host.watch import loop
 from stub_host import Host, release_data
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from spark_contract.paths import Paths
 from spark_host.engine import cdi
-from spark_host.paths import Paths
 from spark_host.records import proof
 
 # As `nvidia-ctk cdi generate` writes it, shortened; the link without a version comes first here.

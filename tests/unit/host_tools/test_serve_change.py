@@ -7,11 +7,12 @@ import subprocess
 from typing import Any
 
 import pytest
-from spark_host.errors import HostToolError
+from spark_contract import files
+from spark_contract.errors import HostToolError
 from spark_host.records import boot
 from spark_host.rollout import change, rollout
 from spark_host.rollout.record import Record, boot_id
-from spark_host.system import docker, files, systemd
+from spark_host.system import docker, systemd
 from stub_host import Host
 
 A, B, C = (f"main-{digit * 12}" for digit in "abc")

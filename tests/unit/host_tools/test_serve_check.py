@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 import pytest
+from spark_contract.release import Release
 from spark_host.check import prefix, runner
 from spark_host.records import proof
-from spark_host.release import Release
 from spark_host.system import systemd
 from stub_host import Host
 

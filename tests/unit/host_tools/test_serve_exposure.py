@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from spark_host.errors import HostToolError
+from spark_contract.errors import HostToolError
 from spark_host.gateway import gateway, listeners
 from stub_gateway import Door, long_answer
 from stub_host import Host

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from spark_contract import files
 from spark_host import __main__
 from spark_host.check import runner
 from spark_host.gateway import traffic
 from spark_host.records import boot, proof
 from spark_host.rollout import rollout, speed
-from spark_host.system import files
 from stub_host import REPOSITORY, Host
 from stub_systemd import A, B, Systemd, changed_to
 
@@ -22,7 +22,7 @@ from stub_systemd import A, B, Systemd, changed_to
 _WRITE = """
 import resource, signal, sys
 from pathlib import Path
-from spark_host.system import files
+from spark_contract import files
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
 files.write_json(Path(sys.argv[1]), {"release": "main-cccccccccccc", "previous": ["b"] * 20})
@@ -35,7 +35,7 @@ def test_a_record_that_does_not_fit_any_more_leaves_the_one_before(tmp_path: Pat
 
     said = subprocess.run(
         [sys.executable, "-c", _WRITE, str(path)],
-        capture_output=True, text=True, check=False, cwd=REPOSITORY / "files/host",
+        capture_output=True, text=True, check=False, cwd=REPOSITORY / "files/contract",
     )  # fmt: skip
 
     assert f"File too large: '{path}'" in said.stderr

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from spark_host.errors import HostToolError
+from spark_contract.errors import HostToolError
 from spark_host.gateway import api_key, gateway, traffic
 from stub_gateway import QUESTION, Door, long_answer
 from stub_host import REPOSITORY, Host

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spark_contract import files
 from spark_host.jobs import jobs
-from spark_host.system import files, systemd
+from spark_host.system import systemd
 from stub_host import Host
 
 D12 = "0123456789ab"

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spark_contract import files
 from spark_host.engine import serve
 from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
 from spark_host.records import boot, proof, upgrades
 from spark_host.rollout import rollout, speed
 from spark_host.rollout.record import Record, boot_id
-from spark_host.system import docker, files, programs, systemd
+from spark_host.system import docker, programs, systemd
 from stub_host import RELEASE, Host
 
 IMAGE = {"Config": {"Labels": {"spark.digest": "e" * 64}}}

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from spark_contract.errors import HostToolError
 from spark_host.engine.memory import GIB, wait_for_memory
-from spark_host.errors import HostToolError
 
 NEEDED_BYTES = 80 * GIB
 PATIENCE_S = 30.0  # far more than any of these waits takes

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_host.errors import HostToolError
+from spark_contract import files
+from spark_contract.errors import HostToolError
 from spark_host.prune import prune
 from spark_host.records import boot
 from spark_host.rollout import change
 from spark_host.rollout.rollout import one_at_a_time
-from spark_host.system import docker, files, systemd
+from spark_host.system import docker, systemd
 from stub_host import Host
 
 A, B, C, D = (f"main-{digit * 12}" for digit in "abcd")

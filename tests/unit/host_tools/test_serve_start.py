@@ -6,12 +6,13 @@ import fcntl
 from collections.abc import Callable
 
 import pytest
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
 from spark_host.engine import memory, serve
-from spark_host.errors import HostToolError
 from spark_host.gateway import gateway, traffic
-from spark_host.paths import Paths
 from spark_host.rollout import rollout
-from spark_host.system import docker, files
+from spark_host.system import docker
 from stub_host import RELEASE, Host
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from spark_host.errors import HostToolError
+from spark_contract.errors import HostToolError
 from spark_host.system import systemd
 
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from spark_host import release as releases
+from spark_contract import release as releases
+from spark_contract.paths import Paths
+from spark_contract.release import Release
 from spark_host.engine.client import Metrics
-from spark_host.paths import Paths
-from spark_host.release import Release
 from spark_host.watch import loop, sensors
 from spark_host.watch.loop import Judge
 from stub_host import RELEASE, Host

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from spark_contract import files
+from spark_contract.errors import HostToolError
 from spark_host.engine.client import Engine, Metrics, SilentError
-from spark_host.errors import HostToolError
 from spark_host.gateway import gateway, traffic
 from spark_host.records import boot
 from spark_host.rollout import change, rollout
 from spark_host.rollout.record import Record, boot_id
-from spark_host.system import files, systemd
+from spark_host.system import systemd
 from stub_host import Host
 from stub_systemd import A, B, Systemd, changed_to
 

@@ -6,9 +6,9 @@ import jsonschema
 import pytest
 from spark_checkpoint import RECIPE_VERSION
 from spark_checkpoint.format.patterns import expand_all as host_expand_all
+from spark_contract.patterns import expand_all
 
 from spark_deploy.catalog.load import load_model, load_profile
-from spark_deploy.catalog.patterns import expand_all
 from spark_deploy.checkout import CHECKOUT, catalog_names
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.payload.content import recipe_version

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
+from spark_contract.release import Question
+
 from spark_host.check.probe import CheckError, Message, Probe, content, short, user
 from spark_host.engine.client import EngineError
-from spark_host.release import Question
 
 _SAME_TOKEN_RUN = 24
 

@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from spark_contract import files
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+
 from spark_host.engine.client import Engine, EngineError
-from spark_host.paths import Paths
 from spark_host.records import upgrades
-from spark_host.release import Release
-from spark_host.system import files
 
 _ROUNDS = 5
 _TOKENS = 256

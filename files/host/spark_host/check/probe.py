@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from spark_contract.release import CheckPlan, Release
+
 from spark_host.engine.client import Engine, EngineError, Metrics
-from spark_host.release import CheckPlan, Release
 
 Message = dict[str, Any]
 

@@ -11,17 +11,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_host import release as releases
+from spark_contract import files
+from spark_contract import release as releases
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+
 from spark_host.check import answers, evidence, images
 from spark_host.check.prefix import prefix_reuse
 from spark_host.check.probe import CheckError, Finding, Probe
 from spark_host.engine.client import Engine, EngineError, NotListeningError
-from spark_host.errors import HostToolError
 from spark_host.gateway import traffic
-from spark_host.paths import Paths
 from spark_host.records import boot, proof
-from spark_host.release import Release
-from spark_host.system import files, systemd
+from spark_host.system import systemd
 
 _PROGRESS_S = 5.0
 

@@ -7,8 +7,8 @@ import pwd
 import stat
 from pathlib import Path
 
-from spark_host.errors import HostToolError
-from spark_host.release import Release
+from spark_contract.errors import HostToolError
+from spark_contract.release import Release
 
 
 def docker_arguments(release: Release) -> list[str]:

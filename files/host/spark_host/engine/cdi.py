@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from spark_host.paths import Paths
+from spark_contract.paths import Paths
+
 from spark_host.records import proof
 from spark_host.system.programs import ProgramSilent, output_of
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
-from spark_host.paths import Paths
-from spark_host.release import Release, socket_path
+from spark_contract.paths import Paths
+from spark_contract.release import Release, socket_path
 
 
 class EngineError(Exception):

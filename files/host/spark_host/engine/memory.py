@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from spark_host.errors import HostToolError
+from spark_contract.errors import HostToolError
+
 from spark_host.system import docker
 
 GIB = 1 << 30

@@ -7,13 +7,15 @@ import os
 import time
 from pathlib import Path
 
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Release, load, socket_path
+
 from spark_host.engine import account, cdi, memory
-from spark_host.errors import HostToolError
 from spark_host.gateway import traffic
-from spark_host.paths import Paths
 from spark_host.records import boot
-from spark_host.release import Release, load, socket_path
-from spark_host.system import docker, files
+from spark_host.system import docker
 
 _DOCKER_WAIT_S = 90.0
 

@@ -7,10 +7,11 @@ import re
 import secrets
 from pathlib import Path
 
-from spark_host.errors import HostToolError
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+
 from spark_host.gateway.gateway_settings import Gateway
-from spark_host.paths import Paths
-from spark_host.system import files
 
 _USABLE = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}$")
 

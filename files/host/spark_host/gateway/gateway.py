@@ -12,13 +12,15 @@ import signal
 import time
 from collections.abc import Callable
 
-from spark_host.errors import HostToolError
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Release, load_if_present, names, service_of, socket_path
+
 from spark_host.gateway import api_key, gateway_settings, listeners, nginx
 from spark_host.gateway.gateway_settings import Gateway
-from spark_host.paths import Paths
 from spark_host.records import boot
-from spark_host.release import Release, load_if_present, names, service_of, socket_path
-from spark_host.system import files, systemd
+from spark_host.system import systemd
 
 
 def run(service: str, paths: Paths) -> int:

@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from spark_host.errors import HostToolError
-from spark_host.paths import Paths
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
 
 EXPOSURES = ("loopback", "docker", "tailscale", "lan")
 

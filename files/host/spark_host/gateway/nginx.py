@@ -9,11 +9,12 @@ import subprocess
 from importlib import resources
 from pathlib import Path
 
-from spark_host.errors import HostToolError
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+
 from spark_host.gateway import api_key, listeners
 from spark_host.gateway.gateway_settings import Gateway
-from spark_host.paths import Paths
-from spark_host.system import files
 
 
 def program(paths: Paths) -> str:

@@ -9,11 +9,12 @@ import grp
 import os
 from pathlib import Path
 
-from spark_host.errors import HostToolError
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Release, socket_path
+
 from spark_host.gateway import gateway_settings
-from spark_host.paths import Paths
-from spark_host.release import Release, socket_path
-from spark_host.system import files
 
 
 def is_open(service: str, paths: Paths) -> bool:

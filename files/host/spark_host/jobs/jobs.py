@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from spark_host.errors import HostToolError
-from spark_host.paths import Paths
-from spark_host.release import releases_of_tree
-from spark_host.system import docker, files, systemd
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import releases_of_tree
+
+from spark_host.system import docker, systemd
 
 _IDENTIFIED = re.compile(r"-[0-9a-f]{12}$")
 _TAIL_LINES = 20

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from spark_host.errors import HostToolError
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+
 from spark_host.jobs import jobs
 from spark_host.jobs.jobs import Job
-from spark_host.paths import Paths
-from spark_host.system import docker, files
+from spark_host.system import docker
 
 _TREE = re.compile(r"^.+-[0-9a-f]{12}$")
 _CACHE = re.compile(r"^[0-9a-f]{12}-mtp\d+$")

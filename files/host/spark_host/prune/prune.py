@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_host.errors import HostToolError
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import load, names, service_of
+
 from spark_host.jobs import jobs
 from spark_host.jobs.jobs import Job
-from spark_host.paths import Paths
 from spark_host.prune import holdings
 from spark_host.prune.holdings import PRUNED, Folder, Image
 from spark_host.records import boot
-from spark_host.release import load, names, service_of
 from spark_host.rollout import change
 from spark_host.rollout.rollout import one_at_a_time
-from spark_host.system import docker, files, systemd
+from spark_host.system import docker, systemd
 
 _UP = ("active", "activating", "reloading", "deactivating")
 

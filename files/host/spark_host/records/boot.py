@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_host.errors import HostToolError
-from spark_host.paths import Paths
-from spark_host.release import Release, load, names, service_of
-from spark_host.system import files, systemd
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Release, load, names, service_of
+
+from spark_host.system import systemd
 
 _KEPT = 10
 

@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from spark_host.paths import Paths
+from spark_contract import files
+from spark_contract.paths import Paths
+from spark_contract.release import Release, load_if_present
+
 from spark_host.records import boot, upgrades
-from spark_host.release import Release, load_if_present
-from spark_host.system import docker, files
+from spark_host.system import docker
 from spark_host.system.programs import ProgramSilent, patient_output_of
 
 LEVELS = ("quick", "full", "deep")

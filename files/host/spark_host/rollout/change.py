@@ -10,12 +10,14 @@ import sys
 import uuid
 from typing import Any
 
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Release, load, load_if_present, names, service_of
+
 from spark_host.engine import serve
-from spark_host.errors import HostToolError
-from spark_host.paths import Paths
 from spark_host.records import boot
-from spark_host.release import Release, load, load_if_present, names, service_of
-from spark_host.system import docker, files, systemd
+from spark_host.system import docker, systemd
 
 UNIT_FIELDS = ("ActiveState", "Job", "InvocationID", "Result")
 _UNDER_WAY = ("activating", "active", "deactivating")

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from spark_contract import files
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+
 from spark_host.engine import serve
-from spark_host.paths import Paths
-from spark_host.release import Release
 from spark_host.rollout import change
-from spark_host.system import files
 
 
 class Record:

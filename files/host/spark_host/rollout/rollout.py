@@ -15,17 +15,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Release, load, load_if_present, service_of
+
 from spark_host.check import runner
 from spark_host.engine import memory, serve
 from spark_host.engine.client import Engine, EngineError, SilentError
-from spark_host.errors import HostToolError
 from spark_host.gateway import gateway, traffic
-from spark_host.paths import Paths
 from spark_host.records import boot, proof
-from spark_host.release import Release, load, load_if_present, service_of
 from spark_host.rollout import speed
 from spark_host.rollout.record import Record, boot_id
-from spark_host.system import docker, files, systemd
+from spark_host.system import docker, systemd
 
 _TELL_S = 5.0
 _TAIL_LINES = 40

@@ -9,10 +9,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+
 from spark_host.check import measure
-from spark_host.paths import Paths
 from spark_host.records import proof, upgrades
-from spark_host.release import Release
 from spark_host.watch import loop
 
 

@@ -10,9 +10,9 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import quote
 
-from spark_host.errors import HostToolError
-from spark_host.paths import Paths
-from spark_host.system import files
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
 
 API_SOCKET = "/var/run/docker.sock"
 _PATIENT_S = 60.0  # a busy host's daemon answers late; it is asked once more for so long

@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterable
 
-from spark_host.errors import HostToolError
+from spark_contract.errors import HostToolError
 
 UnitState = dict[str, str]
 

@@ -13,14 +13,16 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Release, Watch, load
+
 from spark_host.engine import process
 from spark_host.engine.client import Engine, EngineError, Metrics, SilentError
 from spark_host.engine.memory import GIB, available_bytes
-from spark_host.errors import HostToolError
 from spark_host.gateway import gateway
-from spark_host.paths import Paths
-from spark_host.release import Release, Watch, load
-from spark_host.system import docker, files, systemd
+from spark_host.system import docker, systemd
 from spark_host.watch import sensors
 from spark_host.watch.sensors import Thermometer
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_host.release import Watch
+from spark_contract.release import Watch
+
 from spark_host.system.programs import output_of
 
 _FIELDS = ("temperature.gpu", "clocks.current.sm", "power.draw", "utilization.gpu")

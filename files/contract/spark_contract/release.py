@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_host.errors import HostToolError
-from spark_host.paths import Paths
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
 
 _NAME = re.compile(r"^(?P<service>[a-z0-9][a-z0-9-]*)-(?P<digest>[0-9a-f]{12})$")
 

@@ -1,0 +1,1 @@
+"""What controller and hosts agree on: documents, paths, names. Standard library only."""
