@@ -73,7 +73,7 @@ lab-down: venv ## take the virtual lab down (root)
 plan: venv ## print the plan of the hosts in inventory/spark.py; touches no host
 	.venv/bin/spark-deploy plan
 
-docs: venv ## write the generated reference pages
+docs: venv ## write schemas, group_vars/all.yml and reference pages from what they are generated from
 	$(PY) docs/generate.py
 
 golden: venv ## write the expected plans anew; read the diff before committing

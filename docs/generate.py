@@ -1,24 +1,22 @@
-"""Write the generated reference pages; ``--check`` only says whether they are current.
+"""Write the generated files; ``--check`` only says whether they are current.
 
-settings.md comes from the schema and group_vars/all.yml, models.md and profiles.md from the
-catalog and the same arithmetic that plans use.
+Schemas, group_vars/all.yml and settings.md come from the declarations (declared.py), models.md and
+profiles.md from the catalog and the same arithmetic that plans use.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CHECKOUT))
 
+from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
 from spark_contract.patterns import count  # noqa: E402
 
 from spark_deploy.catalog.load import (  # noqa: E402
@@ -29,7 +27,6 @@ from spark_deploy.catalog.load import (  # noqa: E402
     load_profile,
 )
 from spark_deploy.checkout import catalog_names  # noqa: E402
-from spark_deploy.documents.schema_check import load_schema  # noqa: E402
 from spark_deploy.lockfile.resolve import size  # noqa: E402
 from spark_deploy.planning.budget.memory import (  # noqa: E402
     context_tokens,
@@ -41,87 +38,28 @@ from spark_deploy.planning.budget.memory import (  # noqa: E402
 from spark_deploy.planning.budget.weights import weights_of  # noqa: E402
 from spark_deploy.planning.check import check_pair  # noqa: E402
 from spark_deploy.planning.types import MemoryPlan  # noqa: E402
-from spark_deploy.settings.load import build  # noqa: E402
 from spark_deploy.settings.types import Settings  # noqa: E402
-
-REFERENCE = CHECKOUT / "docs" / "reference"
-TYPES: dict[str, str] = {
-    "string": "text",
-    "object": "mapping",
-    "array": "list",
-    "boolean": "true/false",
-}
 
 
 def main() -> int:
-    """Write or check all pages; returns the exit code."""
+    """Write or check all files; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, 1 when out of date")
     check = parser.parse_args().check
-    stale = [name for name, page in PAGES.items() if not _settle(name, page, check)]
+    stale = [name for name, lines in FILES.items() if not _settle(CHECKOUT / name, lines, check)]
     for name in stale:
-        sys.stderr.write(f"docs/reference/{name} is out of date; run `make docs`\n")
+        sys.stderr.write(f"{name} is out of date; run `make docs`\n")
     return 1 if stale else 0
 
 
-def _settle(name: str, page: Callable[[], Iterator[str]], check: bool) -> bool:
-    path = REFERENCE / name
-    text = "\n".join(page()).rstrip() + "\n"
+def _settle(path: Path, lines: Callable[[], Iterator[str]], check: bool) -> bool:
+    text = "\n".join(lines()).rstrip() + "\n"
     if path.exists() and path.read_text("utf-8") == text:
         return True
     if not check:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return not check
-
-
-def settings_page() -> Iterator[str]:
-    """Yield the page of every setting."""
-    schema = load_schema("settings")
-    defaults = _defaults()
-    yield "<!-- generated from settings.schema.json and group_vars/all.yml by `make docs` -->"
-    yield "# Settings"
-    yield ""
-    yield (
-        "Every key of `group_vars/<group>.yml` and `host_vars/<host>.yml`, with its default. "
-        "Later wins: `group_vars/all.yml` of this project, then beside your inventory "
-        "`group_vars/all.yml`, the group's file and the host's file, then `--data key=value` "
-        "(dots reach inside: `--data serve.port=9000`). Mappings are merged key by key, lists are "
-        "replaced whole. A mistake in any of them ends a run before the first connection."
-    )
-    plain = {key: part for key, part in schema["properties"].items() if "properties" not in part}
-    yield from _table("General", "", plain, defaults)
-    for key, part in schema["properties"].items():
-        if "properties" in part:
-            yield from _table(f"`{key}`", part["description"], part["properties"], defaults[key])
-    for key, part in schema["$defs"].items():
-        yield from _table(f"A {key}", part["description"], part["properties"], {})
-
-
-def _table(title: str, text: str, keys: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
-    yield from ("", f"## {title}", "")
-    if text:
-        yield from (text, "")
-    yield "| key | form | default | meaning |"
-    yield "|---|---|---|---|"
-    for key, part in keys.items():
-        default = f"`{_cell(json.dumps(defaults[key]))}`" if key in defaults else ""
-        yield f"| `{key}` | {_cell(_form(part))} | {default} | {_cell(part['description'])} |"
-
-
-def _form(part: dict[str, Any]) -> str:
-    if "enum" in part:
-        known = (value for value in part["enum"] if value is not False)
-        return ", ".join("null" if value is None else f"`{value}`" for value in known)
-    if "oneOf" in part:
-        forms = [_form(choice) for choice in part["oneOf"]]
-        return " or ".join(forms)
-    if "const" in part:
-        return f"`{part['const']}`"
-    if "$ref" in part:
-        return "a secret"
-    kinds = part["type"] if isinstance(part["type"], list) else [part["type"]]
-    return " or ".join(TYPES.get(str(kind), str(kind)) for kind in kinds)
 
 
 def models_page() -> Iterator[str]:
@@ -195,7 +133,7 @@ def profiles_page() -> Iterator[str]:
     yield from ("", "| rule | effect | why | instead | source |", "|---|---|---|---|---|")
     for rail in load_guard_rails():
         cells = (f"`{rail.rule}`", rail.effect, rail.reason, rail.fix, rail.source)
-        yield f"| {' | '.join(_cell(cell) for cell in cells)} |"
+        yield f"| {' | '.join(cell(one) for one in cells)} |"
 
 
 def _profile(name: str) -> Iterator[str]:
@@ -216,19 +154,19 @@ def _profile(name: str) -> Iterator[str]:
     if shown.published:
         yield from ("", "| published | figure | source |", "|---|---|---|")
         for figure in shown.published:
-            yield f"| {_cell(figure.what)} | {_cell(figure.value)} | {_cell(figure.source)} |"
+            yield f"| {cell(figure.what)} | {cell(figure.value)} | {cell(figure.source)} |"
     else:
         yield from ("", "Nobody has published a figure of it.")
     yield from ("", "| proven by this project, on one H200 | result |", "|---|---|")
     for row in shown.proven:
-        yield f"| {_cell(row.what)} | [{row.result}](../../benchmarks/results/gpu/{row.result}) |"
+        yield f"| {cell(row.what)} | [{row.result}](../../benchmarks/results/gpu/{row.result}) |"
 
 
 def _memory_row(model: Model, profile: Profile) -> str:
     weights, drafter = (gib(value) for value in loaded_bytes(model, profile))
     if not _fits(model, profile):
         return f"| {model.name} | {weights} | {drafter} | does not fit on one host | | |"
-    plan = plan_memory(model, profile, build(Settings, _defaults()))
+    plan = plan_memory(model, profile, Settings())
     requests = f"{plan.full_context_users:.1f} of {context_tokens(model, profile):,}"
     cells = (
         model.name,
@@ -242,28 +180,17 @@ def _memory_row(model: Model, profile: Profile) -> str:
 
 
 def _fits(model: Model, profile: Profile) -> bool:
-    return missing_bytes(model, profile, build(Settings, _defaults())) <= 0
+    return missing_bytes(model, profile, Settings()) <= 0
 
 
 def _served_with(model: Model) -> list[str]:
     """Return the profiles that the plan does not refuse for ``model`` on one host."""
-    pairs = {name: {"model": model.name, "profile": name} for name in catalog_names("profiles")}
-    defaults = _defaults()
-    return [n for n, pair in pairs.items() if not check_pair(build(Settings, defaults | pair))]
-
-
-def _defaults() -> dict[str, Any]:
-    text = (CHECKOUT / "group_vars" / "all.yml").read_text("utf-8")
-    data: dict[str, Any] = yaml.safe_load(text)
-    return data
+    names = catalog_names("profiles")
+    return [name for name in names if not check_pair(Settings(model=model.name, profile=name))]
 
 
 def _count(patterns: tuple[str, ...]) -> int:
     return sum(count(pattern) for pattern in patterns)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _compared() -> Iterator[str]:
@@ -292,7 +219,7 @@ def _plan_at_090(dtype: str) -> MemoryPlan:
         kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype),
         limits=dataclasses.replace(profile.limits, memory_fraction=0.9, max_sequences=1),
     )
-    return plan_memory(model, profile, build(Settings, _defaults()))
+    return plan_memory(model, profile, Settings())
 
 
 # Cache groups of this architecture, and tokens and users as published, by the cache's type.
@@ -319,10 +246,12 @@ and runtime took then and what we estimate. The figure that decides is what a ru
 the plan's is for choosing and refusing before the first byte.
 """.strip()
 
-PAGES: dict[str, Callable[[], Iterator[str]]] = {
-    "settings.md": settings_page,
-    "models.md": models_page,
-    "profiles.md": profiles_page,
+FILES: dict[str, Callable[[], Iterator[str]]] = {
+    **{f"schema/{name}.schema.json": functools.partial(schema_file, name) for name in DOCUMENTS},
+    "group_vars/all.yml": all_yml,
+    "docs/reference/settings.md": settings_page,
+    "docs/reference/models.md": models_page,
+    "docs/reference/profiles.md": profiles_page,
 }
 
 if __name__ == "__main__":

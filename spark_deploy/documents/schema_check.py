@@ -100,7 +100,7 @@ def _say(error: jsonschema.ValidationError) -> str:
         return f"{value} is not one of {', '.join(known)}"
     if error.validator == "required":
         return error.message.replace("'", "").replace("a required property", "missing but needed")
-    if error.validator == "oneOf":
+    if error.validator in ("oneOf", "anyOf"):
         return f"{value} has none of the forms that are known here"
     if error.validator == "uniqueItems":
         return f"{value} names something twice"

@@ -8,22 +8,19 @@ Mappings merge key by key, lists are replaced. All mistakes of all hosts are rep
 from __future__ import annotations
 
 import copy
-import dataclasses
-import types
+import functools
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.schema_check import KeyPath, load_schema, problems_of
+from spark_deploy.checkout import CHECKOUT, catalog_names
+from spark_deploy.documents.declare import convert
+from spark_deploy.documents.schema_check import KeyPath, dotted, load_schema, problems_of
 from spark_deploy.documents.yamlfile import read_mapping
 from spark_deploy.errors import Problem, SettingsError
-from spark_deploy.settings.rules import rule_problems
-from spark_deploy.settings.types import SecretRef, Settings
-
-_UNITS = {"_gib": 1024**3, "_mib": 1024**2, "_mib_per_s": 1024**2}
+from spark_deploy.settings.types import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,58 +116,6 @@ def undot(data: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def build(cls: type[Any], data: Mapping[str, Any]) -> Any:
-    """Build the frozen dataclass ``cls`` from valid plain data, converting units once."""
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for field in dataclasses.fields(cls):
-        key, factor = schema_key(field.name, data)
-        value = data[key]
-        if factor and value is not None:
-            values[field.name] = round(value * factor)
-        else:
-            values[field.name] = _convert(hints[field.name], value)
-    return cls(**values)
-
-
-def schema_key(field: str, keys: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Return the key that people type for ``field`` and its factor, if it is a size."""
-    if "_bytes" in field:
-        for unit, factor in _UNITS.items():
-            for suffix in ("_bytes", "_bytes_per_s"):
-                key = field.removesuffix(suffix) + unit
-                if field.endswith(suffix) and key in keys:
-                    return key, factor
-    return field, None
-
-
-def _convert(kind: Any, value: Any) -> Any:
-    if isinstance(kind, types.UnionType):
-        return None if value is None else _convert(kind.__args__[0], value)
-    if kind is SecretRef:
-        return secret_ref(value)
-    if dataclasses.is_dataclass(kind):
-        return build(typing.cast(type[Any], kind), value)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
-        return tuple(_convert(arguments[0], item) for item in value)
-    if origin is dict:
-        return {key: _convert(arguments[1], item) for key, item in value.items()}
-    if kind is str and value is False:
-        return "off"  # what YAML makes of the word
-    if kind in (int, float, str):
-        return kind(value)
-    return value
-
-
-def secret_ref(value: Any) -> SecretRef:
-    """Turn ``generate`` or ``{env|file|command: ...}`` into a reference."""
-    if isinstance(value, str):
-        return SecretRef(value)
-    kind, target = next(iter(value.items()))
-    return SecretRef(kind, (target,) if isinstance(target, str) else tuple(target))
-
-
 def _common_layers(root: Path, checkout: Path, problems: list[Problem]) -> list[Layer]:
     paths = [checkout / "group_vars" / "all.yml"]
     if root.resolve() != checkout.resolve():
@@ -205,10 +150,14 @@ def _host_settings(
 
     schema = load_schema("settings", checkout=checkout)
     found = list(problems_of(data, schema, where))
+    settings = typing.cast(Settings, None if found else convert(Settings, data))
     if not found:
-        found = list(rule_problems(data, where, checkout=checkout))
+        catalog = functools.partial(catalog_names, checkout=checkout)
+        found = [
+            Problem(f"{where(one.set_by or one.key)}: {dotted(one.key)}", one.what, one.fix)
+            for one in settings.broken(catalog)
+        ]
     problems.extend(found)
-    settings = typing.cast(Settings, None if found else build(Settings, data))
     return HostSettings(host, group, root, settings, data)
 
 

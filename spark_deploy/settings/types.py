@@ -1,255 +1,152 @@
-"""Settings of one host as frozen data: the same keys as ``schema/settings.schema.json``.
+"""All settings of a host, in the order that ``group_vars/all.yml`` shows them.
 
-People type sizes as ``_gib`` and ``_mib``; here they are ``_bytes``. A test compares the fields
-with the schema, so neither can gain a key alone.
+Each stands once: type, default, meaning and limits where it is declared, rules between settings in
+``broken`` beside them. ``make docs`` writes schema, reference page and ``all.yml`` from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal
 
-
-@dataclass(frozen=True, slots=True)
-class SecretRef:
-    """Where the controller reads a secret; ``kind`` is env, file, command or generate."""
-
-    kind: str
-    value: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PairSettings:
-    """A model and a profile by name."""
-
-    model: str
-    profile: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseSettings:
-    """Ways back."""
-
-    keep: int
-    rollback_to: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ServeSettings:
-    """Names, gateway and time limits of the service."""
-
-    names: tuple[str, ...]
-    port: int
-    expose: str
-    address: str | None
-    tls: str
-    tls_certificate: str | None
-    tls_key: str | None
-    tls_names: tuple[str, ...]
-    ca_dir: str
-    api_key: SecretRef
-    max_body_bytes: int
-    max_requests_per_s: int | None
-    start_timeout_s: int
-    stop_timeout_s: int
-    drain_s: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Values that replace those of the profile; ``None`` keeps the profile's."""
-
-    max_context_tokens: int | None
-    max_sequences: int | None
-    memory_fraction: float | None
-    kv_cache_bytes: int | None
-    vision: bool | None
-    options: dict[str, Any]
-    environment: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSettings:
-    """How the tree that a profile asks for is kept on the host."""
-
-    layout: str | None
-    prebuilt: bool
-    keep_base: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySettings:
-    """The memory pool of a host."""
-
-    total_bytes: int
-    reserve_bytes: int
-    start_wait_s: int
-    floor_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WatchSettings:
-    """When a serving engine is restarted."""
-
-    stall_s: int
-    interval_s: int
-    hot_celsius: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckSettings:
-    """Limits of the proof, and of the measurement after it."""
-
-    timeout_s: int
-    bench_s: int
-    bench_worse_percent: int
-
-
-@dataclass(frozen=True, slots=True)
-class RegistrySettings:
-    """How image registries are reached."""
-
-    insecure: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HubSettings:
-    """Where model repositories come from."""
-
-    endpoint: str
-    mirrors: tuple[str, ...]
-    token: SecretRef | None
-
-
-@dataclass(frozen=True, slots=True)
-class DownloadSettings:
-    """How hosts fetch model files."""
-
-    parallel: int
-    rate_limit_bytes_per_s: int | None
-    tries: int
-    retry_pause_s: float
-    look_in: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RepositorySettings:
-    """One signed package repository."""
-
-    url: str
-    suite: str
-    components: tuple[str, ...]
-    key_url: str
-    key_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectSettings:
-    """What a host must be."""
-
-    arch: str
-    pci_ids: tuple[str, ...]
-    gpu_name: str
-    os_id: str
-    os_version: str
-    driver_min: str
-    dgx_release: str
-
-
-@dataclass(frozen=True, slots=True)
-class BaseSettings:
-    """Packages and host care."""
-
-    packages: tuple[str, ...]
-    hold_driver_in_unattended_upgrades: bool
-    disable_sleep: bool
-    protect_login: bool
-    headless: bool
-    earlyoom: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CudaSettings:
-    """CUDA toolkit."""
-
-    version: str
-    package: str
-    repositories: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DockerSettings:
-    """Container engine and NVIDIA runtime."""
-
-    packages: tuple[str, ...]
-    toolkit_packages: tuple[str, ...]
-    repositories: tuple[str, ...]
-    daemon: dict[str, Any]
-    users: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DiskSettings:
-    """Room to keep free."""
-
-    reserve_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PathSettings:
-    """Where large data lives on a host."""
-
-    models_dir: str
-    sources_dir: str
-    cache_dir: str
-    docker_dir: str
-
-
-@dataclass(frozen=True, slots=True)
-class SshSettings:
-    """How to reach a host."""
-
-    hostname: str | None
-    user: str | None
-    port: int | None
-    key_file: str | None
-    config_file: str | None
-    known_hosts_file: str | None
+from spark_deploy.documents.declare import Text, about, section, setting
+from spark_deploy.documents.schema_check import closest
+from spark_deploy.settings.host import (
+    BaseSettings,
+    CudaSettings,
+    DiskSettings,
+    DockerSettings,
+    ExpectSettings,
+    PathSettings,
+    SshSettings,
+)
+from spark_deploy.settings.rules import Broken, broken_in_sections
+from spark_deploy.settings.serving import (
+    CATALOG_NAME,
+    CheckpointSettings,
+    CheckSettings,
+    EngineSettings,
+    MemorySettings,
+    PairSettings,
+    ReleaseSettings,
+    ServeSettings,
+    WatchSettings,
+)
+from spark_deploy.settings.sources import (
+    REPOSITORY_NAME,
+    DownloadSettings,
+    HubSettings,
+    RegistrySettings,
+    RepositorySettings,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings of one host, merged and valid."""
+    """Keys of group_vars/*.yml and host_vars/*.yml. Defaults: group_vars/all.yml."""
 
-    model: str
-    profile: str
-    keep_ready: tuple[PairSettings, ...]
-    releases: ReleaseSettings
-    serve: ServeSettings
-    engine: EngineSettings
-    checkpoint: CheckpointSettings
-    memory: MemorySettings
-    watch: WatchSettings
-    check: CheckSettings
-    lock_file: str
-    locked: str
-    images: dict[str, str]
-    registries: RegistrySettings
-    hub: HubSettings
-    downloads: DownloadSettings
-    repositories: dict[str, RepositorySettings]
-    expect: ExpectSettings
-    takeover: tuple[str, ...]
-    reboot: str
-    allow_memory_holders: tuple[str, ...]
-    base: BaseSettings
-    cuda: CudaSettings
-    docker: DockerSettings
-    disk: DiskSettings
-    paths: PathSettings
-    ssh: SshSettings
-    sudo: bool
+    model: str = setting(
+        "qwen3.5-122b",
+        "Which model to serve: the stem of a file in catalog/models.",
+        heading="What to serve\n"
+        "What the engine, its proof and its watch are told is one frozen release: model, profile, "
+        "engine, memory, watch, check, and names and time limits of serve. Changing any of it "
+        "restarts the engine, proven, with a way back. Port, exposure, TLS, key and limits of "
+        "requests restart nothing.",
+        pattern=CATALOG_NAME,
+        examples=["qwen3.5-122b"],
+    )
+    profile: str = setting(
+        "v2",
+        "How to serve it: the stem of a file in catalog/profiles.",
+        pattern=CATALOG_NAME,
+        examples=["v2", "v2-tq"],
+    )
+    keep_ready: tuple[PairSettings, ...] = setting(
+        (),
+        "Other model and profile pairs whose downloads, tree and image a host has ready, so that "
+        "a switch to one of them needs no download and no build.",
+        uniqueItems=True,
+        examples=[[{"model": "qwen3.5-122b", "profile": "base"}]],
+    )
+    releases: ReleaseSettings = section(ReleaseSettings)
+    serve: ServeSettings = section(ServeSettings)
+    engine: EngineSettings = section(EngineSettings)
+    checkpoint: CheckpointSettings = section(CheckpointSettings)
+    memory: MemorySettings = section(MemorySettings, heading="Memory: one pool for CPU and GPU")
+    watch: WatchSettings = section(WatchSettings)
+    check: CheckSettings = section(CheckSettings)
+    lock_file: Text = setting(
+        "spark.lock.yml",
+        "Path of the lock, relative to the folder that holds the inventory's group_vars. The lock "
+        "turns names into commits and digests.",
+        heading="Where things come from",
+        examples=["spark.lock.yml"],
+    )
+    locked: Literal["first-use", "required"] = setting(
+        "first-use",
+        "first-use: a name that is not locked is locked when a run meets it; required: such a run "
+        "is refused.",
+    )
+    images: dict[str, Annotated[str, about(pattern="^[a-z0-9][A-Za-z0-9._/:@-]*$")]] = setting(
+        lambda: {
+            "engine": "vllm/vllm-openai:v0.33.0",
+            "gpu_check": "nvidia/cuda:13.0.2-base-ubuntu24.04",
+        },
+        "Container images by role; a tag is locked to its digest. `engine` and `gpu_check` (must "
+        "print a GPU line; proves the runtime) are always needed; models may name further ones.",
+        required=["engine", "gpu_check"],
+        propertyNames={"pattern": "^[a-z][a-z0-9_]*$"},
+    )
+    registries: RegistrySettings = section(RegistrySettings)
+    hub: HubSettings = section(HubSettings)
+    downloads: DownloadSettings = section(DownloadSettings)
+    repositories: dict[str, RepositorySettings] = setting(
+        dict,
+        "Signed apt repositories by name; cuda.repositories and docker.repositories choose among "
+        "them.",
+        propertyNames={"pattern": REPOSITORY_NAME},
+        examples=[
+            {
+                "vendor": {
+                    "url": "https://example.org/ubuntu",
+                    "suite": "./",
+                    "components": [],
+                    "key_url": "https://example.org/key.asc",
+                    "key_sha256": "0" * 64,
+                }
+            }
+        ],
+    )
+    expect: ExpectSettings = section(ExpectSettings, heading="What a host must be")
+    reboot: Literal["report", "allow"] = setting(
+        "report",
+        "What becomes of a pending reboot (new kernel or driver): report tells it; allow has the "
+        "deploy reboot such hosts, one after the other, each proven again before the next. A cause "
+        "that stays is not tried twice.",
+    )
+    takeover: tuple[Text, ...] = setting(
+        (),
+        "Containers of others (by name) that a run may stop and disable because they hold the GPU "
+        "memory.",
+        uniqueItems=True,
+        examples=[["old-vllm"]],
+    )
+    allow_memory_holders: tuple[Text, ...] = setting(
+        (),
+        "Process names that may keep more than 1 GiB beside the engine.",
+        uniqueItems=True,
+        examples=[["gnome-shell"]],
+    )
+    base: BaseSettings = section(BaseSettings, heading="What a host gets")
+    cuda: CudaSettings = section(CudaSettings)
+    docker: DockerSettings = section(DockerSettings)
+    disk: DiskSettings = section(DiskSettings)
+    paths: PathSettings = section(PathSettings)
+    ssh: SshSettings = section(SshSettings, heading="How to reach a host")
+    sudo: bool = setting(True, "The login user is not root.")
 
     @property
     def ready_pairs(self) -> tuple[PairSettings, ...]:
@@ -260,3 +157,32 @@ class Settings:
     def of_pair(self, pair: PairSettings) -> Settings:
         """Return these settings as they would be with another pair to serve."""
         return dataclasses.replace(self, model=pair.model, profile=pair.profile)
+
+    def broken(self, catalog: Callable[[str], Sequence[str]]) -> Iterator[Broken]:
+        """Yield every broken rule of all sections.
+
+        Args:
+            catalog: returns the names there are of ``models`` or ``profiles``.
+        """
+        for prefix, pair in [
+            ((), self),
+            *((("keep_ready", i), p) for i, p in enumerate(self.keep_ready)),
+        ]:
+            for key in ("model", "profile"):
+                name, known = getattr(pair, key), catalog(f"{key}s")
+                if name not in known:
+                    guess = closest(name, known)
+                    fix = f"set one of these, or add catalog/{key}s/{name}.yml"
+                    yield Broken(
+                        (*prefix, key),
+                        f"'{name}' is not a {key} (known: {', '.join(known)})",
+                        f"did you mean {guess}?" if guess else fix,
+                    )
+        for role in ("cuda", "docker"):
+            for name in getattr(self, role).repositories:
+                if name not in self.repositories:
+                    known = ", ".join(sorted(self.repositories)) or "none"
+                    what = f"'{name}' is not described (known: {known})"
+                    fix = f"describe it under repositories: {{{name}: ...}}"
+                    yield Broken((role, "repositories"), what, fix)
+        yield from broken_in_sections(self)

@@ -64,9 +64,9 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("spark_deploy/checkout.py", ""),
         ("spark_deploy/managed.py", ""),
         ("spark_deploy/facts", "pyinfra"),
-        ("spark_deploy/documents", "yaml jsonschema"),
-        ("spark_deploy/settings", "yaml"),
-        ("spark_deploy/catalog", ""),
+        ("spark_deploy/documents", "yaml jsonschema pydantic pydantic_core"),
+        ("spark_deploy/settings", "pydantic"),
+        ("spark_deploy/catalog", "pydantic"),
         # Names become commits and digests: the network beyond the hosts is seen from here alone.
         ("spark_deploy/lockfile/types.py", ""),
         ("spark_deploy/lockfile", "yaml httpx2 huggingface_hub"),

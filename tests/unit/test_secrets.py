@@ -1,27 +1,26 @@
 import pytest
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.settings.secrets import read_secret
-from spark_deploy.settings.types import SecretRef
+from spark_deploy.settings.secrets import SecretRef, read_secret
 
 
 def test_a_secret_comes_from_the_environment_a_file_or_a_command(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "one\n")
     (tmp_path / "key").write_text("two\nnot this line\n")
-    assert read_secret(SecretRef("env", ("MY_KEY",)), setting="x") == "one"
-    assert read_secret(SecretRef("file", (str(tmp_path / "key"),)), setting="x") == "two"
-    assert read_secret(SecretRef("command", ("printf", "three")), setting="x") == "three"
+    assert read_secret(SecretRef(env="MY_KEY"), setting="x") == "one"
+    assert read_secret(SecretRef(file=str(tmp_path / "key")), setting="x") == "two"
+    assert read_secret(SecretRef(command=("printf", "three")), setting="x") == "three"
 
 
 @pytest.mark.parametrize(
     "reference",
     [
-        SecretRef("env", ("NOT_SET_ANYWHERE",)),
-        SecretRef("file", ("/nonexistent/key",)),
-        SecretRef("command", ("false",)),
-        SecretRef("command", ("/nonexistent/program",)),
-        SecretRef("command", ("true",)),
-        SecretRef("generate"),
+        SecretRef(env="NOT_SET_ANYWHERE"),
+        SecretRef(file="/nonexistent/key"),
+        SecretRef(command=("false",)),
+        SecretRef(command=("/nonexistent/program",)),
+        SecretRef(command=("true",)),
+        SecretRef(),
     ],
 )
 def test_a_secret_that_cannot_be_read_names_the_setting(reference):
@@ -30,7 +29,7 @@ def test_a_secret_that_cannot_be_read_names_the_setting(reference):
 
 
 def test_the_output_of_a_failing_command_is_not_shown():
-    reference = SecretRef("command", ("sh", "-c", "echo hunter2; echo hunter2 >&2; exit 3"))
+    reference = SecretRef(command=("sh", "-c", "echo hunter2; echo hunter2 >&2; exit 3"))
     with pytest.raises(SettingsError) as caught:
         read_secret(reference, setting="hub.token")
     assert "exit status 3" in str(caught.value)

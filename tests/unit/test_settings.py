@@ -172,6 +172,7 @@ WRONG = {
         "set engine.max_context_tokens",
     ),
     "way around the gateway": ("engine: {options: {host: 0.0.0.0}}", "elsewhere", "only way in"),
+    "option that is no text": ("engine: {options: {1: x}}", "1 is not text", 'quotes: "1"'),
     "secret in the environment": (
         "engine: {environment: {HF_TOKEN: x}}",
         "looks like a secret",

@@ -1,0 +1,139 @@
+"""What is written from declarations: schemas, ``group_vars/all.yml``, the page of settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
+from spark_deploy.catalog.rails import GuardRails
+from spark_deploy.documents.declare import schema_of, typed
+from spark_deploy.settings.types import Settings
+
+DOCUMENTS = {"settings": Settings, "model": Model, "profile": Profile, "guard_rails": GuardRails}
+WIDTH = 100
+TYPES = {"string": "text", "object": "mapping", "array": "list", "boolean": "true/false"}
+
+
+def schema_file(name: str) -> Iterator[str]:
+    """Yield the lines of ``schema/<name>.schema.json``."""
+    yield json.dumps(schema_of(DOCUMENTS[name], name), indent=2, ensure_ascii=False)
+
+
+def all_yml() -> Iterator[str]:
+    """Yield the lines of ``group_vars/all.yml``: every setting, its default and its meaning."""
+    keys, defaults = schema_of(Settings, "settings")["properties"], typed(Settings())
+    headings = {field.name: field.metadata["heading"] for field in dataclasses.fields(Settings)}
+    yield from ALL_YML_HEAD.splitlines()
+    for key, part in keys.items():
+        if headings[key]:
+            heading, _, text = headings[key].partition("\n")
+            yield from ("", f"# --- {heading} ".ljust(WIDTH - 5, "-"))
+            yield from ("#", *_comment(text)) if text else ()
+        yield ""
+        if "properties" not in part:
+            yield from _entry(key, part, defaults[key])
+            continue
+        yield from (*_comment(part["description"]), f"{key}:")
+        for inner, its in part["properties"].items():
+            yield from textwrap.indent(
+                "\n".join(_entry(inner, its, defaults[key][inner])), "  "
+            ).splitlines()
+
+
+def _entry(key: str, part: dict[str, Any], value: Any) -> Iterator[str]:
+    """Yield a setting with its meaning behind it where that fits, else above it."""
+    text = part["description"]
+    examples = [one for one in part.get("examples", ()) if one != value]
+    if examples:
+        text += f" Example: {_flow(examples[0])}"
+    lines = [f"{key}: {_flow(value)}"]
+    if isinstance(value, dict) and value:
+        lines = [f"{key}:", *(f"  {name}: {_flow(one)}" for name, one in value.items())]
+    if len(lines) == 1 and len(lines[0]) + len(text) < WIDTH - 6:
+        yield f"{lines[0]}  # {text}"
+    else:
+        yield from (*_comment(text), *lines)
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH - 4, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+    )
+
+
+def settings_page() -> Iterator[str]:
+    """Yield the lines of the page of every setting."""
+    schema, defaults = schema_of(Settings, "settings"), typed(Settings())
+    yield "<!-- generated from spark_deploy/settings by `make docs` -->"
+    yield from ("# Settings", "", SETTINGS_INTRODUCTION)
+    plain = {key: part for key, part in schema["properties"].items() if "properties" not in part}
+    yield from _table("General", "", plain, defaults)
+    for key, part in schema["properties"].items():
+        if "properties" in part:
+            yield from _table(f"`{key}`", part["description"], part["properties"], defaults[key])
+    secret = schema["$defs"]["SecretRef"]
+    yield from _table("A secret", secret["description"], secret["properties"], {})
+    for key, part in plain.items():
+        each = part.get("items") or part.get("additionalProperties")
+        if isinstance(each, dict) and "properties" in each:
+            yield from _table(f"Each of `{key}`", each["description"], each["properties"], {})
+
+
+def _table(title: str, text: str, keys: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
+    yield from ("", f"## {title}", "")
+    if text:
+        yield from (text, "")
+    yield "| key | form | default | meaning |"
+    yield "|---|---|---|---|"
+    for key, part in keys.items():
+        default = f"`{cell(json.dumps(defaults[key]))}`" if key in defaults else ""
+        yield f"| `{key}` | {cell(_form(part))} | {default} | {cell(part['description'])} |"
+
+
+def _form(part: dict[str, Any]) -> str:
+    if "enum" in part:
+        known = (value for value in part["enum"] if value is not False)
+        return ", ".join("null" if value is None else f"`{value}`" for value in known)
+    if "anyOf" in part:
+        return " or ".join(map(_form, part["anyOf"]))
+    if "const" in part:
+        return f"`{part['const']}`"
+    if "$ref" in part:
+        return "a secret"
+    kinds = part["type"] if isinstance(part["type"], list) else [part["type"]]
+    return " or ".join(TYPES.get(str(kind), str(kind)) for kind in kinds)
+
+
+def cell(text: str) -> str:
+    """Return text as it may stand in a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+ALL_YML_HEAD = """\
+# yaml-language-server: $schema=../schema/settings.schema.json
+#
+# Every setting and its default, in reading order. Do not edit this file: `make docs` writes it,
+# and it changes with upgrades. Write only what you want different into group_vars/<group>.yml
+# (all hosts of that group) or host_vars/<host>.yml (one host), here or beside an inventory of your
+# own elsewhere. Later wins: this file < group_vars/all.yml of your own < group < host < --data
+# key=value. Mappings are merged key by key; lists are replaced whole."""
+
+SETTINGS_INTRODUCTION = (
+    "Every key of `group_vars/<group>.yml` and `host_vars/<host>.yml`, with its default. "
+    "Later wins: `group_vars/all.yml` of this project, then beside your inventory "
+    "`group_vars/all.yml`, the group's file and the host's file, then `--data key=value` "
+    "(dots reach inside: `--data serve.port=9000`). Mappings are merged key by key, lists are "
+    "replaced whole. A mistake in any of them ends a run before the first connection."
+)

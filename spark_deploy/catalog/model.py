@@ -1,0 +1,165 @@
+"""A model: one file of ``catalog/models``, declared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic.json_schema import SkipJsonSchema
+
+from spark_deploy.catalog.tensor_sets import Tensors
+from spark_deploy.documents.declare import Gib, Text, needed, section, setting
+from spark_deploy.settings.rules import Broken
+from spark_deploy.settings.serving import CATALOG_NAME
+
+HUB_REPOSITORY = "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Repositories of the model hub; the lock adds the commit."""
+
+    base: str = needed("Complete INT4 tree.", pattern=HUB_REPOSITORY)
+    donor: str | None = setting(
+        None,
+        "FP8 tree that shared experts come from; null when there is none.",
+        pattern=HUB_REPOSITORY,
+    )
+    hybrid: str | None = setting(
+        None,
+        "The base with the donor's shared experts already in it, made by others; null when there "
+        "is none.",
+        pattern=HUB_REPOSITORY,
+    )
+    revision: str = setting("main", "Branch or tag the lock starts from.")
+    repeats_names: bool = setting(
+        False, "The base's files hold some tensors twice, which fastsafetensors refuses."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Numbers of config.json that sizes are computed from."""
+
+    layers: int = needed("Layers of the language model.", minimum=1)
+    full_attention_every: int = needed(
+        "Every how many layers one has full attention; the others are gated delta nets (GDN).",
+        minimum=1,
+    )
+    hidden: int = needed("hidden_size.", minimum=1)
+    vocabulary: int = needed("vocab_size.", minimum=1)
+    experts: int = needed("Experts of a layer.", minimum=1)
+    experts_per_token: int = needed("Routed experts of a token.", minimum=1)
+    expert_width: int = needed("moe_intermediate_size.", minimum=1)
+    shared_expert_width: int = needed("shared_expert_intermediate_size.", minimum=1)
+    attention_heads: int = needed(
+        "num_attention_heads; queries are gated, so their projection is twice as wide.", minimum=1
+    )
+    kv_heads: int = needed("num_key_value_heads.", minimum=1)
+    head_width: int = needed("head_dim.", minimum=1)
+    gdn_key_heads: int = needed("linear_num_key_heads.", minimum=1)
+    gdn_value_heads: int = needed("linear_num_value_heads.", minimum=1)
+    gdn_head_width: int = needed("linear_key_head_dim and linear_value_head_dim.", minimum=1)
+    gdn_kernel: int = setting(4, "linear_conv_kernel_dim.", minimum=1)
+    mtp_layers: int = needed("Layers of the built-in drafter; 0 for none.", minimum=0)
+    mtp_scheme: Literal["bf16", "int4"] = needed("How the MTP experts and attention are stored.")
+    vision_bytes: int = needed("Bytes of the vision tower.", minimum=0)
+    max_context_tokens: int = needed("max_position_embeddings, in tokens.", minimum=1)
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with full attention."""
+        return self.layers // self.full_attention_every
+
+    @property
+    def gdn_layers(self) -> int:
+        """Layers with a gated delta net."""
+        return self.layers - self.attention_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsers:
+    """Names of the engine's parsers."""
+
+    reasoning: str | None = setting(None, "Reasoning parser; null for none.")
+    tool_call: str | None = setting(None, "Tool call parser; null for none.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelImage:
+    """Which engine image serves the model."""
+
+    role: str = setting("engine", "Key of `images` in the settings.", pattern="^[a-z][a-z0-9_]*$")
+    plugin: bool = setting(True, "false: the image is used unchanged whatever the profile says.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMemory:
+    """What the engine needs beside weights and KV cache."""
+
+    runtime_bytes: Gib = needed(
+        "Process, GPU context, compiled graphs and activations, in GiB.",
+        key="runtime_gib",
+        minimum=0,
+    )
+    weights_factor: float = setting(
+        1,
+        "Bytes in memory for each byte on disk; above 1 only where weights are dequantised.",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One question whose answer can be checked."""
+
+    prompt: str = needed("What is asked.")
+    expect: str = needed("Regular expression the answer must match.")
+    max_tokens: int = setting(512, "Longest answer.", minimum=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCheck:
+    """Questions with answers that can be checked."""
+
+    questions: tuple[Question, ...] = needed(
+        "Each is asked greedily and judged by a regular expression.", minItems=1
+    )
+    copy: tuple[Text, ...] = setting((), "Strings the model must repeat exactly.", uniqueItems=True)
+    tool_call: bool = setting(False, "Demand a tool call.")
+    reasoning: bool = setting(False, "Demand that reasoning and answer come apart.")
+    conversation: bool = setting(
+        False, "Demand right answers in each turn of a conversation that grows."
+    )
+    repeat: bool = setting(True, "Demand the same greedy answer twice.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One model: a file of catalog/models."""
+
+    name: SkipJsonSchema[str]  # of the file
+    based_on: str | SkipJsonSchema[None] = setting(
+        None, "Another model whose keys this file changes; one step only.", pattern=CATALOG_NAME
+    )
+    summary: str = needed("What this model is, in one line.", maxLength=100)
+    choose_when: str = needed("Who should take it, in one line.", maxLength=160)
+    sources: Sources = needed()
+    architecture: Architecture = needed()
+    tensors: Tensors = needed()
+    parsers: Parsers = section(Parsers)
+    image: ModelImage = section(ModelImage)
+    memory: ModelMemory = needed()
+    check: ModelCheck = needed()
+    profile_overrides: dict[str, dict[str, Any]] = setting(
+        dict,
+        "Changes to a profile for this model: profile name to keys of that profile, merged key by "
+        "key.",
+        propertyNames={"pattern": CATALOG_NAME},
+    )
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield what of this file does not fit each other."""
+        for one in self.tensors.broken(donor=self.sources.donor):
+            yield one._replace(key=("tensors", *one.key))

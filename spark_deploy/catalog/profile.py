@@ -1,0 +1,197 @@
+"""A profile: one file of ``catalog/profiles``, declared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic.json_schema import SkipJsonSchema
+
+from spark_deploy.documents.declare import Gib, Text, needed, section, setting
+from spark_deploy.settings.engine_options import option_problems
+from spark_deploy.settings.rules import Broken
+from spark_deploy.settings.serving import ENVIRONMENT_NAMES, OPTION_NAMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number someone else published."""
+
+    what: str = needed("What was measured, and where.")
+    value: str = needed("The figure with its unit.")
+    source: str = needed("Who published it.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRow:
+    """A row of one of this project's result files."""
+
+    what: str = needed("What was shown, with its limits.")
+    result: str = needed("File of benchmarks/results/gpu.", pattern=r"^[a-z0-9-]+\.json$")
+    claim: str = needed("The row's claim in that file, word for word.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCache:
+    """Type and size of the KV cache."""
+
+    dtype: str = setting(
+        "auto",
+        "auto (16 bit), fp8 or a turboquant_* preset; of others the plan cannot count the bytes.",
+        enum=[
+            "auto",
+            "bfloat16",
+            "float16",
+            "fp8",
+            "fp8_e4m3",
+            "fp8_e5m2",
+            "turboquant_k8v4",
+            "turboquant_4bit_nc",
+            "turboquant_k3v4_nc",
+            "turboquant_3bit_nc",
+        ],
+    )
+    size_bytes: Gib | None = setting(
+        None,
+        "Pins the cache to this size in GiB; null derives it from limits.memory_fraction.",
+        key="size_gib",
+        exclusiveMinimum=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Draft tokens by the model's own MTP layer."""
+
+    method: str = needed("How drafts are made.", enum=["mtp"])
+    tokens: int = needed("Draft tokens in each step.", minimum=1, maximum=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one host serves."""
+
+    max_context_tokens: int | None = setting(
+        None, "Longest prompt plus answer; null for the model's native context.", minimum=64
+    )
+    max_sequences: int = needed("Requests computed at the same time.", minimum=1)
+    max_batched_tokens: int = needed(
+        "Tokens of one engine step; more speeds up prompts and needs memory.", minimum=1
+    )
+    memory_fraction: float = needed(
+        "Share of memory.total_gib the engine may take in all.", exclusiveMinimum=0, maximum=0.95
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileCheck:
+    """What the proof demands of this profile."""
+
+    acceptance_floor: float | None = setting(
+        None,
+        "Smallest share of accepted draft tokens; null without speculation.",
+        minimum=0,
+        maximum=1,
+    )
+    prefix_reuse: bool = setting(
+        False,
+        "Hold a growing conversation and demand that the engine's counter of prefix hits rises.",
+    )
+    log_required: tuple[Text, ...] = setting(
+        (),
+        "Regular expressions that must each match a line of the engine's log.",
+        uniqueItems=True,
+    )
+    log_forbidden: tuple[Text, ...] = setting(
+        (), "Regular expressions that must match no line.", uniqueItems=True
+    )
+    metrics_required: dict[str, Any] = setting(
+        dict,
+        "Metric name to a smallest value, or to labels that one sample must carry.",
+        additionalProperties={
+            "anyOf": [
+                {"type": "number"},
+                {"type": "object", "additionalProperties": {"type": "string"}},
+            ]
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One way of serving: a file of catalog/profiles, with the overrides of a model merged in."""
+
+    name: SkipJsonSchema[str]  # of the file
+    summary: str = needed("What this profile is, in one line.", maxLength=100)
+    choose_when: str = needed("Who should take it, in one line.", maxLength=160)
+    published: tuple[Figure, ...] = setting(
+        (),
+        "Figures of others, each with its source; never our own measurements.",
+        uniqueItems=True,
+    )
+    proven: tuple[ResultRow, ...] = setting(
+        (),
+        "What a result file of this project shows of this profile, and on what; nothing else is "
+        "claimed.",
+        uniqueItems=True,
+    )
+    shared_experts: str = needed(
+        "fp8-donor: FP8 from the donor; fp8-self: own FP8 of the base's weights; int8-g128: INT8 "
+        "in groups of 128, needs no plugin; keep: 16 bit as in the base.",
+        enum=["fp8-donor", "fp8-self", "int8-g128", "keep"],
+    )
+    head: Literal["keep", "int8-g128", "int8-triton"] = setting(
+        "keep",
+        "keep: as in the base; int8-g128: baked as INT8 with groups of 128; int8-triton: as in the "
+        "base, made INT8 by our plugin while it loads and computed by the fastest of our kernel, "
+        "Marlin and 16 bit, measured once on the host.",
+    )
+    layout: Literal["overlay", "full"] = setting(
+        "overlay",
+        "overlay: hard links to the base and one small shard; full: rewritten shards.",
+    )
+    plugin: bool = needed(
+        "true: the image gets our plugin layer; false: the image is used unchanged."
+    )
+    # A model decides it, in profile_overrides; the file of a profile cannot.
+    engine_mode: SkipJsonSchema[str] = "native"
+    load_format: str = setting("fastsafetensors", "How the engine reads the shards.")
+    kv_cache: KvCache = section(KvCache)
+    speculation: Speculation | None = setting(
+        None, "Draft tokens by the model's own MTP layer; null for none."
+    )
+    limits: Limits = needed()
+    prefix_caching: bool = setting(False, "Keep the KV cache of shared prompt beginnings.")
+    vision: bool = setting(False, "Keep the vision tower.")
+    options: dict[str, Any] = setting(
+        dict,
+        "Further options of `vllm serve`: name without dashes to value; true is a bare flag, false "
+        "its --no- form, a mapping becomes JSON, null drops the option.",
+        propertyNames=OPTION_NAMES,
+    )
+    environment: dict[str, str] = setting(
+        dict, "Further environment of the engine.", propertyNames=ENVIRONMENT_NAMES
+    )
+    check: ProfileCheck = section(ProfileCheck)
+
+    @property
+    def builds_checkpoint(self) -> bool:
+        """Whether a tree of our own is served instead of the base as it is."""
+        return self.shared_experts != "keep" or self.checkpoint_head != "keep"
+
+    @property
+    def checkpoint_head(self) -> str:
+        """The head in the tree: our own kernel quantises a 16-bit one while it is loaded."""
+        return "keep" if self.head == "int8-triton" else self.head
+
+    @property
+    def tree_needs_plugin(self) -> bool:
+        """Whether an engine without our plugin refuses the tree this profile serves."""
+        overlay = self.builds_checkpoint and self.layout == "overlay"
+        return self.shared_experts.startswith("fp8") or overlay
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield options that are decided elsewhere."""
+        for option, what, fix in option_problems(self.options):
+            yield Broken(("options", option), what, fix)

@@ -1,0 +1,48 @@
+"""Guard rails: ``catalog/guard_rails.yml``, declared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spark_deploy.documents.declare import needed
+
+_COMPARISONS = {
+    "is": {"description": "Equal to this value."},
+    "starts_with": {"description": "Text beginning.", "type": "string"},
+    "above": {"description": "Greater than this number.", "type": "number"},
+    "below": {"description": "Less than this number.", "type": "number"},
+    "below_fact": {"description": "Less than another fact.", "type": "string"},
+    "one_of": {"description": "Equal to one of these values.", "type": "array", "minItems": 1},
+    "contains": {"description": "Text inside, in small letters.", "type": "string"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardRail:
+    """A combination known to end badly."""
+
+    rule: str = needed("Short name.", pattern="^[a-z0-9-]+$")
+    applies: dict[str, dict[str, Any]] = needed(
+        "Facts of the planned release and what each must be; all must hold.",
+        minProperties=1,
+        additionalProperties={
+            "description": "One comparison.",
+            "type": "object",
+            "additionalProperties": False,
+            "minProperties": 1,
+            "maxProperties": 1,
+            "properties": _COMPARISONS,
+        },
+    )
+    effect: Literal["refuse", "warn"] = needed("refuse the plan or warn in it.")
+    reason: str = needed("What would happen, in a sentence.")
+    fix: str = needed("What to do instead.")
+    source: str = needed("Where this is known from.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardRails:
+    """Combinations that are known to end badly."""
+
+    rails: tuple[GuardRail, ...] = needed("The rules.")

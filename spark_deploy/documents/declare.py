@@ -1,0 +1,189 @@
+"""Declare the keys of a document once: type, default, meaning, limits.
+
+A document is a frozen dataclass. What ``setting`` and ``needed`` say of its fields becomes its JSON
+schema (``schema_of``), its defaults as people type them (``typed``) and the conversion of data that
+follows the schema (``convert``). The class's docstring is the description of the whole.
+
+pydantic converts and writes the schema; it checks nothing. jsonschema does, by that schema, because
+it names every mistake of a document at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
+
+MIB = 1024**2
+GIB = 1024**3
+
+_T = TypeVar("_T")
+Schema = dict[str, Any]
+
+
+def setting(
+    default: _T | Callable[[], _T],
+    description: str,
+    *,
+    key: str | None = None,
+    heading: str | None = None,
+    **keywords: Any,
+) -> _T:
+    """Declare a key that may be left out.
+
+    Args:
+        default: value, or what makes one, in the units of the field.
+        description: what it means, in plain sentences; shown in errors and reference pages.
+        key: what people type, when it differs from the field: sizes are typed in GiB or MiB.
+        heading: chapter of ``group_vars/all.yml`` that starts here, and a paragraph about it.
+        keywords: further keywords of JSON schema: limits, pattern, examples.
+    """
+    said = _said(description, key, heading, keywords)
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=said)
+    return dataclasses.field(default=default, metadata=said)
+
+
+def needed(description: str | None = None, *, key: str | None = None, **keywords: Any) -> Any:
+    """Declare a key that must be there; arguments as in ``setting``."""
+    return dataclasses.field(metadata=_said(description, key, None, keywords))
+
+
+def section(cls: type[_T], *, heading: str | None = None) -> _T:
+    """Declare a mapping of settings, which has a class of its own; its docstring describes it."""
+    return dataclasses.field(default_factory=cls, metadata=_said(None, None, heading, {}))
+
+
+def about(description: str | None = None, **keywords: Any) -> Any:
+    """Describe a type, for use in ``Annotated``: items of a list, values of a mapping."""
+    return Field(description=description, json_schema_extra=keywords)
+
+
+def _said(
+    description: str | None, key: str | None, heading: str | None, keywords: Schema
+) -> dict[str, Any]:
+    said = {"description": description, "alias": key, "json_schema_extra": keywords}
+    return {"heading": heading, **{name: value for name, value in said.items() if value}}
+
+
+def in_unit(size_bytes: int, unit: int) -> float | int:
+    """Return a size as people type it; a whole number where it is one."""
+    value = round(size_bytes / unit, 3)
+    return int(value) if value == int(value) else value
+
+
+def in_gib(size_bytes: int) -> float | int:
+    """Return a size in GiB, as people type it."""
+    return in_unit(size_bytes, GIB)
+
+
+def _times(unit: int) -> BeforeValidator:
+    return BeforeValidator(lambda value: round(value * unit), json_schema_input_type=float)
+
+
+def _over(unit: int) -> PlainSerializer:
+    return PlainSerializer(lambda size_bytes: in_unit(size_bytes, unit))
+
+
+# Bytes that people type in a larger unit; the key of such a setting ends in _gib or _mib.
+Gib = Annotated[int, _times(GIB), _over(GIB)]
+Mib = Annotated[int, _times(MIB), _over(MIB)]
+Text = Annotated[str, about(minLength=1)]
+
+
+@functools.cache
+def _cached(document: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter(cast(Any, document))
+
+
+def _adapter(document: Any) -> TypeAdapter[Any]:
+    return _cached(document)
+
+
+def convert(cls: type[_T], data: Any) -> _T:
+    """Build ``cls`` from plain data that follows its schema: defaults, bytes, tuples."""
+    document: _T = _adapter(cls).validate_python(data)
+    return document
+
+
+def typed(value: Any) -> dict[str, Any]:
+    """Return a document as people would type it."""
+    data: dict[str, Any] = _adapter(type(value)).dump_python(value, mode="json", by_alias=True)
+    return data
+
+
+def schema_of(cls: type[Any], name: str) -> Schema:
+    """Return the JSON schema (2020-12) of the documents that ``cls`` declares, closed everywhere.
+
+    What is used once stands where it is used; what several keys share stands in ``$defs``.
+    """
+    raw = _adapter(cls).json_schema(schema_generator=_Typed)
+    parts = raw.pop("$defs", {})
+    uses = Counter(_references([raw, parts]))
+    shared = {ref: part for ref, part in parts.items() if uses[_DEFS + ref] > 1}
+    inline = {_DEFS + ref: part for ref, part in parts.items() if ref not in shared}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"{name}.schema.json"}
+    defs = {ref: _tidy(part, inline) for ref, part in shared.items()}
+    return {**head, **_tidy(raw, inline), **({"$defs": defs} if defs else {})}
+
+
+_DEFS = "#/$defs/"
+
+
+class _Typed(GenerateJsonSchema):
+    """pydantic's schema, with defaults as people type them."""
+
+    def get_default_value(self, schema: core_schema.WithDefaultSchema) -> Any:
+        default = super().get_default_value(schema)
+        as_typed: Any = schema["schema"].get("serialization", {})
+        return as_typed["function"](default) if "function" in as_typed else default
+
+
+def _references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield from (node["$ref"],) if "$ref" in node else ()
+        node = list(node.values())
+    if isinstance(node, list):
+        for part in node:
+            yield from _references(part)
+
+
+def _tidy(node: Schema, inline: Schema) -> Schema:
+    """Return a level of pydantic's schema as people would write it; errors quote it."""
+    node = {key: value for key, value in node.items() if key != "title"}
+    if node.get("$ref") in inline:
+        node = {**inline[node.pop("$ref")], **node}
+        return _tidy(node, inline)
+    if "description" in node:
+        node["description"] = " ".join(node["description"].split())
+    if "properties" in node:
+        node["properties"] = {k: _tidy(v, inline) for k, v in node["properties"].items()}
+        node["additionalProperties"] = False
+    elif node.get("type") == "object":  # YAML has keys that are no text
+        node["propertyNames"] = {"type": "string", **node.get("propertyNames", {})}
+    for key in ("items", "additionalProperties"):
+        if isinstance(node.get(key), dict):
+            node[key] = _tidy(node[key], inline)
+    if "anyOf" in node:
+        node = _choice([_tidy(part, inline) for part in node.pop("anyOf")], node)
+    if "enum" in node or "const" in node:
+        node.pop("type", None)
+    if node.get("default", 0) is None and "null" not in node.get("type", "null"):
+        del node["default"]  # left out means nothing, but nothing cannot be typed
+    return node
+
+
+def _choice(parts: list[Schema], rest: Schema) -> Schema:
+    """Return ``X or null`` as one level, so that an error speaks of X."""
+    [*others] = (part for part in parts if part != {"type": "null"})
+    if len(others) > 1 or "$ref" in others[0]:
+        return {"anyOf": parts, **rest}
+    if "enum" in others[0]:
+        return {**others[0], "enum": [*others[0]["enum"], None], **rest}
+    return {**others[0], "type": [others[0]["type"], "null"], **rest}

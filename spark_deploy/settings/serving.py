@@ -1,0 +1,321 @@
+"""Settings of the service: names, gateway, engine, memory, watch, proof."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from spark_deploy.documents.declare import GIB, MIB, Gib, Mib, about, in_gib, needed, setting
+from spark_deploy.settings.engine_options import option_problems
+from spark_deploy.settings.rules import Broken
+from spark_deploy.settings.secrets import GENERATED, OwnSecret
+
+CATALOG_NAME = r"^[a-z0-9][a-z0-9._-]*$"
+ENVIRONMENT_NAMES = {"pattern": "^[A-Z_][A-Z0-9_]*$"}
+OPTION_NAMES = {"pattern": "^[a-z][a-z0-9_-]*$"}
+_FILE = "^(/|~/).+$"
+_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY)")
+
+# YAML reads the bare word off as false.
+_Tls = Annotated[
+    Literal["off", "own-cert", "private-ca"],
+    BeforeValidator(
+        lambda value: "off" if value is False else value,
+        json_schema_input_type=Literal["off", "own-cert", "private-ca", False],
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """A model and a profile by name."""
+
+    model: str = needed("The stem of a file in catalog/models.", pattern=CATALOG_NAME)
+    profile: str = needed("The stem of a file in catalog/profiles.", pattern=CATALOG_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSettings:
+    """Ways back to releases that were proven before."""
+
+    keep: int = setting(
+        2,
+        "How many earlier proven releases `deploys/prune.py` leaves on a host, with their trees "
+        "and images.",
+        minimum=0,
+        maximum=10,
+    )
+    rollback_to: str | None = setting(
+        None,
+        "Where `deploys/rollback.py` goes: a release by name, usually given as --data "
+        "releases.rollback_to=NAME; null means the one before.",
+        pattern="^[a-z0-9][a-z0-9-]*-[0-9a-f]{12}$",
+        examples=["main-0123456789ab"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """Names, gateway and time limits of the service."""
+
+    names: tuple[Annotated[str, about(pattern="^[A-Za-z0-9][A-Za-z0-9._/:-]*$")], ...] = setting(
+        (),
+        "Names clients may use for the model, all served at once. The first is what `connect` "
+        "prints and should stay the same when model or profile change. Empty: the model's catalog "
+        "name.",
+        uniqueItems=True,
+        examples=[["assistant", "qwen"]],
+    )
+    port: int = setting(8000, "Port of the gateway.", minimum=1, maximum=65535)
+    expose: str = setting(
+        "loopback",
+        "Who reaches the gateway: loopback (this host), docker (also containers of this host), "
+        "tailscale (also the tailnet), lan (every address of the host). The API key is demanded in "
+        "all cases. Takes effect without restarting the engine.",
+        enum=["loopback", "docker", "tailscale", "lan"],
+    )
+    address: str | None = setting(
+        None,
+        "Name or address under which clients of the network reach this host; certificates cover "
+        "it. null: ssh.hostname, else the name in the inventory.",
+        pattern="^[A-Za-z0-9.:-]+$",
+        examples=["spark.example.org"],
+    )
+    tls: _Tls = setting(
+        "off",
+        "With expose: lan. off; own-cert: the two files below; private-ca: this machine makes a CA "
+        "once in ca_dir, and a certificate for each host that later runs renew in time. The host "
+        "itself is always spoken to over plain HTTP on 127.0.0.1.",
+    )
+    tls_certificate: str | None = setting(
+        None,
+        "With own-cert: PEM file on the controller with the certificate and its chain.",
+        pattern=_FILE,
+    )
+    tls_key: str | None = setting(
+        None,
+        "With own-cert: PEM file on the controller with the unencrypted key.",
+        pattern=_FILE,
+    )
+    tls_names: tuple[Annotated[str, about(pattern="^[A-Za-z0-9.:*-]+$")], ...] = setting(
+        (),
+        "With private-ca: names and addresses that certificates cover beside serve.address.",
+        uniqueItems=True,
+    )
+    ca_dir: str = setting(
+        "~/.config/spark-deploy/ca",
+        "With private-ca: folder on the controller that holds the CA, ca.pem for clients and "
+        "ca-key.pem. Made when absent; keep a copy.",
+        pattern=_FILE,
+    )
+    api_key: OwnSecret = setting(
+        GENERATED,
+        "generate: the host makes a random key once and keeps it. Or where the controller reads "
+        "it: {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}.",
+    )
+    max_body_bytes: Mib = setting(
+        32 * MIB,
+        "Largest request body, in MiB; images travel in it as base64.",
+        key="max_body_mib",
+        type="integer",
+        minimum=1,
+        maximum=4096,
+    )
+    max_requests_per_s: int | None = setting(
+        None,
+        "Requests that one client address may send per second on average, with bursts of twice "
+        "that; null for no limit.",
+        minimum=1,
+    )
+    start_timeout_s: int = setting(
+        2400,
+        "Seconds an engine may take from start to its first proven answer; the first start "
+        "compiles kernels and loads 70 GB.",
+        minimum=10,
+    )
+    stop_timeout_s: int = setting(
+        120, "Seconds an engine may take to stop before it is killed.", minimum=5
+    )
+    drain_s: int = setting(
+        30,
+        "Seconds that answers in flight may take before a switch stops the old engine; longer ones "
+        "are cut off.",
+        minimum=0,
+    )
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield what is wrong with TLS."""
+        if self.tls != "off" and self.expose != "lan":
+            what = f"{self.tls} with expose: {self.expose}"
+            yield Broken(
+                ("tls",),
+                f"{what}; TLS is for what leaves the host in the open",
+                "set serve.expose: lan, or serve.tls: off",
+            )
+        for key in ("tls_certificate", "tls_key"):
+            if self.tls == "own-cert" and not getattr(self, key):
+                what = "is needed with tls: own-cert"
+                yield Broken((key,), what, "name a PEM file of this machine", set_by=("tls",))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Values of the profile replaced for a group or host; null keeps the profile's."""
+
+    max_context_tokens: int | None = setting(
+        None, "Longest prompt plus answer, in tokens.", minimum=64
+    )
+    max_sequences: int | None = setting(None, "Requests computed at the same time.", minimum=1)
+    memory_fraction: float | None = setting(
+        None,
+        "Share of memory.total_gib the engine may take in all; above 0.85 desktop systems start "
+        "to swap.",
+        exclusiveMinimum=0,
+        maximum=0.95,
+    )
+    kv_cache_bytes: Gib | None = setting(
+        None,
+        "Pins the KV cache to this size (GiB) instead of deriving it from the memory fraction.",
+        key="kv_cache_gib",
+        exclusiveMinimum=0,
+    )
+    vision: bool | None = setting(
+        None, "true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."
+    )
+    options: dict[str, Any] = setting(
+        dict,
+        "More options of `vllm serve`: name without dashes (words joined by - or _) to value. true "
+        "gives a bare flag, null drops an option of the profile.",
+        propertyNames=OPTION_NAMES,
+        examples=[{"seed": 1}],
+    )
+    environment: dict[str, str] = setting(
+        dict,
+        "More environment variables of the engine. Never secrets: they are visible on the host.",
+        propertyNames=ENVIRONMENT_NAMES,
+        examples=[{"VLLM_LOGGING_LEVEL": "DEBUG"}],
+    )
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield options that are decided elsewhere, and secrets where others can read them."""
+        for option, what, fix in option_problems(self.options):
+            yield Broken(("options", option), what, fix)
+        for name in sorted(filter(_SECRET_NAME.search, self.environment)):
+            what = "looks like a secret; the environment of a unit can be read by others"
+            fix = "use hub.token or serve.api_key with {env|file|command: ...}"
+            yield Broken(("environment", name), what, fix)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    """How the tree that a profile asks for is kept on the host."""
+
+    layout: Literal["overlay", "full"] | None = setting(
+        None,
+        "overlay: hard links to the base and one small file, for the plugin; takes seconds. full: "
+        "every file written anew, readable by any tool. null keeps the profile's.",
+    )
+    prebuilt: bool = setting(
+        False,
+        "true starts from the model's ready hybrid repository (sources.hybrid) instead of the INT4 "
+        "base: it passes the same gates and is held against the donor. Only with layout full.",
+    )
+    keep_base: bool = setting(
+        True,
+        "false removes the downloaded base once a full tree was proven byte by byte and serves: "
+        "disk for one tree instead of two, and a rebuild downloads it again (`plan` says how "
+        "much). An overlay needs its base.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """The one memory pool that CPU and GPU share."""
+
+    total_bytes: Gib = setting(
+        round(119.7 * GIB),
+        "What MemTotal of the host shows, never the number on the box: 119.7 on a 128 GB Spark; "
+        "newer units show 121.7.",
+        key="total_gib",
+        exclusiveMinimum=0,
+    )
+    reserve_bytes: Gib = setting(
+        12 * GIB,
+        "Left to the system and to neighbours; raise it for other programs.",
+        key="reserve_gib",
+        minimum=0,
+    )
+    start_wait_s: int = setting(
+        300,
+        "Seconds to wait before a start for memory that a stopped engine gives back late.",
+        minimum=0,
+    )
+    floor_bytes: Gib = setting(
+        4 * GIB,
+        "The watch stops the engine when less memory than this is available, before the host dies.",
+        key="floor_gib",
+        minimum=0,
+    )
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield what does not add up."""
+        reserve, total, floor = map(
+            in_gib, (self.reserve_bytes, self.total_bytes, self.floor_bytes)
+        )
+        if reserve >= total:
+            what = f"reserve_gib {reserve} leaves nothing of {total} GiB"
+            yield Broken(("reserve_gib",), what, "lower it below memory.total_gib")
+        if floor > reserve:
+            what = f"the watch would stop every engine: floor {floor} GiB is above the"
+            fix = "keep floor_gib at or below memory.reserve_gib"
+            yield Broken(("floor_gib",), f"{what} reserve {reserve} GiB", fix)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """When a serving engine is restarted."""
+
+    stall_s: int = setting(
+        120,
+        "Seconds with running requests and no progress, or without any answer, before a restart; "
+        "never less than a second per 1000 tokens of context, because a long prompt is counted "
+        "only when all of it was read.",
+        minimum=5,
+    )
+    interval_s: int = setting(10, "Seconds between two looks.", minimum=1)
+    hot_celsius: int = setting(
+        90,
+        "Temperature of the GPU from which on the watch writes an event; it stops nothing for it. "
+        "Boards switch themselves off without a word near 105.",
+        minimum=40,
+        maximum=110,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSettings:
+    """The proof after every start, and the measurement after it."""
+
+    timeout_s: int = setting(
+        600,
+        "Seconds each check of the proof may take; one that runs out of them ends the proof.",
+        minimum=5,
+    )
+    bench_s: int = setting(
+        120,
+        "Seconds the speed is measured for, with the gateway open, after a proof under new "
+        "versions of driver, kernel, docker, toolkit, image or plugin; 0 leaves it out.",
+        minimum=0,
+        maximum=1800,
+    )
+    bench_worse_percent: int = setting(
+        15,
+        "A speed that is worse than at the last proof by more than this is reported, with a way "
+        "back.",
+        minimum=1,
+        maximum=90,
+    )

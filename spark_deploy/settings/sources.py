@@ -1,0 +1,95 @@
+"""Settings of where things come from: registries, model hub, downloads, package repositories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spark_deploy.documents.declare import Mib, Text, about, needed, setting
+from spark_deploy.settings.secrets import SecretRef
+
+URL = r"^https?://[^\s]*[^\s/]$"
+REPOSITORY_NAME = "^[a-z0-9][a-z0-9._-]*$"
+
+RepositoryNames = tuple[Annotated[str, about(pattern=REPOSITORY_NAME)], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrySettings:
+    """How image registries are reached."""
+
+    insecure: tuple[Annotated[str, about(pattern=r"^[^/\s]+:[0-9]+$")], ...] = setting(
+        (),
+        "Registries spoken to over plain HTTP, as host:port.",
+        uniqueItems=True,
+        examples=[["192.168.1.10:5000"]],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """Where model repositories come from."""
+
+    endpoint: str = setting(
+        "https://huggingface.co",
+        "Base URL of the hub, without a slash at the end.",
+        pattern=URL,
+    )
+    mirrors: tuple[Annotated[str, about(pattern=URL)], ...] = setting(
+        (),
+        "Base URLs tried before the endpoint; they serve the same paths, hashes decide.",
+        uniqueItems=True,
+    )
+    token: SecretRef | None = setting(
+        None,
+        "Where the controller reads a token for gated repositories: {env: NAME}, {file: PATH} or "
+        "{command: [PROGRAM, ARGUMENT]}; null for none.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadSettings:
+    """How hosts fetch model files."""
+
+    parallel: int = setting(4, "Files fetched at the same time.", minimum=1, maximum=64)
+    rate_limit_bytes_per_s: Mib | None = setting(
+        None,
+        "Highest rate of one host in MiB per second; null for none.",
+        key="rate_limit_mib_per_s",
+        exclusiveMinimum=0,
+    )
+    tries: int = setting(
+        8,
+        "Attempts without a new byte before a download, or a build that reads from the hub, gives "
+        "up; the next run goes on from there.",
+        minimum=1,
+        maximum=100,
+    )
+    retry_pause_s: float = setting(
+        1.0,
+        "Seconds before the second attempt; the pause doubles each time, up to 30 (8 attempts: "
+        "about a minute).",
+        minimum=0,
+        maximum=30,
+    )
+    look_in: tuple[Annotated[str, about(pattern="^/")], ...] = setting(
+        ("/srv/spark/sources", "/root/.cache/huggingface/hub", "/home/*/.cache/huggingface/hub"),
+        "Folders on the host (shell globs) that may hold the bytes already; files are linked or "
+        "copied, never moved.",
+        uniqueItems=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RepositorySettings:
+    """One signed apt repository."""
+
+    url: str = needed("Base URL.", pattern=URL)
+    suite: Text = needed("Suite, or ./ for a flat repository.")
+    components: tuple[Text, ...] = needed(
+        "Components; empty for a flat repository.", uniqueItems=True
+    )
+    key_url: str = needed("Where the signing key lies.", pattern=URL)
+    key_sha256: str = needed(
+        "sha256 of the key file's content; anything else is refused.", pattern="^[0-9a-f]{64}$"
+    )

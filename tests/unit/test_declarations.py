@@ -1,0 +1,102 @@
+"""A setting is declared once; schema, reference page and all.yml are written from it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.documents.declare import GIB, convert, schema_of, typed
+from spark_deploy.settings.types import Settings
+
+DECLARATION = "spark_deploy/settings/serving.py"
+WRITTEN = {"docs/reference/settings.md", "group_vars/all.yml", "schema/settings.schema.json"}
+PARTS = ("spark_deploy", "files/contract", "docs", "group_vars", "schema", "catalog")
+# Placed behind the watch's interval; the second place is the code that uses it.
+MADE_UP = '    nap_s: int = setting(7, "Seconds of a nap.", minimum=1)\n'
+USE = """
+import pathlib, sys
+from spark_deploy.errors import SettingsError
+from spark_deploy.settings.load import load_hosts
+root = pathlib.Path(sys.argv[1])
+def nap():
+    return load_hosts({"a": ["x"]}, root=root)["x"].settings.watch.nap_s
+print(nap())
+(root / "group_vars/a.yml").write_text("watch: {nap_s: 9}")
+print(nap())
+(root / "group_vars/a.yml").write_text("watch: {nap_s: 0}")
+try:
+    nap()
+except SettingsError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what settings are made of and written to."""
+    copy = tmp_path / "checkout"
+    for part in PARTS:
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(CHECKOUT / part, copy / part, ignore=ignore)
+    return copy
+
+
+def run(checkout: Path, *words: str) -> str:
+    path = f"{checkout}:{checkout / 'files/contract'}"
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=checkout, env={"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def contents(checkout: Path) -> dict[str, str]:
+    files = (path for path in checkout.rglob("*") if path.is_file())
+    return {path.relative_to(checkout).as_posix(): path.read_text("utf-8") for path in files}
+
+
+def test_a_new_setting_is_typed_in_one_place_and_used_in_another(checkout, tmp_path):
+    declaration = checkout / DECLARATION
+    before = declaration.read_text("utf-8")
+    line = next(line for line in before.splitlines(True) if "    interval_s: int" in line)
+    declaration.write_text(before.replace(line, line + MADE_UP))
+
+    was = contents(checkout)
+    run(checkout, "docs/generate.py")
+    now = contents(checkout)
+
+    assert {name for name in now if now[name] != was.get(name)} == WRITTEN
+    assert "  nap_s: 7  # Seconds of a nap.\n" in now["group_vars/all.yml"]
+    assert "| `nap_s` | integer | `7` | Seconds of a nap. |" in now["docs/reference/settings.md"]
+    own = tmp_path / "own"
+    (own / "group_vars").mkdir(parents=True)
+    default, chosen, *refusal = run(checkout, "-c", USE, str(own)).splitlines()
+    assert (default, chosen) == ("7", "9")
+    assert "group_vars/a.yml: watch.nap_s: 0 is below 1" in "".join(refusal)
+    assert "fix: Seconds of a nap." in "".join(refusal)
+
+
+def test_all_yml_says_what_the_declarations_say():
+    data = yaml.safe_load((CHECKOUT / "group_vars/all.yml").read_text("utf-8"))
+    assert data == typed(Settings())
+    assert convert(Settings, data) == Settings()
+
+
+def test_sizes_are_shown_as_people_type_them():
+    memory = schema_of(Settings, "settings")["properties"]["memory"]["properties"]
+    assert memory["total_gib"]["default"] == 119.7
+    assert memory["reserve_gib"]["default"] == 12
+    assert Settings().memory.reserve_bytes == 12 * GIB
+
+
+@pytest.mark.parametrize(("document", "hidden"), [(Model, "name"), (Profile, "engine_mode")])
+def test_what_a_file_cannot_say_is_in_no_schema(document, hidden):
+    assert hidden not in schema_of(document, "x")["properties"]
