@@ -104,7 +104,7 @@ class ModelMemory:
         minimum=0,
     )
     weights_factor: float = setting(
-        1,
+        1.0,
         "Bytes in memory for each byte on disk; above 1 only where weights are dequantised.",
         minimum=1,
     )

@@ -4,8 +4,8 @@ A document is a frozen dataclass. What ``setting`` and ``needed`` say of its fie
 schema (``schema_of``), its defaults as people type them (``typed``) and the conversion of data that
 follows the schema (``convert``). The class's docstring is the description of the whole.
 
-pydantic converts and writes the schema; it checks nothing. jsonschema does, by that schema, because
-it names every mistake of a document at once.
+pydantic writes the schema and converts; the limits are for jsonschema alone, which checks documents
+by that schema and names every mistake at once.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _tidy(node: Schema, inline: Schema) -> Schema:
 
 def _choice(parts: list[Schema], rest: Schema) -> Schema:
     """Return ``X or null`` as one level, so that an error speaks of X."""
-    [*others] = (part for part in parts if part != {"type": "null"})
+    others = [part for part in parts if part != {"type": "null"}]
     if len(others) > 1 or "$ref" in others[0]:
         return {"anyOf": parts, **rest}
     if "enum" in others[0]:
