@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from spark_contract.exposure import Expose
+
 from spark_deploy.lockfile.types import SourceFile
 from spark_deploy.planning.digest import digest_of
 
@@ -272,7 +274,7 @@ class GatewayPlan:
     """The only way in. It belongs to the service: no change of it restarts the engine."""
 
     service: str
-    expose: str  # "loopback" | "docker" | "tailscale" | "lan"
+    expose: Expose
     port: int
     address: str | None  # what clients of the network call the host
     max_body_bytes: int

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
+from spark_contract.exposure import EXPOSURES, Expose
 
 from spark_deploy.documents.declare import GIB, MIB, Gib, Mib, about, in_gib, needed, setting
 from spark_deploy.settings.engine_options import option_problems
@@ -18,6 +19,7 @@ CATALOG_NAME = r"^[a-z0-9][a-z0-9._-]*$"
 ENVIRONMENT_NAMES = {"pattern": "^[A-Z_][A-Z0-9_]*$"}
 OPTION_NAMES = {"pattern": "^[a-z][a-z0-9_-]*$"}
 _FILE = "^(/|~/).+$"
+_AUDIENCES = ", ".join(f"{one.audience or 'nobody'} ({name})" for name, one in EXPOSURES.items())
 _SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY)")
 
 # YAML reads the bare word off as false.
@@ -71,12 +73,10 @@ class ServeSettings:
         examples=[["assistant", "qwen"]],
     )
     port: int = setting(8000, "Port of the gateway.", minimum=1, maximum=65535)
-    expose: str = setting(
+    expose: Expose = setting(
         "loopback",
-        "Who reaches the gateway: loopback (this host), docker (also containers of this host), "
-        "tailscale (also the tailnet), lan (every address of the host). The API key is demanded in "
-        "all cases. Takes effect without restarting the engine.",
-        enum=["loopback", "docker", "tailscale", "lan"],
+        f"Who reaches the gateway beside this host: {_AUDIENCES}; lan listens on every address. "
+        "The API key is demanded in all cases. Takes effect without restarting the engine.",
     )
     address: str | None = setting(
         None,
@@ -149,7 +149,7 @@ class ServeSettings:
 
     def broken(self) -> Iterator[Broken]:
         """Yield what is wrong with TLS."""
-        if self.tls != "off" and self.expose != "lan":
+        if self.tls != "off" and not EXPOSURES[self.expose].open:
             what = f"{self.tls} with expose: {self.expose}"
             yield Broken(
                 ("tls",),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from spark_contract.exposure import EXPOSURES
+
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.types import CONFIG_DIR, GatewayPlan, SecretSource, TlsPlan
 from spark_deploy.settings.types import Settings
@@ -80,13 +82,12 @@ def gateway_file(plan: GatewayPlan) -> ManagedFile:
 def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
     """Return each base URL with who uses it; this host's own comes first."""
     here = (url(plan, LOOPBACK), "this host")
-    further = {
-        "loopback": (),
-        "docker": ((url(plan, CONTAINER_NAME), "containers of this host"),),
-        "tailscale": ((url(plan, plan.address or "TAILSCALE-ADDRESS"), "the tailnet"),),
-        "lan": ((url(plan, plan.address or "ADDRESS"), "the network"),),
-    }[plan.expose]
-    return (here, *further)
+    audience = EXPOSURES[plan.expose].audience
+    if audience is None:
+        return (here,)
+    unknown = "TAILSCALE-ADDRESS" if plan.expose == "tailscale" else "ADDRESS"
+    address = CONTAINER_NAME if plan.expose == "docker" else plan.address or unknown
+    return (here, (url(plan, address), audience))
 
 
 def url(plan: GatewayPlan, address: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
+from spark_contract.exposure import EXPOSURES
 from spark_contract.paths import Paths
 from spark_contract.release import Release, load_if_present, names, service_of, socket_path
 
@@ -84,7 +85,7 @@ def bring_up(release: Release, paths: Paths) -> None:
 def follow(service: str, paths: Paths) -> str | None:
     """Take over an address that came or went; return what changed, if anything."""
     settings = gateway_settings.load(service, paths)
-    if settings.expose not in ("docker", "tailscale") or _master(service, paths) is None:
+    if not EXPOSURES[settings.expose].late or _master(service, paths) is None:
         return None
     if nginx.is_current(settings, _upstream(service, paths), paths):
         return None

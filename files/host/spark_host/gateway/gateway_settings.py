@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_contract.errors import HostToolError
+from spark_contract.exposure import EXPOSURES, Expose
 from spark_contract.paths import Paths
-
-EXPOSURES = ("loopback", "docker", "tailscale", "lan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Gateway:
     """Where a gateway listens and what it lets through."""
 
     service: str
-    expose: str
+    expose: Expose
     port: int
     max_body_bytes: int
     max_requests_per_s: int | None
@@ -69,7 +68,7 @@ def _parse(raw: dict[str, Any]) -> Gateway:
     rate, tls = raw["max_requests_per_s"], raw["tls"]
     return Gateway(
         service=str(raw["service"]),
-        expose=str(raw["expose"]),
+        expose=raw["expose"],
         port=int(raw["port"]),
         max_body_bytes=int(raw["max_body_bytes"]),
         max_requests_per_s=None if rate is None else int(rate),
