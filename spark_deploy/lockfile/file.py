@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
+from spark_deploy.documents.declare import convert
 from spark_deploy.documents.schema_check import load_schema, problems_of
 from spark_deploy.documents.yamlfile import read_mapping
 from spark_deploy.errors import LockError
-from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
+from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource
 
 _HEAD = """\
 # Written by `spark-deploy lock`: which commit and which digest stand behind every name.
@@ -85,17 +86,6 @@ def to_data(lock: Lock) -> dict[str, Any]:
 
 def from_data(data: dict[str, Any]) -> Lock:
     """Return the lock of valid plain data."""
-    sources = tuple(
-        LockedSource(
-            repo=repo,
-            revision=entry["revision"],
-            commit=entry["commit"],
-            files=tuple(SourceFile(**file) for file in entry["files"]),
-        )
-        for repo, entry in data["sources"].items()
-    )
-    images = tuple(
-        LockedImage(reference, entry["digest"], entry["size_bytes"])
-        for reference, entry in data["images"].items()
-    )
-    return Lock(sources, images)
+    sources = [{**entry, "repo": repo} for repo, entry in data["sources"].items()]
+    images = [{**entry, "reference": name} for name, entry in data["images"].items()]
+    return convert(Lock, {"sources": sources, "images": images})

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+from pydantic.config import JsonDict
+from pydantic.json_schema import SkipJsonSchema
+
+from spark_deploy.catalog.model import HUB_REPOSITORY
+from spark_deploy.documents.declare import needed, setting
+
+_GIT_HASH = "^[0-9a-f]{40}$"
+_ONE_HASH: JsonDict = {"oneOf": [{"required": ["sha256"]}, {"required": ["git_sha1"]}]}
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a source tree; exactly one of ``sha256`` and ``git_sha1`` is set."""
+    """One file; sha256 for large files, git_sha1 (blob) for small ones."""
 
-    path: str
-    size_bytes: int
-    sha256: str | None = None
-    git_sha1: str | None = None
+    __pydantic_config__: ClassVar = ConfigDict(json_schema_extra=_ONE_HASH)
+
+    path: str = needed("Path in the repository.", pattern=r"^(?!/)(?!.*(^|/)\.\.(/|$)).+$")
+    size_bytes: int = needed("Bytes.", minimum=0)
+    sha256: str | SkipJsonSchema[None] = setting(None, "Of the content.", pattern="^[0-9a-f]{64}$")
+    git_sha1: str | SkipJsonSchema[None] = setting(None, "Of the git blob.", pattern=_GIT_HASH)
 
 
 @dataclass(frozen=True, slots=True)
 class LockedSource:
     """One repository at one commit."""
 
-    repo: str
-    revision: str  # branch or tag that was looked up
-    commit: str
-    files: tuple[SourceFile, ...]
+    repo: SkipJsonSchema[str]  # the key in the file
+    revision: str = needed("Branch or tag that was looked up.")
+    commit: str = needed("Full commit.", pattern=_GIT_HASH)
+    files: tuple[SourceFile, ...] = needed("Every file of the commit.")
 
     @property
     def size_bytes(self) -> int:
@@ -32,16 +45,29 @@ class LockedSource:
 
 @dataclass(frozen=True, slots=True)
 class LockedImage:
-    """One image at one digest; ``size_bytes`` are its compressed layers."""
+    """One image at one digest."""
 
-    reference: str
-    digest: str
-    size_bytes: int
+    reference: SkipJsonSchema[str]  # the key in the file
+    digest: str = needed(
+        "Of the manifest or manifest list the tag names.", pattern="^sha256:[0-9a-f]{64}$"
+    )
+    size_bytes: int = needed("Compressed layers of the expected architecture.", minimum=0)
 
     @property
     def pinned(self) -> str:
         """``name@sha256:...``, the only form that reaches a host."""
         return f"{without_tag(self.reference)}@{self.digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class LockFile:
+    """Names and their identities; written by `spark-deploy lock`."""
+
+    schema_version: Literal[1] = needed("Format of this file.")
+    sources: dict[str, LockedSource] = needed(
+        "Repositories by name.", propertyNames={"pattern": HUB_REPOSITORY}
+    )
+    images: dict[str, LockedImage] = needed("Container images by reference.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("spark_deploy/settings", "pydantic"),
         ("spark_deploy/catalog", "pydantic"),
         # Names become commits and digests: the network beyond the hosts is seen from here alone.
-        ("spark_deploy/lockfile/types.py", ""),
+        ("spark_deploy/lockfile/types.py", "pydantic"),
         ("spark_deploy/lockfile", "yaml httpx2 huggingface_hub"),
         ("spark_deploy/planning/digest.py", ""),
         ("spark_deploy/planning/types.py", ""),
