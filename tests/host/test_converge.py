@@ -12,6 +12,8 @@ import pytest
 from tests.host.conftest import FIRST, SECOND, Fleet
 from tests.labkit import Guest, lab
 
+pytestmark = pytest.mark.gate
+
 
 def test_bare_hosts_become_proven_servers(fleet: Fleet) -> None:
     for guest in fleet.guests:

@@ -16,6 +16,8 @@ from tests.host.conftest import Fleet
 from tests.labkit import CHECKOUT, Guest, lab
 from tests.traces import state
 
+pytestmark = pytest.mark.gate
+
 # What the lab's catalog data says of the two profiles; the tests hold the engine against it.
 DECLARED: dict[str, Any] = yaml.safe_load((CHECKOUT / "catalog/models/lab-tiny.yml").read_text())[
     "profile_overrides"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,23 +12,24 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 CONFTEST = Path(__file__).resolve().parents[2] / "conftest.py"
+LAB_FOLDERS = ("tests/host", "tests/faults")
 RUNS = "def test_{}():\n    pass\n"
 SKIPS = "import pytest\ndef test_{}():\n    pytest.skip('no lab here')\n"
+SKIPS_ALL = "import pytest\npytest.skip('no lab here', allow_module_level=True)\n"
 
 
 def run(
-    tmp_path: Path, folder: str, text: str, *asked: str, ci: str = "true", floor: int = 1
+    tmp_path: Path, folder: str, text: str, *asked: str, ci: str = "true", plugin: str = "no:xdist"
 ) -> subprocess.CompletedProcess[str]:
-    """Run the rules on a tree with one test in a folder, with another floor."""
+    """Run the rules on a tree with one test in a folder."""
     (tmp_path / "tests" / folder).mkdir(parents=True)
     (tmp_path / "tests/unit").mkdir(exist_ok=True)
     (tmp_path / "tests/unit/test_one.py").write_text(RUNS.format("unit"))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = host: lab\n")
-    rules = CONFTEST.read_text().replace("\nLAB_TESTS_FLOOR = ", f"\nLAB_TESTS_FLOOR = {floor}  # ")
-    (tmp_path / "tests/conftest.py").write_text(rules)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n host: lab\n gate: counts\n")
+    (tmp_path / "tests/conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / f"tests/{folder}/test_lab.py").write_text(text.format("lab"))
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *asked],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, *asked],
         cwd=tmp_path, capture_output=True, text=True, check=False,
         env={**os.environ, "CI": ci, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
@@ -37,46 +39,65 @@ def run(
     ("folder", "asked"),
     [
         ("host", ["tests/host"]),
-        ("faults", ["tests/faults"]),
         ("faults", ["tests/unit", "tests/faults/test_lab.py"]),
         ("faults", ["tests"]),
     ],
 )
-def test_a_skipped_lab_test_fails_the_run(tmp_path: Path, folder: str, asked: list[str]) -> None:
-    done = run(tmp_path, folder, SKIPS, *asked, floor=0)
+@pytest.mark.parametrize("text", [SKIPS, SKIPS_ALL], ids=["a test", "a file"])
+def test_a_skipped_lab_test_fails_the_run(
+    tmp_path: Path, folder: str, asked: list[str], text: str
+) -> None:
+    done = run(tmp_path, folder, text, *asked)
     assert done.returncode == 1
-    assert "skipped lab tests count as failures here" in done.stdout
+    assert "skipped lab tests count as failures here: " in done.stdout
 
 
 @pytest.mark.parametrize("folder", ["host", "faults"])
-def test_too_few_lab_tests_fail_the_run(tmp_path: Path, folder: str) -> None:
-    done = run(tmp_path, folder, RUNS, f"tests/{folder}", floor=2)
-    assert done.returncode == 1
-    assert "lab tests run: 1 (floor 2)" in done.stdout
+def test_a_lab_test_that_got_no_turn_fails_the_run(tmp_path: Path, folder: str) -> None:
+    ends = "import pytest\ndef test_{}():\n    pytest.exit('enough', returncode=0)\n"
+    done = run(tmp_path, folder, RUNS.format("first") + ends, f"tests/{folder}")
+    assert done.returncode != 0
+    assert "lab tests run: 1 of 2" in done.stdout
 
 
-def test_a_lab_folder_without_a_test_fails_the_run(tmp_path: Path) -> None:
-    done = run(tmp_path, "faults", "", "tests/unit", "tests/faults")
+@pytest.mark.parametrize("asked", [[], ["-m", "gate"]], ids=["no test", "none of the gate"])
+def test_a_lab_folder_without_a_test_fails_the_run(tmp_path: Path, asked: list[str]) -> None:
+    text = RUNS if asked else ""
+    done = run(tmp_path, "faults", text, "tests/unit", "tests/faults", *asked)
     assert done.returncode == 1
-    assert "lab tests run: 0 (floor 1)" in done.stdout
+    assert "lab tests run: 0 of 0" in done.stdout
 
 
 @pytest.mark.parametrize("ci", ["", "false"])
 def test_a_person_may_run_what_they_like(tmp_path: Path, ci: str) -> None:
-    assert run(tmp_path, "faults", SKIPS, "tests/faults", ci=ci, floor=9).returncode == 0
+    assert run(tmp_path, "faults", SKIPS, "tests/faults", ci=ci).returncode == 0
 
 
 def test_unit_tests_alone_need_no_lab(tmp_path: Path) -> None:
-    assert run(tmp_path, "faults", RUNS, "tests/unit", floor=9).returncode == 0
+    assert run(tmp_path, "faults", RUNS, "tests/unit").returncode == 0
 
 
-@pytest.mark.parametrize(("folder", "floor"), [("tests/host", 125), ("tests/faults", 153)])
-def test_no_lab_test_is_lost_that_the_gate_does_not_run(folder: str, floor: int) -> None:
-    """Raise the number with every lab test added."""
+def test_lab_tests_are_refused_side_by_side(tmp_path: Path) -> None:
+    done = run(tmp_path, "host", RUNS, "tests", "-n", "2", ci="", plugin="xdist")
+    assert done.returncode == 1
+    assert "lab tests share one lab: run them without" in done.stdout
+    assert "1 passed, 1 error" in done.stdout
+
+
+def test_every_lab_test_that_is_written_is_collected() -> None:
+    """The gate runs few of them: one that no run of pytest finds would be missed by nobody."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", folder],
-        cwd=CHECKOUT, capture_output=True, text=True, check=False, env={**os.environ, "CI": ""},
+        [*command, *LAB_FOLDERS], cwd=CHECKOUT, capture_output=True, text=True, check=False,
+        env={**os.environ, "CI": ""},
     )  # fmt: skip
-    found = [line for line in done.stdout.splitlines() if line.startswith(f"{folder}/")]
     assert done.returncode == 0, done.stdout[-3000:]
-    assert len(set(found)) >= floor
+    found = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+    written = [
+        f"{path.relative_to(CHECKOUT)}::{node.name}"
+        for folder in LAB_FOLDERS
+        for path in (CHECKOUT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert sorted(written) == sorted(found)
