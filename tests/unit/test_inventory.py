@@ -76,9 +76,14 @@ def test_a_pattern_that_matches_nothing_is_refused(foreign, option):
     assert "did you mean spark-1?" in done.stderr
 
 
-@pytest.mark.parametrize("pattern", ["spark-1", "spark-*", "spark", "all", "sparks"])
-def test_names_globs_and_groups_are_good_limits(foreign, pattern):
-    assert pyinfra(foreign, "--limit", pattern).returncode == 0
+def test_names_globs_and_groups_are_good_limits(foreign):
+    """Together, as one that is none is refused in any company."""
+    patterns = ["spark-1", "spark-*", "spark", "all", "sparks"]
+    limits = [word for pattern in patterns for word in ("--limit", pattern)]
+    assert pyinfra(foreign, *limits).returncode == 0
+    done = pyinfra(foreign, *limits, "--limit", "sprk-1")
+    assert done.returncode == 1
+    assert "--limit sprk-1: matches no host or group" in done.stderr
 
 
 def test_a_pair_that_cannot_work_is_refused_before_connecting(foreign):

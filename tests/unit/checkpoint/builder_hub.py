@@ -22,7 +22,9 @@ class Hub:
         self.headers = {}
         self._server = QuietServer(("127.0.0.1", 0), Handler)
         self._server.hub = self
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), daemon=True
+        )
 
     def __enter__(self):
         self.root.mkdir(parents=True, exist_ok=True)

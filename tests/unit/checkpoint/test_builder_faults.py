@@ -47,6 +47,7 @@ def remove(tree):
     tree.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("act", ["kill", "disk_full"])
 def test_a_build_broken_at_any_call_leaves_nothing_half_and_the_next_run_finishes(
@@ -73,6 +74,7 @@ def test_a_build_broken_at_any_call_leaves_nothing_half_and_the_next_run_finishe
     assert broken > POINTS // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["kill", "disk_full"])
 def test_a_fetch_broken_at_any_call_leaves_nothing_half_and_the_next_run_finishes(
     tmp_path, hub, act

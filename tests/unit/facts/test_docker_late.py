@@ -36,6 +36,7 @@ def look(folder: Path, monkeypatch: pytest.MonkeyPatch, **delays_s: float) -> do
     return docker.parse(said.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_a_late_answer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = look(tmp_path, monkeypatch, docker=0.5, nvidia_smi=0.6, nvidia_ctk=0.6)
     assert (seen.info["ServerVersion"], seen.driver_version) == ("29.2.1", "580.142")
@@ -43,6 +44,7 @@ def test_a_late_answer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert seen.silent == ()
 
 
+@pytest.mark.slow
 def test_what_never_answers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = look(tmp_path, monkeypatch, docker=1.2)
     assert seen.info == {}

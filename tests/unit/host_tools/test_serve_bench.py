@@ -147,6 +147,7 @@ def test_the_speed_is_measured_once_under_the_same_versions(
     assert prove(host, release, monkeypatch, driver="580.159").data["phases"] == ["bench"]
 
 
+@pytest.mark.slow
 def test_a_slower_server_after_an_upgrade_is_told_with_the_way_back(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
