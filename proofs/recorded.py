@@ -28,7 +28,7 @@ def add(out: Path, name: str, claim: str, passed: bool, **numbers: Any) -> None:
 
 def merge(out: Path) -> None:
     """Make ``NAME.json`` of the lines of every ``NAME``, with versions and device."""
-    from proofs import proofs  # needs torch
+    from proofs import stages  # needs torch
 
     for path in sorted(out.glob(f"*{ENDING}")):
         name = path.name.removesuffix(ENDING)
@@ -36,7 +36,7 @@ def merge(out: Path) -> None:
         document = {
             "command": "make gpu",
             "seed": 0,
-            **proofs.environment(),
+            **stages.environment(),
             "kernels": KERNELS.get(name, []),
             "rows": sorted(rows, key=lambda row: row["claim"]),
         }

@@ -6,7 +6,7 @@ Needs a CUDA machine with vLLM and ``spark_vllm`` installed. Stages: ``eager`` (
 weights), ``refused`` (damaged trees), ``speculation`` (the lab's trained model), ``turboquant``
 (the engine's TurboQuant backend and ours); with trees made with ``--special`` also ``nan``,
 ``profiles``, ``steered``, ``prefixes``, ``sizes``, ``names``, ``long``, ``head-choice`` and
-``two-gpus`` (see ``proofs/profile_cases.py``). ``make gpu`` runs the same as tests.
+``two-gpus`` (see ``proofs/engine/profile_cases.py``). ``make gpu`` runs the same as tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files" / "image")]
 
-from proofs import proofs  # noqa: E402 # after the path above
+from proofs import stages  # noqa: E402 # after the path above
 
 
 def main() -> None:
@@ -28,14 +28,14 @@ def main() -> None:
     parser.add_argument("--trees", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stage", action="append", required=True, choices=sorted(proofs.CASES))
+    parser.add_argument("--stage", action="append", required=True, choices=sorted(stages.CASES))
     parser.add_argument("--at-once", type=int, default=14)
     parser.add_argument("--only", help="names of engines, with commas; the others are not run")
     parser.add_argument(
         "--within", type=float, default=float("inf"), help="seconds for all engines"
     )
     arguments = parser.parse_args()
-    rows = proofs.prove(
+    rows = stages.prove(
         arguments.stage,
         arguments.trees.resolve(),
         arguments.work.resolve(),

@@ -182,7 +182,7 @@ def main() -> None:
     properties = torch.cuda.get_device_properties(0)
     own = f"{properties.major}.{properties.minor}"
     name = arguments.tiles or (own if own in read_table() else "default")
-    from proofs.proofs import environment
+    from proofs.stages import environment
 
     document: dict[str, Any] = {
         "command": f"python3 benchmarks/gpu/lm_head.py --tiles {name}",

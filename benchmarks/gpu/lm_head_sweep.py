@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batches.split(",")]
-    from proofs.proofs import environment
+    from proofs.stages import environment
 
     result = {
         "command": ("DISABLE_MMA_V3=1 " if WITHOUT_HOPPER else "")

@@ -37,7 +37,7 @@ def trees(shared_directory: Path) -> Path:
     ready = os.environ.get("SPARK_GPU_TREES")
     if ready:
         return Path(ready)
-    from proofs import make_trees as maker
+    from proofs.trees import make as maker
 
     out, done = shared_directory / "trees", shared_directory / "trees.done"
     with (shared_directory / "trees.lock").open("w") as lock:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from proofs import proofs
+from proofs import stages
 
 HUB = os.environ.get("SPARK_GPU_HUB")
 WITHIN_S = os.environ.get("SPARK_GPU_WITHIN_S", "inf")
@@ -21,8 +21,8 @@ needs_hub = pytest.mark.skipif(
 )
 
 
-def _failed(stage: str, trees: Path, tmp_path: Path, results: Path, at_once: int) -> proofs.Rows:
-    rows = proofs.prove(
+def _failed(stage: str, trees: Path, tmp_path: Path, results: Path, at_once: int) -> stages.Rows:
+    rows = stages.prove(
         [stage], trees, tmp_path, results, at_once=at_once, within_s=float(WITHIN_S)
     )
     return [row for row in rows if row["passed"] is False]
@@ -96,7 +96,7 @@ def test_long_prompts_with_drafts_are_answered_as_alone(
 
 
 def test_the_opt_in_head_is_measured_once(trees: Path, tmp_path: Path, results: Path) -> None:
-    from proofs import profile_cases
+    from proofs.engine import profile_cases
 
     for path in profile_cases.HEAD_TIMES.values():
         Path(path).unlink(missing_ok=True)

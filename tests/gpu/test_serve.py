@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from proofs import serve_case  # needs torch
+from proofs.serve import case as serve_case  # needs torch
 
 HUB = os.environ.get("SPARK_GPU_HUB")
 PLANS = Path(__file__).resolve().parents[1] / "unit" / "planning" / "golden"

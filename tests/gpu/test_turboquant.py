@@ -114,7 +114,7 @@ class Batch:
 
     def slots(self, request: int) -> tuple[Any, Any]:
         """Return keys and values as the cache holds them; of a chunk, new ones come as they are."""
-        from proofs.turboquant_slots import dequantise
+        from proofs.engine.turboquant_slots import dequantise
 
         before, fresh = self.cached[request], self.new[request]
         rows = self.store[self.table[request].long()].flatten(0, 1)[: before + fresh]

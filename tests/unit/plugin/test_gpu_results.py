@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proofs.answers import TRAINED_NOISE, TURBOQUANT_NOISE, same
+from proofs.judges.answers import TRAINED_NOISE, TURBOQUANT_NOISE, same
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results/gpu"
 TRAINED = ("engine-speculation", "engine-profiles", "engine-0.30.0", "engine-0.32.0")

@@ -1,6 +1,6 @@
 """Makes every checkpoint of the proofs.
 
-python3 -m proofs.make_trees OUT [--hub HUB] [--special]
+python3 -m proofs.trees.make OUT [--hub HUB] [--special]
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import argparse
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from proofs import special_trees as single
-from proofs.trees import VARIANTS, build, copy_trained, damage, plan, write_wide
+from proofs.trees import special as single
+from proofs.trees.build import VARIANTS, build, copy_trained, damage, plan, write_wide
 
 
 def make(out: Path, hub: Path | None, *, special: bool) -> None:

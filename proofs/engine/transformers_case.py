@@ -1,6 +1,6 @@
 """The same prompts in another implementation: transformers on the dequantised tree.
 
-    python3 -m proofs.transformers_case TREE OUT.pt [--pictures]
+    python3 -m proofs.engine.transformers_case TREE OUT.pt [--pictures]
 
 Writes the logits of every prompt position. The weights are dequantised to BF16 by
 ``spark_vllm.tree.reader``; model code, attention, experts and linear attention are

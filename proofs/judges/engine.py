@@ -12,8 +12,8 @@ from spark_vllm.tree import names
 from spark_vllm.tree.reader import ModuleReader
 from spark_vllm.tree.settings import read_settings
 
-from proofs.answers import TRAINED_NOISE, TURBOQUANT_NOISE, acceptance, compare_answers, same
-from proofs.engine_cases import OTHER_PRESETS
+from proofs.engine.cases import OTHER_PRESETS
+from proofs.judges.answers import TRAINED_NOISE, TURBOQUANT_NOISE, acceptance, compare_answers, same
 
 Row = dict[str, Any]
 FP8_LIMIT = 0.006

@@ -1,6 +1,6 @@
 """Serve a tree over HTTP exactly as a profile would, and ask it things.
 
-    python3 -m proofs.serve_case TREE OUT.json PLAN.json [--pictures | --long]
+    python3 -m proofs.serve.case TREE OUT.json PLAN.json [--pictures | --long]
 
 PLAN.json is a plan as ``tests/unit/planning/golden`` holds it: arguments and environment of the
 engine come from there. What this machine lacks or a tiny model cannot use is replaced and listed
@@ -19,8 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from proofs import proofs, serve_long, serve_talk
-from proofs.engine_case import ENVIRONMENT
+from proofs import stages
+from proofs.engine.case import ENVIRONMENT
+from proofs.serve import long as serve_long
+from proofs.serve import talk as serve_talk
 
 REPLACED = {"--max-model-len": "4096", "--gpu-memory-utilization": "0.05"}
 ADDED = {
@@ -84,7 +86,7 @@ def serve(plan: dict[str, Any], tree: str, log_path: Path, kind: str) -> dict[st
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
     with log_path.open("wb") as log:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=proofs.ROOT)
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=stages.ROOT)
     result: dict[str, Any] = {"argv": arguments, "changed": changed, "plugins": plugins}
     result["state"] = "died"
     try:
@@ -132,11 +134,11 @@ def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[s
     else:
         rows = serve_talk.judge(result, profile, pictures=kind == "pictures")
     document = {
-        "command": f"python3 -m proofs.serve_case TREE OUT {plan_path.name}"
+        "command": f"python3 -m proofs.serve.case TREE OUT {plan_path.name}"
         + (f" --{kind}" if kind else ""),
         "tree": tree.name,
         "seed": 0,
-        **proofs.environment(),
+        **stages.environment(),
         "rows": rows,
         **result,
     }

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from proofs import experts_judge, special_trees, steered
-from proofs.answers import TRAINED_NOISE, acceptance, compare_answers, same
-from proofs.engine_judge import (
+from proofs.engine.profile_cases import LONG_PROMPTS, STEERED_TOKENS
+from proofs.judges import experts as experts_judge
+from proofs.judges.answers import TRAINED_NOISE, acceptance, compare_answers, same
+from proofs.judges.engine import (
     FP8_LIMIT,
     INT_LIMIT,
     LEAST_ACCEPTANCE,
@@ -22,9 +23,10 @@ from proofs.engine_judge import (
     relative,
     row,
 )
-from proofs.profile_cases import LONG_PROMPTS, STEERED_TOKENS
 from proofs.prompts import IDS_LENGTHS, random_prompts
-from proofs.trees import SEED, names_of
+from proofs.trees import special as special_trees
+from proofs.trees import steered
+from proofs.trees.build import SEED, names_of
 
 TRANSFORMERS_LIMIT = 0.06
 """BF16 logits of four layers in two implementations; sizes and roundings are the same."""

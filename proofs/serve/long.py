@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from proofs.prompts import random_prompts
-from proofs.serve_talk import ask
+from proofs.serve.talk import ask
 
-FILES = Path(__file__).resolve().parents[1] / "files"
+FILES = Path(__file__).resolve().parents[2] / "files"
 sys.path[:0] = [str(FILES / "contract"), str(FILES / "host")]
 
 CACHE_BYTES = 8 << 30

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_cases(
@@ -27,7 +27,7 @@ def run_cases(
 
     Args:
         cases: from ``engine_cases``; their trees are names below ``trees``.
-        trees: directory made by ``proofs.trees``.
+        trees: directory made by ``proofs.trees.make``.
         out: where results, captured tensors and logs go.
         at_once: engines running at the same time.
         limit_s: time one case may take.
@@ -94,7 +94,7 @@ def _start(
     visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     with (out / f"{case['name']}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "proofs.engine_case", str(path), str(out)],
+            [sys.executable, "-m", "proofs.engine.case", str(path), str(out)],
             cwd=ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,

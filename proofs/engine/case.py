@@ -1,6 +1,6 @@
 """Run one engine on one tree and write down what it did.
 
-    python3 -m proofs.engine_case CASE.json OUT_DIR
+    python3 -m proofs.engine.case CASE.json OUT_DIR
 
 A process of its own per case: an engine that refuses to start, or crashes, is a result too. Needs
 vLLM; the engine core runs in this process, so that hooks see logits, modules and kernels.
@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from proofs import loaded_names
+from proofs.engine import loaded_names
 from proofs.prompts import prompts_of, random_prompts
 
 ROWS_KEPT = 200

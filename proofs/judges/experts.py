@@ -15,7 +15,7 @@ import torch
 from spark_vllm.tree.reader import ModuleReader
 from spark_vllm.tree.settings import read_settings
 
-from proofs.engine_judge import Row, relative, rounded_activations, row
+from proofs.judges.engine import Row, relative, rounded_activations, row
 
 LIMIT = 0.02
 """BF16 between the two steps of an expert; another expert in one place of eight gives 0.4."""

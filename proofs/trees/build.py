@@ -1,6 +1,6 @@
 """Checkpoints for the engine proofs: made by the lab's generator, built by our own builder.
 
-    python3 -m proofs.make_trees OUT [--hub HUB] [--special]
+    python3 -m proofs.trees.make OUT [--hub HUB] [--special]
 
 ``wide``: random weights in the real model's shapes of every layer kind (head size 256, linear
 heads of 128). ``tiny``: the lab's trained model, from a hub on disk, so that speculation and
@@ -25,7 +25,7 @@ import numpy as np
 from lab.model import original, repository, vocabulary
 from lab.model.shape import Shape
 
-BUILDER = Path(__file__).resolve().parents[1] / "files" / "checkpoint"
+BUILDER = Path(__file__).resolve().parents[2] / "files" / "checkpoint"
 WIDE = Shape(
     hidden=512,
     vocabulary=4096,

@@ -16,7 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from proofs import engine_cases, engine_judge, engine_run, profile_cases, profile_judge
+from proofs.engine import cases as engine_cases
+from proofs.engine import profile_cases
+from proofs.engine import run as engine_run
+from proofs.judges import engine as engine_judge
+from proofs.judges import profiles as profile_judge
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -57,7 +61,7 @@ def prove(
 
     Args:
         stages: keys of ``CASES``.
-        trees: what ``proofs.trees`` made.
+        trees: what ``proofs.trees.make`` made.
         work: for captured tensors and logs.
         out: for the result files.
         at_once: engines that run at the same time.
@@ -204,7 +208,12 @@ def start_transformers(trees: Path, work: Path) -> list[subprocess.Popen[bytes]]
     started = []
     for name, tree in (("wide", "wide-overlay"), ("true-35b", None), ("true-122b", None)):
         out = work / f"transformers-{name}.pt"
-        command = [sys.executable, "-m", "proofs.transformers_case", str(trees / (tree or name))]
+        command = [
+            sys.executable,
+            "-m",
+            "proofs.engine.transformers_case",
+            str(trees / (tree or name)),
+        ]
         more = ["--pictures"] if name == "wide" else []
         with out.with_suffix(".log").open("wb") as log:
             started.append(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from proofs.engine_cases import ONLINE_FP8, TRITON, case, graphs, mtp
+from proofs.engine.cases import ONLINE_FP8, TRITON, case, graphs, mtp
 
 QUIET = {"capture": False}
 HOOKS = {"hook_modules": True}

@@ -1,6 +1,6 @@
 """Checkpoints for single proofs: steered drafts, true layer sizes, NaN, a draft model.
 
-Made beside those of ``proofs.trees`` and built by the same builder.
+Made beside those of ``proofs.trees.build`` and built by the same builder.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lab.model import original, repository, rounding, vocabulary
 from lab.model.original import Floats
 from lab.model.safetensors import write_file
 from lab.model.shape import Shape
-from proofs import steered
-from proofs.trees import INDEX, SEED, WIDE, build, damaged, plan, rewrite, stored_bytes
+from proofs.trees import steered
+from proofs.trees.build import INDEX, SEED, WIDE, build, damaged, plan, rewrite, stored_bytes
 
 STEERED = {"steered-0": 1.0, "steered-50": 0.5, "steered-95": 0.05}
 """Trees by about how many of the first drafts are accepted, with the share of odd tokens."""

@@ -1,0 +1,1 @@
+"""Whole servers with the arguments of a profile, asked over HTTP."""

@@ -1,0 +1,1 @@
+"""Checkpoints that the proofs load: small, made and built here, some broken on purpose."""
