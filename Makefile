@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine host faults gpu demo lab-up lab-down plan docs golden lock-requirements
+.PHONY: help venv test check fmt unit engine host faults gpu demo lab-up lab-down plan docs golden lock-requirements release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -82,3 +82,6 @@ lock-requirements: venv ## pin the Python dependencies anew, with hashes and wit
 	  --no-header --no-annotate --quiet --output-file requirements/run.txt
 	.venv/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 \
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/dev.txt
+
+release: venv ## make release VERSION=1.2.3: changelog, wheel, commit and tag, from a green tree
+	@$(PY) -m tools.release "$(VERSION)"

@@ -91,6 +91,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("inventory", ""),
         # Beside the product; nothing above imports them.
         ("lab", "torch safetensors numpy tokenizers jinja2 aiohttp paramiko transformers"),
+        ("tools", ""),
         ("proofs", "torch vllm transformers safetensors numpy triton tokenizers PIL"),
         ("benchmarks", "torch vllm triton numpy safetensors huggingface_hub aiohttp matplotlib"),
     )
@@ -108,8 +109,10 @@ PURE = ("spark_deploy/planning", "spark_deploy/settings/engine_options.py",
 IMPURE = {"os", "time", "datetime", "socket", "subprocess", "random", "urllib", "pathlib", "io"}
 # Where packages start that are not at the top of the checkout.
 ROOTS = ("files/contract/", "files/host/", "files/checkpoint/", "files/image/", "")
-OURS = {"spark_host", "spark_checkpoint", "spark_vllm", "spark_deploy", "roles", "deploys", "lab",
-        "proofs", "benchmarks", "spark_contract"}  # fmt: skip
+OURS = {
+    next(room.removeprefix(root) for root in ROOTS if room.startswith(root)).split("/")[0]
+    for room, _ in ROOMS
+}
 FULL_ROOM = 16  # entries of one folder
 
 

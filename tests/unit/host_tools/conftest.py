@@ -22,11 +22,14 @@ from lab.paths import lab_paths
 @pytest.fixture(scope="session")
 def stub_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stub engine, compiled once."""
-    if shutil.which("gcc") is None and shutil.which("cc") is None:
-        pytest.fail("the stub engine needs a C compiler: apt-get install gcc libc6-dev make")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.fail(
+            "the stub engine needs a C compiler: apt-get install gcc libc6-dev", pytrace=False
+        )
     out = tmp_path_factory.mktemp("stub") / "vllm"
     sources = sorted(STUB_DIR.glob("*.c"))
-    command = ["cc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-pthread", "-o", str(out)]
+    command = [compiler, "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-pthread", "-o", str(out)]
     subprocess.run([*command, *map(str, sources)], check=True)
     return out
 

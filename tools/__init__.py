@@ -1,0 +1,1 @@
+"""What maintainers run; no deploy needs it."""
