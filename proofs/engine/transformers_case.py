@@ -3,7 +3,7 @@
     python3 -m proofs.engine.transformers_case TREE OUT.pt [--pictures]
 
 Writes the logits of every prompt position. The weights are dequantised to BF16 by
-``spark_vllm.tree.reader``; model code, attention, experts and linear attention are
+``spark_vllm.reader``; model code, attention, experts and linear attention are
 transformers' own.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spark_vllm.tree.reader import ModuleReader
-from spark_vllm.tree.settings import read_settings
+from spark_vllm.reader import ModuleReader
+from spark_vllm.settings import read_settings
 
 from proofs.prompts import IDS_LENGTHS, PICTURE_TEXT, PICTURES, picture, random_prompts
 

@@ -6,7 +6,7 @@ import json
 import sys
 
 import torch
-from spark_vllm.tree import finite
+from spark_vllm import finite
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 

@@ -17,9 +17,9 @@ def register() -> None:
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from spark_vllm import finite
     from spark_vllm.portable import PortableLoader
     from spark_vllm.spark_inc import SparkIncConfig
-    from spark_vllm.tree import finite
 
     finite.install()
     register_model_loader(PORTABLE_LOAD_FORMAT)(PortableLoader)

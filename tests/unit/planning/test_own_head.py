@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from spark_vllm.head.choice import IMAGE_VARIABLE
+from spark_vllm.lm_head_choice import IMAGE_VARIABLE
 
 from spark_deploy.catalog.load import load_model, load_profile
 from spark_deploy.planning.budget.memory import loaded_bytes, plan_memory

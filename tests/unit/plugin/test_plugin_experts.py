@@ -1,5 +1,5 @@
 import pytest
-from spark_vllm.tree.experts import demand_wider_than_a_group
+from spark_vllm.experts import demand_wider_than_a_group
 
 MODULE = "language_model.model.layers.0.mlp.experts"
 

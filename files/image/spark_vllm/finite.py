@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 # Below "vllm.", because vLLM gives handlers only to its own logger.
-logger = init_logger("vllm.spark_vllm.tree.finite")
+logger = init_logger("vllm.spark_vllm.finite")
 
 _CHUNK_NUMBERS = 1 << 25
 _FP8_NAN = 0x7F  # of e4m3fn, without the sign; it has no infinity

@@ -1,1 +1,0 @@
-"""The INT8 LM head: method, kernels, block sizes, choice by measurement."""
