@@ -242,15 +242,16 @@ class Site:
     root: Path
     hosts: list[str]
     choices: dict[str, Any] = field(default_factory=dict)
+    checkout: Path = CHECKOUT  # whose code deploys
 
     def __post_init__(self) -> None:
         (self.root / "inventory").mkdir(parents=True, exist_ok=True)
         (self.root / "group_vars").mkdir(exist_ok=True)
         known_hosts = self.root / "known_hosts"
         shutil.copy(info()["ssh"]["known_hosts"], known_hosts)
-        text = (CHECKOUT / "inventory/lab.py").read_text()
+        text = (self.checkout / "inventory/lab.py").read_text()
         for theirs, ours in {
-            "str(_pathlib.Path(__file__).resolve().parent.parent)": str(CHECKOUT),
+            "str(_pathlib.Path(__file__).resolve().parent.parent)": str(self.checkout),
             '_lab["ssh"]["known_hosts"]': str(known_hosts),
         }.items():
             if theirs not in text:
@@ -262,7 +263,7 @@ class Site:
     def choose(self, **settings: Any) -> None:
         """Write choices of this test over the lab's, as a user edits a file."""
         self.choices |= settings
-        lab_settings = yaml.safe_load((CHECKOUT / "group_vars/lab.yml").read_text())
+        lab_settings = yaml.safe_load((self.checkout / "group_vars/lab.yml").read_text())
         merged = _merge(lab_settings, self.choices)
         (self.root / "group_vars/lab.yml").write_text(yaml.safe_dump(merged, sort_keys=False))
 
@@ -276,7 +277,8 @@ class Site:
         """Return the command line a user types."""
         pyinfra = Path(sys.executable).with_name("pyinfra")
         return [
-            str(pyinfra), str(self.root / "inventory/lab.py"), str(CHECKOUT / deploy), *arguments
+            str(pyinfra), str(self.root / "inventory/lab.py"), str(self.checkout / deploy),
+            *arguments,
         ]  # fmt: skip
 
     def deploy(
