@@ -9,7 +9,7 @@ import sys as _sys
 # For a checkout whose package is not installed; a repository of your own does not need it.
 _sys.path.insert(0, str(_pathlib.Path(__file__).resolve().parent.parent))
 
-from spark_deploy.inventory.groups import group_from as _group_from
+from spark_deploy.inventory import group_from as _group_from
 
 spark = _group_from(
     "spark",
