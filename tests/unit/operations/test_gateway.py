@@ -23,7 +23,7 @@ from spark_deploy.payload.certificates import issue
 from spark_deploy.planning.serving.gateway import gateway_file
 from spark_deploy.planning.types import GatewayPlan, SecretSource, TlsPlan
 from tests.unit.operations.test_operations import PATHS, FakeHost, on
-from tests.unit.test_certificates import openssl, pair, public
+from tests.unit.payload.test_certificates import openssl, pair, public
 
 PLAN = GatewayPlan(
     service="main",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spark_deploy.operations.machine import daemon_json
 
-CAPTURES = Path(__file__).parents[1] / "fixtures" / "captures"
+CAPTURES = Path(__file__).parents[2] / "fixtures" / "captures"
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
