@@ -10,7 +10,7 @@ from spark_deploy.planning.types import BootstrapPlan
 if needs_none(host.name):
     host.log("nothing to bootstrap: no login over ssh leads here")
 else:
-    contact = contact_of(host.name)
+    contact = contact_of(host)
     bootstrap.apply(
         plan=BootstrapPlan(public_key=contact.public_key),
         password=contact.password,

@@ -7,13 +7,13 @@ The change is the same as in a deploy: prepared, proven, and undone when its che
 from pyinfra.context import host, state
 
 from roles import rollback
-from spark_deploy.inventory.groups import settings_of
+from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.ssh import no_delay
 from spark_deploy.planning.host import host_paths
 from spark_deploy.planning.serving.gateway import SERVICE
 
 no_delay(state, host)
-settings = settings_of(host.name).settings
+settings = known_of(host).found.settings
 
 rollback.apply(
     service=SERVICE,

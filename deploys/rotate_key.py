@@ -7,10 +7,10 @@ machine is changed where ``serve.api_key`` reads it, and ``deploy.py`` sends it.
 from pyinfra.context import host
 
 from roles import rotate_key
-from spark_deploy.inventory.groups import settings_of
+from spark_deploy.inventory.known import known_of
 from spark_deploy.planning.host import host_paths
 from spark_deploy.planning.serving.gateway import gateway_plan
 
-settings = settings_of(host.name).settings
+settings = known_of(host).found.settings
 
 rotate_key.apply(plan=gateway_plan(settings, host.name), paths=host_paths(settings))

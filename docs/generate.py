@@ -19,14 +19,8 @@ sys.path.insert(0, str(CHECKOUT))
 from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
 from spark_contract.patterns import count  # noqa: E402
 
-from spark_deploy.catalog.load import (  # noqa: E402
-    Model,
-    Profile,
-    load_guard_rails,
-    load_model,
-    load_profile,
-)
-from spark_deploy.checkout import catalog_names  # noqa: E402
+from spark_deploy.catalog.load import Model, Profile  # noqa: E402
+from spark_deploy.catalog.read import read_catalog  # noqa: E402
 from spark_deploy.lockfile.resolve import size  # noqa: E402
 from spark_deploy.planning.budget.memory import (  # noqa: E402
     context_tokens,
@@ -36,9 +30,11 @@ from spark_deploy.planning.budget.memory import (  # noqa: E402
     plan_memory,
 )
 from spark_deploy.planning.budget.weights import weights_of  # noqa: E402
-from spark_deploy.planning.check import check_pair  # noqa: E402
+from spark_deploy.planning.resolve import problems_of  # noqa: E402
 from spark_deploy.planning.types import MemoryPlan  # noqa: E402
 from spark_deploy.settings.types import Settings  # noqa: E402
+
+CATALOG = read_catalog()
 
 
 def main() -> int:
@@ -71,8 +67,8 @@ def models_page() -> Iterator[str]:
         "Sizes are computed from the architecture, so they say what the engine loads, not what a "
         "repository happens to store. A new model is one new file in `catalog/models`."
     )
-    for name in catalog_names("models"):
-        yield from _model(load_model(name))
+    for model in CATALOG.models.values():
+        yield from _model(model)
 
 
 def _model(model: Model) -> Iterator[str]:
@@ -118,26 +114,25 @@ def profiles_page() -> Iterator[str]:
         "on a GPU that is not a Spark's. Which profile is the default and why: "
         "[decision 10](../decisions/0010-profiles-and-their-defaults.md)."
     )
-    towers = (load_model(name) for name in catalog_names("models") if not name.startswith("lab-"))
-    sizes = (f"{gib(model.architecture.vision_bytes)} with {model.name}" for model in towers)
+    sizes = (f"{gib(model.architecture.vision_bytes)} with {model.name}" for model in _for_sparks())
     yield ""
     yield (
         "No profile keeps the vision tower. `engine.vision: on` does, for all hosts or one: the "
         f"proof then asks about pictures, and the KV cache gives up {', '.join(sizes)}."
     )
-    for name in catalog_names("profiles"):
+    for name in CATALOG.profile_names:
         yield from _profile(name)
     yield from _compared()
     yield from ("", "## Guard rails", "")
     yield "Combinations that are refused (or warned of) before a host is touched."
     yield from ("", "| rule | effect | why | instead | source |", "|---|---|---|---|---|")
-    for rail in load_guard_rails():
+    for rail in CATALOG.rails:
         cells = (f"`{rail.rule}`", rail.effect, rail.reason, rail.fix, rail.source)
         yield f"| {' | '.join(cell(one) for one in cells)} |"
 
 
 def _profile(name: str) -> Iterator[str]:
-    shown = load_profile(name, "qwen3.5-122b")
+    shown = CATALOG.profile(name, Settings().model)
     yield from ("", f"## {name}", "", f"{shown.summary}.", "")
     yield from (f"**Choose this when** {shown.choose_when}.", "")
     drafts = f"{shown.speculation.tokens} draft tokens (MTP)" if shown.speculation else "no drafts"
@@ -148,9 +143,8 @@ def _profile(name: str) -> Iterator[str]:
     )
     yield from ("", "| model | weights | drafter | KV cache | tokens | full-length requests |")
     yield "|---|---|---|---|---|---|"
-    for model_name in catalog_names("models"):
-        if not model_name.startswith("lab-"):
-            yield _memory_row(load_model(model_name), load_profile(name, model_name))
+    for model in _for_sparks():
+        yield _memory_row(model, CATALOG.profile(name, model.name))
     if shown.published:
         yield from ("", "| published | figure | source |", "|---|---|---|")
         for figure in shown.published:
@@ -185,8 +179,12 @@ def _fits(model: Model, profile: Profile) -> bool:
 
 def _served_with(model: Model) -> list[str]:
     """Return the profiles that the plan does not refuse for ``model`` on one host."""
-    names = catalog_names("profiles")
-    return [name for name in names if not check_pair(Settings(model=model.name, profile=name))]
+    pairs = ((name, Settings(model=model.name, profile=name)) for name in CATALOG.profile_names)
+    return [name for name, settings in pairs if not problems_of(settings, CATALOG)]
+
+
+def _for_sparks() -> list[Model]:
+    return [model for model in CATALOG.models.values() if not model.name.startswith("lab-")]
 
 
 def _count(patterns: tuple[str, ...]) -> int:
@@ -213,7 +211,7 @@ def _compared() -> Iterator[str]:
 
 
 def _plan_at_090(dtype: str) -> MemoryPlan:
-    model, profile = load_model("qwen3.5-122b"), load_profile("v2", "qwen3.5-122b")
+    model, profile = CATALOG.model("qwen3.5-122b"), CATALOG.profile("v2", "qwen3.5-122b")
     profile = dataclasses.replace(
         profile,
         kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype),

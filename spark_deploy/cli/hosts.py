@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.catalog.load import load_model
+from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.inventory.groups import read_inventory, settings_of
+from spark_deploy.inventory.groups import read_inventory
+from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.plans import payload_identity
 from spark_deploy.lockfile.file import read_lock, with_entries
 from spark_deploy.lockfile.resolve import resolve, wanted_by
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.planning.host import plan_host
+from spark_deploy.planning.resolve import Request
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.settings.load import HostSettings
 from spark_deploy.settings.types import Settings
@@ -24,16 +26,18 @@ from spark_deploy.settings.types import Settings
 OPEN_COMMIT = "0" * 40
 _OPEN_DIGEST = f"sha256:{'0' * 64}"
 _GUESSED_IMAGE_BYTES = 10_000_000_000
-_looked_up: dict[Path, Lock] = {}  # answers of the hub for the other hosts of this command
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One host of an inventory: pyinfra's data and our settings."""
+    """One host of an inventory: pyinfra's data, our settings and catalog."""
 
     name: str
     data: dict[str, Any]
     settings: HostSettings
+    catalog: Catalog
+    # By lock file: what hub and registries said already, for all hosts of the command.
+    looked_up: dict[Path, Lock] = field(default_factory=dict)
 
 
 def listed(options: argparse.Namespace) -> list[Listed]:
@@ -45,7 +49,11 @@ def listed(options: argparse.Namespace) -> list[Listed]:
         f"{key}={getattr(options, key)}" for key in ("model", "profile") if getattr(options, key)
     ]
     found = read_inventory(path, data=data, limit=options.limit, exclude=options.exclude)
-    return [Listed(name, more, settings_of(name)) for name, more in found.items()]
+    looked_up: dict[Path, Lock] = {}
+    return [
+        Listed(name, more, more[KEY].found, more[KEY].catalog, looked_up)
+        for name, more in found.items()
+    ]
 
 
 def default_inventory() -> Path:
@@ -56,24 +64,24 @@ def default_inventory() -> Path:
 
 def planned(host: Listed, *, estimate: bool = False) -> HostPlan:
     """Return the plan of a host; names that are not locked are looked up but not written down."""
-    settings = host.settings.settings
+    settings, catalog = host.settings.settings, host.catalog
     path = host.settings.lock_path
-    lock = _looked_up.get(path) or read_lock(path)
-    missing = wanted_by(settings).missing_in(lock)
+    lock = host.looked_up.get(path) or read_lock(path)
+    missing = wanted_by(settings, catalog).missing_in(lock)
     if missing.names and estimate:
-        lock = with_estimates(lock, settings)
+        lock = with_estimates(lock, settings, catalog)
     elif missing.names:
         say("not locked yet, asking the hub (nothing is written; --estimate asks nobody):")
-        lock = _looked_up[path] = resolve(lock, missing, settings, say)
-    return plan_host(settings, lock, payload_identity(), host=host.name)
+        lock = host.looked_up[path] = resolve(lock, missing, settings, say)
+    return plan_host(Request(host.name, settings, catalog, lock, payload_identity()))
 
 
-def with_estimates(lock: Lock, settings: Settings) -> Lock:
+def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     """Return the lock with open identities for what is missing, sized by the architecture."""
-    missing = wanted_by(settings).missing_in(lock)
+    missing = wanted_by(settings, catalog).missing_in(lock)
     size_bytes: dict[str | None, int] = {}
     for name in {settings.model, *(pair.model for pair in settings.ready_pairs)}:
-        model = load_model(name)
+        model = catalog.model(name)
         repositories = (model.sources.base, model.sources.donor, model.sources.hybrid)
         size_bytes |= dict.fromkeys(repositories, weights_of(model.architecture).tree_bytes)
     sources = [

@@ -30,7 +30,7 @@ def _lock_file(path: Path, hosts: list[Listed], options: argparse.Namespace) -> 
     done: set[str] = set()
     for host in hosts:
         settings = host.settings.settings
-        wanted = wanted_by(settings)
+        wanted = wanted_by(settings, host.catalog)
         todo = wanted.missing_in(lock) if options.update is None else _named(wanted, options.update)
         todo = todo.without(done)
         done.update(todo.names)
@@ -57,7 +57,8 @@ def _named(wanted: Wanted, names: list[str]) -> Wanted:
 
 
 def _refuse_unknown(names: list[str] | None, hosts: list[Listed]) -> None:
-    known = sorted({name for host in hosts for name in wanted_by(host.settings.settings).names})
+    wanted = (wanted_by(host.settings.settings, host.catalog) for host in hosts)
+    known = sorted({name for one in wanted for name in one.names})
     for name in names or ():
         if name not in known:
             guess = closest(name, known)

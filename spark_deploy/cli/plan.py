@@ -7,16 +7,15 @@ import json
 import shlex
 from collections.abc import Iterator
 
-from spark_deploy.catalog.load import Profile, load_model, load_profile
+from spark_deploy.catalog.load import Model, Profile
 from spark_deploy.cli.hosts import OPEN_COMMIT, listed, planned
 from spark_deploy.lockfile.resolve import size
 from spark_deploy.planning.budget.disk import disk_total
 from spark_deploy.planning.budget.memory import gib
-from spark_deploy.planning.effective import effective_profile
+from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.serving.release import document
 from spark_deploy.planning.types import CheckpointPlan, GatewayPlan, HostPlan, ServePlan
-from spark_deploy.settings.types import Settings
 
 
 def run(options: argparse.Namespace) -> int:
@@ -26,15 +25,16 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([document(plan) for plan in plans], indent=1))
         return 0
-    texts = (lines(plan, host.settings.settings) for plan, host in zip(plans, hosts, strict=True))
+    texts = (
+        lines(plan, *pair_of(host.settings.settings, host.catalog))
+        for plan, host in zip(plans, hosts, strict=True)
+    )
     print("\n\n".join("\n".join(text) for text in texts))
     return 0
 
 
-def lines(plan: HostPlan, settings: Settings) -> Iterator[str]:
-    """Yield the plan of one host as lines for people."""
-    model = load_model(plan.model)
-    profile = effective_profile(load_profile(plan.profile, plan.model), settings)
+def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
+    """Yield the plan of one host as lines for people; the profile is as this host serves it."""
     yield f"{plan.host}: {plan.model} with {plan.profile}, release {plan.serve.name}"
     yield _row("model", model.summary)
     yield _row("profile", profile.summary)

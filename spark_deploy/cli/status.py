@@ -82,7 +82,7 @@ def _named(entries: Sequence[dict[str, Any]], key: str, name: str | None) -> dic
 def _plan(host: Listed) -> HostPlan | None:
     """Return what the settings ask for; ``None`` while names are not locked."""
     lock = read_lock(host.settings.lock_path)
-    if wanted_by(host.settings.settings).missing_in(lock).names:
+    if wanted_by(host.settings.settings, host.catalog).missing_in(lock).names:
         return None
     return planned(host)
 

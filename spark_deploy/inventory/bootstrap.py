@@ -36,6 +36,7 @@ from spark_deploy.inventory.host_keys import (
 )
 
 PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
+CONTACT_KEY = "spark_deploy_contact"  # in pyinfra's data of a host
 
 _USUAL_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 
@@ -72,9 +73,23 @@ class Contact:
     public_key: str
     password: HiddenValue | None
 
+    def to_json(self) -> str:
+        """Say nothing of it in ``debug-inventory``."""
+        return "***"
 
-_contacts: dict[str, Contact] = {}
-_password: list[str] = []
+
+class Asked:
+    """The one password of a run: asked when a host first needs it, then remembered."""
+
+    def __init__(self, ask: Callable[[str], str] = getpass.getpass):
+        self._ask = ask
+        self._password: Password | None = None
+
+    def password_of(self, endpoints: Sequence[Endpoint]) -> str:
+        """Return the password; the question names the first hosts that need it."""
+        if self._password is None:
+            self._password = Password(_password_of(endpoints, self._ask))
+        return self._password
 
 
 def needs_none(host: str) -> bool:
@@ -82,35 +97,36 @@ def needs_none(host: str) -> bool:
     return host.startswith("@")
 
 
-def contact_of(host: str) -> Contact:
+def contact_of(host: Host) -> Contact:
     """Return what ``prepare`` found out about a host of this run.
 
     Raises:
         SettingsError: no inventory file of ours named the host, so nobody looked.
     """
-    if host not in _contacts:
+    contact = host.data.get(CONTACT_KEY)
+    if not isinstance(contact, Contact):
         fix = "run with an inventory file, such as inventory/spark.py"
-        raise SettingsError.one(host, "no inventory file of ours named this host", fix)
-    return _contacts[host]
+        raise SettingsError.one(host.name, "no inventory file of ours named this host", fix)
+    return contact
 
 
 def prepare(
     hosts: Mapping[str, Mapping[str, Any]],
     *,
+    asked: Asked,
     agree: bool = False,
-    ask: Callable[[str], str] = getpass.getpass,
     confirm: Callable[[str], str] = input,
 ) -> dict[str, dict[str, Any]]:
     """Record host keys, find out who needs a password and ask for it once.
 
     Args:
         hosts: pyinfra's data of each host (``ssh_hostname``, ``ssh_user``, ...).
+        asked: the password of this run, shared by all its groups.
         agree: record new host keys without a question (``-y``).
-        ask: reads the password without echo.
         confirm: reads the answer about new host keys.
 
     Returns:
-        Further data for each host; empty for hosts that need nothing.
+        Further data for each host, its ``Contact`` among it.
 
     Raises:
         SettingsError: a host key changed, new keys were not agreed to, or there is nobody to ask.
@@ -125,7 +141,7 @@ def prepare(
     with ThreadPoolExecutor(max_workers=16) as pool:
         accesses = dict(zip((e.host for e in reachable), pool.map(try_key, reachable), strict=True))
     needing = [endpoint for endpoint in reachable if not accesses[endpoint.host].ready]
-    password = _one_password(needing, ask) if needing else None
+    password = asked.password_of(needing) if needing else None
     _refuse_wrong(password, [e for e in needing if not accesses[e.host].logs_in])
     return {
         endpoint.host: _data(endpoint, accesses[endpoint.host], password) for endpoint in reachable
@@ -248,9 +264,7 @@ def _first_line(path: Path) -> str:
     return lines[0]
 
 
-def _one_password(endpoints: Sequence[Endpoint], ask: Callable[[str], str]) -> str:
-    if _password:
-        return _password[0]
+def _password_of(endpoints: Sequence[Endpoint], ask: Callable[[str], str]) -> str:
     file = os.environ.get(PASSWORD_FILE_VARIABLE)
     if file:
         try:
@@ -271,7 +285,6 @@ def _one_password(endpoints: Sequence[Endpoint], ask: Callable[[str], str]) -> s
         )
     if not text:
         raise SettingsError.one("password", "is empty", "run again and type it")
-    _password.append(text)
     return text
 
 
@@ -293,16 +306,12 @@ def _refuse_wrong(password: str | None, endpoints: Sequence[Endpoint]) -> None:
 
 
 def _data(endpoint: Endpoint, access: Access, password: str | None) -> dict[str, Any]:
-    _contacts[endpoint.host] = Contact(
-        endpoint,
-        access,
-        public_key(endpoint.key_file),
-        _hidden(password) if password and not access.ready else None,
-    )
+    hidden = _hidden(password) if password and not access.ready else None
+    contact = Contact(endpoint, access, public_key(endpoint.key_file), hidden)
     if access.ready:
-        return {}
+        return {CONTACT_KEY: contact}
     # Its operations become root by themselves: pyinfra would put the password into an argv.
-    data: dict[str, Any] = {"_sudo": False}
+    data: dict[str, Any] = {CONTACT_KEY: contact, "_sudo": False}
     if not access.logs_in:
         # An agent full of keys would use up the attempts the server allows.
         data.update(ssh_password=Password(password), ssh_allow_agent=False, ssh_look_for_keys=False)

@@ -12,25 +12,26 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
+from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.inventory.known import KEY, Known
 from spark_deploy.payload.certificates import check_gateway
-from spark_deploy.planning.check import check_pair
+from spark_deploy.planning.resolve import problems_of
 from spark_deploy.planning.serving.gateway import gateway_plan
 from spark_deploy.settings.load import HostSettings, load_hosts
 
+T = TypeVar("T")
 Group = tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]
-
-_known: dict[str, HostSettings] = {}
-_outside: dict[str, Any] = {}  # what `spark-deploy` was called with, in pyinfra's words
 
 
 def group_from(
@@ -69,11 +70,14 @@ def groups_from(
     )
     extra = host_data or {}
     found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
-    _check_pairs(found.values())
-    _known.update(found)
+    catalog = _of_this_run("catalog", read_catalog)
+    _check_pairs(found.values(), catalog)
     if arguments:
         signal.signal(signal.SIGINT, _stop)
-    data = {host: {**_data(found[host]), **extra.get(host, {})} for host in found}
+    data = {
+        host: {**_data(one), **extra.get(host, {}), KEY: Known(one, catalog)}
+        for host, one in found.items()
+    }
     if _is_bootstrap(arguments):
         chosen = _chosen(arguments, groups, Path(file).stem)
         for host, further in _first_contact({host: data[host] for host in chosen}, arguments):
@@ -108,19 +112,23 @@ def _first_contact(
     data: Mapping[str, Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
     """Let bootstrap look at the hosts; everything else never logs in with a password."""
-    from spark_deploy.inventory.bootstrap import (
-        prepare,  # only this run needs an SSH client this early
-    )
+    # Only this run needs an SSH client this early.
+    from spark_deploy.inventory.bootstrap import Asked, prepare
 
-    return list(prepare(data, agree=bool(arguments.get("yes"))).items())
+    asked = _of_this_run("password", Asked)
+    return list(prepare(data, asked=asked, agree=bool(arguments.get("yes"))).items())
 
 
-def settings_of(host: str) -> HostSettings:
-    """Return the settings of a host that an inventory of this run named."""
-    if host not in _known:
-        fix = "run with an inventory file; for this machine list '@local' in it"
-        raise SettingsError.one(host, "no inventory file of ours named this host", fix)
-    return _known[host]
+def _of_this_run(what: str, make: Callable[[], T]) -> T:
+    """Return what the groups of one inventory share: made for the first, kept with the command."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return make()
+    key = f"{__name__}.{what}"
+    if key not in context.meta:
+        context.meta[key] = make()
+    found: T = context.meta[key]
+    return found
 
 
 def vars_root(file: str) -> Path:
@@ -173,11 +181,10 @@ def read_inventory(
     if not path.is_file():
         fix = "name an inventory file, such as inventory/spark.py"
         raise SettingsError.one(str(path), "is not a file", fix)
-    _outside.update(inventory=str(path), data=data, limit=limit, exclude=exclude)
-    try:
+    # What pyinfra would have been called with; inventory files look nowhere else.
+    with click.Context(click.Command("spark-deploy")) as context:
+        context.params.update(inventory=str(path), data=data, limit=limit, exclude=exclude)
         names = runpy.run_path(str(path))
-    finally:
-        _outside.clear()
     groups = {
         name: value
         for name, value in names.items()
@@ -191,8 +198,6 @@ def read_inventory(
 
 def _command_line() -> dict[str, Any]:
     """Return the command line of pyinfra or of `spark-deploy`; empty when used from elsewhere."""
-    if _outside:
-        return dict(_outside)
     context = click.get_current_context(silent=True)
     if context is None or "inventory" not in context.params:
         return {}
@@ -244,11 +249,11 @@ def _check_patterns(
         raise SettingsError(problems)
 
 
-def _check_pairs(found: Any) -> None:
+def _check_pairs(found: Iterable[HostSettings], catalog: Catalog) -> None:
     """Refuse settings that cannot work together, for all hosts at once."""
     problems: list[Problem] = []
     for host in found:
-        problems += check_pair(host.settings)
+        problems += problems_of(host.settings, catalog)
         problems += check_gateway(gateway_plan(host.settings, host.host))
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))

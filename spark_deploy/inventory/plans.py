@@ -1,4 +1,4 @@
-"""Plans for deploys: one for each host, made once in a run."""
+"""The plan of a host for a deploy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 from pyinfra import logger
 from pyinfra.api.host import Host
 
-from spark_deploy.inventory.groups import settings_of
+from spark_deploy.inventory.known import known_of
 from spark_deploy.lockfile.resolve import locked_for
 from spark_deploy.payload.content import SITE_REQUIREMENTS, read_payload, recipe_version
 from spark_deploy.planning.host import plan_host
+from spark_deploy.planning.resolve import Request
 from spark_deploy.planning.types import HostPlan, PayloadIdentity
 
-_plans: dict[str, HostPlan] = {}
 # Hosts run at the same time; the first one asks the hub, the others wait for its answer.
 _locking = threading.Lock()
 
@@ -31,13 +31,11 @@ def payload_identity() -> PayloadIdentity:
 
 def plan_for(host: Host) -> HostPlan:
     """Return the plan of ``host``; names it is the first to need are locked and shown."""
-    name = host.name
-    if name not in _plans:
-        found = settings_of(name)
-        with _locking:
-            lock = locked_for(found.settings, found.lock_path, logger.info)
-        plan = plan_host(found.settings, lock, payload_identity(), host=name)
-        for warning in plan.warnings:
-            logger.warning(f"[{name}] {warning}")
-        _plans[name] = plan
-    return _plans[name]
+    known = known_of(host)
+    found, catalog = known.found, known.catalog
+    with _locking:
+        lock = locked_for(found.settings, catalog, found.lock_path, logger.info)
+    plan = plan_host(Request(host.name, found.settings, catalog, lock, payload_identity()))
+    for warning in plan.warnings:
+        logger.warning(f"[{host.name}] {warning}")
+    return plan

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from spark_deploy.catalog.load import load_model, load_profile
+from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.lockfile import hub, registry
 from spark_deploy.lockfile.file import read_lock, with_entries, write_lock
@@ -44,13 +44,13 @@ class Wanted:
         return sorted([repo for repo, _ in self.sources] + list(self.images))
 
 
-def wanted_by(settings: Settings) -> Wanted:
+def wanted_by(settings: Settings, catalog: Catalog) -> Wanted:
     """Return the names that the plan of one host needs, pairs to have ready included."""
     sources: set[tuple[str, str]] = set()
     roles = {"gpu_check"}
     for one in (settings, *(settings.of_pair(pair) for pair in settings.ready_pairs)):
-        model = load_model(one.model)
-        profile = load_profile(one.profile, one.model)
+        model = catalog.model(one.model)
+        profile = catalog.profile(one.profile, one.model)
         start = model.sources.hybrid if one.checkpoint.prebuilt else model.sources.base
         # A model without a hybrid is refused by the plan, in better words.
         sources.add((start or model.sources.base, model.sources.revision))
@@ -61,10 +61,10 @@ def wanted_by(settings: Settings) -> Wanted:
     return Wanted(frozenset(sources), images)
 
 
-def locked_for(settings: Settings, path: Path, say: Say) -> Lock:
+def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lock:
     """Return a lock that holds all names of ``settings``, locking new ones as they allow."""
     lock = read_lock(path)
-    missing = wanted_by(settings).missing_in(lock)
+    missing = wanted_by(settings, catalog).missing_in(lock)
     if not missing.names:
         return lock
     if settings.locked == "required":

@@ -7,26 +7,22 @@ included: what is suggested can be chosen, and fits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spark_deploy.catalog.load import Model, Profile, load_guard_rails, load_model, load_profile
-from spark_deploy.checkout import catalog_names
-from spark_deploy.errors import PlanError, SparkError
+from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.catalog.types import Catalog
+from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import (
     GIB,
     context_tokens,
     gib,
     loaded_bytes,
     missing_bytes,
-    plan_memory,
     runtime_bytes,
 )
 from spark_deploy.planning.budget.weights import weights_of
-from spark_deploy.planning.effective import effective_profile
-from spark_deploy.planning.guard_rails import apply_rails, facts_of
-from spark_deploy.planning.work.checkpoint import refuse_impossible_trees
 from spark_deploy.settings.types import Settings
 
 _WAYS = 3
@@ -35,6 +31,7 @@ _LEAST_CONTEXT_TOKENS = 8192
 _USUAL_FRACTION = 0.85
 
 Change = Callable[[Settings], Settings]
+Fits = Callable[[Settings], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +43,13 @@ class Lever:
     change: Change
 
 
-def refusal(model: Model, profile: Profile, settings: Settings) -> PlanError:
-    """Return the error that says what is missing and the three cheapest ways to fit."""
+def refusal(
+    model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
+) -> PlanError:
+    """Return the error that says what is missing and the three cheapest ways to fit.
+
+    ``fits`` judges settings the way a plan does.
+    """
     weights, drafter = loaded_bytes(model, profile)
     memory = settings.memory
     what = (
@@ -57,8 +59,9 @@ def refusal(model: Model, profile: Profile, settings: Settings) -> PlanError:
         f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
         f"{gib(memory.total_bytes)} ({gib(memory.reserve_bytes)} stay reserved)"
     )
-    ways = ways_to_fit(model, profile, settings)
-    fix = "; or ".join([*ways, *_smaller_model(model, profile, settings)][:_WAYS])
+    levers = _levers(model, profile, settings, catalog, fits)
+    ways = ways_to_fit(levers, settings, fits)
+    fix = "; or ".join([*ways, *_smaller_model(model, profile, settings, catalog, fits)][:_WAYS])
     if not ways:
         fix = (
             f"no setting makes it fit, its weights alone are {gib(weights)}: "
@@ -67,9 +70,8 @@ def refusal(model: Model, profile: Profile, settings: Settings) -> PlanError:
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
 
 
-def ways_to_fit(model: Model, profile: Profile, settings: Settings) -> list[str]:
+def ways_to_fit(levers: Sequence[Lever], settings: Settings, fits: Fits) -> list[str]:
     """Return up to three ways, the least intrusive first: single changes, then pairs and so on."""
-    levers = _levers(model, profile, settings)
     ways: list[tuple[Lever, ...]] = []
     for size in range(1, len({lever.setting for lever in levers}) + 1):
         for chosen in itertools.combinations(levers, size):
@@ -77,49 +79,43 @@ def ways_to_fit(model: Model, profile: Profile, settings: Settings) -> list[str]
                 break
             once = len({lever.setting for lever in chosen}) == size
             known = any(set(way) <= set(chosen) for way in ways)
-            if once and not known and _fits(settings, *(lever.change for lever in chosen)):
+            if once and not known and fits(_changed(settings, chosen)):
                 ways.append(chosen)
     return [" and ".join(lever.what for lever in way) for way in ways]
 
 
-def _smaller_model(model: Model, profile: Profile, settings: Settings) -> list[str]:
+def _changed(settings: Settings, levers: Sequence[Lever]) -> Settings:
+    for lever in levers:
+        settings = lever.change(settings)
+    return settings
+
+
+def _smaller_model(
+    model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
+) -> list[str]:
     """Name the largest model that fits as it is and takes requests as long; it answers otherwise.
 
     Empty when there is none.
     """
     wanted = context_tokens(model, profile)
-    others = [load_model(name) for name in catalog_names("models") if name != model.name]
     fitting = [
         other
-        for other in others
-        if other.architecture.max_context_tokens >= wanted
-        and _fits(settings, _set(model=other.name))
+        for other in catalog.models.values()
+        if other.name != model.name
+        and other.architecture.max_context_tokens >= wanted
+        and fits(_set(model=other.name)(settings))
     ]
     largest = max(fitting, key=lambda one: weights_of(one.architecture).tree_bytes, default=None)
     return [f"choose model {largest.name}"] if largest else []
 
 
-def _fits(settings: Settings, *changes: Change) -> bool:
-    for change in changes:
-        settings = change(settings)
-    model = load_model(settings.model)
-    profile = effective_profile(load_profile(settings.profile, settings.model), settings)
-    if missing_bytes(model, profile, settings) > 0:
-        return False
-    try:
-        refuse_impossible_trees(model, profile, settings)
-        facts = facts_of(model, profile, plan_memory(model, profile, settings), settings)
-        apply_rails(load_guard_rails(), facts)
-    except SparkError:
-        return False
-    return True
-
-
-def _levers(model: Model, profile: Profile, settings: Settings) -> list[Lever]:
+def _levers(
+    model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
+) -> list[Lever]:
     """Changes that apply here, in the order of what they cost a user."""
     engine, memory = settings.engine, settings.memory
-    reserve_gib = _largest_reserve_gib(settings)
-    context = _longest_context(settings, context_tokens(model, profile) // 2)
+    reserve_gib = _largest_reserve_gib(settings, fits)
+    context = _longest_context(settings, context_tokens(model, profile) // 2, fits)
     possible = [
         (profile.vision, Lever("set engine.vision to false", "vision", _engine(vision=False))),
         (
@@ -151,13 +147,14 @@ def _levers(model: Model, profile: Profile, settings: Settings) -> list[Lever]:
     usual = [lever for applies, lever in possible if applies]
     return usual + [
         Lever(f"choose profile {name}", "profile", _set(profile=name))
-        for name in _others_like(profile, model)
+        for name in _others_like(profile, model, catalog)
     ]
 
 
-def _others_like(profile: Profile, model: Model) -> list[str]:
+def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
     """Return the other profiles, those first that are most like this one."""
-    others = [load_profile(name, model.name) for name in catalog_names("profiles")]
+    names = sorted(name for name, served in catalog.profiles if served == model.name)
+    others = [catalog.profile(name, model.name) for name in names]
     return [
         other.name
         for other in sorted(
@@ -185,19 +182,19 @@ def _reserve(size_gib: int) -> Change:
     )
 
 
-def _largest_reserve_gib(settings: Settings) -> int:
+def _largest_reserve_gib(settings: Settings, fits: Fits) -> int:
     """Return the most that can stay reserved if nothing else changes; else the least there is."""
     for size_gib in range(settings.memory.reserve_bytes // GIB, _LEAST_RESERVE_GIB, -1):
-        if _fits(settings, _reserve(size_gib)):
+        if fits(_reserve(size_gib)(settings)):
             return size_gib
     return _LEAST_RESERVE_GIB
 
 
-def _longest_context(settings: Settings, half_tokens: int) -> int:
+def _longest_context(settings: Settings, half_tokens: int, fits: Fits) -> int:
     """Return the longest of the halved contexts that fits by itself; else the first half."""
     tokens = half_tokens
     while tokens >= _LEAST_CONTEXT_TOKENS:
-        if _fits(settings, _engine(max_context_tokens=tokens)):
+        if fits(_engine(max_context_tokens=tokens)(settings)):
             return tokens
         tokens //= 2
     return half_tokens

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from spark_deploy.catalog.load import (
-    GuardRail,
-    Model,
-    Profile,
-    load_guard_rails,
-    load_model,
-    load_profile,
-)
+from spark_deploy.catalog.load import Model
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.planning.budget.disk import (
     disk_plan,
@@ -17,10 +10,7 @@ from spark_deploy.planning.budget.disk import (
     image_peak_bytes,
     needed_by_path,
 )
-from spark_deploy.planning.budget.memory import missing_bytes, plan_memory
-from spark_deploy.planning.effective import effective_profile
-from spark_deploy.planning.fit import refusal
-from spark_deploy.planning.guard_rails import apply_rails, facts_of
+from spark_deploy.planning.resolve import Request, Resolved, resolve
 from spark_deploy.planning.serving.gateway import gateway_plan
 from spark_deploy.planning.serving.image import image_plan, locked_image
 from spark_deploy.planning.serving.serve import cache_dir, serve_plan
@@ -35,93 +25,69 @@ from spark_deploy.planning.types import (
     NeedsPlan,
     PairPlan,
     Paths,
-    PayloadIdentity,
     SecretSource,
     ToolsPlan,
 )
 from spark_deploy.planning.work.checkpoint import (
     checkpoint_plan,
     locked_source,
-    refuse_impossible_trees,
     source_plan,
 )
 from spark_deploy.settings.types import Settings
 
 
-def plan_host(
-    settings: Settings, lock: Lock, payload: PayloadIdentity, *, host: str = "any"
-) -> HostPlan:
-    """Return everything there is to do on one host, or raise ``PlanError``."""
-    model = load_model(settings.model)
-    profile = effective_profile(load_profile(settings.profile, settings.model), settings)
-    return join(host, model, profile, settings, lock, payload, load_guard_rails())
-
-
-def join(
-    host: str,
-    model: Model,
-    profile: Profile,
-    settings: Settings,
-    lock: Lock,
-    payload: PayloadIdentity,
-    rails: tuple[GuardRail, ...],
-) -> HostPlan:
-    """Join one model and one profile; the guard rails have the last word."""
-    refuse_impossible_trees(model, profile, settings)
-    if missing_bytes(model, profile, settings) > 0:
-        raise refusal(model, profile, settings)
-    memory = plan_memory(model, profile, settings)
-    warnings = apply_rails(rails, facts_of(model, profile, memory, settings))
+def plan_host(request: Request) -> HostPlan:
+    """Return everything there is to do on one host, or raise ``SparkError``."""
+    settings, lock = request.settings, request.lock
+    served = resolve(settings, request.catalog)
+    pair = pair_plan(served, request)
+    ready = tuple(
+        pair_plan(resolve(settings.of_pair(other), request.catalog), request)
+        for other in settings.ready_pairs
+    )
+    pairs = (pair, *ready)
     paths = host_paths(settings)
-    pair = pair_plan(model, profile, settings, lock, payload)
-    ready = tuple(_ready_plan(settings.of_pair(other), lock, payload)
-                  for other in settings.ready_pairs)  # fmt: skip
     token = settings.hub.token
-    docker = _docker(model, settings, lock)
-    disk = disk_plan(settings.paths.docker_dir, (pair, *ready))
+    docker = _docker(served.model, settings, lock)
+    disk = disk_plan(settings.paths.docker_dir, pairs)
     return HostPlan(
-        host=host,
-        model=model.name,
-        profile=profile.name,
+        host=request.host,
+        model=served.model.name,
+        profile=served.profile.name,
         paths=paths,
-        needs=_needs(settings, memory, disk, docker.check_image, (pair, *ready)),
+        needs=_needs(settings, served.memory, disk, docker.check_image, pairs),
         base=_base(settings, paths),
         cuda=_cuda(settings),
         docker=docker,
-        tools=ToolsPlan(payload.tools_digest, payload.python_requirements),
+        tools=ToolsPlan(request.payload.tools_digest, request.payload.python_requirements),
         sources=pair.sources,
         checkpoint=pair.checkpoint,
         image=pair.image,
-        memory=memory,
+        memory=served.memory,
         disk=disk,
-        serve=serve_plan(model, profile, settings, pair.tree, pair.image, memory),
-        gateway=gateway_plan(settings, host),
-        warnings=warnings,
+        serve=serve_plan(
+            served.model, served.profile, settings, pair.tree, pair.image, served.memory
+        ),
+        gateway=gateway_plan(settings, request.host),
+        warnings=served.warnings,
         ready=ready,
         releases_kept=settings.releases.keep,
         hub_token=SecretSource(token.kind, token.value) if token else None,
     )
 
 
-def pair_plan(
-    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: PayloadIdentity
-) -> PairPlan:
+def pair_plan(served: Resolved, request: Request) -> PairPlan:
     """Return what one model and profile need on the host."""
-    checkpoint = checkpoint_plan(model, profile, settings, lock, payload)
+    model, profile, settings = served.model, served.profile, served.settings
+    checkpoint = checkpoint_plan(model, profile, settings, request.lock, request.payload)
     if checkpoint:
         base = checkpoint.base
     else:
-        locked = locked_source(lock, model.sources.base, model.sources.revision)
+        locked = locked_source(request.lock, model.sources.base, model.sources.revision)
         base = source_plan("base", locked, settings)
-    image = image_plan(model, profile, settings, lock, payload)
+    image = image_plan(model, profile, settings, request.lock, request.payload)
     cache = cache_dir(settings, profile, image)
     return PairPlan(model.name, profile.name, (base,), checkpoint, image, cache)
-
-
-def _ready_plan(settings: Settings, lock: Lock, payload: PayloadIdentity) -> PairPlan:
-    model = load_model(settings.model)
-    profile = effective_profile(load_profile(settings.profile, settings.model), settings)
-    return pair_plan(model, profile, settings, lock, payload)
 
 
 def host_paths(settings: Settings) -> Paths:

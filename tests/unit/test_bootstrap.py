@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from paramiko import ECDSAKey, Ed25519Key
 from paramiko.hostkeys import HostKeyEntry, HostKeys
+from pyinfra.api.inventory import Inventory
 
 from spark_deploy.errors import SettingsError
 from spark_deploy.inventory import bootstrap, host_keys
@@ -27,9 +28,18 @@ def seen(path: Path, state: Any, name: str = "10.0.0.1", **given: Any) -> Seen:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "_password", [])
-    monkeypatch.setattr(bootstrap, "_contacts", {})
     monkeypatch.delenv(bootstrap.PASSWORD_FILE_VARIABLE, raising=False)
+
+
+def prepare(hosts: dict[str, dict[str, Any]], ask: Any = None) -> dict[str, dict[str, Any]]:
+    asked = bootstrap.Asked(ask) if ask else bootstrap.Asked()
+    return bootstrap.prepare(hosts, asked=asked, agree=True)
+
+
+def contact_in(data: dict[str, dict[str, Any]], name: str) -> bootstrap.Contact:
+    """Return what the deploy finds in pyinfra's data of a host."""
+    inventory = Inventory(([(host, more) for host, more in data.items()], {}))
+    return bootstrap.contact_of(inventory.get_host(name))
 
 
 @pytest.fixture
@@ -94,10 +104,10 @@ def test_fingerprints_read_as_ssh_keygen_prints_them() -> None:
 @pytest.mark.usefixtures("_terminal")
 def test_the_password_is_asked_once_for_all_hosts_that_need_it(new_hosts) -> None:
     asked = []
-    data = bootstrap.prepare(new_hosts, agree=True, ask=lambda text: asked.append(text) or "x")
+    data = prepare(new_hosts, ask=lambda text: asked.append(text) or "x")
     assert len(asked) == 1
     assert "spark-1, spark-2" in asked[0]
-    assert data["ready"] == {}
+    assert set(data["ready"]) == {bootstrap.CONTACT_KEY}
     assert data["spark-1"]["ssh_password"] == "x"
     assert data["spark-1"]["_sudo"] is False
 
@@ -105,7 +115,7 @@ def test_the_password_is_asked_once_for_all_hosts_that_need_it(new_hosts) -> Non
 @pytest.mark.usefixtures("_terminal")
 def test_a_password_that_every_host_refuses_ends_the_run_before_any_change(new_hosts) -> None:
     with pytest.raises(SettingsError, match="refused by spark-1, spark-2"):
-        bootstrap.prepare(new_hosts, agree=True, ask=lambda _: "wrong")
+        prepare(new_hosts, ask=lambda _: "wrong")
 
 
 @pytest.mark.usefixtures("_terminal")
@@ -113,17 +123,16 @@ def test_a_host_with_another_password_does_not_stop_the_others(
     new_hosts, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(bootstrap, "takes_password", lambda e, _: e.host == "spark-1")
-    assert "spark-1" in bootstrap.prepare(new_hosts, agree=True, ask=lambda _: "x")
+    assert "spark-1" in prepare(new_hosts, ask=lambda _: "x")
     assert "spark-2 refuses this password" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_terminal")
 def test_a_second_group_does_not_ask_again(new_hosts) -> None:
     asked = []
+    password = bootstrap.Asked(lambda text: asked.append(text) or "x")
     for name in ("spark-1", "spark-2"):
-        bootstrap.prepare(
-            {name: new_hosts[name]}, agree=True, ask=lambda text: asked.append(text) or "x"
-        )
+        bootstrap.prepare({name: new_hosts[name]}, agree=True, asked=password)
     assert len(asked) == 1
     assert "ann on spark-1" in asked[0]
 
@@ -131,14 +140,14 @@ def test_a_second_group_does_not_ask_again(new_hosts) -> None:
 @pytest.mark.usefixtures("_terminal")
 def test_new_keys_that_nobody_agrees_to_are_not_recorded(new_hosts, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="not agreed"):
-        bootstrap.prepare(new_hosts, confirm=lambda _: "n")
+        bootstrap.prepare(new_hosts, asked=bootstrap.Asked(), confirm=lambda _: "n")
     assert not (tmp_path / "known_hosts").exists()
 
 
 def test_without_a_terminal_the_way_to_give_a_password_is_named(new_hosts, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", type("Pipe", (), {"isatty": lambda self: False})())
     with pytest.raises(SettingsError, match=bootstrap.PASSWORD_FILE_VARIABLE):
-        bootstrap.prepare(new_hosts, agree=True)
+        prepare(new_hosts)
 
 
 def test_a_password_file_serves_where_there_is_no_terminal(
@@ -147,35 +156,36 @@ def test_a_password_file_serves_where_there_is_no_terminal(
     monkeypatch.setattr("sys.stdin", type("Pipe", (), {"isatty": lambda self: False})())
     (tmp_path / "password").write_text("pass word\nsecond line\n")
     monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
-    data = bootstrap.prepare(new_hosts, agree=True)
+    data = prepare(new_hosts)
     assert data["spark-2"]["ssh_password"] == "pass word"
-    assert bootstrap.contact_of("spark-2").password.unmask() == "pass word"
+    assert contact_in(data, "spark-2").password.unmask() == "pass word"
 
 
 def test_debug_output_shows_stars_for_the_password(new_hosts, monkeypatch, tmp_path) -> None:
     (tmp_path / "password").write_text("geheim\n")
     monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
-    data = bootstrap.prepare(new_hosts, agree=True)
-    assert "geheim" not in f"{data!r} {data} {bootstrap.contact_of('spark-1')!r}"
+    data = prepare(new_hosts)
+    assert "geheim" not in f"{data!r} {data} {contact_in(data, 'spark-1')!r}"
 
 
 def test_hosts_that_are_ready_ask_nobody(new_hosts) -> None:
     def nobody(_: str) -> str:
         raise AssertionError("asked")
 
-    assert bootstrap.prepare({"ready": new_hosts["ready"]}, agree=True, ask=nobody) == {"ready": {}}
+    data = prepare({"ready": new_hosts["ready"]}, ask=nobody)
+    assert contact_in(data, "ready").password is None
 
 
 def test_nobody_looks_at_this_machine_or_asks_for_its_password() -> None:
     """What the deploy then does with it is in test_this_machine.py."""
-    assert bootstrap.prepare({"@local": {}}) == {}
+    assert prepare({"@local": {}}) == {}
     assert bootstrap.needs_none("@local")
     assert not bootstrap.needs_none("spark-1")
 
 
 def test_a_host_that_nobody_looked_at_is_a_clear_error() -> None:
     with pytest.raises(SettingsError, match="spark-1: no inventory file of ours named this host"):
-        bootstrap.contact_of("spark-1")
+        contact_in({"spark-1": {}}, "spark-1")
 
 
 def test_a_missing_key_says_how_to_make_one(tmp_path: Path) -> None:

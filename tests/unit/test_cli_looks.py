@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from spark_deploy.catalog.read import read_catalog
 from spark_deploy.cli.connect import connection_of
 from spark_deploy.cli.connect import lines as connect_lines
 from spark_deploy.cli.doctor import lines as doctor_lines
@@ -15,6 +16,7 @@ from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.settings.load import load_hosts
 
 RELEASE = "main-aaaaaaaaaaaa"
+CATALOG = read_catalog()
 
 
 def listed(tmp_path: Path, name="lab-1", data=None, **overrides) -> Listed:
@@ -26,7 +28,7 @@ def listed(tmp_path: Path, name="lab-1", data=None, **overrides) -> Listed:
     }
     found = load_hosts({"lab": [name]}, root=tmp_path, overrides=overrides)[name]
     usual = {"ssh_hostname": "10.0.0.9", "ssh_user": "spark", "_sudo": True}
-    return Listed(name, data or usual, found)
+    return Listed(name, data or usual, found, CATALOG)
 
 
 def document(**changes) -> dict:

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from spark_deploy.catalog.load import load_model, load_profile
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import plan_memory
 from spark_deploy.planning.serving.argv import (
@@ -12,15 +11,14 @@ from spark_deploy.planning.serving.argv import (
     engine_environment,
     option_arguments,
 )
-from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import CATALOG, LARGE, settings_of
 
 
-def argv(tmp_path, profile="v2", **changes):
-    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
-    model = load_model("qwen3.5-122b")
-    chosen = dataclasses.replace(load_profile(profile, model.name), **changes)
-    memory = plan_memory(model, chosen, settings)
-    return engine_arguments(model, chosen, memory, ["first", "second"])
+def argv(profile="v2", **changes):
+    settings = settings_of()
+    chosen = dataclasses.replace(CATALOG.profile(profile, "large"), **changes)
+    memory = plan_memory(LARGE, chosen, settings)
+    return engine_arguments(LARGE, chosen, memory, ["first", "second"])
 
 
 def value_of(arguments, flag):
@@ -49,35 +47,35 @@ def test_a_value_that_would_be_read_as_an_option_is_refused(options):
         option_arguments(options)
 
 
-def test_all_names_are_served_the_first_one_first(tmp_path):
-    arguments = argv(tmp_path)
+def test_all_names_are_served_the_first_one_first():
+    arguments = argv()
     at = arguments.index("--served-model-name")
     assert arguments[at + 1 : at + 4] == ("first", "second", "--max-model-len")
 
 
-def test_v2_drafts_two_tokens_and_never_caches_prefixes(tmp_path):
-    arguments = argv(tmp_path)
+def test_v2_drafts_two_tokens_and_never_caches_prefixes():
+    arguments = argv()
     drafts = json.loads(value_of(arguments, "--speculative-config"))
     assert drafts == {"method": "mtp", "num_speculative_tokens": 2}
     assert "--no-enable-prefix-caching" in arguments
     assert value_of(arguments, "--gpu-memory-utilization") == "0.85"
 
 
-def test_v2_tq_compresses_the_cache_of_four_sequences_with_drafts(tmp_path):
-    arguments = argv(tmp_path, "v2-tq")
+def test_v2_tq_compresses_the_cache_of_four_sequences_with_drafts():
+    arguments = argv("v2-tq")
     assert value_of(arguments, "--kv-cache-dtype") == "turboquant_k8v4"
     assert value_of(arguments, "--max-num-seqs") == "4"
     assert "--speculative-config" in arguments
 
 
-def test_agent_caches_prefixes_and_never_drafts(tmp_path):
-    arguments = argv(tmp_path, "agent")
+def test_agent_caches_prefixes_and_never_drafts():
+    arguments = argv("agent")
     assert "--enable-prefix-caching" in arguments
     assert "--speculative-config" not in arguments
 
 
-def test_online_fp8_names_the_modules_the_engine_has_to_quantise(tmp_path):
-    targets = json.loads(value_of(argv(tmp_path, "online-fp8"), "--quantization-config"))["targets"]
+def test_online_fp8_names_the_modules_the_engine_has_to_quantise():
+    targets = json.loads(value_of(argv("online-fp8"), "--quantization-config"))["targets"]
     [pattern] = [target.removeprefix("re:") for target in targets]
     layer = "language_model.model.layers.47.mlp"
     assert re.match(pattern, f"{layer}.shared_expert.gate_proj")
@@ -85,26 +83,26 @@ def test_online_fp8_names_the_modules_the_engine_has_to_quantise(tmp_path):
         assert not re.match(pattern, other)
 
 
-def test_vision_drops_the_text_only_flag(tmp_path):
-    assert "--language-model-only" in argv(tmp_path)
-    assert "--language-model-only" not in argv(tmp_path, vision=True)
+def test_vision_drops_the_text_only_flag():
+    assert "--language-model-only" in argv()
+    assert "--language-model-only" not in argv(vision=True)
 
 
-def test_an_option_of_the_user_replaces_one_of_the_profile(tmp_path):
-    arguments = argv(tmp_path, options={"load_format": "safetensors"})
+def test_an_option_of_the_user_replaces_one_of_the_profile():
+    arguments = argv(options={"load_format": "safetensors"})
     assert arguments.count("--load-format") == 1
     assert value_of(arguments, "--load-format") == "safetensors"
 
 
-def test_no_argument_names_a_quantization_and_the_socket_is_the_only_door(tmp_path):
+def test_no_argument_names_a_quantization_and_the_socket_is_the_only_door():
     for profile in ("v2", "v2-tq", "base"):
-        arguments = argv(tmp_path, profile)
+        arguments = argv(profile)
         assert not {"--quantization", "--port", "--host", "--api-key"} & set(arguments)
         assert value_of(arguments, "--uds") == "/run/spark/engine.sock"
 
 
 def test_the_environment_names_the_plugin_only_where_it_is_installed():
-    profile = load_profile("v2", "qwen3.5-122b")
+    profile = CATALOG.profile("v2", "large")
     with_plugin = engine_environment(profile, plugin=True, start_timeout_s=60, image="i")
     assert with_plugin["VLLM_PLUGINS"] == "spark"
     assert "VLLM_PLUGINS" not in engine_environment(

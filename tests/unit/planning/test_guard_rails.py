@@ -2,21 +2,15 @@ import dataclasses
 
 import pytest
 
-from spark_deploy.catalog.load import load_guard_rails, load_model, load_profile
-from spark_deploy.checkout import catalog_names
+from spark_deploy.catalog.read import read_catalog
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import plan_memory
-from spark_deploy.planning.check import check_pair
 from spark_deploy.planning.guard_rails import apply_rails, facts_of
 from spark_deploy.planning.serving.argv import engine_options
 from spark_deploy.settings.engine_options import OWNED_OPTIONS
-from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import CATALOG, LARGE, settings_of, whats
 
-
-def problems(tmp_path, **overrides):
-    found = load_hosts({"spark": ["a"]}, root=tmp_path, overrides=overrides)
-    return [problem.what for problem in check_pair(found["a"].settings)]
-
+RAILS = read_catalog().rails
 
 CALM = {
     "model": "m",
@@ -77,7 +71,7 @@ TRIPS = {
     "drafts-by-option": {"drafts_by_option": True},
     "pipeline-parallel-with-drafts": {"pipeline_stages": 2, "speculation_tokens": 2},
     "experts-of-one-group": {"expert_width_per_device": 128},
-    "nvfp4": {"formats": "nvidia/qwen3.5-122b-a10b-nvfp4"},
+    "nvfp4": {"formats": "org/model-nvfp4"},
     "deep-gemm": {"deep_gemm": True},
     "repeated-names-with-fastsafetensors": {"tree_repeats_names": True},
     "plugin-tree-on-the-plain-engine": {"plugin": False},
@@ -92,17 +86,17 @@ TRIPS = {
 
 
 def test_every_rail_has_a_case_here():
-    assert set(TRIPS) == {rail.rule for rail in load_guard_rails()}
+    assert set(TRIPS) == {rail.rule for rail in RAILS}
 
 
 def test_every_fact_a_rail_names_exists():
-    for rail in load_guard_rails():
+    for rail in RAILS:
         assert set(rail.applies) <= set(CALM), rail.rule
 
 
 @pytest.mark.parametrize("rule", TRIPS)
 def test_each_rail_alone_catches_its_own_combination_and_spares_a_calm_one(rule):
-    [rail] = [rail for rail in load_guard_rails() if rail.rule == rule]
+    [rail] = [rail for rail in RAILS if rail.rule == rule]
     assert apply_rails([rail], CALM) == ()
     facts = {**CALM, **TRIPS[rule]}
     if rail.effect == "warn":
@@ -122,37 +116,25 @@ def test_each_rail_alone_catches_its_own_combination_and_spares_a_calm_one(rule)
         ({"serve.expose": "docker"}, False),
     ],
 )
-def test_a_key_in_clear_text_on_the_network_is_warned_of(tmp_path, serve, told):
-    found = load_hosts({"spark": ["a"]}, root=tmp_path, overrides=serve)["a"].settings
-    model, profile = load_model(found.model), load_profile(found.profile, found.model)
+def test_a_key_in_clear_text_on_the_network_is_warned_of(serve, told):
+    found = settings_of(**serve)
+    model, profile = LARGE, CATALOG.profile("v2", "large")
     facts = facts_of(model, profile, plan_memory(model, profile, found), found)
-    warned = any("clear text" in text for text in apply_rails(load_guard_rails(), facts))
+    warned = any("clear text" in text for text in apply_rails(RAILS, facts))
     assert warned == told
 
 
-def test_all_refusals_are_reported_together(tmp_path):
-    found = problems(
-        tmp_path,
+def test_all_refusals_are_reported_together():
+    found = whats(
         profile="v2-tq",
         **{"engine.options": {"attention-backend": "FLASH_ATTN", "pipeline_parallel_size": 2}},
     )
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("profile", catalog_names("profiles"))
-@pytest.mark.parametrize("model", ["qwen3.5-122b", "qwen3.5-35b", "lab-tiny", "lab-stub"])
-def test_shipped_pairs_pass_unless_the_labs_cpu_cannot_serve_them(model, profile, tmp_path):
-    found = problems(tmp_path, model=model, profile=profile)
-    if model == "lab-tiny" and profile in ("base", "v2-native", "online-fp8"):
-        [problem] = found
-        assert "an engine without a GPU has no kernels" in problem
-    else:
-        assert found == []
-
-
-def test_the_facts_of_a_profile_are_those_that_rails_speak_about(tmp_path):
-    model, profile = load_model("qwen3.5-122b"), load_profile("v2", "qwen3.5-122b")
-    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+def test_the_facts_of_a_profile_are_those_that_rails_speak_about():
+    model, profile = LARGE, CATALOG.profile("v2", "large")
+    settings = settings_of()
     facts = facts_of(model, profile, plan_memory(model, profile, settings), settings)
     assert set(facts) == set(CALM)
     assert {**CALM, **facts} == facts
@@ -164,33 +146,31 @@ def test_the_facts_of_a_profile_are_those_that_rails_speak_about(tmp_path):
 @pytest.mark.parametrize(
     ("model", "options", "refused"),
     [
-        ("qwen3.5-35b", {"tensor-parallel-size": 2}, False),
-        ("qwen3.5-35b", {"tensor_parallel_size": 4}, True),
-        ("qwen3.5-35b", {"tensor-parallel-size": 4, "enable-expert-parallel": True}, False),
-        ("qwen3.5-122b", {"tensor-parallel-size": 4}, False),
-        ("qwen3.5-122b", {"tensor-parallel-size": 8}, True),
+        ("small", {"tensor-parallel-size": 2}, False),
+        ("small", {"tensor_parallel_size": 4}, True),
+        ("small", {"tensor-parallel-size": 4, "enable-expert-parallel": True}, False),
+        ("large", {"tensor-parallel-size": 4}, False),
+        ("large", {"tensor-parallel-size": 8}, True),
     ],
 )
 @pytest.mark.parametrize("profile", ["v2", "v2-native", "base"])
-def test_experts_cut_down_to_one_group_of_scales_are_refused(
-    model, options, refused, profile, tmp_path
-):
-    found = problems(tmp_path, model=model, profile=profile, **{"engine.options": options})
+def test_experts_cut_down_to_one_group_of_scales_are_refused(model, options, refused, profile):
+    found = whats(model=model, profile=profile, **{"engine.options": options})
     assert ["experts-of-one-group" in problem for problem in found] == [True] * refused
 
 
-def test_turboquant_with_drafts_and_four_sequences_needs_our_backend(tmp_path):
-    profile = load_profile("v2-tq", "qwen3.5-122b")
+def test_turboquant_with_drafts_and_four_sequences_needs_our_backend():
+    profile = CATALOG.profile("v2-tq", "large")
     assert (profile.plugin, profile.limits.max_sequences) == (True, 4)
     assert profile.speculation is not None
-    model = load_model("qwen3.5-122b")
-    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    model = LARGE
+    settings = settings_of()
     stock = dataclasses.replace(
         profile, plugin=False, shared_experts="int8-g128", layout="full", load_format="auto"
     )
     memory = plan_memory(model, stock, settings)
     with pytest.raises(PlanError) as refused:
-        apply_rails(load_guard_rails(), facts_of(model, stock, memory, settings))
+        apply_rails(RAILS, facts_of(model, stock, memory, settings))
     assert [problem.what.split(":")[0] for problem in refused.value.problems] == [
         "refused by guard rail turboquant-with-drafts",
         "refused by guard rail turboquant-with-several-sequences",
@@ -212,8 +192,8 @@ def test_turboquant_with_drafts_and_four_sequences_needs_our_backend(tmp_path):
         ({"quantization-config": {"targets": {"re:x": "fp8_per_block"}}}, "online-fp8-with"),
     ],
 )
-def test_rails_see_what_an_option_does(options, rule, tmp_path):
-    found = problems(tmp_path, **{"engine.options": options})
+def test_rails_see_what_an_option_does(options, rule):
+    found = whats(**{"engine.options": options})
     assert any(f"guard rail {rule}" in problem for problem in found)
 
 
@@ -230,31 +210,29 @@ def test_rails_see_what_an_option_does(options, rule, tmp_path):
         (f"vllm/vllm-openai@sha256:{'0' * 64}", False),
     ],
 )
-def test_an_engine_that_takes_cache_for_used_memory_is_refused_without_the_plugin(
-    image, refused, tmp_path
-):
+def test_an_engine_that_takes_cache_for_used_memory_is_refused_without_the_plugin(image, refused):
     for profile in ("v2-native", "online-fp8", "base"):
-        found = problems(tmp_path, profile=profile, **{"images.engine": image})
+        found = whats(profile=profile, **{"images.engine": image})
         assert [("engine-that-needs-dropped-caches" in one) for one in found] == [True] * refused
     # The plugin's own check refuses an engine it was not tested with.
-    assert problems(tmp_path, profile="v2", **{"images.engine": image}) == []
+    assert whats(profile="v2", **{"images.engine": image}) == []
 
 
-def test_rails_see_the_environment(tmp_path):
-    [found] = problems(tmp_path, **{"engine.environment": {"VLLM_USE_DEEP_GEMM": "1"}})
+def test_rails_see_the_environment():
+    [found] = whats(**{"engine.environment": {"VLLM_USE_DEEP_GEMM": "1"}})
     assert "guard rail deep-gemm" in found
 
 
-def test_every_option_of_the_plan_has_an_owner_or_is_free_to_change(tmp_path):
-    model, profile = load_model("qwen3.5-122b"), load_profile("v2", "qwen3.5-122b")
-    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+def test_every_option_of_the_plan_has_an_owner_or_is_free_to_change():
+    model, profile = LARGE, CATALOG.profile("v2", "large")
+    settings = settings_of()
     made = engine_options(model, profile, plan_memory(model, profile, settings))
     free = {"load-format", "reasoning-parser", "enable-auto-tool-choice", "tool-call-parser"}
     judged_by_rails = {"speculative-config"}
     assert set(made) - set(OWNED_OPTIONS) == free | judged_by_rails
 
 
-def test_facts_name_the_backend_however_the_option_is_spelt(tmp_path):
+def test_facts_name_the_backend_however_the_option_is_spelt():
     for spelling in ("attention-backend", "attention_backend"):
-        found = problems(tmp_path, **{"engine.options": {spelling: "FLASHINFER"}})
+        found = whats(**{"engine.options": {spelling: "FLASHINFER"}})
         assert len(found) == 1

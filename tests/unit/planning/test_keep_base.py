@@ -2,36 +2,21 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.plan import lines
 from spark_deploy.errors import PlanError
 from spark_deploy.facts.machine.disk import Place
-from spark_deploy.lockfile.file import read_lock
-from spark_deploy.planning.check import check_pair
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.types import PayloadIdentity
+from spark_deploy.lockfile.resolve import size
+from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.work.jobs import discard_jobs_of, jobs_of
 from spark_deploy.preflight.capacity import demands
-from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 from tests.unit.preflight.test_judge import survey
 
 LET_GO = {"checkpoint.layout": "full", "checkpoint.keep_base": False}
 GIB = 1 << 30
-
-
-def settings_of(tmp_path: Path, profile="v2", **more):
-    overrides = {"model": "qwen3.5-122b", "profile": profile, **more}
-    return load_hosts({"spark": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
-
-
-def plan_of(tmp_path: Path, profile="v2", **more):
-    lock = read_lock(CHECKOUT / "tests/fixtures/lock.yml")
-    payload = PayloadIdentity("1" * 64, "2" * 64, 1, "requirements.txt")
-    return plan_host(settings_of(tmp_path, profile, **more), lock, payload, host="a")
 
 
 @pytest.mark.parametrize(
@@ -43,41 +28,43 @@ def plan_of(tmp_path: Path, profile="v2", **more):
         ("v2-native", {"checkpoint.layout": "overlay"}, "int8-g128 cannot be an overlay"),
     ],
 )
-def test_a_tree_that_needs_its_base_refuses_to_let_it_go(profile, choices, said, tmp_path):
+def test_a_tree_that_needs_its_base_refuses_to_let_it_go(profile, choices, said):
     with pytest.raises(PlanError, match="fix: ") as refused:
-        plan_of(tmp_path, profile, **choices)
+        plan_of("large", profile, **choices)
     assert said in str(refused.value)
-    before_any_lock = check_pair(settings_of(tmp_path, profile, **choices))
+    before_any_lock = problems("large", profile, **choices)
     assert [said in str(problem) for problem in before_any_lock] == [True]
 
 
-def test_the_layout_of_the_settings_is_another_tree_and_keeping_the_base_is_not(tmp_path):
-    overlay, full = plan_of(tmp_path), plan_of(tmp_path, **{"checkpoint.layout": "full"})
-    without = plan_of(tmp_path, **LET_GO)
+def test_the_layout_of_the_settings_is_another_tree_and_keeping_the_base_is_not():
+    overlay, full = plan_of(), plan_of(**{"checkpoint.layout": "full"})
+    without = plan_of(**LET_GO)
     assert overlay.checkpoint.digest != full.checkpoint.digest
     assert without.checkpoint.digest == full.checkpoint.digest
     assert without.serve.name == full.serve.name
 
 
-def test_the_disk_plan_counts_the_base_on_the_way_and_not_afterwards(tmp_path):
-    kept = plan_of(tmp_path, **{"checkpoint.layout": "full"})
-    for plan, share in ((kept, 1), (plan_of(tmp_path, **LET_GO), 0)):
+def test_the_disk_plan_counts_the_base_on_the_way_and_not_afterwards():
+    kept = plan_of(**{"checkpoint.layout": "full"})
+    for plan, share in ((kept, 1), (plan_of(**LET_GO), 0)):
         base = plan.checkpoint.base
         use = next(use for use in plan.disk if use.path == base.dir)
         assert (use.peak_bytes, use.after_bytes) == (base.size_bytes, share * base.size_bytes)
 
 
-def test_the_plan_says_what_a_rebuild_would_fetch(tmp_path):
-    plan = plan_of(tmp_path, **LET_GO)
-    text = "\n".join(lines(plan, settings_of(tmp_path, **LET_GO)))
-    assert plan.checkpoint.base.size_bytes == 76_730_080_000
-    assert "a rebuild would fetch 76.7 GB and 453.0 MB of the donor again" in text
-    assert "0 B, 76.7 GB on the way for Intel/" in text
-    assert "a rebuild would fetch" not in "\n".join(lines(plan_of(tmp_path), settings_of(tmp_path)))
+def test_the_plan_says_what_a_rebuild_would_fetch():
+    plan = plan_of(**LET_GO)
+    text = "\n".join(lines(plan, *pair_of(settings_of(**LET_GO), CATALOG)))
+    base = size(plan.checkpoint.base.size_bytes)
+    assert f"a rebuild would fetch {base} and 453.0 MB of the donor again" in text
+    assert f"0 B, {base} on the way for org/large-int4" in text
+    assert "a rebuild would fetch" not in "\n".join(
+        lines(plan_of(), *pair_of(settings_of(), CATALOG))
+    )
 
 
-def test_the_base_is_fetched_only_while_the_tree_is_missing_and_removed_last(tmp_path):
-    plan = plan_of(tmp_path, **LET_GO)
+def test_the_base_is_fetched_only_while_the_tree_is_missing_and_removed_last():
+    plan = plan_of(**LET_GO)
     fetch, build, _image = jobs_of(plan, ())
     (removal,) = discard_jobs_of(plan)
     tree = {"receipt": f"{plan.checkpoint.dir}/receipt.json", "digest": plan.checkpoint.digest}
@@ -88,13 +75,13 @@ def test_the_base_is_fetched_only_while_the_tree_is_missing_and_removed_last(tmp
     assert removal.argv[-4:] == ("discard", plan.checkpoint.base.dir, "--tree", plan.checkpoint.dir)
 
 
-def test_a_base_that_is_kept_again_is_another_job_so_that_it_is_fetched(tmp_path):
-    kept = plan_of(tmp_path, **{"checkpoint.layout": "full"})
+def test_a_base_that_is_kept_again_is_another_job_so_that_it_is_fetched():
+    kept = plan_of(**{"checkpoint.layout": "full"})
     fetch = jobs_of(kept, ())[0]
     assert discard_jobs_of(kept) == ()
     assert fetch.unless == ()
-    assert fetch.digest != jobs_of(plan_of(tmp_path, **LET_GO), ())[0].digest
-    assert fetch.digest == jobs_of(plan_of(tmp_path), ())[0].digest
+    assert fetch.digest != jobs_of(plan_of(**LET_GO), ())[0].digest
+    assert fetch.digest == jobs_of(plan_of(), ())[0].digest
 
 
 @pytest.mark.parametrize(
@@ -105,8 +92,8 @@ def test_a_base_that_is_kept_again_is_another_job_so_that_it_is_fetched(tmp_path
         ({"checkpoint.layout": "full"}, 3 * GIB, 5),  # the base is to be kept: it comes again
     ],
 )
-def test_room_is_asked_only_for_what_will_be_written(choices, tree_bytes, wanted_gib, tmp_path):
-    plan = plan_of(tmp_path, **choices)
+def test_room_is_asked_only_for_what_will_be_written(choices, tree_bytes, wanted_gib):
+    plan = plan_of(**choices)
     base, tree = plan.checkpoint.base.dir, plan.checkpoint.dir
     needs = replace(plan.needs, disk_needed_bytes=((base, 5 * GIB), (tree, 4 * GIB)))
     places = tuple(
@@ -118,9 +105,7 @@ def test_room_is_asked_only_for_what_will_be_written(choices, tree_bytes, wanted
 
 
 @pytest.mark.parametrize(("layout", "wanted"), [("overlay", False), ("full", True)])
-def test_a_download_is_hashed_by_pieces_only_for_a_layout_that_copies_them(
-    layout, wanted, tmp_path
-):
-    plan = plan_of(tmp_path, **{"checkpoint.layout": layout})
+def test_a_download_is_hashed_by_pieces_only_for_a_layout_that_copies_them(layout, wanted):
+    plan = plan_of(**{"checkpoint.layout": layout})
     (order,) = jobs_of(plan, ())[0].inputs
     assert json.loads(order.content)["pieces"] is wanted

@@ -4,20 +4,16 @@ import re
 import pytest
 import yaml
 
-from spark_deploy.catalog.load import load_model, load_profile
+from spark_deploy.catalog.read import read_catalog
 from spark_deploy.planning.budget.memory import GIB, cache_shape, plan_memory
 from spark_deploy.planning.budget.weights import weights_of
-from spark_deploy.planning.check import check_pair
 from spark_deploy.planning.effective import effective_profile
 from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import CATALOG, FIXTURE, LARGE, problems, settings_of
 
 
-def settings_with(tmp_path, **overrides):
-    return load_hosts({"spark": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
-
-
-def profile_with(name, model="qwen3.5-122b", **changes):
-    return dataclasses.replace(load_profile(name, model), **changes)
+def profile_with(name, **changes):
+    return dataclasses.replace(CATALOG.profile(name, "large"), **changes)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +21,7 @@ def profile_with(name, model="qwen3.5-122b", **changes):
     [("qwen3.5-122b", 72.37, 5.05), ("qwen3.5-35b", 21.09, 0.46), ("qwen3.5-397b", 224.3, 13.2)],
 )
 def test_weights_from_the_architecture_match_the_published_trees(name, tree_gb, mtp_gb):
-    sizes = weights_of(load_model(name).architecture)
+    sizes = weights_of(read_catalog().model(name).architecture)
     assert sizes.tree_bytes / 1e9 == pytest.approx(tree_gb, rel=0.001)
     assert sizes.mtp_bytes / 1e9 == pytest.approx(mtp_gb, rel=0.01)
 
@@ -47,12 +43,12 @@ def test_cache_blocks_are_those_of_the_engine(dtype, block_tokens):
     profile = dataclasses.replace(
         profile, kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype)
     )
-    shape = cache_shape(load_model("qwen3.5-122b").architecture, profile)
+    shape = cache_shape(LARGE.architecture, profile)
     assert shape.block_tokens == block_tokens
 
 
 def test_drafts_add_a_layer_to_the_cache_and_states_to_each_request():
-    model = load_model("qwen3.5-122b").architecture
+    model = LARGE.architecture
     without, with_drafts = (
         cache_shape(model, profile_with("base")),
         cache_shape(model, profile_with("v2")),
@@ -62,56 +58,56 @@ def test_drafts_add_a_layer_to_the_cache_and_states_to_each_request():
 
 
 def test_prefix_caching_keeps_a_second_state_of_each_request():
-    model = load_model("qwen3.5-122b").architecture
+    model = LARGE.architecture
     assert cache_shape(model, profile_with("agent")).state_blocks == 6
 
 
-def test_the_parts_add_up_and_never_exceed_the_pool(tmp_path):
-    settings = settings_with(tmp_path)
+def test_the_parts_add_up_and_never_exceed_the_pool():
+    settings = settings_of()
     for profile in ("v2", "v2-tq", "base"):
-        plan = plan_memory(load_model("qwen3.5-122b"), profile_with(profile), settings)
+        plan = plan_memory(LARGE, profile_with(profile), settings)
         used = plan.weights_bytes + plan.drafter_bytes + plan.graphs_bytes + plan.kv_cache_bytes
         assert used == pytest.approx(0.85 * plan.total_bytes, abs=1)
         assert used + plan.reserve_bytes <= plan.total_bytes
         assert plan.total_bytes < 120 * GIB, "never plan with the number on the box"
 
 
-def test_a_larger_reserve_lowers_the_fraction_the_engine_gets(tmp_path):
-    model, profile = load_model("qwen3.5-122b"), profile_with("v2")
-    plan = plan_memory(model, profile, settings_with(tmp_path, **{"memory.reserve_gib": 30}))
+def test_a_larger_reserve_lowers_the_fraction_the_engine_gets():
+    model, profile = LARGE, profile_with("v2")
+    plan = plan_memory(model, profile, settings_of(**{"memory.reserve_gib": 30}))
     assert plan.memory_fraction == 0.74
     assert plan.needed_bytes < 0.77 * plan.total_bytes
 
 
-def test_a_pinned_cache_decides_the_fraction(tmp_path):
-    settings = settings_with(tmp_path, **{"engine.kv_cache_gib": 10})
+def test_a_pinned_cache_decides_the_fraction():
+    settings = settings_of(**{"engine.kv_cache_gib": 10})
     profile = effective_profile(profile_with("v2"), settings)
-    plan = plan_memory(load_model("qwen3.5-122b"), profile, settings)
+    plan = plan_memory(LARGE, profile, settings)
     assert plan.kv_cache_bytes == 10 * GIB
     assert plan.memory_fraction == 0.67
     assert plan.memory_fraction * plan.total_bytes >= plan.weights_bytes + plan.kv_cache_bytes
 
 
-def test_turboquant_holds_more_tokens_than_sixteen_bit(tmp_path):
-    settings = settings_with(tmp_path)
-    model = load_model("qwen3.5-122b")
+def test_turboquant_holds_more_tokens_than_sixteen_bit():
+    settings = settings_of()
+    model = LARGE
     tokens = {p: plan_memory(model, profile_with(p), settings).kv_tokens for p in ("v2", "v2-tq")}
     assert tokens["v2-tq"] > 2.5 * tokens["v2"] > 3_000_000
 
 
-def test_vision_is_paid_for_and_shown(tmp_path):
-    model, profile = load_model("qwen3.5-122b"), profile_with("v2")
-    off = plan_memory(model, profile, settings_with(tmp_path))
-    settings = settings_with(tmp_path, **{"engine.vision": True})
+def test_vision_is_paid_for_and_shown():
+    model, profile = LARGE, profile_with("v2")
+    off = plan_memory(model, profile, settings_of())
+    settings = settings_of(**{"engine.vision": True})
     on = plan_memory(model, effective_profile(profile, settings), settings)
     assert (off.vision_bytes, on.vision_bytes) == (0, 900_000_000)
     assert on.weights_bytes - off.weights_bytes == 900_000_000
     assert off.kv_cache_bytes - on.kv_cache_bytes == 900_000_000
 
 
-def test_turboquant_pays_for_the_buffers_it_unpacks_prompts_into(tmp_path):
-    settings = settings_with(tmp_path)
-    model = load_model("qwen3.5-122b")
+def test_turboquant_pays_for_the_buffers_it_unpacks_prompts_into():
+    settings = settings_of()
+    model = LARGE
     plans = {p: plan_memory(model, profile_with(p), settings) for p in ("v2", "v2-tq")}
     assert plans["v2-tq"].graphs_bytes - plans["v2"].graphs_bytes == GIB // 2
 
@@ -121,8 +117,10 @@ def test_a_host_can_have_its_own_sequences_context_and_memory(tmp_path):
     (tmp_path / "host_vars" / "b.yml").write_text(
         "engine: {max_sequences: 2, max_context_tokens: 65536}\nmemory: {reserve_gib: 30}\n"
     )
-    hosts = load_hosts({"spark": ["a", "b"]}, root=tmp_path)
-    model, found = load_model("qwen3.5-122b"), {}
+    hosts = load_hosts(
+        {"spark": ["a", "b"]}, root=tmp_path, overrides={"model": "large"}, checkout=FIXTURE
+    )
+    model, found = LARGE, {}
     for name, host in hosts.items():
         profile = effective_profile(profile_with("v2"), host.settings)
         found[name] = (profile.limits, plan_memory(model, profile, host.settings))
@@ -132,12 +130,12 @@ def test_a_host_can_have_its_own_sequences_context_and_memory(tmp_path):
     assert own.full_context_users > usual.full_context_users, "requests are shorter there"
 
 
-def test_what_never_fits_names_both_sides_and_the_way_out(tmp_path):
-    [problem] = check_pair(settings_with(tmp_path, model="qwen3.5-397b"))
-    assert problem.where == "model qwen3.5-397b with profile v2"
+def test_what_never_fits_names_both_sides_and_the_way_out():
+    [problem] = problems(model="huge")
+    assert problem.where == "model huge with profile v2"
     assert "weights 194.2 GiB" in problem.what
     assert "no setting makes it fit" in problem.fix
-    assert "choose model qwen3.5-122b, or more hosts" in problem.fix
+    assert "choose model large, or more hosts" in problem.fix
 
 
 def changed_by(way):
@@ -172,7 +170,7 @@ def changed_by(way):
             [
                 "lower memory.reserve_gib to 41",
                 "set engine.max_context_tokens to 131072 and choose profile agent",
-                "choose model qwen3.5-35b",
+                "choose model small",
             ],
         ),
         (
@@ -181,27 +179,27 @@ def changed_by(way):
         ),
         (
             {"engine.memory_fraction": 0.55},
-            ["raise engine.memory_fraction to 0.85", "choose model qwen3.5-35b"],
+            ["raise engine.memory_fraction to 0.85", "choose model small"],
         ),
         ({"memory.reserve_gib": 110}, ["lower memory.reserve_gib to 41"]),
     ],
 )
-def test_what_nearly_fits_names_the_cheapest_ways_and_each_of_them_works(tmp_path, settings, ways):
-    [problem] = check_pair(settings_with(tmp_path, **settings))
+def test_what_nearly_fits_names_the_cheapest_ways_and_each_of_them_works(settings, ways):
+    [problem] = problems(**settings)
     assert problem.fix.split("; or ") == ways
     for way in ways:
-        assert check_pair(settings_with(tmp_path, **{**settings, **changed_by(way)})) == []
+        assert problems(**{**settings, **changed_by(way)}) == []
 
 
-def test_no_way_to_fit_asks_for_more_than_it_takes(tmp_path):
+def test_no_way_to_fit_asks_for_more_than_it_takes():
     # One GiB more reserved, or a context twice as long, would not fit.
     for settings in ({"memory.reserve_gib": 42}, {"engine.kv_cache_gib": 1,
                      "engine.max_context_tokens": 32768}):  # fmt: skip
-        assert check_pair(settings_with(tmp_path, **settings)) != []
+        assert problems(**settings) != []
 
 
-def test_a_cache_pinned_too_small_for_one_request_is_refused(tmp_path):
-    [problem] = check_pair(settings_with(tmp_path, **{"engine.kv_cache_gib": 1}))
+def test_a_cache_pinned_too_small_for_one_request_is_refused():
+    [problem] = problems(**{"engine.kv_cache_gib": 1})
     assert problem.fix.startswith("drop engine.kv_cache_gib")
 
 
@@ -211,7 +209,7 @@ def test_a_cache_pinned_too_small_for_one_request_is_refused(tmp_path):
     [("auto", 355_000, 0.05), ("turboquant_k3v4_nc", 1_400_000, 0.20)],
 )
 def test_the_cache_of_the_122b_is_about_as_large_as_the_published_one(
-    tmp_path, dtype, published_tokens, apart
+    dtype, published_tokens, apart
 ):
     profile = profile_with("v2")
     profile = dataclasses.replace(
@@ -219,5 +217,5 @@ def test_the_cache_of_the_122b_is_about_as_large_as_the_published_one(
         kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype),
         limits=dataclasses.replace(profile.limits, memory_fraction=0.9, max_sequences=1),
     )
-    planned = plan_memory(load_model("qwen3.5-122b"), profile, settings_with(tmp_path))
+    planned = plan_memory(LARGE, profile, settings_of())
     assert planned.kv_tokens / 4 == pytest.approx(published_tokens, rel=apart)

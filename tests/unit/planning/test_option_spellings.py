@@ -1,30 +1,25 @@
 """Ways to spell an option that the engine's parser accepts: none may pass a guard rail."""
 
 import dataclasses
+import shutil
 
 import pytest
+import yaml
 
-from spark_deploy.catalog import load
-from spark_deploy.catalog.load import load_guard_rails, load_model, load_profile
+from spark_deploy.catalog.read import read_catalog
 from spark_deploy.errors import CatalogError, PlanError, SettingsError
 from spark_deploy.planning.budget.memory import plan_memory
-from spark_deploy.planning.check import check_pair
 from spark_deploy.planning.guard_rails import apply_rails, facts_of
 from spark_deploy.planning.serving.argv import engine_arguments
-from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import CATALOG, FIXTURE, LARGE, settings_of, whats
 
 FLASHINFER = "flashinfer-decode"
 PIECEWISE = {"compilation-config": {"cudagraph_mode": "PIECEWISE"}}
 
 
-def problems(tmp_path, **overrides):
-    found = load_hosts({"spark": ["a"]}, root=tmp_path, overrides=overrides)
-    return [problem.what for problem in check_pair(found["a"].settings)]
-
-
-def refused_settings(tmp_path, options):
+def refused_settings(options):
     with pytest.raises(SettingsError) as error:
-        load_hosts({"spark": ["a"]}, root=tmp_path, overrides={"engine.options": options})
+        settings_of(**{"engine.options": options})
     return str(error.value)
 
 
@@ -49,18 +44,18 @@ def refused_settings(tmp_path, options):
         ("kv_transfer_config", "found again"),
     ],
 )
-def test_other_names_of_a_decided_option_are_refused_with_the_way_to_it(option, fix, tmp_path):
-    assert fix in refused_settings(tmp_path, {option: True})
+def test_other_names_of_a_decided_option_are_refused_with_the_way_to_it(option, fix):
+    assert fix in refused_settings({option: True})
 
 
 @pytest.mark.parametrize("option", ["seed", "max-logprobs", "enforce-eager", "no-async-scheduling"])
-def test_options_that_nothing_decides_stay_free(option, tmp_path):
-    assert problems(tmp_path, **{"engine.options": {option: True}}) == []
+def test_options_that_nothing_decides_stay_free(option):
+    assert whats(**{"engine.options": {option: True}}) == []
 
 
 @pytest.mark.parametrize("value", ["two", [2], {"a": 1}, 1.5])
-def test_a_parallel_size_that_is_no_whole_number_is_said_not_raised(value, tmp_path):
-    message = refused_settings(tmp_path, {"pipeline_parallel_size": value})
+def test_a_parallel_size_that_is_no_whole_number_is_said_not_raised(value):
+    message = refused_settings({"pipeline_parallel_size": value})
     assert "no whole number" in message
     assert "pipeline_parallel_size" in message
 
@@ -89,31 +84,31 @@ def test_a_parallel_size_that_is_no_whole_number_is_said_not_raised(value, tmp_p
         ("v2-native", {"additional-config": {"spark": {"lm_head": "int8-triton"}}}, "own-head-wi"),
     ],
 )
-def test_each_way_to_spell_it_meets_its_rail(profile, options, rule, tmp_path):
-    found = problems(tmp_path, profile=profile, **{"engine.options": options})
+def test_each_way_to_spell_it_meets_its_rail(profile, options, rule):
+    found = whats(profile=profile, **{"engine.options": options})
     assert any(f"guard rail {rule}" in problem for problem in found), found
 
 
-def facts(profile, tmp_path, model="qwen3.5-122b"):
-    loaded = load_model(model)
-    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+def facts(profile, model="large"):
+    loaded = CATALOG.model(model)
+    settings = settings_of()
     return facts_of(loaded, profile, plan_memory(loaded, profile, settings), settings)
 
 
-def test_the_load_format_a_rail_sees_is_the_one_the_engine_gets(tmp_path):
+def test_the_load_format_a_rail_sees_is_the_one_the_engine_gets():
     twice = dataclasses.replace(
-        load_model("qwen3.5-122b"),
-        sources=dataclasses.replace(load_model("qwen3.5-122b").sources, repeats_names=True),
+        LARGE,
+        sources=dataclasses.replace(LARGE.sources, repeats_names=True),
     )
-    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    settings = settings_of()
 
     def refusals(load_format, option):
         profile = dataclasses.replace(
-            load_profile("v2", "qwen3.5-122b"), load_format=load_format, options=option
+            CATALOG.profile("v2", "large"), load_format=load_format, options=option
         )
         try:
             memory = plan_memory(twice, profile, settings)
-            apply_rails(load_guard_rails(), facts_of(twice, profile, memory, settings))
+            apply_rails(CATALOG.rails, facts_of(twice, profile, memory, settings))
         except PlanError as error:
             return str(error)
         return ""
@@ -126,53 +121,47 @@ def test_the_load_format_a_rail_sees_is_the_one_the_engine_gets(tmp_path):
     assert refusals("fastsafetensors", {"load-format": None}) == ""
 
 
-def test_a_bare_eager_flag_and_piecewise_graphs_in_json_text_still_count(tmp_path):
+def test_a_bare_eager_flag_and_piecewise_graphs_in_json_text_still_count():
     for calm in (
         {"enforce_eager": True},
         {"compilation-config": ' {"cudagraph_mode": "PIECEWISE"}'},
     ):
         options = {"attention-backend": "FLASHINFER", **calm}
-        assert problems(tmp_path, **{"engine.options": options}) == []
+        assert whats(**{"engine.options": options}) == []
 
 
 @pytest.mark.parametrize("value", ["0", "00", " 0"])
-def test_turboquant_on_the_old_runner_is_refused(value, tmp_path):
+def test_turboquant_on_the_old_runner_is_refused(value):
     old = {"engine.environment": {"VLLM_USE_V2_MODEL_RUNNER": value}}
-    [found] = problems(tmp_path, profile="v2-tq", **old)
+    [found] = whats(profile="v2-tq", **old)
     assert "guard rail turboquant-on-the-old-runner" in found
-    assert problems(tmp_path, profile="v2", **old) == []
+    assert whats(profile="v2", **old) == []
     new = {"engine.environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
-    assert problems(tmp_path, profile="v2-tq", **new) == []
+    assert whats(profile="v2-tq", **new) == []
 
 
 @pytest.mark.parametrize("names", ["", "spark", "other,spark"])
-def test_which_plugins_load_is_no_matter_of_the_environment(names, tmp_path):
-    [found] = problems(tmp_path, **{"engine.environment": {"VLLM_PLUGINS": names}})
+def test_which_plugins_load_is_no_matter_of_the_environment(names):
+    [found] = whats(**{"engine.environment": {"VLLM_PLUGINS": names}})
     assert "guard rail plugins-by-environment" in found
-    free = problems(
-        tmp_path, profile="v2-native", **{"engine.environment": {"VLLM_PLUGINS": names}}
-    )
+    free = whats(profile="v2-native", **{"engine.environment": {"VLLM_PLUGINS": names}})
     assert free == []
 
 
 @pytest.fixture
-def refused_profile(monkeypatch):
+def refused_profile(tmp_path):
     """Return what is said of profile v2 with some keys changed."""
-    read = load.read_mapping
+    copy = tmp_path / "checkout"
+    shutil.copytree(FIXTURE, copy)
 
     def refused(**change):
-        def changed(path, **named):
-            data, found = read(path, **named)
-            return ({**data, **change} if path.name == "v2.yml" else data), found
-
-        monkeypatch.setattr(load, "read_mapping", changed)
-        load_profile.cache_clear()
+        path = copy / "catalog/profiles/v2.yml"
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | change))
         with pytest.raises(CatalogError) as error:
-            load_profile("v2", "qwen3.5-122b")
+            read_catalog(copy).profile("v2", "large")
         return str(error.value)
 
-    yield refused
-    load_profile.cache_clear()
+    return refused
 
 
 @pytest.mark.parametrize("option", ["max-num-seqs", "device_memory_utilization", "spec-tok"])
@@ -189,10 +178,10 @@ def test_a_cache_whose_bytes_the_plan_cannot_count_is_refused(dtype, refused_pro
     assert "turboquant_k8v4" in message
 
 
-def test_further_options_as_json_text_are_joined_with_the_heads(tmp_path):
-    model = load_model("qwen3.5-122b")
-    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
-    own = dataclasses.replace(load_profile("v2", "qwen3.5-122b"), head="int8-triton")
+def test_further_options_as_json_text_are_joined_with_the_heads():
+    model = LARGE
+    settings = settings_of()
+    own = dataclasses.replace(CATALOG.profile("v2", "large"), head="int8-triton")
 
     def argv(value):
         profile = dataclasses.replace(own, options={"additional-config": value})

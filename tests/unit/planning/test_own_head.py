@@ -5,41 +5,39 @@ import json
 
 from spark_vllm.lm_head_choice import IMAGE_VARIABLE
 
-from spark_deploy.catalog.load import load_model, load_profile
 from spark_deploy.planning.budget.memory import loaded_bytes, plan_memory
 from spark_deploy.planning.serving.argv import HEAD_TIMES, engine_arguments, engine_environment
 from spark_deploy.planning.work.checkpoint import builder_plan
-from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import CATALOG, LARGE, settings_of
 
-MODEL = load_model("qwen3.5-122b")
-BAKED = load_profile("v2", "qwen3.5-122b")
+BAKED = CATALOG.profile("v2", "large")
 OWN = dataclasses.replace(BAKED, head="int8-triton")
 
 
-def argument(profile, tmp_path, name):
-    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
-    memory = plan_memory(MODEL, profile, settings)
-    argv = engine_arguments(MODEL, profile, memory, ("m",))
+def argument(profile, name):
+    settings = settings_of()
+    memory = plan_memory(LARGE, profile, settings)
+    argv = engine_arguments(LARGE, profile, memory, ("m",))
     return argv[argv.index(name) + 1] if name in argv else None
 
 
 def test_the_tree_keeps_the_head_of_the_base():
-    assert builder_plan(MODEL, OWN)["head"] == "keep"
-    assert builder_plan(MODEL, BAKED)["head"] == "int8-g128"
+    assert builder_plan(LARGE, OWN)["head"] == "keep"
+    assert builder_plan(LARGE, BAKED)["head"] == "int8-g128"
 
 
-def test_the_engine_is_told_and_keeps_its_measurements_where_they_last(tmp_path):
-    said = json.loads(argument(OWN, tmp_path, "--additional-config"))
+def test_the_engine_is_told_and_keeps_its_measurements_where_they_last():
+    said = json.loads(argument(OWN, "--additional-config"))
     assert said == {"spark": {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMES}}
-    assert argument(BAKED, tmp_path, "--additional-config") is None
+    assert argument(BAKED, "--additional-config") is None
 
 
-def test_further_options_of_a_profile_are_joined_with_it(tmp_path):
+def test_further_options_of_a_profile_are_joined_with_it():
     options = {
         "additional-config": {"gdn_prefill_backend": "triton", "spark": {"lm_head_kernel": "own"}}
     }
     joined = dataclasses.replace(OWN, options=options)
-    said = json.loads(argument(joined, tmp_path, "--additional-config"))
+    said = json.loads(argument(joined, "--additional-config"))
     assert said["gdn_prefill_backend"] == "triton"
     assert said["spark"]["lm_head"] == "int8-triton"
     assert said["spark"]["lm_head_kernel"] == "own"
@@ -54,4 +52,4 @@ def test_the_engine_is_told_in_which_image_it_measures():
 
 
 def test_it_needs_the_memory_of_the_baked_one():
-    assert loaded_bytes(MODEL, OWN) == loaded_bytes(MODEL, BAKED)
+    assert loaded_bytes(LARGE, OWN) == loaded_bytes(LARGE, BAKED)

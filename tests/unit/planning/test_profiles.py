@@ -4,11 +4,14 @@ import json
 
 import pytest
 
-from spark_deploy.catalog.load import load_profile
-from spark_deploy.checkout import CHECKOUT, catalog_names
+from spark_deploy.catalog.read import read_catalog
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import NOWHERE
 
 RESULTS = CHECKOUT / "benchmarks" / "results" / "gpu"
-PROFILES = {name: load_profile(name, "qwen3.5-122b") for name in catalog_names("profiles")}
+CATALOG, MODEL = read_catalog(), load_hosts({"spark": ["a"]}, root=NOWHERE)["a"].settings.model
+PROFILES = {name: CATALOG.profile(name, MODEL) for name in CATALOG.profile_names}
 PROVEN = [(name, row) for name, profile in PROFILES.items() for row in profile.proven]
 
 
@@ -27,11 +30,10 @@ def test_every_profile_says_what_was_proven_of_it(name):
 @pytest.mark.parametrize("name", [name for name in PROFILES if not PROFILES[name].plugin])
 def test_a_profile_without_the_plugin_serves_a_tree_that_the_engine_knows(name):
     assert not PROFILES[name].tree_needs_plugin
-    with_plugin = load_profile("v2", "qwen3.5-122b")
-    assert with_plugin.tree_needs_plugin
+    assert PROFILES["v2"].tree_needs_plugin
 
 
-def test_the_option_of_online_fp8_is_the_one_that_ran(tmp_path):
+def test_the_option_of_online_fp8_is_the_one_that_ran():
     runs = json.loads((RESULTS / "engine-speculation.json").read_text("utf-8"))["runs"]
     ran = runs["tiny-online-fp8"]["options"]["quantization_config"]
     assert PROFILES["online-fp8"].options["quantization-config"] == ran

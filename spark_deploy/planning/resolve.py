@@ -1,0 +1,97 @@
+"""Names of the settings become a model, a profile and what they need: one way for everybody.
+
+``plan``, the check of an inventory and the search for what would fit all come through here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.catalog.types import Catalog
+from spark_deploy.errors import Problem, SparkError
+from spark_deploy.lockfile.types import Lock
+from spark_deploy.planning.budget.memory import missing_bytes, plan_memory
+from spark_deploy.planning.effective import effective_profile
+from spark_deploy.planning.fit import refusal
+from spark_deploy.planning.guard_rails import apply_rails, facts_of
+from spark_deploy.planning.types import MemoryPlan, PayloadIdentity
+from spark_deploy.planning.work.checkpoint import refuse_impossible_trees
+from spark_deploy.settings.types import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """All that a plan is made of, loaded before; nothing else decides anything."""
+
+    host: str
+    settings: Settings
+    catalog: Catalog
+    lock: Lock
+    payload: PayloadIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A pair that can be served on this host: nothing refuses it, and it fits."""
+
+    model: Model
+    profile: Profile  # with the settings of the host put in
+    settings: Settings  # of this pair
+    memory: MemoryPlan
+    warnings: tuple[str, ...]
+
+
+def resolve(settings: Settings, catalog: Catalog) -> Resolved:
+    """Return the pair that ``settings`` name: loaded, not refused, fitting, within the rails.
+
+    Raises:
+        SparkError: with every reason why it cannot be served, and what to change.
+    """
+    found = _fitting(settings, catalog)
+    if found is None:
+        model, profile = pair_of(settings, catalog)
+        raise refusal(model, profile, settings, catalog, lambda other: _fits(other, catalog))
+    return found
+
+
+def problems_of(settings: Settings, catalog: Catalog) -> list[Problem]:
+    """Return why these settings can never be planned; empty when they can. Needs no lock."""
+    problems = _problems(settings, catalog)
+    for pair in settings.ready_pairs:
+        for problem in _problems(settings.of_pair(pair), catalog):
+            where = f"keep_ready {pair.model} with {pair.profile}: {problem.where}"
+            problems.append(Problem(where, problem.what, problem.fix))
+    return problems
+
+
+def pair_of(settings: Settings, catalog: Catalog) -> tuple[Model, Profile]:
+    """Return model and profile as this host would serve them, whether they fit or not."""
+    profile = catalog.profile(settings.profile, settings.model)
+    return catalog.model(settings.model), effective_profile(profile, settings)
+
+
+def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
+    """Load, resolve, refuse, weigh, judge by the rails; ``None`` when memory does not suffice."""
+    model, profile = pair_of(settings, catalog)
+    refuse_impossible_trees(model, profile, settings)
+    if missing_bytes(model, profile, settings) > 0:
+        return None
+    memory = plan_memory(model, profile, settings)
+    warnings = apply_rails(catalog.rails, facts_of(model, profile, memory, settings))
+    return Resolved(model, profile, settings, memory, warnings)
+
+
+def _fits(settings: Settings, catalog: Catalog) -> bool:
+    try:
+        return _fitting(settings, catalog) is not None
+    except SparkError:
+        return False
+
+
+def _problems(settings: Settings, catalog: Catalog) -> list[Problem]:
+    try:
+        resolve(settings, catalog)
+    except SparkError as error:
+        return list(error.problems)
+    return []

@@ -1,0 +1,97 @@
+"""Plans of the tests' own catalog: what is true of them holds for any model and profile."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from spark_checkpoint import RECIPE_VERSION
+
+from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.types import Catalog
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.errors import Problem
+from spark_deploy.lockfile.resolve import wanted_by
+from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
+from spark_deploy.planning.budget.weights import weights_of
+from spark_deploy.planning.host import plan_host
+from spark_deploy.planning.resolve import Request, problems_of
+from spark_deploy.planning.types import HostPlan, PayloadIdentity
+from spark_deploy.settings.load import load_hosts
+from spark_deploy.settings.types import Settings
+
+FIXTURE = CHECKOUT / "tests" / "fixtures" / "checkout"
+CATALOG = read_catalog(FIXTURE)
+LARGE = CATALOG.model("large")
+PAYLOAD = PayloadIdentity("1" * 64, "2" * 64, RECIPE_VERSION, "requirements.txt")
+NOWHERE = Path("/nonexistent")  # the defaults alone decide
+_SHARD_BYTES = 5_000_000_000
+_SMALL = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json")
+
+
+def settings_of(model: str = "large", profile: str = "v2", **more: Any) -> Settings:
+    """Return the defaults with a pair and other choices; dotted keys."""
+    overrides = {"model": model, "profile": profile, **more}
+    found = load_hosts({"spark": ["a"]}, root=NOWHERE, overrides=overrides, checkout=FIXTURE)
+    return found["a"].settings
+
+
+def plan_of(model: str = "large", profile: str = "v2", **more: Any) -> HostPlan:
+    """Return the plan of host ``a``."""
+    return plan_with(settings_of(model, profile, **more))
+
+
+def plan_with(settings: Settings, catalog: Catalog = CATALOG) -> HostPlan:
+    """Return the plan that settings make with a lock of made-up identities."""
+    return plan_host(Request("a", settings, catalog, made_up_lock(settings, catalog), PAYLOAD))
+
+
+def problems(model: str = "large", profile: str = "v2", **more: Any) -> list[Problem]:
+    """Return why a pair is refused before any host is touched."""
+    return problems_of(settings_of(model, profile, **more), CATALOG)
+
+
+def whats(model: str = "large", profile: str = "v2", **more: Any) -> list[str]:
+    """Return what is wrong with a pair, in words."""
+    return [problem.what for problem in problems(model, profile, **more)]
+
+
+def made_up_lock(settings: Settings, catalog: Catalog) -> Lock:
+    """Lock every name of ``settings`` to hashes of the name: nothing is left that is not locked.
+
+    A base tree is as large as its architecture says, in shards of 5 GB.
+    """
+    wanted = wanted_by(settings, catalog)
+    bytes_of = {
+        repo: weights_of(model.architecture).tree_bytes
+        for model in catalog.models.values()
+        for repo in (model.sources.base, model.sources.donor, model.sources.hybrid)
+    }
+    sources = [
+        LockedSource(repo, revision, sha("sha1", repo), _files(repo, bytes_of[repo]))
+        for repo, revision in sorted(wanted.sources)
+    ]
+    images = [
+        LockedImage(name, f"sha256:{sha('sha256', name)}", 9_800_000_000)
+        for name in sorted(wanted.images)
+    ]
+    return Lock(tuple(sources), tuple(images))
+
+
+def sha(kind: str, words: str) -> str:
+    """Return a made-up identity that is the same every time."""
+    return hashlib.new(kind, f"made up: {words}".encode()).hexdigest()
+
+
+def _files(repo: str, size_bytes: int) -> tuple[SourceFile, ...]:
+    small = [SourceFile(name, 20_000, git_sha1=sha("sha1", f"{repo} {name}")) for name in _SMALL]
+    sizes = [min(_SHARD_BYTES, size_bytes - at) for at in range(0, size_bytes, _SHARD_BYTES)]
+    paths = [
+        f"model-{number + 1:05}-of-{len(sizes):05}.safetensors" for number in range(len(sizes))
+    ]
+    shards = [
+        SourceFile(path, size, sha256=sha("sha256", f"{repo} {path}"))
+        for path, size in zip(paths, sizes, strict=True)
+    ]
+    return (*small, *shards)
