@@ -1,13 +1,16 @@
 import json
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 
+from spark_deploy.catalog.read import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
+from spark_deploy.lockfile.file import write_lock
+from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import made_up_lock
 
 
 @pytest.fixture
@@ -90,9 +93,15 @@ def test_an_update_of_a_name_nobody_uses_is_refused_with_a_guess(spark_deploy):
     assert "did you mean Intel/Qwen3.5-122B-A10B-int4-AutoRound?" in err
 
 
-LOCK = CHECKOUT / "tests/fixtures/lock.yml"
+@pytest.fixture
+def lock_path(tmp_path):
+    """A lock of every name that the defaults need."""
+    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    write_lock(tmp_path / "spark.lock.yml", made_up_lock(settings, read_catalog()))
+    return tmp_path / "spark.lock.yml"
 
 
+@pytest.mark.usefixtures("lock_path")
 def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spark_deploy, tmp_path):
     (tmp_path / "inventory").mkdir()
     (tmp_path / "group_vars").mkdir()
@@ -100,7 +109,6 @@ def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spar
         "from spark_deploy.inventory.groups import group_from as _g\n"
         'spark = _g("spark", hosts=["mine"], file=__file__)\n'
     )
-    shutil.copy(LOCK, tmp_path / "spark.lock.yml")
     code, out, err = spark_deploy("manifest")
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "mine"
@@ -116,8 +124,8 @@ def test_the_plan_says_what_the_proof_will_ask(spark_deploy):
         assert part in line
 
 
-def test_without_one_there_it_is_that_of_the_checkout(spark_deploy):
-    code, out, err = spark_deploy("manifest", "--json", "--data", f"lock_file={LOCK}")
+def test_without_one_there_it_is_that_of_the_checkout(spark_deploy, lock_path):
+    code, out, err = spark_deploy("manifest", "--json", "--data", f"lock_file={lock_path}")
     assert (code, err) == (0, "")
     [(host, owned)] = json.loads(out).items()
     assert host == "spark-1"

@@ -54,20 +54,17 @@ YAML_FILES = [
     path
     for folder in ("group_vars", "host_vars", "catalog")
     for path in sorted((CHECKOUT / folder).rglob("*.yml"))
-] + [CHECKOUT / "tests/fixtures/lock.yml"]
+]
 
 
 @pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: str(path.relative_to(CHECKOUT)))
 def test_every_yaml_file_of_the_repository_follows_its_schema(path):
     text = path.read_text("utf-8")
-    if "fixtures" in path.parts:
-        schema = schema_of("lock")
-    else:
-        first = text.splitlines()[0]
-        assert first.startswith("# yaml-language-server: $schema="), "editors need this line"
-        named = (path.parent / first.partition("$schema=")[2]).resolve()
-        assert named in SCHEMAS, f"{named} is not one of our schemas"
-        schema = json.loads(named.read_text("utf-8"))
+    first = text.splitlines()[0]
+    assert first.startswith("# yaml-language-server: $schema="), "editors need this line"
+    named = (path.parent / first.partition("$schema=")[2]).resolve()
+    assert named in SCHEMAS, f"{named} is not one of our schemas"
+    schema = json.loads(named.read_text("utf-8"))
     data = yaml.safe_load(text) or {}
     if "based_on" in data:
         parent = yaml.safe_load((path.parent / f"{data.pop('based_on')}.yml").read_text("utf-8"))
