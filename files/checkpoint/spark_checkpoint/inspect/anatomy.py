@@ -1,4 +1,4 @@
-"""What a set of tensors is: groups, dtypes, duplicates, MTP, which model and recipe it fits."""
+"""What a set of tensors is: groups, dtypes, duplicates, MTP, which recipe it fits."""
 
 from __future__ import annotations
 
@@ -30,13 +30,6 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     )
 )
 
-# (layers, experts, hidden) of the models this project serves, from their config.json.
-_MODELS: Mapping[tuple[int, int, int], str] = {
-    (48, 256, 3072): "Qwen3.5-122B-A10B",
-    (40, 256, 2048): "Qwen3.5-35B-A3B",
-    (60, 512, 4096): "Qwen3.5-397B-A17B",
-}
-
 
 @dataclass(slots=True)
 class Cell:
@@ -67,11 +60,6 @@ class Anatomy:
     def mtp(self) -> int:
         """Number of MTP names."""
         return sum(name.startswith(MTP_PREFIX) for name in self.names)
-
-    @property
-    def model(self) -> str | None:
-        """Name of the model whose architecture this is, if it is a known one."""
-        return _MODELS.get((self.layers, self.experts, self.hidden))
 
 
 def group_of(name: str) -> str:
@@ -130,24 +118,6 @@ def recipe_of(found: Anatomy, quant_method: str | None, shard_names: frozenset[s
     else:
         kind = "unknown"
     return f"{kind}, quant_method {quant_method}" if quant_method else kind
-
-
-def expected_base_count(found: Anatomy) -> int:
-    """Return how many names outside mtp.* an INT4 base of this architecture has.
-
-    Per expert 9, per linear-attention layer 19, per attention layer 14, per layer 7 more
-    (norms, router, shared expert), the vision tower as found, embeddings, head, last norm.
-    """
-    vision = sum(c.tensors for (group, _), c in found.cells.items() if group == "vision")
-    attention = found.layers - found.linear_layers
-    return (
-        found.layers * found.experts * 9
-        + found.linear_layers * 19
-        + attention * 14
-        + found.layers * 7
-        + vision
-        + 3
-    )
 
 
 def scales_missing(found: Anatomy) -> list[str]:

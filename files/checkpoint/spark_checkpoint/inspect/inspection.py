@@ -18,7 +18,6 @@ from spark_checkpoint.format.patterns import expand_all, groups
 from spark_checkpoint.format.tree import read_index, read_json
 from spark_checkpoint.inspect.anatomy import (
     examine,
-    expected_base_count,
     plain_name,
     recipe_of,
     scales_missing,
@@ -75,7 +74,7 @@ def report(subject: Subject) -> dict[str, Any]:
     return {
         "place": subject.place,
         "receipt": subject.receipt,
-        "model": found.model,
+        "model": subject.config.get("model_type"),
         "recipe": recipe_of(found, method, frozenset(subject.shards)),
         "shards": found.shards,
         "tensors": len(found.names),
@@ -87,7 +86,6 @@ def report(subject: Subject) -> dict[str, Any]:
         "hidden": found.hidden,
         "mtp_tensors": found.mtp,
         "base_tensors": len(found.names) - found.mtp,
-        "base_tensors_of_an_int4_base": expected_base_count(found),
         "groups": [
             {"group": group, "dtype": dtype, "tensors": c.tensors, "bytes": c.size_bytes}
             for (group, dtype), c in sorted(found.cells.items())
@@ -108,13 +106,13 @@ def text_of(data: Mapping[str, Any]) -> str:
     """Lay the report out for a person."""
     lines = [
         f"{data['place']}",
-        f"  model      {data['model'] or 'not one of the known architectures'}",
+        f"  model      {data['model'] or 'config.json names no type'}",
         f"  recipe     {data['recipe']}",
         f"  receipt    {data['receipt']}",
         f"  layers     {data['layers']} ({data['linear_layers']} linear attention), "
         f"{data['experts']} experts, hidden {data['hidden']}",
         f"  tensors    {data['tensors']} in {data['shards']} shards: {data['base_tensors']} "
-        f"(an INT4 base has {data['base_tensors_of_an_int4_base']}) + {data['mtp_tensors']} MTP",
+        f"+ {data['mtp_tensors']} MTP",
         f"  bytes      {data['unique_bytes']} unique, {data['stored_bytes']} stored",
         f"  index      {data['index']} names",
         "",
