@@ -19,8 +19,10 @@ sys.path.insert(0, str(CHECKOUT))
 from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
 from spark_contract.patterns import count  # noqa: E402
 
-from spark_deploy.catalog.load import Model, Profile  # noqa: E402
-from spark_deploy.catalog.read import read_catalog  # noqa: E402
+from spark_deploy.catalog.load import read_catalog  # noqa: E402
+from spark_deploy.catalog.model import Model  # noqa: E402
+from spark_deploy.catalog.profile import Profile  # noqa: E402
+from spark_deploy.catalog.types import Catalog  # noqa: E402
 from spark_deploy.lockfile.resolve import size  # noqa: E402
 from spark_deploy.planning.budget.memory import (  # noqa: E402
     context_tokens,
@@ -34,7 +36,11 @@ from spark_deploy.planning.resolve import problems_of  # noqa: E402
 from spark_deploy.planning.types import MemoryPlan  # noqa: E402
 from spark_deploy.settings.types import Settings  # noqa: E402
 
-CATALOG = read_catalog()
+
+@functools.cache
+def catalog() -> Catalog:
+    """Return the catalog; read after its schemas are written."""
+    return read_catalog()
 
 
 def main() -> int:
@@ -67,7 +73,7 @@ def models_page() -> Iterator[str]:
         "Sizes are computed from the architecture, so they say what the engine loads, not what a "
         "repository happens to store. A new model is one new file in `catalog/models`."
     )
-    for model in CATALOG.models.values():
+    for model in catalog().models.values():
         yield from _model(model)
 
 
@@ -78,8 +84,9 @@ def _model(model: Model) -> Iterator[str]:
     yield from (f"**Choose this when** {model.choose_when}.", "")
     yield f"- base `{model.sources.base}`, FP8 donor `{model.sources.donor}`"
     yield (
-        f"- {shape.layers} layers ({shape.gdn_layers} gated delta nets, {shape.attention_layers} "
-        f"full attention), {shape.experts} experts of which {shape.experts_per_token} are routed, "
+        f"- {shape.layers} layers ({shape.linear_layers} gated delta nets, "
+        f"{shape.attention_layers} full attention), {shape.experts} experts of which "
+        f"{shape.experts_per_token} are routed, "
         f"{shape.max_context_tokens:,} tokens of native context"
     )
     yield (
@@ -120,19 +127,19 @@ def profiles_page() -> Iterator[str]:
         "No profile keeps the vision tower. `engine.vision: on` does, for all hosts or one: the "
         f"proof then asks about pictures, and the KV cache gives up {', '.join(sizes)}."
     )
-    for name in CATALOG.profile_names:
+    for name in catalog().profile_names:
         yield from _profile(name)
     yield from _compared()
     yield from ("", "## Guard rails", "")
     yield "Combinations that are refused (or warned of) before a host is touched."
     yield from ("", "| rule | effect | why | instead | source |", "|---|---|---|---|---|")
-    for rail in CATALOG.rails:
+    for rail in catalog().rails:
         cells = (f"`{rail.rule}`", rail.effect, rail.reason, rail.fix, rail.source)
         yield f"| {' | '.join(cell(one) for one in cells)} |"
 
 
 def _profile(name: str) -> Iterator[str]:
-    shown = CATALOG.profile(name, Settings().model)
+    shown = catalog().profile(name, Settings().model)
     yield from ("", f"## {name}", "", f"{shown.summary}.", "")
     yield from (f"**Choose this when** {shown.choose_when}.", "")
     drafts = f"{shown.speculation.tokens} draft tokens (MTP)" if shown.speculation else "no drafts"
@@ -144,7 +151,7 @@ def _profile(name: str) -> Iterator[str]:
     yield from ("", "| model | weights | drafter | KV cache | tokens | full-length requests |")
     yield "|---|---|---|---|---|---|"
     for model in _for_sparks():
-        yield _memory_row(model, CATALOG.profile(name, model.name))
+        yield _memory_row(model, catalog().profile(name, model.name))
     if shown.published:
         yield from ("", "| published | figure | source |", "|---|---|---|")
         for figure in shown.published:
@@ -179,12 +186,12 @@ def _fits(model: Model, profile: Profile) -> bool:
 
 def _served_with(model: Model) -> list[str]:
     """Return the profiles that the plan does not refuse for ``model`` on one host."""
-    pairs = ((name, Settings(model=model.name, profile=name)) for name in CATALOG.profile_names)
-    return [name for name, settings in pairs if not problems_of(settings, CATALOG)]
+    pairs = ((name, Settings(model=model.name, profile=name)) for name in catalog().profile_names)
+    return [name for name, settings in pairs if not problems_of(settings, catalog())]
 
 
 def _for_sparks() -> list[Model]:
-    return [model for model in CATALOG.models.values() if not model.name.startswith("lab-")]
+    return [model for model in catalog().models.values() if not model.name.startswith("lab-")]
 
 
 def _count(patterns: tuple[str, ...]) -> int:
@@ -211,7 +218,7 @@ def _compared() -> Iterator[str]:
 
 
 def _plan_at_090(dtype: str) -> MemoryPlan:
-    model, profile = CATALOG.model("qwen3.5-122b"), CATALOG.profile("v2", "qwen3.5-122b")
+    model, profile = catalog().model("qwen3.5-122b"), catalog().profile("v2", "qwen3.5-122b")
     profile = dataclasses.replace(
         profile,
         kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype),

@@ -1,14 +1,15 @@
-"""Read the files of ``catalog/``: models, profiles and the guard rails between them."""
+"""Read ``catalog/`` once: models, profiles as each model wants them, guard rails."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.catalog.model import Architecture, Model
+from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.catalog.rails import GuardRail, GuardRails
+from spark_deploy.catalog.rails import GuardRails, all_hold
+from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT, catalog_names
 from spark_deploy.documents.declare import Schema, convert
 from spark_deploy.documents.schema_check import dotted, load_schema, problems_of
@@ -16,26 +17,38 @@ from spark_deploy.documents.yamlfile import read_mapping
 from spark_deploy.errors import CatalogError, Problem
 from spark_deploy.settings.load import merge
 
-__all__ = [
-    "Architecture",
-    "GuardRail",
-    "Model",
-    "Profile",
-    "load_guard_rails",
-    "load_model",
-    "load_profile",
-]
-_MODE: Schema = {"description": "native or portable.", "enum": ["native", "portable"]}
+_Data = dict[str, Any]
 
 
-@functools.cache
-def load_model(name: str, *, checkout: Path = CHECKOUT) -> Model:
-    """Return the model of ``catalog/models/<name>.yml``."""
+def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
+    """Return all of ``catalog/``; a file with mistakes stops only who names it."""
+    models: dict[str, Model] = {}
+    profiles: dict[tuple[str, str], Profile] = {}
+    broken: dict[str, tuple[Problem, ...]] = {}
+    for name in catalog_names("models", checkout=checkout):
+        try:
+            models[name] = _model(name, checkout)
+        except CatalogError as error:
+            broken[f"catalog/models/{name}.yml"] = error.problems
+    schema = load_schema("profile", checkout=checkout)
+    for name in catalog_names("profiles", checkout=checkout):
+        shown = f"catalog/profiles/{name}.yml"
+        try:
+            data = _read(shown, checkout)
+            plain = _profile(name, data, schema, shown)
+            for model in models.values():
+                profiles[name, model.name] = _as_wanted(model, plain, data, schema)
+        except CatalogError as error:
+            broken[shown] = error.problems
+    return Catalog(models, profiles, _rails(checkout).rails, broken)
+
+
+def _model(name: str, checkout: Path) -> Model:
     shown = f"catalog/models/{name}.yml"
-    data = _read("models", name, checkout)
+    data = _read(shown, checkout)
     parent = data.pop("based_on", None)
     if parent is not None:
-        below = _read("models", parent, checkout)
+        below = _read(f"catalog/models/{parent}.yml", checkout)
         if "based_on" in below:
             what = f"is based on {parent}, which is itself based on another model"
             raise CatalogError.one(shown, what, f"base it on {below['based_on']} directly")
@@ -46,47 +59,40 @@ def load_model(name: str, *, checkout: Path = CHECKOUT) -> Model:
     return model
 
 
-@functools.cache
-def load_profile(name: str, model_name: str, *, checkout: Path = CHECKOUT) -> Profile:
-    """Return a profile as one model wants it: the file with the model's overrides merged in."""
-    shown = f"catalog/profiles/{name}.yml"
-    data = _read("profiles", name, checkout)
-    schema = load_schema("profile", checkout=checkout)
+def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:
+    """Return a profile with what the model changes of it: rules in order, each sees the file's."""
+    changes = [one.set for one in model.changes if all_hold(one.when, plain.traits)]
+    changed = data
+    for change in changes:
+        changed = merge(changed, change, null_keeps=False)
+    if changes:
+        shown = f"catalog/models/{model.name}.yml: changes of profile {plain.name}"
+        plain = _profile(plain.name, changed, schema, shown)
+    return dataclasses.replace(plain, engine_mode=model.image.engine_mode)
+
+
+def _profile(name: str, data: _Data, schema: Schema, shown: str) -> Profile:
     _refuse(data, schema, shown)
-    change = load_model(model_name, checkout=checkout).profile_overrides.get(name, {})
-    if change:
-        shown = f"catalog/models/{model_name}.yml profile_overrides.{name}"
-        data = merge(data, change, null_keeps=False)
-        with_mode = {**schema["properties"], "engine_mode": _MODE}
-        _refuse(data, {**schema, "properties": with_mode}, shown)
     profile = convert(Profile, {**data, "name": name})
     _refuse_broken(profile, shown)
     return profile
 
 
-@functools.cache
-def load_guard_rails(*, checkout: Path = CHECKOUT) -> tuple[GuardRail, ...]:
-    """Return the rules of ``catalog/guard_rails.yml``."""
+def _rails(checkout: Path) -> GuardRails:
     shown = "catalog/guard_rails.yml"
-    data, problems = read_mapping(checkout / shown, shown=shown)
-    if problems:
-        raise CatalogError(problems)
+    data = _read(shown, checkout)
     _refuse(data, load_schema("guard_rails", checkout=checkout), shown)
-    return convert(GuardRails, data).rails
+    return convert(GuardRails, data)
 
 
-def _read(kind: str, name: str, checkout: Path) -> dict[str, Any]:
-    shown = f"catalog/{kind}/{name}.yml"
-    known = catalog_names(kind, checkout=checkout)
-    if name not in known:
-        raise CatalogError.one(shown, "does not exist", f"known here: {', '.join(known)}")
+def _read(shown: str, checkout: Path) -> _Data:
     data, problems = read_mapping(checkout / shown, shown=shown)
     if problems:
         raise CatalogError(problems)
     return data
 
 
-def _refuse(data: dict[str, Any], schema: Schema, shown: str) -> None:
+def _refuse(data: _Data, schema: Schema, shown: str) -> None:
     problems = list(problems_of(data, schema, lambda path: shown))
     if problems:
         raise CatalogError(problems)

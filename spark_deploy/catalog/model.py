@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic.json_schema import SkipJsonSchema
 
+from spark_deploy.catalog.profile import TRAITS
+from spark_deploy.catalog.rails import COMPARISON
 from spark_deploy.catalog.tensor_sets import Tensors
 from spark_deploy.documents.declare import Gib, Text, needed, section, setting
 from spark_deploy.settings.rules import Broken
@@ -39,12 +41,22 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Sizes of a gated delta net."""
+
+    key_heads: int = needed("linear_num_key_heads.", minimum=1)
+    value_heads: int = needed("linear_num_value_heads.", minimum=1)
+    head_width: int = needed("linear_key_head_dim and linear_value_head_dim.", minimum=1)
+    kernel: int = setting(4, "linear_conv_kernel_dim.", minimum=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """Numbers of config.json that sizes are computed from."""
 
     layers: int = needed("Layers of the language model.", minimum=1)
     full_attention_every: int = needed(
-        "Every how many layers one has full attention; the others are gated delta nets (GDN).",
+        "Every how many layers one has full attention; the others are gated delta nets.",
         minimum=1,
     )
     hidden: int = needed("hidden_size.", minimum=1)
@@ -58,10 +70,9 @@ class Architecture:
     )
     kv_heads: int = needed("num_key_value_heads.", minimum=1)
     head_width: int = needed("head_dim.", minimum=1)
-    gdn_key_heads: int = needed("linear_num_key_heads.", minimum=1)
-    gdn_value_heads: int = needed("linear_num_value_heads.", minimum=1)
-    gdn_head_width: int = needed("linear_key_head_dim and linear_value_head_dim.", minimum=1)
-    gdn_kernel: int = setting(4, "linear_conv_kernel_dim.", minimum=1)
+    linear_attention: LinearAttention | None = setting(
+        None, "Sizes of the gated delta nets; null when every layer has full attention."
+    )
     mtp_layers: int = needed("Layers of the built-in drafter; 0 for none.", minimum=0)
     mtp_scheme: Literal["bf16", "int4"] = needed("How the MTP experts and attention are stored.")
     vision_bytes: int = needed("Bytes of the vision tower.", minimum=0)
@@ -73,9 +84,16 @@ class Architecture:
         return self.layers // self.full_attention_every
 
     @property
-    def gdn_layers(self) -> int:
+    def linear_layers(self) -> int:
         """Layers with a gated delta net."""
         return self.layers - self.attention_layers
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield sizes that are missing."""
+        if self.linear_layers and self.linear_attention is None:
+            what = f"is missing, and {self.linear_layers} layers have no full attention"
+            fix = "give its sizes, or set full_attention_every: 1"
+            yield Broken(("linear_attention",), what, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +110,10 @@ class ModelImage:
 
     role: str = setting("engine", "Key of `images` in the settings.", pattern="^[a-z][a-z0-9_]*$")
     plugin: bool = setting(True, "false: the image is used unchanged whatever the profile says.")
+    engine_mode: Literal["native", "portable"] = setting(
+        "native",
+        "portable: for an engine without kernels for these trees; the plugin dequantises them.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +158,19 @@ class ModelCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What is changed of every profile with these traits; no file of a model names a profile."""
+
+    when: dict[str, dict[str, Any]] = setting(
+        dict,
+        "Traits of the profile's file and what each must be; without any, every profile.",
+        propertyNames={"enum": list(TRAITS)},
+        additionalProperties=COMPARISON,
+    )
+    set: dict[str, Any] = needed("Keys of the profile, merged key by key.", minProperties=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """One model: a file of catalog/models."""
 
@@ -152,14 +187,13 @@ class Model:
     image: ModelImage = section(ModelImage)
     memory: ModelMemory = needed()
     check: ModelCheck = needed()
-    profile_overrides: dict[str, dict[str, Any]] = setting(
-        dict,
-        "Changes to a profile for this model: profile name to keys of that profile, merged key by "
-        "key.",
-        propertyNames={"pattern": CATALOG_NAME},
+    changes: tuple[Change, ...] = setting(
+        (), "What this model needs otherwise than profiles say; later ones win."
     )
 
     def broken(self) -> Iterator[Broken]:
         """Yield what of this file does not fit each other."""
         for one in self.tensors.broken(donor=self.sources.donor):
             yield one._replace(key=("tensors", *one.key))
+        for one in self.architecture.broken():
+            yield one._replace(key=("architecture", *one.key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,17 @@ from spark_deploy.documents.declare import Gib, Text, needed, section, setting
 from spark_deploy.settings.engine_options import option_problems
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.serving import ENVIRONMENT_NAMES, OPTION_NAMES
+
+# What a model's changes may depend on, in the words of the guard rails.
+TRAITS: dict[str, Callable[[Profile], Any]] = {
+    "kv_cache": lambda profile: profile.kv_cache.dtype,
+    "speculation_tokens": lambda profile: profile.speculation.tokens if profile.speculation else 0,
+    "prefix_caching": lambda profile: profile.prefix_caching,
+    "plugin": lambda profile: profile.plugin,
+    "shared_experts": lambda profile: profile.shared_experts,
+    "head": lambda profile: profile.head,
+    "vision": lambda profile: profile.vision,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +165,7 @@ class Profile:
     plugin: bool = needed(
         "true: the image gets our plugin layer; false: the image is used unchanged."
     )
-    # A model decides it, in profile_overrides; the file of a profile cannot.
+    # The model's image decides it; the file of a profile cannot.
     engine_mode: SkipJsonSchema[str] = "native"
     load_format: str = setting("fastsafetensors", "How the engine reads the shards.")
     kv_cache: KvCache = section(KvCache)
@@ -174,6 +185,11 @@ class Profile:
         dict, "Further environment of the engine.", propertyNames=ENVIRONMENT_NAMES
     )
     check: ProfileCheck = section(ProfileCheck)
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """Return the value of each of ``TRAITS``."""
+        return {name: of(self) for name, of in TRAITS.items()}
 
     @property
     def builds_checkpoint(self) -> bool:

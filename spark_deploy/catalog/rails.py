@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spark_deploy.documents.declare import needed
+from spark_deploy.documents.declare import Schema, needed
 
 _COMPARISONS = {
     "is": {"description": "Equal to this value."},
@@ -16,6 +17,37 @@ _COMPARISONS = {
     "one_of": {"description": "Equal to one of these values.", "type": "array", "minItems": 1},
     "contains": {"description": "Text inside, in small letters.", "type": "string"},
 }
+# Schema of a condition on one fact.
+COMPARISON: Schema = {
+    "description": "One comparison.",
+    "type": "object",
+    "additionalProperties": False,
+    "minProperties": 1,
+    "maxProperties": 1,
+    "properties": _COMPARISONS,
+}
+
+
+def all_hold(conditions: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> bool:
+    """Return whether every named fact is as its comparison says; no condition always holds."""
+    return all(_holds(facts[fact], one, facts) for fact, one in conditions.items())
+
+
+def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    how, other = next(iter(comparison.items()))
+    if how == "is":
+        return bool(value == other)
+    if how == "one_of":
+        return value in other
+    if how == "starts_with":
+        return str(value).startswith(str(other))
+    if how == "contains":
+        return str(other) in str(value)
+    if how == "above":
+        return bool(value > other)
+    if how == "below":
+        return bool(value < other)
+    return bool(value < facts[other])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +58,7 @@ class GuardRail:
     applies: dict[str, dict[str, Any]] = needed(
         "Facts of the planned release and what each must be; all must hold.",
         minProperties=1,
-        additionalProperties={
-            "description": "One comparison.",
-            "type": "object",
-            "additionalProperties": False,
-            "minProperties": 1,
-            "maxProperties": 1,
-            "properties": _COMPARISONS,
-        },
+        additionalProperties=COMPARISON,
     )
     effect: Literal["refuse", "warn"] = needed("refuse the plan or warn in it.")
     reason: str = needed("What would happen, in a sentence.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spark_deploy.catalog.load import GuardRail, Model, Profile
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
+from spark_deploy.catalog.rails import GuardRail
 from spark_deploy.errors import CatalogError, Problem
 
 

@@ -7,7 +7,8 @@ import json
 import shlex
 from collections.abc import Iterator
 
-from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.hosts import OPEN_COMMIT, listed, planned
 from spark_deploy.lockfile.resolve import size
 from spark_deploy.planning.budget.disk import disk_total

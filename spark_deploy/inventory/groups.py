@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import click
 
-from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.schema_check import closest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from spark_deploy.catalog.load import Profile
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.settings.types import Settings
 
 

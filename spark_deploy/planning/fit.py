@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import (

@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spark_deploy.catalog.load import GuardRail, Model, Profile
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
+from spark_deploy.catalog.rails import GuardRail, all_hold
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.engine_options import meaning, whole
@@ -117,7 +119,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def apply_rails(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the warnings, or raise one error with every refusal."""
-    hits = [rail for rail in rails if _applies(rail, facts)]
+    hits = [rail for rail in rails if all_hold(rail.applies, facts)]
     refused = [
         Problem(
             f"model {facts['model']} with profile {facts['profile']}",
@@ -130,24 +132,3 @@ def apply_rails(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> tuple[s
     if refused:
         raise PlanError(refused)
     return tuple(f"{rail.rule}: {rail.reason}; {rail.fix} ({rail.source})" for rail in hits)
-
-
-def _applies(rail: GuardRail, facts: Mapping[str, Any]) -> bool:
-    return all(_holds(facts[fact], comparison, facts) for fact, comparison in rail.applies.items())
-
-
-def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    how, other = next(iter(comparison.items()))
-    if how == "is":
-        return bool(value == other)
-    if how == "one_of":
-        return value in other
-    if how == "starts_with":
-        return str(value).startswith(str(other))
-    if how == "contains":
-        return str(other) in str(value)
-    if how == "above":
-        return bool(value > other)
-    if how == "below":
-        return bool(value < other)
-    return bool(value < facts[other])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_deploy.catalog.load import Model
+from spark_deploy.catalog.model import Model
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.planning.budget.disk import (
     disk_plan,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import Problem, SparkError
 from spark_deploy.lockfile.types import Lock

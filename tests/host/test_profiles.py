@@ -6,22 +6,20 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
-import yaml
 
+from spark_deploy.catalog.load import read_catalog
 from tests.clients import assert_no_long_wait_of_ours, clients, outages_s, own_overhead_s
 from tests.host.conftest import Fleet
-from tests.labkit import CHECKOUT, Guest, lab
+from tests.labkit import Guest, lab
 from tests.traces import state
 
 pytestmark = pytest.mark.gate
 
 # What the lab's catalog data says of the two profiles; the tests hold the engine against it.
-DECLARED: dict[str, Any] = yaml.safe_load((CHECKOUT / "catalog/models/lab-tiny.yml").read_text())[
-    "profile_overrides"
-]
+CATALOG = read_catalog()
+DECLARED = {name: CATALOG.profile(name, "lab-tiny") for name in ("v2", "v2-tq")}
 
 
 def value_of(argv: list[str], option: str) -> str:
@@ -39,10 +37,10 @@ def label_of(metrics: str, metric: str, label: str) -> str:
 def assert_runs_as_declared(guest: Guest, profile: str) -> None:
     """Hold the running engine's command line and its own metrics against the catalog."""
     declared, argv, metrics = DECLARED[profile], guest.argv(), guest.metrics()
-    limits = declared["limits"]
-    assert value_of(argv, "--max-model-len") == str(limits["max_context_tokens"])
-    assert value_of(argv, "--max-num-seqs") == str(limits["max_sequences"])
-    for metric, labels in declared["check"]["metrics_required"].items():
+    limits = declared.limits
+    assert value_of(argv, "--max-model-len") == str(limits.max_context_tokens)
+    assert value_of(argv, "--max-num-seqs") == str(limits.max_sequences)
+    for metric, labels in declared.check.metrics_required.items():
         for label, value in labels.items():
             assert label_of(metrics, metric, label) == value
 
@@ -80,7 +78,7 @@ def test_a_profile_round_trip_ends_where_it_began_and_shares_one_tree(fleet: Fle
     first, argv = Served.on(guest), guest.argv()
     trees = guest.run("ls -i /srv/spark/models")
     names = guest.names()
-    assert DECLARED["v2"]["limits"] != DECLARED["v2-tq"]["limits"]
+    assert DECLARED["v2"].limits != DECLARED["v2-tq"].limits
     assert_runs_as_declared(guest, "v2")
 
     fleet.site.choose(profile="v2-tq")

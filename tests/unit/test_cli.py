@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.lockfile.file import write_lock

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.cli.connect import connection_of
 from spark_deploy.cli.connect import lines as connect_lines
 from spark_deploy.cli.doctor import lines as doctor_lines

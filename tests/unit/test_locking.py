@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile import hub, registry

@@ -1,7 +1,9 @@
 import pytest
 from spark_contract.patterns import PatternError, count, expand, expand_all
 
-from spark_deploy.catalog.load import load_model
+from spark_deploy.catalog.load import read_catalog
+
+CATALOG = read_catalog()
 
 
 @pytest.mark.parametrize(
@@ -17,7 +19,7 @@ from spark_deploy.catalog.load import load_model
 def test_the_patterns_of_a_model_stand_for_the_published_sets(
     name, base, with_mtp, swap, unmatched
 ):
-    tensors = load_model(name).tensors
+    tensors = CATALOG.model(name).tensors
     assert len(expand_all(tensors.base)) == base
     assert len(expand_all(tensors.base + tensors.mtp)) == with_mtp
     assert len(expand_all(tensors.swap)) == swap
@@ -26,14 +28,14 @@ def test_the_patterns_of_a_model_stand_for_the_published_sets(
 
 @pytest.mark.parametrize("name", ["qwen3.5-122b", "qwen3.5-35b", "qwen3.5-397b", "lab-tiny"])
 def test_every_swapped_module_is_a_tensor_of_the_base(name):
-    tensors = load_model(name).tensors
+    tensors = CATALOG.model(name).tensors
     swapped = {f"{module}.weight" for module in expand_all(tensors.swap)}
     assert swapped <= expand_all(tensors.base)
     assert not swapped & expand_all(tensors.donor_unmatched)
 
 
 def test_attention_and_gdn_layers_together_are_all_layers():
-    names = expand_all(load_model("qwen3.5-122b").tensors.base)
+    names = expand_all(CATALOG.model("qwen3.5-122b").tensors.base)
     kinds = {name.split(".")[3]: name.split(".")[4] for name in names if "_attn." in name}
     assert len(kinds) == 48
     assert [layer for layer in range(48) if kinds[str(layer)] == "self_attn"] == list(

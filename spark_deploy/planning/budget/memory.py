@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from spark_deploy.catalog.load import Architecture, Model, Profile
+from spark_deploy.catalog.model import Architecture, Model
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.planning.budget.weights import Weights, weights_of
 from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.types import Settings
@@ -142,9 +143,9 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
     drafts = profile.speculation.tokens if profile.speculation else 0
     layer_bytes = _layer_bytes_per_token(model, profile.kv_cache.dtype)
     attention = model.attention_layers + (model.mtp_layers if drafts else 0)
-    smaller, larger = sorted((attention, model.gdn_layers))
+    smaller, larger = sorted((attention, model.linear_layers or attention))
     size = larger if larger < 1.25 * smaller else smaller
-    block_tokens = math.ceil(_state_bytes(model, drafts) / layer_bytes / 16) * 16
+    block_tokens = max(1, math.ceil(_state_bytes(model, drafts) / layer_bytes / 16)) * 16
     # With prefix caching a request also holds the state at the last block's edge.
     states = (2 if profile.prefix_caching else 1) + drafts
     return CacheShape(
@@ -152,7 +153,7 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
         block_tokens=block_tokens,
         block_bytes=block_tokens * layer_bytes * size,
         attention_groups=math.ceil(attention / size),
-        state_blocks=math.ceil(model.gdn_layers / size) * states,
+        state_blocks=math.ceil(model.linear_layers / size) * states,
     )
 
 
@@ -167,9 +168,12 @@ def _layer_bytes_per_token(model: Architecture, dtype: str) -> int:
 
 def _state_bytes(model: Architecture, drafts: int) -> int:
     """Bytes of one GDN state: FP32 recurrence and the 16-bit tail of the convolution."""
-    recurrence = model.gdn_value_heads * model.gdn_head_width**2 * 4
-    width = (2 * model.gdn_key_heads + model.gdn_value_heads) * model.gdn_head_width
-    return recurrence + (model.gdn_kernel - 1 + drafts) * width * 2
+    net = model.linear_attention
+    if net is None:
+        return 0
+    recurrence = net.value_heads * net.head_width**2 * 4
+    width = (2 * net.key_heads + net.value_heads) * net.head_width
+    return recurrence + (net.kernel - 1 + drafts) * width * 2
 
 
 def gib(size_bytes: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_deploy.catalog.load import Architecture
+from spark_deploy.catalog.model import Architecture
 
 _INT4 = 0.5 + 2 / 128 + 0.5 / 128
 _INT8 = 1 + 2 / 128 + 1 / 128
@@ -51,7 +51,7 @@ def weights_of(model: Architecture) -> Weights:
     expert = 3 * model.hidden * model.expert_width
     shared = model.layers * 3 * model.hidden * model.shared_expert_width
     matrix = model.vocabulary * model.hidden
-    attention = model.attention_layers * _attention(model) + model.gdn_layers * _gdn(model)
+    attention = model.attention_layers * _attention(model) + model.linear_layers * _gdn(model)
     return Weights(
         experts_bytes=round(model.layers * model.experts * expert * _INT4),
         attention_bytes=round(attention * _INT4),
@@ -76,9 +76,11 @@ def _attention(model: Architecture) -> int:
 
 def _gdn(model: Architecture) -> int:
     """Parameters of one gated delta net: qkv, z, a, b in; out."""
-    keys = model.gdn_key_heads * model.gdn_head_width
-    values = model.gdn_value_heads * model.gdn_head_width
-    return model.hidden * (2 * keys + values + values + 2 * model.gdn_value_heads + values)
+    net = model.linear_attention
+    if net is None:
+        return 0
+    keys, values = net.key_heads * net.head_width, net.value_heads * net.head_width
+    return model.hidden * (2 * keys + values + values + 2 * net.value_heads + values)
 
 
 def _mtp(model: Architecture) -> int:

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import context_tokens
 from spark_deploy.planning.types import MemoryPlan

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import Lock, LockedImage
 from spark_deploy.planning.types import ImagePlan, PayloadIdentity

@@ -6,7 +6,8 @@ from typing import Any
 
 from spark_contract.patterns import expand_all
 
-from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.planning.budget.memory import context_tokens
 from spark_deploy.planning.digest import digest_of, plain
 from spark_deploy.planning.serving.argv import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_deploy.catalog.load import Model, Profile
+from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import Lock, LockedSource
 from spark_deploy.planning.budget.weights import weights_of

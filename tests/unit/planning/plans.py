@@ -8,7 +8,7 @@ from typing import Any
 
 from spark_checkpoint import RECIPE_VERSION
 
-from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import Problem

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.serving.release import document
 from spark_deploy.settings.load import load_hosts

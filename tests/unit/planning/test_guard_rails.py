@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import plan_memory
 from spark_deploy.planning.guard_rails import apply_rails, facts_of

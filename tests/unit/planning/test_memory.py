@@ -4,7 +4,7 @@ import re
 import pytest
 import yaml
 
-from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.planning.budget.memory import GIB, cache_shape, plan_memory
 from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.planning.effective import effective_profile

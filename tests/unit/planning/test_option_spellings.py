@@ -6,7 +6,7 @@ import shutil
 import pytest
 import yaml
 
-from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.errors import CatalogError, PlanError, SettingsError
 from spark_deploy.planning.budget.memory import plan_memory
 from spark_deploy.planning.guard_rails import apply_rails, facts_of

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spark_deploy.catalog.read import read_catalog
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.settings.load import load_hosts
 from tests.unit.planning.plans import NOWHERE
