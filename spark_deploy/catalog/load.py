@@ -12,8 +12,8 @@ from spark_deploy.catalog.rails import GuardRails, all_hold
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT, catalog_names
 from spark_deploy.documents.declare import Schema, convert
-from spark_deploy.documents.schema_check import dotted, load_schema, problems_of
-from spark_deploy.documents.yamlfile import read_mapping
+from spark_deploy.documents.files import load_schema, read_mapping
+from spark_deploy.documents.schema_check import dotted, problems_of
 from spark_deploy.errors import CatalogError, Problem
 from spark_deploy.settings.load import merge
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import Problem
 
 KeyPath = tuple[str | int, ...]
@@ -24,14 +21,6 @@ _TYPES = {
     "object": "a mapping",
     "null": "null",
 }
-
-
-@functools.cache
-def load_schema(name: str, *, checkout: Path = CHECKOUT) -> dict[str, Any]:
-    """Return ``schema/<name>.schema.json`` as plain data."""
-    text = (checkout / "schema" / f"{name}.schema.json").read_text(encoding="utf-8")
-    schema: dict[str, Any] = json.loads(text)
-    return schema
 
 
 def dotted(path: Sequence[str | int]) -> str:

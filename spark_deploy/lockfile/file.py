@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from spark_deploy.documents.declare import convert
-from spark_deploy.documents.schema_check import load_schema, problems_of
-from spark_deploy.documents.yamlfile import read_mapping
+from spark_deploy.documents.files import load_schema, read_mapping
+from spark_deploy.documents.schema_check import problems_of
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource
 

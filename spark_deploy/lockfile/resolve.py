@@ -11,7 +11,7 @@ from spark_deploy.errors import LockError, Problem
 from spark_deploy.lockfile import hub, registry
 from spark_deploy.lockfile.file import read_lock, with_entries, write_lock
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource
-from spark_deploy.settings.secrets import read_secret
+from spark_deploy.settings.read_secret import read_secret
 from spark_deploy.settings.types import Settings
 
 Say = Callable[[str], None]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import shlex
-from collections.abc import Generator, Sequence
+import tarfile
+from collections.abc import Generator, Iterable, Sequence
 
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 
 from spark_deploy.facts.files import FileStates
-from spark_deploy.managed import ManagedFile, archive, differing, unpack_script
+from spark_deploy.managed import ManagedFile, differing
 
 SHOWN = 8  # names of differing files; a first run would fill screens
 
@@ -48,3 +51,38 @@ def managed_files(
         yield StringCommand("rm", "-f", "--", *left)
     if not changed and not left:
         host.noop(f"{len(files)} files are as planned")
+
+
+def archive(files: Iterable[ManagedFile]) -> str:
+    """Pack file contents as base64 of a tar whose members are named by position.
+
+    Text, because it travels on a command's standard input; positions, because no path of ours
+    may steer what ``tar`` writes.
+    """
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
+        for number, file in enumerate(files):
+            info = tarfile.TarInfo(str(number))
+            info.size, info.mode = len(file.content), 0o600
+            tar.addfile(info, io.BytesIO(file.content))
+    return base64.encodebytes(buffer.getvalue()).decode()
+
+
+def unpack_script(files: Iterable[ManagedFile]) -> str:
+    """Return the shell script that puts ``archive(files)`` from standard input in place.
+
+    Each file is written beside its target, flushed, and renamed over it, so that a reader
+    sees the old or the new content and never half of either.
+    """
+    lines = [
+        "set -e; umask 077; d=$(mktemp -d); trap 'rm -rf \"$d\"' EXIT",
+        'base64 -d | tar -xzf - -C "$d"',
+        'put() { install -D -o root -g root -m "$2" "$d/$1" "$3.spark-new"'
+        ' && sync "$3.spark-new" && mv -fT "$3.spark-new" "$3"; }',
+        # `install -D` creates parents with the umask; ours are for everyone to look into.
+        "umask 022",
+    ]
+    lines += [
+        f"put {number} {file.mode:o} {shlex.quote(file.path)}" for number, file in enumerate(files)
+    ]
+    return "\n".join(lines)

@@ -12,12 +12,13 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import SparkError
-from spark_deploy.managed import ManagedFile, tree
+from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.digest import digest_of
 
 FILES = CHECKOUT / "files"
@@ -173,3 +174,19 @@ def _merge(wheels: Path, path: Path) -> None:
                 for info in source.infolist():
                     out.writestr(info, source.read(info))
     new.replace(path)
+
+
+def tree(source: Path, target: str, *, executable: Iterable[str] = ()) -> tuple[ManagedFile, ...]:
+    """List the files below ``source`` as they shall stand below ``target``, sorted by path.
+
+    Bytecode is left out; ``executable`` names relative paths that get mode 0755.
+    """
+    runnable = set(executable)
+    found = []
+    for path in sorted(source.rglob("*")):
+        relative = path.relative_to(source).as_posix()
+        if path.is_dir() or "__pycache__" in path.parts or path.suffix == ".pyc":
+            continue
+        mode = 0o755 if relative in runnable else 0o644
+        found.append(ManagedFile(f"{target}/{relative}", path.read_bytes(), mode))
+    return tuple(found)

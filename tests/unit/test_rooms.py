@@ -102,10 +102,9 @@ _GROUND = {
 }
 RANK = {room: rank for rank, (room, _) in enumerate(ROOMS)}
 # Reading the world is for the rooms that are made for it.
-PURE = ("spark_deploy/planning", "spark_deploy/settings/engine_options.py",
-        "files/contract/spark_contract/patterns.py",
-        "spark_deploy/catalog/tensor_sets.py")  # fmt: skip
-IMPURE = {"os", "time", "datetime", "socket", "subprocess", "random", "urllib", "pathlib", "io"}
+IMPURE = {"os", "time", "datetime", "socket", "subprocess", "random", "urllib", "pathlib", "io",
+          "shutil", "glob", "tempfile", "yaml", "runpy", "importlib"}  # fmt: skip
+READING = {"open", "read_text", "read_bytes", "read_mapping", "load_schema", "glob", "iterdir"}
 # Where packages start that are not at the top of the checkout.
 ROOTS = ("files/contract/", "files/host/", "files/checkpoint/", "files/image/", "")
 OURS = {
@@ -224,8 +223,47 @@ def _ours(imported: str) -> str | None:
     return file_of(imported) if imported.split(".")[0] in OURS else None
 
 
-def test_plans_are_pure() -> None:
-    none([f"{name} imports {found}" for name, found, top in imported(*PURE) if top in IMPURE])
+def reached_from(start: str) -> list[str]:
+    """Return the modules below a folder and all of ours that importing them brings in."""
+    reached: set[str] = set()
+    coming = {name for name in MODULES if name.startswith(start)}
+    while coming:
+        reached |= coming
+        found = {_ours(imported) for name in coming for imported in imports(name)}
+        coming = {name for name in found if name} - reached
+    return sorted(reached)
+
+
+def test_a_plan_reads_nothing_and_imports_nothing_of_ours_that_does() -> None:
+    """Catalog, lock and payload are loaded before: same request, same plan."""
+    reached = reached_from("spark_deploy/planning/")
+    reading = [
+        f"{name} line {node.lineno} reads"
+        for name in reached
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) in READING
+    ]
+    none([f"{name} imports {it}" for name, it, top in imported(*reached) if top in IMPURE])
+    none(reading)
+
+
+@pytest.mark.parametrize(
+    "room", ["catalog", "cli", "inventory", "lockfile", "planning", "settings"]
+)
+def test_no_module_keeps_what_one_run_found_out(room: str) -> None:
+    """What a run knows travels in values, in pyinfra's data of a host or with the command."""
+    kept = []
+    for name in (name for name in MODULES if name.startswith(f"spark_deploy/{room}/")):
+        for node in tree_of(name).body:
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            if value and ast.unparse(value) in {"{}", "[]", "set()", "dict()", "list()"}:
+                kept.append(f"{name} line {node.lineno} will be filled")
+        for node in ast.walk(tree_of(name)):
+            words = [ast.unparse(one) for one in getattr(node, "decorator_list", ())]
+            kept += [f"{name} remembers {word}" for word in words if "cache" in word]
+            kept += [f"{name} has a global"] if isinstance(node, ast.Global) else []
+    none(kept)
 
 
 def test_a_role_imports_no_other_role_and_knows_no_lab() -> None:

@@ -10,7 +10,8 @@ from pyinfra.context import host
 
 from spark_deploy.facts.machine.packages import Base, BaseState
 from spark_deploy.facts.memo import read
-from spark_deploy.managed import ManagedFile, archive, differing, unpack_script
+from spark_deploy.managed import ManagedFile, differing
+from spark_deploy.operations.files import archive, unpack_script
 from spark_deploy.operations.host_errors import Commands, host_errors
 from spark_deploy.operations.machine import apt
 from spark_deploy.operations.running import say

@@ -14,7 +14,8 @@ from pyinfra.context import state as current_state
 from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.docker import DAEMON_JSON, Docker, DockerState
 from spark_deploy.facts.memo import read
-from spark_deploy.managed import ManagedFile, archive, unpack_script
+from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.files import archive, unpack_script
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.machine import apt, daemon_json, docker_engine, gpu_access
 from spark_deploy.operations.running import say, tell

@@ -26,7 +26,7 @@ from spark_deploy.operations.host_errors import host_errors, refuse
 from spark_deploy.payload.certificates import given_pair, issue, why_not
 from spark_deploy.planning.serving.gateway import gateway_file
 from spark_deploy.planning.types import GatewayPlan, Paths
-from spark_deploy.settings.secrets import read_secret
+from spark_deploy.settings.read_secret import read_secret
 
 _USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 

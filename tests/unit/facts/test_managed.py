@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.facts.files import FileStates
-from spark_deploy.managed import FileState, ManagedFile, archive, differing, tree, unpack_script
+from spark_deploy.managed import FileState, ManagedFile, differing
+from spark_deploy.operations.files import archive, unpack_script
+from spark_deploy.payload.content import tree
 
 
 def states_of(paths: list[Path]) -> dict[str, FileState]:

@@ -1,7 +1,8 @@
 import pytest
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.settings.secrets import SecretRef, read_secret
+from spark_deploy.settings.read_secret import read_secret
+from spark_deploy.settings.secrets import SecretRef
 
 
 def test_a_secret_comes_from_the_environment_a_file_or_a_command(tmp_path, monkeypatch):

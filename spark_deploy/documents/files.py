@@ -1,13 +1,19 @@
-"""Read one YAML mapping and say where it is wrong; duplicate keys are mistakes, not overrides."""
+"""Read YAML mappings, saying where they are wrong, and our schemas.
+
+Duplicate keys are mistakes, not overrides.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import Problem
 
 
@@ -46,3 +52,11 @@ def read_mapping(path: Path, *, shown: str) -> tuple[dict[str, Any], list[Proble
         what = f"holds a {type(data).__name__}, not keys and values"
         return {}, [Problem(shown, what, "write one `key: value` a line")]
     return {str(key): value for key, value in data.items()}, []
+
+
+@functools.cache
+def load_schema(name: str, *, checkout: Path = CHECKOUT) -> dict[str, Any]:
+    """Return ``schema/<name>.schema.json`` as plain data."""
+    text = (checkout / "schema" / f"{name}.schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema
