@@ -158,6 +158,9 @@ def _profile(name: str) -> Iterator[str]:
             yield f"| {cell(figure.what)} | {cell(figure.value)} | {cell(figure.source)} |"
     else:
         yield from ("", "Nobody has published a figure of it.")
+    if not shown.proven:
+        yield from ("", "Nothing is proven of it yet.")
+        return
     yield from ("", "| proven by this project, on one H200 | result |", "|---|---|")
     for row in shown.proven:
         yield f"| {cell(row.what)} | [{row.result}](../../benchmarks/results/gpu/{row.result}) |"

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from spark_contract.exposure import Expose
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.checkout import CHECKOUT, catalog_names
 from spark_deploy.errors import SettingsError
 from spark_deploy.settings.load import load_hosts, merge, undot
 
@@ -112,7 +112,7 @@ WRONG = {
     ),
     "unknown profile": (
         "profile: v3",
-        "'v3' is not a profile (known: agent, base, online-fp8, v2, v2-native, v2-tq)",
+        f"'v3' is not a profile (known: {', '.join(catalog_names('profiles'))})",
         "v2",
     ),
     "unknown model": ("model: qwen3.5-122", "is not a model", "did you mean qwen3.5-122b?"),

@@ -31,11 +31,12 @@ def refused(tensors, donor="Org/Donor"):
 
 
 @pytest.mark.parametrize("name", catalog_names("models"))
-def test_every_model_says_who_counted_its_names_and_where_its_shapes_are_from(name):
+def test_a_model_says_who_counted_its_names_if_anybody_and_where_its_shapes_are_from(name):
     data = yaml.safe_load((CHECKOUT / f"catalog/models/{name}.yml").read_text("utf-8"))
     if "based_on" in data:
         return
-    assert len(data["tensors"]["counts"]["source"]) > 10
+    counts = data["tensors"].get("counts")
+    assert counts is None or len(counts["source"]) > 10
     assert all(len(shape["source"]) > 10 for shape in data["tensors"]["donor_shapes"])
 
 

@@ -57,6 +57,15 @@ def test_drafts_add_a_layer_to_the_cache_and_states_to_each_request():
     assert (without.state_blocks, with_drafts.state_blocks) == (3, 9)
 
 
+def test_a_model_without_gated_delta_nets_keeps_no_states_and_pages_of_the_usual_size():
+    every = dataclasses.replace(LARGE.architecture, full_attention_every=1, linear_attention=None)
+    shape = cache_shape(every, profile_with("v2"))
+    assert (shape.block_tokens, shape.attention_groups, shape.state_blocks) == (16, 1, 0)
+    assert shape.request_blocks(1600) == 100
+    assert list(every.broken()) == []
+    assert list(dataclasses.replace(every, full_attention_every=4).broken())
+
+
 def test_prefix_caching_keeps_a_second_state_of_each_request():
     model = LARGE.architecture
     assert cache_shape(model, profile_with("agent")).state_blocks == 6
