@@ -24,22 +24,26 @@ def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
     """Return all of ``catalog/``; a file with mistakes stops only who names it."""
     models: dict[str, Model] = {}
     profiles: dict[tuple[str, str], Profile] = {}
-    broken: dict[str, tuple[Problem, ...]] = {}
+    broken: dict[tuple[str, ...], tuple[Problem, ...]] = {}
     for name in catalog_names("models", checkout=checkout):
         try:
             models[name] = _model(name, checkout)
         except CatalogError as error:
-            broken[f"catalog/models/{name}.yml"] = error.problems
+            broken[f"models/{name}",] = error.problems
     schema = load_schema("profile", checkout=checkout)
     for name in catalog_names("profiles", checkout=checkout):
         shown = f"catalog/profiles/{name}.yml"
         try:
             data = _read(shown, checkout)
             plain = _profile(name, data, schema, shown)
-            for model in models.values():
-                profiles[name, model.name] = _as_wanted(model, plain, data, schema)
         except CatalogError as error:
-            broken[shown] = error.problems
+            broken[f"profiles/{name}",] = error.problems
+            continue
+        for model in models.values():
+            try:
+                profiles[name, model.name] = _as_wanted(model, plain, data, schema)
+            except CatalogError as error:
+                broken[name, model.name] = error.problems
     return Catalog(models, profiles, _rails(checkout).rails, broken)
 
 

@@ -18,27 +18,30 @@ class Catalog:
     models: Mapping[str, Model]
     profiles: Mapping[tuple[str, str], Profile]  # (profile, model): as this model wants it
     rails: tuple[GuardRail, ...]
-    # Files that cannot be used: they stop who names them, nobody else.
-    broken: Mapping[str, tuple[Problem, ...]] = field(default_factory=dict)
+    # What cannot be used stops who names it, nobody else: by file, or by profile and model.
+    broken: Mapping[tuple[str, ...], tuple[Problem, ...]] = field(default_factory=dict)
 
     def model(self, name: str) -> Model:
         """Return a model by name, or raise ``CatalogError``."""
         if name not in self.models:
-            self._refuse("models", name, tuple(self.models))
+            self._refuse("models", name, tuple(self.models), (f"models/{name}",))
         return self.models[name]
 
     def profile(self, name: str, model: str) -> Profile:
         """Return a profile as one model wants it, or raise ``CatalogError``."""
-        if (name, model) not in self.profiles:
-            self._refuse("profiles", name, self.profile_names)
-        return self.profiles[name, model]
+        wanted = (name, self.model(model).name)
+        if wanted not in self.profiles:
+            self._refuse("profiles", name, self.profile_names, (f"profiles/{name}",), wanted)
+        return self.profiles[wanted]
 
     @property
     def profile_names(self) -> tuple[str, ...]:
         """Names of the profiles that some model can be served with, sorted."""
         return tuple(sorted({profile for profile, _ in self.profiles}))
 
-    def _refuse(self, kind: str, name: str, known: tuple[str, ...]) -> None:
-        shown = f"catalog/{kind}/{name}.yml"
-        unknown = Problem(shown, "does not exist", f"known here: {', '.join(known)}")
-        raise CatalogError(list(self.broken.get(shown, (unknown,))))
+    def _refuse(
+        self, kind: str, name: str, known: tuple[str, ...], *reasons: tuple[str, ...]
+    ) -> None:
+        said = [problem for reason in reasons for problem in self.broken.get(reason, ())]
+        fix = f"known here: {', '.join(known)}"
+        raise CatalogError(said or [Problem(f"catalog/{kind}/{name}.yml", "does not exist", fix)])

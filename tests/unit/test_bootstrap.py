@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from paramiko import ECDSAKey, Ed25519Key
 from paramiko.hostkeys import HostKeyEntry, HostKeys
@@ -239,3 +240,16 @@ def test_no_other_deploy_makes_a_first_contact() -> None:
     assert not inventory._is_bootstrap({"operations": ("deploy.py",)})
     assert not inventory._is_bootstrap({"operations": ("debug-inventory", "deploys/bootstrap.py")})
     assert not inventory._is_bootstrap({})
+
+
+def test_groups_of_one_command_share_the_password_and_the_next_command_asks_anew() -> None:
+    def asked() -> bootstrap.Asked:
+        return inventory._of_this_run("password", bootstrap.Asked)
+
+    with click.Context(click.Command("pyinfra")):
+        first, second = asked(), asked()
+    with click.Context(click.Command("pyinfra")):
+        later = asked()
+    assert first is second
+    assert later is not first
+    assert asked() is not asked(), "without a command nobody keeps it"
