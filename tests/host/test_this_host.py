@@ -33,7 +33,8 @@ class Inside:
         """Run pyinfra as root in the guest, on itself."""
         self.take(self.site.root / "group_vars")
         words = [
-            "env", f"PYTHONPATH={CHECKOUT}", "PATH=/opt/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "env", f"PYTHONPATH={CHECKOUT}:{CHECKOUT}/files/contract",
+            "PATH=/opt/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             sys.executable, "-m", "pyinfra", str(self.site.root / "inventory/lab.py"),
             str(CHECKOUT / "deploy.py"), "-y", "--json",
         ]  # fmt: skip
@@ -70,7 +71,8 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
         text.replace(listed, 'hosts=["@local"]').partition("    host_data=")[0] + ")\n"
     )
     made = Inside(site, guest)
-    pythons = {Path(sys.prefix), Path(sys.base_prefix)} - {Path("/usr")}
+    # Resolved: the environment of a worktree may be a link to another's.
+    pythons = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()} - {Path("/usr")}
     # A guest reaches the lab alone; a Spark that deploys itself asks the index for these wheels.
     shown = guest.run("python3 -c 'import sys; print(*sys.version_info[:2], sep=\".\")'; uname -m")
     wheels = site_archive("files/checkpoint/requirements.txt", *shown.splitlines())
