@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "files/checkpoint"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / home) for home in ("files/contract", "files/checkpoint", "benchmarks")]
 
 from checkpoint_fetch import bench_fetch  # noqa: E402
 from checkpoint_memory import bench_memory  # noqa: E402

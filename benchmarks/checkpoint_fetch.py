@@ -23,6 +23,7 @@ from checkpoint_run import ROOT, forget, run_builder
 
 COMMIT = "c" * 40
 NAME = "bench/repository"
+_HOMES = [str(ROOT / "files" / home) for home in ("contract", "checkpoint")]
 SERVE = (
     "import sys; from pathlib import Path; from lab.hub.server import serve;"
     "serve(Path(sys.argv[1]), Path(sys.argv[2]), '127.0.0.1', int(sys.argv[3]), int(sys.argv[4]))"
@@ -128,7 +129,7 @@ def _hf_environment(work: Path, url: str) -> dict[str, str]:
 
 
 def _builder_command(order: Path) -> list[str]:
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'files/checkpoint')!r});"
+    code = f"import sys; sys.path[:0] = {_HOMES!r};"
     code += "from spark_checkpoint.cli import main; sys.exit(main(sys.argv[1:]))"
     return [sys.executable, "-c", code, "fetch", str(order)]
 

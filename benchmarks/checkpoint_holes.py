@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 
-import spark_checkpoint.build
-import spark_checkpoint.write
+import spark_checkpoint.build.build
+import spark_checkpoint.build.write
 from spark_checkpoint.storage import COPY_BYTES
 
 _ZEROS = bytes(COPY_BYTES)
-_write_all = spark_checkpoint.write.write_all
+_write_all = spark_checkpoint.build.write.write_all
 
 
 def _write_or_skip(fd: int, data: bytes | memoryview) -> None:
@@ -28,5 +28,5 @@ def _room_for_holes(directory: object, needed_bytes: int, what: str) -> None:
 
 
 # Replaced where they are used: a build has no switch for this, and needs none.
-spark_checkpoint.write.write_all = _write_or_skip
-spark_checkpoint.build.refuse_without_room = _room_for_holes
+spark_checkpoint.build.write.write_all = _write_or_skip
+spark_checkpoint.build.build.refuse_without_room = _room_for_holes

@@ -36,7 +36,8 @@ def run_builder(*arguments: str, cores: int | None = None, holes: bool = False) 
         cores: How many cores it believes to have: its workers follow from that.
         holes: Leave zeros out of what it writes, so that a result of any size fits.
     """
-    path = os.pathsep.join([str(ROOT / "files/checkpoint"), str(ROOT / "benchmarks")])
+    homes = ("files/contract", "files/checkpoint", "benchmarks")
+    path = os.pathsep.join(str(ROOT / home) for home in homes)
     environment = {**os.environ, "PYTHONPATH": path}
     if cores is not None:
         environment["SPARK_BENCH_CORES"] = str(cores)

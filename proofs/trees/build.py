@@ -25,7 +25,7 @@ import numpy as np
 from lab.model import original, repository, vocabulary
 from lab.model.shape import Shape
 
-BUILDER = Path(__file__).resolve().parents[2] / "files" / "checkpoint"
+FILES = Path(__file__).resolve().parents[2] / "files"
 WIDE = Shape(
     hidden=512,
     vocabulary=4096,
@@ -108,7 +108,7 @@ def build(content: dict[str, Any], work: Path) -> None:
         [sys.executable, "-m", "spark_checkpoint", "build", str(path)],
         check=True,
         stdout=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(BUILDER)},
+        env={**os.environ, "PYTHONPATH": f"{FILES / 'contract'}:{FILES / 'checkpoint'}"},
     )
 
 

@@ -46,7 +46,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/checkpoint/spark_checkpoint/receipt.py", ""),
         ("files/checkpoint/spark_checkpoint/format", "numpy"),
         ("files/checkpoint/spark_checkpoint/verify", ""),
-        ("files/checkpoint/spark_checkpoint/sources", ""),
+        ("files/checkpoint/spark_checkpoint/sources", "urllib3"),
         ("files/checkpoint/spark_checkpoint/build", "numpy"),
         ("files/checkpoint/spark_checkpoint/inspect", ""),
         ("files/checkpoint/spark_checkpoint/cli.py", ""),

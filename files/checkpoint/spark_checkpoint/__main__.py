@@ -2,7 +2,10 @@
 
 import sys
 
-from spark_checkpoint.cli import main
-
 if __name__ == "__main__":
+    try:
+        from spark_checkpoint.cli import main
+    except ModuleNotFoundError as error:
+        fix = "put the packages of requirements.txt on PYTHONPATH (a deploy has them in `site`)"
+        sys.exit(f"error: {error.name}: not found; fix: {fix}")
     sys.exit(main())

@@ -301,7 +301,8 @@ def piece_lines(data, piece_bytes):
 
 
 def tool_environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT / "files/checkpoint")}
+    homes = (str(ROOT / "files" / home) for home in ("contract", "checkpoint"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(homes)}
 
 
 @cache

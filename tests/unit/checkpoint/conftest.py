@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "files/checkpoint"))
+sys.path[:0] = [str(ROOT / "files/contract"), str(ROOT / "files/checkpoint")]
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest  # noqa: E402

@@ -165,6 +165,22 @@ def test_the_token_is_for_the_hub_and_not_for_mirrors_before_it(order, hub, tmp_
     assert {h.get("Authorization") for _, h, _ in hub.requests} == {"Bearer hf_secret"}
 
 
+@pytest.mark.parametrize("bypassed", [False, True])
+def test_a_proxy_is_asked_unless_the_environment_names_the_host_as_none_of_its_own(
+    order, hub, source, tmp_path, bypassed
+):
+    (tmp_path / "empty").mkdir()
+    with Hub(tmp_path / "empty" if bypassed else hub.root) as proxy:
+        urls = [f"{hub.url}/{REPOSITORY}" if bypassed else f"http://hub.invalid/{REPOSITORY}"]
+        environment = {**tool_environment(), "http_proxy": proxy.url}
+        environment["no_proxy"] = "127.0.0.1" if bypassed else ""
+        command = [sys.executable, "-m", "spark_checkpoint", "fetch", str(order(urls=urls))]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert bool(proxy.requests) is not bypassed
+    assert contents(tmp_path / "out") == contents(source)
+
+
 def test_small_files_known_by_their_git_hash_are_proven_too(order, source, tmp_path):
     def git(data):
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

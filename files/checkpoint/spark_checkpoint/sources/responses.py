@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import re
-from email.message import Message
+
+from urllib3 import BaseHTTPResponse
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-_RETRY_LIMIT_S = 120.0
 
 
 class RangeIgnored(TransferFailed):
@@ -18,7 +17,7 @@ class RangeIgnored(TransferFailed):
 
 def body_bytes(
     url: str,
-    response: http.client.HTTPResponse,
+    response: BaseHTTPResponse,
     begin: int,
     end: int,
     total_bytes: int | None,
@@ -41,14 +40,15 @@ def body_bytes(
         expected = last + 1 - first
     else:
         expected = end - begin
-    if response.length is not None and response.length != expected:
+    announced = response.length_remaining
+    if announced not in (None, expected):
         if whole:
-            raise GateRefused(url, f"is {response.length} bytes long, not {expected}", fix)
-        raise TransferFailed(url, f"announces {response.length} bytes for {expected}", fix)
+            raise GateRefused(url, f"is {announced} bytes long, not {expected}", fix)
+        raise TransferFailed(url, f"announces {announced} bytes for {expected}", fix)
     return expected
 
 
-def content_range(url: str, response: http.client.HTTPResponse) -> tuple[int, int, int]:
+def content_range(url: str, response: BaseHTTPResponse) -> tuple[int, int, int]:
     """Return first byte, last byte and file size an answer with a part states."""
     if response.status != 206:
         raise RangeIgnored(
@@ -60,9 +60,3 @@ def content_range(url: str, response: http.client.HTTPResponse) -> tuple[int, in
             url, "sends a part without a readable Content-Range", "use another source"
         )
     return int(match[1]), int(match[2]), int(match[3])
-
-
-def retry_after_s(headers: Message) -> float:
-    """Return the pause a server asks for, within reason; 0 when it asks for none."""
-    text = headers.get("Retry-After", "").strip()
-    return min(float(text), _RETRY_LIMIT_S) if text.isdigit() else 0.0

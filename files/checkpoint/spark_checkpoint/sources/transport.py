@@ -3,30 +3,41 @@
 Hub files are redirected to a content host with a signed, expiring address. The token goes to
 the hub's origin only; an address that stopped working is asked for again; a range that was not
 honoured exactly is refused, because its bytes would be written in the wrong place.
+
+Connections, TLS and proxies are urllib3's. Redirects are followed here: what the hub says of a
+file stands in the answer that redirects, and the signed address serves many ranges.
 """
 
 from __future__ import annotations
 
-import http.client
 import re
+import ssl
 import threading
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from email.message import Message
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urljoin
+
+from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
+from urllib3.connection import port_by_scheme
+from urllib3.exceptions import HTTPError
+from urllib3.util import parse_url
 
 from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
 from spark_checkpoint.plan import Wire
-from spark_checkpoint.sources.connections import Connections, origin_of
 from spark_checkpoint.sources.pacing import Again, Attempt, RateLimit, cancelled
-from spark_checkpoint.sources.responses import body_bytes, content_range, retry_after_s
+from spark_checkpoint.sources.responses import body_bytes, content_range
 
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _EXPIRED = frozenset({400, 401, 403, 404, 410})
+_FAILURES = (Again, HTTPError, OSError)
 _COMMIT = re.compile(r"/resolve/([0-9a-f]{40})(?:/|$)")
 _REDIRECT_LIMIT = 10
+_PAUSES = Retry(retry_after_max=120)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +53,11 @@ class Transport:
 
     def __init__(self, wire: Wire, trusted_urls: tuple[str, ...]):
         self._wire = wire
-        self._connections = Connections(wire.timeout_s)
+        self._pools = _pools(wire)
         self._limit = RateLimit(wire.rate_limit_bytes_per_s)
         self._token = _read_token(wire.token_file)
         try:
-            self._trusted = frozenset(origin_of(url) for url in trusted_urls)
+            self._trusted = frozenset(_origin_of(url) for url in trusted_urls)
         except ValueError as error:
             raise InputRefused("sources", str(error), "correct the address") from error
         self._lock = threading.Lock()
@@ -54,7 +65,6 @@ class Transport:
         self._promises: dict[str, Promise] = {}
         self._cancelled = threading.Event()
         self.received_bytes = 0
-        self.requests = 0
 
     def cancel(self) -> None:
         """Let every read of every thread end soon; what was received stays."""
@@ -66,49 +76,39 @@ class Transport:
 
     def read(self, url: str, begin: int, end: int, total_bytes: int | None = None) -> bytes:
         """Return the bytes of a small range; fewer when the file ends before ``end``."""
-        return b"".join(bytes(piece) for piece in self.stream(url, begin, end, total_bytes))
+        return b"".join(self.stream(url, begin, end, total_bytes))
 
     def read_start(self, url: str, count_bytes: int) -> tuple[int, bytes]:
         """Return a file's size and its first bytes, from one request."""
-        for attempt in self._attempts(url):
-            try:
-                response = self._open(url, (0, count_bytes))
-                with response:
-                    total = content_range(url, response)[2]
-                    wanted = min(count_bytes, total)
-                    body_bytes(url, response, 0, count_bytes, total, whole=False)
-                    body = response.read(wanted)
-                self._count(len(body))
-                if len(body) == wanted:
-                    return total, body
-                raise Again("the answer ended early")
-            except (Again, OSError, http.client.HTTPException) as error:
-                self._connections.drop(self._locations.get(url, url))
-                attempt.failed(error)
-        raise TransferFailed(url, "gave no answer", "try again later")
+
+        def once() -> tuple[int, bytes]:
+            with self._open(url, (0, count_bytes)) as response:
+                total = content_range(url, response)[2]
+                length = body_bytes(url, response, 0, count_bytes, total, whole=False)
+                return total, b"".join(self._body(url, response, length))
+
+        return self._until_answered(url, once)
 
     def read_whole(self, url: str, limit_bytes: int) -> bytes:
         """Return a small file of unknown size."""
-        for attempt in self._attempts(url):
-            try:
-                response = self._open(url, None)
-                with response:
-                    body = response.read(limit_bytes + 1)
-                    if response.length:
-                        raise Again("the answer ended early")
-                self._count(len(body))
-                if len(body) > limit_bytes:
-                    raise GateRefused(url, f"is above {limit_bytes} bytes", "check the repository")
-                return body
-            except (Again, OSError, http.client.HTTPException) as error:
-                self._connections.drop(self._locations.get(url, url))
-                attempt.failed(error)
-        raise TransferFailed(url, "gave no answer", "try again later")
+
+        def once() -> bytes:
+            with self._open(url, None) as response:
+                body = response.read(limit_bytes + 1, decode_content=False)
+                left = response.length_remaining
+            self._count(len(body))
+            if len(body) > limit_bytes:
+                raise GateRefused(url, f"is above {limit_bytes} bytes", "check the repository")
+            if left:
+                raise Again(f"the connection ended {left} bytes early")
+            return body
+
+        return self._until_answered(url, once)
 
     def stream(
         self, url: str, begin: int, end: int, total_bytes: int | None = None
-    ) -> Iterator[memoryview]:
-        """Yield the bytes ``[begin, end)`` of a file in order; a view is valid until the next.
+    ) -> Iterator[bytes]:
+        """Yield the bytes ``[begin, end)`` of a file in order.
 
         Goes on where it stopped after an interruption. ``total_bytes`` is the size the file
         must have. A plain 200 is accepted only for a whole file.
@@ -118,124 +118,152 @@ class Transport:
             TransferFailed: no progress in as many tries as the order allows.
         """
         position = begin
-        attempts = self._attempts(url)
-        for attempt in attempts:
-            if position >= end:
-                return
+        attempt = Attempt(url, self._wire, self._cancelled)
+        while position < end:
             try:
                 for piece in self._read_range(url, position, end, total_bytes):
                     position += len(piece)
                     attempt.progressed()
                     yield piece
                 return
-            except (Again, OSError, http.client.HTTPException) as error:
-                self._connections.drop(self._locations.get(url, url))
+            except _FAILURES as error:
+                attempt.failed(error)
+
+    def _until_answered(self, url: str, once: Callable[[], T]) -> T:
+        attempt = Attempt(url, self._wire, self._cancelled)
+        while True:
+            try:
+                return once()
+            except _FAILURES as error:
                 attempt.failed(error)
 
     def _read_range(
         self, url: str, begin: int, end: int, total_bytes: int | None
-    ) -> Iterator[memoryview]:
+    ) -> Iterator[bytes]:
         whole = begin == 0 and total_bytes is not None and end == total_bytes
-        response = self._open(url, None if whole else (begin, end))
-        with response:
+        with self._open(url, None if whole else (begin, end)) as response:
             length = body_bytes(url, response, begin, end, total_bytes, whole=whole)
-            buffer = memoryview(bytearray(min(self._limit.piece_bytes, max(length, 1))))
-            left = length
-            while left:
-                count = response.readinto(buffer[: min(left, len(buffer))])
-                if not count:
-                    raise Again(f"the connection ended {left} bytes early")
-                self._limit.take(count)
-                self._count(count)
-                left -= count
-                yield buffer[:count]
-                if self._cancelled.is_set():
-                    raise cancelled(url)
-            if response.read(1):
-                raise TransferFailed(url, "sent more bytes than asked for", "use another source")
+            yield from self._body(url, response, length)
 
-    def _open(self, url: str, byte_range: tuple[int, int] | None) -> http.client.HTTPResponse:
+    def _body(self, url: str, response: BaseHTTPResponse, length: int) -> Iterator[bytes]:
+        left = length
+        for piece in response.stream(self._limit.piece_bytes, decode_content=False):
+            self._limit.take(len(piece))
+            self._count(len(piece))
+            left -= len(piece)
+            if left < 0:
+                raise TransferFailed(url, "sent more bytes than asked for", "use another source")
+            yield piece
+            if self._cancelled.is_set():
+                raise cancelled(url)
+        if left:
+            raise Again(f"the connection ended {left} bytes early")
+
+    def _open(self, url: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
         """Send one request, following redirects, and return an answer with status 200 or 206."""
         with self._lock:
-            location = self._locations.get(url)
-        address = location or url
+            address = self._locations.get(url, url)
         for _ in range(_REDIRECT_LIMIT):
-            response = self._connections.request(address, self._headers(address, byte_range))
-            with self._lock:
-                self.requests += 1
+            response = self._ask(address, byte_range)
             if address == url:
                 self._note_promise(url, response.headers)
-            if response.status not in _REDIRECTS:
+            target = response.get_redirect_location()
+            if not target:
                 break
-            address = self._redirected(address, response)
+            response.drain_conn()
+            address = _redirected(address, target)
         else:
             raise TransferFailed(url, "redirects in a circle", "check the address")
         if response.status in (200, 206):
             with self._lock:
                 self._locations[url] = address
             return response
-        self._refuse_status(url, address, response)
-        raise Again(f"HTTP {response.status}")
+        response.close()
+        raise self._refused(url, address, response)
 
-    def _headers(self, address: str, byte_range: tuple[int, int] | None) -> dict[str, str]:
+    def _ask(self, address: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
         headers = {"Accept-Encoding": "identity", "User-Agent": "spark-checkpoint"}
         if byte_range is not None:
             headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
-        if self._token and origin_of(address) in self._trusted:
+        scheme, host, port = _origin_of(address)
+        if self._token and (scheme, host, port) in self._trusted:
             headers["Authorization"] = f"Bearer {self._token}"
-        return headers
+        bypassed = urllib.request.proxy_bypass(host)
+        pool = self._pools[""] if bypassed else self._pools.get(scheme, self._pools[""])
+        # How much arrived is counted here, so that an early end is told in bytes.
+        return pool.request(
+            "GET", address, headers=headers, redirect=False, retries=False,
+            preload_content=False, enforce_content_length=False,
+        )  # fmt: skip
 
-    def _redirected(self, address: str, response: http.client.HTTPResponse) -> str:
-        target = urljoin(address, response.headers.get("Location", ""))
-        response.read()
-        try:
-            secure = origin_of(target).scheme == "https"
-        except ValueError as error:
-            raise TransferFailed(address, f"redirects to {error}", "check the address") from error
-        if address.startswith("https:") and not secure:
-            raise TransferFailed(address, "redirects from https to http", "use another source")
-        return target
-
-    def _note_promise(self, url: str, headers: Message) -> None:
+    def _note_promise(self, url: str, headers: Mapping[str, str]) -> None:
         commit, asked = headers.get("X-Repo-Commit"), _COMMIT.search(url)
         if commit and asked and commit != asked[1]:
             raise GateRefused(
                 url, f"the hub answers with commit {commit}", "lock the repository again"
             )
         size = headers.get("X-Linked-Size", "")
-        tag = (headers.get("X-Linked-ETag") or "").removeprefix("W/").strip('"')
+        tag = headers.get("X-Linked-ETag", "").removeprefix("W/").strip('"')
         promise = Promise(int(size) if size.isdigit() else None, tag or None)
         with self._lock:
             self._promises[url] = promise
 
-    def _refuse_status(self, url: str, address: str, response: http.client.HTTPResponse) -> None:
-        """Raise unless the request is worth repeating."""
+    def _refused(self, url: str, address: str, response: BaseHTTPResponse) -> Exception:
+        """Return ``Again`` for what is worth repeating, else the error."""
         status = response.status
-        self._connections.drop(address)
         if status in _TRY_AGAIN:
-            raise Again(f"HTTP {status}", retry_after_s(response.headers))
+            return Again(f"HTTP {status}", _PAUSES.get_retry_after(response) or 0.0)
         with self._lock:
             self._locations.pop(url, None)
         # Another host speaks of its signed link, which the hub replaces; the hub itself of us.
-        if status in _EXPIRED and origin_of(address) != origin_of(url):
-            raise Again(f"HTTP {status} from {origin_of(address).host}: the signed link expired")
+        if status in _EXPIRED and _origin_of(address) != _origin_of(url):
+            return Again(f"HTTP {status} from {_origin_of(address)[1]}: the signed link expired")
         fixes = {
             401: "give a token",
             403: "give a token that may read it",
             404: "check the repository's name and its revision or commit",
         }
-        raise TransferFailed(
-            url, f"the server answers {status}", fixes.get(status, "use another source")
-        )
+        fix = fixes.get(status, "use another source")
+        return TransferFailed(url, f"the server answers {status}", fix)
 
     def _count(self, count_bytes: int) -> None:
         with self._lock:
             self.received_bytes += count_bytes
 
-    def _attempts(self, url: str) -> Iterator[Attempt]:
-        attempt = Attempt(url, self._wire, self._cancelled)
-        while True:
-            yield attempt
+
+def _origin_of(url: str) -> tuple[str, str, int]:
+    """Return scheme, host and port, what a token belongs to; ``ValueError`` if not http(s)."""
+    parts = parse_url(url)
+    if parts.scheme not in port_by_scheme or not parts.host:
+        raise ValueError(f"{url!r} is no http(s) address")
+    return parts.scheme, parts.host, parts.port or port_by_scheme[parts.scheme]
+
+
+def _pools(wire: Wire) -> dict[str, PoolManager]:
+    """Return the connections by scheme where the environment names a proxy; "" goes directly."""
+    tls = ssl.create_default_context()
+    proxies = {
+        scheme: proxy if "://" in proxy else f"http://{proxy}"
+        for scheme, proxy in urllib.request.getproxies().items()
+        if scheme in port_by_scheme
+    }
+    pools = {
+        scheme: ProxyManager(proxy, maxsize=wire.parallel, timeout=wire.timeout_s, ssl_context=tls)
+        for scheme, proxy in proxies.items()
+    }
+    direct = PoolManager(maxsize=wire.parallel, timeout=wire.timeout_s, ssl_context=tls)
+    return {"": direct, **pools}
+
+
+def _redirected(address: str, location: str) -> str:
+    target = urljoin(address, location)
+    try:
+        scheme = _origin_of(target)[0]
+    except ValueError as error:
+        raise TransferFailed(address, f"redirects to {error}", "check the address") from error
+    if address.startswith("https:") and scheme != "https":
+        raise TransferFailed(address, "redirects from https to http", "use another source")
+    return target
 
 
 def _read_token(path: Path | None) -> str | None:
