@@ -1,0 +1,215 @@
+"""Documents: frozen dataclasses as plain JSON data, with one reader and one writer for all.
+
+A document's keys are the fields of its class. Reading is strict: a key too many, one too few or a
+value of another type is refused with the path of the key (``engine.mounts[0].source: missing``).
+A class says more about itself by two names:
+
+``SCHEMA_VERSION``
+    A ``ClassVar[int]`` that the writer states as ``schema_version`` and the reader demands.
+``upgrade``
+    A static method from the data of an older document, which hosts may hold, to that of today.
+
+Numbers keep the form they have, so what was read is written back byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+_T = TypeVar("_T")
+_VERSION = "schema_version"
+
+
+class DocumentError(ValueError):
+    """Data is not the document it is read as; the text begins with the path of the key."""
+
+
+OPTIONAL: Mapping[str, Any] = {"optional": True}
+"""``field(default=..., metadata=OPTIONAL)``: the key is left out while it has its default."""
+
+
+def key(name: str) -> Mapping[str, Any]:
+    """Return the metadata of a field whose key cannot be a name in Python, such as ``from``."""
+    return {"key": name}
+
+
+def plain(value: Any) -> Any:
+    """Return a document, or a part of one, as plain JSON data: the one writer."""
+    if is_dataclass(value) and not isinstance(value, type):
+        kind = type(value)
+        stated = {_VERSION: version} if (version := _version(kind)) is not None else {}
+        items = ((one, getattr(value, one.name)) for one in fields(kind))
+        return stated | {
+            _key(one): plain(item)
+            for one, item in items
+            if not (_is_optional(one) and item == one.default)
+        }
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(plain(item) for item in value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def text_of(value: Any) -> str:
+    """Return a document as the text of its file: sorted keys, one a line."""
+    return json.dumps(plain(value), indent=1, sort_keys=True) + "\n"
+
+
+def read(kind: type[_T], data: object) -> _T:
+    """Return plain data as a document: the one reader.
+
+    Raises:
+        DocumentError: The data is of another version, or not that document at all.
+    """
+    found: _T = _read(kind, data, "")
+    return found
+
+
+def parse(kind: type[_T], text: str) -> _T:
+    """Return the document in a JSON text; see :func:`read`."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise DocumentError(f"not JSON: {error}") from error
+    return read(kind, data)
+
+
+def _version(kind: type) -> int | None:
+    return getattr(kind, "SCHEMA_VERSION", None)
+
+
+def _key(one: Field[Any]) -> str:
+    return str(one.metadata.get("key", one.name))
+
+
+def _is_optional(one: Field[Any]) -> bool:
+    return bool(one.metadata.get("optional"))
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _read(kind: Any, data: Any, path: str) -> Any:
+    if kind is Any:
+        return data
+    if is_dataclass(kind):
+        return _read_fields(kind, data, path)
+    origin = get_origin(kind)
+    reader = _READERS.get(origin)
+    if reader is not None:
+        return reader(kind, data, path)
+    wanted = (int, float) if kind is float else (kind,)
+    if type(data) not in wanted:  # not isinstance: True is no number
+        raise _wrong(path, f"{kind.__name__} expected, not {_shown(data)}")
+    return data
+
+
+def _read_fields(kind: Any, data: Any, path: str) -> Any:
+    data = dict(_object(data, path))
+    upgrade: Callable[[dict[str, Any]], dict[str, Any]] | None = getattr(kind, "upgrade", None)
+    if upgrade is not None:
+        try:
+            data = upgrade(data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _wrong(path, f"malformed: {type(error).__name__}: {error}") from error
+    version = _version(kind)
+    if version is not None and (stated := data.pop(_VERSION, None)) != version:
+        raise _wrong(_at(path, _VERSION), f"{stated!r}, known: {version}")
+    known = {_key(one): one for one in fields(kind)}
+    for name in data:
+        if name not in known:
+            raise _wrong(_at(path, name), "unknown")
+    values = {}
+    for name, one in known.items():
+        if name in data:
+            values[one.name] = _read(_hints(kind)[one.name], data[name], _at(path, name))
+        elif not _is_optional(one):
+            raise _wrong(_at(path, name), "missing")
+    return kind(**values)
+
+
+def _read_union(kind: Any, data: Any, path: str) -> Any:
+    """Of several documents the one with these keys is meant, of other types the first that fits."""
+    refused = []
+    for one in get_args(kind):
+        try:
+            return None if one is type(None) and data is None else _read(one, data, path)
+        except DocumentError as error:
+            if one is not type(None):
+                refused.append(str(error))
+    raise DocumentError(refused[0] if len(refused) == 1 else " or ".join(refused))
+
+
+def _read_literal(kind: Any, data: Any, path: str) -> Any:
+    if data not in get_args(kind):
+        known = ", ".join(map(str, get_args(kind)))
+        raise _wrong(path, f"{_shown(data)}, known: {known}")
+    return data
+
+
+def _read_tuple(kind: Any, data: Any, path: str) -> Any:
+    items, parts = _list(data, path), get_args(kind)
+    if parts[1:] == (...,):
+        parts = parts[:1] * len(items)
+    if len(parts) != len(items):
+        raise _wrong(path, f"{len(parts)} values expected, not {len(items)}")
+    pairs = enumerate(zip(parts, items, strict=True))
+    return tuple(_read(part, item, f"{path}[{number}]") for number, (part, item) in pairs)
+
+
+def _read_frozenset(kind: Any, data: Any, path: str) -> Any:
+    (part,) = get_args(kind)
+    return frozenset(
+        _read(part, item, f"{path}[{number}]") for number, item in enumerate(_list(data, path))
+    )
+
+
+def _read_mapping(kind: Any, data: Any, path: str) -> Any:
+    item = get_args(kind)[1]
+    return {name: _read(item, one, _at(path, name)) for name, one in _object(data, path).items()}
+
+
+_READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
+    Union: _read_union,
+    types.UnionType: _read_union,
+    Literal: _read_literal,
+    tuple: _read_tuple,
+    frozenset: _read_frozenset,
+    dict: _read_mapping,
+    Mapping: _read_mapping,
+}
+
+
+def _object(data: Any, path: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise _wrong(path, f"an object expected, not {_shown(data)}")
+    return data
+
+
+def _list(data: Any, path: str) -> list[Any]:
+    if not isinstance(data, list):
+        raise _wrong(path, f"a list expected, not {_shown(data)}")
+    return data
+
+
+def _at(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _wrong(path: str, what: str) -> DocumentError:
+    return DocumentError(f"{path}: {what}" if path else what)
+
+
+def _shown(data: object) -> str:
+    text = repr(data)
+    return text if len(text) <= 40 else f"{text[:37]}..."

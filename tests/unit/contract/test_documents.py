@@ -1,0 +1,131 @@
+"""The one reader and the one writer of documents that controller and hosts exchange."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import pytest
+from spark_contract import documents, units
+from spark_contract.documents import OPTIONAL, DocumentError, key
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    receipt: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    absent: str
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    SCHEMA_VERSION: ClassVar[int] = 2
+
+    came: str = field(metadata=key("from"))
+    state: Literal["asked", "done"]
+    argv: tuple[str, ...]
+    size: tuple[int, int]
+    limit_s: float
+    env: dict[str, str]
+    names: frozenset[str]
+    proof: Receipt | Absent
+    more: Any
+    user: str | None
+    unless: Receipt | None = field(default=None, metadata=OPTIONAL)
+    tries: int = 8
+
+    @staticmethod
+    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
+        if data.get("schema_version") == 1:
+            words = data.pop("words")
+            return {**data, "schema_version": 2, "argv": words.split()}
+        return data
+
+
+WORK = Work(came="a", state="done", argv=("x", "y"), size=(1, 2), limit_s=600, env={"k": "v"},
+            names=frozenset("ba"), proof=Absent("/tree"), more={"any": [1]}, user=None)  # fmt: skip
+DATA = {
+    "schema_version": 2, "from": "a", "state": "done", "argv": ["x", "y"], "size": [1, 2],
+    "limit_s": 600, "env": {"k": "v"}, "names": ["a", "b"], "proof": {"absent": "/tree"},
+    "more": {"any": [1]}, "user": None, "tries": 8,
+}  # fmt: skip
+
+
+def test_what_is_written_is_read_back_and_written_again_byte_for_byte() -> None:
+    assert documents.plain(WORK) == DATA
+    text = documents.text_of(WORK)
+    assert text == json.dumps(DATA, indent=1, sort_keys=True) + "\n"
+    assert documents.parse(Work, text) == WORK
+    assert documents.text_of(documents.parse(Work, text)) == text
+
+
+def test_an_optional_key_is_there_only_when_it_says_something() -> None:
+    told = {**DATA, "unless": {"receipt": "/r", "digest": "d"}}
+    work = documents.read(Work, told)
+    assert work.unless == Receipt("/r", "d")
+    assert documents.plain(work) == told
+
+
+def test_a_document_of_an_older_version_is_read_as_one_of_today() -> None:
+    old = {name: value for name, value in DATA.items() if name != "argv"}
+    assert documents.read(Work, {**old, "schema_version": 1, "words": "x y"}) == WORK
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"schema_version": 3}, "schema_version: 3, known: 2"),
+        ({"schema_version": None}, "schema_version: None, known: 2"),
+        ({"colour": 1}, "colour: unknown"),
+        ({"from": 1}, "from: str expected, not 1"),
+        ({"argv": "x y"}, "argv: a list expected, not 'x y'"),
+        ({"argv": ["x", 1]}, "argv[1]: str expected, not 1"),
+        ({"size": [1]}, "size: 2 values expected, not 1"),
+        ({"size": [1, True]}, "size[1]: int expected, not True"),
+        ({"size": [1, 2.0]}, "size[1]: int expected, not 2.0"),
+        ({"limit_s": "600"}, "limit_s: float expected, not '600'"),
+        ({"env": {"k": None}}, "env.k: str expected, not None"),
+        ({"state": "begun"}, "state: 'begun', known: asked, done"),
+        ({"user": 7}, "user: str expected, not 7"),
+        ({"unless": {"receipt": "/r"}}, "unless.digest: missing"),
+        ({"proof": {"absent": "/t", "digest": ""}},
+         "proof.absent: unknown or proof.digest: unknown"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_document_is_refused_with_the_path_of_the_key(
+    change: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(DocumentError) as refused:
+        documents.read(Work, {**DATA, **change})
+    assert str(refused.value) == what
+
+
+@pytest.mark.parametrize("gone", sorted(DATA))
+def test_no_key_may_be_missing_even_where_the_class_has_a_default(gone: str) -> None:
+    rest = {name: value for name, value in DATA.items() if name != gone}
+    with pytest.raises(DocumentError, match=f"^{gone}: "):
+        documents.read(Work, rest)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema_version": 2', "null"])
+def test_a_text_that_is_no_document_is_refused(text: str) -> None:
+    with pytest.raises(DocumentError):
+        documents.parse(Work, text)
+
+
+def test_an_upgrade_that_meets_nonsense_refuses_it_as_any_reader_would() -> None:
+    with pytest.raises(DocumentError, match="malformed: KeyError: 'words'"):
+        documents.read(Work, {"schema_version": 1})
+
+
+def test_a_unit_is_named_by_its_template_and_tells_its_instance() -> None:
+    unit = units.SERVE.of("main-0123456789ab")
+    assert unit == "spark-serve@main-0123456789ab.service"
+    assert units.SERVE.instance(unit) == "main-0123456789ab"
+    assert units.PREPARE.of("main") == "spark-prepare@main.target"
+    assert units.drop_in_dir(unit) == f"/etc/systemd/system/{unit}.d"
