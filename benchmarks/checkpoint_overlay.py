@@ -128,14 +128,14 @@ def _padded(base: Path, document: dict[str, Any]) -> dict[str, Any]:
 
 def _planning_seconds(base: Path, document: dict[str, Any]) -> float:
     """Read and check every header and index, and compare the exact sets, on one core."""
-    from spark_checkpoint.format.patterns import expand_all
     from spark_checkpoint.format.tree import read_tree
+    from spark_contract.patterns import expand_all
 
     everywhere = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(everywhere)})
     began = time.process_time()
     found = set(read_tree(base).owner)
-    expected = expand_all(document["base_tensors"], "") | expand_all(document["mtp_tensors"], "")
+    expected = expand_all(document["base_tensors"]) | expand_all(document["mtp_tensors"])
     seconds = time.process_time() - began
     os.sched_setaffinity(0, everywhere)
     if found != expected:

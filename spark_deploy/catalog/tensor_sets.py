@@ -79,7 +79,7 @@ class Tensors:
             try:
                 count(pattern)
             except PatternError as error:
-                yield Broken((key,), str(error), "correct the pattern")
+                yield Broken((key,), f"{error.where}: {error.what}", error.fix)
 
     def _miscounted(self) -> Iterator[Broken]:
         if self.counts is None:
@@ -98,7 +98,7 @@ class Tensors:
             try:
                 described = expand_all([shape.modules for shape in self.donor_shapes])
             except PatternError as error:
-                yield Broken(where, str(error), "describe each module once")
+                yield Broken(where, f"{error.where} {error.what}", "describe each module once")
                 return
             odd = sorted(described ^ expand_all(self.swap))
             if odd:

@@ -16,6 +16,7 @@ from typing import Any
 
 from spark_deploy.payload.content import LAUNCHER
 from tests.labkit import CHECKOUT, Guest, info, lab
+from tests.receipts import source_receipt
 
 GATEWAY = {
     "schema_version": 1,
@@ -293,7 +294,7 @@ def install(guest: Guest) -> Bench:
         f"cp {TOOLS}/current/units/spark-sysusers.conf /etc/sysusers.d/spark.conf && "
         "systemd-sysusers /etc/sysusers.d/spark.conf && systemctl daemon-reload && "
         f"docker pull -q {image} && mkdir -p /srv/spark/models/stub && "
-        f'echo \'{{"digest": "{"d" * 64}"}}\' > /srv/spark/models/stub/receipt.json && '
+        f"echo '{source_receipt('d' * 64)}' > /srv/spark/models/stub/receipt.json && "
         # No GPU is asked for here: what a deploy proves for its containers is written by hand.
         "mkdir -p /var/lib/spark/receipts && "
         "echo '{\"docker_arguments\": []}' > /var/lib/spark/receipts/gpu-container.json",

@@ -41,11 +41,19 @@ def test_where_bytes_come_from_does_not_rename_the_work_but_what_they_are_does()
     assert fetch_job(replace(SOURCE, files=other), PATHS).digest != job.digest
 
 
+BUILDER = {
+    "swap": [], "block_shape": [128, 128], "base_tensors": ["a"], "donor_unmatched": [],
+    "donor_shapes": [], "mtp_tensors": [], "shared_experts": "fp8-donor", "head": "keep",
+    "layout": "overlay", "extra": {},
+}  # fmt: skip
+
+
 def test_how_long_a_hub_is_asked_is_the_users_word_for_fetches_and_builds() -> None:
     patient = replace(SOURCE, tries=3, retry_pause_s=0.5)
+    commit = "c" * 40
     tree = CheckpointPlan(
-        name="tree", dir="/m/tree", base=patient, donor_repo="o/d", donor_commit="c" * 40,
-        donor_url="http://hub/o/d/resolve/c", builder={"layout": "overlay"}, recipe_version=1,
+        name="tree", dir="/m/tree", base=patient, donor_repo="o/d", donor_commit=commit,
+        donor_url=f"http://hub/o/d/resolve/{commit}", builder=BUILDER, recipe_version=1,
         output_bytes=1, donor_bytes=1, keep_base=True, digest="f" * 64,
     )  # fmt: skip
     fetched = fetch_job(patient, PATHS)

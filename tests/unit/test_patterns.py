@@ -1,5 +1,8 @@
 import pytest
-from spark_contract.patterns import PatternError, count, expand, expand_all
+from hypothesis import given
+from hypothesis import strategies as st
+from spark_checkpoint.format.groups import groups
+from spark_contract.patterns import PatternError, count, expand, expand_all, uses_up
 
 from spark_deploy.catalog.load import read_catalog
 
@@ -59,7 +62,19 @@ def test_braces_expand_in_their_own_order(pattern, names):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["a{", "a}", "{a,{b,c}}", "{a}", "{a,a}", "{2..1}", "{0..4..0}", "{}"]
+    "pattern",
+    [
+        "a{",
+        "a}",
+        "{a,{b,c}}",
+        "{a}",
+        "{a,a}",
+        "{2..1}",
+        "{0..4..0}",
+        "{}",
+        "{0..9999999}",
+        "{0..1999}{0..1999}",
+    ],
 )
 def test_a_malformed_pattern_is_refused(pattern):
     with pytest.raises(PatternError):
@@ -69,3 +84,26 @@ def test_a_malformed_pattern_is_refused(pattern):
 def test_two_patterns_with_a_common_name_are_refused():
     with pytest.raises(PatternError, match="a second time"):
         expand_all(["a.{0..3}", "a.3"])
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 9))
+def test_ranges_agree_with_counting(first, more, step):
+    names = list(expand(f"l{{{first}..{first + more}..{step}}}"))
+    assert names == [f"l{n}" for n in range(first, first + more + 1, step)]
+
+
+@pytest.mark.parametrize(
+    ("names", "patterns", "right"),
+    [
+        ({"a0", "a1", "b"}, ["a{0..1}", "b"], True),
+        ({"a0", "a1", "b"}, ["a{0..1}"], False),
+        ({"a0"}, ["a{0..1}"], False),
+        ({"a0", "a1"}, ["a{0..1}", "a1"], False),
+    ],
+)
+def test_names_are_used_up_only_by_patterns_that_give_each_once(names, patterns, right):
+    assert uses_up(names, patterns) is right
+
+
+def test_groups_count_numbers_as_one():
+    assert groups([f"a.{n}.b" for n in range(300)] + ["c"]) == "300 x a.{N}.b, 1 x c"

@@ -7,5 +7,6 @@ if __name__ == "__main__":
         from spark_checkpoint.cli import main
     except ModuleNotFoundError as error:
         fix = "put the packages of requirements.txt on PYTHONPATH (a deploy has them in `site`)"
-        sys.exit(f"error: {error.name}: not found; fix: {fix}")
+        print(f"error: {error.name}: not found; fix: {fix}", file=sys.stderr)
+        sys.exit(2)
     sys.exit(main())

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from spark_contract.errors import HostToolError
+from spark_contract.orders import Wire
+
 from spark_checkpoint import RECIPE_VERSION, TOOL_VERSION
 from spark_checkpoint.build.build import build
-from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, BuilderError, InputRefused
+from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, InputRefused
 from spark_checkpoint.inspect.discard import discard
 from spark_checkpoint.inspect.inspection import dump, hold_against, open_subject, report, text_of
-from spark_checkpoint.plan import Wire, load_build_plan, load_fetch_plan
+from spark_checkpoint.plan import load_build_plan, load_fetch_plan
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.storage import room_left
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
         with Progress(quiet=arguments.command == "inspect") as progress:
             return _run(arguments, progress)
-    except BuilderError as error:
+    except HostToolError as error:
         return _fail(str(error), error.exit_code)
     except OSError as error:
         return _fail(_told(error), EXIT_TRANSFER)
@@ -124,6 +127,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
     one.add_argument("--plan", type=Path, help="PLAN.json to hold the names against")
     one.add_argument("--endpoint", help="hub address (default: HF_ENDPOINT, then the public hub)")
-    one.add_argument("--token-file", type=Path, help="file holding a hub token")
+    one.add_argument("--token-file", help="file holding a hub token")
     one.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -1,4 +1,4 @@
-"""The filesystem rules: durable writes, one rename, one builder at a time, room beforehand."""
+"""The filesystem rules of a tree: one rename, one builder at a time, room beforehand."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from spark_contract.files import sync_directory, write_pieces
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 
@@ -45,60 +47,19 @@ def stamp_path(path: Path) -> Stamp:
     return Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-@contextmanager
-def named(fd: int) -> Iterator[None]:
-    """Say which file it was when a call on a descriptor fails; the kernel does not."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = os.readlink(f"/proc/self/fd/{fd}")
-        raise
-
-
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write every byte; a single ``write`` may take fewer."""
-    view = memoryview(data)
-    with named(fd):
-        while view:
-            view = view[os.write(fd, view) :]
-
-
-def sync(fd: int) -> None:
-    """Make the bytes of a file, or the entries of a directory, survive a power cut."""
-    with named(fd):
-        os.fsync(fd)
-
-
-def sync_dir(path: Path) -> None:
-    """Make the directory's entries survive a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        sync(fd)
-    finally:
-        os.close(fd)
-
-
-def sync_tree(path: Path) -> None:
-    """Make the entries of a directory and all below it survive a power cut."""
-    for directory, _, _ in os.walk(path):
-        sync_dir(Path(directory))
-
-
 def write_json(path: Path, document: Mapping[str, Any]) -> str:
-    """Write JSON as people and diffs like it, fsync it and return its sha256.
+    """Write JSON as people and diffs like it, durably, and return its sha256.
 
     Piece by piece: an encoder that indents makes millions of small strings of a large index.
     """
     hasher = hashlib.sha256()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
+
+    def pieces() -> Iterator[bytes]:
         for data in _json_pieces(document):
             hasher.update(data)
-            write_all(fd, data)
-        sync(fd)
-    finally:
-        os.close(fd)
+            yield data
+
+    write_pieces(path, pieces())
     return hasher.hexdigest()
 
 
@@ -170,7 +131,8 @@ def sole_use(directory: Path) -> Iterator[None]:
 
 def publish(partial: Path, out: Path) -> None:
     """Make a finished directory appear under its name in one step."""
-    sync_tree(partial)
+    for directory, _, _ in os.walk(partial):
+        sync_directory(Path(directory))
     try:
         os.rename(partial, out)
     except OSError as error:
@@ -179,7 +141,7 @@ def publish(partial: Path, out: Path) -> None:
         raise TransferFailed(
             str(out), f"cannot take its name ({error.strerror})", "move what is there away"
         ) from error
-    sync_dir(out.parent)
+    sync_directory(out.parent)
 
 
 def clear(directory: Path, keep: frozenset[str] = frozenset()) -> None:

@@ -4,36 +4,67 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Replace ``path`` by a text, atomically and durably."""
+    write_pieces(path, [text.encode()], mode)
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None:
     """Replace ``path`` atomically and durably; its directory is created when missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    left = text.encode()
     try:
         os.fchmod(descriptor, mode)
-        while left:  # a disk that is nearly full takes a part, without an error
-            left = left[os.write(descriptor, left) :]
-        os.fsync(descriptor)
+        for piece in pieces:
+            write_all(descriptor, piece)
+        sync(descriptor)
     except OSError as error:
         aside.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
-    os.replace(aside, path)
+    os.rename(aside, path)
     sync_directory(path.parent)
+
+
+@contextmanager
+def named(descriptor: int) -> Iterator[None]:
+    """Say which file it was when a call on a descriptor fails; the kernel does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.readlink(f"/proc/self/fd/{descriptor}")
+        raise
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write every byte; a disk that is nearly full takes a part, without an error."""
+    left = memoryview(data)
+    with named(descriptor):
+        while left:
+            left = left[os.write(descriptor, left) :]
+
+
+def sync(descriptor: int) -> None:
+    """Make the bytes of a file, or the entries of a directory, survive a power cut."""
+    with named(descriptor):
+        os.fsync(descriptor)
 
 
 def sync_directory(path: Path) -> None:
     """Make renames and removals in ``path`` survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -7,11 +7,14 @@ size, so a size alone says nothing.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+
+from spark_contract import receipts
+from spark_contract.documents import DocumentError
 
 from spark_deploy.facts.sections import Sections
 
@@ -92,8 +95,7 @@ def parse(sections: Sections) -> Stored:
 
 def _listed(home: str, text: str) -> Iterator[tuple[tuple[str, int], str]]:
     """Yield path and size → sha256 of what a receipt lists; a damaged one lists nothing."""
-    try:
-        for file in json.loads(text)["files"]:
-            yield (f"{home}/{file['path']}", file["size_bytes"]), file["sha256"]
-    except (ValueError, KeyError, TypeError):
-        return
+    with suppress(DocumentError):
+        for file in receipts.parse(text).files:
+            if file.sha256 is not None:
+                yield (f"{home}/{file.path}", file.size_bytes), file.sha256

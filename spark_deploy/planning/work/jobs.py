@@ -10,6 +10,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from spark_contract.documents import read, text_of
+from spark_contract.orders import BuildPlan, FetchFile, FetchPlan
+
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.digest import digest_of
 from spark_deploy.planning.types import (
@@ -126,28 +129,25 @@ def fetch_job(source: SourcePlan, paths: Paths, tree: CheckpointPlan | None = No
         f"{root.rstrip('/')}/{source.repo}/resolve/{source.commit}/"
         for root in (*source.mirrors, source.endpoint)
     ]
-    fetch = {
-        "schema_version": 1,
-        "digest": source.digest,
-        "name": source.repo,
-        "commit": source.commit,
-        "out": source.dir,
-        "files": [
-            {
-                "path": file.path,
-                "size_bytes": file.size_bytes,
-                **({"sha256": file.sha256} if file.sha256 else {"git_sha1": file.git_sha1}),
-            }
-            for file in source.files
-        ],
-        "urls": urls,
-        "pieces": tree is not None and tree.builder["layout"] == "full",
-        "look_in": list(source.look_in),
-        "token_file": _token_file(paths, source.token_needed),
-        "parallel": source.parallel,
-        "rate_limit_bytes_per_s": source.rate_limit_bytes_per_s,
+    order = FetchPlan(
+        digest=source.digest,
+        name=source.repo,
+        commit=source.commit,
+        out=source.dir,
+        files=tuple(
+            FetchFile(one.path, one.size_bytes, sha256=one.sha256)
+            if one.sha256
+            else FetchFile(one.path, one.size_bytes, git_sha1=one.git_sha1)
+            for one in source.files
+        ),
+        urls=tuple(urls),
+        pieces=tree is not None and tree.builder["layout"] == "full",
+        look_in=source.look_in,
+        token_file=_token_file(paths, source.token_needed),
+        parallel=source.parallel,
+        rate_limit_bytes_per_s=source.rate_limit_bytes_per_s,
         **_patience(source),
-    }
+    )
     return Job(
         digest=digest,
         kind="fetch",
@@ -157,7 +157,7 @@ def fetch_job(source: SourcePlan, paths: Paths, tree: CheckpointPlan | None = No
         proof={"receipt": f"{source.dir}/receipt.json", "digest": source.digest},
         total_bytes=source.size_bytes,
         after=(),
-        inputs=(ManagedFile(f"{where}/fetch.json", _json(fetch)),),
+        inputs=(ManagedFile(f"{where}/fetch.json", text_of(order).encode()),),
         dir=where,
         unless=unless,
     )
@@ -189,7 +189,7 @@ def checkpoint_job(plan: CheckpointPlan, paths: Paths, fetched: Job) -> Job:
         proof={"receipt": f"{plan.dir}/receipt.json", "digest": plan.digest},
         total_bytes=plan.output_bytes,
         after=(fetched.digest12,),
-        inputs=(ManagedFile(f"{where}/plan.json", _json(document)),),
+        inputs=(ManagedFile(f"{where}/plan.json", text_of(read(BuildPlan, document)).encode()),),
         dir=where,
     )
 

@@ -9,7 +9,7 @@ from builder_shards import Raw
 from builder_trees import DONOR_COMMIT, DONOR_SHAPES, tree_tensors
 from hypothesis import given
 from hypothesis import strategies as st
-from spark_checkpoint.sources.ranges import Wanted, merge
+from spark_checkpoint.sources.ranges import NamedRange, merge
 
 DONOR = f"lab/tiny-fp8/resolve/{DONOR_COMMIT}"
 
@@ -319,7 +319,7 @@ spans = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 300)), max_size=
 
 @given(spans, st.integers(0, 200), st.integers(1, 1000))
 def test_merged_requests_cover_every_piece_once_and_in_order(pieces, gap, limit):
-    wanted = [Wanted(str(n), begin, begin + size) for n, (begin, size) in enumerate(pieces)]
+    wanted = [NamedRange(str(n), begin, begin + size) for n, (begin, size) in enumerate(pieces)]
     requests = merge(wanted, gap, limit)
     assert sorted(p.name for r in requests for p in r.pieces) == sorted(w.name for w in wanted)
     for request in requests:

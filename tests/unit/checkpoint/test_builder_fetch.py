@@ -342,10 +342,10 @@ BAD_ORDERS = {
     "an absolute path": (["files", 0, "path"], "/etc/passwd", "leaves the tree"),
     "the receipt's own name": (["files", 0, "path"], "receipt.json", "is taken"),
     "a file twice": (["files", 0, "path"], "file-1.bin", "is taken"),
-    "no hash": (["files", 0, "sha256"], None, "sha256: is missing"),
-    "a short commit": (["commit"], "abc", "commit: 'abc' does not match"),
-    "an unknown key": (["speed"], 1, "speed: is not a key here"),
-    "a word for yes or no": (["pieces"], "yes", "pieces: must be boolean, not str"),
+    "no hash": (["files", 0, "sha256"], None, "sha256 is missing"),
+    "a short commit": (["commit"], "abc", "commit: 'abc' is not of the form"),
+    "an unknown key": (["speed"], 1, "speed: unknown"),
+    "a word for yes or no": (["pieces"], "yes", "pieces: bool expected, not 'yes'"),
     "no source": (["urls"], [], "names no source"),
 }
 

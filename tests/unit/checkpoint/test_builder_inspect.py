@@ -7,9 +7,9 @@ import pytest
 import yaml
 from builder_trees import BASE_COMMIT, ROOT, run_tool
 from spark_checkpoint.format.header import Header, Tensor
-from spark_checkpoint.format.patterns import expand_all
 from spark_checkpoint.inspect import anatomy
 from spark_checkpoint.inspect.anatomy import examine, recipe_of
+from spark_contract.patterns import expand_all
 
 
 def inspected(*arguments):
@@ -231,7 +231,7 @@ def described(names, model, method, fp8=()):
 
 def base_names(model):
     tensors = CATALOG[model]["tensors"]
-    return expand_all(tensors["base"], "base"), expand_all(tensors["mtp"], "mtp")
+    return expand_all(tensors["base"]), expand_all(tensors["mtp"])
 
 
 @pytest.mark.parametrize("model", CATALOG)
@@ -247,7 +247,7 @@ def test_an_int4_base_is_recognised_and_measured(model):
 
 @pytest.mark.parametrize("model", CATALOG)
 def test_a_donor_with_its_routed_experts_is_recognised(model):
-    swap = expand_all(CATALOG[model]["tensors"]["swap"], "swap")
+    swap = expand_all(CATALOG[model]["tensors"]["swap"])
     routed = {
         name.removesuffix(".qweight")
         for name in base_names(model)[0]
@@ -255,7 +255,7 @@ def test_a_donor_with_its_routed_experts_is_recognised(model):
     }
     weights = {f"{module}.weight" for module in swap | routed}
     scales = {f"{module}.weight_scale_inv" for module in swap | routed}
-    unmatched = expand_all(CATALOG[model]["tensors"]["donor_unmatched"], "donor_unmatched")
+    unmatched = expand_all(CATALOG[model]["tensors"]["donor_unmatched"])
     names = weights | scales | unmatched | {"model.language_model.norm.weight"}
     found, recipe = described(names, model, "fp8", fp8=weights)
     assert recipe == "FP8 donor, quant_method fp8"

@@ -1,13 +1,13 @@
 """What a hub cache or an earlier tree holds is known by hash, never by size alone."""
 
 import hashlib
-import json
 import subprocess
 
 import pytest
 
 from spark_deploy.facts import sections
 from spark_deploy.facts.service import stored
+from tests.receipts import source_receipt
 
 MIB = 1 << 20
 
@@ -29,7 +29,7 @@ def disk(tmp_path):
         {"path": "model-1.safetensors", "size_bytes": MIB, "sha256": sha256["c"]},
         {"path": "gone.safetensors", "size_bytes": MIB, "sha256": "9" * 64},
     ]
-    (tree / "receipt.json").write_text(json.dumps({"files": files}, indent=1))
+    (tree / "receipt.json").write_text(source_receipt(files=files))
     return tmp_path, sha256
 
 

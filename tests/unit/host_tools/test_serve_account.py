@@ -12,6 +12,8 @@ from spark_contract.release import Release
 from spark_host.engine import account, serve
 from stub_host import Host, release_data
 
+from tests.receipts import source_receipt
+
 NOBODY = pwd.getpwnam("nobody")
 
 
@@ -63,7 +65,7 @@ def test_a_tree_the_engine_could_not_read_is_refused_by_name_before_anything_is_
     tree = tmp_path / "tree"
     tree.mkdir(mode=0o755)
     (tree / "model.safetensors").write_bytes(b"x")
-    (tree / "receipt.json").write_text('{"digest": "d"}')
+    (tree / "receipt.json").write_text(source_receipt("d"))
     release = host.release(
         tree={"path": str(tree), "digest": "d"},
         engine={**release_data()["engine"], "user": "nobody"},

@@ -15,6 +15,8 @@ from spark_host.rollout.record import Record, boot_id
 from spark_host.system import docker, systemd
 from stub_host import Host
 
+from tests.receipts import source_receipt
+
 A, B, C = (f"main-{digit * 12}" for digit in "abc")
 
 
@@ -46,7 +48,7 @@ def good(host: Host, *names: str) -> None:
     for name in names:
         tree = host.paths.root / f"tree-{name}"
         tree.mkdir(exist_ok=True)
-        (tree / "receipt.json").write_text(json.dumps({"digest": "d" * 64}))
+        (tree / "receipt.json").write_text(source_receipt("d" * 64))
         release = host.release(name, tree={"path": str(tree), "digest": "d" * 64})
         boot.record_good(release, host.paths)
 

@@ -14,6 +14,8 @@ from spark_host.jobs import jobs
 from spark_host.system import systemd
 from stub_host import Host
 
+from tests.receipts import source_receipt
+
 D12 = "0123456789ab"
 
 
@@ -34,7 +36,7 @@ def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Pat
         "kind": "fetch",
         "title": f"job {digest}",
         "argv": [sys.executable, "-u", "-c", script],
-        "env": {"RECEIPT": str(receipt), "DIGEST": digest.ljust(64, "0")},
+        "env": {"RECEIPT": str(receipt), "CONTENT": source_receipt(digest.ljust(64, "0"))},
         "stdin": None,
         "proof": {"receipt": str(receipt), "digest": digest.ljust(64, "0")},
         "total_bytes": 1000,
@@ -48,8 +50,8 @@ def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Pat
 
 
 RECEIPT = (
-    "import json, os; os.makedirs(os.path.dirname(os.environ['RECEIPT']), exist_ok=True); "
-    "json.dump({'digest': os.environ['DIGEST']}, open(os.environ['RECEIPT'], 'w'))"
+    "import os; os.makedirs(os.path.dirname(os.environ['RECEIPT']), exist_ok=True); "
+    "open(os.environ['RECEIPT'], 'w').write(os.environ['CONTENT'])"
 )
 
 
@@ -77,7 +79,7 @@ def test_a_program_that_says_yes_without_a_proof_has_failed(
 
 def test_a_receipt_of_another_digest_proves_nothing(host: Host, units: dict[str, Any]) -> None:
     receipt = write_job(host, "raise SystemExit(3)")
-    receipt.write_text(json.dumps({"digest": "f" * 64}))
+    receipt.write_text(source_receipt("f" * 64))
     assert jobs.run(D12, host.paths) == 3
     assert poll(host)[0]["state"] == "failed"
 
@@ -173,7 +175,7 @@ def test_work_that_a_finished_tree_makes_needless_is_done(
     tree = host.paths.root / "tree/receipt.json"
     write_job(host, "raise SystemExit(3)", unless={"receipt": str(tree), "digest": "e" * 64})
     tree.parent.mkdir()
-    tree.write_text(json.dumps({"digest": "e" * 64, "files": [{"path": "a", "size_bytes": 3}]}))
+    tree.write_text(source_receipt("e" * 64, [{"path": "a", "size_bytes": 3}]))
     assert jobs.run(D12, host.paths) == 3  # the tree lacks a file: the work is needed
     (tree.parent / "a").write_text("abc")
     assert jobs.run(D12, host.paths) == 0

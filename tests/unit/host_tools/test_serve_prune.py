@@ -19,6 +19,8 @@ from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
 from stub_host import Host
 
+from tests.receipts import checkpoint_receipt, source_receipt
+
 A, B, C, D = (f"main-{digit * 12}" for digit in "abcd")
 BASE = "registry/vllm@sha256:" + "b" * 64
 
@@ -32,24 +34,23 @@ class Machine:
         self.images: dict[str, dict[str, Any]] = {}
         self.removed: list[str] = []
 
-    def folder(self, kind: str, name: str, *, kilobytes: int = 64, receipt: Any = None) -> Path:
+    def folder(self, kind: str, name: str, *, kilobytes: int = 64, receipt: str = "") -> Path:
         path = self.paths.root / "srv" / kind / name
         path.mkdir(parents=True, exist_ok=True)
         (path / "weights").write_bytes(os.urandom(kilobytes * 1024))
-        if receipt is not None:
-            (path / "receipt.json").write_text(json.dumps(receipt))
+        if receipt:
+            (path / "receipt.json").write_text(receipt)
         return path
 
     def tree(self, name: str, base: Path | None = None) -> Path:
-        plan = {"base": {"dir": self.shown(base)}} if base else {}
-        receipt = {"kind": "checkpoint", "digest": "d" * 64, "plan": plan}
+        receipt = checkpoint_receipt(self.shown(base)) if base else checkpoint_receipt()
         path = self.folder("models", name, receipt=receipt)
         if base:
             os.link(base / "weights", path / "base-weights")
         return path
 
     def source(self, name: str) -> Path:
-        return self.folder("sources", name, receipt={"kind": "source", "digest": "e" * 64})
+        return self.folder("sources", name, receipt=source_receipt())
 
     def image(self, tag: str, *layers: str, size: int, label: str | None = "f" * 64) -> None:
         pulled = "@" in tag
@@ -248,7 +249,7 @@ def test_what_we_did_not_make_is_never_touched(machine: Machine) -> None:
     strangers = [
         machine.folder("models", "my-finetune"),
         machine.folder("models", "looks-like-ours-0123456789ab"),
-        machine.folder("models", "other-tool-0123456789ab", receipt={"kind": "invoice"}),
+        machine.folder("models", "other-tool-0123456789ab", receipt='{"kind": "invoice"}'),
         machine.folder("sources", "downloads"),
         machine.folder("cache", "pip"),
     ]

@@ -9,14 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from spark_checkpoint.sources.donor import Span
+from spark_contract.orders import BuildPlan
+from spark_contract.receipts import Receipt, ReceiptFile, SourceReceipt
+
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.pieces import PIECE_BYTES, Piece, Proof, prove_file
-from spark_checkpoint.plan import BuildPlan
-from spark_checkpoint.progress import Progress
-from spark_checkpoint.receipt import Receipt, ReceiptFile, load_receipt
-from spark_checkpoint.storage import COPY_BYTES
+from spark_checkpoint.format.pieces import PIECE_BYTES, Piece, Proof, pieces_of, prove_file
 from spark_checkpoint.format.tree import Tree, files_of
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.receipt import load_receipt
+from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.storage import COPY_BYTES
 
 _FIX = "delete the source directory and fetch it again"
 _HASHES_AT_ONCE = min(4, os.cpu_count() or 1)
@@ -30,14 +32,14 @@ def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
     receipt lacks the pieces that *full* copies by. Without a revision every file is hashed here.
     """
     directory = plan.base_dir
-    if plan.base_revision is None:
+    if plan.base.revision is None:
         return _prove_all(directory, files_of(directory), progress)
     receipt = load_receipt(directory)
-    if receipt is None or receipt.document.get("commit") != plan.base_revision:
-        found = "has no receipt" if receipt is None else f"is {receipt.document.get('commit')}"
+    if not isinstance(receipt, SourceReceipt) or receipt.commit != plan.base.revision:
+        found = f"is {receipt.commit}" if isinstance(receipt, SourceReceipt) else "has no receipt"
         raise GateRefused(
             str(directory),
-            f"{found}, the plan wants the verified tree of commit {plan.base_revision}",
+            f"{found}, the plan wants the verified tree of commit {plan.base.revision}",
             "fetch the base at the locked commit",
         )
     _same_files(directory, receipt)
@@ -104,7 +106,7 @@ def _pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:
     """Return the pieces of a file; None when its receipt has none."""
     if file.pieces is None and file.sha256 is not None and file.size_bytes <= PIECE_BYTES:
         return (Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()
-    return file.pieces
+    return pieces_of(file)
 
 
 def _prove_all(directory: Path, names: list[str], progress: Progress) -> dict[str, Proof]:

@@ -9,23 +9,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spark_contract.orders import BuildPlan, DonorUrl
+from spark_contract.patterns import expand, expand_all, uses_up
+from spark_contract.receipts import ReceiptFile
+
+from spark_checkpoint.build.base_hashes import base_proofs, compare_duplicates
 from spark_checkpoint.build.config import result_config, usable
-from spark_checkpoint.sources.donor import Donor, open_donor
-from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.verify.gates import MTP_PREFIX, SCALE, WEIGHT, donor_as_planned, donor_unmatched, fp8_fits, packable, planned_shapes, same_names, swappable
+from spark_checkpoint.build.disk_room import fp8_bytes, grafted_bytes, int8_bytes, peak_bytes
 from spark_checkpoint.build.grafting import graft_mtp, graftable, model_sizes
-from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.build.layouts import Layout, write_full, write_overlay
-from spark_checkpoint.verify.expected import overlay_name
-from spark_checkpoint.format.patterns import expand, expand_all, uses_up
-from spark_checkpoint.pieces import Proof
-from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, BuildPlan
+from spark_checkpoint.build.replacements import (
+    bake_head,
+    compare_with_donor,
+    scale_of,
+    swap_by_int8,
+    swap_by_own_fp8,
+    swap_from_donor,
+)
+from spark_checkpoint.build.staging import Changes, staging
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.format.header import Tensor
+from spark_checkpoint.format.pieces import Proof
+from spark_checkpoint.format.tree import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    QUANTIZATION_NAME,
+    Tree,
+    read_config,
+    read_tree,
+)
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import checkpoint_receipt, load_receipt, write_receipt
-from spark_checkpoint.build.replacements import bake_head, compare_with_donor, scale_of, swap_by_int8, swap_by_own_fp8, swap_from_donor
-from spark_checkpoint.build.disk_room import fp8_bytes, grafted_bytes, int8_bytes, peak_bytes
-from spark_checkpoint.build.base_hashes import base_proofs, compare_duplicates
-from spark_checkpoint.build.staging import Changes, staging
+from spark_checkpoint.sources.donor import Donor, open_donor
 from spark_checkpoint.storage import (
     clear,
     partial_dir,
@@ -34,7 +49,19 @@ from spark_checkpoint.storage import (
     sole_use,
     write_json,
 )
-from spark_checkpoint.format.tree import Tree, read_config, read_tree
+from spark_checkpoint.verify.expected import overlay_name
+from spark_checkpoint.verify.gates import (
+    MTP_PREFIX,
+    SCALE,
+    WEIGHT,
+    donor_as_planned,
+    donor_unmatched,
+    fp8_fits,
+    packable,
+    planned_shapes,
+    same_names,
+    swappable,
+)
 from spark_checkpoint.verify.verify import verify_tree
 
 HEAD = "lm_head.weight"
@@ -54,9 +81,9 @@ class Sources:
 def build(plan: BuildPlan, progress: Progress) -> bool:
     """Build the plan's tree; return False when it was already there."""
     if _is_built(plan, progress):
-        shutil.rmtree(partial_dir(plan.out), ignore_errors=True)
+        shutil.rmtree(partial_dir(plan.out_dir), ignore_errors=True)
         return False
-    work = partial_dir(plan.out)
+    work = partial_dir(plan.out_dir)
     with sole_use(work):
         # Another builder may have finished while this one waited for the lock.
         if _is_built(plan, progress):
@@ -65,12 +92,12 @@ def build(plan: BuildPlan, progress: Progress) -> bool:
         # Sources are let go of before the result is read again: a large model's names fill memory.
         report = _write_tree(plan, work, tree_dir, progress)
         verify_tree(tree_dir, progress, full=False)
-        publish(tree_dir, plan.out)
+        publish(tree_dir, plan.out_dir)
         clear(work)
         work.rmdir()
     if plan.layout == "full":
         base_bytes = report["rebuild_fetch_bytes"]["base"]
-        note(f"{plan.out}: stands alone; without its base a rebuild fetches {base_bytes} bytes")
+        note(f"{plan.out_dir}: stands alone; without its base a rebuild fetches {base_bytes} bytes")
     return True
 
 
@@ -79,7 +106,7 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
     donor_dir = work / _donor_dir_name(plan)
     clear(work, keep=frozenset({donor_dir.name}))
     sources = open_sources(plan, progress)
-    refuse_without_room(plan.out.parent, needed_bytes(plan, sources), f"building {plan.name}")
+    refuse_without_room(plan.out_dir.parent, needed_bytes(plan, sources), f"building {plan.name}")
     changes = make_changes(plan, sources, work, donor_dir, progress)
     tree_dir.mkdir()
     write = write_overlay if plan.layout == "overlay" else write_full
@@ -125,8 +152,8 @@ def _gate_base_names(plan: BuildPlan, base: Tree, modules: list[str]) -> list[st
         patterns += [module + SCALE for module in modules]
     mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
     if not uses_up({name for name in names if name not in mtp_found}, patterns):
-        same_names(where, "base tensors", names - mtp_found, expand_all(patterns, "base_tensors"))
-    mtp_expected = expand_all(plan.mtp_tensors, "mtp_tensors")
+        same_names(where, "base tensors", names - mtp_found, expand_all(patterns))
+    mtp_expected = expand_all(plan.mtp_tensors)
     if mtp_found - mtp_expected:
         same_names(where, "MTP tensors", mtp_found, mtp_expected)
     absent = [module for module in modules if module + WEIGHT not in base.owner]
@@ -177,7 +204,7 @@ def _open_donor(
         plan.donor_shapes, modules, {m: base.tensor(m + WEIGHT) for m in modules}
     )
     donor = open_donor(plan.donor)
-    where = str(plan.donor.dir or plan.donor.url)
+    where = plan.donor.url if isinstance(plan.donor, DonorUrl) else plan.donor.dir
     needed = [m + s for m in modules for s in (WEIGHT, SCALE)]
     if plan.compares_with_donor:
         have = donor.names.intersection(needed)
@@ -186,7 +213,7 @@ def _open_donor(
         where,
         "donor names without a partner",
         donor_unmatched(donor.names, base.owner, modules),
-        expand_all(plan.donor_unmatched, "donor_unmatched"),
+        expand_all(plan.donor_unmatched),
     )
     same_names(where, "MTP tensors to graft", donor.names.intersection(mtp_missing), mtp_missing)
     if mtp_missing:
@@ -222,7 +249,7 @@ def _donor_bytes(plan: BuildPlan, sources: Sources) -> int:
 
 
 def _donor_dir_name(plan: BuildPlan) -> str:
-    url = (plan.donor.url if plan.donor else None) or ""
+    url = plan.donor.url if isinstance(plan.donor, DonorUrl) else ""
     return f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
@@ -267,14 +294,7 @@ def _finish_tree(plan: BuildPlan, sources: Sources, layout: Layout, tree_dir: Pa
     for name, document in documents.items():
         sha256 = write_json(tree_dir / name, document)
         status = (tree_dir / name).stat()
-        layout.files.append(
-            {
-                "path": name,
-                "size_bytes": status.st_size,
-                "sha256": sha256,
-                "modified_ns": status.st_mtime_ns,
-            }
-        )
+        layout.files.append(ReceiptFile(name, status.st_size, sha256, status.st_mtime_ns))
 
 
 def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout) -> None:
@@ -291,17 +311,17 @@ def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: La
     whole = all(name in found for name in itertools.chain(kept, new))
     if not whole or len(found) != kept_count + len(new):
         expected = (base.keys() - set(changes.added)) | new
-        same_names(str(plan.out), "tensors of the result", found, expected)
+        same_names(str(plan.out_dir), "tensors of the result", found, expected)
     mtp = {name for name in found if name.startswith(MTP_PREFIX)}
-    same_names(str(plan.out), "MTP tensors", mtp, expand_all(plan.mtp_tensors, "mtp_tensors"))
+    same_names(str(plan.out_dir), "MTP tensors", mtp, expand_all(plan.mtp_tensors))
 
 
 def _report(sources: Sources, layout: Layout, donor_bytes: int) -> dict[str, Any]:
     base_bytes = sum((sources.base.directory / path).stat().st_size for path in sources.proofs)
     report: dict[str, Any] = {
         "rebuild_fetch_bytes": {"base": base_bytes, "donor": donor_bytes},
-        "written_bytes": sum(f["size_bytes"] for f in layout.files if "link_of" not in f),
-        "linked_bytes": sum(f["size_bytes"] for f in layout.files if "link_of" in f),
+        "written_bytes": sum(f.size_bytes for f in layout.files if f.link_of is None),
+        "linked_bytes": sum(f.size_bytes for f in layout.files if f.link_of is not None),
     }
     if sources.donor is not None:
         report["donor_received_bytes"] = sources.donor.received_bytes
@@ -311,14 +331,14 @@ def _report(sources: Sources, layout: Layout, donor_bytes: int) -> dict[str, Any
 
 
 def _is_built(plan: BuildPlan, progress: Progress) -> bool:
-    if not plan.out.exists():
+    if not plan.out_dir.exists():
         return False
-    receipt = load_receipt(plan.out)
+    receipt = load_receipt(plan.out_dir)
     if receipt is None or receipt.digest != plan.digest:
         found = "has no receipt" if receipt is None else f"holds plan {receipt.digest[:12]}"
         raise GateRefused(
-            str(plan.out), f"{found}, so it is not ours to replace", "move it away, run again"
+            str(plan.out_dir), f"{found}, so it is not ours to replace", "move it away, run again"
         )
-    verify_tree(plan.out, progress, full=False)
-    note(f"{plan.out}: already holds plan {plan.digest[:12]}")
+    verify_tree(plan.out_dir, progress, full=False)
+    note(f"{plan.out_dir}: already holds plan {plan.digest[:12]}")
     return True

@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spark_checkpoint.sources.donor import Donor, Span
-from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.verify.gates import WEIGHT, fp8_fits
-from spark_checkpoint.format.header import Tensor
-from spark_checkpoint.format.numbers import SIXTEEN_BIT, bf16_bits, dequantise, floats, numpy
 from spark_checkpoint.build.replacements import scale_of
 from spark_checkpoint.build.spotcheck import check_scales
 from spark_checkpoint.build.staging import Changes, NewTensor, Staging, read_span
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.format.header import Tensor
+from spark_checkpoint.format.numbers import SIXTEEN_BIT, bf16_bits, dequantise, floats, numpy
 from spark_checkpoint.format.tree import Tree
+from spark_checkpoint.sources.donor import Donor, Span
+from spark_checkpoint.verify.gates import WEIGHT, fp8_fits
 
 _EMBEDDING = "model.language_model.embed_tokens.weight"
 _FP8 = "F8_E4M3"

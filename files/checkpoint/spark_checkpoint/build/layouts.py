@@ -8,16 +8,24 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from spark_checkpoint.sources.donor import Span
-from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.pieces import Proof
-from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME
-from spark_checkpoint.progress import Progress
+from spark_contract.receipts import ReceiptFile
+
 from spark_checkpoint.build.staging import Changes, NewTensor
-from spark_checkpoint.format.tree import Tree, files_of
-from spark_checkpoint.build.write import Written, aligned, by_alignment, copy_file, rewrite_shard, write_new
+from spark_checkpoint.build.write import (
+    Written,
+    aligned,
+    by_alignment,
+    copy_file,
+    rewrite_shard,
+    write_new,
+)
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.format.pieces import Proof
+from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, Tree, files_of
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.verify.expected import overlay_name
 
 OVERLAY_SHARD = "model-spark-overlay.safetensors"
 GRAFT_SHARD = "model-spark-mtp.safetensors"
@@ -25,14 +33,12 @@ _REWRITTEN = frozenset({CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME})
 _METADATA = {"format": "pt"}
 _COPIES_AT_ONCE = min(4, os.cpu_count() or 1)
 
-from spark_checkpoint.verify.expected import overlay_name
-
 
 @dataclass(slots=True)
 class Layout:
     """A written tree before index, config and receipt: its files and where each name is."""
 
-    files: list[dict[str, Any]] = field(default_factory=list)
+    files: list[ReceiptFile] = field(default_factory=list)
     index: dict[str, str] = field(default_factory=dict)
     total_size_bytes: int = 0
 
@@ -52,13 +58,13 @@ def write_overlay(
         _link(base.directory / name, tree_dir / name)
         status = (tree_dir / name).stat()
         layout.files.append(
-            {
-                "path": name,
-                "size_bytes": status.st_size,
-                "sha256": proofs[name].sha256,
-                "modified_ns": status.st_mtime_ns,
-                "link_of": str(base.directory / name),
-            }
+            ReceiptFile(
+                name,
+                status.st_size,
+                proofs[name].sha256,
+                status.st_mtime_ns,
+                link_of=str(base.directory / name),
+            )
         )
     new: list[NewTensor] = []
     for old, tensors in changes.added.items():
@@ -90,7 +96,7 @@ def write_full(
     layout.total_size_bytes = _total_size_bytes(base, changes)
     progress.phase("write", layout.total_size_bytes)
 
-    def one(name: str) -> dict[str, Any] | None:
+    def one(name: str) -> ReceiptFile | None:
         target = tree_dir / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if name == GRAFT_SHARD:
@@ -162,14 +168,10 @@ def _untouched(base: Tree, shard: str, tensors: list[NewTensor]) -> bool:
     )
 
 
-def _entry(name: str, written: Written, sha256: str | None = None) -> dict[str, Any]:
+def _entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFile:
     """Return a file of the receipt; a rewritten one is named by its pieces alone."""
-    entry: dict[str, Any] = {"path": name, "size_bytes": written.size_bytes}
-    if sha256 is not None:
-        entry["sha256"] = sha256
-    else:
-        entry["pieces"] = [str(piece) for piece in written.pieces]
-    return entry | {"modified_ns": written.modified_ns}
+    pieces = tuple(map(str, written.pieces)) if sha256 is None else None
+    return ReceiptFile(name, written.size_bytes, sha256, written.modified_ns, pieces)
 
 
 def _link(source: Path, target: Path) -> None:

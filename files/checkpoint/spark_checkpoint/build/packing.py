@@ -6,12 +6,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from spark_checkpoint.sources.donor import Span
-from spark_checkpoint.verify.gates import WEIGHT
+from spark_checkpoint.build.staging import NewTensor, Staging, base_span, read_span
 from spark_checkpoint.format.int8 import GROUP, PACK, pack_rows, quantise_rows, zero_points
 from spark_checkpoint.format.numbers import floats, numpy
-from spark_checkpoint.build.staging import NewTensor, Staging, base_span, read_span
 from spark_checkpoint.format.tree import Tree
+from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.verify.gates import WEIGHT
 
 # Weights quantised at once: their float32 copies stay in the processor's cache.
 _CODE_WEIGHTS = 64 << 10

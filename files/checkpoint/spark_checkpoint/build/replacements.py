@@ -11,15 +11,27 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from spark_checkpoint.build.packing import pack_weight
+from spark_checkpoint.build.spotcheck import (
+    Comparison,
+    Error,
+    check_module,
+    check_outliers,
+    check_scales,
+)
+from spark_checkpoint.build.staging import Changes, NewTensor, Staging, base_span, read_span
+from spark_checkpoint.format.header import Tensor
+from spark_checkpoint.format.numbers import (
+    dequantise,
+    floats,
+    from_bf16_bits,
+    numpy,
+    quantise_blocks,
+)
+from spark_checkpoint.format.tree import Tree
+from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.donor import Span
 from spark_checkpoint.verify.gates import SCALE, WEIGHT
-from spark_checkpoint.format.header import Tensor
-from spark_checkpoint.format.numbers import dequantise, floats, from_bf16_bits, numpy, quantise_blocks
-from spark_checkpoint.build.packing import pack_weight
-from spark_checkpoint.progress import Progress
-from spark_checkpoint.build.spotcheck import Comparison, Error, check_module, check_outliers, check_scales
-from spark_checkpoint.build.staging import Changes, NewTensor, Staging, base_span, read_span
-from spark_checkpoint.format.tree import Tree
 
 WORKERS = min(4, os.cpu_count() or 1)
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spark_checkpoint.sources.donor import Span
+from spark_contract.files import named
+
 from spark_checkpoint.errors import TransferFailed
-from spark_checkpoint.storage import named
 from spark_checkpoint.format.tree import Tree
+from spark_checkpoint.sources.donor import Span
 
 
 class NewTensor(NamedTuple):

@@ -14,13 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from spark_checkpoint.sources.donor import Span
+from spark_contract.files import sync, write_all
+
+from spark_checkpoint.build.staging import NewTensor
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.format.header import DTYPE_BITS, emit_header
-from spark_checkpoint.pieces import Piece, PieceHasher, Proof
+from spark_checkpoint.format.pieces import Piece, PieceHasher, Proof
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.build.staging import NewTensor
-from spark_checkpoint.storage import COPY_BYTES, stamp_of, sync, write_all
+from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.storage import COPY_BYTES, stamp_of
 
 
 class Written(NamedTuple):

@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spark_contract.orders import RECEIPT_NAME
+
 from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
 from spark_checkpoint.format.header import Header, Tensor, read_header
 from spark_checkpoint.format.index import weight_map
-from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, RECEIPT_NAME
 
+INDEX_NAME = "model.safetensors.index.json"
+CONFIG_NAME = "config.json"
+# Some exporters repeat config.json's quantization_config in a file of its own.
+QUANTIZATION_NAME = "quantization_config.json"
 _DIGITS = re.compile(r"(\d+)")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from spark_contract.files import sync_directory
+from spark_contract.orders import RECEIPT_NAME
+from spark_contract.receipts import CheckpointReceipt, Receipt
+
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.plan import RECEIPT_NAME
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import Receipt, load_receipt
-from spark_checkpoint.storage import sync_dir
+from spark_checkpoint.receipt import load_receipt
 from spark_checkpoint.verify.verify import verify_tree
 
 
@@ -19,26 +21,26 @@ def discard(base: Path, tree: Path, progress: Progress) -> bool:
         note(f"{base}: was removed before")
         return False
     receipt = verify_tree(tree, progress, full=True)
-    _refuse_unless_it_stands_alone(tree, base, receipt)
+    report = _standing_alone(tree, base, receipt).report
     if load_receipt(base) is None and any(base.iterdir()):
         raise GateRefused(
             str(base), "has no receipt, so it is not ours to remove", "remove it by hand"
         )
     freed, shared = _remove(base)
     left = f"; {shared} bytes stay, other directories link them" if shared else ""
-    report = receipt.document.get("report", {})
     again = sum(report.get("rebuild_fetch_bytes", {}).values())
     note(f"{base}: removed, {freed} bytes freed{left}; a rebuild of {tree} fetches {again} bytes")
     return True
 
 
-def _refuse_unless_it_stands_alone(tree: Path, base: Path, receipt: Receipt) -> None:
-    plan = receipt.document.get("plan", {})
-    if receipt.kind != "checkpoint" or plan.get("layout") != "full":
+def _standing_alone(tree: Path, base: Path, receipt: Receipt) -> CheckpointReceipt:
+    """Return the receipt of a tree that needs ``base`` no more; refuse any other."""
+    if not isinstance(receipt, CheckpointReceipt) or receipt.plan.layout != "full":
         raise GateRefused(str(tree), "is no checkpoint in layout full", "keep its base")
-    made_from = str(plan.get("base", {}).get("dir"))
-    if Path(made_from) != Path(os.path.abspath(base)):
+    made_from = receipt.plan.base_dir
+    if made_from != Path(os.path.abspath(base)):
         raise GateRefused(str(tree), f"was made from {made_from}, not from {base}", "name its base")
+    return receipt
 
 
 def _remove(base: Path) -> tuple[int, int]:
@@ -59,8 +61,8 @@ def _remove(base: Path) -> tuple[int, int]:
         else:
             shared += status.st_size
         if path == receipt:
-            sync_dir(base)
+            sync_directory(base)
         os.unlink(path)
     os.rmdir(base)
-    sync_dir(base.parent)
+    sync_directory(base.parent)
     return freed, shared

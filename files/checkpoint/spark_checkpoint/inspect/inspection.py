@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spark_contract.orders import BuildPlan, Wire
+from spark_contract.patterns import expand_all
+
 from spark_checkpoint.errors import GateRefused, InputRefused
+from spark_checkpoint.format.groups import groups
 from spark_checkpoint.format.header import Header, read_header
 from spark_checkpoint.format.index import weight_map
-from spark_checkpoint.format.patterns import expand_all, groups
-from spark_checkpoint.format.tree import read_index, read_json
+from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, read_index, read_json
 from spark_checkpoint.inspect.anatomy import (
     examine,
     plain_name,
     recipe_of,
     scales_missing,
 )
-from spark_checkpoint.plan import CONFIG_NAME, INDEX_NAME, BuildPlan, Wire
 from spark_checkpoint.sources.donor import UrlFiles
 from spark_checkpoint.verify.expected import base_patterns, exact_result, replacements
 from spark_checkpoint.verify.gates import MTP_PREFIX, same_names
@@ -135,14 +137,14 @@ def text_of(data: Mapping[str, Any]) -> str:
 def hold_against(subject: Subject, plan: BuildPlan) -> str:
     """Say which part of a plan a subject is (base or result); refuse when it is neither."""
     names = _held(subject)
-    new = {name for stand_ins in replacements(plan.document).values() for name in stand_ins}
-    expected = expand_all(base_patterns(plan.document), "base_tensors")
+    new = {name for stand_ins in replacements(plan).values() for name in stand_ins}
+    expected = expand_all(base_patterns(plan))
     overlaid = any(name != plain_name(name) for name in names)
     if overlaid or not (new - expected).isdisjoint(names):
         layout = "overlay" if overlaid else "full"
-        exact_result(subject.place, names, plan.document, layout)
+        exact_result(subject.place, names, plan, layout)
         return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"
-    mtp = expand_all(plan.mtp_tensors, "mtp_tensors")
+    mtp = expand_all(plan.mtp_tensors)
     found_mtp = {name for name in names if name.startswith(MTP_PREFIX)}
     same_names(subject.place, "base tensors", names - found_mtp, expected)
     if found_mtp - mtp:

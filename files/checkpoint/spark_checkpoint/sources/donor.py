@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
+from spark_contract.files import sync, write_all
+from spark_contract.orders import DonorDir, DonorUrl, Wire
+
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.format.header import Header, Tensor, header_json_bytes, parse_header
 from spark_checkpoint.format.index import weight_map
-from spark_checkpoint.format.tree import read_tree
-from spark_checkpoint.plan import INDEX_NAME, DonorPlan, Wire
+from spark_checkpoint.format.tree import INDEX_NAME, read_tree
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.sources.ranges import Request, Wanted, merge
+from spark_checkpoint.sources.ranges import NamedRange, Request, merge
 from spark_checkpoint.sources.transport import Transport
-from spark_checkpoint.storage import sync, write_all
 
 # A header's length stands before it. Guessing it instead would save a request of each shard and
 # read half as much again as headers are large.
@@ -53,11 +54,9 @@ class Donor(Protocol):
         """Have the bytes of the names on this host; ``directory`` may hold them afterwards."""
 
 
-def open_donor(plan: DonorPlan) -> Donor:
+def open_donor(plan: DonorDir | DonorUrl) -> Donor:
     """Return the donor a plan names."""
-    if plan.dir is not None:
-        return DirDonor(plan.dir)
-    return UrlDonor(plan)
+    return UrlDonor(plan) if isinstance(plan, DonorUrl) else DirDonor(Path(plan.dir))
 
 
 def _may_be_asked_for(name: str) -> bool:
@@ -130,9 +129,9 @@ class UrlFiles:
 class UrlDonor:
     """A donor on a hub: index, the headers of the shards needed, then only the ranges needed."""
 
-    def __init__(self, plan: DonorPlan):
-        self._files = UrlFiles(plan.url or "", plan.wire)
-        self._parallel = plan.wire.parallel
+    def __init__(self, plan: DonorUrl):
+        self._files = UrlFiles(plan.url, plan)
+        self._parallel = plan.parallel
         self._index = self._read_index()
         self._headers: dict[str, Header] = {}
         self.names = frozenset(self._index)
@@ -166,12 +165,12 @@ class UrlDonor:
         wanted = list(names)
         self.tensors(wanted)
         directory.mkdir(exist_ok=True)
-        by_shard: dict[str, list[Wanted]] = {}
+        by_shard: dict[str, list[NamedRange]] = {}
         for name in wanted:
             header = self._headers[self._index[name]]
             begin = header.file_offset(name)
             end = begin + header.tensors[name].size_bytes
-            by_shard.setdefault(self._index[name], []).append(Wanted(name, begin, end))
+            by_shard.setdefault(self._index[name], []).append(NamedRange(name, begin, end))
         jobs = [
             (shard, request) for shard in sorted(by_shard) for request in merge(by_shard[shard])
         ]

@@ -16,12 +16,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
+from spark_contract.files import sync, write_all
+from spark_contract.orders import FetchFile, FetchPlan
+from spark_contract.receipts import ReceiptFile
+
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
-from spark_checkpoint.pieces import Proof
-from spark_checkpoint.plan import FetchFile, FetchPlan
+from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import load_receipt, source_receipt, write_receipt
 from spark_checkpoint.sources.lookup import ContentHash, candidates, copy_hashed, hash_into
@@ -35,8 +37,6 @@ from spark_checkpoint.storage import (
     sole_use,
     stamp_of,
     stamp_path,
-    sync,
-    write_all,
 )
 from spark_checkpoint.verify.verify import verify_tree
 
@@ -53,6 +53,10 @@ class _Order:
     proofs: dict[str, Proof] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
 
+    def content(self, file: FetchFile) -> ContentHash:
+        """Return the hashes to make of a file."""
+        return ContentHash(file, with_pieces=self.plan.pieces)
+
     def part(self, file: FetchFile) -> Path:
         """Return where an unfinished file grows; paths of any depth become one name."""
         key = hashlib.sha256(f"{file.path}\0{file.sha256 or file.git_sha1}".encode()).hexdigest()
@@ -62,14 +66,14 @@ class _Order:
 def fetch(plan: FetchPlan, progress: Progress) -> bool:
     """Have the plan's tree on this host; return False when it was already there."""
     if _is_fetched(plan, progress):
-        shutil.rmtree(partial_dir(plan.out), ignore_errors=True)
+        shutil.rmtree(partial_dir(plan.out_dir), ignore_errors=True)
         return False
-    work = partial_dir(plan.out)
+    work = partial_dir(plan.out_dir)
     with sole_use(work):
         if _is_fetched(plan, progress):
             return False
         # The last source is the hub itself: peers and mirrors before it see no token.
-        transport = Transport(plan.wire, plan.urls[-1:])
+        transport = Transport(plan, plan.urls[-1:])
         order = _Order(plan, transport, progress, work / "tree", work / "parts")
         order.tree_dir.mkdir(exist_ok=True)
         order.parts_dir.mkdir(exist_ok=True)
@@ -83,23 +87,23 @@ def fetch(plan: FetchPlan, progress: Progress) -> bool:
         _drop_strangers(order)
         write_receipt(order.tree_dir, source_receipt(plan, _entries(order)))
         verify_tree(order.tree_dir, progress, full=False)
-        publish(order.tree_dir, plan.out)
+        publish(order.tree_dir, plan.out_dir)
         clear(work)
         work.rmdir()
     return True
 
 
 def _is_fetched(plan: FetchPlan, progress: Progress) -> bool:
-    if not plan.out.exists():
+    if not plan.out_dir.exists():
         return False
-    receipt = load_receipt(plan.out)
+    receipt = load_receipt(plan.out_dir)
     if receipt is None or receipt.digest != plan.digest:
         found = "has no receipt" if receipt is None else f"holds tree {receipt.digest[:12]}"
         raise GateRefused(
-            str(plan.out), f"{found}, so it is not ours to replace", "move it away, run again"
+            str(plan.out_dir), f"{found}, so it is not ours to replace", "move it away, run again"
         )
-    verify_tree(plan.out, progress, full=False)
-    note(f"{plan.out}: already holds {plan.name} at {plan.commit[:12]}")
+    verify_tree(plan.out_dir, progress, full=False)
+    note(f"{plan.out_dir}: already holds {plan.name} at {plan.commit[:12]}")
     return True
 
 
@@ -115,7 +119,7 @@ def _missing_files(order: _Order) -> list[FetchFile]:
             # Proven when it took its name; a build that wants its pieces hashes it again.
             order.proofs[file.path] = Proof(file.sha256, ())
         else:
-            order.proofs[file.path] = hash_into(path, ContentHash(file), None).proof()
+            order.proofs[file.path] = hash_into(path, order.content(file), None).proof()
         order.progress.skip(file.size_bytes)
     return missing
 
@@ -138,7 +142,7 @@ def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         before = stamp_path(path)
-        content = hash_into(path, ContentHash(file), order.progress.skip)
+        content = hash_into(path, order.content(file), order.progress.skip)
         if content.mismatch() is not None or stamp_path(path) != before:
             order.progress.skip(-file.size_bytes)
             return False
@@ -150,7 +154,7 @@ def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
         except OSError:
             # Another filesystem, one without hard links, or a file that its owner keeps from the
             # engine's account: copy, and trust only the copy.
-            content = copy_hashed(path, order.part(file), file)
+            content = copy_hashed(path, order.part(file), order.content(file))
             if content.mismatch() is not None:
                 return False
             order.part(file).rename(target)
@@ -169,7 +173,7 @@ def _download_all(order: _Order, missing: list[FetchFile]) -> None:
     )
     # Large files first: the last to finish is then a small one.
     queue = sorted(missing, key=lambda file: (-file.size_bytes, file.path))
-    with ThreadPoolExecutor(order.plan.wire.parallel) as pool:
+    with ThreadPoolExecutor(order.plan.parallel) as pool:
         futures = [pool.submit(_download, order, file) for file in queue]
         try:
             for future in futures:
@@ -227,7 +231,7 @@ def _download_from(order: _Order, file: FetchFile, url: str) -> None:
 
 def _grow(order: _Order, file: FetchFile, url: str, part: Path) -> ContentHash:
     """Hash what is there and append the rest."""
-    content = ContentHash(file)
+    content = order.content(file)
     fd = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if stamp_of(fd).size_bytes > file.size_bytes:
@@ -286,19 +290,16 @@ def _drop_strangers(order: _Order) -> None:
             path.unlink()
 
 
-def _entries(order: _Order) -> list[dict[str, Any]]:
+def _entries(order: _Order) -> list[ReceiptFile]:
     entries = []
     for file in sorted(order.plan.files, key=lambda file: file.path):
         proof = order.proofs[file.path]
-        entry: dict[str, Any] = {
-            "path": file.path,
-            "size_bytes": file.size_bytes,
-            "sha256": proof.sha256,
-            "modified_ns": stamp_path(order.tree_dir / file.path).modified_ns,
-        }
-        if len(proof.pieces) > 1:
-            entry["pieces"] = [str(piece) for piece in proof.pieces]
-        entries.append(entry)
+        stamp = stamp_path(order.tree_dir / file.path)
+        # A file of one piece is proven by its own hash.
+        pieces = tuple(map(str, proof.pieces)) if len(proof.pieces) > 1 else None
+        entries.append(
+            ReceiptFile(file.path, file.size_bytes, proof.sha256, stamp.modified_ns, pieces)
+        )
     return entries
 
 

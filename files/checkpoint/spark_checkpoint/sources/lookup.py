@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from spark_checkpoint.pieces import PieceHasher, Proof
-from spark_checkpoint.plan import FetchFile
+from spark_contract.files import sync, write_all
+from spark_contract.orders import FetchFile
+
+from spark_checkpoint.format.pieces import PieceHasher, Proof
 from spark_checkpoint.progress import note
-from spark_checkpoint.storage import COPY_BYTES, sync, write_all
+from spark_checkpoint.storage import COPY_BYTES
 
 # A folder tree above this is somebody's home, not a model store; looking on would take minutes.
 _ENTRY_LIMIT = 200_000
@@ -30,10 +32,10 @@ class ContentHash:
     With pieces where the order asks for them: a build that copies them is spared a second hash.
     """
 
-    def __init__(self, file: FetchFile):
+    def __init__(self, file: FetchFile, *, with_pieces: bool):
         self._file = file
         self._sha256: _Hasher = hashlib.sha256()
-        self._pieces = PieceHasher() if file.with_pieces else None
+        self._pieces = PieceHasher() if with_pieces else None
         self._git: _Hasher | None = None
         if file.git_sha1 is not None:
             # Git names a blob by a hash of this prefix and the content; no security rests on it.
@@ -105,9 +107,8 @@ def hash_into(
     return content
 
 
-def copy_hashed(path: Path, target: Path, file: FetchFile) -> ContentHash:
+def copy_hashed(path: Path, target: Path, content: ContentHash) -> ContentHash:
     """Copy a file and hash what was copied."""
-    content = ContentHash(file)
     buffer = memoryview(bytearray(COPY_BYTES))
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:

@@ -6,8 +6,9 @@ import random
 import threading
 import time
 
+from spark_contract.orders import Wire
+
 from spark_checkpoint.errors import TransferFailed
-from spark_checkpoint.plan import Wire
 from spark_checkpoint.progress import note
 
 PIECE_BYTES = 1 << 20

@@ -12,7 +12,7 @@ REQUEST_LIMIT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class NamedRange:
     """Bytes ``[begin, end)`` of a file, wanted under a name."""
 
     name: str
@@ -26,11 +26,11 @@ class Request:
 
     begin: int
     end: int
-    pieces: tuple[Wanted, ...]
+    pieces: tuple[NamedRange, ...]
 
 
 def merge(
-    wanted: Iterable[Wanted], gap_bytes: int = GAP_BYTES, limit_bytes: int = REQUEST_LIMIT_BYTES
+    wanted: Iterable[NamedRange], gap_bytes: int = GAP_BYTES, limit_bytes: int = REQUEST_LIMIT_BYTES
 ) -> list[Request]:
     """Return requests covering all wanted ranges; a piece is never split between two."""
     requests: list[Request] = []

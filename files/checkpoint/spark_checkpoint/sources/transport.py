@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urljoin
 
+from spark_contract.orders import Wire
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
 from urllib3.connection import port_by_scheme
 from urllib3.exceptions import HTTPError
 from urllib3.util import parse_url
 
 from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
-from spark_checkpoint.plan import Wire
 from spark_checkpoint.sources.pacing import Again, Attempt, RateLimit, cancelled
 from spark_checkpoint.sources.responses import body_bytes, content_range
 
@@ -266,9 +266,10 @@ def _redirected(address: str, location: str) -> str:
     return target
 
 
-def _read_token(path: Path | None) -> str | None:
-    if path is None:
+def _read_token(file: str | None) -> str | None:
+    if file is None:
         return None
+    path = Path(file)
     try:
         token = path.read_text("utf-8").strip()
     except OSError as error:

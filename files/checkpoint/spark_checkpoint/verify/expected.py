@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
-from spark_checkpoint.format.patterns import expand, expand_all, uses_up
+from spark_contract.orders import BuildPlan
+from spark_contract.patterns import expand, expand_all, uses_up
+
 from spark_checkpoint.verify.gates import SCALE, WEIGHT, same_names
 
 HEAD = "lm_head.weight"
@@ -18,27 +19,27 @@ def overlay_name(name: str) -> str:
     return name + suffix
 
 
-def replacements(plan: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def replacements(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
     """Return for each base name that is replaced the plain names that stand in for it."""
     found: dict[str, tuple[str, ...]] = {}
     suffixes = {"int8-g128": _PACKED, "fp8-donor": (WEIGHT, SCALE), "fp8-self": (WEIGHT, SCALE)}
-    for module in _swapped(plan) if plan["shared_experts"] in suffixes else ():
-        new = suffixes[plan["shared_experts"]]
+    for module in _swapped(plan) if plan.shared_experts in suffixes else ():
+        new = suffixes[plan.shared_experts]
         found[module + WEIGHT] = tuple(module + suffix for suffix in new)
-    if plan["head"] == "int8-g128":
+    if plan.head == "int8-g128":
         found[HEAD] = tuple(HEAD.removesuffix(WEIGHT) + suffix for suffix in _PACKED)
     return found
 
 
-def base_patterns(plan: Mapping[str, Any]) -> list[str]:
+def base_patterns(plan: BuildPlan) -> list[str]:
     """Return patterns of the base's names outside mtp.*; a ready hybrid has scales as well."""
-    patterns = list(plan["base_tensors"])
-    if plan["shared_experts"] == "fp8-base":
+    patterns = list(plan.base_tensors)
+    if plan.shared_experts == "fp8-base":
         patterns += [module + SCALE for module in _swapped(plan)]
     return patterns
 
 
-def exact_result(where: str, found: Collection[str], plan: Mapping[str, Any], layout: str) -> None:
+def exact_result(where: str, found: Collection[str], plan: BuildPlan, layout: str) -> None:
     """Refuse unless ``found`` are exactly the names of the plan's result in ``layout``.
 
     A large model's expected names fill memory: they are only all made for the refusal.
@@ -49,7 +50,7 @@ def exact_result(where: str, found: Collection[str], plan: Mapping[str, Any], la
         for names in replaced.values()
         for name in names
     }
-    patterns = [*base_patterns(plan), *plan["mtp_tensors"]]
+    patterns = [*base_patterns(plan), *plan.mtp_tensors]
     # With what was replaced put back, the base's own patterns must give the rest.
     names = set(found)
     has_all_new = new <= names
@@ -58,9 +59,9 @@ def exact_result(where: str, found: Collection[str], plan: Mapping[str, Any], la
         names.update(replaced)
         if uses_up(names, patterns):
             return
-    expected = (expand_all(patterns, "base_tensors and mtp_tensors") - replaced.keys()) | new
+    expected = (expand_all(patterns) - replaced.keys()) | new
     same_names(where, "tensors of the plan's result", found, expected)
 
 
-def _swapped(plan: Mapping[str, Any]) -> list[str]:
-    return [module for pattern in plan["swap"] for module in expand(pattern)]
+def _swapped(plan: BuildPlan) -> list[str]:
+    return [module for pattern in plan.swap for module in expand(pattern)]

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
+from spark_contract.orders import DonorShape
+from spark_contract.patterns import expand
+
 from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.format.groups import groups
 from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.format.numbers import SIXTEEN_BIT
-from spark_checkpoint.format.patterns import expand, groups
-from spark_checkpoint.plan import DonorShape
 
 MTP_PREFIX = "mtp."
 WEIGHT = ".weight"

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+
+from spark_contract.errors import HostToolError
+from spark_contract.orders import RECEIPT_NAME, BuildPlan
+from spark_contract.receipts import CheckpointReceipt, Receipt, ReceiptFile, SourceReceipt
 
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
 from spark_checkpoint.format.header import read_header
+from spark_checkpoint.format.pieces import first_difference, pieces_of
 from spark_checkpoint.format.tree import files_of, no_garbage_collection, read_index
-from spark_checkpoint.pieces import first_difference
-from spark_checkpoint.plan import RECEIPT_NAME
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.receipt import Receipt, ReceiptFile, load_receipt
+from spark_checkpoint.receipt import load_receipt
 from spark_checkpoint.storage import hash_file
 from spark_checkpoint.verify.expected import exact_result
 
@@ -21,7 +23,9 @@ _FIX = "move the directory away and run the deploy again"
 _HASHES_AT_ONCE = 4
 
 
-def verify_tree(directory: Path, progress: Progress, *, full: bool) -> Receipt:
+def verify_tree(
+    directory: Path, progress: Progress, *, full: bool
+) -> SourceReceipt | CheckpointReceipt:
     """Check a tree and return its receipt.
 
     Quick: the file set, sizes, a checkpoint's headers and index, and the hash of files whose
@@ -36,7 +40,7 @@ def verify_tree(directory: Path, progress: Progress, *, full: bool) -> Receipt:
         )
     _check_files(directory, receipt)
     # A source's receipt vouches for bytes, whatever they are; a checkpoint's for a model.
-    if receipt.kind == "checkpoint":
+    if isinstance(receipt, CheckpointReceipt):
         with no_garbage_collection():
             _check_headers(directory, receipt)
     to_hash = [file for file in receipt.files if full or _touched(directory, file)]
@@ -49,9 +53,8 @@ def read_receipt_line(directory: Path) -> str:
     receipt = load_receipt(directory)
     if receipt is None:
         return "none"
-    document = receipt.document
-    of = document.get("name") or document.get("plan", {}).get("name", "")
-    return f"{receipt.kind} {of} digest {receipt.digest[:12]} of {document.get('written_at')}"
+    of = receipt.name if isinstance(receipt, SourceReceipt) else receipt.plan.name
+    return f"{receipt.kind} {of} digest {receipt.digest[:12]} of {receipt.written_at}"
 
 
 def _check_files(directory: Path, receipt: Receipt) -> None:
@@ -72,7 +75,7 @@ def _check_files(directory: Path, receipt: Receipt) -> None:
         )
 
 
-def _check_headers(directory: Path, receipt: Receipt) -> None:
+def _check_headers(directory: Path, receipt: CheckpointReceipt) -> None:
     """Read every header, one at a time, and hold the index against them."""
     try:
         index = read_index(directory)
@@ -95,24 +98,21 @@ def _check_headers(directory: Path, receipt: Receipt) -> None:
     if listed:
         missing = ", ".join(sorted(listed)[:3])
         raise TreeDiffers(str(directory), f"the index names files no receipt has: {missing}", _FIX)
-    if len(index) != receipt.document.get("tensors"):
+    if len(index) != receipt.tensors:
         raise TreeDiffers(
             str(directory),
-            f"the index lists {len(index)} tensors, the receipt {receipt.document.get('tensors')}",
+            f"the index lists {len(index)} tensors, the receipt {receipt.tensors}",
             _FIX,
         )
-    _check_names(directory, index, receipt.document.get("plan"))
+    _check_names(directory, index, receipt.plan)
 
 
-def _check_names(directory: Path, index: Mapping[str, str], plan: Any) -> None:
+def _check_names(directory: Path, index: Mapping[str, str], plan: BuildPlan) -> None:
     """Hold the names against those the receipt's plan gives: as many may still be others."""
     try:
-        exact_result(str(directory), index, plan, plan["layout"])
-    except (GateRefused, InputRefused) as error:
+        exact_result(str(directory), index, plan, plan.layout)
+    except HostToolError as error:
         raise TreeDiffers(error.where, error.what, _FIX) from error
-    except (KeyError, TypeError, AttributeError) as error:
-        problem = f"quotes no plan that says its tensors ({error!r})"
-        raise TreeDiffers(str(directory / RECEIPT_NAME), problem, _FIX) from error
 
 
 def _touched(directory: Path, file: ReceiptFile) -> bool:
@@ -131,8 +131,8 @@ def _check_hashes(directory: Path, files: list[ReceiptFile], progress: Progress)
             if found != file.sha256:
                 problem = f"has sha256 {found}, the receipt says {file.sha256}"
                 raise TreeDiffers(str(path), problem, _FIX)
-        elif file.pieces is not None:
-            begin = first_difference(path, file.pieces, progress.add)
+        elif (pieces := pieces_of(file)) is not None:
+            begin = first_difference(path, pieces, progress.add)
             if begin is not None:
                 problem = f"has other bytes than the receipt says in the piece from byte {begin}"
                 raise TreeDiffers(str(path), problem, _FIX)

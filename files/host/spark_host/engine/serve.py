@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from spark_contract import files
+from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release, load, socket_path
@@ -201,8 +201,8 @@ def _image_problem(release: Release) -> HostToolError | None:
 
 
 def _tree_problem(release: Release) -> HostToolError | None:
-    receipt = files.read_json(Path(release.tree_path) / "receipt.json")
-    found = None if receipt is None else receipt.get("digest")
+    receipt = receipts.found(Path(release.tree_path))
+    found = None if receipt is None else receipt.digest
     if found != release.tree_digest:
         return HostToolError(
             f"tree {release.tree_path}",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from spark_contract import files
+from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import releases_of_tree
@@ -88,19 +88,9 @@ def proven(job: Job, paths: Paths) -> bool:
 
 
 def _receipt_holds(proof: dict[str, str]) -> bool:
-    path = Path(proof["receipt"])
-    receipt = files.read_json(path)
-    if receipt is None or receipt.get("digest") != proof["digest"]:
-        return False
-    return _whole(path.parent, receipt.get("files") or [])
-
-
-def _whole(tree: Path, listed: list[dict[str, Any]]) -> bool:
-    """Return whether every file of a receipt is there with its size (somebody may tidy up)."""
-    try:
-        return all((tree / file["path"]).stat().st_size == file["size_bytes"] for file in listed)
-    except OSError:
-        return False
+    tree = Path(proof["receipt"]).parent
+    receipt = receipts.found(tree)
+    return receipt is not None and receipt.digest == proof["digest"] and receipt.is_whole(tree)
 
 
 def run(digest12: str, paths: Paths) -> int:

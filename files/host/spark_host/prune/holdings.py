@@ -8,10 +8,9 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from spark_contract import files
+from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 
@@ -33,7 +32,6 @@ class Folder:
     kind: str  # "tree" | "source" | "cache"
     path: Path
     of: Path
-    receipt: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +67,17 @@ def folders(kind: str, parent: Path, made: Iterable[Path]) -> tuple[list[Folder]
         of = path
         if unfinished:
             of = parent / (unfinished["hidden"] or unfinished["plain"])
-        receipt = files.read_json(path / "receipt.json")
         if kind == "cache":
             mine = bool(_CACHE.match(of.name))
         else:
             mine = bool(_TREE.match(of.name)) and (
-                bool(unfinished) or of in jobs_make or _is_ours(receipt)
+                bool(unfinished) or of in jobs_make or receipts.found(path) is not None
             )
         if mine and path.is_dir() and not path.is_symlink():
-            ours.append(Folder(kind, path, of, receipt))
+            ours.append(Folder(kind, path, of))
         else:
             others.append(path)
     return ours, others
-
-
-def _is_ours(receipt: dict[str, Any] | None) -> bool:
-    return receipt is not None and receipt.get("kind") in ("source", "checkpoint")
 
 
 def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:

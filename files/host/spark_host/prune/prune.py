@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_contract import files
+from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import load, names, service_of
@@ -192,9 +192,9 @@ def _needed_folders(
         needed |= {path for one in makes if (path := _made_folder(known[one], paths))}
     for tree in list(needed):
         # A tree is rebuilt or repaired from its base, and shares its files.
-        receipt = files.read_json(tree / "receipt.json") or {}
-        base = ((receipt.get("plan") or {}).get("base") or {}).get("dir")
-        needed |= {_below(Path(base), paths)} if base else set()
+        receipt = receipts.found(tree)
+        if isinstance(receipt, receipts.CheckpointReceipt):
+            needed.add(_below(receipt.plan.base_dir, paths))
     return needed
 
 

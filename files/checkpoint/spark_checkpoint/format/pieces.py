@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from spark_contract.receipts import ReceiptFile
+
 from spark_checkpoint.storage import COPY_BYTES
 
 # Small pieces keep what is hashed twice small, the pieces that a replaced tensor cuts; large
@@ -74,20 +76,22 @@ class PieceHasher:
         return tuple(self._pieces)
 
 
-def parse_pieces(lines: Sequence[str], size_bytes: int) -> tuple[Piece, ...]:
-    """Return the pieces a receipt names of a file.
+def pieces_of(file: ReceiptFile) -> tuple[Piece, ...] | None:
+    """Return the pieces a receipt names of a file; None when it names none.
 
     Raises:
         ValueError: a line is no size and hash, or they do not cover the file.
     """
+    if file.pieces is None:
+        return None
     pieces = []
-    for line in lines:
+    for line in file.pieces:
         size, _, sha256 = line.partition(":")
         if int(size) <= 0 or len(sha256) != 64:
             raise ValueError(f"{line!r} is no piece of a file")
         pieces.append(Piece(int(size), sha256))
-    if sum(piece.size_bytes for piece in pieces) != size_bytes:
-        raise ValueError(f"the pieces do not add up to {size_bytes} bytes")
+    if sum(piece.size_bytes for piece in pieces) != file.size_bytes:
+        raise ValueError(f"the pieces do not add up to {file.size_bytes} bytes")
     return tuple(pieces)
 
 

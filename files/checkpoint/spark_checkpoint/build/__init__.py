@@ -1,0 +1,1 @@
+"""Makes a checkpoint: gates, new tensors, one of two layouts, and the proof of the result."""

@@ -1,0 +1,258 @@
+"""What the builder of trees is told: ``fetch.json`` and ``plan.json``, from controller to host.
+
+A class that cannot be what it says refuses itself, so both sides stop at the same mistakes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar, Literal
+
+from spark_contract.documents import OPTIONAL, DocumentError
+
+RECEIPT_NAME = "receipt.json"
+_COMMIT = "[0-9a-f]{40}"
+_SHA256 = "[0-9a-f]{64}"
+_NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+_DIRECTORY = "/.+"
+
+Scheme = Literal["fp8-donor", "fp8-base", "fp8-self", "int8-g128", "keep"]
+WITH_DONOR = ("fp8-donor", "fp8-base")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """How patiently and how widely the network is used."""
+
+    tries: int = 8  # attempts without progress, then the next source or the end
+    backoff_s: float = 1.0  # before the second try; doubles up to 30
+    # Sent to the hub's own host only: not to peers and mirrors, not to where the hub redirects.
+    token_file: str | None = field(default=None, metadata=OPTIONAL)
+    parallel: int = field(default=4, metadata=OPTIONAL)  # requests at once
+    timeout_s: float = field(default=30.0, metadata=OPTIONAL)  # a connection may stay silent
+    rate_limit_bytes_per_s: int | None = field(default=None, metadata=OPTIONAL)
+
+    def __post_init__(self) -> None:
+        """Refuse what no network can be used with."""
+        _in_range("tries", self.tries, 1, 100)
+        _in_range("parallel", self.parallel, 1, 64)
+        _in_range("backoff_s", self.backoff_s, 0)
+        _in_range("timeout_s", self.timeout_s, 0.1)
+        _in_range("rate_limit_bytes_per_s", self.rate_limit_bytes_per_s or 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFile:
+    """One file to fetch; at least one of the hashes is set."""
+
+    path: str  # relative, with forward slashes
+    size_bytes: int
+    sha256: str | None = field(default=None, metadata=OPTIONAL)
+    git_sha1: str | None = field(default=None, metadata=OPTIONAL)  # of a blob: all small files have
+
+    def __post_init__(self) -> None:
+        """Refuse a file that is outside of its tree or cannot be proven."""
+        if not is_inside(self.path):
+            raise DocumentError(f"files: path {self.path!r} leaves the tree")
+        if self.path == RECEIPT_NAME or self.path.endswith(".part"):
+            raise DocumentError(f"files: path {self.path!r} is taken")
+        if self.sha256 is None and self.git_sha1 is None:
+            raise DocumentError(f"files: {self.path}: sha256 is missing, and git_sha1 as well")
+        _form(f"files: {self.path}: sha256", self.sha256, _SHA256)
+        _form(f"files: {self.path}: git_sha1", self.git_sha1, _COMMIT)
+        _in_range(f"files: {self.path}: size_bytes", self.size_bytes, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPlan(Wire):
+    """``fetch.json``: one repository at one commit, and every place its bytes may come from."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    digest: str  # of the tree, made by the controller
+    name: str  # org/repo
+    commit: str
+    out: str  # appears complete or not at all
+    files: tuple[FetchFile, ...]
+    urls: tuple[str, ...]  # a file's path is appended; peers and mirrors first, the hub last
+    pieces: bool  # hash every 4 MiB too, so that a build in layout full reads each byte once
+    look_in: tuple[str, ...]  # globs of directories on this host, searched before any download
+    token_file: str | None
+    parallel: int  # files at once
+    rate_limit_bytes_per_s: int | None  # of all downloads together
+
+    def __post_init__(self) -> None:
+        """Refuse an order that cannot be followed."""
+        Wire.__post_init__(self)
+        _form("digest", self.digest, _SHA256)
+        _form("commit", self.commit, _COMMIT)
+        _form("name", self.name, ".+")
+        _plain_directory("out", self.out)
+        for url in self.urls:
+            _form("urls", url, "https?://.+")
+        paths = [file.path for file in self.files]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:
+            raise DocumentError(f"files: path {twice!r} is taken")
+        if not paths or not (self.urls or self.look_in):
+            raise DocumentError("urls: names no source" if paths else "files: names no file")
+
+    @property
+    def out_dir(self) -> Path:
+        """The directory to make."""
+        return Path(self.out)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tree."""
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The complete tree that everything but the replaced tensors comes from."""
+
+    dir: str
+    revision: str | None  # its receipt must name the same; None hashes a tree without receipt
+
+    @staticmethod
+    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
+        """Read a base without a revision, as receipts of orders written by hand hold it."""
+        return {"revision": None, **data}
+
+
+@dataclass(frozen=True, slots=True)
+class DonorDir:
+    """A donor that lies on this host."""
+
+    dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DonorUrl(Wire):
+    """A donor on a hub, ``{endpoint}/{org}/{repo}/resolve/{commit}``: only ranges are read."""
+
+    url: str
+
+    @staticmethod
+    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
+        """Read a donor from before orders said how patient to be."""
+        return {"tries": 8, "backoff_s": 1.0, **data} if "url" in data else data
+
+
+@dataclass(frozen=True, slots=True)
+class DonorShape:
+    """What a donor's headers must say of the modules of a pattern: rows and columns."""
+
+    modules: str
+    weight: tuple[int, int]
+    scale: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildPlan:
+    """``plan.json``: what is made of a base and a donor, and the exact sets found on the way.
+
+    Names are patterns (:mod:`spark_contract.patterns`); modules are named without ``.weight``.
+    """
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    digest: str  # of the plan's inputs, made by the controller
+    recipe_version: int | None = field(default=None, metadata=OPTIONAL)
+    name: str
+    base: Base
+    donor: DonorDir | DonorUrl | None = field(default=None, metadata=OPTIONAL)
+    swap: tuple[str, ...]  # modules
+    block_shape: tuple[int, int]  # rows and columns that share an FP8 scale
+    base_tensors: tuple[str, ...]  # every name outside mtp.* of the base, no more and no less
+    donor_unmatched: tuple[str, ...]  # names outside .mlp.experts. neither in the base nor swapped
+    donor_shapes: tuple[DonorShape, ...]  # none: the base's own shapes are demanded
+    mtp_tensors: tuple[str, ...]  # every mtp.* name of the result
+    # fp8-donor: the donor's FP8; fp8-base: the base is a prebuilt hybrid, held against the donor;
+    # fp8-self: our FP8 of the base's weights; int8-g128: INT8 in groups of 128, without a plugin.
+    shared_experts: Scheme
+    head: Literal["keep", "int8-g128"]
+    layout: Literal["overlay", "full"]  # links and one small shard, or rewritten shards
+    out: str  # appears complete or not at all
+    extra: Mapping[str, Any]  # merged into config.json, deeply and last
+
+    @staticmethod
+    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
+        """Read a plan from before it told the donor's shapes."""
+        return {"donor_shapes": [], "extra": {}, **data}
+
+    def __post_init__(self) -> None:
+        """Refuse a plan that no tree can be built by."""
+        _form("digest", self.digest, _SHA256)
+        _form("name", self.name, _NAME)
+        _form("base.dir", self.base.dir, _DIRECTORY)
+        _form("base.revision", self.base.revision, _COMMIT)
+        _plain_directory("out", self.out)
+        if isinstance(self.donor, DonorUrl):
+            _form("donor.url", self.donor.url, f"https?://.+/resolve/{_COMMIT}/?")
+        elif self.donor is not None:
+            _form("donor.dir", self.donor.dir, _DIRECTORY)
+        for where, sizes in self._shapes():
+            for size in sizes:
+                _in_range(where, size, 1)
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        if not self.base_tensors:
+            raise DocumentError("base_tensors: names no tensor")
+        if self.compares_with_donor and self.donor is None:
+            raise DocumentError(f"shared_experts: {self.shared_experts}, but there is no donor")
+        # An overlay drops plain names, and without a plugin nothing reads one.
+        if self.shared_experts in ("fp8-base", "int8-g128") and self.layout == "overlay":
+            said = f"layout: {self.shared_experts} fits no overlay, set layout to full"
+            raise DocumentError(said)
+        if any(pattern.endswith(".weight") for pattern in self.swap):
+            raise DocumentError("swap: names tensors, not modules without .weight")
+
+    def _shapes(self) -> list[tuple[str, tuple[int, int]]]:
+        donor = [(f"donor_shapes: {s.modules}", shape) for s in self.donor_shapes
+                 for shape in (s.weight, s.scale)]  # fmt: skip
+        return [("block_shape", self.block_shape), *donor]
+
+    @property
+    def out_dir(self) -> Path:
+        """The directory to make."""
+        return Path(self.out)
+
+    @property
+    def base_dir(self) -> Path:
+        """The directory of the base."""
+        return Path(self.base.dir)
+
+    @property
+    def compares_with_donor(self) -> bool:
+        """Whether a donor's FP8 weights are held against the base's, taken or not."""
+        return self.shared_experts in WITH_DONOR
+
+
+def is_inside(path: str) -> bool:
+    """Return whether a relative path stays in its tree, and is written the plain way."""
+    relative = PurePosixPath(path)
+    parts = relative.parts
+    return bool(parts) and not relative.is_absolute() and ".." not in parts and "\0" not in path \
+        and str(relative) == path  # fmt: skip
+
+
+def _form(where: str, value: str | None, pattern: str) -> None:
+    if value is not None and not re.fullmatch(pattern, value):
+        raise DocumentError(f"{where}: {value!r} is not of the form {pattern}")
+
+
+def _plain_directory(where: str, value: str) -> None:
+    path = PurePosixPath(value)
+    if not path.is_absolute() or ".." in path.parts or not path.name or path.name.startswith("."):
+        raise DocumentError(f"{where}: {value!r} is not a plain absolute path")
+
+
+def _in_range(where: str, value: float, least: float, most: float = float("inf")) -> None:
+    if not least <= value <= most:
+        raise DocumentError(f"{where}: {value} is not from {least} to {most}")

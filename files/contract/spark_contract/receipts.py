@@ -1,0 +1,92 @@
+"""Receipts: written last into a tree, the only proof that it is whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from spark_contract import documents
+from spark_contract.documents import OPTIONAL, DocumentError
+from spark_contract.orders import RECEIPT_NAME, BuildPlan, is_inside
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptFile:
+    """One file a receipt vouches for: by one hash of all, by one for each piece, or by both."""
+
+    path: str
+    size_bytes: int
+    sha256: str | None = field(default=None, metadata=OPTIONAL)
+    modified_ns: int | None = field(default=None, metadata=OPTIONAL)
+    pieces: tuple[str, ...] | None = field(default=None, metadata=OPTIONAL)  # "SIZE:SHA256" each
+    link_of: str | None = field(default=None, metadata=OPTIONAL)  # the base's own file
+
+    def __post_init__(self) -> None:
+        """Refuse a file outside of the tree."""
+        if not is_inside(self.path):
+            raise DocumentError(f"files: path {self.path!r} leaves the tree")
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What the receipts of both kinds of trees say."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    kind: str
+    digest: str  # of what was ordered
+    files: tuple[ReceiptFile, ...]
+    tool_version: str
+    written_at: str
+
+    def is_whole(self, tree: Path) -> bool:
+        """Return whether every file is there with its size (somebody may tidy up)."""
+        try:
+            return all((tree / f.path).stat().st_size == f.size_bytes for f in self.files)
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReceipt(Receipt):
+    """Of a tree that was fetched."""
+
+    kind: Literal["source"]
+    name: str
+    commit: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReceipt(Receipt):
+    """Of a tree that was built."""
+
+    kind: Literal["checkpoint"]
+    recipe_version: int
+    plan: BuildPlan
+    tensors: int
+    report: dict[str, Any]  # for people: bytes, errors, duplicates
+
+
+def parse(text: str | bytes) -> SourceReceipt | CheckpointReceipt:
+    """Return the receipt in a text.
+
+    Raises:
+        DocumentError: It is none of ours.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"not JSON: {error}") from error
+    if isinstance(data, dict) and data.get("kind") == "checkpoint":
+        return documents.read(CheckpointReceipt, data)
+    return documents.read(SourceReceipt, data)
+
+
+def found(tree: Path) -> SourceReceipt | CheckpointReceipt | None:
+    """Return the receipt of a tree; ``None`` when there is none that proves anything."""
+    try:
+        return parse((tree / RECEIPT_NAME).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, DocumentError):
+        return None
