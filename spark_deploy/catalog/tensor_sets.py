@@ -79,7 +79,7 @@ class Tensors:
             try:
                 count(pattern)
             except PatternError as error:
-                yield Broken((key,), f"{error.where}: {error.what}", error.fix)
+                yield Broken((key,), f"{pattern!r}: {error.what}", error.fix)
 
     def _miscounted(self) -> Iterator[Broken]:
         if self.counts is None:
