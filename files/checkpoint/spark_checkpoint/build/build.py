@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,16 +38,9 @@ from spark_checkpoint.format.tree import (
     read_tree,
 )
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import checkpoint_receipt, load_receipt, write_receipt
+from spark_checkpoint.receipt import checkpoint_receipt, write_receipt
 from spark_checkpoint.sources.donor import Donor, open_donor
-from spark_checkpoint.storage import (
-    clear,
-    partial_dir,
-    publish,
-    refuse_without_room,
-    sole_use,
-    write_json,
-)
+from spark_checkpoint.storage import clear, refuse_without_room, write_json
 from spark_checkpoint.verify.expected import overlay_name
 from spark_checkpoint.verify.gates import (
     MTP_PREFIX,
@@ -62,7 +54,7 @@ from spark_checkpoint.verify.gates import (
     same_names,
     swappable,
 )
-from spark_checkpoint.verify.verify import verify_tree
+from spark_checkpoint.verify.making import make_tree
 
 HEAD = "lm_head.weight"
 
@@ -80,25 +72,17 @@ class Sources:
 
 def build(plan: BuildPlan, progress: Progress) -> bool:
     """Build the plan's tree; return False when it was already there."""
-    if _is_built(plan, progress):
-        shutil.rmtree(partial_dir(plan.out_dir), ignore_errors=True)
-        return False
-    work = partial_dir(plan.out_dir)
-    with sole_use(work):
-        # Another builder may have finished while this one waited for the lock.
-        if _is_built(plan, progress):
-            return False
-        tree_dir = work / "tree"
-        # Sources are let go of before the result is read again: a large model's names fill memory.
-        report = _write_tree(plan, work, tree_dir, progress)
-        verify_tree(tree_dir, progress, full=False)
-        publish(tree_dir, plan.out_dir)
-        clear(work)
-        work.rmdir()
-    if plan.layout == "full":
+    report: dict[str, Any] = {}
+
+    def write(work: Path, tree_dir: Path) -> None:
+        # Sources are let go of before the result is read again: names of a large model fill memory.
+        report.update(_write_tree(plan, work, tree_dir, progress))
+
+    made = make_tree(plan, f"plan {plan.digest[:12]}", progress, write)
+    if made and plan.layout == "full":
         base_bytes = report["rebuild_fetch_bytes"]["base"]
         note(f"{plan.out_dir}: stands alone; without its base a rebuild fetches {base_bytes} bytes")
-    return True
+    return made
 
 
 def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress) -> dict[str, Any]:
@@ -328,17 +312,3 @@ def _report(sources: Sources, layout: Layout, donor_bytes: int) -> dict[str, Any
     if sources.base.duplicates:
         report["duplicates"] = compare_duplicates(sources.base)
     return report
-
-
-def _is_built(plan: BuildPlan, progress: Progress) -> bool:
-    if not plan.out_dir.exists():
-        return False
-    receipt = load_receipt(plan.out_dir)
-    if receipt is None or receipt.digest != plan.digest:
-        found = "has no receipt" if receipt is None else f"holds plan {receipt.digest[:12]}"
-        raise GateRefused(
-            str(plan.out_dir), f"{found}, so it is not ours to replace", "move it away, run again"
-        )
-    verify_tree(plan.out_dir, progress, full=False)
-    note(f"{plan.out_dir}: already holds plan {plan.digest[:12]}")
-    return True

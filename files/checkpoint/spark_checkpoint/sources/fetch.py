@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import shutil
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -25,20 +24,12 @@ from spark_contract.receipts import ReceiptFile
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import load_receipt, source_receipt, write_receipt
+from spark_checkpoint.receipt import source_receipt, write_receipt
 from spark_checkpoint.sources.lookup import ContentHash, candidates, copy_hashed, hash_into
 from spark_checkpoint.sources.responses import RangeIgnored
 from spark_checkpoint.sources.transport import Transport
-from spark_checkpoint.storage import (
-    clear,
-    partial_dir,
-    publish,
-    refuse_without_room,
-    sole_use,
-    stamp_of,
-    stamp_path,
-)
-from spark_checkpoint.verify.verify import verify_tree
+from spark_checkpoint.storage import refuse_without_room, stamp_of, stamp_path
+from spark_checkpoint.verify.making import make_tree
 
 
 @dataclass(slots=True)
@@ -65,46 +56,29 @@ class _Order:
 
 def fetch(plan: FetchPlan, progress: Progress) -> bool:
     """Have the plan's tree on this host; return False when it was already there."""
-    if _is_fetched(plan, progress):
-        shutil.rmtree(partial_dir(plan.out_dir), ignore_errors=True)
-        return False
-    work = partial_dir(plan.out_dir)
-    with sole_use(work):
-        if _is_fetched(plan, progress):
-            return False
+
+    def write(work: Path, tree_dir: Path) -> None:
         # The last source is the hub itself: peers and mirrors before it see no token.
         transport = Transport(plan, plan.urls[-1:])
-        order = _Order(plan, transport, progress, work / "tree", work / "parts")
-        order.tree_dir.mkdir(exist_ok=True)
-        order.parts_dir.mkdir(exist_ok=True)
-        progress.phase("look", plan.size_bytes)
-        missing = _use_local(order, _missing_files(order))
-        _drop_foreign_parts(order, missing)
-        growing = sum(_size_or_zero(order.part(file)) for file in missing)
-        needed = sum(file.size_bytes for file in missing) - growing
-        refuse_without_room(work, max(0, needed), f"fetching {plan.name}")
-        _download_all(order, missing)
-        _drop_strangers(order)
-        write_receipt(order.tree_dir, source_receipt(plan, _entries(order)))
-        verify_tree(order.tree_dir, progress, full=False)
-        publish(order.tree_dir, plan.out_dir)
-        clear(work)
-        work.rmdir()
-    return True
+        _write_tree(_Order(plan, transport, progress, tree_dir, work / "parts"))
+
+    return make_tree(plan, f"{plan.name} at {plan.commit[:12]}", progress, write)
 
 
-def _is_fetched(plan: FetchPlan, progress: Progress) -> bool:
-    if not plan.out_dir.exists():
-        return False
-    receipt = load_receipt(plan.out_dir)
-    if receipt is None or receipt.digest != plan.digest:
-        found = "has no receipt" if receipt is None else f"holds tree {receipt.digest[:12]}"
-        raise GateRefused(
-            str(plan.out_dir), f"{found}, so it is not ours to replace", "move it away, run again"
-        )
-    verify_tree(plan.out_dir, progress, full=False)
-    note(f"{plan.out_dir}: already holds {plan.name} at {plan.commit[:12]}")
-    return True
+def _write_tree(order: _Order) -> None:
+    """Write every file and the receipt."""
+    plan = order.plan
+    order.tree_dir.mkdir(exist_ok=True)
+    order.parts_dir.mkdir(exist_ok=True)
+    order.progress.phase("look", plan.size_bytes)
+    missing = _use_local(order, _missing_files(order))
+    _drop_foreign_parts(order, missing)
+    growing = sum(_size_or_zero(order.part(file)) for file in missing)
+    needed = sum(file.size_bytes for file in missing) - growing
+    refuse_without_room(order.tree_dir, max(0, needed), f"fetching {plan.name}")
+    _download_all(order, missing)
+    _drop_strangers(order)
+    write_receipt(order.tree_dir, source_receipt(plan, _entries(order)))
 
 
 def _missing_files(order: _Order) -> list[FetchFile]:
