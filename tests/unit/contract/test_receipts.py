@@ -1,0 +1,56 @@
+"""Receipts of both kinds, through the one reader that controller, host and builder use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from spark_contract import documents, receipts
+from spark_contract.documents import DocumentError
+
+from tests.receipts import checkpoint_receipt, source_receipt
+
+FILE = {"path": "a/b", "size_bytes": 3, "sha256": "0" * 64, "modified_ns": 1}
+LINK = {**FILE, "path": "c", "link_of": "/base/c"}
+SHARD = {"path": "d", "size_bytes": 3, "pieces": [f"3:{'1' * 64}"], "modified_ns": 1}
+
+
+def test_the_receipt_of_a_source_is_read_and_written_as_it_is() -> None:
+    data = json.loads(source_receipt("d" * 64, [FILE, LINK, SHARD]))
+    receipt = receipts.parse(json.dumps(data))
+    assert isinstance(receipt, receipts.SourceReceipt)
+    assert documents.plain(receipt) == data
+
+
+def test_the_receipt_of_a_tree_names_the_base_it_was_made_from() -> None:
+    receipt = receipts.parse(checkpoint_receipt("/srv/base"))
+    assert isinstance(receipt, receipts.CheckpointReceipt)
+    assert receipt.plan.base_dir == Path("/srv/base")
+
+
+@pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "", "."])
+def test_a_receipt_that_names_a_file_outside_of_its_tree_proves_nothing(
+    tmp_path: Path, path: str
+) -> None:
+    (tmp_path / "receipt.json").write_text(source_receipt(files=[{**FILE, "path": path}]))
+    assert receipts.found(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"kind": "invoice"}', "\xff"])
+def test_what_is_no_receipt_proves_nothing(tmp_path: Path, text: str) -> None:
+    assert receipts.found(tmp_path) is None
+    (tmp_path / "receipt.json").write_bytes(text.encode("latin-1"))
+    assert receipts.found(tmp_path) is None
+    with pytest.raises(DocumentError):
+        receipts.parse(text)
+
+
+def test_a_tree_is_whole_when_every_file_has_its_size(tmp_path: Path) -> None:
+    receipt = receipts.parse(source_receipt(files=[{**FILE, "path": "a"}, SHARD]))
+    (tmp_path / "a").write_text("abc")
+    assert not receipt.is_whole(tmp_path)
+    (tmp_path / "d").write_text("ab")
+    assert not receipt.is_whole(tmp_path)
+    (tmp_path / "d").write_text("abc")
+    assert receipt.is_whole(tmp_path)
