@@ -41,7 +41,10 @@ class Here:
             [sys.executable, "-m", *words],
             cwd=self.root, capture_output=True, text=True, timeout=120, check=False,
             stdin=subprocess.DEVNULL,
-            env={"HOME": str(self.root / "home"), "PATH": path, "PYTHONPATH": str(CHECKOUT)},
+            env={
+                "HOME": str(self.root / "home"), "PATH": path,
+                "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT}/files/contract",
+            },
         )  # fmt: skip
 
 
