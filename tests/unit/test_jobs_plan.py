@@ -20,7 +20,7 @@ SOURCE = SourcePlan(
 )  # fmt: skip
 
 
-def read(job, name):  # noqa: ANN
+def read(job, name):
     return json.loads({file.path: file.content for file in job.files()}[f"{job.dir}/{name}"])
 
 

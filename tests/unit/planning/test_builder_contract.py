@@ -8,7 +8,6 @@ from spark_contract import documents
 from spark_contract.orders import BuildPlan, FetchPlan
 from spark_contract.patterns import expand_all
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.payload.content import recipe_version
 from spark_deploy.planning.work.jobs import jobs_of
 from tests.unit.planning.plans import CATALOG, plan_of
