@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine host faults gpu demo lab-up lab-down plan docs golden lock-requirements release
+.PHONY: help venv test check fmt unit engine host faults gpu gpu-plans demo lab-up lab-down plan docs golden lock-requirements release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -53,6 +53,12 @@ host: venv ## lab tests of converging, switching and serving (root)
 
 faults: venv ## lab tests that break things on purpose (root)
 	$(PY) -m pytest tests/faults
+
+gpu-plans: venv ## write into build/plans what `make gpu` serves with; the CUDA machine needs only them
+	@mkdir -p build/plans
+	@for profile in $(basename $(notdir $(wildcard catalog/profiles/*.yml))); do \
+	  .venv/bin/spark-deploy plan inventory/spark.py --estimate --json --profile $$profile \
+	    > build/plans/$$profile.json || exit 1; done
 
 GPU_PYTHON ?= python3
 gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it

@@ -2,7 +2,7 @@
 
     python3 -m proofs.serve.case TREE OUT.json PLAN.json [--pictures | --long]
 
-PLAN.json is a plan as ``tests/unit/planning/golden`` holds it: arguments and environment of the
+PLAN.json is what ``spark-deploy plan --estimate --json`` prints: arguments and environment of the
 engine come from there. What this machine lacks or a tiny model cannot use is replaced and listed
 in the result. ``--pictures`` keeps the vision tower, as a profile with ``vision: true`` does.
 ``--long`` reads long prompts instead and looks at what the watch on a host looks at.
@@ -116,12 +116,12 @@ def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[s
     Args:
         tree: the checkpoint.
         out: the result file; the server's log lies beside it.
-        plan_path: an expected plan.
+        plan_path: the plans of hosts; the first one counts.
         kind: ``pictures``, ``long`` or nothing.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     log_path = out.with_suffix(".log")
-    plan = json.loads(plan_path.read_text())
+    plan = json.loads(plan_path.read_text())[0]
     result = serve(plan, str(tree), log_path, kind)
     lines = log_path.read_text(errors="replace").splitlines()
     wanted = ("Selected ", "spark", "Using ", "cudagraph", "KV cache size", "Model Runner")

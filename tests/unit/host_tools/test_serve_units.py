@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import json
 import re
 import shutil
 import subprocess
@@ -13,9 +12,11 @@ import pytest
 from stub_host import REPOSITORY
 
 from spark_deploy.planning.serving.release import limits
+from spark_deploy.planning.types import HostPlan
+from tests.unit.planning.plans import shipped
 
 UNITS = REPOSITORY / "files" / "units"
-GOLDEN = REPOSITORY / "tests/unit/planning/golden"
+RELEASES = [plan.serve.release for _, _, plan in shipped() if isinstance(plan, HostPlan)]
 
 
 def section(unit: str, name: str) -> dict[str, str]:
@@ -80,10 +81,8 @@ def test_the_start_limit_of_the_server_can_really_trigger() -> None:
 
 
 def test_the_start_limit_of_every_planned_release_can_really_trigger() -> None:
-    plans = [json.loads(path.read_text()) for path in GOLDEN.glob("*.json")]
-    releases = [plan["serve"]["release"] for plan in plans if "serve" in plan]
-    assert len(releases) > 10
-    for release in releases:
+    assert len(RELEASES) > 10
+    for release in RELEASES:
         drop_in = parsed(limits(release))
         assert outlasts_all_its_starts(dict(drop_in["Unit"]), dict(drop_in["Service"]))
 
@@ -114,6 +113,4 @@ def test_the_reference_states_how_exposed_every_unit_is(tmp_path: Path) -> None:
 
 def test_a_server_that_fails_rests_for_a_minute_or_more() -> None:
     assert int(section("spark-serve@.service", "Service")["RestartSec"]) >= 60
-    plans = [json.loads(path.read_text()) for path in GOLDEN.glob("*.json")]
-    delays_s = [plan["serve"]["release"]["restart"]["delay_s"] for plan in plans if "serve" in plan]
-    assert min(delays_s) >= 60
+    assert min(release["restart"]["delay_s"] for release in RELEASES) >= 60

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from spark_checkpoint import RECIPE_VERSION
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.errors import Problem
+from spark_deploy.errors import PlanError, Problem
 from spark_deploy.lockfile.resolve import wanted_by
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.planning.budget.weights import weights_of
@@ -45,6 +48,22 @@ def plan_of(model: str = "large", profile: str = "v2", **more: Any) -> HostPlan:
 def plan_with(settings: Settings, catalog: Catalog = CATALOG) -> HostPlan:
     """Return the plan that settings make with a lock of made-up identities."""
     return plan_host(Request("a", settings, catalog, made_up_lock(settings, catalog), PAYLOAD))
+
+
+def shipped() -> Iterator[tuple[str, str, HostPlan | PlanError]]:
+    """Yield every model with every profile of the product's catalog: its plan, or its refusal."""
+    catalog, default = read_catalog(), Settings()
+    # Roles that only some group has an image for get one here: no pair stops for want of it.
+    images = {model.image.role: f"registry.example/{model.image.role}:1"
+              for model in catalog.models.values()}  # fmt: skip
+    for model, profile in itertools.product(catalog.models, catalog.profile_names):
+        found = dataclasses.replace(
+            default, model=model, profile=profile, images={**images, **default.images}
+        )
+        try:
+            yield model, profile, plan_with(found, catalog)
+        except PlanError as error:
+            yield model, profile, error
 
 
 def problems(model: str = "large", profile: str = "v2", **more: Any) -> list[Problem]:

@@ -8,7 +8,6 @@ golden``) writes them anew.
 
 import difflib
 import functools
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -17,37 +16,22 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.serving.release import document
-from spark_deploy.settings.load import load_hosts
-from tests.unit.planning.plans import NOWHERE, plan_with
+from spark_deploy.settings.types import Settings
+from tests.unit.planning.plans import shipped
 
 GOLDEN = Path(__file__).parent / "golden"
-CATALOG = read_catalog()
-PAIRS = list(itertools.product(CATALOG.models, CATALOG.profile_names))
-
-
-def settings_with(**overrides: Any):
-    return load_hosts({"spark": ["a"]}, root=NOWHERE, overrides=overrides)["a"].settings
-
-
-DEFAULT = settings_with()
-# Roles that only some group has an image for get one here, so that no pair stops for want of it.
-IMAGES = {
-    model.image.role: f"registry.example/{model.image.role}:1"
-    for model in CATALOG.models.values()
-    if model.image.role not in DEFAULT.images
-}
+DEFAULT = Settings()
+PLANS = {(model, profile): found for model, profile, found in shipped()}
 
 
 @functools.cache
 def plan_lines(model: str, profile: str) -> tuple[str, ...]:
     """Return a plan as sorted lines `path = value`, or as the reasons why there is none."""
-    try:
-        plan = plan_with(settings_with(model=model, profile=profile, images=IMAGES), CATALOG)
-    except PlanError as error:
-        return tuple(f"refused: {line}" for p in error.problems for line in str(p).splitlines())
+    plan = PLANS[model, profile]
+    if isinstance(plan, PlanError):
+        return tuple(f"refused: {line}" for p in plan.problems for line in str(p).splitlines())
     data = document(plan)
     # What repeats another part of the plan, or the model's own file.
     for part, repeated in (
@@ -115,7 +99,7 @@ def golden_of(model: str, profile: str) -> str:
     return "\n".join([f"as {' with '.join(base)}, but", *changed, ""])
 
 
-@pytest.mark.parametrize(("model", "profile"), PAIRS, ids=[f"{m}--{p}" for m, p in PAIRS])
+@pytest.mark.parametrize(("model", "profile"), PLANS, ids=[f"{m}--{p}" for m, p in PLANS])
 def test_the_plan_of_every_pair_is_the_reviewed_one(model, profile):
     path, text = GOLDEN / f"{model}--{profile}.txt", golden_of(model, profile)
     if os.environ.get("GOLDEN") == "write":
@@ -126,13 +110,13 @@ def test_the_plan_of_every_pair_is_the_reviewed_one(model, profile):
 def test_no_golden_is_left_over():
     found = {path.name for path in GOLDEN.iterdir()}
     if os.environ.get("GOLDEN") == "write":
-        for name in found - {f"{m}--{p}.txt" for m, p in PAIRS}:
+        for name in found - {f"{m}--{p}.txt" for m, p in PLANS}:
             (GOLDEN / name).unlink()
         found = {path.name for path in GOLDEN.iterdir()}
-    assert found == {f"{m}--{p}.txt" for m, p in PAIRS}
+    assert found == {f"{m}--{p}.txt" for m, p in PLANS}
 
 
-@pytest.mark.parametrize(("model", "profile"), PAIRS, ids=[f"{m}--{p}" for m, p in PAIRS])
+@pytest.mark.parametrize(("model", "profile"), PLANS, ids=[f"{m}--{p}" for m, p in PLANS])
 def test_no_pair_is_refused_for_want_of_a_lock_or_an_image(model, profile):
     """Such a golden would say nothing of the pair."""
     refusals = [line for line in plan_lines(model, profile) if line.startswith("refused")]
