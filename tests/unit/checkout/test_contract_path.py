@@ -1,0 +1,19 @@
+"""Code and contract are of one checkout, whatever else an environment knows."""
+
+import subprocess
+import sys
+
+from spark_deploy.checkout import CHECKOUT
+
+
+def test_a_checkout_uses_its_own_contract_in_an_environment_that_knows_none() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(CHECKOUT)!r}); import spark_deploy; "
+        "import spark_contract; print(spark_contract.__file__)"
+    )
+    # -S: no site-packages, as in an environment made before the contract was there.
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False, env={}
+    )
+    assert done.stderr == ""
+    assert done.stdout.strip() == f"{CHECKOUT}/files/contract/spark_contract/__init__.py"
