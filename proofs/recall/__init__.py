@@ -1,0 +1,1 @@
+"""A small hybrid model that must look things up, and what engines do to its answers."""

@@ -1,0 +1,153 @@
+"""The engine runs of the recall proofs, as data, by stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proofs.recall.trees import NAME
+from tests.gpu.engine_cases import graphs, mtp
+
+PIECEWISE, FULL = "PIECEWISE", "FULL_AND_PIECEWISE"
+PRESETS = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
+LONG = 131072
+ROOM: dict[str, Any] = {
+    "max_model_len": LONG + 256,
+    "max_num_batched_tokens": 8192,
+    "kv_cache_memory_bytes": 3 << 30,
+}
+TALKING: dict[str, Any] = {
+    "max_model_len": 49152,
+    "max_num_batched_tokens": 2048,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+TALK_SEED = 5
+KINDS = {"record": 24, "passage": 4, "register": 4}
+FEW = {"record": 12, "passage": 2, "register": 3}
+LENGTHS = {
+    "4096": {"near": False, "kinds": KINDS},
+    "32768": {"near": True, "kinds": KINDS},
+    "98304": {"near": False, "kinds": FEW},
+    str(LONG): {"near": True, "kinds": KINDS},
+}
+SHORTER = {name: LENGTHS[name] for name in ("4096", "32768")}
+CACHE = {"enable_prefix_caching": True}
+NO_ASYNC = {"async_scheduling": False}
+
+
+def case(name: str, **more: Any) -> dict[str, Any]:
+    """Return one engine run; eager unless its options say otherwise."""
+    options = {"enforce_eager": True, **more.pop("options", {})}
+    return {"name": name, "tree": NAME, "options": options, **more}
+
+
+def recall_cases() -> list[dict[str, Any]]:
+    """The model with a 16-bit cache, and what damage does to its answers."""
+    band = [LONG // 4, LONG // 2]
+    asked = {"recall": LENGTHS}
+    return [
+        case("recall-16bit", options=ROOM, **asked),
+        case("recall-16bit-again", options=ROOM, **asked),
+        case("recall-16bit-full-mtp2", options={**ROOM, **graphs(FULL), **mtp(2)}, **asked),
+        case("recall-dequantised", options={**ROOM, "load_format": "spark_portable"}, **asked),
+        case("damage-band", options=ROOM, damage={"band": band}, recall=LENGTHS),
+        case("damage-noise-30", options=ROOM, damage={"noise": [0.3]}, recall=LENGTHS),
+        case("damage-noise-100", options=ROOM, damage={"noise": [1.0]}, recall=LENGTHS),
+        case("damage-states", options=ROOM, damage={"states": []}, recall=LENGTHS),
+    ]
+
+
+def turboquant_cases() -> list[dict[str, Any]]:
+    """Every preset with our backend and with the engine's own: alone, and four with drafts."""
+    found = []
+    for preset in PRESETS:
+        held = {**ROOM, "kv_cache_dtype": f"turboquant_{preset}", "attention_config": {}}
+        many = {**held, **graphs(FULL), **mtp(2)}
+        found += [
+            case(f"tq-{preset}", options=held, recall=LENGTHS),
+            case(f"tq-{preset}-full-mtp2", options=many, recall=LENGTHS),
+            case(
+                f"tq-{preset}-stock-alone",
+                options={**held, "max_num_seqs": 1},
+                stock_turboquant=True,
+                recall=SHORTER,
+            ),
+            case(
+                f"tq-{preset}-stock-full-mtp2",
+                options=many,
+                stock_turboquant=True,
+                recall=SHORTER,
+            ),
+        ]
+    return found
+
+
+def prefix_cases() -> list[dict[str, Any]]:
+    """Conversations with prefix caching and drafts, each alone and both together."""
+    talk = {"talks": TALK_SEED}
+    both = {**TALKING, **CACHE}
+    found = [
+        case("talk-plain", options=TALKING, long=True, **talk),
+        case("talk-mtp2", options={**TALKING, **mtp(2)}, long=True, **talk),
+        case("talk-cache", options=both, long=True, **talk),
+    ]
+    for drafts in (1, 2, 3):
+        found.append(
+            case(f"talk-cache-mtp{drafts}", options={**both, **mtp(drafts)}, long=True, **talk)
+        )
+    for mode, short in ((PIECEWISE, "piecewise"), (FULL, "full")):
+        on = {**both, **graphs(mode)}
+        found += [
+            case(f"talk-cache-{short}", options=on, long=True, **talk),
+            case(f"talk-cache-{short}-mtp2", options={**on, **mtp(2)}, long=True, **talk),
+        ]
+    full = {**both, **graphs(FULL), **mtp(2)}
+    small = {"max_num_batched_tokens": 256}
+    return [
+        *found,
+        case("talk-cache-full-mtp2-no-async", options={**full, **NO_ASYNC}, long=True, **talk),
+        case("talk-cache-full-mtp3", options={**full, **mtp(3)}, long=True, **talk),
+        case("talk-tight-full-mtp2", options={**full, "kv_cache_memory_bytes": 1 << 27}, **talk),
+        case("talk-small-step", options={**both, **small}, **talk),
+        case("talk-small-step-full-mtp2", options={**full, **small}, **talk),
+        case("talk-damage-states", options=both, damage={"states": []}, **talk),
+        case("talk-damage-carry-mtp2", options={**both, **mtp(2)}, damage={"carry": []}, **talk),
+    ]
+
+
+def flashinfer_cases() -> list[dict[str, Any]]:
+    """FlashInfer for attention, and for the prefill of linear layers."""
+    asked = {"recall": LENGTHS}
+    attention = {**ROOM, "attention_config": {"backend": "FLASHINFER"}}
+    gdn = {"additional": {"gdn_prefill_backend": "flashinfer"}}
+    talking = {**TALKING, **CACHE}
+    found = [
+        case("fi-gdn", options=ROOM, **gdn, **asked),
+        case("fi-gdn-again", options=ROOM, **gdn, **asked),
+        case("fi-gdn-full-mtp2", options={**ROOM, **graphs(FULL), **mtp(2)}, **gdn, **asked),
+        case("fi-gdn-states", options=ROOM, damage={"states": []}, **gdn, recall=LENGTHS),
+        case("fi-attention", options=attention, **asked),
+    ]
+    for mode, short in ((PIECEWISE, "piecewise"), (FULL, "full")):
+        on = {**attention, **graphs(mode)}
+        found += [
+            case(f"fi-attention-{short}", options=on, **asked),
+            case(f"fi-attention-{short}-mtp2", options={**on, **mtp(2)}, **asked),
+            case(f"fi-xqa-{short}", options=on, xqa=True, **asked),
+            case(f"fi-xqa-{short}-mtp2", options={**on, **mtp(2)}, xqa=True, **asked),
+        ]
+    full = {**talking, **graphs(FULL)}
+    talk = {"talks": TALK_SEED, "long": True}
+    return [
+        *found,
+        case("fi-talk-plain", options=TALKING, **gdn, **talk),
+        case("fi-talk-cache-full", options=full, **gdn, **talk),
+        case("fi-talk-cache-full-mtp2", options={**full, **mtp(2)}, **gdn, **talk),
+    ]
+
+
+STAGES = {
+    "recall": recall_cases,
+    "turboquant": turboquant_cases,
+    "prefixes": prefix_cases,
+    "flashinfer": flashinfer_cases,
+}

@@ -1,0 +1,85 @@
+"""Ways to damage an engine's caches on purpose: what a judge must notice.
+
+Each takes the place of a function of the running engine, before it is built; eager engines only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def lose_band(start: int, end: int) -> None:
+    """Keys and values of these positions never reach the cache: all-zero entries."""
+    from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
+
+    project = Qwen3NextAttention._project_qkv_gate
+
+    def projected(self: Any, qkv: Any, positions: Any) -> Any:
+        q, k, v, gate = project(self, qkv, positions)
+        place = positions if positions.dim() == 1 else positions[0]
+        kept = ((place < start) | (place >= end)).to(k.dtype)[:, None]
+        return q, k * kept, v * kept, gate
+
+    Qwen3NextAttention._project_qkv_gate = projected
+
+
+def add_noise(relative: float) -> None:
+    """Keys and values are off by this share of their size, as by a coarse format."""
+    import torch
+    from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
+
+    project = Qwen3NextAttention._project_qkv_gate
+
+    def noisy(x: Any, width: int) -> Any:
+        heads = x.view(len(x), -1, width)
+        size = heads.float().pow(2).mean(-1, keepdim=True).sqrt()
+        return (heads + relative * size * torch.randn_like(heads)).to(x.dtype).view_as(x)
+
+    def projected(self: Any, qkv: Any, positions: Any) -> Any:
+        q, k, v, gate = project(self, qkv, positions)
+        return q, noisy(k, self.head_dim), noisy(v, self.head_dim), gate
+
+    Qwen3NextAttention._project_qkv_gate = projected
+
+
+def forget_states() -> None:
+    """A prompt that goes on starts its linear layers from nothing."""
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import ChunkGatedDeltaRule
+
+    for name in ("forward_native", "forward_cuda"):
+        own = getattr(ChunkGatedDeltaRule, name)
+        setattr(ChunkGatedDeltaRule, name, _without_state(own))
+
+
+def _without_state(own: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["initial_state"] = kwargs["initial_state"] * 0
+        return own(self, *args, **kwargs)
+
+    return rule
+
+
+def keep_no_states() -> None:
+    """States are not carried to the block they belong to (what prefix caching has to do)."""
+    from vllm.v1.worker import mamba_utils
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    mamba_utils.MambaSpecDecodeGPUContext.run_fused_postprocess_align = nothing
+    mamba_utils.MambaSpecDecodeGPUContext.run_fused_precopy = nothing
+
+
+WAYS: dict[str, Callable[..., None]] = {
+    "band": lose_band,
+    "noise": add_noise,
+    "states": forget_states,
+    "carry": keep_no_states,
+}
+
+
+def inflict(wanted: dict[str, list[Any]]) -> None:
+    """Do every damage named, with its numbers."""
+    for name, numbers in wanted.items():
+        WAYS[name](*numbers)

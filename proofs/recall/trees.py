@@ -1,0 +1,89 @@
+"""Checkpoints of the recall model: INT4 base, FP8 donor, and the hybrid that a Spark serves.
+
+python3 -m proofs.recall.trees WEIGHTS_DIR OUT_DIR [--random]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from lab.model import original, repository, vocabulary
+from lab.model.original import Floats
+from proofs.recall.shape import RECALL
+from tests.gpu import trees
+
+SEED = 11
+NAME = "recall"
+UNUSED = 8
+"""First of the ids that the language leaves free; the configuration's special tokens go there."""
+SPECIAL = (
+    "image_token_id",
+    "video_token_id",
+    "vision_end_token_id",
+    "vision_start_token_id",
+)
+
+
+def read_weights(directory: Path) -> dict[str, Floats]:
+    """Return what ``proofs.recall.training`` saved, with a random vision tower.
+
+    Raises:
+        ValueError: A tensor is missing, or has another shape than this model's.
+    """
+    import torch
+
+    weights = original.random_weights(RECALL, SEED)
+    wanted = {name for name in weights if ".visual." not in name}
+    for path in sorted(directory.glob("weights-*.pt")):
+        for name, value in torch.load(path, weights_only=True).items():
+            if weights[name].shape != tuple(value.shape):
+                raise ValueError(f"{name}: {tuple(value.shape)}, not {weights[name].shape}")
+            weights[name] = value.float().numpy()
+            wanted.discard(name)
+    if wanted:
+        raise ValueError(f"{directory} lacks {len(wanted)} tensors, one is {min(wanted)}")
+    return weights
+
+
+def make(weights: dict[str, Floats], out: Path) -> None:
+    """Write base and donor, and build the hybrid in layout overlay with the INT8 head."""
+    work = out / "work"
+    work.mkdir(parents=True)
+    tokenizer = vocabulary.train(512)
+    base, donor = out / f"{NAME}-base", out / f"{NAME}-donor"
+    repository.write_int4(base, RECALL, weights, tokenizer, "recall")
+    repository.write_fp8(donor, RECALL, weights, tokenizer, "recall")
+    for tree in (base, donor):
+        _move_special_tokens(tree / "config.json")
+    hybrid = trees.VARIANTS["overlay-head8"]
+    trees.build(trees.plan(base, donor, out / NAME, hybrid), work)
+
+
+def _move_special_tokens(path: Path) -> None:
+    """Give ids to special tokens that no context uses: all others are words here."""
+    config: dict[str, Any] = json.loads(path.read_text())
+    for place, name in enumerate(SPECIAL):
+        config[name] = UNUSED + place
+    config["text_config"]["eos_token_id"] = UNUSED + len(SPECIAL)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    """Make the trees asked for on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--random", action="store_true", help="untrained, to try the engines")
+    arguments = parser.parse_args()
+    if arguments.random:
+        weights = original.random_weights(RECALL, SEED)
+    else:
+        weights = read_weights(arguments.weights)
+    make(weights, arguments.out.resolve())
+
+
+if __name__ == "__main__":
+    main()
