@@ -13,7 +13,7 @@ LONG = 131072
 ROOM: dict[str, Any] = {
     "max_model_len": LONG + 256,
     "max_num_batched_tokens": 8192,
-    "kv_cache_memory_bytes": 3 << 30,
+    "kv_cache_memory_bytes": 2 << 30,
 }
 TALKING: dict[str, Any] = {
     "max_model_len": 49152,
@@ -22,12 +22,13 @@ TALKING: dict[str, Any] = {
 }
 TALK_SEED = 5
 KINDS = {"record": 24, "passage": 4, "register": 4}
-FEW = {"record": 12, "passage": 2, "register": 3}
+SOME = {"record": 16, "passage": 3, "register": 3}
+FEW = {"record": 8, "passage": 2, "register": 2}
 LENGTHS = {
     "4096": {"near": False, "kinds": KINDS},
-    "32768": {"near": True, "kinds": KINDS},
-    "98304": {"near": False, "kinds": FEW},
-    str(LONG): {"near": True, "kinds": KINDS},
+    "32768": {"near": True, "kinds": SOME},
+    "65536": {"near": False, "kinds": FEW},
+    str(LONG): {"near": True, "kinds": FEW},
 }
 SHORTER = {name: LENGTHS[name] for name in ("4096", "32768")}
 CACHE = {"enable_prefix_caching": True}
@@ -71,13 +72,16 @@ def turboquant_cases() -> list[dict[str, Any]]:
                 stock_turboquant=True,
                 recall=SHORTER,
             ),
-            case(
-                f"tq-{preset}-stock-full-mtp2",
-                options=many,
-                stock_turboquant=True,
-                recall=SHORTER,
-            ),
         ]
+        if preset in PRESETS[:2]:
+            found.append(
+                case(
+                    f"tq-{preset}-stock-full-mtp2",
+                    options=many,
+                    stock_turboquant=True,
+                    recall=SHORTER,
+                )
+            )
     return found
 
 
@@ -94,13 +98,13 @@ def prefix_cases() -> list[dict[str, Any]]:
         found.append(
             case(f"talk-cache-mtp{drafts}", options={**both, **mtp(drafts)}, long=True, **talk)
         )
-    for mode, short in ((PIECEWISE, "piecewise"), (FULL, "full")):
-        on = {**both, **graphs(mode)}
-        found += [
-            case(f"talk-cache-{short}", options=on, long=True, **talk),
-            case(f"talk-cache-{short}-mtp2", options={**on, **mtp(2)}, long=True, **talk),
-        ]
     full = {**both, **graphs(FULL), **mtp(2)}
+    piecewise = {**both, **graphs(PIECEWISE), **mtp(2)}
+    found += [
+        case("talk-cache-full", options={**both, **graphs(FULL)}, long=True, **talk),
+        case("talk-cache-full-mtp2", options=full, long=True, **talk),
+        case("talk-cache-piecewise-mtp2", options=piecewise, long=True, **talk),
+    ]
     small = {"max_num_batched_tokens": 256}
     return [
         *found,
@@ -122,19 +126,20 @@ def flashinfer_cases() -> list[dict[str, Any]]:
     talking = {**TALKING, **CACHE}
     found = [
         case("fi-gdn", options=ROOM, **gdn, **asked),
-        case("fi-gdn-again", options=ROOM, **gdn, **asked),
         case("fi-gdn-full-mtp2", options={**ROOM, **graphs(FULL), **mtp(2)}, **gdn, **asked),
-        case("fi-gdn-states", options=ROOM, damage={"states": []}, **gdn, recall=LENGTHS),
-        case("fi-attention", options=attention, **asked),
+        case("fi-gdn-states", options=ROOM, damage={"states": []}, **gdn, recall=SHORTER),
     ]
     for mode, short in ((PIECEWISE, "piecewise"), (FULL, "full")):
         on = {**attention, **graphs(mode)}
         found += [
             case(f"fi-attention-{short}", options=on, **asked),
-            case(f"fi-attention-{short}-mtp2", options={**on, **mtp(2)}, **asked),
             case(f"fi-xqa-{short}", options=on, xqa=True, **asked),
-            case(f"fi-xqa-{short}-mtp2", options={**on, **mtp(2)}, xqa=True, **asked),
         ]
+    drafting = {**attention, **graphs(FULL), **mtp(2)}
+    found += [
+        case("fi-attention-full-mtp2", options=drafting, **asked),
+        case("fi-xqa-full-mtp2", options=drafting, xqa=True, **asked),
+    ]
     full = {**talking, **graphs(FULL)}
     talk = {"talks": TALK_SEED, "long": True}
     return [

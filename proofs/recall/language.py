@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-VOCABULARY = 2048
+VOCABULARY = 512
 REC, ASK, VAL, END, SET, GET, PAD = range(1, 8)
 REGISTERS = 16
 FIRST_REGISTER = 32

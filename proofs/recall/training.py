@@ -114,6 +114,8 @@ def make_network() -> Network:
     torch.manual_seed(SEED)
     network = Network(RECALL)
     network.model.config._attn_implementation = "sdpa"
+    with torch.no_grad():  # a word that is copied is the right one from the start
+        network.lm_head.weight.copy_(network.model.embed_tokens.weight)
     for module in network.modules():
         if isinstance(module, modeling.Qwen3_5MoeExperts):
             module.forward = MethodType(dense_experts, module)

@@ -1,0 +1,183 @@
+"""Run stages of the recall proofs side by side on one GPU, judge them, write result files.
+
+    python3 -m proofs.recall.run TREES WORK OUT --stage recall [--stage prefixes ...]
+
+``TREES`` is what ``proofs.recall.trees`` made. A result is ``recall-STAGE.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from proofs.recall import cases, judge
+
+ROOT = Path(__file__).resolve().parents[2]
+CAVEATS = [
+    "not a GB10: behaviour and numerics are shown here, no Spark speed",
+    "torch and triton differ from what this vLLM pins: graph results are the plugin's",
+    "Machete and CutlassW4A8 (Hopper only) disabled, flash-attention 2 where it is not named",
+    "the recall model is small (11 million weights) and trained on the language it is asked in",
+]
+
+
+def run_cases(
+    wanted: list[dict[str, Any]],
+    trees: Path,
+    work: Path,
+    *,
+    at_once: int,
+    limit_s: float,
+    within_s: float,
+) -> dict[str, dict[str, Any]]:
+    """Run ``wanted`` and return what each wrote; results already in ``work`` are taken as they are.
+
+    Args:
+        wanted: from ``cases``.
+        trees: directory with the trees they name.
+        work: where results and logs go.
+        at_once: engines running at the same time.
+        limit_s: time one case may take.
+        within_s: time all of them may take; what waits then is not run.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    waiting = [case for case in wanted if not (work / f"{case['name']}.json").exists()]
+    running: list[tuple[subprocess.Popen[bytes], dict[str, Any], float]] = []
+    begun = time.monotonic()
+    while waiting or running:
+        over = time.monotonic() - begun > within_s
+        while waiting and len(running) < at_once and not over:
+            case = waiting.pop(0)
+            running.append((_start(case, trees, work), case, time.monotonic()))
+        if over:
+            waiting.clear()
+        time.sleep(0.5)
+        for entry in list(running):
+            process, case, started = entry
+            spent = time.monotonic() - started
+            if over or spent > limit_s:
+                process.kill()
+                process.wait()
+            if process.poll() is not None:
+                running.remove(entry)
+                result = read(case, work)
+                print(
+                    f"phase=case name={case['name']} state={result['state']} s={spent:.0f}"
+                    f" load_s={result.get('load_s')} {judge.summary(result)}",
+                    flush=True,
+                )
+    return {case["name"]: read(case, work) for case in wanted}
+
+
+def _start(case: dict[str, Any], trees: Path, work: Path) -> subprocess.Popen[bytes]:
+    path = work / f"{case['name']}.case.json"
+    path.write_text(json.dumps({**case, "tree": str(trees / case["tree"])}))
+    with (work / f"{case['name']}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "proofs.recall.engine", str(path), str(work)],
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+
+
+def read(case: dict[str, Any], work: Path) -> dict[str, Any]:
+    """Return what a case wrote, or that it died, with the lines of its log that name kernels."""
+    path, log = work / f"{case['name']}.json", work / f"{case['name']}.log"
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+    else:
+        found = {"state": "died" if text else "not run", "case": case}
+    telling = ("Selected ", "Using ", "cudagraph_mode=", "attention block size", "XQA", "TRTLLM")
+    found["log"] = sorted(
+        {
+            line.split("] ", 1)[-1][:200]
+            for line in text.splitlines()
+            if any(word in line for word in telling) and "cache directory" not in line
+        }
+    )[:40]
+    if found["state"] in ("died", "refused"):
+        found["log_tail"] = text[-2500:]
+    return found
+
+
+def document(
+    stage: str, results: dict[str, dict[str, Any]], rows: list[dict[str, Any]], command: str
+) -> dict[str, Any]:
+    """Return a result file: versions, device, rows, and each engine's options and figures."""
+    from tests.gpu import proofs  # needs torch
+
+    environment = proofs.environment()
+    environment["caveats"] = CAVEATS
+    return {
+        "stage": f"recall-{stage}",
+        "command": command,
+        "seed": cases.TALK_SEED,
+        **environment,
+        "rows": rows,
+        "runs": {name: judge.figures(result) for name, result in results.items()},
+    }
+
+
+def prove(
+    stages: list[str],
+    trees: Path,
+    work: Path,
+    out: Path,
+    *,
+    at_once: int = 10,
+    limit_s: float = 400,
+    within_s: float = float("inf"),
+    only: list[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Run and judge stages; return all rows."""
+    wanted: dict[str, list[dict[str, Any]]] = {}
+    for stage in stages:
+        listed = cases.STAGES[stage]()
+        wanted[stage] = [case for case in listed if only is None or case["name"] in only]
+    every = {case["name"]: case for listed in wanted.values() for case in listed}
+    results = run_cases(
+        list(every.values()), trees, work, at_once=at_once, limit_s=limit_s, within_s=within_s
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    found = []
+    for stage, listed in wanted.items():
+        own = {case["name"]: results[case["name"]] for case in listed}
+        reference = read(cases.recall_cases()[0], work)
+        rows = judge.JUDGES[stage](own, reference)
+        command = f"python3 -m proofs.recall.run TREES WORK OUT --stage {stage}"
+        text = json.dumps(document(stage, own, rows, command), indent=1)
+        (out / f"recall-{stage}.json").write_text(text + "\n")
+        found += rows
+    return found
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trees", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--stage", action="append", choices=list(cases.STAGES), required=True)
+    parser.add_argument("--only", action="append")
+    parser.add_argument("--at-once", type=int, default=10)
+    parser.add_argument("--within-s", type=float, default=float("inf"))
+    a = parser.parse_args()
+    rows = prove(
+        a.stage, a.trees, a.work, a.out, at_once=a.at_once, within_s=a.within_s, only=a.only
+    )
+    for row in rows:
+        print(json.dumps({"claim": row["claim"], "passed": row["passed"]}))
+    sys.exit(any(row["passed"] is False for row in rows))
+
+
+if __name__ == "__main__":
+    main()
