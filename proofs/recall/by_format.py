@@ -29,7 +29,7 @@ from torch.nn.utils import parametrize
 from transformers import AttentionInterface
 
 from lab.model.network import Network, state
-from proofs.recall import formats, judge, language, training
+from proofs.recall import formats, judge, language, training, verdicts
 from proofs.recall.formats import Preset
 
 STEP = 8192
@@ -123,7 +123,6 @@ def noise(relative: float) -> Rounding:
     return rounding
 
 
-@torch.no_grad()
 def ask(network: Network, length: int, rounding: Rounding | None, near: bool) -> list[judge.Row]:
     """Return the answers to every question on one context."""
     made = language.context(np.random.default_rng([length, 7]), length, near=near, asks=False)
@@ -134,7 +133,7 @@ def ask(network: Network, length: int, rounding: Rounding | None, near: bool) ->
         tokens += [*one.tokens, *one.answer]
     CACHE.rounding, CACHE.tail = rounding, length
     places = torch.arange(len(tokens))[None]
-    with parametrize.cached():
+    with torch.no_grad(), parametrize.cached():
         hidden, _ = training.hidden_states(network, torch.tensor([tokens]), places)
         best = functional.log_softmax(network.lm_head(hidden[0, length:]).float(), -1)
     rows = []
@@ -167,10 +166,10 @@ def result_rows(found: dict[str, list[judge.Row]]) -> list[judge.Row]:
     for name, answers in found.items():
         share = judge.share(judge.looked_up(answers))
         damaged = name.startswith("noise")
-        enough = share is not None and share >= judge.ENOUGH
-        bound = "less is found: the judge sees it" if damaged else f"{judge.ENOUGH:.0%} is found"
+        enough = share is not None and share >= verdicts.ENOUGH
+        bound = "less is found: the judge sees it" if damaged else f"{verdicts.ENOUGH:.0%} is found"
         rows.append(
-            judge.row(
+            verdicts.row(
                 f"{name}: {bound}",
                 not enough if damaged else enough,
                 [name],
@@ -197,14 +196,20 @@ def main() -> None:
     ways |= {name: rounding_of(preset) for name, preset in formats.PRESETS.items()}
     ways["noise of 200 %"] = noise(2.0)
     found: dict[str, list[judge.Row]] = {name: [] for name in ways}
-    for length in arguments.length or [4096, 16384]:
+    for length in arguments.length or [4096, 16384, 32768]:
         for name, rounding in ways.items():
             started = time.monotonic()
             answers = ask(network, length, rounding, near=length > 4096)
             found[name] += answers
             right, spent = judge.share(answers), time.monotonic() - started
             print(f"length={length} format={name} right={right} s={spent:.0f}", flush=True)
-    document = {
+        text = json.dumps(document(found), indent=1)  # after every length: the next takes longer
+        arguments.out.write_text(text + "\n")
+
+
+def document(found: dict[str, list[judge.Row]]) -> dict[str, Any]:
+    """Return the result file."""
+    return {
         "stage": "recall-formats",
         "command": "python3 -m proofs.recall.by_format WEIGHTS OUT",
         "seed": training.SEED,
@@ -217,7 +222,6 @@ def main() -> None:
         },
         "rows": result_rows(found),
     }
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from proofs.engine.cases import graphs, mtp
 from proofs.recall.trees import NAME
-from tests.gpu.engine_cases import graphs, mtp
 
 PIECEWISE, FULL = "PIECEWISE", "FULL_AND_PIECEWISE"
 PRESETS = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
@@ -20,6 +20,8 @@ TALKING: dict[str, Any] = {
     "max_num_batched_tokens": 2048,
     "kv_cache_memory_bytes": 1 << 30,
 }
+TIGHT = {"max_model_len": 12288, "kv_cache_memory_bytes": 1 << 27}
+"""Room for about one conversation: others' blocks have to go."""
 TALK_SEED = 5
 KINDS = {"record": 24, "passage": 4, "register": 4}
 SOME = {"record": 16, "passage": 3, "register": 3}
@@ -110,7 +112,7 @@ def prefix_cases() -> list[dict[str, Any]]:
         *found,
         case("talk-cache-full-mtp2-no-async", options={**full, **NO_ASYNC}, long=True, **talk),
         case("talk-cache-full-mtp3", options={**full, **mtp(3)}, long=True, **talk),
-        case("talk-tight-full-mtp2", options={**full, "kv_cache_memory_bytes": 1 << 27}, **talk),
+        case("talk-tight-full-mtp2", options={**full, **TIGHT}, **talk),
         case("talk-small-step", options={**both, **small}, **talk),
         case("talk-small-step-full-mtp2", options={**full, **small}, **talk),
         case("talk-damage-states", options=both, damage={"states": []}, **talk),

@@ -2,7 +2,7 @@
 
     python3 -m proofs.recall.engine CASE.json OUT_DIR
 
-A process of its own per case, as in ``tests.gpu.engine_case``, whose options these are.
+A process of its own per case, as in ``proofs.engine.case``, whose options these are.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from proofs.engine import case as engine_case
 from proofs.recall import damage, language, talks
-from tests.gpu import engine_case
 
 KEPT = 40
 """Log-probabilities kept of each step: the best ones, for comparing distributions."""
@@ -166,7 +166,8 @@ def main() -> None:
     try:
         result = {"state": "ran", **run(case)}
     except BaseException as error:  # a refusal is a result; its text is judged
-        texts, seen = [], error
+        texts: list[str] = []
+        seen: BaseException | None = error
         while seen is not None:
             texts.append(f"{type(seen).__name__}: {seen}"[:2000])
             seen = seen.__cause__ or seen.__context__

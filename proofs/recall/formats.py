@@ -1,9 +1,10 @@
 """What a TurboQuant preset makes of keys and values, in plain torch and without an engine.
 
 The arithmetic of vLLM 0.33.0's store kernels and of what reads their slots
-(``triton_turboquant_store.py`` and the engine's ``quantization/turboquant``): a key is FP8, or a Hadamard rotation of its direction with every coordinate at the nearest of
-``2**bits`` Lloyd-Max centroids, its length beside it in 16 bits; a value lies on ``2**bits`` even
-steps between its smallest and largest coordinate.
+(``triton_turboquant_store.py`` and the engine's ``quantization/turboquant``): a key is FP8, or a
+Hadamard rotation of its direction with every coordinate at the nearest of ``2**bits`` Lloyd-Max
+centroids, its length beside it in 16 bits; a value lies on ``2**bits`` even steps between its
+smallest and largest coordinate.
 """
 
 from __future__ import annotations

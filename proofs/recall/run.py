@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from proofs.recall import cases, judge
+from proofs.recall import cases, judge, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 CAVEATS = [
@@ -25,6 +25,11 @@ CAVEATS = [
     "Machete and CutlassW4A8 (Hopper only) disabled, flash-attention 2 where it is not named",
     "the recall model is small (11 million weights) and trained on the language it is asked in",
 ]
+
+
+def names(stage: str) -> list[str]:
+    """Return the names of a stage's engines."""
+    return [case["name"] for case in cases.STAGES[stage]()]
 
 
 def run_cases(
@@ -99,9 +104,9 @@ def read(case: dict[str, Any], work: Path) -> dict[str, Any]:
     telling = ("Selected ", "Using ", "cudagraph_mode=", "attention block size", "XQA", "TRTLLM")
     found["log"] = sorted(
         {
-            line.split("] ", 1)[-1][:200]
+            line.split("] ", 1)[-1][:200]  # names of this machine stay out: no paths
             for line in text.splitlines()
-            if any(word in line for word in telling) and "cache directory" not in line
+            if any(word in line for word in telling) and "/" not in line.split("] ", 1)[-1][:200]
         }
     )[:40]
     if found["state"] in ("died", "refused"):
@@ -110,18 +115,22 @@ def read(case: dict[str, Any], work: Path) -> dict[str, Any]:
 
 
 def document(
-    stage: str, results: dict[str, dict[str, Any]], rows: list[dict[str, Any]], command: str
+    stage: str,
+    results: dict[str, dict[str, Any]],
+    rows: list[dict[str, Any]],
+    environment: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Return a result file: versions, device, rows, and each engine's options and figures."""
-    from tests.gpu import proofs  # needs torch
+    if environment is None:
+        from proofs import stages  # needs torch
 
-    environment = proofs.environment()
-    environment["caveats"] = CAVEATS
+        environment = stages.environment()
     return {
         "stage": f"recall-{stage}",
-        "command": command,
+        "command": f"python3 -m proofs.recall.run TREES WORK OUT --stage {stage}",
         "seed": cases.TALK_SEED,
         **environment,
+        "caveats": CAVEATS,
         "rows": rows,
         "runs": {name: judge.figures(result) for name, result in results.items()},
     }
@@ -137,8 +146,21 @@ def prove(
     limit_s: float = 400,
     within_s: float = float("inf"),
     only: list[str] | None = None,
+    environment: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run and judge stages; return all rows."""
+    """Run and judge stages; return all rows.
+
+    Args:
+        stages: keys of ``cases.STAGES``.
+        trees: what ``proofs.recall.trees`` made.
+        work: for results of single engines and their logs; what is there is not run again.
+        out: for the result files.
+        at_once: engines running at the same time.
+        limit_s: time one engine may take.
+        within_s: time all of them may take.
+        only: names of engines; the others are not run.
+        environment: versions and device of the machine that ran them, if it was another.
+    """
     wanted: dict[str, list[dict[str, Any]]] = {}
     for stage in stages:
         listed = cases.STAGES[stage]()
@@ -152,9 +174,8 @@ def prove(
     for stage, listed in wanted.items():
         own = {case["name"]: results[case["name"]] for case in listed}
         reference = read(cases.recall_cases()[0], work)
-        rows = judge.JUDGES[stage](own, reference)
-        command = f"python3 -m proofs.recall.run TREES WORK OUT --stage {stage}"
-        text = json.dumps(document(stage, own, rows, command), indent=1)
+        rows = verdicts.JUDGES[stage](own, reference)
+        text = json.dumps(document(stage, own, rows, environment), indent=1)
         (out / f"recall-{stage}.json").write_text(text + "\n")
         found += rows
     return found
@@ -170,9 +191,17 @@ def main() -> None:
     parser.add_argument("--only", action="append")
     parser.add_argument("--at-once", type=int, default=10)
     parser.add_argument("--within-s", type=float, default=float("inf"))
+    parser.add_argument("--environment", type=Path, help="a file: judge again what another ran")
     a = parser.parse_args()
     rows = prove(
-        a.stage, a.trees, a.work, a.out, at_once=a.at_once, within_s=a.within_s, only=a.only
+        a.stage,
+        a.trees,
+        a.work,
+        a.out,
+        at_once=a.at_once,
+        within_s=a.within_s,
+        only=a.only,
+        environment=json.loads(a.environment.read_text()) if a.environment else None,
     )
     for row in rows:
         print(json.dumps({"claim": row["claim"], "passed": row["passed"]}))

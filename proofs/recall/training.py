@@ -251,14 +251,13 @@ def train(device: str, phases: tuple[Phase, ...], limit_s: float, workers: int) 
     return run
 
 
-@torch.no_grad()
 def recall(network: Network, device: str, length: int, rows: int) -> dict[str, Any]:
     """Return the share of right tokens at one length, positions without jumps, by distance."""
     right, right2, total = 0.0, 0.0, 0
     for row in range(rows):
         tokens, labels = language.batch(SEED + 5_000_000 + length + row, 1, length)
         places = torch.arange(length)[None].to(device)
-        with parametrize.cached(), torch.autocast(device, torch.bfloat16):
+        with torch.no_grad(), parametrize.cached(), torch.autocast(device, torch.bfloat16):
             found = losses(
                 network,
                 torch.from_numpy(tokens).to(device),

@@ -13,7 +13,7 @@ from typing import Any
 from lab.model import original, repository, vocabulary
 from lab.model.original import Floats
 from proofs.recall.shape import RECALL
-from tests.gpu import trees
+from proofs.trees import build as trees
 
 SEED = 11
 NAME = "recall"
