@@ -52,36 +52,38 @@ def _serve_step(verb: str) -> Callable[[Words, Paths], int]:
 
 
 def _switch(words: Words, paths: Paths) -> int:
-    from spark_host.rollout import rollout
+    from spark_host.rollout import ports, rollout
 
-    return rollout.switch(_one(words, "a release"), paths)
+    return rollout.roll_out(_one(words, "a release"), ports.this_host(paths))
 
 
 def _switch_recover(words: Words, paths: Paths) -> int:
-    from spark_host.rollout import rollout
+    from spark_host.rollout import ports, recover
 
-    return rollout.recover(_one(words, "a release"), paths)
+    return recover.recover(_one(words, "a release"), ports.this_host(paths))
 
 
 def _switch_begin(words: Words, paths: Paths) -> int:
-    from spark_host.rollout import change
+    from spark_host.rollout import request
+    from spark_host.system.ports import Host
 
-    return _print(change.begin(_one(words, "a release"), paths))
+    return _print(request.begin(_one(words, "a release"), Host(paths)))
 
 
 def _switch_poll(words: Words, paths: Paths) -> int:
-    from spark_host.rollout import change
+    from spark_host.rollout import request
+    from spark_host.system.ports import Host
 
-    request = words[1] if len(words) == 2 else None
-    return _print(change.poll(_one(words[:1], "a release"), paths, request))
+    asked = words[1] if len(words) == 2 else None
+    return _print(request.poll(_one(words[:1], "a release"), Host(paths), asked))
 
 
 def _rollback(words: Words, paths: Paths) -> int:
-    from spark_host.rollout import change
+    from spark_host.rollout import ports, way_back
 
     if not words or words[0].startswith("-"):
         raise HostToolError("rollback", "no service named", "rollback SERVICE [--to R] [--dry]", 2)
-    return change.rollback(words, paths)
+    return way_back.rollback(words, ports.this_host(paths))
 
 
 def _prune(words: Words, paths: Paths) -> int:
@@ -92,18 +94,20 @@ def _prune(words: Words, paths: Paths) -> int:
 
 def _stop_service(words: Words, paths: Paths) -> int:
     from spark_host.records import boot
+    from spark_host.system.ports import Host
 
     by = os.environ.get("SUDO_USER", "root")
     if len(words) == 3 and words[1] == "--by":
         by = words[2]
         words = words[:1]
-    return boot.stop_service(_one(words, "a service"), by, paths)
+    return boot.stop_service(_one(words, "a service"), by, Host(paths))
 
 
 def _start_service(words: Words, paths: Paths) -> int:
     from spark_host.records import boot
+    from spark_host.system.ports import Host
 
-    return boot.start_service(_one(words, "a service"), paths)
+    return boot.start_service(_one(words, "a service"), Host(paths))
 
 
 def _gateway(words: Words, paths: Paths) -> int:

@@ -8,10 +8,12 @@ import sys
 import time
 from typing import Any
 
-from spark_contract import files
+from spark_contract import documents
 from spark_contract import release as releases
 from spark_contract.paths import Paths
+from spark_contract.records import Stopped
 from spark_contract.release import Release
+from spark_contract.units import GATEWAY, SWITCH
 
 from spark_host.check import measure
 from spark_host.engine import memory
@@ -19,9 +21,10 @@ from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
 from spark_host.records import boot, proof, upgrades
-from spark_host.rollout import change
-from spark_host.rollout.record import boot_id
+from spark_host.rollout import request
+from spark_host.rollout.ports import boot_id
 from spark_host.system import systemd
+from spark_host.system.ports import Host
 from spark_host.watch import loop
 
 _SERVE_FIELDS = (
@@ -42,25 +45,25 @@ def status(paths: Paths, live: bool) -> dict[str, Any]:
         paths: Where to look.
         live: Also ask the running engines one question each.
     """
+    host = Host(paths)
     known = [r for n in releases.names(paths) if (r := releases.load_if_present(n, paths))]
     services = sorted({release.service for release in known} | _marked(paths))
     digests = jobs.all_digests(paths)
-    gateways = [f"spark-gateway@{service}.service" for service in services]
+    gateways = [GATEWAY.of(service) for service in services]
     switched = [release for release in known if paths.switch(release.name).exists()]
     # One question for all units: a call of systemctl each would cost more than all the rest.
-    asked = [*(r.serve_unit for r in known), *gateways, *(change.unit_of(r.name) for r in switched)]
+    asked = [*(r.serve_unit for r in known), *gateways, *(SWITCH.of(r.name) for r in switched)]
     units = systemd.show(asked, [*_SERVE_FIELDS, "Job"])
     versions = proof.versions()
     return {
         "schema_version": 1,
         "tools": {"digest": _tools_digest(paths)},
         "releases": [_release(release) for release in known],
-        "serve": [_serve(release, units, paths) for release in known],
-        "services": {name: _service(name, known, units, paths) for name in services},
-        "proofs": {r.name: _proof(r, units, versions, paths) for r in known},
+        "serve": [_serve(release, units, host) for release in known],
+        "services": {name: _service(name, known, units, host) for name in services},
+        "proofs": {r.name: _proof(r, units, versions, host) for r in known},
         "switch": {
-            r.name: change.judge(r.name, units.get(change.unit_of(r.name), {}), paths)
-            for r in switched
+            r.name: request.judge(r.name, units.get(SWITCH.of(r.name), {}), host) for r in switched
         },
         "jobs": jobs.poll(digests, paths) if digests else [],
         "memory": _memory(),
@@ -102,13 +105,13 @@ def _is_active(release: Release, units: dict[str, systemd.UnitState]) -> bool:
     return units.get(release.serve_unit, {}).get("ActiveState") == "active"
 
 
-def _serve(release: Release, units: dict[str, systemd.UnitState], paths: Paths) -> dict[str, Any]:
+def _serve(release: Release, units: dict[str, systemd.UnitState], host: Host) -> dict[str, Any]:
     unit = units.get(release.serve_unit, {})
     return {
         "release": release.name,
         "active": unit.get("ActiveState", "inactive"),
         "sub": unit.get("SubState", "dead"),
-        "enabled": release.name in boot.enabled(release.service, paths),
+        "enabled": release.name in boot.enabled(release.service, host),
         "invocation_id": unit.get("InvocationID") or None,
         "restarts": int(unit.get("NRestarts") or 0),
         "result": unit.get("Result", ""),
@@ -118,18 +121,19 @@ def _serve(release: Release, units: dict[str, systemd.UnitState], paths: Paths) 
 
 
 def _service(
-    name: str, known: list[Release], units: dict[str, systemd.UnitState], paths: Paths
+    name: str, known: list[Release], units: dict[str, systemd.UnitState], host: Host
 ) -> dict[str, Any]:
-    record = boot.good(name, paths)
-    gateway_unit = units.get(f"spark-gateway@{name}.service", {})
+    paths, record, back = host.paths, boot.good(name, host), boot.rolled_back(name, host)
+    stopped = host.disk.read(Stopped, paths.stopped(name))
+    gateway_unit = units.get(GATEWAY.of(name), {})
     running = [r.name for r in known if r.service == name and _is_active(r, units)]
     return {
-        "good": record["release"],
-        "previous": record["previous"],
-        "enabled": boot.enabled(name, paths),
+        "good": record.release,
+        "previous": list(record.previous),
+        "enabled": boot.enabled(name, host),
         "active": running[0] if running else None,
-        "stopped_by_hand": files.read_json(paths.stopped(name)),
-        "rolled_back": boot.rolled_back(name, paths),
+        "stopped_by_hand": documents.plain(stopped),
+        "rolled_back": {"from": back.came, "to": back.to, "at": back.at} if back else None,
         "door_open": traffic.is_open(name, paths),
         "gateway": {
             "active": gateway_unit.get("ActiveState", "inactive"),
@@ -144,15 +148,15 @@ def _proof(
     release: Release,
     units: dict[str, systemd.UnitState],
     versions: dict[str, str],
-    paths: Paths,
+    host: Host,
 ) -> dict[str, Any]:
-    found = proof.read(release.name, paths)
+    found = proof.read(release.name, host)
     invocation = units.get(release.serve_unit, {}).get("InvocationID")
     active = _is_active(release, units)
     why = proof.why_not(found, release.digest, invocation, versions) if active else "not running"
-    measured = (found or {}).get("bench")
-    speed = list(measure.sentences(measured)) if measured else []
-    return {**(found or {}), "current": why is None, "why": why, "speed": speed}
+    speed = list(measure.sentences(found.bench)) if found and found.bench else []
+    said = documents.plain(found) if found else {}
+    return {**said, "current": why is None, "why": why, "speed": speed}
 
 
 def _memory() -> dict[str, int]:

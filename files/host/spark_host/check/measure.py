@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +19,13 @@ from spark_contract.release import Release
 
 from spark_host.engine.client import Engine, EngineError
 from spark_host.records import upgrades
+from spark_host.system.log import Report
 
 _ROUNDS = 5
 _TOKENS = 256
 _PROMPT_WORDS = 1200
 _STREAMS = 4
 _REQUEST_S = 30.0
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class NotMeasuredError(Exception):
     """There is no number to compare; the message is a plain sentence."""
 
 
-def measure(release: Release, paths: Paths, limit_s: float, tell: Tell) -> dict[str, Any]:
+def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> dict[str, Any]:
     """Return the speed of a running release, measured for at most about ``limit_s``.
 
     Raises:
@@ -90,7 +89,7 @@ def measure(release: Release, paths: Paths, limit_s: float, tell: Tell) -> dict[
             not samples.rounds or time.monotonic() - begun < limit_s
         ):
             _round(release, engine, samples, timeout_s)
-            tell(f"phase=bench round={samples.rounds} of {_ROUNDS}")
+            report(f"phase=bench round={samples.rounds} of {_ROUNDS}")
         others = engine.metrics().generated - counted - samples.tokens
     except EngineError as error:
         raise NotMeasuredError(f"no speed was measured: {error}") from error

@@ -18,16 +18,6 @@ class CheckError(Exception):
     """The engine violates what is checked; the message is a plain sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check's result."""
-
-    name: str
-    ok: bool
-    detail: str
-    seconds: float
-
-
 @dataclass(slots=True)
 class Probe:
     """A running engine and what is known about it so far."""

@@ -7,23 +7,26 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_contract import files
+from spark_contract import documents
 from spark_contract import release as releases
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
+from spark_contract.records import Finding, Proof
 from spark_contract.release import Release
 
 from spark_host.check import answers, evidence, images
 from spark_host.check.prefix import prefix_reuse
-from spark_host.check.probe import CheckError, Finding, Probe
+from spark_host.check.probe import CheckError, Probe
 from spark_host.engine.client import Engine, EngineError, NotListeningError
 from spark_host.gateway import traffic
 from spark_host.records import boot, proof
 from spark_host.system import systemd
+from spark_host.system.log import Report
+from spark_host.system.ports import Host
 
 _PROGRESS_S = 5.0
 
@@ -73,75 +76,74 @@ CHECKS = (
 
 def check(
     release: Release,
-    paths: Paths,
+    host: Host,
     level: str,
-    tell: Callable[[str], None],
+    report: Report,
     invocation_id: str | None = None,
-) -> dict[str, Any]:
+) -> Proof:
     """Check a release's engine and keep the proof.
 
     Args:
         release: The release that runs.
-        paths: Where the socket is and the proof goes.
+        host: Where the socket is and the proof goes.
         level: ``quick``, ``full`` or ``deep``.
-        tell: Gets one line per step.
+        report: Gets one line per step.
         invocation_id: The run to bind the proof to; asked of systemd when ``None``.
 
     Returns:
         The proof as it was written.
     """
     before = invocation_id or systemd.invocation(release.serve_unit) or ""
-    probe = Probe(release, Engine.of(release, paths), lambda: read_log(release, before))
-    findings = [_ready(probe, tell)]
+    probe = Probe(release, Engine.of(release, host.paths), lambda: read_log(release, before))
+    findings = [_ready(probe, report)]
     if findings[0].ok:
         probe.before = _metrics_or_none(probe)
-        findings += _run_all(probe, level, tell)
+        findings += _run_all(probe, level, report)
     after = invocation_id or systemd.invocation(release.serve_unit) or ""
     if after != before:
         findings.append(Finding("same run", False, "the engine was restarted meanwhile", 0.0))
-        tell(_line(findings[-1]))
+        report(_line(findings[-1]))
     versions = {**proof.versions(), **proof.parts(release)}
-    result: dict[str, Any] = {
-        "schema_version": 1,
-        "release": release.name,
-        "digest": release.digest,
-        "invocation_id": before,
-        "level": level,
-        "ok": all(finding.ok for finding in findings),
-        "checked_at": files.now(),
-        "checks": [asdict(finding) for finding in findings],
-        "versions": versions,
-        "engine": {"version": probe.engine_version},
-        "portable": release.check.portable,
-        "stubbed": sorted(key for key, value in versions.items() if "labstub" in value),
-    }
-    _keep(result, paths, tell)
+    result = Proof(
+        release=release.name,
+        digest=release.digest,
+        invocation_id=before,
+        level=level,
+        ok=all(finding.ok for finding in findings),
+        checked_at=host.clock.now(),
+        checks=tuple(findings),
+        versions=versions,
+        engine={"version": probe.engine_version},
+        portable=release.check.portable,
+        stubbed=tuple(sorted(key for key, value in versions.items() if "labstub" in value)),
+    )
+    keep(result, host, report)
     return result
 
 
-def _keep(result: dict[str, Any], paths: Paths, tell: Callable[[str], None]) -> None:
+def keep(result: Proof, host: Host, report: Report) -> None:
     """Write the proof down; on a full disk an engine that answers right serves all the same.
 
     The next deploy proves again what has no proof; one that does not hold any more has to go.
     """
     try:
-        proof.write(result, paths)
+        proof.write(result, host)
     except OSError as error:
-        tell(f"the proof is not kept: {error}")
-        if not result["ok"]:
-            files.remove(paths.proof(result["release"]))
+        report(f"the proof is not kept: {error}")
+        if not result.ok:
+            host.disk.remove(host.paths.proof(result.release))
 
 
-def _run_all(probe: Probe, level: str, tell: Callable[[str], None]) -> list[Finding]:
+def _run_all(probe: Probe, level: str, report: Report) -> list[Finding]:
     rank = proof.LEVELS.index(level)
     findings = []
     for item in CHECKS:
         if proof.LEVELS.index(item.level) > rank or not item.wanted(probe):
             continue
         findings.append(_run_one(item, probe))
-        tell(_line(findings[-1]))
+        report(_line(findings[-1]))
         if probe.out_of_time and not findings[-1].ok:
-            tell("the rest is not asked: an engine that takes this long is not sound")
+            report("the rest is not asked: an engine that takes this long is not sound")
             break
     return findings
 
@@ -161,7 +163,7 @@ def _line(finding: Finding) -> str:
     return f"{verdict} {finding.name}: {finding.detail} ({finding.seconds:.2f} s)"
 
 
-def _ready(probe: Probe, tell: Callable[[str], None]) -> Finding:
+def _ready(probe: Probe, report: Report) -> Finding:
     """Wait until the engine listens and is healthy; show what it is doing meanwhile."""
     start = time.monotonic()
     limit_s = probe.release.timeouts.start_s
@@ -182,12 +184,12 @@ def _ready(probe: Probe, tell: Callable[[str], None]) -> Finding:
         if gone or waited > limit_s:
             what = gone or f"not ready after {limit_s:.0f} s: {reason}"
             finding = Finding("ready", False, what, round(waited, 3))
-            tell(_line(finding))
+            report(_line(finding))
             return finding
         if time.monotonic() - told >= _PROGRESS_S:
             told = time.monotonic()
             last = next((line for line in reversed(probe.read_log()) if line.strip()), reason)
-            tell(
+            report(
                 f"phase=load waited_s={waited:.0f} limit_s={limit_s:.0f} last: {last.strip()[:160]}"
             )
         time.sleep(0.2 if waited < 10 else 1.0)
@@ -241,31 +243,26 @@ def main(words: list[str], paths: Paths) -> int:
             "check [RELEASE] [--quick|--full|--deep] [--json]",
             2,
         )
-    release = releases.load(given[0] if given else _only_active(paths), paths)
+    host = Host(paths)
+    release = releases.load(given[0] if given else _only_active(host), paths)
     level = next((name for name in reversed(proof.LEVELS) if f"--{name}" in flags), "full")
     stream = sys.stderr if "--json" in flags else sys.stdout
-    result = check(release, paths, level, lambda line: print(line, file=stream, flush=True))
+    result = check(release, host, level, lambda line: print(line, file=stream, flush=True))
     if "--json" in flags:
-        json.dump(result, sys.stdout, indent=1)
+        json.dump(documents.plain(result), sys.stdout, indent=1)
         print()
     else:
-        failed = [item["name"] for item in result["checks"] if not item["ok"]]
-        verdict = f"failed: {', '.join(failed)}" if failed else "proven"
+        failed = ", ".join(finding.name for finding in result.failed)
+        verdict = f"failed: {failed}" if failed else "proven"
         print(f"{release.name}: {level} check {verdict}", flush=True)
-    if "--at-start" in flags and result["ok"]:
-        _open_after_start(release, paths)
-    return 0 if result["ok"] else 1
-
-
-def _open_after_start(release: Release, paths: Paths) -> None:
-    # A candidate on trial is not enabled; its door opens only after the full check.
-    if release.name in boot.enabled(release.service, paths):
+    if "--at-start" in flags and result.ok and boot.opens_at_start(release, host):
         traffic.open_for(release, paths)
+    return 0 if result.ok else 1
 
 
-def _only_active(paths: Paths) -> str:
-    services = sorted({releases.service_of(name) for name in releases.names(paths)})
-    running = [name for name in (boot.active(service, paths) for service in services) if name]
+def _only_active(host: Host) -> str:
+    services = sorted({releases.service_of(name) for name in releases.names(host.paths)})
+    running = [name for name in (boot.active(service, host) for service in services) if name]
     if len(running) != 1:
         raise HostToolError(
             "check",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
 
 from spark_host.system import docker
+from spark_host.system.log import Report
 
 GIB = 1 << 30
 
@@ -43,9 +43,7 @@ def problem(needed_bytes: int) -> HostToolError | None:
     )
 
 
-def wait_for_memory(
-    needed_bytes: int, wait_s: float, say: Callable[[str], None], poll_s: float = 2.0
-) -> None:
+def wait_for_memory(needed_bytes: int, wait_s: float, report: Report, poll_s: float = 2.0) -> None:
     """Return once no engine is left and ``needed_bytes`` are available.
 
     Raises:
@@ -70,7 +68,7 @@ def wait_for_memory(
                 else f"stop what holds it: {_holders()}"
             )
             raise HostToolError("memory", f"{obstacle} after {waited:.0f} s", fix)
-        say(f"phase=memory waited_s={waited:.0f} limit_s={wait_s:.0f} {obstacle}")
+        report(f"phase=memory waited_s={waited:.0f} limit_s={wait_s:.0f} {obstacle}")
         time.sleep(min(poll_s, max(0.0, wait_s - waited)))
 
 

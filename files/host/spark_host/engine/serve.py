@@ -16,36 +16,33 @@ from spark_host.engine import account, cdi, memory
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system import docker
+from spark_host.system.log import log
+from spark_host.system.ports import Host
 
 _DOCKER_WAIT_S = 90.0
-
-
-def say(text: str) -> None:
-    """Print one line for the journal at once."""
-    print(text, flush=True)
 
 
 def may_start(name: str, paths: Paths) -> int:
     """Return 0 when the unit may start, 1 when systemd shall skip it quietly."""
     release = load(name, paths)
-    obstacle = boot.obstacle(release, paths)
+    obstacle = boot.obstacle(release, Host(paths))
     if obstacle is not None:
-        say(f"not starting {name}: {obstacle}")
+        log(f"not starting {name}: {obstacle}")
         return 1
     return 0
 
 
 def prepare(name: str, paths: Paths) -> int:
-    """Make the host ready for a start: door closed, no leftovers, CDI current, memory free."""
+    """Make the host ready for a start: traffic closed, no leftovers, CDI current, memory free."""
     release = load(name, paths)
     _refuse_beside(_lock_holder(paths), release)
     traffic.close(release.service, paths)
     _wait_for_docker()
     docker.remove_container(release.container)
-    cdi.refresh(say, paths)
+    cdi.refresh(log, paths)
     docker.gpu_arguments(paths)
     _prove_parts(release)
-    memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, say)
+    memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, log)
     directory = paths.service_run(release.service)
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
     directory.mkdir(mode=0o710, exist_ok=True)
@@ -67,7 +64,7 @@ def run(name: str, paths: Paths) -> int:
     argv = docker_argv(release, paths)
     environment = {**os.environ, **dict(release.engine.env)}
     _take_engine_lock(release, paths)
-    say(f"starting {release.container}: {release.image_tag}")
+    log(f"starting {release.container}: {release.image_tag}")
     os.execvpe("docker", argv, environment)
 
 
@@ -77,7 +74,7 @@ def stop(name: str, paths: Paths) -> int:
     seconds = int(release.timeouts.stop_s)
     said = docker.client("stop", "-t", str(seconds), release.container, timeout_s=seconds + 60)
     if said.returncode != 0 and "No such container" not in said.stderr:
-        say(f"docker stop: {said.stderr.strip()}")
+        log(f"docker stop: {said.stderr.strip()}")
     return 0
 
 
@@ -166,7 +163,7 @@ def _wait_for_docker() -> None:
                 f"does not answer after {_DOCKER_WAIT_S:.0f} s",
                 "systemctl status docker",
             )
-        say("phase=docker waiting for the docker daemon")
+        log("phase=docker waiting for the docker daemon")
         time.sleep(2)
 
 

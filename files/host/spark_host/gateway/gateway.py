@@ -22,6 +22,7 @@ from spark_host.gateway import api_key, gateway_settings, listeners, nginx
 from spark_host.gateway.gateway_settings import Gateway
 from spark_host.records import boot
 from spark_host.system import systemd
+from spark_host.system.ports import Host
 
 
 def run(service: str, paths: Paths) -> int:
@@ -220,7 +221,7 @@ def _release_in_use(service: str, paths: Paths) -> Release:
     hint = paths.service_run(service) / "gateway-of"
     hinted = hint.read_text().strip() if hint.is_file() else None
     mine = [name for name in names(paths) if service_of(name) == service]
-    for name in (hinted, boot.good(service, paths)["release"], *reversed(mine)):
+    for name in (hinted, boot.good(service, Host(paths)).release, *reversed(mine)):
         release = load_if_present(name, paths) if name else None
         if release is not None:
             return release

@@ -11,23 +11,26 @@ import shutil
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
+from spark_contract.records import Stopped
 from spark_contract.release import load, names, service_of
+from spark_contract.units import SWITCH
 
 from spark_host.jobs import jobs
 from spark_host.jobs.jobs import Job
 from spark_host.prune import holdings
 from spark_host.prune.holdings import PRUNED, Folder, Image
 from spark_host.records import boot
-from spark_host.rollout import change
+from spark_host.rollout import request
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
+from spark_host.system.ports import Host
 
 _UP = ("active", "activating", "reloading", "deactivating")
 
@@ -138,23 +141,23 @@ def _below(path: Path, paths: Paths) -> Path:
 
 
 def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
-    all_names = names(paths)
+    all_names, host = names(paths), Host(paths)
     units = systemd.show([f"spark-serve@{name}.service" for name in all_names], ["ActiveState"])
-    changes = systemd.show([change.unit_of(name) for name in all_names], change.UNIT_FIELDS)
+    changes = systemd.show([SWITCH.of(name) for name in all_names], request.UNIT_FIELDS)
     kept: dict[str, str] = {}
     for service in {service_of(name) for name in all_names}:
-        record = boot.good(service, paths)
-        here = [name for name in record["previous"] if name in all_names]
+        record = boot.good(service, host)
+        here = [name for name in record.previous if name in all_names]
         reasons = [(name, "a way back") for name in here[: keep.releases_kept]]
-        reasons += [(name, "boots") for name in boot.enabled(service, paths)]
-        reasons += [(record["release"], "the last good one")] if record["release"] else []
-        stopped = (files.read_json(paths.stopped(service)) or {}).get("release")
-        reasons += [(stopped, "stopped on purpose")] if stopped else []
+        reasons += [(name, "boots") for name in boot.enabled(service, host)]
+        reasons += [(record.release, "the last good one")] if record.release else []
+        stopped = host.disk.read(Stopped, paths.stopped(service))
+        reasons += [(stopped.release, "stopped on purpose")] if stopped and stopped.release else []
         kept.update({name: why for name, why in reasons if name in all_names})
     for name in all_names:
         if units.get(f"spark-serve@{name}.service", {}).get("ActiveState") in _UP:
             kept[name] = "serves"
-        elif changes.get(change.unit_of(name), {}).get("ActiveState") in _UP:
+        elif changes.get(SWITCH.of(name), {}).get("ActiveState") in _UP:
             kept[name] = "is being changed to"
         elif name in keep.releases:
             kept.setdefault(name, "is what the settings say")
@@ -255,13 +258,14 @@ def _remove_folder(path: Path) -> None:
 
 def _remove_release(name: str, paths: Paths) -> None:
     service = service_of(name)
-    record = boot.good(service, paths)
-    if name in record["previous"]:
-        left = [other for other in record["previous"] if other != name]
+    host = Host(paths)
+    record = boot.good(service, host)
+    if name in record.previous:
+        left = tuple(other for other in record.previous if other != name)
         # A name without a release is passed over by all who read it, and this is what frees a
         # disk that is too full to write anything.
         with suppress(OSError):
-            files.write_json(paths.good(service), {**record, "previous": left})
+            host.disk.write(paths.good(service), replace(record, previous=left))
     for path in (paths.proof(name), paths.switch(name), paths.request(name)):
         path.unlink(missing_ok=True)
     for unit in (f"spark-serve@{name}.service.d", f"spark-prepare@{name}.target.d"):
@@ -285,7 +289,7 @@ def main(words: list[str], paths: Paths) -> int:
     keep = read_keep(rest[0])
     with ExitStack() as locks:
         for service in sorted({service_of(name) for name in names(paths)}) if not dry else ():
-            locks.enter_context(one_at_a_time(service, paths))
+            locks.enter_context(one_at_a_time(service, Host(paths)))
         going = look(keep, paths)
         document = going.document()
         problems = [] if dry else remove(going, paths)

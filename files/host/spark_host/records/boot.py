@@ -2,176 +2,176 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.paths import Paths
-from spark_contract.release import Release, load, names, service_of
+from spark_contract.records import Good, Stopped, WayBack
+from spark_contract.release import Release, service_of
+from spark_contract.units import SERVE
 
-from spark_host.system import systemd
+from spark_host.system.ports import Host
 
 _KEPT = 10
+_STOP_S = 900.0
 
 
-def enabled(service: str, paths: Paths) -> list[str]:
+def enabled(service: str, host: Host) -> list[str]:
     """Return the releases of a service that systemd starts at boot."""
-    directory = paths.units / "multi-user.target.wants"
-    if not directory.is_dir():
-        return []
     found = []
-    for link in directory.glob("spark-serve@*.service"):
-        name = link.name.removeprefix("spark-serve@").removesuffix(".service")
+    for link in host.disk.listed(host.paths.units / "multi-user.target.wants"):
+        name = SERVE.instance(link)
         try:
-            if service_of(name) == service:
+            if link == SERVE.of(name) and service_of(name) == service:
                 found.append(name)
         except HostToolError:
             continue
-    return sorted(found)
+    return found
 
 
-def good(service: str, paths: Paths) -> dict[str, Any]:
-    """Return the record of proven releases: ``{"release", "previous": [...]}``."""
-    return files.read_json(paths.good(service)) or {"release": None, "previous": []}
+def good(service: str, host: Host) -> Good:
+    """Return the record of proven releases."""
+    return host.disk.read(Good, host.paths.good(service)) or Good()
 
 
-def record_good(release: Release, paths: Paths) -> None:
+def record_good(release: Release, host: Host) -> None:
     """Record the release as the last good one, the one before it as the way back."""
-    before = good(release.service, paths)
-    previous = [name for name in (before["release"], *before["previous"]) if name]
-    kept = [name for name in dict.fromkeys(previous) if name != release.name][:_KEPT]
-    found = {"release": release.name, "previous": kept, "at": files.now()}
+    before = good(release.service, host)
+    kept = tuple(name for name in dict.fromkeys(before.all) if name != release.name)[:_KEPT]
     try:
-        files.write_json(paths.good(release.service), found)
+        host.disk.write(
+            host.paths.good(release.service), Good(release.name, kept, host.clock.now())
+        )
     except OSError:
         # A full disk does not keep a host from what it boots anyway.
-        if before["release"] != release.name:
+        if before.release != release.name:
             raise
-    _settle_rollback(release, paths)
+    _settle_rollback(release, host)
 
 
-def withdraw_good(release: Release, since: str, paths: Paths) -> None:
+def withdraw_good(release: Release, since: str, host: Host) -> None:
     """Take back a good record that a failed trial wrote: what does not serve is not started again.
 
     Args:
         release: The candidate.
         since: When the trial began, as :func:`files.now` writes it; an older record stays.
-        paths: Where the record is.
+        host: Where the record is.
     """
-    found = good(release.service, paths)
-    if found["release"] != release.name or found["at"] < since:
-        return
-    previous: list[str] = found["previous"]
-    files.write_json(
-        paths.good(release.service),
-        {**found, "release": previous[0] if previous else None, "previous": previous[1:]},
-    )
+    found = good(release.service, host)
+    if found.release == release.name and found.at >= since:
+        before, *previous = found.previous or (None,)
+        record = replace(found, release=before, previous=tuple(previous))
+        host.disk.write(host.paths.good(release.service), record)
 
 
-def enable_only(release: Release, paths: Paths) -> None:
+def enable_only(release: Release, host: Host) -> None:
     """Make the release the one that boots.
 
-    The order is what makes a power cut harmless: the good record first, then the new link, then
+    The order is what makes a power cut harmless: the new link first, then the good record, then
     the old link away. With both links there, :func:`obstacle` lets only the good one start.
     """
-    record_good(release, paths)
-    _systemctl("enable", release.serve_unit)
-    for name in enabled(release.service, paths):
+    host.units.enable(release.serve_unit)
+    record_good(release, host)
+    for name in enabled(release.service, host):
         if name != release.name:
-            _systemctl("disable", f"spark-serve@{name}.service")
+            host.units.disable(SERVE.of(name))
 
 
-def obstacle(release: Release, paths: Paths) -> str | None:
+def opens_at_start(release: Release, host: Host) -> bool:
+    """Return whether requests may pass once a start of this release has passed its quick check.
+
+    A candidate on trial is not enabled; the gateway opens to it only after the full check.
+    """
+    return release.name in enabled(release.service, host)
+
+
+def is_stopped(service: str, host: Host) -> bool:
+    """Return whether someone stopped the service on purpose."""
+    return host.disk.exists(host.paths.stopped(service))
+
+
+def obstacle(release: Release, host: Host) -> str | None:
     """Return why the unit of this release must not start now, or ``None``."""
-    if paths.stopped(release.service).exists():
+    if is_stopped(release.service, host):
         return f"service {release.service} was stopped by hand (spark-host start-service)"
-    rivals = enabled(release.service, paths)
-    if release.name in rivals and len(rivals) > 1:
-        chosen = good(release.service, paths)["release"]
-        if chosen in rivals and chosen != release.name:
-            return f"{chosen} is the last good release"
-    return None
+    rival = _good_rival(release, host)
+    return f"{rival} is the last good release" if rival else None
 
 
-def active(service: str, paths: Paths) -> str | None:
+def _good_rival(release: Release, host: Host) -> str | None:
+    rivals = enabled(release.service, host)
+    chosen = good(release.service, host).release
+    mine = release.name not in rivals or chosen not in rivals or chosen == release.name
+    return None if mine else chosen
+
+
+def drop_left_link(release: Release, host: Host) -> None:
+    """Have only the good release boot, where a change cut off has left the candidate's link too.
+
+    With that link the candidate could not be started, or clients would reach it untried.
+    """
+    if _good_rival(release, host):
+        host.units.disable(release.serve_unit)
+
+
+def active(service: str, host: Host) -> str | None:
     """Return the release of a service whose unit is up or coming up, if any."""
-    mine = [name for name in names(paths) if service_of(name) == service]
-    units = systemd.show([f"spark-serve@{name}.service" for name in mine], ["ActiveState"])
+    mine = host.releases(service)
+    units = host.units.show([SERVE.of(name) for name in mine], ["ActiveState"])
     for name in mine:
-        state = units.get(f"spark-serve@{name}.service", {}).get("ActiveState")
+        state = units.get(SERVE.of(name), {}).get("ActiveState")
         if state in ("active", "activating", "reloading"):
             return name
     return None
 
 
-def stop_service(service: str, by: str, paths: Paths) -> int:
+def stop_service(service: str, by: str, host: Host) -> int:
     """Stop a service for good: it stays down over reboots until someone starts it again."""
-    running = active(service, paths)
-    boots = enabled(service, paths)
-    chosen = good(service, paths)["release"]
-    marker = files.read_json(paths.stopped(service)) or {}
-    release = running or (boots[0] if boots else None) or chosen or marker.get("release")
+    running = active(service, host)
+    boots = enabled(service, host)
+    marker = host.disk.read(Stopped, host.paths.stopped(service))
+    if marker is None or marker.by is None:
+        release = running or next(iter(boots), None) or good(service, host).release
+        marker = Stopped(release, marker.at if marker else host.clock.now(), by)
     # The marker alone keeps it down: whatever is interrupted below, no boot starts it.
-    since = marker.get("at") or files.now()
-    files.write_json(
-        paths.stopped(service),
-        {"release": release, "at": since, "by": marker.get("by") or by},
-    )
+    host.disk.write(host.paths.stopped(service), marker)
     for name in {*boots, *([running] if running else [])}:
-        _systemctl("stop", f"spark-serve@{name}.service", timeout_s=900)
+        host.units.stop(SERVE.of(name), _STOP_S)
     print(f"{service}: stopped; it stays down until someone starts it: spark-deploy start")
     return 0
 
 
-def start_service(service: str, paths: Paths) -> int:
+def start_service(service: str, host: Host) -> int:
     """Take back a stop by hand and start the last good release."""
-    marker = files.read_json(paths.stopped(service)) or {}
-    chosen = good(service, paths)["release"] or marker.get("release")
-    files.remove(paths.stopped(service))
+    marker = host.disk.read(Stopped, host.paths.stopped(service))
+    chosen = good(service, host).release or (marker.release if marker else None)
+    host.disk.remove(host.paths.stopped(service))
     if chosen is None:
         raise HostToolError(service, "no proven release to start", "run the deploy for this host")
-    release = load(chosen, paths)
-    systemd.systemctl("reset-failed", release.serve_unit)
-    _systemctl("start", release.serve_unit, timeout_s=release.timeouts.start_s + 900)
+    release = host.disk.load(chosen, host.paths)
+    host.units.start(release.serve_unit, release.timeouts.start_s + 900)
     print(f"{service}: {chosen} is up")
     return 0
 
 
-def rolled_back(service: str, paths: Paths) -> dict[str, Any] | None:
-    """Return from, to and time of the rollback that brought the current release, if one did."""
-    found = files.read_json(paths.rollback(service)) or {}
-    if found.get("state") == "done" and found.get("to") == good(service, paths)["release"]:
-        return {key: found[key] for key in ("from", "to", "at")}
-    return None
+def rolled_back(service: str, host: Host) -> WayBack | None:
+    """Return the rollback that brought the current release, if one did."""
+    found = host.disk.read(WayBack, host.paths.rollback(service))
+    current = good(service, host).release
+    return found if found and (found.state, found.to) == ("done", current) else None
 
 
-def note_rollback(service: str, target: str, paths: Paths) -> None:
+def note_rollback(service: str, target: str, host: Host) -> None:
     """Remember that the change about to begin is a way back."""
-    files.write_json(
-        paths.rollback(service),
-        {
-            "state": "asked",
-            "from": good(service, paths)["release"],
-            "to": target,
-            "at": files.now(),
-        },
-    )
+    note = WayBack("asked", good(service, host).release, target, host.clock.now())
+    host.disk.write(host.paths.rollback(service), note)
 
 
-def _settle_rollback(release: Release, paths: Paths) -> None:
+def _settle_rollback(release: Release, host: Host) -> None:
     """A way back is gone once its release is good; any other good release ends the matter."""
-    found = files.read_json(paths.rollback(release.service))
-    if found is None:
-        return
-    if found.get("to") != release.name:
-        files.remove(paths.rollback(release.service))
-    elif found.get("state") == "asked":
-        files.write_json(paths.rollback(release.service), {**found, "state": "done"})
-
-
-def _systemctl(verb: str, unit: str, timeout_s: float = 120) -> None:
-    said = systemd.systemctl(verb, unit, timeout_s=timeout_s)
-    if said.returncode != 0:
-        raise HostToolError(
-            f"systemctl {verb} {unit}", said.stderr.strip() or "failed", f"journalctl -u {unit}"
-        )
+    path = host.paths.rollback(release.service)
+    found = host.disk.read(WayBack, path)
+    if found and found.to == release.name:
+        if found.state == "asked":
+            host.disk.write(path, replace(found, state="done"))
+    else:
+        host.disk.remove(path)

@@ -6,15 +6,16 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spark_contract import files
-from spark_contract.paths import Paths
-from spark_contract.release import Release, load_if_present
+from spark_contract.records import FullCheck, Proof
+from spark_contract.release import Release
 
 from spark_host.records import boot, upgrades
 from spark_host.system import docker
+from spark_host.system.ports import Host
 from spark_host.system.programs import ProgramSilent, patient_output_of
 
 LEVELS = ("quick", "full", "deep")
@@ -69,74 +70,69 @@ def _version_in(text: str) -> str:
     return match[0] if match else ""
 
 
-def read(release: str, paths: Paths) -> dict[str, Any] | None:
+def read(release: str, host: Host) -> Proof | None:
     """Return the proof of a release, or ``None``."""
-    return files.read_json(paths.proof(release))
+    return host.disk.read(Proof, host.paths.proof(release))
 
 
-def write(proof: dict[str, Any], paths: Paths) -> None:
+def write(proof: Proof, host: Host) -> None:
     """Keep a proof; a passed quick check does not replace a passed full one of the same run."""
-    before = read(proof["release"], paths) or {}
-    full = before.get("last_full")
-    if proof["ok"] and proof["level"] != "quick":
-        full = {key: proof[key] for key in ("invocation_id", "checked_at", "versions")}
-    same_run = before.get("invocation_id") == proof["invocation_id"]
-    if proof["ok"] and proof["level"] == "quick" and same_run and before.get("ok"):
+    before = read(proof.release, host)
+    full = before.last_full if before else None
+    if proof.ok and proof.level != "quick":
+        full = FullCheck(proof.invocation_id, proof.checked_at, proof.versions)
+    same_run = before is not None and before.ok and before.invocation_id == proof.invocation_id
+    if proof.ok and proof.level == "quick" and same_run:
         return
-    kept = {"last_full": full, "bench": before.get("bench")}
-    files.write_json(paths.proof(proof["release"]), {**proof, **kept})
+    kept = replace(proof, last_full=full, bench=before.bench if before else None)
+    host.disk.write(host.paths.proof(proof.release), kept)
 
 
-def withdraw(release: Release, since: str, paths: Paths) -> None:
+def withdraw(release: Release, since: str, host: Host) -> None:
     """Take back what a failed trial proved: an engine may die after it passed the quick check.
 
     Args:
         release: The candidate.
         since: When the trial began, as :func:`files.now` writes it; older proofs stay.
-        paths: Where the proof is.
+        host: Where the proof is.
     """
-    found = read(release.name, paths)
-    if found and found["ok"] and found["checked_at"] >= since:
-        files.write_json(paths.proof(release.name), {**found, "ok": False})
+    found = read(release.name, host)
+    if found and found.ok and found.checked_at >= since:
+        host.disk.write(host.paths.proof(release.name), replace(found, ok=False))
 
 
-def bench_due(release: Release, paths: Paths) -> bool:
+def bench_due(release: Release, host: Host) -> bool:
     """Return whether the speed was never measured under the versions of the last full check."""
-    found = read(release.name, paths) or {}
-    full, bench = found.get("last_full"), found.get("bench")
+    found = read(release.name, host)
     wanted = release.check.bench is not None and release.check.bench.limit_s > 0
-    if not wanted or not full:
+    if not wanted or found is None or found.last_full is None:
         return False
-    return not bench or bool(upgrades.changed(bench["versions"], full["versions"]))
+    return not found.bench or bool(
+        upgrades.changed(found.bench["versions"], found.last_full.versions)
+    )
 
 
-def bench_before(release: Release, paths: Paths) -> dict[str, Any] | None:
+def bench_before(release: Release, host: Host) -> dict[str, Any] | None:
     """Return the measurement to compare with: of this release, else of the last comparable one.
 
     Comparable is a proven release of the same service, model and profile.
     """
-    own = (read(release.name, paths) or {}).get("bench")
-    if own:
-        return dict(own)
-    good = boot.good(release.service, paths)
-    for name in (good["release"], *good["previous"]):
-        other = load_if_present(name, paths) if name and name != release.name else None
+    for name in (release.name, *boot.good(release.service, host).all):
+        other = host.release(name)
         if other and (other.model, other.profile) == (release.model, release.profile):
-            found = (read(other.name, paths) or {}).get("bench")
-            if found:
-                return dict(found)
+            found = read(name, host)
+            if found and found.bench:
+                return dict(found.bench)
     return None
 
 
-def keep_bench(release: Release, bench: dict[str, Any], paths: Paths) -> None:
+def keep_bench(proof: Proof, bench: dict[str, Any], host: Host) -> None:
     """Keep a measurement with the release's proof."""
-    files.write_json(
-        paths.proof(release.name), {**(read(release.name, paths) or {}), "bench": bench}
-    )
+    host.disk.write(host.paths.proof(proof.release), replace(proof, bench=bench))
 
 
 def why_not(
-    proof: dict[str, Any] | None, digest: str, invocation_id: str | None, now: dict[str, str]
+    proof: Proof | None, digest: str, invocation_id: str | None, now: dict[str, str]
 ) -> str | None:
     """Return why the proof does not cover the present run; ``None`` when it does.
 
@@ -144,14 +140,13 @@ def why_not(
     """
     if proof is None:
         return "never checked"
-    if proof.get("digest") != digest:
+    if proof.digest != digest:
         return "the proof is of another release"
-    if not proof.get("ok"):
+    if not proof.ok:
         return "the last check failed"
-    if not invocation_id or proof.get("invocation_id") != invocation_id:
+    if not invocation_id or proof.invocation_id != invocation_id:
         return "the engine was started after the last check"
-    full = proof.get("last_full")
-    if not full:
+    if not proof.last_full:
         return "only the quick check was run"
-    changed = upgrades.changed(full["versions"], now)
+    changed = upgrades.changed(proof.last_full.versions, now)
     return f"changed since the full check: {', '.join(changed)}" if changed else None

@@ -1,95 +1,80 @@
-"""How a change of release stands and how it ended: one file, rewritten at every step."""
+"""How a rollout stands and how it ended: one file, rewritten at every step."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from spark_contract import files
-from spark_contract.paths import Paths
+from spark_contract.records import Rollout
 from spark_contract.release import Release
 
-from spark_host.engine import serve
-from spark_host.rollout import change
+from spark_host.rollout.ports import Host
+from spark_host.rollout.request import request_of
+from spark_host.system.log import log
 
 
 class Record:
-    """The switch's result file, rewritten at every step.
+    """The rollout's result file, rewritten at every step.
 
     Args:
         release: The candidate.
-        paths: Where the file goes.
+        host: Where the file goes.
+        left: What a run that was killed wrote, to go on from.
     """
 
-    def __init__(self, release: Release, paths: Paths):
-        self._path = paths.switch(release.name)
-        self._began = time.monotonic()
+    def __init__(self, release: Release, host: Host, left: Rollout | None = None):
+        self._host = host
+        self._path = host.paths.switch(release.name)
+        self._began = host.clock.monotonic()
         self.unwritten: OSError | None = None
-        self.data: dict[str, Any] = {
-            "schema_version": 1,
-            "release": release.name,
-            "service": release.service,
-            "state": "running",
-            "phase": None,
-            "progress": None,
-            "reason": None,
-            "failed_phase": None,
-            "failed_checks": [],
-            "log_tail": [],
-            "bench": [],
-            "previous": None,
-            "serving": None,
-            "started_at": files.now(),
-            "ended_at": None,
-            "boot_id": boot_id(),
-            # Whose outcome this is: the request that was made, and the unit's run.
-            "request": change.request_of(release.name, paths),
-            "invocation_id": os.environ.get("INVOCATION_ID"),
-            "times_s": {},
-        }
+        self.data = left or Rollout(
+            release=release.name,
+            service=release.service,
+            started_at=host.clock.now(),
+            boot_id=host.boot_id,
+            request=request_of(release.name, host),
+            invocation_id=host.invocation_id,
+        )
 
     def set(self, **values: Any) -> None:
         """Change fields and write the file, if that is possible.
 
-        It is for those who look: a disk that fills up must not end a change half way.
+        It is for those who look: a disk that fills up must not end a rollout half way.
         """
-        self.data.update(values)
+        self.data = replace(self.data, **values)
+        self.unwritten = None
         try:
-            files.write_json(self._path, self.data)
+            self._host.disk.write(self._path, self.data)
         except OSError as error:
-            serve.say(f"not written down: {error}")
+            log(f"not written down: {error}")
             self.unwritten = error
-        else:
-            self.unwritten = None
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Show what is going on, in the journal and to whoever polls."""
-        serve.say(text)
+        log(text)
         self.set(progress=text)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name and time one step."""
-        serve.say(f"phase={name}")
+        log(f"phase={name}")
         self.set(phase=name, progress=None)
-        start = time.monotonic()
+        start = self._host.clock.monotonic()
         try:
             yield
         finally:
-            self.data["times_s"][name] = round(time.monotonic() - start, 3)
+            self._took(name, start)
+
+    def _took(self, name: str, since: float) -> None:
+        seconds = round(self._host.clock.monotonic() - since, 3)
+        self.data = replace(self.data, times_s={**self.data.times_s, name: seconds})
 
     def end(self, state: str, serving: str | None) -> None:
         """Write the final state."""
-        self.data["times_s"]["total"] = round(time.monotonic() - self._began, 3)
-        self.set(state=state, phase="done", serving=serving, ended_at=files.now(), progress=None)
-        reason = self.data["reason"]
-        serve.say(f"{state}: serving {serving or 'nothing'}" + (f"; {reason}" if reason else ""))
-
-
-def boot_id() -> str:
-    """Return the kernel's id of this boot."""
-    with open("/proc/sys/kernel/random/boot_id") as source:
-        return source.read().strip()
+        self._took("total", self._began)
+        ended_at = self._host.clock.now()
+        self.set(state=state, phase="done", serving=serving, ended_at=ended_at, progress=None)
+        reason = self.data.reason
+        log(f"{state}: serving {serving or 'nothing'}" + (f"; {reason}" if reason else ""))

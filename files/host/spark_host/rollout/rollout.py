@@ -1,134 +1,73 @@
 """The change of a service to another release, with a way back, run by systemd on the host.
 
 What is true is never kept in this process: running is asked of systemd, booting is the enabled
-unit, proven is the proof. So it may be killed at any point, and :func:`recover` or the next boot
+unit, proven is the proof. So it may be killed at any point, and :mod:`recover` or the next boot
 finds the old release; the candidate is enabled last.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
-from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.paths import Paths
-from spark_contract.release import Release, load, load_if_present, service_of
+from spark_contract.release import Release
 
-from spark_host.check import runner
-from spark_host.engine import memory, serve
-from spark_host.engine.client import Engine, EngineError, SilentError
-from spark_host.gateway import gateway, traffic
 from spark_host.records import boot, proof
-from spark_host.rollout import speed
-from spark_host.rollout.record import Record, boot_id
-from spark_host.system import docker, systemd
+from spark_host.rollout import steps
+from spark_host.rollout.ports import Host
+from spark_host.rollout.record import Record
+from spark_host.system import ports
+from spark_host.system.log import log
 
-_TELL_S = 5.0
-_TAIL_LINES = 40
 _BEFORE_START = ("drain", "stop", "memory")
 
 
-class TrialError(Exception):
-    """The candidate did not become a proven server; the message is a plain sentence."""
-
-
-# What a step of a change may end with: a disk can be full and a program can hang in any of them.
-_FAILURES = (TrialError, HostToolError, OSError, subprocess.SubprocessError)
-
-
-def switch(name: str, paths: Paths) -> int:
+def roll_out(name: str, host: Host) -> int:
     """Change the service to release ``name``; 0 only when it is proven and boots from now on."""
-    release = load(name, paths)
-    with one_at_a_time(release.service, paths):
-        record = Record(release, paths)
-        old = _previous(release, paths)
-        record.set(previous=old.name if old else None, serving=boot.active(release.service, paths))
-        problem = _refusal(release, paths, record)
+    release = host.disk.load(name, host.paths)
+    with one_at_a_time(release.service, host):
+        record = Record(release, host)
+        old = _previous(release, host)
+        serving = boot.active(release.service, host)
+        record.set(previous=old.name if old else None, serving=serving)
+        problem = _refusal(release, host, record)
         if problem is not None:
             record.set(reason=str(problem), failed_phase="prove")
-            record.end("refused", boot.active(release.service, paths))
+            record.end("refused", serving)
             return 1
-        if systemd.is_active(release.serve_unit) and _proves_running(release, paths, record):
-            return _kept(release, paths, record)
+        kept = host.units.is_active(release.serve_unit)
         try:
-            _replace(release, old, paths, record)
-        except _FAILURES as error:
-            record.set(reason=str(error), failed_phase=record.data["phase"])
-            _back(release, old, paths, record)
+            kept = kept and _proves_running(release, host, record)
+            if kept:
+                steps.take_over(release, host, record)
+            else:
+                steps.replace(release, old, host, record)
+        except steps.FAILURES as error:
+            record.set(reason=str(error), failed_phase=record.data.phase)
+            if kept:  # a release that runs is only stopped when its check says so
+                record.end("refused", release.name)
+            else:
+                back(release, old, host, record)
             return 1
         record.end("switched", release.name)
         return 0
 
 
-def recover(name: str, paths: Paths) -> int:
-    """Finish what a killed switch left; nothing to do after one that ended by itself."""
-    release = load(name, paths)
-    left = files.read_json(paths.switch(name)) or {}
-    if left.get("state") != "running" or left.get("boot_id") != boot_id():
-        return 0
-    # systemd runs this in the same run of the unit; a record of an earlier one is not our matter.
-    if left.get("invocation_id") != os.environ.get("INVOCATION_ID"):
-        return 0
-    if systemd.is_stopping():
-        return 0
-    with one_at_a_time(release.service, paths):
-        record = Record(release, paths)
-        record.data.update(left)
-        phase = str(left.get("phase"))
-        old = load_if_present(left["previous"], paths) if left.get("previous") else None
-        serve.say(f"the switch was killed in phase {phase}")
-        record.set(reason=f"the switch was killed in phase {phase}", failed_phase=phase)
-        if phase in ("None", "prove"):
-            record.end("refused", boot.active(release.service, paths))
-        elif phase not in ("open", "enable", "bench") or not _covered(release, paths):
-            _back(release, old, paths, record)
-        else:
-            _finish(release, old, paths, record)
-    return 0
-
-
-def _finish(release: Release, old: Release | None, paths: Paths, record: Record) -> None:
-    """Take the last steps of a change whose candidate was proven before its switch was killed."""
-    try:
-        _take_over(release, paths, record)
-    except _FAILURES as error:
-        why = f"{record.data['reason']}; and then: {error}"
-        record.set(reason=why, failed_phase=record.data["phase"])
-        if record.data["serving"] == release.name:  # it was proven anew, not changed to
-            record.end("refused", release.name)
-        else:
-            _back(release, old, paths, record)
-    else:
-        record.set(reason=None, failed_phase=None)
-        record.end("switched", release.name)
-
-
-def _previous(release: Release, paths: Paths) -> Release | None:
-    record = boot.good(release.service, paths)
+def _previous(release: Release, host: Host) -> Release | None:
     candidates = (
-        boot.active(release.service, paths),
-        *boot.enabled(release.service, paths),
-        record["release"],
-        *record["previous"],
+        boot.active(release.service, host),
+        *boot.enabled(release.service, host),
+        *boot.good(release.service, host).all,
     )
-    for name in candidates:
-        if name and name != release.name:
-            found = load_if_present(name, paths)
-            if found is not None:
-                return found
-    return None
+    others = (host.release(name) for name in candidates if name != release.name)
+    return next((other for other in others if other), None)
 
 
-def _refusal(release: Release, paths: Paths, record: Record) -> HostToolError | None:
+def _refusal(release: Release, host: Host, record: Record) -> HostToolError | None:
     """Prove image, tree and gateway while the old release still answers."""
     with record.phase("prove"):
-        if paths.stopped(release.service).exists():
+        if boot.is_stopped(release.service, host):
             return HostToolError(
                 release.service,
                 "was stopped by hand",
@@ -140,230 +79,76 @@ def _refusal(release: Release, paths: Paths, record: Record) -> HostToolError | 
                 f"cannot be written: {record.unwritten.strerror}",
                 "free space on its disk (df -h, deploys/prune.py), then deploy again",
             )
-        return (
-            serve.part_problem(release)
-            or docker.gpu_problem(paths)
-            or gateway.problem(release, paths)
-            or memory.problem(release.memory.needed_bytes)
+        return host.engines.problem(release, host.paths) or host.gateway.problem(
+            release, host.paths
         )
 
 
-def _proves_running(release: Release, paths: Paths, record: Record) -> bool:
+def _proves_running(release: Release, host: Host, record: Record) -> bool:
     """Prove a candidate that already runs; ``False`` when it has to be started anew."""
     try:
-        if not _covered(release, paths):
+        if not steps.is_proven(release, host):
             with record.phase("check"):
-                _full_check(release, paths, record)
-    except TrialError as error:
-        record.tell(f"it runs but fails: {error}; starting it again")
+                steps.check(release, host, record)
+    except steps.TrialError as error:
+        record.report(f"it runs but fails: {error}; starting it again")
         return False
     return True
 
 
-def _kept(release: Release, paths: Paths, record: Record) -> int:
-    """Have a release that runs and is proven be the one that serves; it is never stopped here."""
-    try:
-        _take_over(release, paths, record)
-    except _FAILURES as error:
-        record.set(reason=str(error), failed_phase=record.data["phase"])
-        record.end("refused", release.name)
-        return 1
-    record.end("switched", release.name)
-    return 0
-
-
-def _covered(release: Release, paths: Paths) -> bool:
-    invocation = systemd.invocation(release.serve_unit)
-    if not systemd.is_active(release.serve_unit):
-        return False
-    found = proof.read(release.name, paths)
-    return proof.why_not(found, release.digest, invocation, proof.versions()) is None
-
-
-def _replace(release: Release, old: Release | None, paths: Paths, record: Record) -> None:
-    running = load_if_present(boot.active(release.service, paths) or "", paths) or old
-    with record.phase("drain"):
-        traffic.close(release.service, paths)
-        if running is not None:
-            _drain(running, paths, record)
-    with record.phase("stop"):
-        for name in _loaded(release.service):
-            _stop_old(name)
-    with record.phase("memory"):
-        for container in docker.engine_containers():
-            docker.remove_container(container)
-        memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, record.tell)
-    with record.phase("start"):
-        _start(release, paths, record)
-    with record.phase("check"):
-        _full_check(release, paths, record)
-    _take_over(release, paths, record)
-
-
-def _take_over(release: Release, paths: Paths, record: Record) -> None:
-    with record.phase("open"):
-        gateway.bring_up(release, paths)
-        traffic.open_for(release, paths)
-        gateway.wait_until_listening(release.service, paths)
-    with record.phase("enable"):
-        boot.enable_only(release, paths)
-    try:
-        speed.measured(release, paths, record)
-    except _FAILURES as error:  # a speed that nobody could keep undoes no change
-        record.set(bench=[f"no speed was measured: {error}"])
-
-
-def _back(release: Release, old: Release | None, paths: Paths, record: Record) -> None:
+def back(release: Release, old: Release | None, host: Host, record: Record) -> None:
     """Stop the candidate and have the old release serve, proven, again."""
-    record.tell(f"failed in {record.data['failed_phase']}: {record.data['reason']}")
+    record.report(f"failed in {record.data.failed_phase}: {record.data.reason}")
     with record.phase("rollback"):
         # Of a candidate that was not started there are only words of its earlier runs.
-        if not record.data["log_tail"] and record.data["failed_phase"] not in _BEFORE_START:
-            record.set(log_tail=_log_tail(release))
-        traffic.close(release.service, paths)
-        _stop_unit(release.serve_unit)
-        systemd.systemctl("reset-failed", release.serve_unit)
+        if not record.data.log_tail and record.data.failed_phase not in _BEFORE_START:
+            record.set(log_tail=steps.log_tail(release, host))
+        host.traffic.close(release.service, host.paths)
+        steps.stop(release.serve_unit, host)
+        host.units.reset(release.serve_unit)
         for withdraw in (proof.withdraw, boot.withdraw_good):
             try:
-                withdraw(release, record.data["started_at"], paths)
+                withdraw(release, record.data.started_at, host)
             except OSError as error:  # first of all the old release has to come back
-                record.tell(f"not taken back: {error}")
-        if old is None:
-            systemd.systemctl("disable", release.serve_unit)
-        else:
-            failure = _restore(old, paths, record)
+                record.report(f"not taken back: {error}")
+        failure = _restore(old, host, record) if old else _give_up(release, host)
     if old is None:
         record.end("failed-no-previous", None)
     elif failure is None:
         record.end("rolled-back", old.name)
     else:
-        record.set(reason=f"{record.data['reason']}; and the old release: {failure}")
-        record.end("rollback-failed", boot.active(release.service, paths))
+        record.set(reason=f"{record.data.reason}; and the old release: {failure}")
+        record.end("rollback-failed", boot.active(release.service, host))
 
 
-def _restore(old: Release, paths: Paths, record: Record) -> str | None:
+def _give_up(release: Release, host: Host) -> None:
+    """Have nothing boot where nothing is good; what was good before this may be so again."""
+    if boot.good(release.service, host).release != release.name:
+        try:
+            host.units.disable(release.serve_unit)
+        except HostToolError as error:
+            log(str(error))
+
+
+def _restore(old: Release, host: Host, record: Record) -> str | None:
     try:
-        if not systemd.is_active(old.serve_unit):
-            _start(old, paths, record)
-        if not _covered(old, paths):
-            _full_check(old, paths, record)
-        gateway.bring_up(old, paths)
-        traffic.open_for(old, paths)
-        boot.enable_only(old, paths)
-    except _FAILURES as error:
+        if not host.units.is_active(old.serve_unit):
+            steps.start(old, host, record)
+        if not steps.is_proven(old, host):
+            steps.check(old, host, record)
+        steps.open_traffic(old, host)
+        boot.enable_only(old, host)
+    except steps.FAILURES as error:
         return str(error)
     return None
 
 
-def _drain(old: Release, paths: Paths, record: Record) -> None:
-    engine = Engine.of(old, paths)
-    deadline = time.monotonic() + old.timeouts.drain_s
-    told = 0.0
-    while time.monotonic() < deadline:
-        try:
-            requests = engine.metrics(5).unfinished
-            left = f"requests={requests:.0f}"
-        except SilentError:  # busy, most of all with answers that want to be finished
-            requests, left = 1, "no word of the engine"
-        except EngineError:
-            return
-        if requests <= 0:
-            return
-        if time.monotonic() - told >= _TELL_S:
-            told = time.monotonic()
-            record.tell(f"phase=drain {left} left_s={deadline - told:.0f}")
-        time.sleep(0.2)
-    record.tell(f"phase=drain the limit of {old.timeouts.drain_s:.0f} s passed; requests are cut")
-
-
-def _loaded(service: str) -> list[str]:
-    """Return the loaded serve units of a service."""
-    found = []
-    for unit in systemd.listed("spark-serve@*.service"):
-        name = unit.removeprefix("spark-serve@").removesuffix(".service")
-        if service_of(name) == service:
-            found.append(unit)
-    return found
-
-
-def _stop_unit(unit: str) -> subprocess.CompletedProcess[str]:
-    said = systemd.systemctl("stop", unit, timeout_s=1800)
-    if said.returncode != 0:
-        serve.say(f"systemctl stop {unit}: {said.stderr.strip()}")
-    return said
-
-
-def _stop_old(unit: str) -> None:
-    """Stop a unit that must make room; one that goes on is left to serve on."""
-    said = _stop_unit(unit)
-    if said.returncode != 0 and systemd.is_active(unit):
-        raise TrialError(f"systemctl stop {unit}: {said.stderr.strip()}")
-
-
-def _start(release: Release, paths: Paths, record: Record) -> None:
-    """Start a release's unit and return once it is active, that is, past its quick check."""
-    unit = release.serve_unit
-    systemd.systemctl("reset-failed", unit)
-    said = systemd.systemctl("start", "--no-block", unit)
-    if said.returncode != 0:
-        raise TrialError(f"systemctl start {unit}: {said.stderr.strip()}")
-    begun = told = time.monotonic()
-    while True:
-        state = systemd.state(unit, "ActiveState", "SubState", "Job", "Result", "InvocationID")
-        active = state.get("ActiveState")
-        if active == "active":
-            return
-        pending = state.get("Job", "0") not in ("", "0")
-        if state.get("SubState") == "auto-restart" or (
-            active in ("inactive", "failed") and not pending
-        ):
-            record.set(log_tail=_log_tail(release))
-            raise TrialError(_why_not_started(release, state, paths))
-        if time.monotonic() - told >= _TELL_S:
-            told = time.monotonic()
-            lines = systemd.journal(state.get("InvocationID", ""), unit, lines=20)
-            # The check at the start reports waiting, too; the engine's own words say more.
-            said_by_engine = [line.strip() for line in lines if "waited_s=" not in line]
-            last = said_by_engine[-1][:160] if said_by_engine else ""
-            record.tell(f"phase=start waited_s={told - begun:.0f} last: {last}")
-        time.sleep(0.25)
-
-
-def _why_not_started(release: Release, state: systemd.UnitState, paths: Paths) -> str:
-    found = proof.read(release.name, paths)
-    if found and not found["ok"] and found["invocation_id"] == state.get("InvocationID"):
-        return _failures(found)
-    last = next((line for line in reversed(_log_tail(release)) if "error" in line.lower()), "")
-    return f"{release.serve_unit} did not start ({state.get('Result')}); {last}".rstrip("; ")
-
-
-def _full_check(release: Release, paths: Paths, record: Record) -> None:
-    result = runner.check(release, paths, "full", record.tell)
-    if not result["ok"]:
-        failed = [item["name"] for item in result["checks"] if not item["ok"]]
-        record.set(log_tail=_log_tail(release), failed_checks=failed)
-        raise TrialError(_failures(result))
-
-
-def _failures(result: dict[str, Any]) -> str:
-    failed = [f"{item['name']}: {item['detail']}" for item in result["checks"] if not item["ok"]]
-    return "; ".join(failed[:3])
-
-
-def _log_tail(release: Release) -> list[str]:
-    invocation = systemd.invocation(release.serve_unit) or ""
-    return systemd.journal(invocation, release.serve_unit, lines=_TAIL_LINES)
-
-
 @contextmanager
-def one_at_a_time(service: str, paths: Paths) -> Iterator[None]:
+def one_at_a_time(service: str, host: ports.Host) -> Iterator[None]:
     """Keep every other change of the service out for the duration of a block."""
-    paths.run.mkdir(parents=True, exist_ok=True)
-    # Opened without inheritance: a child must not keep the lock of a killed switch.
-    descriptor = os.open(paths.run / f"switch-{service}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
+    with ExitStack() as held:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(host.disk.locked(host.paths.run / f"switch-{service}.lock"))
         except BlockingIOError as error:
             raise HostToolError(
                 f"switch of {service}",
@@ -371,5 +156,3 @@ def one_at_a_time(service: str, paths: Paths) -> Iterator[None]:
                 "wait for it: systemctl list-units 'spark-switch@*'",
             ) from error
         yield
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The last step of a change: measure the speed once under new versions, and say what it means.
+"""The last step of a rollout: measure the speed once under new versions, and say what it means.
 
 It runs when the gateway is open again, so it makes no outage longer; and it undoes nothing, because
 a slower server that answers right is better than none: going back is a person's choice.
@@ -6,53 +6,33 @@ a slower server that answers right is better than none: going back is a person's
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
-
-from spark_contract.paths import Paths
 from spark_contract.release import Release
 
 from spark_host.check import measure
-from spark_host.records import proof, upgrades
+from spark_host.records import proof
+from spark_host.rollout.ports import Host
+from spark_host.rollout.record import Record
 from spark_host.watch import loop
 
 
-class Record(Protocol):
-    """What a switch writes down."""
-
-    def set(self, **values: Any) -> None:
-        """Change fields."""
-
-    def tell(self, text: str) -> None:
-        """Show what is going on."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name and time one step."""
-
-
-def measured(release: Release, paths: Paths, record: Record) -> None:
+def measured(release: Release, host: Host, record: Record) -> None:
     """Measure a proven release unless that was done under these versions; keep the result."""
-    if release.check.bench is None or not proof.bench_due(release, paths):
+    kept = proof.read(release.name, host)
+    if kept is None or kept.last_full is None or not proof.bench_due(release, host):
         return
     with record.phase("bench"):
-        before = proof.bench_before(release, paths)
+        before = proof.bench_before(release, host)
         try:
-            found = measure.measure(release, paths, release.check.bench.limit_s, record.tell)
+            found = host.check.speed(release, host.paths, record.report)
         except measure.NotMeasuredError as error:
-            record.set(bench=[str(error)])
+            record.set(bench=(str(error),))
             return
-        kept = proof.read(release.name, paths) or {}
-        now = {
-            **found,
-            "release": release.name,
-            "versions": kept["last_full"]["versions"],
-            "packages": upgrades.packages(),
-        }
+        now = {**found, "release": release.name, "versions": kept.last_full.versions}
         result = measure.judged(release, now, before)
-        proof.keep_bench(release, result, paths)
-        record.set(bench=list(measure.sentences(result)))
+        proof.keep_bench(kept, result, host)
+        record.set(bench=tuple(measure.sentences(result)))
         for item in result["worse"]:
             text = (
                 f"{item['text']}; the way back: {' or '.join(result['way_back']) or 'none known'}"
             )
-            loop.event(release, "slower", text, paths)
+            loop.event(release, "slower", text, host.paths)

@@ -12,6 +12,7 @@ UnitState = dict[str, str]
 
 _LIMIT_S = 60.0
 _JOURNAL_S = 60.0
+_LINK_S = 120.0  # it reads all units anew
 _ENVIRONMENT = {**os.environ, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
 
 
@@ -79,6 +80,52 @@ def is_active(unit: str) -> bool:
 def invocation(unit: str) -> str | None:
     """Return the id of the unit's present run, the identity a proof is bound to."""
     return state(unit, "InvocationID").get("InvocationID") or None
+
+
+def _order(verb: str, *words: str, limit_s: float = _LIMIT_S) -> None:
+    unit = words[-1]
+    said = systemctl(verb, *words, timeout_s=limit_s)
+    if said.returncode != 0:
+        raise HostToolError(
+            f"systemctl {verb} {unit}", said.stderr.strip() or "failed", f"journalctl -u {unit}"
+        )
+
+
+def reload() -> None:
+    """Have systemd read its units anew."""
+    systemctl("daemon-reload")
+
+
+def reset(unit: str) -> None:
+    """Forget that a unit failed."""
+    systemctl("reset-failed", unit)
+
+
+def begin(unit: str) -> None:
+    """Ask for the start of a unit and do not wait for it; earlier failures do not count."""
+    reset(unit)
+    _order("start", "--no-block", unit)
+
+
+def start(unit: str, limit_s: float) -> None:
+    """Start a unit and return when it is up; earlier failures do not count."""
+    reset(unit)
+    _order("start", unit, limit_s=limit_s)
+
+
+def stop(unit: str, limit_s: float) -> None:
+    """Stop a unit and return when it is down."""
+    _order("stop", unit, limit_s=limit_s)
+
+
+def enable(unit: str) -> None:
+    """Have a unit start with the host."""
+    _order("enable", unit, limit_s=_LINK_S)
+
+
+def disable(unit: str) -> None:
+    """Have a unit not start with the host."""
+    _order("disable", unit, limit_s=_LINK_S)
 
 
 def listed(pattern: str) -> list[str]:

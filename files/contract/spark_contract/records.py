@@ -1,0 +1,140 @@
+"""What a host remembers about its releases: proofs, what is good, what was asked for and stopped.
+
+Times are UTC, as :func:`spark_contract.files.now` writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from spark_contract.documents import OPTIONAL, key
+
+
+def _first_had_no_version(data: dict[str, Any]) -> dict[str, Any]:
+    return {"schema_version": 1, **data}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    ok: bool
+    detail: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FullCheck:
+    """The last full check that was passed."""
+
+    invocation_id: str
+    checked_at: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the last check of a release found, bound to one run of its unit."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    release: str
+    digest: str
+    invocation_id: str
+    level: str
+    ok: bool
+    checked_at: str
+    checks: tuple[Finding, ...]
+    versions: dict[str, str]
+    engine: dict[str, str]
+    portable: bool
+    stubbed: tuple[str, ...]
+    last_full: FullCheck | None = None
+    bench: dict[str, Any] | None = None  # a measurement of the speed
+
+    @property
+    def failed(self) -> list[Finding]:
+        """The checks that were not passed."""
+        return [finding for finding in self.checks if not finding.ok]
+
+
+@dataclass(frozen=True, slots=True)
+class Good:
+    """The last proven release of a service, and the ways back from it, latest first."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+    upgrade = staticmethod(_first_had_no_version)
+
+    release: str | None = None
+    previous: tuple[str, ...] = ()
+    at: str = ""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every release that was proven, latest first."""
+        return (*((self.release,) if self.release else ()), *self.previous)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Who stopped a service on purpose; that the file is there keeps the service down."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+    upgrade = staticmethod(_first_had_no_version)
+
+    release: str | None  # what served
+    at: str
+    by: str | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True, slots=True)
+class WayBack:
+    """A way back to an earlier release that was asked for, or gone."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+    upgrade = staticmethod(_first_had_no_version)
+
+    state: Literal["asked", "done"]
+    came: str | None = field(metadata=key("from"))
+    to: str
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The id under which a rollout was last asked for."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+    upgrade = staticmethod(_first_had_no_version)
+
+    id: str
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """How the change of a service to a release stands, and how it ended."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    release: str
+    service: str
+    started_at: str
+    boot_id: str
+    # Whose outcome this is: the request that was made, and the unit's run.
+    request: str | None
+    invocation_id: str | None
+    state: str = "running"
+    phase: str | None = None
+    progress: str | None = None
+    reason: str | None = None
+    failed_phase: str | None = None
+    failed_checks: tuple[str, ...] = ()
+    log_tail: tuple[str, ...] = ()
+    bench: tuple[str, ...] = ()
+    previous: str | None = None
+    serving: str | None = None
+    ended_at: str | None = None
+    times_s: dict[str, float] = field(default_factory=dict)

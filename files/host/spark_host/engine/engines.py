@@ -1,0 +1,39 @@
+"""The engines of a host, as a rollout sees them."""
+
+from __future__ import annotations
+
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+
+from spark_host.engine import memory, serve
+from spark_host.engine.client import Engine
+from spark_host.engine.serve import part_problem as part_problem
+from spark_host.system import docker
+from spark_host.system.log import Report
+
+
+def problem(release: Release, paths: Paths) -> HostToolError | None:
+    """Return why no engine of this release could be started; ``None`` when one could."""
+    return (
+        serve.part_problem(release)
+        or docker.gpu_problem(paths)
+        or memory.problem(release.memory.needed_bytes)
+    )
+
+
+def make_room(release: Release, report: Report) -> None:
+    """Remove every container of ours and return once this release's memory is free."""
+    for container in docker.engine_containers():
+        docker.remove_container(container)
+    memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, report)
+
+
+def unfinished(release: Release, paths: Paths) -> float:
+    """Return how many requests the engine of a release has not answered yet.
+
+    Raises:
+        SilentError: It did not say so in time.
+        EngineError: It is not there, or answers an error.
+    """
+    return Engine.of(release, paths).metrics(5).unfinished

@@ -1,0 +1,75 @@
+"""Everything a rollout does to a host goes through these ports; tests bring hosts of their own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.records import Proof
+from spark_contract.release import Release
+
+from spark_host.check import checks
+from spark_host.engine import engines
+from spark_host.gateway import gateway, traffic
+from spark_host.system import ports
+from spark_host.system.log import Report
+
+
+class Engines(Protocol):
+    """See ``engine/engines.py``."""
+
+    def part_problem(self, release: Release) -> HostToolError | None: ...
+    def problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
+    def make_room(self, release: Release, report: Report) -> None: ...
+    def unfinished(self, release: Release, paths: Paths) -> float: ...
+
+
+class Gateway(Protocol):
+    """See ``gateway/gateway.py``."""
+
+    def problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
+    def bring_up(self, release: Release, paths: Paths) -> None: ...
+    def wait_until_listening(self, service: str, paths: Paths) -> None: ...
+
+
+class Traffic(Protocol):
+    """See ``gateway/traffic.py``."""
+
+    def close(self, service: str, paths: Paths) -> None: ...
+    def open_for(self, release: Release, paths: Paths) -> None: ...
+
+
+class Check(Protocol):
+    """See ``check/checks.py``."""
+
+    def full(self, release: Release, host: ports.Host, report: Report) -> Proof: ...
+    def versions(self) -> dict[str, str]: ...
+    def speed(self, release: Release, paths: Paths, report: Report) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Host(ports.Host):
+    """A host whose services can be changed to other releases, and the run that does it."""
+
+    engines: Engines = engines
+    gateway: Gateway = gateway
+    traffic: Traffic = traffic
+    check: Check = checks
+    boot_id: str = ""  # the kernel's id of this boot
+    invocation_id: str | None = None  # of the unit that runs us
+    exit_status: str | None = None  # with which its main process ended, if it has
+
+
+def this_host(paths: Paths) -> Host:
+    """Return the host we run on."""
+    unit = {key: os.environ.get(key.upper()) for key in ("invocation_id", "exit_status")}
+    return Host(paths, boot_id=boot_id(), **unit)
+
+
+def boot_id() -> str:
+    """Return the kernel's id of this boot."""
+    with open("/proc/sys/kernel/random/boot_id") as source:
+        return source.read().strip()

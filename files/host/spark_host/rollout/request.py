@@ -1,0 +1,98 @@
+"""A rollout as others see it: asked for once, and followed under its id.
+
+What happens in between is in ``rollout.py`` and belongs to systemd alone.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from spark_contract import documents
+from spark_contract.records import Request, Rollout
+from spark_contract.units import SWITCH
+
+from spark_host.system.ports import Host
+from spark_host.system.systemd import UnitState
+
+UNIT_FIELDS = ("ActiveState", "Job", "InvocationID", "Result")
+_UNDER_WAY = ("activating", "active", "deactivating")
+
+
+def begin(name: str, host: Host) -> dict[str, Any]:
+    """Ask systemd for the change to a release; return the id its record will carry.
+
+    A change to this release that is under way is joined, not started again.
+    """
+    host.disk.load(name, host.paths)
+    unit = SWITCH.of(name)
+    if _is_running(host.units.state(unit, *UNIT_FIELDS)):
+        return {"release": name, "request": request_of(name, host), "joined": True}
+    request = Request(uuid.uuid4().hex, host.clock.now())
+    # What an earlier change left would read as the outcome of this one.
+    host.disk.remove(host.paths.switch(name))
+    host.disk.write(host.paths.request(name), request)
+    host.units.reload()
+    host.units.begin(unit)
+    return {"release": name, "request": request.id, "joined": False}
+
+
+def request_of(name: str, host: Host) -> str | None:
+    """Return the id under which the rollout of a release was last asked for."""
+    found = host.disk.read(Request, host.paths.request(name))
+    return found.id if found else None
+
+
+def poll(name: str, host: Host, request: str | None = None) -> dict[str, Any]:
+    """Return how the change to a release stands.
+
+    Args:
+        name: The release.
+        host: Where the record is.
+        request: Only a record with this id counts; ``None`` takes the last one.
+    """
+    return judge(name, host.units.state(SWITCH.of(name), *UNIT_FIELDS), host, request)
+
+
+def judge(name: str, unit: UnitState, host: Host, request: str | None = None) -> dict[str, Any]:
+    """Return how a change stands, given its unit's :data:`UNIT_FIELDS`.
+
+    A record of another release, of another request or of an earlier run of the unit says nothing
+    of this change.
+    """
+    state, running = unit.get("ActiveState", "inactive"), _is_running(unit)
+    record = host.disk.read(Rollout, host.paths.switch(name))
+    found: dict[str, Any] = {"release": name, "state": "none"}
+    if record is not None and _is_of(record, name, unit if running else {}, request):
+        found = documents.plain(record)
+    if found["state"] == "running" and not running:
+        found["state"] = "interrupted"
+    if found["state"] == "none" and request is not None and not running:
+        found.update(
+            state="not-started",
+            failed_phase="begin",
+            reason=_last_words(name, unit, host)
+            or f"{SWITCH.of(name)} did not run ({unit.get('Result') or state})",
+        )
+    return {**found, "unit": "activating" if running and state == "inactive" else state}
+
+
+def _is_running(unit: UnitState) -> bool:
+    return unit.get("ActiveState") in _UNDER_WAY or unit.get("Job", "0") not in ("", "0")
+
+
+def _is_of(record: Rollout, name: str, unit: UnitState, request: str | None) -> bool:
+    """Return whether a record is of this release, request and run, as far as these are known."""
+    run = unit.get("InvocationID")
+    return (
+        record.release == name
+        and request in (None, record.request)
+        and not (run and record.invocation_id and run != record.invocation_id)
+    )
+
+
+def _last_words(name: str, unit: UnitState, host: Host) -> str | None:
+    """Return the error with which a run ended before it could write a record, if it said one."""
+    run = unit.get("InvocationID")
+    said = host.units.journal(run, SWITCH.of(name), lines=20) if run else []
+    return next((line[7:] for line in reversed(said) if line.startswith("error: ")), None)

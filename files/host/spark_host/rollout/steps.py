@@ -1,0 +1,170 @@
+"""The steps of a rollout: each does one thing to the host and fails with a plain sentence."""
+
+from __future__ import annotations
+
+import subprocess
+
+from spark_contract.errors import HostToolError
+from spark_contract.records import Proof
+from spark_contract.release import Release, service_of
+from spark_contract.units import SERVE
+
+from spark_host.engine.client import EngineError, SilentError
+from spark_host.records import boot, proof
+from spark_host.rollout import speed
+from spark_host.rollout.ports import Host
+from spark_host.rollout.record import Record
+from spark_host.system.log import log
+from spark_host.system.systemd import UnitState
+
+_REPORT_S = 5.0
+_TAIL_LINES = 40
+_STOP_S = 1800.0
+
+
+class TrialError(Exception):
+    """The candidate did not become a proven server; the message is a plain sentence."""
+
+
+# What a step may end with: a disk can be full and a program can hang in any of them.
+FAILURES = (TrialError, HostToolError, OSError, subprocess.SubprocessError)
+
+
+def is_proven(release: Release, host: Host) -> bool:
+    """Return whether a release runs and its proof covers this run."""
+    if not host.units.is_active(release.serve_unit):
+        return False
+    invocation = host.units.invocation(release.serve_unit)
+    found = proof.read(release.name, host)
+    return proof.why_not(found, release.digest, invocation, host.check.versions()) is None
+
+
+def replace(release: Release, old: Release | None, host: Host, record: Record) -> None:
+    """Put a release in the place of the one that runs, prove it and have it serve."""
+    running = host.release(boot.active(release.service, host)) or old
+    with record.phase("drain"):
+        host.traffic.close(release.service, host.paths)
+        if running is not None:
+            drain(running, host, record)
+    with record.phase("stop"):
+        _stop_all(release.service, host)
+    with record.phase("memory"):
+        host.engines.make_room(release, record.report)
+    with record.phase("start"):
+        boot.drop_left_link(release, host)
+        start(release, host, record)
+    with record.phase("check"):
+        check(release, host, record)
+    take_over(release, host, record)
+
+
+def take_over(release: Release, host: Host, record: Record) -> None:
+    """Have a release that is proven be the one that serves, now and after a boot."""
+    with record.phase("open"):
+        open_traffic(release, host)
+        host.gateway.wait_until_listening(release.service, host.paths)
+    with record.phase("enable"):
+        boot.enable_only(release, host)
+    try:
+        speed.measured(release, host, record)
+    except FAILURES as error:  # a speed that nobody could keep undoes no change
+        record.set(bench=(f"no speed was measured: {error}",))
+
+
+def open_traffic(release: Release, host: Host) -> None:
+    """Have the gateway run and let requests through to a release."""
+    host.gateway.bring_up(release, host.paths)
+    host.traffic.open_for(release, host.paths)
+
+
+def drain(old: Release, host: Host, record: Record) -> None:
+    """Return when the engine has answered what it was asked, or its time for that is over."""
+    deadline = host.clock.monotonic() + old.timeouts.drain_s
+    told = 0.0
+    while host.clock.monotonic() < deadline:
+        try:
+            requests = host.engines.unfinished(old, host.paths)
+            left = f"requests={requests:.0f}"
+        except SilentError:  # busy, most of all with answers that want to be finished
+            requests, left = 1, "no word of the engine"
+        except EngineError:
+            return
+        if requests <= 0:
+            return
+        if host.clock.monotonic() - told >= _REPORT_S:
+            told = host.clock.monotonic()
+            record.report(f"phase=drain {left} left_s={deadline - told:.0f}")
+        host.clock.sleep(0.2)
+    record.report(f"phase=drain the limit of {old.timeouts.drain_s:.0f} s passed; requests are cut")
+
+
+def _stop_all(service: str, host: Host) -> None:
+    """Stop the units that must make room; one that goes on is left to serve on."""
+    for unit in host.units.listed(SERVE.of("*")):
+        if service_of(SERVE.instance(unit)) == service:
+            error = stop(unit, host)
+            if error and host.units.is_active(unit):
+                raise error
+
+
+def stop(unit: str, host: Host) -> HostToolError | None:
+    """Stop a unit; return what systemd had against it."""
+    try:
+        host.units.stop(unit, _STOP_S)
+    except HostToolError as error:
+        log(str(error))
+        return error
+    return None
+
+
+def start(release: Release, host: Host, record: Record) -> None:
+    """Start a release's unit and return once it is active, that is, past its quick check."""
+    unit = release.serve_unit
+    host.units.begin(unit)
+    begun = told = host.clock.monotonic()
+    while True:
+        state = host.units.state(unit, "ActiveState", "SubState", "Job", "Result", "InvocationID")
+        active = state.get("ActiveState")
+        if active == "active":
+            return
+        pending = state.get("Job", "0") not in ("", "0")
+        if state.get("SubState") == "auto-restart" or (
+            active in ("inactive", "failed") and not pending
+        ):
+            record.set(log_tail=log_tail(release, host))
+            raise TrialError(_why_not_started(release, state, host))
+        if host.clock.monotonic() - told >= _REPORT_S:
+            told = host.clock.monotonic()
+            lines = host.units.journal(state.get("InvocationID", ""), unit, lines=20)
+            # The check at the start reports waiting, too; the engine's own words say more.
+            said_by_engine = [line.strip() for line in lines if "waited_s=" not in line]
+            last = said_by_engine[-1][:160] if said_by_engine else ""
+            record.report(f"phase=start waited_s={told - begun:.0f} last: {last}")
+        host.clock.sleep(0.25)
+
+
+def _why_not_started(release: Release, state: UnitState, host: Host) -> str:
+    found = proof.read(release.name, host)
+    if found and not found.ok and found.invocation_id == state.get("InvocationID"):
+        return _failures(found)
+    last = next((line for line in reversed(log_tail(release, host)) if "error" in line.lower()), "")
+    return f"{release.serve_unit} did not start ({state.get('Result')}); {last}".rstrip("; ")
+
+
+def check(release: Release, host: Host, record: Record) -> None:
+    """Run the full check on a release that runs."""
+    result = host.check.full(release, host, record.report)
+    if not result.ok:
+        failed = tuple(finding.name for finding in result.failed)
+        record.set(log_tail=log_tail(release, host), failed_checks=failed)
+        raise TrialError(_failures(result))
+
+
+def _failures(result: Proof) -> str:
+    return "; ".join(f"{finding.name}: {finding.detail}" for finding in result.failed[:3])
+
+
+def log_tail(release: Release, host: Host) -> tuple[str, ...]:
+    """Return the last lines of a release's last run."""
+    invocation = host.units.invocation(release.serve_unit) or ""
+    return tuple(host.units.journal(invocation, release.serve_unit, lines=_TAIL_LINES))

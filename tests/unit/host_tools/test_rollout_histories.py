@@ -1,0 +1,144 @@
+"""Whatever fails, hangs, is killed or cut off in a rollout: a proven release comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from memory_host import A, B, Model
+from spark_contract.errors import HostToolError
+from spark_host.records import boot
+
+FAULTS = ("kill before", "kill after", "cut before", "cut after", "reboot", "fail", "late", "hang",
+          "full", "dies", "stop", "again", "other")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Story:
+    """What lies on the host when the rollout under test begins, and what it is to."""
+
+    before: tuple[str, ...] = ()  # deployed without a fault
+    wanted: str = B
+    broken: str = ""  # the step at which the wanted release fails
+    event: str = ""  # what happened before
+
+    def begun(self) -> Model:
+        model = Model()
+        for name in self.before:
+            model.deploy(name)
+        if self.broken:
+            model.broken[self.wanted] = self.broken
+        if self.event == "upgrade":
+            model.upgrade()
+        elif self.event == "boot":
+            model.boot()
+        model.calls = 0
+        model.history.clear()
+        return model
+
+
+STORIES = {
+    "a first release": Story(),
+    **{f"a first release that fails: {at}": Story(broken=at) for at in ("dies", "quick", "full")},
+    "another release": Story((A,)),
+    **{f"another one that fails: {at}": Story((A,), broken=at)
+       for at in ("dies", "quick", "full", "hangs")},
+    "the way back": Story((A, B), wanted=A),
+    "the same release again": Story((A,), wanted=A),
+    "the only one, broken by an upgrade": Story((A,), wanted=A, event="upgrade", broken="full"),
+    "the same after a boot": Story((A,), wanted=A, event="boot"),
+    "the same after an upgrade": Story((B, A), wanted=A, event="upgrade"),
+    "the same, broken by an upgrade": Story((B, A), wanted=A, event="upgrade", broken="full"),
+    "another release after an upgrade": Story((A,), event="upgrade"),
+}  # fmt: skip
+
+
+def ends_well(model: Model, story: Story) -> None:
+    """Whatever state a history left: no fault from now on, and the host is whole again."""
+    model.faults.clear()
+    model.calls_of_first = model.calls
+    model.full = False
+    model.settle()
+    model.prove()
+    host = model.host()
+    sound = [name for name in (A, B) if name not in model.broken]
+    if boot.is_stopped("main", host):
+        try:
+            boot.start_service("main", host)
+        except HostToolError:  # of a first release
+            assert not boot.good("main", host).release
+    model.deploy(story.wanted)
+    good_before = boot.good("main", host).release
+    if story.wanted in sound:
+        assert model.outcome(story.wanted).state == "switched"
+        assert model.serves() == story.wanted
+    else:
+        assert model.serves() in (*sound, None)
+        assert good_before != story.wanted or model.serves() is None
+    other = A if story.wanted == B else B
+    model.deploy(other)
+    assert model.outcome(other).state == "switched"
+    assert model.serves() == other
+    assert boot.enabled("main", host) == [other]
+    model.boot()
+    assert model.serves() == other
+
+
+def lives_through(story: Story, faults: dict[int, str]) -> Model:
+    """Have the rollout of a story meet these faults, and prove that it ends well."""
+    model = story.begun()
+    served = model.serves()
+    model.faults = dict(faults)
+    try:
+        model.deploy(story.wanted)
+        # Two things at once, a candidate and its way back, may fail: that is "rollback-failed".
+        if served and not story.broken and len(faults) == 1 and "stop" not in faults.values():
+            model.settle()
+            assert model.serves(), "one fault has ended a service"
+            if story.wanted == served:
+                assert model.serves() == served, "one fault has ended a release that serves"
+        ends_well(model, story)
+    except AssertionError as error:
+        lines = "\n".join(model.history[-80:])
+        raise AssertionError(f"{error}\n{story} {faults}\n{lines}") from error
+    return model
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_one_fault_at_every_call(name: str) -> None:
+    story = STORIES[name]
+    calls = lives_through(story, {}).calls_of_first
+    bad = []
+    for number in range(1, calls + 1):
+        for fault in FAULTS:
+            try:
+                lives_through(story, {number: fault})
+            except AssertionError as error:
+                bad.append((number, fault, str(error)))
+    import os
+    with open(os.environ.get("BADOUT","/dev/null"),"a") as f:
+        print(name, calls, len(bad), file=f)
+        for b in bad: print("   ", b[0], b[1], b[2].splitlines()[0], file=f)
+        if bad: print(bad[-1][2], file=f)
+    assert not bad
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_killed_at_every_call_and_again_while_it_recovers(name: str) -> None:
+    story = STORIES[name]
+    calls = lives_through(story, {}).calls_of_first
+    for number in range(1, calls + 1):
+        for later in range(1, 40, 3):
+            for fault in ("kill after", "fail"):
+                lives_through(story, {number: "kill after", number + later: fault})
+
+
+@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    story=st.sampled_from(list(STORIES.values())),
+    faults=st.dictionaries(st.integers(1, 90), st.sampled_from(FAULTS), max_size=5),
+)
+def test_any_history_ends_with_a_proven_release(story: Story, faults: dict[int, str]) -> None:
+    lives_through(story, faults)
