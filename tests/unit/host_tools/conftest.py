@@ -13,10 +13,9 @@ from typing import NoReturn
 
 import pytest
 from stub_gateway import Door, running
-from stub_host import STUB_DIR, Host, Paths
-from stub_systemd import Systemd, ready_to_change
 
 from lab.paths import lab_paths
+from stub_host import STUB_DIR, Host, Paths
 
 
 @pytest.fixture(scope="session")
@@ -83,9 +82,3 @@ def gate(host: Host, nginx_program: Path) -> Iterator[Door]:
     (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
     with running(host) as door:
         yield door
-
-
-@pytest.fixture
-def units(host: Host, monkeypatch: pytest.MonkeyPatch) -> Systemd:
-    """A host on which every step of a change succeeds until a test says otherwise."""
-    return ready_to_change(host, monkeypatch)

@@ -24,9 +24,10 @@ from spark_contract.release import Release
 from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host.check import runner
 from spark_host.engine.client import SilentError
-from spark_host.records import boot, proof
+from spark_host.records import boot
 from spark_host.rollout import ports, recover, request, rollout
 from spark_host.rollout.steps import FAILURES
+
 from stub_host import Host as FolderHost
 
 A, B = (f"main-{digit * 12}" for digit in "ab")
@@ -79,6 +80,7 @@ class Model:
 
     broken: dict[str, str] = field(default_factory=dict)  # release -> at which step it fails
     faults: dict[int, str] = field(default_factory=dict)
+    troubles: dict[str, list[str]] = field(default_factory=dict)  # the same, by the call's name
     documents: dict[Path, Any] = field(default_factory=dict)
     links: set[str] = field(default_factory=set)  # units that start with the host
     units: dict[str, Unit] = field(default_factory=dict)
@@ -92,6 +94,8 @@ class Model:
     driver: int = 1
     boots: int = 1
     at_s: float = 0.0
+    gone: set[str] = field(default_factory=set)  # releases whose image or tree is
+    words: list[str] = field(default_factory=lambda: ["what its last run said"])  # in the journal
     calls: int = 0
     calls_of_first: int = 0
     quiet: bool = False  # what a person does meanwhile succeeds
@@ -114,7 +118,10 @@ class Model:
         )  # fmt: skip
 
     def call(
-        self, name: str, effect: Callable[[], Any] = lambda: None, error: BaseException | None = None
+        self,
+        name: str,
+        effect: Callable[[], Any] = lambda: None,
+        error: BaseException | None = None,
     ) -> Any:
         """Do what a port is asked for, or what goes wrong instead."""
         if self.quiet:
@@ -122,6 +129,8 @@ class Model:
         self.calls += 1
         assert self.calls < 5000, "it does not end"
         fault = self.faults.pop(self.calls, "")
+        if self.troubles.get(name):
+            fault = self.troubles[name].pop(0)
         self.history.append(f"{self.calls} {name}{' !' + fault if fault else ''}")
         if fault:
             self._strike(fault, error)
@@ -235,14 +244,16 @@ class Model:
 
     def prove(self) -> None:
         """Nothing of this may ever be so, whatever happened."""
-        good, stopped = (self.documents.get(find("main")) for find in (self.paths.good, self.paths.stopped))
+        good, stopped = (
+            self.documents.get(find("main")) for find in (self.paths.good, self.paths.stopped)
+        )
         seen = (self.open_to, *self.engines.items(), *self.links, good, bool(stopped))
         if seen == self._seen:
             return
         self._seen = seen
         assert len(self.engines) <= 1, f"two engines: {self.engines}"
         if self.open_to is not None and self.engines:
-            (name, run), = self.engines.items()
+            ((name, run),) = self.engines.items()
             assert run in self.proven_runs, f"the gateway is open to {name}, which is not proven"
             assert name in self.proven, f"the gateway is open to {name}, never fully proven"
         host = self.host()
@@ -395,7 +406,7 @@ class MemoryUnits(MemoryPort):
         )  # fmt: skip
 
     def journal(self, invocation_id: str, unit: str, lines: int | None = None) -> list[str]:
-        return self.model.call("journal", lambda: [f"words of {unit}"])
+        return self.model.call("journal", lambda: self.model.words)
 
     def is_stopping(self) -> bool:
         return self.model.call("is stopping", lambda: self.model.stopping)
@@ -426,9 +437,7 @@ class MemoryUnits(MemoryPort):
         self.model.call(name, effect, refused(f"systemctl start {unit}"))
 
     def stop(self, unit: str, limit_s: float) -> None:
-        self.model.call(
-            "stop", lambda: self.model.stop(unit), refused(f"systemctl stop {unit}")
-        )
+        self.model.call("stop", lambda: self.model.stop(unit), refused(f"systemctl stop {unit}"))
 
     def enable(self, unit: str) -> None:
         links = self.model.links
@@ -509,6 +518,8 @@ class MemoryEngines(MemoryPort):
     """docker and the memory."""
 
     def part_problem(self, release: Release) -> HostToolError | None:
+        if release.name in self.model.gone:
+            return HostToolError(f"tree of {release.name}", "has no receipt", "deploy again")
         return self._told("parts")
 
     def problem(self, release: Release, paths: Paths) -> HostToolError | None:
@@ -587,4 +598,4 @@ class MemoryCheck(MemoryPort):
         return self.model.call("versions", self.model.versions)
 
     def speed(self, release: Release, paths: Paths, report: Callable[[str], None]) -> Any:
-        raise OSError(errno.EIO, "not measured here")
+        raise OSError(errno.ENOSPC, "No space left on device", "x.json")

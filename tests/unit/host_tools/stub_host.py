@@ -20,6 +20,7 @@ from spark_contract.release import Release  # noqa: E402
 from spark_host.engine.client import Engine, EngineError  # noqa: E402
 from spark_host.gateway import gateway_settings  # noqa: E402
 from spark_host.gateway.gateway_settings import Gateway  # noqa: E402
+from spark_host.system import ports  # noqa: E402
 
 RELEASE = "main-0123456789ab"
 STUB_DIR = REPOSITORY / "lab" / "stub_engine"
@@ -97,6 +98,11 @@ class Host:
     paths: Paths
     program: Path
     engines: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def here(self) -> ports.Host:
+        """This directory as the records see it."""
+        return ports.Host(self.paths)
 
     def gateway(self, **changes: Any) -> Gateway:
         """Write the gateway's settings and return them as the tools read them."""

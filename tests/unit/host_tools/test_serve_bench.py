@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from spark_contract import files
 from spark_contract.release import Release
 from spark_host.check import measure, runner
 from spark_host.records import boot, proof, upgrades
-from spark_host.rollout import speed
+from spark_host.rollout import ports, speed
 from spark_host.watch import loop
+
 from stub_host import Host, release_data
 
 BENCH = {"limit_s": 0.3, "worse_percent": 15}
@@ -30,7 +30,7 @@ class Record:
     def set(self, **values: Any) -> None:
         self.data.update(values)
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         self.data["told"] = text
 
     @contextmanager
@@ -49,9 +49,9 @@ def released(host: Host, name: str = "main-0123456789ab", **changes: Any) -> Rel
 def prove(host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **versions: str) -> Record:
     """Check a release fully under these versions, then do the last step of a change."""
     monkeypatch.setattr(proof, "versions", lambda: {**NOW, **versions})
-    runner.check(release, host.paths, "full", print, invocation_id="run-1")
+    runner.check(release, host.here, "full", print, invocation_id="run-1")
     record = Record()
-    speed.measured(release, host.paths, record)
+    speed.measured(release, ports.this_host(host.paths), record)
     return record
 
 
@@ -142,8 +142,8 @@ def test_the_speed_is_measured_once_under_the_same_versions(
     assert prove(host, release, monkeypatch).data["phases"] == ["bench"]
     assert prove(host, release, monkeypatch).data["phases"] == []
     # A quick check of a later run does not forget it.
-    runner.check(release, host.paths, "quick", print, invocation_id="run-2")
-    assert not proof.bench_due(release, host.paths)
+    runner.check(release, host.here, "quick", print, invocation_id="run-2")
+    assert not proof.bench_due(release, host.here)
     assert prove(host, release, monkeypatch, driver="580.159").data["phases"] == ["bench"]
 
 
@@ -163,9 +163,9 @@ def test_a_slower_server_after_an_upgrade_is_told_with_the_way_back(
     assert "way back: `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in told
     events = loop.events("main", host.paths)
     assert {event["kind"] for event in events} == {"slower"}
-    kept = proof.read(release.name, host.paths) or {}
-    assert kept["bench"]["versions"]["docker"] == "29.2.1"
-    assert "before" not in kept["bench"]["before"]  # no chain of all proofs that ever were
+    kept = proof.read(release.name, host.here).bench
+    assert kept["versions"]["docker"] == "29.2.1"
+    assert "before" not in kept["before"]  # no chain of all proofs that ever were
 
 
 def test_a_new_image_is_compared_with_the_release_before(
@@ -174,19 +174,19 @@ def test_a_new_image_is_compared_with_the_release_before(
     old = released(host, image={"tag": "spark-vllm:a", "base": "vllm@sha256:a", "plugin": "1" * 12})
     host.started(old, STUB_PIECE_S="0.0005")
     prove(host, old, monkeypatch)
-    boot.record_good(old, host.paths)
+    boot.record_good(old, host.here)
     new = released(
         host,
         "main-bbbbbbbbbbbb",
         image={"tag": "spark-vllm:b", "base": "vllm@sha256:b", "plugin": "1" * 12},
     )
     prove(host, new, monkeypatch)
-    kept = proof.read(new.name, host.paths) or {}
-    assert kept["bench"]["changed"] == ["image vllm@sha256:a -> vllm@sha256:b"]
-    assert kept["versions"]["plugin"] == "1" * 12
+    kept = proof.read(new.name, host.here)
+    assert kept.bench["changed"] == ["image vllm@sha256:a -> vllm@sha256:b"]
+    assert kept.versions["plugin"] == "1" * 12
     other = released(host, "main-cccccccccccc", profile="v2-tq")
-    boot.record_good(new, host.paths)
-    assert proof.bench_before(other, host.paths) is None
+    boot.record_good(new, host.here)
+    assert proof.bench_before(other, host.here) is None
 
 
 def test_packages_are_named_as_apt_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,11 +202,10 @@ def test_a_measurement_that_failed_undoes_nothing(
     release = released(host)
     host.started(release)
     monkeypatch.setattr(proof, "versions", lambda: NOW)
-    runner.check(release, host.paths, "full", print, invocation_id="run-1")
+    runner.check(release, host.here, "full", print, invocation_id="run-1")
     host.engines[0].kill()
     host.engines[0].wait()
     record = Record()
-    speed.measured(release, host.paths, record)
+    speed.measured(release, ports.this_host(host.paths), record)
     assert "no speed was measured" in record.data["bench"][0]
-    assert (proof.read(release.name, host.paths) or {})["ok"]
-    assert files.read_json(host.paths.proof(release.name))
+    assert proof.read(release.name, host.here).ok

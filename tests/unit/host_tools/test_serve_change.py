@@ -3,72 +3,59 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from spark_contract import files
+from memory_host import A, B, Model, release_of
+from spark_contract import documents
 from spark_contract.errors import HostToolError
+from spark_contract.records import Good, Rollout, Stopped
+from spark_contract.units import SWITCH
 from spark_host.records import boot
-from spark_host.rollout import change, rollout
-from spark_host.rollout.record import Record, boot_id
-from spark_host.system import docker, systemd
-from stub_host import Host
+from spark_host.rollout import recover, request, way_back
+from spark_host.rollout.record import Record
 
-from tests.receipts import source_receipt
-
-A, B, C = (f"main-{digit * 12}" for digit in "abc")
+C = f"main-{'c' * 12}"
 
 
 @pytest.fixture
-def systemctl(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What systemd says of the unit that changes over, and the words it was given."""
-    told: dict[str, Any] = {"unit": {"ActiveState": "inactive"}, "words": []}
-
-    def run(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        told["words"].append(words)
-        return subprocess.CompletedProcess(words, told.get("code", 0), "", told.get("said", ""))
-
-    monkeypatch.setattr(systemd, "systemctl", run)
-    monkeypatch.setattr(systemd, "state", lambda unit, *fields: told["unit"])
-    monkeypatch.setattr(systemd, "show", lambda units, fields: {})
-    return told
+def model() -> Model:
+    """A host that knows three releases."""
+    return Model(known={A, B, C})
 
 
-@pytest.fixture(autouse=True)
-def whole_images(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Images docker has; a test takes one away."""
-    there = {"spark-vllm:stub"}
-    monkeypatch.setattr(docker, "image", lambda tag: {"Id": tag} if tag in there else None)
-    return there
+def begun(model: Model) -> dict[str, Any]:
+    """Ask for the change to a release; nothing has run yet."""
+    return request.begin(A, model.host())
 
 
-def good(host: Host, *names: str) -> None:
-    """Have releases on the host, made good in this order, each with its tree."""
-    for name in names:
-        tree = host.paths.root / f"tree-{name}"
-        tree.mkdir(exist_ok=True)
-        (tree / "receipt.json").write_text(source_receipt("d" * 64))
-        release = host.release(name, tree={"path": str(tree), "digest": "d" * 64})
-        boot.record_good(release, host.paths)
+def under_way(model: Model, run: str = "this-run") -> None:
+    unit = model.unit(SWITCH.of(A))
+    unit.state, unit.run = "activating", run
 
 
-def record(host: Host, name: str = A, **values: Any) -> None:
-    files.write_json(host.paths.switch(name), {"release": name, "state": "switched", **values})
+def failed(model: Model, run: str = "") -> None:
+    unit = model.unit(SWITCH.of(A))
+    unit.state, unit.result, unit.run = "failed", "exit-code", run
 
 
-def test_what_an_earlier_change_left_is_gone_before_the_next_begins(
-    host: Host, systemctl: dict[str, Any]
-) -> None:
-    host.release(A)
-    record(host)
+def record(model: Model, **values: Any) -> None:
+    left = Record(release_of(A), model.host("this-run")).data
+    model.documents[model.paths.switch(A)] = replace(left, **{"state": "switched", **values})
 
-    begun = change.begin(A, host.paths)
 
-    assert not host.paths.switch(A).exists()
-    assert ("start", "--no-block", f"spark-switch@{A}.service") in systemctl["words"]
-    systemctl["unit"] = {"ActiveState": "activating"}
-    assert change.poll(A, host.paths, begun["request"])["state"] == "none"
+def followed(model: Model, asked: dict[str, Any]) -> dict[str, Any]:
+    return request.poll(A, model.host(), asked["request"])
+
+
+def test_what_an_earlier_change_left_is_gone_before_the_next_begins(model: Model) -> None:
+    record(model)
+    asked = begun(model)
+    assert model.paths.switch(A) not in model.documents
+    assert model.asked == [A]
+    under_way(model)
+    assert followed(model, asked)["state"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -82,231 +69,207 @@ def test_what_an_earlier_change_left_is_gone_before_the_next_begins(
     ids=["another release", "an older request", "no request", "an earlier run of the unit"],
 )
 def test_a_stale_record_is_never_taken_for_the_outcome_of_this_change(
-    host: Host, systemctl: dict[str, Any], stale: dict[str, Any]
+    model: Model, stale: dict[str, Any]
 ) -> None:
-    host.release(A)
-    begun = change.begin(A, host.paths)
-    systemctl["unit"] = {"ActiveState": "activating", "InvocationID": "this-run"}
-    record(host, **{"request": begun["request"], "invocation_id": "this-run"})
-    assert change.poll(A, host.paths, begun["request"])["state"] == "switched"
-
-    found = {"release": A, "state": "switched", "request": begun["request"], **stale}
-    files.write_json(host.paths.switch(A), found)
-
-    assert change.poll(A, host.paths, begun["request"])["state"] == "none"
+    asked = begun(model)
+    under_way(model)
+    record(model)
+    assert followed(model, asked)["state"] == "switched"
+    record(model, **stale)
+    assert followed(model, asked)["state"] == "none"
 
 
-def test_a_change_whose_unit_never_ran_is_said_to_have_failed(
-    host: Host, systemctl: dict[str, Any]
-) -> None:
-    host.release(A)
-    begun = change.begin(A, host.paths)
-    record(host, request="of-yesterday")
-    systemctl["unit"] = {"ActiveState": "failed", "Result": "exit-code"}
-
-    found = change.poll(A, host.paths, begun["request"])
-
+def test_a_change_whose_unit_never_ran_is_said_to_have_failed(model: Model) -> None:
+    asked = begun(model)
+    record(model, request="of-yesterday")
+    failed(model)
+    found = followed(model, asked)
     assert found["state"] == "not-started"
     assert "did not run (exit-code)" in found["reason"]
 
 
-def test_a_change_that_ended_before_its_record_is_told_in_its_last_words(
-    host: Host, systemctl: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host.release(A)
-    begun = change.begin(A, host.paths)
-    systemctl["unit"] = {"ActiveState": "failed", "Result": "exit-code", "InvocationID": "run"}
-    said = {
-        ("run", f"spark-switch@{A}.service"): [
-            "error: switch of main: another change is under way; fix: wait for it",
-            "phase=none",
-        ]
-    }
-    monkeypatch.setattr(systemd, "journal", lambda run, unit, lines: said[run, unit])
-
-    found = change.poll(A, host.paths, begun["request"])
-
+def test_a_change_that_ended_before_its_record_is_told_in_its_last_words(model: Model) -> None:
+    asked = begun(model)
+    failed(model, "run")
+    model.words = [
+        "error: switch of main: another change is under way; fix: wait for it", "phase=none"
+    ]  # fmt: skip
+    found = followed(model, asked)
     assert found["state"] == "not-started"
     assert found["reason"] == "switch of main: another change is under way; fix: wait for it"
 
 
-def test_a_change_that_waits_its_turn_has_not_failed(host: Host, systemctl: dict[str, Any]) -> None:
-    host.release(A)
-    begun = change.begin(A, host.paths)
-    systemctl["unit"] = {"ActiveState": "inactive", "Job": "17"}
-    assert change.poll(A, host.paths, begun["request"])["state"] == "none"
+def test_a_change_that_waits_its_turn_has_not_failed(model: Model) -> None:
+    asked = begun(model)
+    model.unit(SWITCH.of(A)).sub = "start"  # its job is queued
+    found = followed(model, asked)
+    assert (found["state"], found["unit"]) == ("none", "activating")
 
 
-def test_a_change_under_way_is_joined_under_its_own_id(
-    host: Host, systemctl: dict[str, Any]
-) -> None:
-    host.release(A)
-    first = change.begin(A, host.paths)
-    systemctl["unit"] = {"ActiveState": "activating", "InvocationID": "x"}
-    record(host, state="running", request=first["request"], invocation_id="x")
-    systemctl["words"].clear()
-
-    second = change.begin(A, host.paths)
-
+def test_a_change_under_way_is_joined_under_its_own_id(model: Model) -> None:
+    first = begun(model)
+    under_way(model)
+    record(model, state="running")
+    model.asked.clear()
+    second = begun(model)
     assert (second["joined"], second["request"]) == (True, first["request"])
-    assert systemctl["words"] == []
-    assert change.poll(A, host.paths, second["request"])["state"] == "running"
+    assert model.asked == []
+    assert followed(model, second)["state"] == "running"
 
 
-def test_the_record_of_a_switch_says_whose_outcome_it_is(
-    host: Host, systemctl: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_a_change_that_ended_in_the_middle_is_told_as_interrupted(model: Model) -> None:
+    asked = begun(model)
+    record(model, state="running")
+    assert followed(model, asked)["state"] == "interrupted"
+
+
+def test_the_record_of_a_change_says_whose_outcome_it_is(model: Model) -> None:
+    asked = begun(model)
+    written = Record(release_of(A), model.host("this-run")).data
+    assert (written.request, written.invocation_id) == (asked["request"], "this-run")
+
+
+@pytest.mark.parametrize("other", [{"invocation_id": "an-earlier-run"}, {"boot_id": "boot-0"}])
+def test_a_killed_change_is_only_finished_by_its_own_run(
+    model: Model, other: dict[str, str]
 ) -> None:
-    release = host.release(A)
-    begun = change.begin(A, host.paths)
-    monkeypatch.setenv("INVOCATION_ID", "this-run")
-    written = Record(release, host.paths).data
-    assert (written["request"], written["invocation_id"]) == (begun["request"], "this-run")
+    record(model, state="running", phase="start", **other)
+    model.calls = 0
+    assert recover.recover(A, model.host("this-run")) == 0
+    assert model.outcome(A).state == "running"
+    assert model.calls == 0
 
 
-def test_a_killed_switch_is_only_finished_by_its_own_run(
-    host: Host, systemctl: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host.release(A)
-    left = {"state": "running", "phase": "start", "boot_id": boot_id(), "previous": None}
-    record(host, **left, invocation_id="an-earlier-run")
-    monkeypatch.setenv("INVOCATION_ID", "this-run")
-
-    assert rollout.recover(A, host.paths) == 0
-
-    assert files.read_json(host.paths.switch(A))["state"] == "running"
-    assert systemctl["words"] == []
+def test_a_unit_that_systemd_refuses_is_an_error_with_its_words(model: Model) -> None:
+    model.faults = {6: "fail"}
+    with pytest.raises(HostToolError, match=f"systemctl start {SWITCH.of(A)}: did not answer"):
+        begun(model)
 
 
-def test_a_unit_that_systemd_refuses_is_an_error_with_its_words(
-    host: Host, systemctl: dict[str, Any]
-) -> None:
-    host.release(A)
-    systemctl.update(code=1, said="Unit is masked.")
-    with pytest.raises(HostToolError, match="Unit is masked"):
-        change.begin(A, host.paths)
+def good(model: Model, *names: str) -> None:
+    """Make releases good in this order."""
+    for name in names:
+        model.proven.add(name)
+        boot.enable_only(release_of(name), model.host())
 
 
-def test_the_way_back_is_the_release_before(host: Host) -> None:
-    good(host, A, B)
-    way = change.way_back("main", None, host.paths)
+def back(model: Model, wanted: str | None = None) -> dict[str, Any]:
+    return way_back.way_back("main", wanted, model.host())
+
+
+def problem(model: Model, wanted: str | None = None) -> str:
+    found = back(model, wanted)["problem"]
+    return f"{found['where']}: {found['what']}; {found['fix']}"
+
+
+def test_the_way_back_is_the_release_before(model: Model) -> None:
+    good(model, A, B)
+    way = back(model)
     assert (way["from"]["name"], way["to"]["name"]) == (B, A)
     assert way["to"]["profile"] == "v2"
     assert "problem" not in way
 
 
-def test_a_named_release_is_gone_to(host: Host) -> None:
-    good(host, A, B, C)
-    assert change.way_back("main", A, host.paths)["to"]["name"] == A
+def test_a_named_release_is_gone_to(model: Model) -> None:
+    good(model, A, B, C)
+    assert back(model, A)["to"]["name"] == A
 
 
-def problem(host: Host, wanted: str | None = None) -> str:
-    found = change.way_back("main", wanted, host.paths)["problem"]
-    return f"{found['where']}: {found['what']}; {found['fix']}"
+def test_with_nothing_before_the_way_back_says_so(model: Model) -> None:
+    good(model, A)
+    assert "nothing to go back to" in problem(model)
 
 
-def test_with_nothing_before_the_way_back_says_so(host: Host) -> None:
-    good(host, A)
-    assert "nothing to go back to" in problem(host)
-
-
-def test_a_release_that_is_not_there_is_refused_with_those_that_are(host: Host) -> None:
-    good(host, A, B)
-    said = problem(host, C)
+def test_a_release_that_is_not_there_is_refused_with_those_that_are(model: Model) -> None:
+    good(model, A, B)
+    model.known.discard(C)
     there = f"{A} = lab-stub with v2; {B} = lab-stub with v2"
-    assert f"{C}: is not a release on this host (there: {there})" in said
+    assert f"{C}: is not a release on this host (there: {there})" in problem(model, C)
 
 
-def test_a_way_back_whose_tree_is_gone_names_one_that_is_whole(host: Host) -> None:
-    good(host, A, B, C)
-    (host.paths.root / f"tree-{B}" / "receipt.json").unlink()
-    said = problem(host)
+def test_a_way_back_whose_parts_are_gone_names_one_that_is_whole(model: Model) -> None:
+    good(model, A, B, C)
+    model.gone = {B}
+    said = problem(model)
     assert f"{B}: tree" in said
     assert "is gone" in said
     assert f"name one that is whole ({A} = lab-stub with v2)" in said
     assert "model: lab-stub and profile: v2" in said
+    model.gone = {A, B}
+    assert "run deploy.py" in problem(model)
 
 
-def test_a_way_back_whose_image_is_gone_says_how_to_get_it(
-    host: Host, whole_images: set[str]
-) -> None:
-    good(host, A, B)
-    whole_images.clear()
-    said = problem(host)
-    assert "image spark-vllm:stub" in said
-    assert "run deploy.py" in said
+def test_a_service_that_was_stopped_is_not_rolled_back(model: Model) -> None:
+    good(model, A, B)
+    model.documents[model.paths.stopped("main")] = Stopped(B, "now")
+    assert "stopped on purpose" in problem(model)
 
 
-def test_a_service_that_was_stopped_is_not_rolled_back(host: Host) -> None:
-    good(host, A, B)
-    files.write_json(host.paths.stopped("main"), {"release": B, "at": "now"})
-    assert "stopped on purpose" in problem(host)
-
-
-def test_a_second_rollback_does_not_return_to_what_was_left(host: Host) -> None:
-    good(host, A, B)
-    boot.note_rollback("main", A, host.paths)
-    good(host, A)
-
-    way = change.way_back("main", None, host.paths)
-
-    assert f"{A} serves in place of {B}" in way["done"]
-    assert boot.rolled_back("main", host.paths)["from"] == B
+def test_a_second_rollback_does_not_return_to_what_was_left(model: Model) -> None:
+    good(model, A, B)
+    boot.note_rollback("main", A, model.host())
+    good(model, A)
+    assert f"{A} serves in place of {B}" in back(model)["done"]
+    note = boot.rolled_back("main", model.host())
+    assert note is not None
+    assert note.came == B
     # By name every release can be reached.
-    assert change.way_back("main", B, host.paths)["to"]["name"] == B
+    assert back(model, B)["to"]["name"] == B
 
 
-def test_a_rollback_that_failed_is_none(host: Host) -> None:
-    good(host, A, B)
-    boot.note_rollback("main", A, host.paths)
-    good(host, B)  # the old one came back
-    assert boot.rolled_back("main", host.paths) is None
-    assert change.way_back("main", None, host.paths)["to"]["name"] == A
+def test_a_rollback_that_failed_is_none(model: Model) -> None:
+    good(model, A, B)
+    boot.note_rollback("main", A, model.host())
+    good(model, B)  # the old one came back
+    assert boot.rolled_back("main", model.host()) is None
+    assert back(model)["to"]["name"] == A
 
 
-def test_the_next_change_ends_a_rollback(host: Host) -> None:
-    good(host, A, B)
-    boot.note_rollback("main", A, host.paths)
-    good(host, A, C)
-    assert boot.rolled_back("main", host.paths) is None
-    assert change.way_back("main", None, host.paths)["to"]["name"] == A
+def test_the_next_change_ends_a_rollback(model: Model) -> None:
+    good(model, A, B)
+    boot.note_rollback("main", A, model.host())
+    good(model, A, C)
+    assert boot.rolled_back("main", model.host()) is None
+    assert back(model)["to"]["name"] == A
 
 
-def test_a_dry_rollback_asks_for_nothing(
-    host: Host, systemctl: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    good(host, A, B)
-    assert change.rollback(["main", "--dry"], host.paths) == 0
+def test_a_dry_rollback_asks_for_nothing(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    good(model, A, B)
+    assert way_back.rollback(["main", "--dry"], model.host()) == 0
     assert json.loads(capsys.readouterr().out)["to"]["name"] == A
-    assert systemctl["words"] == []
-    assert not host.paths.rollback("main").exists()
+    assert model.asked == []
+    assert model.paths.rollback("main") not in model.documents
 
-    assert change.rollback(["main"], host.paths) == 0
-    assert ("start", "--no-block", f"spark-switch@{A}.service") in systemctl["words"]
+    assert way_back.rollback(["main"], model.host()) == 0
+    assert model.asked == [A]
 
 
-def test_a_stop_keeps_who_and_when_over_a_second_stop(
-    host: Host, systemctl: dict[str, Any]
+def test_a_stop_keeps_who_and_when_over_a_second_stop(model: Model) -> None:
+    good(model, A)
+    boot.stop_service("main", "ann@desk", model.host())
+    first = model.documents[model.paths.stopped("main")]
+    boot.stop_service("main", "ben@laptop", model.host())
+    assert model.documents[model.paths.stopped("main")] == first
+    assert (first.by, first.release) == ("ann@desk", A)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Good, {"release": A, "previous": [B], "at": "2026-01-01T00:00:00Z"}),
+        (Stopped, {"release": A, "at": "2026-01-01T00:00:00Z"}),
+        (Stopped, {"release": None, "at": "2026-01-01T00:00:00Z", "by": "ann"}),
+    ],
+)
+def test_what_an_earlier_edition_wrote_without_a_version_is_read(
+    kind: type[Any], text: dict[str, Any]
 ) -> None:
-    good(host, A)
-    boot.stop_service("main", "ann@desk", host.paths)
-    first = files.read_json(host.paths.stopped("main"))
-    boot.stop_service("main", "ben@laptop", host.paths)
-    assert files.read_json(host.paths.stopped("main")) == first
-    assert (first["by"], first["release"]) == ("ann@desk", A)
+    found = documents.read(kind, text)
+    assert documents.plain(found) == {"schema_version": 1, **text}
 
 
-@pytest.mark.parametrize(("began", "ok"), [("2026-01-01T00:00:00Z", False), (None, True)])
-def test_a_failed_trial_keeps_no_proof_of_its_own_and_leaves_earlier_ones(
-    host: Host, systemctl: dict[str, Any], began: str | None, ok: bool
-) -> None:
-    release = host.release(A)
-    proven = {"release": A, "ok": True, "level": "quick", "checked_at": "2026-01-01T00:00:00Z"}
-    files.write_json(host.paths.proof(A), proven)
-    trial = Record(release, host.paths)
-    trial.set(failed_phase="start", reason="it died after its quick check", log_tail=["x"])
-    trial.data["started_at"] = began or trial.data["started_at"]
-
-    rollout._back(release, None, host.paths, trial)
-
-    assert files.read_json(host.paths.proof(A)) == {**proven, "ok": ok}
-    assert trial.data["state"] == "failed-no-previous"
+def test_a_record_of_today_is_written_as_before(model: Model) -> None:
+    record(model)
+    said = documents.plain(model.outcome(A))
+    assert documents.read(Rollout, said) == model.outcome(A)
+    assert next(iter(said)) == "schema_version"

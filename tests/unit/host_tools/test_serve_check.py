@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 import pytest
+from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import prefix, runner
 from spark_host.records import proof
 from spark_host.system import systemd
+
 from stub_host import Host
 
 
-def check(host: Host, release: Release, level: str = "deep") -> dict[str, Any]:
-    return runner.check(release, host.paths, level, print, invocation_id="run-1")
+def check(host: Host, release: Release, level: str = "deep") -> Proof:
+    return runner.check(release, host.here, level, print, invocation_id="run-1")
 
 
-def failed(result: dict[str, Any]) -> dict[str, str]:
-    return {item["name"]: item["detail"] for item in result["checks"] if not item["ok"]}
+def failed(result: Proof) -> dict[str, str]:
+    return {item.name: item.detail for item in result.failed}
 
 
 def test_a_sound_engine_passes_every_check(host: Host) -> None:
@@ -27,10 +28,10 @@ def test_a_sound_engine_passes_every_check(host: Host) -> None:
     host.started(release)
     result = check(host, release)
     assert failed(result) == {}
-    assert result["ok"]
-    names = {item["name"] for item in result["checks"]}
+    assert result.ok
+    names = {item.name for item in result.checks}
     assert names == {"ready", *(item.name for item in runner.CHECKS)}
-    assert result["engine"] == {"version": "0.0.0+stub"}
+    assert result.engine == {"version": "0.0.0+stub"}
 
 
 # The fault, the one check it violates, and words of what that check says.
@@ -134,19 +135,19 @@ def test_an_engine_that_was_restarted_during_the_check_is_not_proven(
     runs = iter(["run-1", "run-2"])
     monkeypatch.setattr(systemd, "invocation", lambda unit: next(runs))
 
-    result = runner.check(release, host.paths, "quick", print)
+    result = runner.check(release, host.here, "quick", print)
 
     assert failed(result) == {"same run": "the engine was restarted meanwhile"}
-    assert not result["ok"]
+    assert not result.ok
     # The proof is bound to the run that was asked, so it never covers the one that serves now.
-    assert result["invocation_id"] == "run-1"
+    assert result.invocation_id == "run-1"
 
 
 def test_the_proof_of_a_long_conversation_tells_when_turn_two_began_to_answer(host: Host) -> None:
     release = host.release()
     host.started(release)
-    [found] = [c for c in check(host, release)["checks"] if c["name"] == "prefix reuse"]
-    assert re.match(r"turn 2 began to answer after \d+\.\d\d s, turn 1 after", found["detail"])
+    [found] = [c for c in check(host, release).checks if c.name == "prefix reuse"]
+    assert re.match(r"turn 2 began to answer after \d+\.\d\d s, turn 1 after", found.detail)
 
 
 def test_a_conversation_shorter_than_a_cache_block_proves_nothing(
@@ -176,7 +177,7 @@ def test_an_engine_that_is_never_ready_is_given_up_at_the_limit(host: Host, faul
     release = host.release(timeouts__start_s=1)
     host.start(release, fault)
     result = check(host, release, "quick")
-    assert [item["name"] for item in result["checks"]] == ["ready"]
+    assert [item.name for item in result.checks] == ["ready"]
     assert "not ready after 1 s" in failed(result)["ready"]
 
 
@@ -184,15 +185,15 @@ def test_a_slow_engine_is_waited_for(host: Host) -> None:
     release = host.release(timeouts__start_s=10)
     host.start(release, STUB_LOAD_S="0.7")
     result = check(host, release, "quick")
-    assert result["ok"]
-    assert result["checks"][0]["seconds"] > 0.5
+    assert result.ok
+    assert result.checks[0].seconds > 0.5
 
 
 def test_an_engine_that_dies_during_the_check_is_not_proven(host: Host) -> None:
     release = host.release()
     host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_PIECE_S="0.05")
     result = check(host, release)
-    assert not result["ok"]
+    assert not result.ok
     assert "went away" in failed(result)["health"]
 
 
@@ -215,8 +216,8 @@ def test_a_check_of_many_slow_answers_ends_at_its_limit_and_ends_the_proof(host:
     problems = failed(result)
     assert list(problems) == ["copy"]
     assert "the check's 1 s are over" in problems["copy"]
-    assert result["checks"][-1]["name"] == "copy"
-    assert result["checks"][-1]["seconds"] < 1.5
+    assert result.checks[-1].name == "copy"
+    assert result.checks[-1].seconds < 1.5
 
 
 def test_the_verdict_is_an_exit_code_and_json_on_standard_output(
@@ -241,8 +242,8 @@ def test_the_proof_is_bound_to_the_run_and_the_versions(host: Host) -> None:
     release = host.release()
     host.started(release)
     result = check(host, release, "full")
-    kept = json.loads(host.paths.proof(release.name).read_text())
-    now = result["versions"]
+    kept = proof.read(release.name, host.here)
+    now = result.versions
     assert proof.why_not(kept, release.digest, "run-1", now) is None
     assert proof.why_not(kept, release.digest, "run-2", now) == (
         "the engine was started after the last check"
@@ -255,25 +256,25 @@ def test_a_quick_check_after_a_reboot_is_enough_when_nothing_changed(host: Host)
     release = host.release()
     host.started(release)
     first = check(host, release, "full")
-    runner.check(release, host.paths, "quick", print, invocation_id="run-2")
-    kept = proof.read(release.name, host.paths)
-    assert proof.why_not(kept, release.digest, "run-2", first["versions"]) is None
+    runner.check(release, host.here, "quick", print, invocation_id="run-2")
+    kept = proof.read(release.name, host.here)
+    assert proof.why_not(kept, release.digest, "run-2", first.versions) is None
 
 
 def test_a_quick_check_alone_is_not_a_proof(host: Host) -> None:
     release = host.release()
     host.started(release)
     result = check(host, release, "quick")
-    kept = proof.read(release.name, host.paths)
-    why = proof.why_not(kept, release.digest, "run-1", result["versions"])
+    kept = proof.read(release.name, host.here)
+    why = proof.why_not(kept, release.digest, "run-1", result.versions)
     assert why == "only the quick check was run"
 
 
 def test_a_failed_check_takes_the_proof_away(host: Host) -> None:
     release = host.release()
     host.started(release)
-    versions = check(host, release, "full")["versions"]
+    versions = check(host, release, "full").versions
     (host.paths.service_run("main") / "stub-fault").write_text("garbage")
     check(host, release, "full")
-    kept = proof.read(release.name, host.paths)
+    kept = proof.read(release.name, host.here)
     assert proof.why_not(kept, release.digest, "run-1", versions) == "the last check failed"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from memory_host import MemoryDisk, Model
 from spark_contract import files
 from spark_host import __main__
 from spark_host.check import runner
-from spark_host.gateway import traffic
-from spark_host.records import boot, proof
-from spark_host.rollout import rollout, speed
+from spark_host.records import proof
+from spark_host.system import disk, ports
+
 from stub_host import REPOSITORY, Host
-from stub_systemd import A, B, Systemd, changed_to
 
 # A limit on the size of files cuts a write short without an error, as a disk that is nearly full
 # does. In a process of its own, because it holds for everything that one writes.
@@ -45,93 +46,39 @@ def test_a_record_that_does_not_fit_any_more_leaves_the_one_before(tmp_path: Pat
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.fixture
-def disk(host: Host, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """A disk that a test fills up; what lies on a tmpfs goes on."""
-    state = {"full": False}
-    write = files.write_text
+class FullDisk(MemoryDisk):
+    """Nothing can be written any more."""
 
-    def written(path: Path, text: str, mode: int = 0o644) -> None:
-        if state["full"] and host.paths.run not in path.parents:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        write(path, text, mode)
+    def write(self, path: Path, document: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(files, "write_text", written)
-    return state
+    remove, read = staticmethod(disk.remove), staticmethod(disk.read)
 
 
-def test_a_disk_that_fills_up_in_a_change_leaves_the_old_release_serving(
-    host: Host, units: Systemd, disk: dict[str, bool], monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    host.release(A)
-    host.release(B)
-    assert changed_to(host, A)["state"] == "switched"
-    monkeypatch.setattr(rollout, "_drain", lambda *_: disk.update(full=True))
-
-    assert rollout.switch(B, host.paths) == 1
-
-    assert units.active == {f"spark-serve@{A}.service"}
-    assert boot.enabled("main", host.paths) == [A]
-    assert boot.good("main", host.paths)["release"] == A
-    said = capfd.readouterr().out
-    assert f"rolled-back: serving {A}; [Errno 28] No space left on device: " in said
-
-
-def test_a_change_on_a_full_disk_is_refused_before_anything_is_touched(
-    host: Host, units: Systemd, disk: dict[str, bool], monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    host.release(A)
-    host.release(B)
-    assert changed_to(host, A)["state"] == "switched"
-    disk["full"] = True
-    monkeypatch.delattr(traffic, "close")
-
-    assert rollout.switch(B, host.paths) == 1
-
-    assert units.active == {f"spark-serve@{A}.service"}
-    said = capfd.readouterr().out
-    assert f"refused: serving {A}; {host.paths.switch(B)}: cannot be written: No space left" in said
-    assert "fix: free space" in said
+def full(host: Host) -> ports.Host:
+    return replace(host.here, disk=FullDisk(Model()))
 
 
 def test_an_engine_that_answers_right_comes_up_though_its_proof_cannot_be_kept(
-    host: Host, disk: dict[str, bool]
+    host: Host,
 ) -> None:
     release, told = host.release(), list[str]()
     host.start(release)
-    disk["full"] = True
-    proven = runner.check(release, host.paths, "quick", told.append, invocation_id="run")
-    assert proven["ok"]
+    proven = runner.check(release, full(host), "quick", told.append, invocation_id="run")
+    assert proven.ok
     assert "the proof is not kept: [Errno 28] No space left on device: " in told[-1]
 
 
 def test_a_proof_that_does_not_hold_any_more_goes_though_the_disk_is_full(
-    host: Host, disk: dict[str, bool]
+    host: Host,
 ) -> None:
     release = host.release()
     host.start(release)
-    assert runner.check(release, host.paths, "full", str, invocation_id="run")["ok"]
+    assert runner.check(release, host.here, "full", str, invocation_id="run").ok
     host.engines[-1].kill()
     host.engines[-1].wait()
-    disk["full"] = True
-    assert not runner.check(release, host.paths, "full", str, invocation_id="run")["ok"]
-    assert proof.read(release.name, host.paths) is None
-
-
-def test_a_speed_that_cannot_be_kept_undoes_no_change(
-    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host.release(A)
-
-    def measured(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "x.json")
-
-    monkeypatch.setattr(speed, "measured", measured)
-    found = changed_to(host, A)
-    assert (found["state"], units.active) == ("switched", {f"spark-serve@{A}.service"})
-    assert "no speed was measured: [Errno 28] No space left on device" in found["bench"][0]
+    assert not runner.check(release, full(host), "full", str, invocation_id="run").ok
+    assert proof.read(release.name, host.here) is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from spark_contract import files
 from spark_host.jobs import jobs
 from spark_host.system import systemd
+
 from stub_host import Host
 
 from tests.receipts import source_receipt

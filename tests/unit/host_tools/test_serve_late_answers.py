@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 from spark_contract import files
+from spark_contract.records import FullCheck, Proof
 from spark_host.engine import serve
-from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
-from spark_host.records import boot, proof, upgrades
-from spark_host.rollout import rollout, speed
-from spark_host.rollout.record import Record, boot_id
+from spark_host.records import proof, upgrades
 from spark_host.system import docker, programs, systemd
-from stub_host import RELEASE, Host
+
+from stub_host import Host
 
 IMAGE = {"Config": {"Labels": {"spark.digest": "e" * 64}}}
 
@@ -153,35 +152,13 @@ def test_an_image_nobody_could_look_up_is_neither_there_nor_gone(
     assert known["state"] == "done"
 
 
-def test_a_switch_killed_while_it_enables_is_finished_though_docker_is_late(
-    host: Host, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release = host.release()
-    late.version = "29.2.1"
-    full = {"invocation_id": "run", "checked_at": files.now(), "versions": proof.versions()}
-    files.write_json(
-        host.paths.proof(RELEASE),
-        {"release": RELEASE, "digest": release.digest, "ok": True, "invocation_id": "run",
-         "level": "full", "checked_at": files.now(), "last_full": full},
-    )  # fmt: skip
-    left = Record(release, host.paths)
-    monkeypatch.setenv("INVOCATION_ID", "switch")
-    left.set(phase="enable", invocation_id="switch", boot_id=boot_id())
-    monkeypatch.setattr(systemd, "is_active", lambda unit: True)
-    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
-    monkeypatch.setattr(systemd, "invocation", lambda unit: "run")
-    done: list[str] = []
-    for module, name in (
-        (gateway, "bring_up"), (traffic, "open_for"), (gateway, "wait_until_listening"),
-        (boot, "enable_only"), (speed, "measured"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, lambda *_, name=name: done.append(name))
+def test_a_proof_holds_though_docker_is_late(host: Host, late: Late) -> None:
+    release, versions = host.release(), proof.versions()
     late.delays_s = [0.8, 0.8]
-
-    assert rollout.recover(RELEASE, host.paths) == 0
-
-    assert (files.read_json(host.paths.switch(RELEASE)) or {})["state"] == "switched"
-    assert "enable_only" in done
+    full = FullCheck("run", files.now(), versions)
+    kept = Proof(release.name, release.digest, "run", "full", True, full.checked_at, (), versions,
+                 {}, False, (), full)  # fmt: skip
+    assert proof.why_not(kept, release.digest, "run", proof.versions()) is None
 
 
 def test_a_release_is_not_called_broken_because_docker_is_late(host: Host, late: Late) -> None:

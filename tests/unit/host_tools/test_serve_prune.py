@@ -14,9 +14,11 @@ from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_host.prune import prune
 from spark_host.records import boot
-from spark_host.rollout import change
+from spark_host.rollout import ports
 from spark_host.rollout.rollout import one_at_a_time
+from spark_host.rollout.way_back import way_back
 from spark_host.system import docker, systemd
+
 from stub_host import Host
 
 from tests.receipts import checkpoint_receipt, source_receipt
@@ -70,7 +72,7 @@ class Machine:
             image={"tag": image, "digest_label": None},
             engine={"argv": ["/model"], "env": {}, "mounts": mounts, "docker_args": []},
         )
-        boot.record_good(release, self.paths)
+        boot.record_good(release, self.host.here)
 
     def job(self, digest12: str, proof: dict[str, str], *words: str, kind: str = "fetch") -> None:
         data = {
@@ -160,7 +162,7 @@ def test_what_no_kept_release_needs_goes_and_the_rest_serves_on(machine: Machine
     assert not trees["a"].exists()
     assert trees["c"].is_dir()
     assert trees["d"].is_dir()
-    assert boot.good("main", machine.paths)["previous"] == [C]
+    assert boot.good("main", machine.host.here).previous == (C,)
 
 
 def test_a_disk_too_full_for_any_record_is_freed(
@@ -177,7 +179,7 @@ def test_a_disk_too_full_for_any_record_is_freed(
     assert not trees["a"].exists()
     assert not trees["b"].exists()
     # What the record could not say harms nobody, and is said when there is room.
-    assert change.way_back("main", None, machine.paths)["from"]["name"] == D
+    assert way_back("main", None, ports.this_host(machine.paths))["from"]["name"] == D
     assert machine.look(kept=1)["items"] == []
     assert machine.look(kept=1)["kept"] == {C: "a way back", D: "serves"}
 
@@ -368,7 +370,7 @@ def test_a_kept_release_that_cannot_be_read_stops_everything(machine: Machine) -
 def test_a_change_under_way_stops_everything(machine: Machine) -> None:
     trees = generations(machine)
     with (
-        one_at_a_time("main", machine.paths),
+        one_at_a_time("main", machine.host.here),
         pytest.raises(HostToolError, match="another change is under way"),
     ):
         machine.prune()

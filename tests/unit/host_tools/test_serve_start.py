@@ -9,10 +9,10 @@ import pytest
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
-from spark_host.engine import memory, serve
+from spark_host.engine import serve
 from spark_host.gateway import gateway, traffic
-from spark_host.rollout import rollout
 from spark_host.system import docker
+
 from stub_host import RELEASE, Host
 
 
@@ -61,23 +61,15 @@ def test_a_second_engine_is_refused_by_the_name_of_the_first(
     assert started == []
 
 
-def test_a_change_is_refused_untouched_where_the_gateway_has_no_account(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for room, rest in ((serve, "part_problem"), (docker, "gpu_problem"), (memory, "problem")):
-        monkeypatch.setattr(room, rest, lambda *_: None)
+def test_a_gateway_without_its_account_is_a_problem_before_anything_is_touched(host: Host) -> None:
     nginx = host.paths.root / "usr/sbin/nginx"
     nginx.parent.mkdir(parents=True)
     nginx.touch(0o755)
     release = host.release()
     assert gateway.problem(release, host.paths) is None
     host.gateway(user="spark-nobody-here")
-
-    assert rollout.switch(RELEASE, host.paths) == 1
-    ended = files.read_json(host.paths.switch(RELEASE)) or {}
-    assert (ended["state"], ended["failed_phase"]) == ("refused", "prove")
     words = "account spark-nobody-here: does not exist on this host; fix: systemd-sysusers"
-    assert ended["reason"].startswith(words)
+    assert str(gateway.problem(release, host.paths)).startswith(words)
 
 
 def test_a_server_that_ended_is_closed_to_clients_before_docker_is_asked(

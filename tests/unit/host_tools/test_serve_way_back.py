@@ -1,278 +1,273 @@
-"""A candidate whose last steps fail is taken back, and nothing names it good afterwards."""
+"""A candidate whose last steps fail is taken back, and nothing names it good afterwards.
+
+Faults are put at every call by ``test_rollout_histories.py``; here is what people are told of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from spark_contract import files
+from memory_host import A, B, MemoryEngines, Model, release_of
 from spark_contract.errors import HostToolError
-from spark_host.engine.client import Engine, Metrics, SilentError
-from spark_host.gateway import gateway, traffic
-from spark_host.records import boot
-from spark_host.rollout import change, rollout
-from spark_host.rollout.record import Record, boot_id
-from spark_host.system import systemd
-from stub_host import Host
-from stub_systemd import A, B, Systemd, changed_to
+from spark_contract.records import Rollout
+from spark_contract.release import Bench
+from spark_contract.units import SERVE
+from spark_host.engine.client import SilentError
+from spark_host.records import boot, proof
+from spark_host.rollout import rollout, steps
+from spark_host.rollout.record import Record
+from spark_host.rollout.way_back import way_back
 
 
-def refuse(why: str, *, times: int) -> Callable[..., None]:
-    """Return a step that fails that many times, then never again."""
-    left = iter([why] * times)
-
-    def step(*_: object) -> None:
-        said = next(left, None)
-        if said is not None:
-            raise HostToolError("spark-gateway@main.service", said, "journalctl")
-
-    return step
+def faulty(model: Model, name: str, fault: str, *calls: str, times: int = 1) -> Rollout:
+    """Deploy a release with a fault at the first calls of these names."""
+    model.troubles = {call: [fault] * times for call in calls}
+    model.deploy(name)
+    model.troubles = {}
+    return model.outcome(name)
 
 
-def test_a_first_release_that_cannot_be_enabled_is_not_what_a_start_would_take(
-    host: Host, units: Systemd
-) -> None:
-    host.release(B)
-    units.failing = ("enable", f"spark-serve@{B}.service")
+@pytest.fixture
+def model() -> Model:
+    """A host that serves A."""
+    made = Model()
+    made.deploy(A)
+    return made
 
-    result = changed_to(host, B)
 
-    assert (result["state"], result["failed_phase"]) == ("failed-no-previous", "enable")
-    assert "Read-only file system" in result["reason"]
-    assert (units.active, boot.enabled("main", host.paths)) == (set(), [])
-    assert boot.good("main", host.paths)["release"] is None
+def test_a_first_release_that_cannot_be_enabled_is_not_what_a_start_would_take() -> None:
+    model = Model()
+    result = faulty(model, B, "fail", "enable")
+    assert (result.state, result.failed_phase) == ("failed-no-previous", "enable")
+    assert "did not answer" in str(result.reason)
+    assert (model.engines, boot.enabled("main", model.host())) == ({}, [])
+    assert boot.good("main", model.host()).release is None
     with pytest.raises(HostToolError, match="no proven release to start"):
-        boot.start_service("main", host.paths)
+        boot.start_service("main", model.host())
 
 
 def test_a_release_that_cannot_be_enabled_leaves_the_old_one_good_and_no_way_back_to_itself(
-    host: Host, units: Systemd
+    model: Model,
 ) -> None:
-    host.release(A)
-    host.release(B)
-    assert changed_to(host, A)["state"] == "switched"
-    units.failing = ("enable", f"spark-serve@{B}.service")
-
-    result = changed_to(host, B)
-
-    assert (result["state"], result["failed_phase"]) == ("rolled-back", "enable")
-    assert units.active == {f"spark-serve@{A}.service"}
-    assert boot.enabled("main", host.paths) == [A]
-    good = boot.good("main", host.paths)
-    assert (good["release"], good["previous"]) == (A, [])
-    assert "nothing to go back to" in change.way_back("main", None, host.paths)["problem"]["what"]
+    result = faulty(model, B, "fail", "enable")
+    assert (result.state, result.failed_phase) == ("rolled-back", "enable")
+    assert model.serves() == A
+    assert boot.enabled("main", model.host()) == [A]
+    good = boot.good("main", model.host())
+    assert (good.release, good.previous) == (A, ())
+    assert "nothing to go back to" in way_back("main", None, model.host())["problem"]["what"]
 
 
 def test_an_old_engine_that_cannot_be_stopped_serves_on_and_nothing_is_started_beside_it(
-    host: Host, units: Systemd
+    model: Model,
 ) -> None:
-    host.release(A)
-    host.release(B)
-    assert changed_to(host, A)["state"] == "switched"
-    units.failing = ("stop", f"spark-serve@{A}.service")
-
-    result = changed_to(host, B)
-
-    assert (result["state"], result["failed_phase"]) == ("rolled-back", "stop")
-    assert result["reason"] == f"systemctl stop spark-serve@{A}.service: Read-only file system"
-    assert "start" not in result["times_s"]
-    assert (result["serving"], units.active) == (A, {f"spark-serve@{A}.service"})
-    assert boot.enabled("main", host.paths) == [A]
-    assert boot.good("main", host.paths)["release"] == A
+    result = faulty(model, B, "fail", "stop")
+    assert (result.state, result.failed_phase) == ("rolled-back", "stop")
+    assert str(result.reason).startswith(f"systemctl stop {SERVE.of(A)}: did not answer")
+    assert "start" not in result.times_s
+    assert (result.serving, model.serves()) == (A, A)
+    assert boot.enabled("main", model.host()) == [A]
+    assert boot.good("main", model.host()).release == A
 
 
 @pytest.mark.parametrize("phase", ["stop", "start"])
 def test_the_log_of_a_candidates_earlier_run_is_not_told_as_that_of_this_change(
-    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch, phase: str
+    model: Model, phase: str
 ) -> None:
-    host.release(A)
-    host.release(B)
-    assert changed_to(host, A)["state"] == "switched"
-    monkeypatch.setattr(systemd, "journal", lambda *words, **more: ["what its last run said"])
-    if phase == "stop":
-        units.failing = ("stop", f"spark-serve@{A}.service")
-    else:
-        monkeypatch.setattr(rollout, "_start", refuse("it ended", times=1))
-
-    result = changed_to(host, B)
-
-    assert result["failed_phase"] == phase
-    assert result["log_tail"] == ([] if phase == "stop" else ["what its last run said"])
-
-
-def test_a_unit_that_is_gone_by_the_time_it_is_stopped_stops_no_change(
-    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host.release(B)
-    monkeypatch.setattr(systemd, "listed", lambda pattern: [f"spark-serve@{A}.service"])
-    units.failing = ("stop", f"spark-serve@{A}.service")
-    assert changed_to(host, B)["state"] == "switched"
+    if phase == "start":
+        model.broken[B] = "dies"
+    result = faulty(model, B, "fail", *(["stop"] if phase == "stop" else []))
+    assert result.failed_phase == phase
+    assert result.log_tail == (() if phase == "stop" else ("what its last run said",))
 
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_change_killed_while_it_enables_goes_back_when_that_fails_again(
-    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch, fails: bool
+    model: Model, fails: bool
 ) -> None:
-    host.release(A)
-    release = host.release(B)
-    assert changed_to(host, A)["state"] == "switched"
-    left = Record(release, host.paths)
-    left.set(phase="enable", previous=A, invocation_id="switch", boot_id=boot_id())
-    monkeypatch.setenv("INVOCATION_ID", "switch")
-    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
-    monkeypatch.setattr(rollout, "_covered", lambda release, paths: True)
-    units.active = {f"spark-serve@{B}.service"}
+    model.troubles = {"enable": ["kill before", *(["fail"] if fails else [])]}
+    model.deploy(B)
+    result, serves = model.outcome(B), A if fails else B
+    assert (result.state, result.serving) == ("rolled-back" if fails else "switched", serves)
+    assert result.failed_phase == ("enable" if fails else None)
     if fails:
-        units.failing = ("enable", f"spark-serve@{B}.service")
-
-    assert rollout.recover(B, host.paths) == 0
-
-    result = files.read_json(host.paths.switch(B)) or {}
-    serves = A if fails else B
-    assert (result["state"], result["serving"]) == ("rolled-back" if fails else "switched", serves)
-    assert result["failed_phase"] == ("enable" if fails else None)
-    if fails:
-        assert "was killed in phase enable; and then: " in result["reason"]
-        assert "Read-only file system" in result["reason"]
-    assert units.active == {f"spark-serve@{serves}.service"}
-    assert boot.enabled("main", host.paths) == [serves]
-    assert boot.good("main", host.paths)["release"] == serves
+        assert "was killed in phase enable; and then: systemctl enable" in str(result.reason)
+    assert model.serves() == serves
+    assert boot.enabled("main", model.host()) == [serves]
+    assert boot.good("main", model.host()).release == serves
 
 
-def test_a_good_record_from_before_the_trial_stays(host: Host, units: Systemd) -> None:
-    release = host.release(A)
-    assert changed_to(host, A)["state"] == "switched"
-    boot.withdraw_good(release, "9999-01-01T00:00:00Z", host.paths)
-    assert boot.good("main", host.paths)["release"] == A
+def test_a_good_record_from_before_the_trial_stays(model: Model) -> None:
+    boot.withdraw_good(release_of(A), "999999999", model.host())
+    assert boot.good("main", model.host()).release == A
 
 
-TAKEN = "bind() to 127.0.0.1:8000 failed (98: Address already in use)"
-
-
-def test_a_gateway_that_cannot_have_its_port_fails_a_first_change_in_phase_open(
-    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host.release(B)
-    monkeypatch.setattr(gateway, "bring_up", refuse(TAKEN, times=1))
-
-    result = changed_to(host, B)
-
-    assert (result["state"], result["failed_phase"]) == ("failed-no-previous", "open")
-    assert TAKEN in result["reason"]
-    assert (units.active, boot.enabled("main", host.paths)) == (set(), [])
-    assert boot.good("main", host.paths)["release"] is None
+def test_a_gateway_that_cannot_have_its_port_fails_a_first_change_in_phase_open() -> None:
+    model = Model()
+    result = faulty(model, B, "fail", "bring up")
+    assert (result.state, result.failed_phase) == ("failed-no-previous", "open")
+    assert "gateway: did not answer" in str(result.reason)
+    assert (model.engines, boot.enabled("main", model.host())) == ({}, [])
+    assert boot.good("main", model.host()).release is None
 
 
 @pytest.mark.parametrize(("times", "state"), [(1, "rolled-back"), (2, "rollback-failed")])
 def test_a_gateway_that_cannot_have_its_port_leaves_the_old_release_running_and_good(
-    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch, times: int, state: str
+    model: Model, times: int, state: str
 ) -> None:
-    host.release(A)
-    host.release(B)
-    assert changed_to(host, A)["state"] == "switched"
-    monkeypatch.setattr(gateway, "bring_up", refuse(TAKEN, times=times))
-
-    result = changed_to(host, B)
-
-    assert (result["state"], result["failed_phase"]) == (state, "open")
-    assert result["reason"].count(TAKEN) == times
-    assert (result["serving"], units.active) == (A, {f"spark-serve@{A}.service"})
-    assert boot.enabled("main", host.paths) == [A]
-    assert boot.good("main", host.paths)["release"] == A
+    result = faulty(model, B, "fail", "bring up", times=times)
+    assert (result.state, result.failed_phase) == (state, "open")
+    assert str(result.reason).count("gateway: did not answer") == times
+    assert (result.serving, list(model.engines)) == (A, [A])
+    assert boot.enabled("main", model.host()) == [A]
+    assert boot.good("main", model.host()).release == A
 
 
-def test_a_step_that_the_system_refuses_is_the_reason_of_the_way_back(
-    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host.release(A)
-    host.release(B)
-    assert changed_to(host, A)["state"] == "switched"
-    gone = iter([FileNotFoundError(2, "No such file or directory", "engine.sock")])
-
-    def open_for(*_: object) -> None:
-        for error in gone:
-            raise error
-
-    monkeypatch.setattr(traffic, "open_for", open_for)
-    result = changed_to(host, B)
-
-    assert (result["state"], result["failed_phase"]) == ("rolled-back", "open")
-    assert "engine.sock" in result["reason"]
-    assert units.active == {f"spark-serve@{A}.service"}
+def test_a_step_that_the_system_refuses_is_the_reason_of_the_way_back(model: Model) -> None:
+    result = faulty(model, B, "fail", "open")
+    assert (result.state, result.failed_phase) == ("rolled-back", "open")
+    assert "I/O error" in str(result.reason)
+    assert model.serves() == A
 
 
-def test_a_server_that_runs_and_is_proven_is_not_stopped_for_its_gateway(
-    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host.release(A)
-    host.release(B)
-    assert changed_to(host, B)["state"] == "switched"
-    assert changed_to(host, A)["state"] == "switched"
-    monkeypatch.setattr(gateway, "bring_up", refuse(TAKEN, times=9))
-
-    result = changed_to(host, A)
-
-    assert (result["state"], result["failed_phase"]) == ("refused", "open")
-    assert TAKEN in result["reason"]
-    assert (result["serving"], units.active) == (A, {f"spark-serve@{A}.service"})
+def test_a_server_that_runs_and_is_proven_is_not_stopped_for_its_gateway(model: Model) -> None:
+    result = faulty(model, A, "fail", "bring up", times=9)
+    assert (result.state, result.failed_phase) == ("refused", "open")
+    assert "gateway: did not answer" in str(result.reason)
+    assert (result.serving, model.serves()) == (A, A)
 
 
 def test_a_server_proven_anew_is_not_stopped_when_that_was_killed_and_its_gateway_fails(
-    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch
+    model: Model,
 ) -> None:
-    host.release(A)
-    release = host.release(B)
-    assert changed_to(host, A)["state"] == "switched"
-    assert changed_to(host, B)["state"] == "switched"
-    monkeypatch.setenv("INVOCATION_ID", "one")
-    Record(release, host.paths).set(phase="open", previous=A, serving=B)
-    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
-    monkeypatch.setattr(rollout, "_covered", lambda release, paths: True)
-    monkeypatch.setattr(gateway, "bring_up", refuse(TAKEN, times=9))
+    model.deploy(B)
+    model.troubles = {"bring up": ["kill before", "fail"]}
+    model.deploy(B)
+    result = model.outcome(B)
+    assert (result.state, result.serving) == ("refused", B)
+    assert "was killed in phase open; and then: " in str(result.reason)
+    assert model.serves() == B
 
-    assert rollout.recover(B, host.paths) == 0
 
-    result = files.read_json(host.paths.switch(B)) or {}
-    assert (result["state"], result["serving"]) == ("refused", B)
-    assert "was killed in phase open; and then: " in result["reason"]
-    assert units.active == {f"spark-serve@{B}.service"}
+@pytest.mark.parametrize("fault", ["kill after", "fail", "full"])
+def test_a_server_that_is_only_proven_anew_is_not_left_for_an_older_one(
+    model: Model, fault: str
+) -> None:
+    model.deploy(B)
+    model.upgrade()
+    faulty(model, B, fault, "full check")
+    assert model.serves() == B
+    assert boot.enabled("main", model.host()) == [B]
+
+
+def test_a_change_that_ended_well_is_not_undone_for_a_record_that_did_not_fit(
+    model: Model,
+) -> None:
+    model.deploy(B)
+    model.stop(SERVE.of(B))
+    faulty(model, B, "full", "full check")
+    assert model.serves() == B
+
+
+def test_a_power_cut_between_two_links_does_not_refuse_the_next_change(model: Model) -> None:
+    faulty(model, B, "cut after", "enable")
+    assert boot.enabled("main", model.host()) == [A, B]
+    assert model.serves() == A
+    model.deploy(B)
+    assert (model.outcome(B).state, model.serves()) == ("switched", B)
+
+
+def test_a_first_release_boots_before_it_is_called_good() -> None:
+    model = Model()
+    faulty(model, B, "cut after", "enable")
+    assert model.serves() == B
+    model.deploy(A)  # which finds a link that no record of good speaks of
+    assert model.serves() == A
+
+
+def test_the_only_good_release_still_boots_after_it_was_stopped_in_a_change(model: Model) -> None:
+    model.boot()
+    faulty(model, A, "stop", "gateway")
+    assert boot.enabled("main", model.host()) == [A]
+    boot.start_service("main", model.host())
+    model.boot()
+    assert model.serves() == A
 
 
 @pytest.mark.parametrize("times", [0, 1])
 def test_a_change_killed_after_its_proof_is_finished_or_else_undone(
-    host: Host, units: Systemd, monkeypatch: pytest.MonkeyPatch, times: int
+    model: Model, times: int
 ) -> None:
-    host.release(A)
-    killed = host.release(B)
-    assert changed_to(host, A)["state"] == "switched"
-    units.active = {killed.serve_unit}
-    monkeypatch.setenv("INVOCATION_ID", "one")
-    Record(killed, host.paths).set(phase="open", previous=A)
-    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
-    monkeypatch.setattr(rollout, "_covered", lambda release, paths: release == killed)
-    monkeypatch.setattr(gateway, "bring_up", refuse(TAKEN, times=times))
+    model.troubles = {"bring up": ["kill before", *["fail"] * times]}
+    model.deploy(B)
+    result, serves = model.outcome(B), [B, A][times]
+    assert (result.state, result.serving) == (["switched", "rolled-back"][times], serves)
+    assert model.serves() == serves
+    assert ("gateway: did not answer" in str(result.reason)) == bool(times)
 
-    assert rollout.recover(B, host.paths) == 0
 
-    result = files.read_json(host.paths.switch(B)) or {}
-    serves = [B, A][times]
-    assert (result["state"], result["serving"]) == (["switched", "rolled-back"][times], serves)
-    assert units.active == {f"spark-serve@{serves}.service"}
-    assert (TAKEN in str(result["reason"])) == bool(times)
+@pytest.mark.parametrize(("began", "ok"), [("000000000", False), ("999999999", True)])
+def test_a_failed_trial_keeps_no_proof_of_its_own_and_leaves_earlier_ones(
+    model: Model, began: str, ok: bool
+) -> None:
+    host = model.host()
+    trial = Record(release_of(A), host)
+    trial.data = replace(trial.data, started_at=began, failed_phase="start", reason="it died")
+    before = proof.read(A, host)
+    assert before is not None
+    rollout.back(release_of(A), None, host, trial)
+    assert proof.read(A, host) == replace(before, ok=ok)
+    assert trial.data.state == "failed-no-previous"
 
 
 def test_an_engine_too_busy_for_its_metrics_is_waited_for_as_long_as_a_drain_may_take(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    model: Model,
 ) -> None:
-    release = host.release(timeouts={"start_s": 3, "stop_s": 2, "drain_s": 30})
     answers = iter([SilentError("late"), 3.0, SilentError("late"), 0.0])
 
-    def metrics(self: Engine, timeout_s: float = 10) -> Metrics:
-        answer = next(answers)
-        if isinstance(answer, SilentError):
-            raise answer
-        return Metrics.parse(f"vllm:num_requests_running {answer}")
+    class Busy(MemoryEngines):
+        def unfinished(self, *_: object) -> float:
+            answer = next(answers)
+            if isinstance(answer, SilentError):
+                raise answer
+            return answer
 
-    monkeypatch.setattr(Engine, "metrics", metrics)
-    rollout._drain(release, host.paths, Record(release, host.paths))
+    host = replace(model.host(), engines=Busy(model))
+    old = release_of(A)
+    old = replace(old, timeouts=replace(old.timeouts, drain_s=30))
+    steps.drain(old, host, Record(old, host))
     assert list(answers) == []
+
+
+def test_a_disk_that_fills_up_in_a_change_leaves_the_old_release_serving(
+    model: Model, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model.troubles = {"unfinished": ["full"]}
+    model.deploy(B)
+    assert model.serves() == A
+    assert boot.enabled("main", model.host()) == [A]
+    assert boot.good("main", model.host()).release == A
+    said = capfd.readouterr().out
+    assert f"rolled-back: serving {A}; [Errno 28] No space left on device: " in said
+
+
+def test_a_change_on_a_full_disk_is_refused_before_anything_is_touched(
+    model: Model, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model.troubles = {"begin": ["full"]}
+    engines = dict(model.engines)
+    model.deploy(B)
+    assert (model.engines, model.serves()) == (engines, A)
+    said = capfd.readouterr().out
+    assert f"refused: serving {A}; /var/lib/spark/switch/{B}.json: cannot be written: No sp" in said
+    assert "fix: free space" in said
+
+
+def test_a_speed_that_cannot_be_kept_undoes_no_change(model: Model) -> None:
+    release, host = release_of(A), model.host()
+    measured = replace(release, check=replace(release.check, bench=Bench(1.0, 15.0)))
+    record = Record(measured, host)
+    steps.take_over(measured, host, record)
+    assert "no speed was measured: [Errno 28] No space left on device" in record.data.bench[0]
+    assert model.serves() == A

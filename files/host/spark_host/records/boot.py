@@ -69,6 +69,9 @@ def enable_only(release: Release, host: Host) -> None:
     The order is what makes a power cut harmless: the new link first, then the good record, then
     the old link away. With both links there, :func:`obstacle` lets only the good one start.
     """
+    rivals = enabled(release.service, host)
+    if rivals and good(release.service, host).release not in rivals:
+        record_good(release, host)  # two links need one that is good between them
     host.units.enable(release.serve_unit)
     record_good(release, host)
     for name in enabled(release.service, host):
