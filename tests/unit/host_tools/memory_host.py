@@ -121,7 +121,7 @@ class Model:
         self,
         name: str,
         effect: Callable[[], Any] = lambda: None,
-        error: BaseException | None = None,
+        error: Exception | None = None,
     ) -> Any:
         """Do what a port is asked for, or what goes wrong instead."""
         if self.quiet:
@@ -144,7 +144,7 @@ class Model:
             raise error
         return found
 
-    def _strike(self, fault: str, error: BaseException | None) -> None:
+    def _strike(self, fault: str, error: Exception | None) -> None:
         if fault == "kill before":
             raise Killed
         if fault == "cut before":
@@ -244,10 +244,9 @@ class Model:
 
     def prove(self) -> None:
         """Nothing of this may ever be so, whatever happened."""
-        good, stopped = (
-            self.documents.get(find("main")) for find in (self.paths.good, self.paths.stopped)
-        )
-        seen = (self.open_to, *self.engines.items(), *self.links, good, bool(stopped))
+        host = self.host()
+        good, stopped = boot.good("main", host), boot.is_stopped("main", host)
+        seen = (self.open_to, *self.engines.items(), *self.links, good, stopped)
         if seen == self._seen:
             return
         self._seen = seen
@@ -256,13 +255,13 @@ class Model:
             ((name, run),) = self.engines.items()
             assert run in self.proven_runs, f"the gateway is open to {name}, which is not proven"
             assert name in self.proven, f"the gateway is open to {name}, never fully proven"
-        host = self.host()
-        if boot.good("main", host).release is not None:
-            enabled = boot.enabled("main", host)
-            assert enabled, "something is good and nothing boots"
-        starts = [n for n in boot.enabled("main", host)
-                  if boot.is_stopped("main", host) or not boot.obstacle(release_of(n), host)]  # fmt: skip
-        assert boot.is_stopped("main", host) or len(starts) <= 1, f"two would boot: {starts}"
+        linked = boot.enabled("main", host)
+        assert linked or good.release is None, "something is good and nothing boots"
+        if stopped:
+            return
+        starts = [name for name in linked if not boot.obstacle(release_of(name), host)]
+        assert len(starts) <= 1, f"two would boot: {starts}"
+        assert starts or not linked, f"none of {linked} would boot"
         for name in starts:
             assert name in self.proven, f"{name} would boot and was never proven"
 
