@@ -12,7 +12,6 @@ from spark_contract.release import Release
 from spark_host.engine import account, serve
 
 from stub_host import Host, release_data
-
 from tests.receipts import source_receipt
 
 NOBODY = pwd.getpwnam("nobody")

@@ -65,8 +65,8 @@ class Host(ports.Host):
 
 def this_host(paths: Paths) -> Host:
     """Return the host we run on."""
-    unit = {key: os.environ.get(key.upper()) for key in ("invocation_id", "exit_status")}
-    return Host(paths, boot_id=boot_id(), **unit)
+    run, status = os.environ.get("INVOCATION_ID"), os.environ.get("EXIT_STATUS")
+    return Host(paths, boot_id=boot_id(), invocation_id=run, exit_status=status)
 
 
 def boot_id() -> str:

@@ -111,7 +111,10 @@ def back(release: Release, old: Release | None, host: Host, record: Record) -> N
                 withdraw(release, record.data.started_at, host)
             except OSError as error:  # first of all the old release has to come back
                 record.report(f"not taken back: {error}")
-        failure = _restore(old, host, record) if old else _give_up(release, host)
+        if old is None:
+            _give_up(release, host)
+        else:
+            failure = _restore(old, host, record)
     if old is None:
         record.end("failed-no-previous", None)
     elif failure is None:
