@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from spark_host.gateway import api_key, gateway, gateway_settings, traffic
 from spark_host.gateway.gateway_settings import Gateway
-
 from stub_host import REPOSITORY, Host
 
 QUESTION = {

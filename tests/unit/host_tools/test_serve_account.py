@@ -10,8 +10,8 @@ import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
 from spark_host.engine import account, serve
-
 from stub_host import Host, release_data
+
 from tests.receipts import source_receipt
 
 NOBODY = pwd.getpwnam("nobody")

@@ -13,7 +13,6 @@ import pytest
 from spark_contract.errors import HostToolError
 from spark_host.gateway import gateway, listeners
 from stub_gateway import Door, long_answer
-
 from stub_host import Host
 
 

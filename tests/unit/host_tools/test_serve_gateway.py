@@ -12,7 +12,6 @@ import pytest
 from spark_contract.errors import HostToolError
 from spark_host.gateway import api_key, gateway, traffic
 from stub_gateway import QUESTION, Door, long_answer
-
 from stub_host import REPOSITORY, Host
 
 

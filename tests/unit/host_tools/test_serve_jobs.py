@@ -12,8 +12,8 @@ import pytest
 from spark_contract import files
 from spark_host.jobs import jobs
 from spark_host.system import systemd
-
 from stub_host import Host
+
 from tests.receipts import source_receipt
 
 D12 = "0123456789ab"

@@ -6,7 +6,6 @@ import pytest
 from spark_contract import release as releases
 from spark_host.watch import sensors
 from spark_host.watch.sensors import Reading, Thermometer, parse
-
 from stub_host import Host
 
 COOL = Reading(61, 2400, 70.0, 95)

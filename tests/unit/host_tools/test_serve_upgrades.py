@@ -7,9 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from spark_host.records import upgrades
-
 import stub_host  # noqa: F401 - puts the host tools on the path
+from spark_host.records import upgrades
 
 LOADED = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.142  Release Build  (x)\n"
 

@@ -14,7 +14,6 @@ from spark_contract.release import Release
 from spark_host.engine.client import Metrics
 from spark_host.watch import loop, sensors
 from spark_host.watch.loop import Judge
-
 from stub_host import RELEASE, Host
 
 STALL_S = 120

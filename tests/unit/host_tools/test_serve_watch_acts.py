@@ -17,7 +17,6 @@ from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import gateway
 from spark_host.system import docker, systemd
 from spark_host.watch import loop, sensors
-
 from stub_host import RELEASE, Host
 
 UNIT = f"spark-serve@{RELEASE}.service"
