@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import pytest
 from stub_gateway import Door, running
+from stub_host import STUB_DIR, Host, Paths
 
 from lab.paths import lab_paths
-from stub_host import STUB_DIR, Host, Paths
 
 
 @pytest.fixture(scope="session")

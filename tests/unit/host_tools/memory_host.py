@@ -27,7 +27,6 @@ from spark_host.engine.client import SilentError
 from spark_host.records import boot
 from spark_host.rollout import ports, recover, request, rollout
 from spark_host.rollout.steps import FAILURES
-
 from stub_host import Host as FolderHost
 
 A, B = (f"main-{digit * 12}" for digit in "ab")

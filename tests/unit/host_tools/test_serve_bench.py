@@ -14,7 +14,6 @@ from spark_host.check import measure, runner
 from spark_host.records import boot, proof, upgrades
 from spark_host.rollout import ports, speed
 from spark_host.watch import loop
-
 from stub_host import Host, release_data
 
 BENCH = {"limit_s": 0.3, "worse_percent": 15}

@@ -11,7 +11,6 @@ from spark_contract.release import Release
 from spark_host.check import prefix, runner
 from spark_host.records import proof
 from spark_host.system import systemd
-
 from stub_host import Host
 
 

@@ -15,7 +15,6 @@ from spark_host import __main__
 from spark_host.check import runner
 from spark_host.records import proof
 from spark_host.system import disk, ports
-
 from stub_host import REPOSITORY, Host
 
 # A limit on the size of files cuts a write short without an error, as a disk that is nearly full

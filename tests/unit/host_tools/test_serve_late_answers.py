@@ -20,7 +20,6 @@ from spark_host.engine import serve
 from spark_host.jobs import jobs
 from spark_host.records import proof, upgrades
 from spark_host.system import docker, programs, systemd
-
 from stub_host import Host
 
 IMAGE = {"Config": {"Labels": {"spark.digest": "e" * 64}}}

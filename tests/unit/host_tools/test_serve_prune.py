@@ -18,8 +18,8 @@ from spark_host.rollout import ports
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.rollout.way_back import way_back
 from spark_host.system import docker, systemd
-
 from stub_host import Host
+
 from tests.receipts import checkpoint_receipt, source_receipt
 
 A, B, C, D = (f"main-{digit * 12}" for digit in "abcd")

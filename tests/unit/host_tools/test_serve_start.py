@@ -12,7 +12,6 @@ from spark_contract.paths import Paths
 from spark_host.engine import serve
 from spark_host.gateway import gateway, traffic
 from spark_host.system import docker
-
 from stub_host import RELEASE, Host
 
 
