@@ -30,34 +30,31 @@ no_delay(state, host)
 plan, payload = plan_for(host), read_payload()
 jobs, release = jobs_of(plan, payload.image_context), plan.serve.name
 
-reboots.apply(plan=plan.needs, serve=plan.serve, paths=plan.paths)
+reboots.apply(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
 base.apply(plan=plan.base)
 tools.apply(
     plan=plan.tools,
-    paths=plan.paths,
     files=payload.tools,
-    units=unit_files_of(plan, payload.units),
+    units=unit_files_of(payload.units),
 )
 # Downloads and the build need no container engine: they start now and go on beside the rest.
-sources.apply(jobs=jobs, release=release, paths=plan.paths)
-checkpoint.apply(jobs=jobs, release=release, paths=plan.paths)
+sources.apply(jobs=jobs, release=release)
+checkpoint.apply(jobs=jobs, release=release)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker)
-image.apply(jobs=jobs, release=release, paths=plan.paths)
+image.apply(jobs=jobs, release=release)
 serve.apply(
     plan=plan.serve,
     gateway=plan.gateway,
     jobs=jobs,
     files=release_files_of(plan),
-    paths=plan.paths,
 )
-verify.apply(plan=plan.serve, gateway=plan.gateway, paths=plan.paths)
+verify.apply(plan=plan.serve, gateway=plan.gateway)
 # Other pairs come last: they must not keep what serves from its proof.
 ready.apply(
     jobs=ready_jobs_of(plan, payload.image_context),
     service=plan.serve.service,
-    paths=plan.paths,
 )
 # Only now: other pairs may need the base, and its tree has been proven by what it serves.
-sources.discard(jobs=discard_jobs_of(plan), release=release, paths=plan.paths)
+sources.discard(jobs=discard_jobs_of(plan), release=release)

@@ -32,9 +32,9 @@ RESULT = CHECKOUT / "benchmarks" / "results" / "gateway.json"
 sys.path[:0] = [str(CHECKOUT / "files" / "contract"), str(CHECKOUT / "files" / "host")]
 
 from spark_contract import files  # noqa: E402  (the checkout must be found first)
+from spark_contract.gateway import Gateway  # noqa: E402
 from spark_contract.paths import Paths  # noqa: E402
 from spark_host.gateway import api_key, nginx  # noqa: E402  (the checkout must be found first)
-from spark_host.gateway.gateway_settings import Gateway  # noqa: E402
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin") or "nginx"
 
@@ -80,7 +80,8 @@ def measure(
     root: Path, options: argparse.Namespace, running: list[subprocess.Popen[bytes]]
 ) -> dict[str, Any]:
     """Start engine and gateway and ask both in turn."""
-    engine = root / "engine.sock"
+    engine = Paths(root).engine_socket("main")
+    engine.parent.mkdir(parents=True)
     running.append(start_engine(root, engine, options.piece_ms / 1000))
     wait_for(lambda: SocketConnection(engine))
     settings, process = start_gateway(root, engine)
@@ -129,7 +130,7 @@ def start_gateway(root: Path, engine: Path) -> tuple[Gateway, subprocess.Popen[b
     engine.chmod(0o666)
     (root / "usr/sbin").mkdir(parents=True)
     (root / "usr/sbin/nginx").symlink_to(NGINX)
-    directory = nginx.render(settings, f"unix:{engine}", paths)
+    directory = nginx.render(settings, paths)
     config = str(directory / "nginx.conf")
     return settings, subprocess.Popen(
         [nginx.program(paths), "-p", str(directory), "-c", config, "-e", "stderr"]

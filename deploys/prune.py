@@ -14,4 +14,4 @@ from spark_deploy.planning.work.keep import keep_of
 no_delay(state, host)
 plan = plan_for(host)
 
-prune.apply(keep=keep_of(plan), paths=plan.paths)
+prune.apply(keep=keep_of(plan))

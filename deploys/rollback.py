@@ -9,7 +9,6 @@ from pyinfra.context import host, state
 from roles import rollback
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.ssh import no_delay
-from spark_deploy.planning.host import host_paths
 from spark_deploy.planning.serving.gateway import SERVICE
 
 no_delay(state, host)
@@ -18,6 +17,5 @@ settings = known_of(host).found.settings
 rollback.apply(
     service=SERVICE,
     to=settings.releases.rollback_to,
-    paths=host_paths(settings),
     timeout_s=settings.serve.start_timeout_s * 2 + 600,
 )

@@ -8,9 +8,8 @@ from pyinfra.context import host
 
 from roles import rotate_key
 from spark_deploy.inventory.known import known_of
-from spark_deploy.planning.host import host_paths
 from spark_deploy.planning.serving.gateway import gateway_plan
 
 settings = known_of(host).found.settings
 
-rotate_key.apply(plan=gateway_plan(settings, host.name), paths=host_paths(settings))
+rotate_key.apply(plan=gateway_plan(settings, host.name))

@@ -8,19 +8,17 @@ from pyinfra.api.deploy import deploy
 
 from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.jobs import job
-from spark_deploy.planning.types import Paths
-from spark_deploy.planning.work.jobs import Job
+from spark_deploy.planning.work.jobs import Work
 
 
 @deploy("Image")
-def apply(*, jobs: Sequence[Job], release: str, paths: Paths) -> None:
+def apply(*, jobs: Sequence[Work], release: str) -> None:
     """Start building or pulling the image, unless it is there with its label."""
-    names = tuple(spec.digest12 for spec in jobs)
-    for spec in each(spec for spec in jobs if spec.kind.startswith("image")):
+    names = tuple(work.job.digest12 for work in jobs)
+    for work in each(work for work in jobs if work.job.kind.startswith("image")):
         job(
             name="Prepare the engine image",
-            spec=spec,
+            work=work,
             release=release,
-            tools_dir=paths.tools_dir,
             names=names,
         )

@@ -7,15 +7,15 @@ from pyinfra.context import host, inventory
 
 from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.reboots import rebooted
-from spark_deploy.planning.types import NeedsPlan, Paths, ServePlan
+from spark_deploy.planning.types import NeedsPlan, ServePlan
 
 
 @deploy("Reboots")
-def apply(*, plan: NeedsPlan, serve: ServePlan, paths: Paths) -> None:
+def apply(*, plan: NeedsPlan, serve: ServePlan) -> None:
     """Come first: a host whose driver waits for a reboot would fail every later step."""
     if plan.reboot != "allow":
         return
     # One operation per host in inventory order, so that one is back and proven before the next.
     for name in each(member.name for member in inventory):
         if name == host.name:
-            rebooted(name=f"Reboot {name} where it is due", needs=plan, serve=serve, paths=paths)
+            rebooted(name=f"Reboot {name} where it is due", needs=plan, serve=serve)

@@ -7,11 +7,10 @@ from pyinfra.context import host, inventory
 
 from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.releases import rolled_back, still_proven
-from spark_deploy.planning.types import Paths
 
 
 @deploy("Rollback")
-def apply(*, service: str, to: str | None, paths: Paths, timeout_s: int) -> None:
+def apply(*, service: str, to: str | None, timeout_s: int) -> None:
     """Serve the release before the current one, or ``to``."""
     # One operation per host in inventory order: a fault stops at the first host it meets.
     for name in each(member.name for member in inventory):
@@ -20,7 +19,6 @@ def apply(*, service: str, to: str | None, paths: Paths, timeout_s: int) -> None
                 name=f"Go back on {name}",
                 service=service,
                 to=to,
-                paths=paths,
                 timeout_s=timeout_s,
             )
-    still_proven(name="Prove what is served", service=service, paths=paths)
+    still_proven(name="Prove what is served", service=service)

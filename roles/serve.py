@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
 from pyinfra.context import host, inventory
+from spark_contract.gateway import GATEWAY_USER
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.gateway import configured
 from spark_deploy.operations.service.jobs import prepared
 from spark_deploy.operations.service.serve import release_files, switched
-from spark_deploy.planning.serving.release import GATEWAY_USER
-from spark_deploy.planning.types import GatewayPlan, Paths, ServePlan
-from spark_deploy.planning.work.jobs import Job
+from spark_deploy.planning.serving.argv import ENGINE_USER
+from spark_deploy.planning.types import GatewayPlan, ServePlan
+from spark_deploy.planning.work.jobs import Work
 
 PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
 
@@ -24,28 +25,25 @@ def apply(
     *,
     plan: ServePlan,
     gateway: GatewayPlan,
-    jobs: Sequence[Job],
+    jobs: Sequence[Work],
     files: Sequence[ManagedFile],
-    paths: Paths,
 ) -> None:
     """Prepare everything while the old release answers, then change over host by host."""
     prepared(
         name="Wait until everything is prepared",
-        jobs=tuple(jobs),
+        jobs=tuple(work.job for work in jobs),
         release=plan.name,
-        tools_dir=paths.tools_dir,
         timeout_s=PREPARE_TIMEOUT_S,
         retire_others=True,
     )
     release_files(name="Install units and release", plan=plan, files=tuple(files),
-                  users=(GATEWAY_USER, plan.release["engine"]["user"]))  # fmt: skip
-    configured(name="Configure the gateway", plan=gateway, paths=paths)
+                  users=(GATEWAY_USER, ENGINE_USER))  # fmt: skip
+    configured(name="Configure the gateway", plan=gateway)
     # One operation per host in inventory order: a fault stops at the first host it meets.
     for name in each(member.name for member in inventory):
         if name == host.name:
             switched(
                 name=f"Serve the release on {name}",
                 plan=plan,
-                paths=paths,
                 timeout_s=plan.start_timeout_s * 2 + 600,
             )

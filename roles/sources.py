@@ -8,41 +8,37 @@ from pyinfra.api.deploy import deploy
 
 from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.jobs import job, prepared
-from spark_deploy.planning.types import Paths
-from spark_deploy.planning.work.jobs import Job
+from spark_deploy.planning.work.jobs import Work
 
 REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before
 
 
 @deploy("Sources")
-def apply(*, jobs: Sequence[Job], release: str, paths: Paths) -> None:
+def apply(*, jobs: Sequence[Work], release: str) -> None:
     """Start fetching every source tree that has no receipt yet."""
-    names = tuple(spec.digest12 for spec in jobs)
-    for spec in each(spec for spec in jobs if spec.kind == "fetch"):
+    names = tuple(work.job.digest12 for work in jobs)
+    for work in each(work for work in jobs if work.job.kind == "fetch"):
         job(
-            name=f"Fetch {spec.title.removeprefix('fetch ')}",
-            spec=spec,
+            name=f"Fetch {work.job.title.removeprefix('fetch ')}",
+            work=work,
             release=release,
-            tools_dir=paths.tools_dir,
             names=names,
         )
 
 
 @deploy("Sources")
-def discard(*, jobs: Sequence[Job], release: str, paths: Paths) -> None:
+def discard(*, jobs: Sequence[Work], release: str) -> None:
     """Remove a base that is not kept, once the tree made from it is proven byte by byte."""
-    for spec in each(jobs):
+    for work in each(jobs):
         job(
-            name=f"Remove {spec.title.removeprefix('remove ')}",
-            spec=spec,
+            name=f"Remove {work.job.title.removeprefix('remove ')}",
+            work=work,
             release=release,
-            tools_dir=paths.tools_dir,
-            names=(spec.digest12,),
+            names=(work.job.digest12,),
         )
         prepared(
             name="Wait until the base is removed",
-            jobs=(spec,),
+            jobs=(work.job,),
             release=release,
-            tools_dir=paths.tools_dir,
             timeout_s=REMOVAL_TIMEOUT_S,
         )

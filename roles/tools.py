@@ -9,11 +9,11 @@ from pyinfra.api.deploy import deploy
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.service.tools import host_tools, python_site
 from spark_deploy.payload.content import ToolFiles
-from spark_deploy.planning.types import Paths, ToolsPlan
+from spark_deploy.planning.types import ToolsPlan
 
 
 @deploy("Tools")
-def apply(*, plan: ToolsPlan, paths: Paths, files: ToolFiles, units: Sequence[ManagedFile]) -> None:
+def apply(*, plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) -> None:
     """Have the tools of ``plan.digest`` on the host and current."""
-    host_tools(name="Install host tools", plan=plan, paths=paths, files=files, units=units)
-    python_site(name="Install the builder's Python packages", plan=plan, paths=paths)
+    host_tools(name="Install host tools", plan=plan, files=files, units=units)
+    python_site(name="Install the builder's Python packages", plan=plan)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.operations.service.serve import proven
-from spark_deploy.planning.types import GatewayPlan, Paths, ServePlan
+from spark_deploy.planning.types import GatewayPlan, ServePlan
 
 
 @deploy("Verify")
-def apply(*, plan: ServePlan, gateway: GatewayPlan, paths: Paths) -> None:
+def apply(*, plan: ServePlan, gateway: GatewayPlan) -> None:
     """Compare what runs, what is proven and one live answer with the plan."""
-    proven(name="Prove what is served", plan=plan, gateway=gateway, paths=paths)
+    proven(name="Prove what is served", plan=plan, gateway=gateway)

@@ -7,24 +7,12 @@ derive from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from pyinfra.api.exceptions import PyinfraError
+from spark_contract.errors import Problem as Problem
 
 _Error = TypeVar("_Error", bound="SparkError")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One mistake: ``where`` it stands, ``what`` is wrong, how to ``fix`` it."""
-
-    where: str
-    what: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}\n  fix: {self.fix}"
 
 
 class SparkError(PyinfraError):

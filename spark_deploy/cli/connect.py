@@ -86,12 +86,12 @@ def connection_of(host: Listed, tailnet_address: str | None = None) -> Connectio
     names = settings.serve.names or (settings.model,)
     local = host.name.startswith("@")
     login = [] if local else ssh_command(host)
-    read_key = shlex.join([*login, *_sudo(host), "cat", plan.key_path])
+    read_key = shlex.join([*login, *_sudo(host), "cat", plan.settings.key_path])
     base_url, users = _best(plan)
     inside = base_url == url(plan, LOOPBACK)
     # Where the port is taken ssh would go on without it (or with its IPv6 half), and the key would
     # go to whoever has it: so it is to end, and the address is said in full.
-    here = f"{LOOPBACK}:{plan.port}"
+    here = f"{LOOPBACK}:{plan.settings.port}"
     forward = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", f"{here}:{here}"]
     tunnel = [*login[:1], *forward, *login[1:]]
     private = plan.tls is not None and plan.tls.mode == "private-ca"
@@ -102,11 +102,11 @@ def connection_of(host: Listed, tailnet_address: str | None = None) -> Connectio
         users=users,
         model=names[0],
         names=tuple(names),
-        key_path=plan.key_path,
+        key_path=plan.settings.key_path,
         read_key=read_key,
         tunnel=None if local or not inside else shlex.join(tunnel),
         ca=ca,
-        container=url(plan, CONTAINER_NAME) if plan.expose == "docker" else None,
+        container=url(plan, CONTAINER_NAME) if plan.settings.expose == "docker" else None,
         example=_example(base_url, names[0], read_key, ca),
     )
 
@@ -114,7 +114,11 @@ def connection_of(host: Listed, tailnet_address: str | None = None) -> Connectio
 def _best(plan: GatewayPlan) -> tuple[str, str]:
     """Return the URL for most clients: the network's when there is one, else the host's own."""
     urls = base_urls(plan)
-    return urls[0] if plan.expose == "docker" or (len(urls) > 1 and not plan.address) else urls[-1]
+    return (
+        urls[0]
+        if plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
+        else urls[-1]
+    )
 
 
 def ssh_command(host: Listed) -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
+from spark_contract.documents import plain
+
 from spark_deploy.cli.hosts import listed, planned
 from spark_deploy.operations.service.manifest import manifest_of
 from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.digest import plain
 
 
 def run(options: argparse.Namespace) -> int:

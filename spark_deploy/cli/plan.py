@@ -110,7 +110,7 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         f"{gib(memory.drafter_bytes)} + runtime {gib(memory.graphs_bytes)} + KV cache "
         f"{gib(memory.kv_cache_bytes)} + left {gib(left)}",
     )
-    context = plan.serve.release["check"]["max_model_len"]
+    context = plan.serve.release.check.max_model_len
     yield _row(
         "",
         f"KV cache of {memory.kv_tokens:,} tokens has room for {memory.full_context_users:.1f} "
@@ -138,22 +138,27 @@ def _unit(plan: HostPlan) -> Iterator[str]:
     yield _row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
 
 
-_ASKED = (("conversation", "a growing conversation"), ("image", "pictures"))
+_ASKED = {
+    "tool_call": "tool call",
+    "reasoning": "reasoning",
+    "repeat": "repeat",
+    "conversation": "a growing conversation",
+    "image": "pictures",
+}
 
 
 def _service(serve: ServePlan, gateway: GatewayPlan) -> Iterator[str]:
     addresses = ", ".join(f"{url} ({who})" for url, who in base_urls(gateway))
-    yield _row("serves", f"{addresses} as {', '.join(serve.names)}; key in {gateway.key_path}")
-    check = serve.release["check"]
-    parts = [f"{len(check['questions'])} questions", f"{len(check['copy'])} copies"]
-    parts += [
-        name.replace("_", " ") for name in ("tool_call", "reasoning", "repeat") if check[name]
-    ]
-    parts += [what for name, what in _ASKED if check[name]]
-    if check["acceptance_floor"]:
-        parts.append(f"draft acceptance of {check['acceptance_floor']} or more")
-    if check["prefix"]:
+    yield _row(
+        "serves", f"{addresses} as {', '.join(serve.names)}; key in {gateway.settings.key_path}"
+    )
+    check = serve.release.check
+    parts = [f"{len(check.questions)} questions", f"{len(check.copy)} copies"]
+    parts += [what for name, what in _ASKED.items() if getattr(check, name)]
+    if check.acceptance_floor:
+        parts.append(f"draft acceptance of {check.acceptance_floor} or more")
+    if check.prefix:
         parts.append("cached prefixes of a growing conversation")
-    if check["portable"]:
+    if check.portable:
         parts.append("PORTABLE MODE: every layer dequantised, says nothing of a Spark")
     yield _row("check", ", ".join(parts))

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
 from pyinfra.api.host import Host
+from spark_contract.documents import plain
+from spark_contract.sentences import PREFIX_REUSE, SPEED
+from spark_contract.status import Status
 
 from spark_deploy.cli.hosts import Listed, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer
-from spark_deploy.facts.service.serve import HostStatus, Status
+from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.facts.service.serve import Status as StatusFact
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import wanted_by
 from spark_deploy.payload.content import read_payload
 from spark_deploy.planning.budget.memory import gib
 from spark_deploy.planning.serving.gateway import SERVICE
-from spark_deploy.planning.types import TOOLS_DIR, HostPlan
+from spark_deploy.planning.types import HostPlan
 from spark_deploy.planning.work.jobs import jobs_of_pair
-
-_FIRST_TOKENS = "prefix reuse"  # the check of files/host that times a growing conversation
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask(host: Host, one: Listed) -> HostStatus | None:
-    found: HostStatus | None = host.get_fact(Status, tools_dir=TOOLS_DIR)
+    found: HostStatus | None = host.get_fact(StatusFact)
     return found
 
 
@@ -45,38 +47,43 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
     status = answer.value
     if status is None:
         return {**plain_answer(answer), "drift": answer.problem}
-    service = status.service(SERVICE)
-    active = service.get("active")
-    release = _named(status.document.get("releases", ()), "name", active)
     plan = _plan(answer.host)
     wanted = plan.serve.name if plan else None
-    serving = _named(status.document.get("serve", ()), "release", active)
+    drift = status.unproven(SERVICE, wanted) if wanted else "the plan is not locked yet"
+    found = {**plain_answer(answer), "installed": status.installed, "planned": wanted}
+    found |= {"drift": drift, "ready": _readiness(plan, status) if plan else []}
+    return {**found, **(_told(status, status.told) if status.told else _NOTHING_TOLD)}
+
+
+_NOTHING_TOLD: dict[str, Any] = {
+    "release": None, "model": None, "profile": None, "names": [], "proof": {}, "restarts": None,
+    "live": {}, "memory": {}, "versions": {}, "versions_unknown": "", "reboot_pending": "",
+    "stopped": "", "rolled_back": None, "jobs": [], "events": [],
+}  # fmt: skip
+
+
+def _told(status: HostStatus, told: Status) -> dict[str, Any]:
+    """Return what the host tools say of the service."""
+    service = status.service(SERVICE)
+    active = service.active if service else None
+    release = next((one for one in told.releases if one.name == active), None)
     return {
-        **plain_answer(answer),
-        "installed": status.installed,
         "release": active,
-        "model": release.get("model"),
-        "profile": release.get("profile"),
-        "names": release.get("names", []),
-        "planned": wanted,
-        "drift": status.unproven(SERVICE, wanted) if wanted else "the plan is not locked yet",
+        "model": release.model if release else None,
+        "profile": release.profile if release else None,
+        "names": list(release.names) if release else [],
         "proof": status.proof(active) if active else {},
-        "restarts": serving.get("restarts"),
-        "live": status.live(active) if active else {},
-        "memory": status.document.get("memory", {}),
-        "versions": status.document.get("versions", {}),
+        "restarts": next((unit.restarts for unit in told.serve if unit.release == active), None),
+        "live": plain(status.live(active) if active else None) or {},
+        "memory": plain(told.memory),
+        "versions": told.versions,
         "versions_unknown": status.unknown_versions(),
-        "reboot_pending": status.document.get("reboot_pending", ""),
+        "reboot_pending": told.reboot_pending,
         "stopped": status.stopped(SERVICE),
-        "rolled_back": service.get("rolled_back"),
-        "ready": _readiness(plan, status) if plan else [],
-        "jobs": [job for job in status.document.get("jobs", ()) if job.get("state") != "done"],
-        "events": status.document.get("events", {}).get(SERVICE, []),
+        "rolled_back": plain(service.rolled_back) if service else None,
+        "jobs": [plain(job) for job in told.jobs if job.state != "done"],
+        "events": list(told.events.get(SERVICE, ())),
     }
-
-
-def _named(entries: Sequence[dict[str, Any]], key: str, name: str | None) -> dict[str, Any]:
-    return next((entry for entry in entries if entry[key] == name), {})
 
 
 def _plan(host: Listed) -> HostPlan | None:
@@ -89,18 +96,16 @@ def _plan(host: Listed) -> HostPlan | None:
 
 def _readiness(plan: HostPlan, status: HostStatus) -> list[dict[str, Any]]:
     """Say of every pair to have ready which of its jobs have no proof yet."""
-    done = {
-        job.get("digest") for job in status.document.get("jobs", ()) if job.get("state") == "done"
-    }
+    done = {job.digest for job in status.told.jobs if job.state == "done"} if status.told else ()
     context = read_payload().image_context
     return [
         {
             "model": pair.model,
             "profile": pair.profile,
             "missing": [
-                job.title
-                for job in jobs_of_pair(pair, plan.paths, context)
-                if job.digest not in done
+                work.job.title
+                for work in jobs_of_pair(pair, context)
+                if work.job.digest not in done
             ],
         }
         for pair in plan.ready
@@ -131,10 +136,10 @@ def _details(one: dict[str, Any]) -> Iterator[str]:
     if one["proof"]:
         yield f"  proof    {_proof(one['proof'])}"
         for check in one["proof"].get("checks", ()):
-            if check["name"] == _FIRST_TOKENS and check["ok"]:  # what prefix caching is for
+            if check["name"] == PREFIX_REUSE and check["ok"]:  # what prefix caching is for
                 yield f"  prefix   {check['detail']}"
         for text in one["proof"].get("speed", ()):
-            yield f"  speed    {text.removeprefix('speed: ')}"
+            yield f"  speed    {text.removeprefix(SPEED)}"
     if one["live"]:
         live = one["live"]
         said = f"answered in {live.get('seconds', 0):.1f} s"

@@ -12,12 +12,12 @@ from typing import Any
 
 from pyinfra.api.command import StringCommand
 from pyinfra.api.host import Host
+from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.operations.running import talking
 from spark_deploy.planning.serving.gateway import SERVICE
-from spark_deploy.planning.types import TOOLS_DIR
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,9 +40,8 @@ def tell(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _order(host: Host, one: Listed, words: Sequence[str]) -> tuple[bool, str]:
     settings = one.settings.settings
-    tool = f"{TOOLS_DIR}/current/bin/spark-host"
     script = (
-        f"if [ -x {shlex.quote(tool)} ]; then {shlex.quote(tool)} {shlex.join(words)} 2>&1; "
+        f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} {shlex.join(words)} 2>&1; "
         "else echo 'nothing of ours is installed yet; run deploy.py'; exit 1; fi"
     )
     # The engine may take its whole start, and its stop, to answer.

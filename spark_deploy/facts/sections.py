@@ -9,8 +9,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
+from spark_contract.units import SERVE
+
 Sections = Mapping[str, Sequence[str]]
 
+# Which of our engines are up, as a section of a script.
+SERVING = (
+    "echo '== serving'\n"
+    "systemctl list-units --plain --no-legend --state=active,activating "
+    f"'{SERVE.of('*')}' | cut -d' ' -f1"
+)
 MARKER = "== "
 
 

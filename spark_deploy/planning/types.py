@@ -7,30 +7,26 @@ host, as text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.exposure import Expose
+from spark_contract import units
+from spark_contract.gateway import Gateway
+from spark_contract.paths import GPU_RECEIPT
+from spark_contract.release import Release
+from spark_contract.units import release_name
 
 from spark_deploy.lockfile.types import SourceFile
 from spark_deploy.planning.digest import digest_of
 
-# No settings: the units and tools on the host look nowhere else.
-CONFIG_DIR = "/etc/spark"
-STATE_DIR = "/var/lib/spark"
-TOOLS_DIR = "/usr/local/lib/spark"
-
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where things live on a host."""
+    """Where weights live on a host; all else stands in ``spark_contract.paths``."""
 
     models_dir: str  # built checkpoints: <name>-<digest12>/
     sources_dir: str  # verified source trees: <org>--<repo>-<commit12>/
     cache_dir: str  # engine compile caches, keyed by image
-    config_dir: str = CONFIG_DIR  # releases/, gateway/, api-key
-    state_dir: str = STATE_DIR  # jobs/, proofs/, receipts/
-    tools_dir: str = TOOLS_DIR  # host tools by digest, `current` points at one
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +130,7 @@ class DockerPlan:
     repositories: tuple[AptRepository, ...]
     daemon: dict[str, Any]  # merged into daemon.json
     check_image: str  # pinned reference; a container of it must print a line starting "GPU"
-    receipt_path: str = f"{STATE_DIR}/receipts/gpu-container.json"
+    receipt_path: str = GPU_RECEIPT
     users: tuple[str, ...] = ()  # in the group docker
 
 
@@ -273,23 +269,15 @@ class TlsPlan:
 class GatewayPlan:
     """The only way in. It belongs to the service: no change of it restarts the engine."""
 
-    service: str
-    expose: Expose
-    port: int
+    settings: Gateway
     address: str | None  # what clients of the network call the host
-    max_body_bytes: int
-    max_requests_per_s: int | None
-    settings_path: str
-    certificate_path: str
-    certificate_key_path: str
-    key_path: str
     key: SecretSource  # kind "generate": the host makes it once
     tls: TlsPlan | None
 
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """One release: everything that decides how the service runs. ``release`` is its JSON."""
+    """One release: everything that decides how the service runs."""
 
     service: str
     names: tuple[str, ...]
@@ -300,21 +288,21 @@ class ServePlan:
     image_tag: str
     tree_dir: str
     tree_digest: str
-    release: dict[str, Any]  # release.json without name and digest
+    release: Release
     drain_s: int
     start_timeout_s: int
     # SSH, sudo and rolling order never enter the digest.
-    digest: str = field(default="")
+    digest: str
 
     @property
     def name(self) -> str:
         """Instance name of every unit of this release."""
-        return f"{self.service}-{self.digest[:12]}"
+        return release_name(self.service, self.digest)
 
     @property
     def unit(self) -> str:
         """The systemd unit of this release's engine."""
-        return f"spark-serve@{self.name}.service"
+        return units.SERVE.of(self.name)
 
 
 @dataclass(frozen=True, slots=True)

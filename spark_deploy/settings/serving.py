@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
-from spark_contract.exposure import EXPOSURES, Expose
+from spark_contract.gateway import EXPOSURES, Expose
 
 from spark_deploy.documents.declare import GIB, MIB, Gib, Mib, about, in_gib, needed, setting
 from spark_deploy.settings.engine_options import option_problems

@@ -12,8 +12,8 @@ from spark_deploy.cli.hosts import Listed
 from spark_deploy.cli.looking import Answer
 from spark_deploy.cli.status import lines as status_lines
 from spark_deploy.cli.status import summary_of
-from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.settings.load import load_hosts
+from tests.unit.statuses import told
 
 RELEASE = "main-aaaaaaaaaaaa"
 CATALOG = read_catalog()
@@ -71,7 +71,7 @@ def document(**changes) -> dict:
 
 
 def shown(tmp_path, found: dict) -> str:
-    return "\n".join(status_lines(summary_of(Answer(listed(tmp_path), HostStatus(found)))))
+    return "\n".join(status_lines(summary_of(Answer(listed(tmp_path), told(found)))))
 
 
 def test_status_says_what_is_served_how_well_proven_and_what_differs(tmp_path):
@@ -103,7 +103,9 @@ def test_status_says_how_soon_a_later_turn_began_where_the_proof_asked(tmp_path)
 def test_status_says_who_stopped_a_service_and_that_it_was_rolled_back(tmp_path):
     found = document()
     service = found["services"]["main"]
-    service["stopped_by_hand"] = {"at": "2026-11-21T10:00:00Z", "by": "ann@desk"}
+    service["stopped_by_hand"] = {
+        "release": RELEASE, "at": "2026-11-21T10:00:00Z", "by": "ann@desk",
+    }  # fmt: skip
     service["rolled_back"] = {"from": "main-b", "to": RELEASE, "at": "2026-11-21T09:00:00Z"}
     text = shown(tmp_path, found)
     assert "stopped on purpose by ann@desk and is down since 2026-11-21T10:00:00Z" in text
@@ -112,7 +114,7 @@ def test_status_says_who_stopped_a_service_and_that_it_was_rolled_back(tmp_path)
 
 def test_status_says_of_each_pair_to_have_ready_what_is_missing(tmp_path):
     ready = {"model": "lab-tiny", "profile": "base"}
-    one = {**summary_of(Answer(listed(tmp_path), HostStatus(document()))), "ready": []}
+    one = {**summary_of(Answer(listed(tmp_path), told(document()))), "ready": []}
     one["ready"] = [{**ready, "missing": []}, {**ready, "missing": ["fetch x", "build y"]}]
     text = "\n".join(status_lines(one))
     assert "lab-tiny with base: a switch needs no download and no build" in text

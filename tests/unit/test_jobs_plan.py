@@ -5,13 +5,9 @@ from dataclasses import replace
 
 from spark_deploy.lockfile.types import SourceFile
 from spark_deploy.managed import ManagedFile
-from spark_deploy.planning.types import CheckpointPlan, ImagePlan, Paths, SourcePlan
+from spark_deploy.planning.types import CheckpointPlan, ImagePlan, SourcePlan
 from spark_deploy.planning.work.jobs import checkpoint_job, fetch_job, image_job
 
-PATHS = Paths(
-    models_dir="/m", sources_dir="/s", cache_dir="/c", config_dir="/e", state_dir="/v",
-    tools_dir="/t",
-)  # fmt: skip
 SOURCE = SourcePlan(
     role="base", repo="org/name", commit="a" * 40, dir="/s/org--name",
     files=(SourceFile("a.safetensors", 10, sha256="b" * 64), SourceFile("c", 1, git_sha1="d" * 40)),
@@ -20,12 +16,12 @@ SOURCE = SourcePlan(
 )  # fmt: skip
 
 
-def read(job, name):
-    return json.loads({file.path: file.content for file in job.files()}[f"{job.dir}/{name}"])
+def read(work, name):
+    return json.loads({file.path: file.content for file in work.files()}[f"{work.job.dir}/{name}"])
 
 
 def test_mirrors_are_asked_before_the_hub() -> None:
-    fetch = read(fetch_job(SOURCE, PATHS), "fetch.json")
+    fetch = read(fetch_job(SOURCE), "fetch.json")
 
     assert fetch["urls"] == [
         f"http://mirror/org/name/resolve/{'a' * 40}/",
@@ -34,11 +30,11 @@ def test_mirrors_are_asked_before_the_hub() -> None:
 
 
 def test_where_bytes_come_from_does_not_rename_the_work_but_what_they_are_does() -> None:
-    job = fetch_job(SOURCE, PATHS)
+    work = fetch_job(SOURCE)
 
-    assert fetch_job(replace(SOURCE, mirrors=(), parallel=1), PATHS).digest == job.digest
+    assert fetch_job(replace(SOURCE, mirrors=(), parallel=1)).job.digest == work.job.digest
     other = (SourceFile("a.safetensors", 10, sha256="e" * 64),)
-    assert fetch_job(replace(SOURCE, files=other), PATHS).digest != job.digest
+    assert fetch_job(replace(SOURCE, files=other)).job.digest != work.job.digest
 
 
 BUILDER = {
@@ -56,18 +52,18 @@ def test_how_long_a_hub_is_asked_is_the_users_word_for_fetches_and_builds() -> N
         donor_url=f"http://hub/o/d/resolve/{commit}", builder=BUILDER, recipe_version=1,
         output_bytes=1, donor_bytes=1, keep_base=True, digest="f" * 64,
     )  # fmt: skip
-    fetched = fetch_job(patient, PATHS)
-    built = checkpoint_job(tree, PATHS, fetched)
+    fetched = fetch_job(patient)
+    built = checkpoint_job(tree, fetched.job)
 
     for order in (read(fetched, "fetch.json"), read(built, "plan.json")["donor"]):
         assert (order["tries"], order["backoff_s"]) == (3, 0.5)
-    assert fetched.digest == fetch_job(SOURCE, PATHS).digest
+    assert fetched.job.digest == fetch_job(SOURCE).job.digest
 
 
 def test_a_token_reaches_a_job_only_as_the_path_of_its_file() -> None:
-    job = fetch_job(replace(SOURCE, token_needed=True), PATHS)
+    work = fetch_job(replace(SOURCE, token_needed=True))
 
-    assert read(job, "fetch.json")["token_file"] == "/e/hub-token"
+    assert read(work, "fetch.json")["token_file"] == "/etc/spark/hub-token"
 
 
 def test_an_image_job_waits_for_the_container_engine_and_carries_its_context() -> None:
@@ -75,20 +71,20 @@ def test_an_image_job_waits_for_the_container_engine_and_carries_its_context() -
         base="r/b@sha256:" + "1" * 64, tag="spark-vllm:x", context_digest="2" * 64, plugin=True,
         supported_engines=("0.33.0",), pull_only=False, size_bytes=1,
     )  # fmt: skip
-    job = image_job(plan, PATHS, (ManagedFile("Dockerfile", b"FROM x\n"),))
-    files = {file.path: file.content for file in job.files()}
+    work = image_job(plan, (ManagedFile("Dockerfile", b"FROM x\n"),))
+    files = {file.path: file.content for file in work.files()}
 
-    assert files[f"{job.dir}/context/Dockerfile"] == b"FROM x\n"
-    order = files[f"/etc/systemd/system/{job.unit}.d/order.conf"].decode()
+    assert files[f"{work.job.dir}/context/Dockerfile"] == b"FROM x\n"
+    order = files[f"/etc/systemd/system/{work.job.unit}.d/order.conf"].decode()
     assert "Requires=docker.service" in order
-    assert f"BASE={plan.base}" in job.argv
-    assert f"spark.digest={plan.digest}" in job.argv
+    assert f"BASE={plan.base}" in work.job.argv
+    assert f"spark.digest={plan.digest}" in work.job.argv
 
 
 def test_work_waits_for_the_file_system_it_writes_to() -> None:
-    job = fetch_job(replace(SOURCE, dir="/big/50%/s"), PATHS)
-    files = {file.path: file.content.decode() for file in job.files()}
+    work = fetch_job(replace(SOURCE, dir="/big/50%/s"))
+    files = {file.path: file.content.decode() for file in work.files()}
 
-    assert files[f"/etc/systemd/system/{job.unit}.d/order.conf"] == (
+    assert files[f"/etc/systemd/system/{work.job.unit}.d/order.conf"] == (
         "[Unit]\nRequiresMountsFor=/big/50%%/s/receipt.json\n"
     )

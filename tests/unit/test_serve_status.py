@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts.service.serve import HostStatus, Status
+from spark_deploy.facts.service.serve import Status
+from tests.unit.statuses import told
 
 RELEASE = "main-0123456789ab"
 RIGHT: dict[str, Any] = {
@@ -21,7 +22,7 @@ RIGHT: dict[str, Any] = {
 
 
 def test_a_proven_running_release_needs_nothing() -> None:
-    assert HostStatus(RIGHT).unproven("main", RELEASE) == ""
+    assert told(RIGHT).unproven("main", RELEASE) == ""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_a_proven_running_release_needs_nothing() -> None:
             "no answer: timed out",
         ),
         (("live", "release"), "main-other", "no answer"),
-        (("live",), {}, "no answer"),
+        (("live",), None, "no answer"),
     ],
 )
 def test_each_missing_piece_is_named(path: tuple[str, ...], value: Any, said: str) -> None:
@@ -57,8 +58,14 @@ def test_each_missing_piece_is_named(path: tuple[str, ...], value: Any, said: st
         node = node[key]
     node[path[-1]] = value
 
-    assert said in HostStatus(document).unproven("main", RELEASE)
+    assert said in told(document).unproven("main", RELEASE)
 
 
 def test_a_host_without_our_tools_is_unproven_and_no_error() -> None:
     assert "tools" in Status().process([]).unproven("main", RELEASE)
+
+
+def test_tools_of_another_version_are_no_error_and_prove_nothing() -> None:
+    found = Status().process(['{"schema_version": 1, "colour": "red"}'])
+    assert found.installed
+    assert "another version (colour: unknown)" in found.unproven("main", RELEASE)

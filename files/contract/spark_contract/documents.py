@@ -135,7 +135,10 @@ def _read_fields(kind: Any, data: Any, path: str) -> Any:
             values[one.name] = _read(_hints(kind)[one.name], data[name], _at(path, name))
         elif not _is_optional(one):
             raise _wrong(_at(path, name), "missing")
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ValueError as error:  # a rule of the class itself
+        raise _wrong(path, str(error)) from error
 
 
 def _read_union(kind: Any, data: Any, path: str) -> Any:

@@ -8,7 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from spark_contract import documents
+from spark_contract.errors import HostToolError
+
+_T = TypeVar("_T")
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
@@ -94,6 +99,21 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def load(kind: type[_T], path: Path, absent: str) -> _T:
+    """Return the document that a deploy put at ``path``.
+
+    Raises:
+        HostToolError: It is not there, which is said by ``absent``, or it is malformed.
+    """
+    fix = "run the deploy for this host again"
+    try:
+        return documents.parse(kind, path.read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise HostToolError(str(path), absent, fix, 2) from error
+    except ValueError as error:
+        raise HostToolError(str(path), f"malformed: {error}", fix, 2) from error
 
 
 def now() -> str:

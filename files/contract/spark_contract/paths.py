@@ -1,18 +1,30 @@
-"""Where the host tools read and write.
-
-``SPARK_ROOT`` puts everything below another directory: tests run the real code there.
-"""
+"""Where things lie on a host; all of it can be put below another root."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-RELEASES_DIR = "etc/spark/releases"
-GATEWAY_DIR = "etc/spark/gateway"
-STATE_DIR = "var/lib/spark"
-RUN_DIR = "run/spark"
+from spark_contract.units import BOOT_LINKS, UNITS_DIR
+
+CONFIG_DIR = "/etc/spark"
+RELEASES_DIR = f"{CONFIG_DIR}/releases"
+GATEWAY_DIR = f"{CONFIG_DIR}/gateway"
+API_KEY = f"{CONFIG_DIR}/api-key"
+HUB_TOKEN = f"{CONFIG_DIR}/hub-token"  # 0600; only its path enters a job
+STATE_DIR = "/var/lib/spark"
+JOBS_DIR = f"{STATE_DIR}/jobs"
+PROOFS_DIR = f"{STATE_DIR}/proofs"
+RECEIPTS_DIR = f"{STATE_DIR}/receipts"
+SWITCH_DIR = f"{STATE_DIR}/switch"
+GPU_RECEIPT = f"{RECEIPTS_DIR}/gpu-container.json"
+RUN_DIR = "/run/spark"
+TOOLS_DIR = "/usr/local/lib/spark"
+CURRENT_TOOLS = f"{TOOLS_DIR}/current"  # a link to the digest in use
+SITE = f"{TOOLS_DIR}/site"  # the builder's Python packages
+HOST_TOOL = f"{CURRENT_TOOLS}/bin/spark-host"
+# Inside the engine's container, where the service's own directory of RUN_DIR is mounted.
+ENGINE_SOCKET = f"{RUN_DIR}/engine.sock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,47 +33,56 @@ class Paths:
 
     root: Path
 
+    def below(self, path: str | Path) -> Path:
+        """Return where an absolute path of a host lies below the root."""
+        return self.root / str(path).lstrip("/")
+
     @property
     def releases(self) -> Path:
         """One directory per release, each with its frozen ``release.json``."""
-        return self.root / RELEASES_DIR
+        return self.below(RELEASES_DIR)
 
     @property
     def state(self) -> Path:
         """What survives a reboot: jobs, proofs, switch results, markers."""
-        return self.root / STATE_DIR
+        return self.below(STATE_DIR)
 
     @property
     def run(self) -> Path:
         """What a reboot forgets: sockets, doors, locks."""
-        return self.root / RUN_DIR
+        return self.below(RUN_DIR)
 
     @property
     def units(self) -> Path:
         """The unit directory systemd enables into."""
-        return self.root / "etc/systemd/system"
+        return self.below(UNITS_DIR)
+
+    @property
+    def boot_links(self) -> Path:
+        """What systemd starts at boot: links named like the units they enable."""
+        return self.below(BOOT_LINKS)
 
     @property
     def tools(self) -> Path:
         """Installed tools; ``current`` points at the digest in use."""
-        return self.root / "usr/local/lib/spark"
+        return self.below(TOOLS_DIR)
 
     def job(self, digest12: str) -> Path:
         """Return the directory of a job."""
-        return self.state / "jobs" / digest12
+        return self.below(JOBS_DIR) / digest12
 
     @property
     def gpu_receipt(self) -> Path:
         """Return the deploy's proof that a container sees the GPU."""
-        return self.state / "receipts" / "gpu-container.json"
+        return self.below(GPU_RECEIPT)
 
     def proof(self, release: str) -> Path:
         """Return the file of the last check of a release."""
-        return self.state / "proofs" / f"{release}.json"
+        return self.below(PROOFS_DIR) / f"{release}.json"
 
     def switch(self, release: str) -> Path:
         """Return the file of the last switch to a release."""
-        return self.state / "switch" / f"{release}.json"
+        return self.below(SWITCH_DIR) / f"{release}.json"
 
     def request(self, release: str) -> Path:
         """Return the file that says under which id the last switch was asked for."""
@@ -87,19 +108,18 @@ class Paths:
         """Return the directory of a service's socket and door."""
         return self.run / service
 
+    def engine_socket(self, service: str) -> Path:
+        """Return the socket on which a service's engine listens."""
+        return self.service_run(service) / Path(ENGINE_SOCKET).name
+
     def door(self, service: str) -> Path:
         """Return the file whose existence lets requests through the gateway."""
         return self.service_run(service) / "open"
 
     def gateway_settings(self, service: str) -> Path:
         """Return the file that says where a service's gateway listens."""
-        return self.root / GATEWAY_DIR / f"{service}.json"
+        return self.below(GATEWAY_DIR) / f"{service}.json"
 
     def gateway_run(self, service: str) -> Path:
         """Return the directory the gateway's configuration is rendered into."""
         return self.root / "run/spark-gateway" / service
-
-
-def default_paths() -> Paths:
-    """Return the paths below ``SPARK_ROOT``, or below ``/``."""
-    return Paths(Path(os.environ.get("SPARK_ROOT", "/")))

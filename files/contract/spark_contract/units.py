@@ -1,7 +1,8 @@
-"""Names of our systemd units: one template for each kind, an instance for each release or job."""
+"""Names on a host: units, releases, trees and images. Most end in twelve digits of a digest."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 UNITS_DIR = "/etc/systemd/system"
@@ -35,3 +36,24 @@ PREPARE = Template("spark-prepare", "target")  # of a release: all of its jobs
 def drop_in_dir(unit: str) -> str:
     """Return the directory of what is said of one unit beside its template."""
     return f"{UNITS_DIR}/{unit}.d"
+
+
+DIGEST12 = "[0-9a-f]{12}"
+RELEASE_NAME = re.compile(rf"^(?P<service>[a-z0-9][a-z0-9-]*)-{DIGEST12}$")
+# Trees we made: only what carries an identity is ours to move or to remove.
+TREE_NAME = re.compile(rf"^.+-{DIGEST12}$")
+CACHE_NAME = re.compile(rf"^{DIGEST12}-mtp\d+$")
+
+# Of images that we build: the digest of what went into them.
+DIGEST_LABEL = "spark.digest"
+IMAGE_NAME = "spark-vllm"
+
+
+def release_name(service: str, digest: str) -> str:
+    """Return the name of a release, which is the instance of all of its units."""
+    return f"{service}-{digest[:12]}"
+
+
+def cache_name(image_digest: str, drafts: int) -> str:
+    """Return the name of the folder of an engine's compile cache."""
+    return f"{image_digest[:12]}-mtp{drafts}"

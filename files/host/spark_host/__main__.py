@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from spark_contract.errors import HostToolError
-from spark_contract.paths import Paths, default_paths
+from spark_contract.errors import ERROR, HostToolError, Problem
+from spark_contract.paths import Paths
+
+from spark_host.system.stored import default_paths
 
 Words = list[str]
 
@@ -179,17 +181,17 @@ def main(argv: Words) -> int:
     try:
         return VERBS[argv[0]][0](argv[1:], default_paths())
     except HostToolError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:
-        print(f"error: {_in_words(argv[0], error)}", file=sys.stderr, flush=True)
+        print(f"{ERROR}{_in_words(argv[0], error)}", file=sys.stderr, flush=True)
         return 1
 
 
 def _in_words(verb: str, error: OSError) -> str:
     where = error.filename or f"spark-host {verb}"
     fix = _FIXES.get(error.errno or 0, "see `journalctl -xe`, then run it again")
-    return f"{where}: {error.strerror or error}; fix: {fix}"
+    return Problem(where, str(error.strerror or error), fix).line
 
 
 _FIXES = {

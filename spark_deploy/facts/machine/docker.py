@@ -77,8 +77,7 @@ echo '== module'; cat /proc/driver/nvidia/version
 echo '== driver'; ask driver nvidia-smi --query-gpu=driver_version --format=csv,noheader
 echo '== silent'; echo $silent
 echo '== kernel'; uname -r
-echo '== serving'
-systemctl list-units --plain --no-legend --state=active,activating 'spark-serve@*' | cut -d' ' -f1
+{sections.SERVING}
 """
 
 

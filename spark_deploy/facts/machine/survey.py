@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
+from spark_contract.sentences import STAND_IN
 
 from spark_deploy.facts import sections
 from spark_deploy.facts.machine import containers, disk, gpu, memory, ports
@@ -20,14 +21,10 @@ from spark_deploy.facts.machine.ports import Listener
 from spark_deploy.facts.service import stored
 from spark_deploy.facts.service.stored import Stored
 
-STUB_SUFFIX = "+labstub"
-
-_DPKG = r"""
+_DPKG = rf"""
 echo '== dpkg-audit'; dpkg --audit
-echo '== serving'
-systemctl list-units --plain --no-legend --state=active,activating 'spark-serve@*' | cut -d' ' -f1
 echo '== stubs'
-dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\n' | grep -F +labstub
+dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {STAND_IN}
 echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
 echo '== end'
 """
@@ -64,7 +61,7 @@ class Survey:
         """Every stand-in met on this host: nothing proven with one says anything of a Spark."""
         found = list(self.stub_packages)
         driver = self.gpu.driver_version
-        if driver.endswith(STUB_SUFFIX):
+        if driver.endswith(STAND_IN):
             found.append(f"driver {driver}")
         return tuple(found)
 
@@ -90,6 +87,7 @@ class HostSurvey(FactBase[Survey]):
                 ports.script(ports_wanted),
                 containers.SCRIPT,
                 containers.images_script(images),
+                sections.SERVING,
                 _DPKG,
             )
         )

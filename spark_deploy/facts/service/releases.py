@@ -9,15 +9,11 @@ from typing import Any
 
 from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
+from spark_contract.documents import plain
+from spark_contract.errors import problem_in
+from spark_contract.paths import HOST_TOOL
 
 _USAGE = "spark-host "  # begins the list of verbs that tools print for one they do not know
-
-
-def problem_in(line: str) -> dict[str, str]:
-    """Take an error line of the host tools apart: ``error: where: what; fix: fix``."""
-    text, _, fix = line.removeprefix("error: ").partition("; fix: ")
-    where, _, what = text.partition(": ")
-    return {"where": where, "what": what, "fix": fix or "see above, then run again"}
 
 
 class _Answer(FactBase[dict[str, Any]]):
@@ -33,8 +29,8 @@ class _Answer(FactBase[dict[str, Any]]):
         if text.startswith(_USAGE):
             return {}
         last = text.rpartition("\n")[2]
-        if last.startswith("error: "):
-            return {"problem": problem_in(last)}
+        if problem := problem_in(last):
+            return {"problem": plain(problem)}
         try:
             answer: dict[str, Any] = json.loads(text) if text else {}
         except ValueError as error:
@@ -45,19 +41,18 @@ class _Answer(FactBase[dict[str, Any]]):
 class WayBack(_Answer):
     """What ``spark-host rollback --dry`` says."""
 
-    def command(self, tools_dir: str, service: str, to: str | None) -> str:
+    def command(self, service: str, to: str | None) -> str:
         words = ["rollback", service, *(["--to", to] if to else []), "--dry"]
-        return _ask(tools_dir, words)
+        return _ask(words)
 
 
 class Prunable(_Answer):
     """What ``spark-host prune --dry`` would remove; ``keep`` is its JSON."""
 
-    def command(self, tools_dir: str, keep: str) -> str:
-        return _ask(tools_dir, ["prune", "--dry", keep])
+    def command(self, keep: str) -> str:
+        return _ask(["prune", "--dry", keep])
 
 
-def _ask(tools_dir: str, words: list[str]) -> str:
-    tool = shlex.quote(f"{tools_dir}/current/bin/spark-host")
+def _ask(words: list[str]) -> str:
     # Older tools print their list of verbs and fail; that is no answer, and no broken host.
-    return f"if [ -x {tool} ]; then {tool} {shlex.join(words)} 2>&1 || :; fi"
+    return f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} {shlex.join(words)} 2>&1 || :; fi"

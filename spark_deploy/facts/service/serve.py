@@ -10,80 +10,94 @@ from typing import Any
 
 from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
+from spark_contract import status
+from spark_contract.documents import DocumentError, read
+from spark_contract.paths import HOST_TOOL
 
 
 @dataclass(frozen=True, slots=True)
 class HostStatus:
-    """``spark-host status``; an empty document means that the tools are not there yet."""
+    """``spark-host status``; ``None`` means that the tools are not there yet."""
 
-    document: dict[str, Any]
+    told: status.Status | None
+    unreadable: str = ""  # why the tools that are there cannot be understood
 
     @property
     def installed(self) -> bool:
         """Whether the host has our tools at all."""
-        return bool(self.document)
+        return self.told is not None or bool(self.unreadable)
 
-    def service(self, service: str) -> dict[str, Any]:
-        """Return what is known of one service: good, active, enabled, door, gateway."""
-        found: dict[str, Any] = self.document.get("services", {}).get(service, {})
-        return found
+    def service(self, service: str) -> status.Service | None:
+        """Return what is known of one service."""
+        return self.told.services.get(service) if self.told else None
+
+    def unit_state(self, release: str) -> str:
+        """Return how systemd calls the state of a release's unit; "" when it knows none."""
+        units = self.told.serve if self.told else ()
+        return next((unit.active for unit in units if unit.release == release), "")
 
     def proof(self, release: str) -> dict[str, Any]:
         """Return the last proof of a release; empty when there is none."""
-        found: dict[str, Any] = self.document.get("proofs", {}).get(release, {})
-        return found
+        return self.told.proofs.get(release, {}) if self.told else {}
 
-    def live(self, release: str) -> dict[str, Any]:
+    def live(self, release: str) -> status.Live | None:
         """Return the outcome of one completion through the running engine."""
-        found: dict[str, Any] = self.document.get("live") or {}
-        return found if found.get("release") == release else {}
+        found = self.told.live if self.told else None
+        return found if found and found.release == release else None
 
     def stopped(self, service: str) -> str:
         """Say who stopped a service on purpose, and since when; "" when nobody did."""
-        found = self.service(service).get("stopped_by_hand")
-        if not found:
+        state = self.service(service)
+        if state is None or not state.stopped_by_hand:
             return ""
-        who = found.get("by") or "someone on the host"
+        found = state.stopped_by_hand
+        who = found.by or "someone on the host"
         return (
-            f"{service} was stopped on purpose by {who} and is down since {found.get('at')}; "
+            f"{service} was stopped on purpose by {who} and is down since {found.at}; "
             "`spark-deploy start` brings it back"
         )
 
     def unknown_versions(self) -> str:
         """Say which versions the host could not tell; "" when it told all."""
-        names = ", ".join(self.document.get("versions_unknown", ()))
+        names = ", ".join(self.told.versions_unknown) if self.told else ""
         return f"no version of {names}: no answer in time; taken as unchanged" if names else ""
 
     def unproven(self, service: str, release: str) -> str:
         """Say why ``release`` is not what the host provably serves; "" when it is."""
+        if self.told is None:
+            return self.unreadable or "the host tools are not there yet"
         state = self.service(service)
-        proof, live = self.proof(release), self.live(release)
+        if state is None:
+            return "serves nothing"
+        proof, live, gateway = self.proof(release), self.live(release), state.gateway
         reasons = (
-            (not self.installed, "the host tools are not there yet"),
-            (state.get("active") != release, f"serves {state.get('active') or 'nothing'}"),
-            (state.get("good") != release, "its check has not passed yet"),
-            (
-                state.get("enabled") != [release],
-                f"boots {', '.join(state.get('enabled') or ()) or 'nothing'}",
-            ),
+            (state.active != release, f"serves {state.active or 'nothing'}"),
+            (state.good != release, "its check has not passed yet"),
+            (state.enabled != (release,), f"boots {', '.join(state.enabled) or 'nothing'}"),
             (not proof.get("current"), f"proof: {proof.get('why') or 'none'}"),
-            (not state.get("door_open"), "the gateway is closed"),
-            (
-                (state.get("gateway") or {}).get("active") != "active",
-                "the gateway is not running",
-            ),
-            (
-                not (state.get("gateway") or {}).get("enabled", True),
-                "the gateway does not start with the host",
-            ),
-            ((state.get("gateway") or {}).get("key_problem"), "the API key is missing or exposed"),
-            (
-                (state.get("gateway") or {}).get("difference"),
-                f"the gateway: {(state.get('gateway') or {}).get('difference')}",
-            ),
-            (not live.get("ok"), f"no answer: {live.get('detail') or 'not asked'}"),
+            (not state.door_open, "the gateway is closed"),
+            (gateway.active != "active", "the gateway is not running"),
+            (not gateway.enabled, "the gateway does not start with the host"),
+            (gateway.key_problem, "the API key is missing or exposed"),
+            (gateway.difference, f"the gateway: {gateway.difference}"),
+            (not (live and live.ok), f"no answer: {live.detail if live else 'not asked'}"),
         )
         return next((text for wrong, text in reasons if wrong), "")
+
+
+def parse_status(text: str) -> HostStatus:
+    """Read what ``spark-host status`` printed; nothing means that the tools are not there.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    if not text.strip():
+        return HostStatus(None)
+    data = json.loads(text)
+    try:
+        return HostStatus(read(status.Status, data))
+    except DocumentError as error:  # a deploy replaces the tools first, and asks again
+        return HostStatus(None, f"its host tools are of another version ({error})")
 
 
 class Status(FactBase[HostStatus]):
@@ -92,16 +106,14 @@ class Status(FactBase[HostStatus]):
     @staticmethod
     def default() -> HostStatus:
         """Return what a host without our tools has to say."""
-        return HostStatus({})
+        return HostStatus(None)
 
-    def command(self, tools_dir: str) -> str:
-        tool = shlex.quote(f"{tools_dir}/current/bin/spark-host")
-        return f"if [ -x {tool} ]; then {tool} status --live; fi"
+    def command(self) -> str:
+        return f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} status --live; fi"
 
     def process(self, output: Iterable[str]) -> HostStatus:
-        text = "\n".join(output).strip()
         try:
-            return HostStatus(json.loads(text) if text else {})
+            return parse_status("\n".join(output))
         except ValueError as error:
             raise FactProcessError(f"spark-host status: {error}") from error
 

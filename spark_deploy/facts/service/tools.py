@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pyinfra.api.facts import FactBase
+from spark_contract.paths import SITE
 
 
 class SymlinkTarget(FactBase[str]):
@@ -34,12 +35,11 @@ class Site:
 class PythonSite(FactBase["Site | None"]):
     """Version and architecture of ``python3`` and the state of our site directory."""
 
-    def command(self, tools_dir: str) -> str:
-        site = shlex.quote(f"{tools_dir}/site")
+    def command(self) -> str:
         return (
             "python3 -c 'import platform, sys; "
             'print("%d.%d" % sys.version_info[:2], platform.machine())\' 2>/dev/null || echo -; '
-            f"readlink -- {site} || echo -; cat {site}/.receipt 2>/dev/null || echo -"
+            f"readlink -- {SITE} || echo -; cat {SITE}/.receipt 2>/dev/null || echo -"
         )
 
     def process(self, output: Iterable[str]) -> Site | None:

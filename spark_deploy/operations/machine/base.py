@@ -7,6 +7,16 @@ import shlex
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
+from spark_contract.paths import (
+    CONFIG_DIR,
+    JOBS_DIR,
+    PROOFS_DIR,
+    RECEIPTS_DIR,
+    RELEASES_DIR,
+    STATE_DIR,
+    SWITCH_DIR,
+    TOOLS_DIR,
+)
 
 from spark_deploy.facts.machine.packages import Base, BaseState
 from spark_deploy.facts.memo import read
@@ -60,11 +70,14 @@ def directories(plan: BasePlan) -> dict[str, str]:
             paths.models_dir,
             paths.sources_dir,
             paths.cache_dir,
-            paths.config_dir,
-            f"{paths.config_dir}/releases",
-            paths.state_dir,
-            *(f"{paths.state_dir}/{name}" for name in ("jobs", "proofs", "receipts", "switch")),
-            paths.tools_dir,
+            CONFIG_DIR,
+            RELEASES_DIR,
+            STATE_DIR,
+            JOBS_DIR,
+            PROOFS_DIR,
+            RECEIPTS_DIR,
+            SWITCH_DIR,
+            TOOLS_DIR,
         )
     }
     return listed

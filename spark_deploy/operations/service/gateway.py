@@ -14,6 +14,8 @@ from typing import Any
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
+from spark_contract.gateway import tls_of
+from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.errors import Problem, SettingsError
 from spark_deploy.facts.files import FileStates
@@ -25,7 +27,7 @@ from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import host_errors, refuse
 from spark_deploy.payload.certificates import given_pair, issue, why_not
 from spark_deploy.planning.serving.gateway import gateway_file
-from spark_deploy.planning.types import GatewayPlan, Paths
+from spark_deploy.planning.types import GatewayPlan
 from spark_deploy.settings.read_secret import read_secret
 
 _USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
@@ -33,36 +35,34 @@ _USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 @operation()
 @host_errors
-def configured(plan: GatewayPlan, paths: Paths) -> Generator[Any, None, None]:
+def configured(plan: GatewayPlan) -> Generator[Any, None, None]:
     """Have the gateway's files on the host, and a running gateway use them.
 
     Args:
         plan: who may reach the service and how.
-        paths: where the host tools are.
     """
     changed = yield from place((gateway_file(plan), *_secrets(plan)))
     if plan.tls and plan.tls.mode == "private-ca":
         changed |= yield from _certified(plan, plan.tls.names, plan.tls.ca_dir)
     if plan.tls is None:
         changed |= yield from _without_certificate(plan)
-    gateway = read(Status, tools_dir=paths.tools_dir).service(plan.service).get("gateway") or {}
-    difference = gateway.get("difference")
-    if gateway.get("active") == "active" and (changed or difference):
+    service = read(Status).service(plan.settings.service)
+    difference = service.gateway.difference if service else None
+    if service and service.gateway.active == "active" and (changed or difference):
         if difference:
             host.log(f"gateway: {difference}")
-        yield _tool(paths, "gateway-reload", plan.service)
+        yield _tool("gateway-reload", plan.settings.service)
     elif not changed:
         host.noop("the gateway is as planned")
 
 
 @operation()
 @host_errors
-def new_key(plan: GatewayPlan, paths: Paths) -> Generator[Any, None, None]:
+def new_key(plan: GatewayPlan) -> Generator[Any, None, None]:
     """Replace the API key that the host made; the old one is refused from then on.
 
     Args:
         plan: the gateway.
-        paths: where the host tools are.
     """
     if plan.key.kind != "generate":
         yield refuse(
@@ -73,7 +73,7 @@ def new_key(plan: GatewayPlan, paths: Paths) -> Generator[Any, None, None]:
             )
         )
         return
-    if not read(Status, tools_dir=paths.tools_dir).service(plan.service):
+    if not read(Status).service(plan.settings.service):
         yield refuse(
             Problem(
                 f"{host.name}: API key",
@@ -82,12 +82,11 @@ def new_key(plan: GatewayPlan, paths: Paths) -> Generator[Any, None, None]:
             )
         )
         return
-    yield _tool(paths, "gateway-new-key", plan.service)
+    yield _tool("gateway-new-key", plan.settings.service)
 
 
-def _tool(paths: Paths, verb: str, service: str) -> StringCommand:
-    tool = f"{paths.tools_dir}/current/bin/spark-host"
-    return StringCommand(shlex.quote(tool), verb, shlex.quote(service))
+def _tool(verb: str, service: str) -> StringCommand:
+    return StringCommand(HOST_TOOL, verb, shlex.quote(service))
 
 
 def _secrets(plan: GatewayPlan) -> list[ManagedFile]:
@@ -101,7 +100,7 @@ def _secrets(plan: GatewayPlan) -> list[ManagedFile]:
                 f"what the controller reads from {plan.key.kind} {plan.key.value[0]} is not usable",
                 "use 16 to 512 letters, digits or . _ ~ + / = -",
             )
-        files.append(ManagedFile(plan.key_path, f"{key}\n".encode(), 0o600))
+        files.append(ManagedFile(plan.settings.key_path, f"{key}\n".encode(), 0o600))
     if plan.tls and plan.tls.mode == "own-cert":
         pair = given_pair(plan.tls.certificate, plan.tls.key)
         files += _pair_files(plan, pair.certificate, pair.key)
@@ -109,17 +108,16 @@ def _secrets(plan: GatewayPlan) -> list[ManagedFile]:
 
 
 def _pair_files(plan: GatewayPlan, certificate: bytes, key: bytes) -> list[ManagedFile]:
-    return [
-        ManagedFile(plan.certificate_path, certificate),
-        ManagedFile(plan.certificate_key_path, key, 0o600),
-    ]
+    tls = tls_of(plan.settings.service)
+    return [ManagedFile(tls.certificate, certificate), ManagedFile(tls.key, key, 0o600)]
 
 
 def _certified(
     plan: GatewayPlan, names: tuple[str, ...], ca_dir: str
 ) -> Generator[Any, None, bool]:
     """Have a certificate of the private CA that is good for some time; others are left alone."""
-    paths = (plan.certificate_path, plan.certificate_key_path)
+    tls = tls_of(plan.settings.service)
+    paths = (tls.certificate, tls.key)
     seen = host.get_fact(GatewayCertificate, certificate=paths[0], key=paths[1])
     why = why_not(seen.certificate, seen.public_key, names, ca_dir) or _exposed(paths)
     if not why:
@@ -145,7 +143,8 @@ def _exposed(paths: tuple[str, str]) -> str:
 
 def _without_certificate(plan: GatewayPlan) -> Generator[Any, None, bool]:
     """Remove what an earlier exposure left."""
-    paths = (plan.certificate_path, plan.certificate_key_path)
+    tls = tls_of(plan.settings.service)
+    paths = (tls.certificate, tls.key)
     left = [path for path in paths if path in host.get_fact(FileStates, paths=list(paths))]
     if left:
         yield StringCommand("rm", "-f", "--", *left)

@@ -6,7 +6,6 @@ gone and after a reboot; the next run attaches to whatever is there.
 
 from __future__ import annotations
 
-import re
 import shlex
 import time
 from collections.abc import Generator, Sequence
@@ -18,42 +17,34 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
+from spark_contract.job import Job, JobState
+from spark_contract.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
-from spark_deploy.facts.service.jobs import (
-    BOOT_LINKS,
-    UNITS_DIR,
-    JobState,
-    JobStates,
-    parse_poll,
-    poll_command,
-)
+from spark_deploy.facts.service.jobs import JobStates, parse_poll, poll_command, progress_text
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import host_errors, refuse
 from spark_deploy.operations.reconnect import poll
 from spark_deploy.operations.running import SAY_SOMETHING_EVERY_S
-from spark_deploy.planning.work.jobs import Job
+from spark_deploy.planning.work.jobs import Work
 
 POLL_EVERY_S = 2.0
 
 
 @operation()
 @host_errors
-def job(
-    spec: Job, release: str, tools_dir: str, names: tuple[str, ...]
-) -> Generator[Any, None, None]:
+def job(work: Work, release: str, names: tuple[str, ...]) -> Generator[Any, None, None]:
     """Have the job's proof on the host, or its work under way.
 
     Args:
-        spec: the work.
+        work: the job and its files.
         release: the prepare target of this release pulls the job in.
-        tools_dir: where the host tools are.
         names: every job of the release, so that one question serves all operations.
     """
-    target = f"spark-prepare@{release}.target"
-    found = read(JobStates, tools_dir=tools_dir, jobs=names, target=target)
+    spec, target = work.job, PREPARE.of(release)
+    found = read(JobStates, jobs=names, target=target)
     state = found.states.get(spec.digest12)
     if state is not None and state.state == "done":
         host.noop(f"{spec.title}: proven by its receipt")
@@ -70,16 +61,16 @@ def job(
     if state is not None and state.state == "unknown":
         # Neither done nor missing: work begun on a guess would be told as a change.
         yield refuse(
-            Problem(f"{host.name}: {spec.title}", state.progress, "run again when it answers")
+            Problem(f"{host.name}: {spec.title}", progress_text(state), "run again when it answers")
         )
         return
     if spec.kind == "fetch" and not host.state.is_executing:  # told once, before a dry run's end
         host.log(f"{spec.title}: not on this host, {spec.total_bytes or 0} bytes to fetch")
-    yield from place((*spec.files(), _pulled_in(spec, release)))
+    yield from place((*work.files(), _pulled_in(spec, release)))
     yield _shell(
         f"{_link(target)}; "
         # What an earlier attempt left would read as the outcome of this one.
-        f"rm -f {shlex.quote(spec.dir)}/status.json {shlex.quote(spec.dir)}/progress; "
+        f"rm -f {spec.dir}/status.json {spec.dir}/progress; "
         f"systemctl reset-failed {spec.unit} 2>/dev/null; "
         f"systemctl start --no-block {spec.unit}"
     )
@@ -93,14 +84,14 @@ def _link(target: str) -> str:
     """Return how a boot is told to go on with the work of a target; only while there is work."""
     return (
         f"systemctl daemon-reload; mkdir -p {BOOT_LINKS}; "
-        f"ln -sfn {UNITS_DIR}/spark-prepare@.target {BOOT_LINKS}/{target}; "
+        f"ln -sfn {UNITS_DIR}/{PREPARE.of('')} {BOOT_LINKS}/{target}; "
         "systemctl daemon-reload"
     )
 
 
 def _retire(targets: Sequence[str]) -> str:
     """Return how no boot goes on with the work of targets any more; what runs is left to end."""
-    links = " ".join(f"{BOOT_LINKS}/{target} {UNITS_DIR}/{target}.d" for target in targets)
+    links = " ".join(f"{BOOT_LINKS}/{target} {drop_in_dir(target)}" for target in targets)
     return (
         f"rm -rf {links}; systemctl stop {' '.join(targets)} 2>/dev/null; systemctl daemon-reload"
     )
@@ -108,28 +99,27 @@ def _retire(targets: Sequence[str]) -> str:
 
 def _pulled_in(spec: Job, release: str) -> ManagedFile:
     text = f"[Unit]\nRequires={spec.unit}\nAfter={spec.unit}\n"
-    path = f"{UNITS_DIR}/spark-prepare@{release}.target.d/{spec.digest12}.conf"
+    path = f"{drop_in_dir(PREPARE.of(release))}/{spec.digest12}.conf"
     return ManagedFile(path, text.encode())
 
 
 @operation()
 @host_errors
 def prepared(
-    jobs: Sequence[Job], release: str, tools_dir: str, timeout_s: int, retire_others: bool = False
+    jobs: Sequence[Job], release: str, timeout_s: int, retire_others: bool = False
 ) -> Generator[Any, None, None]:
     """Wait until every job has its proof; show progress, and the log of what failed.
 
     Args:
         jobs: all work of the release.
         release: whose prepare target is retired when all is done.
-        tools_dir: where the host tools are.
         timeout_s: give up waiting after this long; the work itself goes on.
         retire_others: ``release`` is what is wanted now; no boot goes on with the work of
             releases of its service that were given up before they were built.
     """
     names = tuple(spec.digest12 for spec in jobs)
-    target = f"spark-prepare@{release}.target"
-    found = read(JobStates, tools_dir=tools_dir, jobs=names, target=target)
+    target = PREPARE.of(release)
+    found = read(JobStates, jobs=names, target=target)
     given_up = _given_up(found.linked, release) if retire_others else ()
     if found.done(names) and target not in found.linked and not given_up:
         host.noop(f"{len(names)} jobs are proven")
@@ -138,24 +128,26 @@ def prepared(
         yield _shell(_retire(given_up))
     if found.done(names) and target not in found.linked:
         return
-    yield FunctionCommand(_wait, [tuple(jobs), tools_dir, timeout_s], {})
+    yield FunctionCommand(_wait, [tuple(jobs), timeout_s], {})
     yield _shell(_retire((target,)))
 
 
 def _given_up(linked: Sequence[str], release: str) -> tuple[str, ...]:
-    service = re.escape(release.rpartition("-")[0])
-    other = re.compile(rf"spark-prepare@{service}-[0-9a-f]{{12}}\.target")
+    service = release.rpartition("-")[0]
+    named = {one: RELEASE_NAME.match(PREPARE.instance(one)) for one in linked}
     return tuple(
-        one for one in linked if other.fullmatch(one) and one != f"spark-prepare@{release}.target"
+        one
+        for one, name in named.items()
+        if name and name["service"] == service and name[0] != release
     )
 
 
-def _wait(state: State, host: Host, jobs: Sequence[Job], tools_dir: str, timeout_s: int) -> bool:
+def _wait(state: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
     titles = {spec.digest12: spec.title for spec in jobs}
     deadline = time.monotonic() + timeout_s
     said: dict[str, tuple[str, float]] = {}
     while time.monotonic() < deadline:
-        ok, out, err = poll(host, poll_command(tools_dir, tuple(titles)))
+        ok, out, err = poll(host, poll_command(tuple(titles)))
         if not ok:
             host.log_styled(f"cannot read the jobs: {err.strip() or out.strip()}", fg="red")
             return False
@@ -175,7 +167,7 @@ def _say(
     host: Host, title: str, state: JobState | None, said: dict[str, tuple[str, float]]
 ) -> None:
     """Print a job's progress when it changed, and again before people start to wonder."""
-    text = "not started" if state is None else f"{state.state}: {state.progress}"
+    text = "not started" if state is None else f"{state.state}: {progress_text(state)}"
     if state is not None and state.state == "done":
         text = "done"
     last, when = said.get(title, ("", 0.0))
@@ -196,7 +188,7 @@ def _show_failures(host: Host, titles: dict[str, str], states: dict[str, JobStat
             host.log(f"  {line}")
         host.log_styled(
             f"{titles[name]}: failed (exit status {state.exit_code})\n"
-            f"  fix: see the lines above; `journalctl -u spark-job@{name}` has all of them",
+            f"  fix: see the lines above; `journalctl -u {JOB.of(name)}` has all of them",
             fg="red",
         )
     return False

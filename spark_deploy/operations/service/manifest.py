@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from spark_contract.gateway import GATEWAY_USER
+from spark_contract.job import ImageProof, Job, ReceiptProof
+from spark_contract.paths import CURRENT_TOOLS, PROOFS_DIR, SITE, TOOLS_DIR
+
 from spark_deploy.facts.machine.docker import DAEMON_JSON
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.machine.base import HOLD_PATH, SLEEP_TARGETS, directories
 from spark_deploy.payload.content import Payload
 from spark_deploy.payload.host_care import earlyoom_file, guarantee_files
-from spark_deploy.planning.serving.release import GATEWAY_USER, release_files_of, unit_files_of
+from spark_deploy.planning.serving.argv import ENGINE_USER
+from spark_deploy.planning.serving.release import release_files_of, unit_files_of
 from spark_deploy.planning.types import GatewayPlan, HostPlan
 from spark_deploy.planning.work.jobs import jobs_of, ready_jobs_of, ready_name
 
@@ -70,52 +75,55 @@ def _files(files: tuple[ManagedFile, ...], operation: str) -> Iterator[Owned]:
 
 def _tools(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     install = "Tools | Install host tools"
-    home = f"{plan.paths.tools_dir}/{plan.tools.digest[:12]}"
+    home = f"{TOOLS_DIR}/{plan.tools.digest[:12]}"
     yield from _files(payload.tools.installed(home), install)
-    yield from _files(unit_files_of(plan, payload.units), install)
-    yield Owned("link", f"{plan.paths.tools_dir}/current", install)
+    yield from _files(unit_files_of(payload.units), install)
+    yield Owned("link", CURRENT_TOOLS, install)
     site = "Tools | Install the builder's Python packages"
-    yield Owned("link", f"{plan.paths.tools_dir}/site", site)
+    yield Owned("link", SITE, site)
 
 
 def _artefacts(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
-    for job in jobs_of(plan, payload.image_context):
+    for job in (work.job for work in jobs_of(plan, payload.image_context)):
         if job.unless:
             continue  # a base not kept leaves the host
         if job.kind == "fetch":
-            operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
-            yield Owned("tree", job.proof["receipt"].removesuffix("/receipt.json"), operation)
+            yield _made(job, f"Sources | Fetch {job.title.removeprefix('fetch ')}")
         elif job.kind == "checkpoint":
-            tree = job.proof["receipt"].removesuffix("/receipt.json")
-            yield Owned("tree", tree, "Checkpoint | Build the checkpoint")
+            yield _made(job, "Checkpoint | Build the checkpoint")
         else:
-            yield Owned("image", job.proof["image"], "Image | Prepare the engine image")
-    for job in ready_jobs_of(plan, payload.image_context):
-        image = job.proof.get("image")
-        made = job.proof.get("receipt", "").removesuffix("/receipt.json")
-        yield Owned("image" if image else "tree", image or made, f"Ready | {ready_name(job)}")
+            yield _made(job, "Image | Prepare the engine image")
+    for job in (work.job for work in ready_jobs_of(plan, payload.image_context)):
+        yield _made(job, f"Ready | {ready_name(job)}")
+
+
+def _made(job: Job, operation: str) -> Owned:
+    if isinstance(job.proof, ReceiptProof):
+        return Owned("tree", job.proof.tree, operation)
+    assert isinstance(job.proof, ImageProof)  # nothing that is served is made by a removal
+    return Owned("image", job.proof.image, operation)
 
 
 def _release(plan: HostPlan) -> Iterator[Owned]:
     serve = plan.serve
     install = "Serve | Install units and release"
     yield Owned("user", GATEWAY_USER, install)
-    yield Owned("user", serve.release["engine"]["user"], install)
+    yield Owned("user", ENGINE_USER, install)
     yield from _files(release_files_of(plan), install)
     change = f"Serve | Serve the release on {plan.host}"
-    for unit in (serve.unit, f"spark-gateway@{serve.service}.service"):
+    for unit in (serve.unit, plan.gateway.settings.unit):
         yield Owned("active", unit, change)
         yield Owned("enabled", unit, change)
-    yield Owned("state", f"{plan.paths.state_dir}/proofs/{serve.name}.json", change)
+    yield Owned("state", f"{PROOFS_DIR}/{serve.name}.json", change)
     yield from _gateway(plan.gateway, change)
 
 
 def _gateway(gateway: GatewayPlan, change: str) -> Iterator[Owned]:
     configure = "Serve | Configure the gateway"
-    yield Owned("file", gateway.settings_path, configure, 0o644)
-    if gateway.tls:
-        yield Owned("state", gateway.certificate_path, configure, 0o644)
-        yield Owned("state", gateway.certificate_key_path, configure, 0o600)
+    yield Owned("file", gateway.settings.path, configure, 0o644)
+    if tls := gateway.settings.tls:
+        yield Owned("state", tls.certificate, configure, 0o644)
+        yield Owned("state", tls.key, configure, 0o600)
     # A key made on the host is made anew by the change of release, a given one is sent again.
     owner = change if gateway.key.kind == "generate" else configure
-    yield Owned("state", gateway.key_path, owner, 0o600)
+    yield Owned("state", gateway.settings.key_path, owner, 0o600)

@@ -12,6 +12,9 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
+from spark_contract.documents import plain
+from spark_contract.keep import Keep
+from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
@@ -20,23 +23,21 @@ from spark_deploy.facts.service.serve import Status
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
 from spark_deploy.operations.running import CommandFailed, run, talking, tell
 from spark_deploy.operations.service.rollout import go_back, held_back
-from spark_deploy.planning.types import Paths
 
 _PRUNE_TIMEOUT_S = 3600
 
 
 @operation()
 @host_errors
-def rolled_back(service: str, to: str | None, paths: Paths, timeout_s: int) -> Commands:
+def rolled_back(service: str, to: str | None, timeout_s: int) -> Commands:
     """Serve the release before the current one, or a named one, proven again.
 
     Args:
         service: which service.
         to: a release by name; ``None``: the last good one before the current.
-        paths: where the host tools are.
         timeout_s: give up watching after this long; the host finishes by itself.
     """
-    way = read(WayBack, tools_dir=paths.tools_dir, service=service, to=to)
+    way = read(WayBack, service=service, to=to)
     if not way:
         yield refuse(_no_answer("rollback"))
         return
@@ -53,7 +54,7 @@ def rolled_back(service: str, to: str | None, paths: Paths, timeout_s: int) -> C
         return
     target = way["to"]["name"]
     tell(f"goes back from {_named(way['from'])} to {_named(way['to'])}")
-    yield go_back(service, target, paths.tools_dir, timeout_s)
+    yield go_back(service, target, timeout_s)
 
 
 def _named(release: dict[str, Any] | None) -> str:
@@ -64,18 +65,18 @@ def _named(release: dict[str, Any] | None) -> str:
 
 @operation()
 @host_errors
-def still_proven(service: str, paths: Paths) -> Commands:
+def still_proven(service: str) -> Commands:
     """Refuse to call a rollback good unless what the host serves is proven.
 
     Args:
         service: which service.
-        paths: where the host tools are.
     """
     if not host.state.is_executing:
         host.noop("judged after the change")
         return
-    status = read(Status, tools_dir=paths.tools_dir)
-    release = status.service(service).get("good")
+    status = read(Status)
+    state = status.service(service)
+    release = state.good if state else None
     why = status.unproven(service, release) if release else "no release was ever proven here"
     if why:
         yield refuse(
@@ -92,15 +93,14 @@ def still_proven(service: str, paths: Paths) -> Commands:
 
 @operation()
 @host_errors
-def pruned(keep: dict[str, Any], paths: Paths) -> Commands:
+def pruned(keep: Keep) -> Commands:
     """Remove releases, trees, sources, images and caches of ours that nothing kept needs.
 
     Args:
-        keep: what has to stay, as ``plan/keep.py`` says it.
-        paths: where the host tools are.
+        keep: what has to stay, as ``planning/work/keep.py`` says it.
     """
-    wanted = json.dumps(keep, sort_keys=True)
-    found = read(Prunable, tools_dir=paths.tools_dir, keep=wanted)
+    wanted = json.dumps(plain(keep), sort_keys=True)
+    found = read(Prunable, keep=wanted)
     if not found:
         yield refuse(_no_answer("prune --dry"))
         return
@@ -112,7 +112,7 @@ def pruned(keep: dict[str, Any], paths: Paths) -> Commands:
     if not found["items"]:
         host.noop("nothing can go")
         return
-    yield FunctionCommand(_prune, [wanted, paths.tools_dir], {})
+    yield FunctionCommand(_prune, [wanted], {})
 
 
 def _no_answer(verb: str) -> Problem:
@@ -143,11 +143,10 @@ def gigabytes(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.2f} GB"
 
 
-def _prune(state: State, host: Host, keep: str, tools_dir: str) -> bool:
-    tool = shlex.quote(f"{tools_dir}/current/bin/spark-host")
+def _prune(state: State, host: Host, keep: str) -> bool:
     try:
         with talking(host, "removing"):
-            said = run(host, f"{tool} prune {shlex.quote(keep)}", timeout_s=_PRUNE_TIMEOUT_S)
+            said = run(host, f"{HOST_TOOL} prune {shlex.quote(keep)}", timeout_s=_PRUNE_TIMEOUT_S)
     except CommandFailed as error:
         show(host, f"{error.output.strip() or error}\n  fix: see above, then run again")
         return False

@@ -15,6 +15,8 @@ from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.context import ctx_host
 from pyinfra.context import host as current_host
+from spark_contract.paths import HOST_TOOL
+from spark_contract.sentences import PHASE, SPEED
 
 from spark_deploy.errors import Problem
 from spark_deploy.operations.host_errors import show
@@ -59,43 +61,39 @@ def held_back(what: str) -> Problem | None:
     )
 
 
-def change_to(release: str, tools_dir: str, timeout_s: int) -> FunctionCommand:
+def change_to(release: str, timeout_s: int) -> FunctionCommand:
     """Return the command that begins the change to a release and watches it to its end.
 
     Args:
         release: which one.
-        tools_dir: where the host tools are.
         timeout_s: give up watching after this long; the host finishes by itself.
     """
-    return FunctionCommand(change_now, [release, tools_dir, timeout_s], {})
+    return FunctionCommand(change_now, [release, timeout_s], {})
 
 
-def change_now(state: State, host: Host, release: str, tools_dir: str, timeout_s: int) -> bool:
+def change_now(state: State, host: Host, release: str, timeout_s: int) -> bool:
     """Begin the change to a release and watch it to its end; whether it went well."""
-    return _begin_and_watch(
-        state, host, f"switch-begin {shlex.quote(release)}", tools_dir, timeout_s
-    )
+    return _begin_and_watch(state, host, f"switch-begin {shlex.quote(release)}", timeout_s)
 
 
-def go_back(service: str, release: str, tools_dir: str, timeout_s: int) -> FunctionCommand:
+def go_back(service: str, release: str, timeout_s: int) -> FunctionCommand:
     """Return the command that goes back to a release and watches that change to its end."""
     begin = f"rollback {shlex.quote(service)} --to {shlex.quote(release)}"
-    return FunctionCommand(_begin_and_watch, [begin, tools_dir, timeout_s], {})
+    return FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 
-def _begin_and_watch(state: State, host: Host, begin: str, tools_dir: str, timeout_s: int) -> bool:
+def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bool:
     interrupt(host)
     try:
-        return _change(host, begin, tools_dir, timeout_s)
+        return _change(host, begin, timeout_s)
     except ConnectError as error:
         fix = "the host finishes the change, or takes it back, by itself; run again when it is back"
         show(host, str(Problem(f"{host.name}: change", str(error), fix)))
         return False
 
 
-def _change(host: Host, begin: str, tools_dir: str, timeout_s: int) -> bool:
-    tool = shlex.quote(f"{tools_dir}/current/bin/spark-host")
-    ok, out, err = poll(host, f"{tool} {begin}")
+def _change(host: Host, begin: str, timeout_s: int) -> bool:
+    ok, out, err = poll(host, f"{HOST_TOOL} {begin}")
     if not ok:
         host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
         return False
@@ -104,7 +102,7 @@ def _change(host: Host, begin: str, tools_dir: str, timeout_s: int) -> bool:
         host.log("a change to this release is under way already; watching it")
     # The id keeps the outcome of any other change from being taken for that of this one.
     words = [begun["release"], begun["request"]] if begun["request"] else [begun["release"]]
-    ask = f"{tool} switch-poll {' '.join(map(shlex.quote, words))}"
+    ask = f"{HOST_TOOL} switch-poll {' '.join(map(shlex.quote, words))}"
     return _watch(host, begun["release"], ask, timeout_s)
 
 
@@ -130,7 +128,7 @@ def _watch(host: Host, release: str, ask: str, timeout_s: int) -> bool:
 def _said(result: dict[str, Any]) -> str:
     """Return the last thing the switch said, without the field that repeats the phase."""
     text = result.get("progress") or result.get("reason") or "under way"
-    return " ".join(word for word in str(text).split(" ") if not word.startswith("phase="))
+    return " ".join(word for word in str(text).split(" ") if not word.startswith(PHASE))
 
 
 def report(host: Host, release: str, result: dict[str, Any]) -> bool:
@@ -141,7 +139,7 @@ def report(host: Host, release: str, result: dict[str, Any]) -> bool:
     if result["state"] == "switched":
         host.log(f"serves {release} ({times})")
         for line in result.get("bench") or ():
-            host.log_styled(line, fg=None if line.startswith("speed: ") else "yellow")
+            host.log_styled(line, fg=None if line.startswith(SPEED) else "yellow")
         return True
     for line in result.get("log_tail") or ():
         host.log(f"  {line}")

@@ -22,7 +22,7 @@ from spark_deploy.operations.host_errors import host_errors, refuse
 from spark_deploy.operations.running import tell
 from spark_deploy.operations.service.rollout import change_to, held_back
 from spark_deploy.planning.serving.gateway import base_urls
-from spark_deploy.planning.types import GatewayPlan, Paths, ServePlan
+from spark_deploy.planning.types import GatewayPlan, ServePlan
 
 
 @operation()
@@ -49,15 +49,14 @@ def release_files(
 
 @operation()
 @host_errors
-def switched(plan: ServePlan, paths: Paths, timeout_s: int) -> Generator[Any, None, None]:
+def switched(plan: ServePlan, timeout_s: int) -> Generator[Any, None, None]:
     """Serve this release, proven; the one before comes back when that fails.
 
     Args:
         plan: the release.
-        paths: where the host tools are.
         timeout_s: give up watching after this long; the host finishes by itself.
     """
-    status = read(Status, tools_dir=paths.tools_dir)
+    status = read(Status)
     stopped = status.stopped(plan.service)
     if stopped:
         tell(stopped, "yellow")
@@ -70,32 +69,32 @@ def switched(plan: ServePlan, paths: Paths, timeout_s: int) -> Generator[Any, No
     if not why:
         host.noop(f"{plan.name} is running and proven")
         return
-    problem = held_back(f"left alone on {status.service(plan.service).get('active') or 'nothing'}")
+    state = status.service(plan.service)
+    problem = held_back(f"left alone on {(state.active if state else None) or 'nothing'}")
     if problem:
         yield refuse(problem)
         return
-    back = status.service(plan.service).get("rolled_back")
-    if back and back["to"] != plan.name:
-        tell(f"was rolled back from {back['from']} to {back['to']} ({back['at']}); "
+    back = state.rolled_back if state else None
+    if back and back.to != plan.name:
+        tell(f"was rolled back from {back.source} to {back.to} ({back.at}); "
              f"group_vars say {plan.name}")  # fmt: skip
     tell(f"{plan.name}: {why}")
-    yield change_to(plan.name, paths.tools_dir, timeout_s)
+    yield change_to(plan.name, timeout_s)
 
 
 @operation()
 @host_errors
-def proven(plan: ServePlan, gateway: GatewayPlan, paths: Paths) -> Generator[Any, None, None]:
+def proven(plan: ServePlan, gateway: GatewayPlan) -> Generator[Any, None, None]:
     """Refuse to call the run good unless the host provably serves this release.
 
     Args:
         plan: the release.
         gateway: the way in, for the summary.
-        paths: where the host tools are.
     """
     if not host.state.is_executing:
         host.noop("judged after the change")
         return
-    status = read(Status, tools_dir=paths.tools_dir)
+    status = read(Status)
     stopped = status.stopped(plan.service)
     if stopped:
         host.noop(f"nothing to prove: {stopped}")
@@ -117,13 +116,13 @@ def proven(plan: ServePlan, gateway: GatewayPlan, paths: Paths) -> Generator[Any
 
 def summary(plan: ServePlan, gateway: GatewayPlan, status: HostStatus) -> list[str]:
     """Say in a few lines what a host serves and what that was proven with."""
-    proof = status.proof(plan.name)
+    proof, live = status.proof(plan.name), status.live(plan.name)
     listen = ", ".join(url for url, _ in base_urls(gateway))
     lines = [
         f"serves {plan.model} with profile {plan.profile} as {', '.join(plan.names)} at {listen}",
         f"proof: {proof.get('level')} check of {proof.get('checked_at')}, "
         f"{len(proof.get('checks') or ())} checks; one live answer in "
-        f"{status.live(plan.name).get('seconds', 0):.1f} s",
+        f"{live.seconds if live else 0:.1f} s",
     ]
     if proof.get("portable"):
         lines.append("portable mode: weights dequantised to BF16; proves no Spark kernel")

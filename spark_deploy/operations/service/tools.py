@@ -9,6 +9,7 @@ from typing import Any
 from pyinfra.api.command import FileUploadCommand, StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
+from spark_contract.paths import CURRENT_TOOLS, SITE, TOOLS_DIR
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.service.tools import PythonSite, SymlinkTarget
@@ -16,29 +17,27 @@ from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import host_errors, refuse
 from spark_deploy.payload.content import ToolFiles, site_archive
-from spark_deploy.planning.types import Paths, ToolsPlan
+from spark_deploy.planning.types import ToolsPlan
 
 
 @operation()
 @host_errors
 def host_tools(
-    plan: ToolsPlan, paths: Paths, files: ToolFiles, units: Sequence[ManagedFile]
+    plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]
 ) -> Generator[Any, None, None]:
     """Have the host tools of ``plan.digest``, every file as shipped, and ``current`` on them.
 
     Args:
         plan: which version.
-        paths: where tools live.
         files: their content.
         units: the static units that run them, and the command people use.
     """
-    home = f"{paths.tools_dir}/{plan.digest[:12]}"
+    home = f"{TOOLS_DIR}/{plan.digest[:12]}"
     changed = yield from place((*files.installed(home), *units))
     if changed:
         yield "systemctl daemon-reload"
-    current = f"{paths.tools_dir}/current"
-    if host.get_fact(SymlinkTarget, path=current) != home:
-        yield _point(current, home)
+    if host.get_fact(SymlinkTarget, path=CURRENT_TOOLS) != home:
+        yield _point(CURRENT_TOOLS, home)
         changed = True
     if not changed:
         host.noop(f"host tools {plan.digest[:12]} are in place")
@@ -53,16 +52,15 @@ def _point(link: str, target: str) -> StringCommand:
 
 @operation()
 @host_errors
-def python_site(plan: ToolsPlan, paths: Paths) -> Generator[Any, None, None]:
+def python_site(plan: ToolsPlan) -> Generator[Any, None, None]:
     """Have the builder's pinned wheels for this host's Python, without a package index there.
 
     The wheels are resolved on the controller, hash-checked by pip, sent once and unpacked.
 
     Args:
         plan: names the requirements file.
-        paths: where tools live.
     """
-    site = host.get_fact(PythonSite, tools_dir=paths.tools_dir)
+    site = host.get_fact(PythonSite)
     if site is None:
         yield refuse(
             Problem(
@@ -74,12 +72,12 @@ def python_site(plan: ToolsPlan, paths: Paths) -> Generator[Any, None, None]:
         return
     archive = site_archive(plan.python_requirements, site.python_version, site.machine)
     name = f"site-{archive.digest[:12]}"
-    if site.target == f"{paths.tools_dir}/{name}" and site.receipt == archive.digest:
+    if site.target == f"{TOOLS_DIR}/{name}" and site.receipt == archive.digest:
         host.noop(f"{name} is in place")
         return
-    upload = f"{paths.tools_dir}/.{name}.zip"
+    upload = f"{TOOLS_DIR}/.{name}.zip"
     yield FileUploadCommand(str(archive.path), upload)
-    home = shlex.quote(f"{paths.tools_dir}/{name}")
+    home = shlex.quote(f"{TOOLS_DIR}/{name}")
     script = (
         f"set -e; rm -rf {home}.new {home}; mkdir -p {home}.new; "
         f"python3 -m zipfile -e {shlex.quote(upload)} {home}.new; "
@@ -87,4 +85,4 @@ def python_site(plan: ToolsPlan, paths: Paths) -> Generator[Any, None, None]:
         f"mv -T {home}.new {home}; rm -f {shlex.quote(upload)}"
     )
     yield StringCommand("sh", "-c", shlex.quote(script))
-    yield _point(f"{paths.tools_dir}/site", f"{paths.tools_dir}/{name}")
+    yield _point(SITE, f"{TOOLS_DIR}/{name}")

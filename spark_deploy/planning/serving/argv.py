@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spark_contract.paths import ENGINE_SOCKET
+
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import PlanError
@@ -18,7 +20,6 @@ from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.engine_options import canonical, structure
 
 MODEL_MOUNT = "/model"
-SOCKET = "/run/spark/engine.sock"
 CACHE_MOUNT = "/cache"
 ENGINE_USER = "spark-engine"  # made by files/units/spark-sysusers.conf
 HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
@@ -92,7 +93,7 @@ def engine_arguments(
     """Return everything after ``vllm serve``."""
     served = [_value("served-model-name", name) for name in names]
     options = option_arguments(engine_options(model, profile, memory))
-    return (MODEL_MOUNT, "--served-model-name", *served, *options, "--uds", SOCKET)
+    return (MODEL_MOUNT, "--served-model-name", *served, *options, "--uds", ENGINE_SOCKET)
 
 
 def engine_environment(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
-from spark_contract.exposure import EXPOSURES
+from spark_contract.documents import text_of
+from spark_contract.gateway import EXPOSURES, Gateway, tls_of
+from spark_contract.paths import API_KEY
 
 from spark_deploy.managed import ManagedFile
-from spark_deploy.planning.types import CONFIG_DIR, GatewayPlan, SecretSource, TlsPlan
+from spark_deploy.planning.types import GatewayPlan, SecretSource, TlsPlan
 from spark_deploy.settings.types import Settings
 
 SERVICE = "main"
@@ -24,16 +24,16 @@ def gateway_plan(settings: Settings, host: str) -> GatewayPlan:
     """
     serve = settings.serve
     return GatewayPlan(
-        service=SERVICE,
-        expose=serve.expose,
-        port=serve.port,
+        settings=Gateway(
+            service=SERVICE,
+            expose=serve.expose,
+            port=serve.port,
+            max_body_bytes=serve.max_body_bytes,
+            max_requests_per_s=serve.max_requests_per_s,
+            key_path=API_KEY,
+            tls=None if serve.tls == "off" else tls_of(SERVICE),
+        ),
         address=address_of(settings, host),
-        max_body_bytes=serve.max_body_bytes,
-        max_requests_per_s=serve.max_requests_per_s,
-        settings_path=f"{CONFIG_DIR}/gateway/{SERVICE}.json",
-        certificate_path=f"{CONFIG_DIR}/gateway/{SERVICE}.crt",
-        certificate_key_path=f"{CONFIG_DIR}/gateway/{SERVICE}.key",
-        key_path=f"{CONFIG_DIR}/api-key",
         key=SecretSource(serve.api_key.kind, serve.api_key.value),
         tls=_tls(settings, host),
     )
@@ -64,33 +64,21 @@ def _tls(settings: Settings, host: str) -> TlsPlan | None:
 
 def gateway_file(plan: GatewayPlan) -> ManagedFile:
     """Return the gateway's settings as the host tools read them."""
-    tls = {"certificate": plan.certificate_path, "key": plan.certificate_key_path}
-    data = {
-        "schema_version": 1,
-        "service": plan.service,
-        "expose": plan.expose,
-        "port": plan.port,
-        "max_body_bytes": plan.max_body_bytes,
-        "max_requests_per_s": plan.max_requests_per_s,
-        "key_path": plan.key_path,
-        "tls": tls if plan.tls else None,
-    }
-    text = json.dumps(data, indent=1, sort_keys=True) + "\n"
-    return ManagedFile(plan.settings_path, text.encode())
+    return ManagedFile(plan.settings.path, text_of(plan.settings).encode())
 
 
 def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
     """Return each base URL with who uses it; this host's own comes first."""
     here = (url(plan, LOOPBACK), "this host")
-    audience = EXPOSURES[plan.expose].audience
+    audience = EXPOSURES[plan.settings.expose].audience
     if audience is None:
         return (here,)
-    unknown = "TAILSCALE-ADDRESS" if plan.expose == "tailscale" else "ADDRESS"
-    address = CONTAINER_NAME if plan.expose == "docker" else plan.address or unknown
+    unknown = "TAILSCALE-ADDRESS" if plan.settings.expose == "tailscale" else "ADDRESS"
+    address = CONTAINER_NAME if plan.settings.expose == "docker" else plan.address or unknown
     return (here, (url(plan, address), audience))
 
 
 def url(plan: GatewayPlan, address: str) -> str:
     """Return the base URL of an address; TLS ends at everything but this host."""
     scheme = "https" if plan.tls and address != LOOPBACK else "http"
-    return f"{scheme}://{f'[{address}]' if ':' in address else address}:{plan.port}/v1"
+    return f"{scheme}://{f'[{address}]' if ':' in address else address}:{plan.settings.port}/v1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from spark_contract.units import IMAGE_NAME
+
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import PlanError
@@ -33,7 +35,7 @@ def image_plan(
         return plan
     return ImagePlan(
         base=plan.base,
-        tag=f"spark-vllm:{plan.digest[:12]}",
+        tag=f"{IMAGE_NAME}:{plan.digest[:12]}",
         context_digest=plan.context_digest,
         plugin=True,
         supported_engines=SUPPORTED_ENGINES,

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from typing import Any
+
+from spark_contract.documents import plain, text_of
+from spark_contract.paths import HOST_TOOL, RELEASES_DIR
+from spark_contract.release import Release
+from spark_contract.units import drop_in_dir
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.budget.disk import disk_total
-from spark_deploy.planning.digest import plain
 from spark_deploy.planning.serving.serve import start_limit_s, stop_limit_s
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.planning.work.jobs import needs_mounts
 
-UNITS_DIR = "/etc/systemd/system"
-GATEWAY_USER = "spark-gateway"  # made by files/units/spark-sysusers.conf
 
-
-def unit_files_of(plan: HostPlan, units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
+def unit_files_of(units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
     """Return the static units, and the commands that people and our own messages use by name."""
-    return (*units, _command("spark-check", " check", plan), _command("spark-host", "", plan))
+    return (*units, _command("spark-check", " check"), _command("spark-host", ""))
 
 
-def _command(name: str, verb: str, plan: HostPlan) -> ManagedFile:
+def _command(name: str, verb: str) -> ManagedFile:
     path = f"/usr/local/bin/{name}"
     # Sockets, proofs and journals are root's; who logs in to look is mostly not.
     text = (
-        f'#!/bin/sh\n[ "$(id -u)" = 0 ] || exec sudo -- {path} "$@"\n'
-        f'exec {plan.paths.tools_dir}/current/bin/spark-host{verb} "$@"\n'
+        f'#!/bin/sh\n[ "$(id -u)" = 0 ] || exec sudo -- {path} "$@"\nexec {HOST_TOOL}{verb} "$@"\n'
     )
     return ManagedFile(path, text.encode(), 0o755)
 
@@ -34,15 +34,12 @@ def _command(name: str, verb: str, plan: HostPlan) -> ManagedFile:
 def release_files_of(plan: HostPlan) -> tuple[ManagedFile, ...]:
     """Return release.json, the plan it came from and the unit's limits."""
     serve = plan.serve
-    home = f"{plan.paths.config_dir}/releases/{serve.name}"
-    release = {**serve.release, "name": serve.name, "digest": serve.digest}
+    home = f"{RELEASES_DIR}/{serve.name}"
+    release = replace(serve.release, name=serve.name, digest=serve.digest)
     return (
-        ManagedFile(f"{home}/release.json", _json(release)),
-        ManagedFile(f"{home}/plan.json", _json(plain({"serve": serve, "memory": plan.memory}))),
-        ManagedFile(
-            f"{UNITS_DIR}/{serve.unit}.d/50-release.conf",
-            limits(release).encode(),
-        ),
+        ManagedFile(f"{home}/release.json", text_of(release).encode()),
+        ManagedFile(f"{home}/plan.json", text_of({"serve": serve, "memory": plan.memory}).encode()),
+        ManagedFile(f"{drop_in_dir(serve.unit)}/50-release.conf", limits(release).encode()),
     )
 
 
@@ -61,26 +58,21 @@ def document(plan: HostPlan) -> dict[str, Any]:
     }
 
 
-def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
-
-
-def limits(release: dict[str, Any]) -> str:
+def limits(release: Release) -> str:
     """Return the drop-in with this release's time and start limits.
 
     The limits belong to the release because they follow from its load time: a start limit only
     triggers when its interval outlasts ``burst`` failing starts.
     """
-    restart, timeouts, memory = release["restart"], release["timeouts"], release["memory"]
-    start_s = start_limit_s(timeouts["start_s"], memory["wait_s"])
-    directories = (mount["source"] for mount in release["engine"]["mounts"])
+    restart, timeouts = release.restart, release.timeouts
+    directories = (mount.source for mount in release.engine.mounts)
     return (
         "[Unit]\n"
         f"{needs_mounts(*directories)}"
-        f"StartLimitIntervalSec={restart['interval_s']}\n"
-        f"StartLimitBurst={restart['burst']}\n"
+        f"StartLimitIntervalSec={restart.interval_s}\n"
+        f"StartLimitBurst={restart.burst}\n"
         "[Service]\n"
-        f"RestartSec={restart['delay_s']}\n"
-        f"TimeoutStartSec={start_s}\n"
-        f"TimeoutStopSec={stop_limit_s(timeouts['stop_s'])}\n"
+        f"RestartSec={restart.delay_s}\n"
+        f"TimeoutStartSec={start_limit_s(timeouts.start_s, release.memory.wait_s)}\n"
+        f"TimeoutStopSec={stop_limit_s(timeouts.stop_s)}\n"
     )

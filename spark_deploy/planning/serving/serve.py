@@ -1,15 +1,30 @@
-"""One release: everything that decides how the service runs, as ``release.json``."""
+"""One release: everything that decides how the service runs, as the host reads it."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from spark_contract.patterns import expand_all
+from spark_contract.release import (
+    Bench,
+    CheckPlan,
+    Engine,
+    Image,
+    Memory,
+    Mount,
+    Needle,
+    Prefix,
+    Question,
+    Release,
+    Restart,
+    Timeouts,
+    Tree,
+    Watch,
+)
+from spark_contract.units import cache_name
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.planning.budget.memory import context_tokens
-from spark_deploy.planning.digest import digest_of, plain
+from spark_deploy.planning.digest import digest_of
 from spark_deploy.planning.serving.argv import (
     CACHE_MOUNT,
     ENGINE_USER,
@@ -43,7 +58,7 @@ def serve_plan(
 ) -> ServePlan:
     """Return the release of the service, its digest made from its own content."""
     serve = settings.serve
-    names = serve.names or (model.name,)
+    names = tuple(serve.names) or (model.name,)
     argv = engine_arguments(model, profile, memory, names)
     environment = engine_environment(
         profile,
@@ -52,54 +67,38 @@ def serve_plan(
         image=image.tag,
     )
     cache = cache_dir(settings, profile, image)
-    release: dict[str, Any] = {
-        "schema_version": 1,
-        "service": SERVICE,
-        "model": model.name,
-        "profile": profile.name,
-        "names": list(names),
-        "image": {
-            "tag": image.tag,
-            "digest_label": image.digest if image.plugin else None,
-            "base": image.base,
-            "plugin": image.context_digest[:12],
-        },
-        "tree": {"path": tree.dir, "digest": tree.digest},
-        "engine": {
-            "argv": list(argv),
-            "env": environment,
-            "mounts": [
-                {"source": tree.dir, "target": MODEL_MOUNT, "read_only": True},
-                {"source": cache, "target": CACHE_MOUNT, "read_only": False},
-            ],
-            "docker_args": list(container_arguments()),
-            "user": ENGINE_USER,
-        },
-        "memory": {
-            "needed_bytes": memory.needed_bytes,
-            "wait_s": settings.memory.start_wait_s,
-            "floor_bytes": memory.floor_bytes,
-        },
-        "timeouts": {
-            "start_s": serve.start_timeout_s,
-            "stop_s": serve.stop_timeout_s,
-            "drain_s": serve.drain_s,
-        },
-        "restart": {
-            "delay_s": _RESTART_DELAY_S,
-            "burst": _RESTART_BURST,
-            "interval_s": _restart_interval_s(settings),
-        },
-        "check": check_section(model, profile, settings, memory, plugin=image.plugin),
-        "watch": {
-            "stall_s": _stall_s(settings, context_tokens(model, profile)),
-            "interval_s": settings.watch.interval_s,
-            "hot_celsius": settings.watch.hot_celsius,
-        },
-    }
+    release = Release(
+        service=SERVICE,
+        model=model.name,
+        profile=profile.name,
+        names=names,
+        image=Image(
+            tag=image.tag,
+            digest_label=image.digest if image.plugin else None,
+            base=image.base,
+            plugin=image.context_digest[:12],
+        ),
+        tree=Tree(tree.dir, tree.digest),
+        engine=Engine(
+            argv=argv,
+            env=environment,
+            mounts=(Mount(tree.dir, MODEL_MOUNT, True), Mount(cache, CACHE_MOUNT, False)),
+            docker_args=container_arguments(),
+            user=ENGINE_USER,
+        ),
+        memory=Memory(memory.needed_bytes, settings.memory.start_wait_s, memory.floor_bytes),
+        timeouts=Timeouts(serve.start_timeout_s, serve.stop_timeout_s, serve.drain_s),
+        restart=Restart(_RESTART_DELAY_S, _RESTART_BURST, _restart_interval_s(settings)),
+        check=check_plan(model, profile, settings, memory, plugin=image.plugin),
+        watch=Watch(
+            _stall_s(settings, context_tokens(model, profile)),
+            settings.watch.interval_s,
+            settings.watch.hot_celsius,
+        ),
+    )
     return ServePlan(
         service=SERVICE,
-        names=tuple(names),
+        names=names,
         model=model.name,
         profile=profile.name,
         argv=argv,
@@ -121,12 +120,12 @@ def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
     it changes.
     """
     drafts = profile.speculation.tokens if profile.speculation else 0
-    return f"{settings.paths.cache_dir}/{image.digest[:12]}-mtp{drafts}"
+    return f"{settings.paths.cache_dir}/{cache_name(image.digest, drafts)}"
 
 
-def check_section(
+def check_plan(
     model: Model, profile: Profile, settings: Settings, memory: MemoryPlan, *, plugin: bool
-) -> dict[str, Any]:
+) -> CheckPlan:
     """Return what the proof demands: of the model, of the profile, and of the plugin's log."""
     required = list(profile.check.log_required)
     forbidden = list(profile.check.log_forbidden)
@@ -141,31 +140,29 @@ def check_section(
         forbidden.append(r"spark portable mode")
     if plugin:
         forbidden += [r"Failed to load plugin", r"weight_scale_inv.* not found"]
-    questions = [plain(question) for question in model.check.questions]
-    return {
-        "timeout_s": settings.check.timeout_s,
-        "max_model_len": context_tokens(model, profile),
-        "questions": questions,
-        "copy": list(model.check.copy),
-        "tool_call": model.check.tool_call and model.parsers.tool_call is not None,
-        "reasoning": model.check.reasoning and model.parsers.reasoning is not None,
-        "repeat": model.check.repeat,
-        "conversation": model.check.conversation,
+    return CheckPlan(
+        timeout_s=settings.check.timeout_s,
+        max_model_len=context_tokens(model, profile),
+        questions=tuple(
+            Question(one.prompt, one.expect, one.max_tokens) for one in model.check.questions
+        ),
+        copy=tuple(model.check.copy),
+        tool_call=model.check.tool_call and model.parsers.tool_call is not None,
+        reasoning=model.check.reasoning and model.parsers.reasoning is not None,
+        repeat=model.check.repeat,
+        conversation=model.check.conversation,
         # Only for `spark-check --deep`: reading so much takes minutes.
-        "needle": {"context_tokens": context_tokens(model, profile) * 3 // 4},
-        "image": profile.vision and model.architecture.vision_bytes > 0,
-        "acceptance_floor": profile.check.acceptance_floor if profile.speculation else None,
+        needle=Needle(context_tokens(model, profile) * 3 // 4),
+        image=profile.vision and model.architecture.vision_bytes > 0,
+        acceptance_floor=profile.check.acceptance_floor if profile.speculation else None,
         # The first turn must fill a block: only whole blocks are found again.
-        "prefix": {"block_tokens": memory.block_tokens} if profile.check.prefix_reuse else None,
-        "log_required": required,
-        "log_forbidden": forbidden,
-        "portable": portable,
-        "metrics_required": profile.check.metrics_required,
-        "bench": {
-            "limit_s": settings.check.bench_s,
-            "worse_percent": settings.check.bench_worse_percent,
-        },
-    }
+        prefix=Prefix(memory.block_tokens) if profile.check.prefix_reuse else None,
+        log_required=tuple(required),
+        log_forbidden=tuple(forbidden),
+        portable=portable,
+        metrics_required=dict(profile.check.metrics_required),
+        bench=Bench(settings.check.bench_s, settings.check.bench_worse_percent),
+    )
 
 
 def plugin_line(model: Model) -> str:
@@ -186,17 +183,17 @@ def _stall_s(settings: Settings, longest_prompt_tokens: int) -> int:
     return max(settings.watch.stall_s, reading_s)
 
 
-def start_limit_s(start_s: int, memory_wait_s: int) -> int:
+def start_limit_s(start_s: float, memory_wait_s: float) -> float:
     """Return how long systemd gives each step of a start."""
     return start_s + memory_wait_s + 120
 
 
-def stop_limit_s(stop_s: int) -> int:
+def stop_limit_s(stop_s: float) -> float:
     """Return how long systemd gives each step of a stop."""
     return stop_s + 60
 
 
-def _restart_interval_s(settings: Settings) -> int:
+def _restart_interval_s(settings: Settings) -> float:
     """Return an interval in which the start limit triggers even if every step hangs to its limit.
 
     A shorter one would let such an engine start for ever. The price: as many crashes within these

@@ -6,12 +6,15 @@ The formats are the contract with the host tools: ``job.json`` (files/host), ``f
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from spark_contract import units
 from spark_contract.documents import read, text_of
+from spark_contract.job import AbsentProof, ImageProof, Job, ReceiptProof
 from spark_contract.orders import BuildPlan, FetchFile, FetchPlan
+from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, JOBS_DIR, SITE
+from spark_contract.units import DIGEST_LABEL
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.digest import digest_of
@@ -20,67 +23,32 @@ from spark_deploy.planning.types import (
     HostPlan,
     ImagePlan,
     PairPlan,
-    Paths,
     SourcePlan,
 )
 
-HUB_TOKEN_NAME = "hub-token"  # 0600 in config_dir; only its path enters a job
-
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One unit of slow work; ``inputs`` are files that lie beside ``job.json``."""
+class Work:
+    """A job with the files that lie beside its ``job.json``."""
 
-    digest: str
-    kind: str  # "fetch" | "checkpoint" | "image-build" | "image-pull" | "discard"
-    title: str
-    argv: tuple[str, ...]
-    env: tuple[tuple[str, str], ...]
-    proof: dict[str, str]
-    total_bytes: int | None
-    after: tuple[str, ...]  # digest12 of jobs that must have succeeded before
-    inputs: tuple[ManagedFile, ...]
-    dir: str
-    # A tree's receipt and digest that make the work needless.
-    unless: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def digest12(self) -> str:
-        """The instance name of the job's unit."""
-        return self.digest[:12]
-
-    @property
-    def unit(self) -> str:
-        """Name of the systemd unit."""
-        return f"spark-job@{self.digest12}.service"
+    job: Job
+    inputs: tuple[ManagedFile, ...] = ()
 
     def files(self) -> tuple[ManagedFile, ...]:
         """Return job.json, its inputs, and the unit's ordering."""
-        described: dict[str, Any] = {
-            "schema_version": 1,
-            "digest": self.digest,
-            "kind": self.kind,
-            "title": self.title,
-            "argv": list(self.argv),
-            "env": dict(self.env),
-            "proof": self.proof,
-            "total_bytes": self.total_bytes,
-            "after": list(self.after),
-            **({"unless": dict(self.unless)} if self.unless else {}),
-        }
-        files = [*self.inputs, ManagedFile(f"{self.dir}/job.json", _json(described))]
-        path = f"/etc/systemd/system/{self.unit}.d/order.conf"
-        return (*files, ManagedFile(path, self._order().encode()))
+        described = ManagedFile(f"{self.job.dir}/job.json", text_of(self.job).encode())
+        order = f"{units.drop_in_dir(self.job.unit)}/order.conf"
+        return (*self.inputs, described, ManagedFile(order, self._order().encode()))
 
     def _order(self) -> str:
         """Return the drop-in that says what has to be there before the job."""
-        units = [f"spark-job@{digest12}.service" for digest12 in self.after]
-        if self.kind.startswith("image"):
-            units.append("docker.service")
-        text = f"Requires={' '.join(units)}\nAfter={' '.join(units)}\n" if units else ""
-        if "receipt" in self.proof:
+        before = [units.JOB.of(digest12) for digest12 in self.job.after]
+        if self.job.kind.startswith("image"):
+            before.append("docker.service")
+        text = f"Requires={' '.join(before)}\nAfter={' '.join(before)}\n" if before else ""
+        if isinstance(self.job.proof, ReceiptProof):
             # Else a boot without that disk would fill the root's.
-            text += needs_mounts(self.proof["receipt"])
+            text += needs_mounts(self.job.proof.receipt)
         return f"[Unit]\n{text}"
 
 
@@ -89,20 +57,20 @@ def needs_mounts(*paths: str) -> str:
     return f"RequiresMountsFor={' '.join(path.replace('%', '%%') for path in paths)}\n"
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+# Where the tools' packages and the builder's own are.
+_PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}
 
 
-def _job_dir(paths: Paths, digest: str) -> str:
-    return f"{paths.state_dir}/jobs/{digest[:12]}"
+def _dir(digest: str) -> str:
+    return f"{JOBS_DIR}/{digest[:12]}"
 
 
-def _python_env(paths: Paths) -> tuple[tuple[str, str], ...]:
-    return (("PYTHONPATH", f"{paths.tools_dir}/current:{paths.tools_dir}/site"),)
+def _token_file(needed: bool) -> str | None:
+    return HUB_TOKEN if needed else None
 
 
-def _token_file(paths: Paths, needed: bool) -> str | None:
-    return f"{paths.config_dir}/{HUB_TOKEN_NAME}" if needed else None
+def _receipt(tree: SourcePlan | CheckpointPlan) -> ReceiptProof:
+    return ReceiptProof(f"{tree.dir}/receipt.json", tree.digest)
 
 
 def _patience(source: SourcePlan) -> dict[str, Any]:
@@ -110,21 +78,20 @@ def _patience(source: SourcePlan) -> dict[str, Any]:
     return {"tries": source.tries, "backoff_s": source.retry_pause_s}
 
 
-def fetch_job(source: SourcePlan, paths: Paths, tree: CheckpointPlan | None = None) -> Job:
+def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
     """Fetch one repository at its commit, every file checked against the lock.
 
     Args:
         source: the repository.
-        paths: host paths.
         tree: what is built from it; when that keeps no base, nothing is fetched once it is there.
     """
     identity = {"kind": "fetch", "source": source.digest, "dir": source.dir}
-    unless: tuple[tuple[str, str], ...] = ()
+    unless = None
     if tree is not None and not tree.keep_base:
-        unless = (("receipt", f"{tree.dir}/receipt.json"), ("digest", tree.digest))
+        unless = _receipt(tree)
         identity["unless"] = tree.digest
     digest = digest_of(identity)
-    where = _job_dir(paths, digest)
+    where = _dir(digest)
     urls = [
         f"{root.rstrip('/')}/{source.repo}/resolve/{source.commit}/"
         for root in (*source.mirrors, source.endpoint)
@@ -143,30 +110,29 @@ def fetch_job(source: SourcePlan, paths: Paths, tree: CheckpointPlan | None = No
         urls=tuple(urls),
         pieces=tree is not None and tree.builder["layout"] == "full",
         look_in=source.look_in,
-        token_file=_token_file(paths, source.token_needed),
+        token_file=_token_file(source.token_needed),
         parallel=source.parallel,
         rate_limit_bytes_per_s=source.rate_limit_bytes_per_s,
         **_patience(source),
     )
-    return Job(
+    job = Job(
         digest=digest,
         kind="fetch",
         title=f"fetch {source.repo}@{source.commit[:12]}",
         argv=("python3", "-m", "spark_checkpoint", "fetch", f"{where}/fetch.json"),
-        env=_python_env(paths),
-        proof={"receipt": f"{source.dir}/receipt.json", "digest": source.digest},
+        env=_PYTHON,
+        proof=_receipt(source),
         total_bytes=source.size_bytes,
         after=(),
-        inputs=(ManagedFile(f"{where}/fetch.json", text_of(order).encode()),),
-        dir=where,
         unless=unless,
     )
+    return Work(job, (ManagedFile(f"{where}/fetch.json", text_of(order).encode()),))
 
 
-def checkpoint_job(plan: CheckpointPlan, paths: Paths, fetched: Job) -> Job:
+def checkpoint_job(plan: CheckpointPlan, fetched: Job) -> Work:
     """Build the hybrid tree from the fetched base and ranges of the donor."""
     digest = digest_of({"kind": "checkpoint", "checkpoint": plan.digest, "dir": plan.dir})
-    where = _job_dir(paths, digest)
+    where = _dir(digest)
     document = {
         **plan.builder,
         "schema_version": 1,
@@ -177,98 +143,88 @@ def checkpoint_job(plan: CheckpointPlan, paths: Paths, fetched: Job) -> Job:
     }
     if plan.donor_url is not None:
         document["donor"] = {"url": plan.donor_url, **_patience(plan.base)}
-        token = _token_file(paths, plan.base.token_needed)
+        token = _token_file(plan.base.token_needed)
         if token is not None:
             document["donor"]["token_file"] = token
-    return Job(
+    job = Job(
         digest=digest,
         kind="checkpoint",
         title=f"build {plan.name}-{plan.digest[:12]}",
         argv=("python3", "-m", "spark_checkpoint", "build", f"{where}/plan.json"),
-        env=_python_env(paths),
-        proof={"receipt": f"{plan.dir}/receipt.json", "digest": plan.digest},
+        env=_PYTHON,
+        proof=_receipt(plan),
         total_bytes=plan.output_bytes,
         after=(fetched.digest12,),
-        inputs=(ManagedFile(f"{where}/plan.json", text_of(read(BuildPlan, document)).encode()),),
-        dir=where,
     )
+    order = text_of(read(BuildPlan, document))
+    return Work(job, (ManagedFile(f"{where}/plan.json", order.encode()),))
 
 
-def discard_jobs_of(plan: HostPlan) -> tuple[Job, ...]:
+def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:
     """Return the removal of a base that is not kept: the last work, after the proof."""
     tree = plan.checkpoint
     if tree is None or tree.keep_base:
         return ()
     digest = digest_of({"kind": "discard", "base": tree.base.dir, "tree": tree.dir})
-    where = _job_dir(plan.paths, digest)
     job = Job(
         digest=digest,
         kind="discard",
         title=f"remove {tree.base.repo}@{tree.base.commit[:12]}",
         argv=("python3", "-m", "spark_checkpoint", "discard", tree.base.dir, "--tree", tree.dir),
-        env=_python_env(plan.paths),
-        proof={"absent": tree.base.dir},
+        env=_PYTHON,
+        proof=AbsentProof(tree.base.dir),
         total_bytes=tree.output_bytes,
         after=(),
-        inputs=(),
-        dir=where,
     )
-    return (job,)
+    return (Work(job),)
 
 
-def image_job(plan: ImagePlan, paths: Paths, context: tuple[ManagedFile, ...]) -> Job:
+def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
     """Build the engine image, or pull it where no plugin is wanted.
 
     Args:
         plan: the image slice.
-        paths: host paths.
         context: the build context, with paths relative to its root.
     """
-    kind = "image-pull" if plan.pull_only else "image-build"
+    kind: Literal["image-pull", "image-build"] = "image-pull" if plan.pull_only else "image-build"
     digest = digest_of({"kind": kind, "image": plan.digest})
-    where = _job_dir(paths, digest)
-    if plan.pull_only:
-        argv: tuple[str, ...] = ("docker", "pull", "--quiet", plan.base)
-        proof = {"image": plan.base}
-        inputs: tuple[ManagedFile, ...] = ()
-    else:
-        argv = (
-            "docker", "build", "--network", "none", "--tag", plan.tag,
-            "--build-arg", f"BASE={plan.base}",
-            "--label", f"spark.digest={plan.digest}", f"{where}/context",
-        )  # fmt: skip
-        proof = {"image": plan.tag, "label": plan.digest}
-        inputs = tuple(
-            ManagedFile(f"{where}/context/{file.path}", file.content, file.mode) for file in context
-        )
-    return Job(
+    inside = f"{_dir(digest)}/context"
+    pull = ("docker", "pull", "--quiet", plan.base)
+    build = (
+        "docker", "build", "--network", "none", "--tag", plan.tag,
+        "--build-arg", f"BASE={plan.base}", "--label", f"{DIGEST_LABEL}={plan.digest}", inside,
+    )  # fmt: skip
+    job = Job(
         digest=digest,
         kind=kind,
         title=f"{'pull' if plan.pull_only else 'build'} image {plan.tag}",
-        argv=argv,
-        env=(),
-        proof=proof,
+        argv=pull if plan.pull_only else build,
+        env={},
+        proof=ImageProof(plan.base) if plan.pull_only else ImageProof(plan.tag, plan.digest),
         total_bytes=None,
         after=(),
-        inputs=inputs,
-        dir=where,
+        base=None if plan.pull_only else plan.base,
     )
+    if plan.pull_only:
+        return Work(job)
+    files = (ManagedFile(f"{inside}/{file.path}", file.content, file.mode) for file in context)
+    return Work(job, tuple(files))
 
 
-def jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Job, ...]:
+def jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     """Return every job of what a plan serves, in an order that respects ``after``."""
     served = PairPlan(plan.model, plan.profile, plan.sources, plan.checkpoint, plan.image, "")
-    return jobs_of_pair(served, plan.paths, context)
+    return jobs_of_pair(served, context)
 
 
-def ready_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Job, ...]:
+def ready_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     """Return the jobs that only the pairs to have ready need."""
-    served = {job.digest for job in jobs_of(plan, context)}
+    served = {work.job.digest for work in jobs_of(plan, context)}
     more = {
-        job.digest: job
+        work.job.digest: work
         for pair in plan.ready
-        for job in jobs_of_pair(pair, plan.paths, context)
-        if job.digest not in served
+        for work in jobs_of_pair(pair, context)
+        if work.job.digest not in served
     }
     return tuple(more.values())
 
@@ -278,12 +234,12 @@ def ready_name(job: Job) -> str:
     return f"Have ready: {job.title}"
 
 
-def jobs_of_pair(pair: PairPlan, paths: Paths, context: tuple[ManagedFile, ...]) -> tuple[Job, ...]:
+def jobs_of_pair(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     """Return every job of one model and profile, in an order that respects ``after``."""
-    fetches = {source.repo: fetch_job(source, paths, pair.checkpoint) for source in pair.sources}
+    fetches = {source.repo: fetch_job(source, pair.checkpoint) for source in pair.sources}
     jobs = list(fetches.values())
     if pair.checkpoint is not None:
-        base = fetches[pair.checkpoint.base.repo]
-        jobs.append(checkpoint_job(pair.checkpoint, paths, base))
-    jobs.append(image_job(pair.image, paths, context))
+        base = fetches[pair.checkpoint.base.repo].job
+        jobs.append(checkpoint_job(pair.checkpoint, base))
+    jobs.append(image_job(pair.image, context))
     return tuple(jobs)

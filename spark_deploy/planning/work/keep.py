@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from spark_contract.keep import Keep
 
 from spark_deploy.planning.types import HostPlan
 
 
-def keep_of(plan: HostPlan) -> dict[str, Any]:
+def keep_of(plan: HostPlan) -> Keep:
     """Return what ``spark-host prune`` reads."""
     folders = {plan.serve.tree_dir}
-    folders |= {mount["source"] for mount in plan.serve.release["engine"]["mounts"]}
+    folders |= {mount.source for mount in plan.serve.release.engine.mounts}
     folders |= {source.dir for source in plan.sources}
     images = {plan.docker.check_image, plan.image.tag, plan.image.base}
     for pair in plan.ready:
         folders |= {pair.cache_dir, pair.tree.dir, *(source.dir for source in pair.sources)}
         images |= {pair.image.tag, pair.image.base}
-    return {
-        "releases_kept": plan.releases_kept,
-        "releases": [plan.serve.name],
-        "folders": sorted(folders),
-        "images": sorted(images),
-        "models_dir": plan.paths.models_dir,
-        "sources_dir": plan.paths.sources_dir,
-        "cache_dir": plan.paths.cache_dir,
-    }
+    return Keep(
+        releases_kept=plan.releases_kept,
+        releases=frozenset({plan.serve.name}),
+        folders=frozenset(folders),
+        images=frozenset(images),
+        models_dir=plan.paths.models_dir,
+        sources_dir=plan.paths.sources_dir,
+        cache_dir=plan.paths.cache_dir,
+    )

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from spark_host.gateway import api_key, gateway, gateway_settings, traffic
-from spark_host.gateway.gateway_settings import Gateway
+from spark_contract.gateway import Gateway
+from spark_host.gateway import api_key, gateway, traffic
+from spark_host.system import stored
 from stub_host import REPOSITORY, Host
 
 QUESTION = {
@@ -31,7 +32,7 @@ class Door:
 
     @property
     def settings(self) -> Gateway:
-        return gateway_settings.load("main", self.host.paths)
+        return stored.gateway_of("main", self.host.paths)
 
     @property
     def key(self) -> str:

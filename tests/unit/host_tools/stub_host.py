@@ -14,13 +14,12 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(REPOSITORY / "files" / "contract"), str(REPOSITORY / "files" / "host")]
 
-from spark_contract import release as releases  # noqa: E402
+from spark_contract.gateway import Gateway  # noqa: E402
 from spark_contract.paths import Paths  # noqa: E402
 from spark_contract.release import Release  # noqa: E402
 from spark_host.engine.client import Engine, EngineError  # noqa: E402
-from spark_host.gateway import gateway_settings  # noqa: E402
-from spark_host.gateway.gateway_settings import Gateway  # noqa: E402
-from spark_host.system import ports  # noqa: E402
+from spark_host.system import ports, stored  # noqa: E402
+from spark_host.system import stored as releases  # noqa: E402
 
 RELEASE = "main-0123456789ab"
 STUB_DIR = REPOSITORY / "lab" / "stub_engine"
@@ -68,7 +67,6 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
             "repeat": True,
             "conversation": True,
             "image": True,
-            "parallel": 3,
             "needle": {"context_tokens": 500},
             "prefix": {"block_tokens": 100},
             "acceptance_floor": 0.5,
@@ -121,7 +119,7 @@ class Host:
         path = self.paths.gateway_settings("main")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data))
-        return gateway_settings.load("main", self.paths)
+        return stored.gateway_of("main", self.paths)
 
     def proven_gpu(self, *arguments: str) -> None:
         """Write the deploy's proof that a container sees the GPU with these arguments."""
@@ -145,8 +143,7 @@ class Host:
 
     def start(self, release: Release, fault: str = "", **environment: str) -> Engine:
         """Run the stub with the release's arguments; return its client at once."""
-        socket = releases.socket_path(release, self.paths)
-        assert socket is not None
+        socket = self.paths.engine_socket(release.service)
         socket.parent.mkdir(parents=True, exist_ok=True)
         argv = [str(socket) if "engine.sock" in word else word for word in release.engine.argv]
         self.engines.append(
@@ -154,7 +151,7 @@ class Host:
                 [str(self.program), "serve", *argv],
                 stdout=self.log.open("wb"),
                 stderr=subprocess.STDOUT,
-                env={**dict(release.engine.env), "STUB_FAULT": fault, **environment},
+                env={**release.engine.env, "STUB_FAULT": fault, **environment},
             )
         )
         return Engine(str(socket))

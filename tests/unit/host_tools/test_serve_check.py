@@ -62,6 +62,11 @@ VIOLATIONS = [
 ELSEWHERE = {"first answer", "counters", "ready", "same run"}
 
 
+def leave_out(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    kept = tuple(item for item in runner.CHECKS if item.name not in names)
+    monkeypatch.setattr(runner, "CHECKS", kept)
+
+
 @pytest.mark.parametrize(("fault", "violated", "sentence"), VIOLATIONS)
 def test_a_fault_fails_the_check_made_for_it(
     host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, violated: str, sentence: str
@@ -72,17 +77,14 @@ def test_a_fault_fails_the_check_made_for_it(
         {"prompt": "What is 7823 * 4519?", "expect": "35352137", "max_tokens": 32},
     ]
     alone = {
-        "wrong-arithmetic": {
-            "check__conversation": False,
-            "check__parallel": 1,
-            "check__repeat": False,
-        },
-        "unsteady": {"check__copy": []},
-        "stream-cut": {"check__parallel": 1},
+        "wrong-arithmetic": ("conversation", "parallel", "repeat"),
+        "unsteady": ("copy",),
+        "stream-cut": ("parallel",),
     }
+    leave_out(monkeypatch, *alone.get(fault, ()))
     changes = {} if violated == "prefix reuse" else {"check__prefix": None}
     monkeypatch.setattr(prefix, "_COUNTER_WAIT_S", 0.3)
-    release = host.release(check__questions=exact, **changes, **alone.get(fault, {}))
+    release = host.release(check__questions=exact, **changes)
     host.started(release, fault)
     problems = failed(check(host, release))
     others = {"acceptance"} if fault == "no-drafts" else set()
@@ -90,8 +92,9 @@ def test_a_fault_fails_the_check_made_for_it(
     assert sentence in problems[violated]
 
 
-def test_requests_at_once_are_streams(host: Host) -> None:
-    release = host.release(check__stream=False, check__prefix=None)
+def test_requests_at_once_are_streams(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch, "stream")
+    release = host.release(check__prefix=None)
     host.started(release, "stream-cut")
     problems = failed(check(host, release))
     assert set(problems) == {"parallel"}

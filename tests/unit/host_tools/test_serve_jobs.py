@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from spark_contract import files
+from spark_contract.documents import plain
+from spark_contract.units import JOB
 from spark_host.jobs import jobs
 from spark_host.system import systemd
 from stub_host import Host
@@ -37,7 +39,6 @@ def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Pat
         "title": f"job {digest}",
         "argv": [sys.executable, "-u", "-c", script],
         "env": {"RECEIPT": str(receipt), "CONTENT": source_receipt(digest.ljust(64, "0"))},
-        "stdin": None,
         "proof": {"receipt": str(receipt), "digest": digest.ljust(64, "0")},
         "total_bytes": 1000,
         "after": [],
@@ -56,7 +57,7 @@ RECEIPT = (
 
 
 def poll(host: Host, *digests: str) -> list[dict[str, Any]]:
-    return jobs.poll(list(digests or [D12]), host.paths)
+    return plain(jobs.poll(list(digests or [D12]), host.paths))
 
 
 def test_a_job_with_its_proof_is_not_run_again(host: Host, units: dict[str, Any]) -> None:
@@ -101,7 +102,7 @@ def test_a_failed_job_shows_its_last_lines(host: Host, units: dict[str, Any]) ->
 def test_progress_lines_become_numbers(host: Host, units: dict[str, Any]) -> None:
     write_job(host, "print('phase=write bytes=456 rate_bytes_per_s=78.9 eta_s=7')")
     jobs.run(D12, host.paths)
-    units[jobs.unit_of(D12)] = {"ActiveState": "activating"}
+    units[JOB.of(D12)] = {"ActiveState": "activating"}
     entry = poll(host)[0]
     assert entry["state"] == "running"
     assert entry["progress"] == {
@@ -148,19 +149,6 @@ def test_what_a_failed_repair_set_aside_stays_for_the_next(host: Host) -> None:
     assert jobs.run(D12, host.paths) == 3
     aside = receipt.parent.with_name(f"{receipt.parent.name}.damaged")
     assert (aside / "whole.safetensors").read_text() == "still good"
-
-
-def test_a_job_gets_its_secret_on_standard_input_only(host: Host) -> None:
-    secret = host.paths.root / "token"
-    secret.write_text("hf_secret")
-    receipt = write_job(
-        host,
-        f"import sys; token = sys.stdin.read(); {RECEIPT}; "
-        "open(os.environ['RECEIPT'] + '.token', 'w').write(token)",
-        stdin=str(secret),
-    )
-    assert jobs.run(D12, host.paths) == 0
-    assert Path(f"{receipt}.token").read_text() == "hf_secret"
 
 
 def test_a_job_whose_program_is_missing_says_so(host: Host, units: dict[str, Any]) -> None:
@@ -227,7 +215,7 @@ def test_a_disk_too_full_for_progress_and_status_leaves_the_work_its_own_words(
     assert "error: the disk is full" in said
     assert "status.json: not written" in said
     # What the status cannot say, the journal of the run does.
-    units[jobs.unit_of(D12)] = {
+    units[JOB.of(D12)] = {
         "ActiveState": "failed",
         "Result": "exit-code",
         "InvocationID": "r1",
@@ -236,4 +224,4 @@ def test_a_disk_too_full_for_progress_and_status_leaves_the_work_its_own_words(
     monkeypatch.setattr(systemd, "journal", lambda *words: asked.append(words) or ["error: full"])
     [entry] = poll(host)
     assert (entry["state"], entry["log_tail"]) == ("failed", ["error: full"])
-    assert asked == [("r1", jobs.unit_of(D12), 20)]
+    assert asked == [("r1", JOB.of(D12), 20)]

@@ -135,8 +135,9 @@ def test_an_image_nobody_could_look_up_is_neither_there_nor_gone(
 ) -> None:
     digest12 = "0123456789ab"
     job = {
-        "digest": digest12.ljust(64, "0"), "kind": "image-build", "title": "build image x",
-        "argv": ["false"], "proof": {"image": "spark-vllm:x", "label": "e" * 64},
+        "schema_version": 1, "digest": digest12.ljust(64, "0"), "kind": "image-build",
+        "title": "build image x", "argv": ["false"], "env": {}, "total_bytes": None, "after": [],
+        "proof": {"image": "spark-vllm:x", "label": "e" * 64},
     }  # fmt: skip
     host.paths.job(digest12).mkdir(parents=True)
     files.write_json(host.paths.job(digest12) / "job.json", job)
@@ -146,9 +147,9 @@ def test_an_image_nobody_could_look_up_is_neither_there_nor_gone(
     [unknown] = jobs.poll([digest12], host.paths)
     [known] = jobs.poll([digest12], host.paths)
 
-    assert unknown["state"] == "unknown"
-    assert "docker: did not answer within" in unknown["result"]
-    assert known["state"] == "done"
+    assert unknown.state == "unknown"
+    assert "docker: did not answer within" in unknown.result
+    assert known.state == "done"
 
 
 def test_a_proof_holds_though_docker_is_late(host: Host, late: Late) -> None:

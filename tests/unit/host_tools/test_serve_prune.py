@@ -75,8 +75,9 @@ class Machine:
 
     def job(self, digest12: str, proof: dict[str, str], *words: str, kind: str = "fetch") -> None:
         data = {
-            "digest": digest12.ljust(64, "0"), "kind": kind, "title": digest12,
-            "argv": ["true", *words], "proof": proof,
+            "schema_version": 1, "digest": digest12.ljust(64, "0"), "kind": kind,
+            "title": digest12, "argv": ["true", *words], "env": {}, "proof": proof,
+            "total_bytes": None, "after": [],
         }  # fmt: skip
         files.write_json(self.paths.job(digest12) / "job.json", data)
         files.write_json(self.paths.job(digest12) / "status.json", {"started_at": "then"})

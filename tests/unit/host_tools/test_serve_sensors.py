@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from spark_contract import release as releases
+from spark_host.system import stored as releases
 from spark_host.watch import sensors
 from spark_host.watch.sensors import Reading, Thermometer, parse
 from stub_host import Host

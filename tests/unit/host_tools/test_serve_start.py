@@ -24,7 +24,7 @@ def test_the_engine_gets_the_gpu_as_the_container_check_did(
     host.proven_gpu(*arguments)
     release = host.release()
     argv = serve.docker_argv(release, host.paths)
-    given = argv[: argv.index(release.image_tag)]  # what comes later is the engine's
+    given = argv[: argv.index(release.image.tag)]  # what comes later is the engine's
     assert [word for word in given if word.startswith(("--runtime", "--device"))] == [*arguments]
 
 

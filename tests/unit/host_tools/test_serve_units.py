@@ -113,4 +113,4 @@ def test_the_reference_states_how_exposed_every_unit_is(tmp_path: Path) -> None:
 
 def test_a_server_that_fails_rests_for_a_minute_or_more() -> None:
     assert int(section("spark-serve@.service", "Service")["RestartSec"]) >= 60
-    assert min(release["restart"]["delay_s"] for release in RELEASES) >= 60
+    assert min(release.restart.delay_s for release in RELEASES) >= 60

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from spark_contract import release as releases
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 from spark_host.engine.client import Metrics
+from spark_host.system import stored as releases
 from spark_host.watch import loop, sensors
 from spark_host.watch.loop import Judge
 from stub_host import RELEASE, Host
@@ -94,8 +94,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, most: int) -> list[float]:
 @pytest.fixture
 def listener(host: Host) -> Iterator[socket.socket]:
     """A socket in the engine's place: it takes connections and never says a word."""
-    path = releases.socket_path(host.release(), host.paths)
-    assert path is not None
+    path = host.paths.engine_socket(host.release().service)
     path.parent.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))

@@ -40,7 +40,8 @@ def texts(value: ast.expr, function: ast.FunctionDef) -> set[str]:
     assigned = [
         node.value
         for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == value.id
+        if (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == value.id)
+        or (isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == value.id)
     ]
     assert assigned, f"{value.id} is not assigned in {function.name}"
     return set().union(*(texts(one, function) for one in assigned))

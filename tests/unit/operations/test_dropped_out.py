@@ -83,7 +83,7 @@ def test_a_change_on_a_host_that_is_lost_fails_and_says_that_the_host_goes_on(
     clock: list[float],
 ) -> None:
     host = Wired()
-    assert not rollout.change_now(None, host, "main-aaaaaaaaaaaa", "/t", 60)  # type: ignore[arg-type]
+    assert not rollout.change_now(None, host, "main-aaaaaaaaaaaa", 60)  # type: ignore[arg-type]
     assert "takes it back, by itself" in host.logs[-1]
 
 
@@ -114,7 +114,7 @@ def test_only_the_host_that_failed_is_blamed_and_not_those_that_were_left_alone(
 
 def test_a_host_lost_during_its_own_change_holds_the_others_back(clock: list[float]) -> None:
     lost, host = Wired(), FakeHost({})
-    rollout.change_now(None, lost, "main-aaaaaaaaaaaa", "/t", 60)  # type: ignore[arg-type]
+    rollout.change_now(None, lost, "main-aaaaaaaaaaaa", 60)  # type: ignore[arg-type]
     others(host, lost)
     with on(host):
         problem = rollout.held_back("left alone")

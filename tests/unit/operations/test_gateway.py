@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from pyinfra.api.command import FunctionCommand, StringCommand
+from spark_contract.gateway import Gateway, tls_of
 
 from spark_deploy.errors import SettingsError
 from spark_deploy.facts.files import FileStates
@@ -22,23 +23,24 @@ from spark_deploy.operations.service import gateway
 from spark_deploy.payload.certificates import issue
 from spark_deploy.planning.serving.gateway import gateway_file
 from spark_deploy.planning.types import GatewayPlan, SecretSource, TlsPlan
-from tests.unit.operations.test_operations import PATHS, FakeHost, on
+from tests.unit.operations.test_operations import FakeHost, on
 from tests.unit.payload.test_certificates import openssl, pair, public
+from tests.unit.statuses import told
 
 PLAN = GatewayPlan(
-    service="main",
-    expose="loopback",
-    port=8000,
+    settings=Gateway("main", "loopback", 8000, 1 << 20, None, "/etc/spark/api-key", None),
     address="spark.example.org",
-    max_body_bytes=1 << 20,
-    max_requests_per_s=None,
-    settings_path="/etc/spark/gateway/main.json",
-    certificate_path="/etc/spark/gateway/main.crt",
-    certificate_key_path="/etc/spark/gateway/main.key",
-    key_path="/etc/spark/api-key",
     key=SecretSource("generate"),
     tls=None,
 )
+TLS = tls_of("main")
+
+
+def lan(tls: TlsPlan | None = None) -> GatewayPlan:
+    settings = dataclasses.replace(PLAN.settings, expose="lan", tls=TLS if tls else None)
+    return dataclasses.replace(PLAN, settings=settings, tls=tls)
+
+
 RELOAD = "/usr/local/lib/spark/current/bin/spark-host gateway-reload main"
 
 
@@ -49,7 +51,7 @@ class Host(FakeHost):
         super().__init__({})
         self.files = {f.path: f for f in files}
         gate = {"active": "active" if active else "inactive", "difference": difference}
-        self.status = HostStatus({"services": {"main": {"gateway": gate}}})
+        self.status = told({"services": {"main": {"gateway": gate}}})
         self.state: Any = None
 
     def get_fact(self, fact: Any, **arguments: Any) -> Any:
@@ -73,7 +75,7 @@ class Host(FakeHost):
 def run(host: Host, plan: GatewayPlan, executing: bool = True) -> list[Any]:
     with on(host, executing) as state:
         host.state = state
-        return list(gateway.configured._inner(plan, PATHS))
+        return list(gateway.configured._inner(plan))
 
 
 def sent(command: StringCommand) -> list[bytes]:
@@ -90,7 +92,7 @@ def test_a_gateway_as_planned_is_left_alone() -> None:
 
 
 def test_changed_settings_are_sent_and_taken_over_without_the_engine() -> None:
-    wider = dataclasses.replace(PLAN, expose="lan")
+    wider = lan()
     commands = run(Host(gateway_file(PLAN)), wider)
     assert sent(commands[0]) == [gateway_file(wider).content]
     assert [str(command) for command in commands[1:]] == [RELOAD]
@@ -109,9 +111,9 @@ def test_a_gateway_that_runs_with_something_else_is_reloaded_and_says_why() -> N
 
 
 def test_a_certificate_of_an_earlier_exposure_is_taken_away() -> None:
-    left = ManagedFile(PLAN.certificate_key_path, b"old", 0o600)
+    left = ManagedFile(TLS.key, b"old", 0o600)
     commands = run(Host(gateway_file(PLAN), left), PLAN)
-    assert str(commands[0]) == f"rm -f -- {PLAN.certificate_key_path}"
+    assert str(commands[0]) == f"rm -f -- {TLS.key}"
     assert str(commands[1]) == RELOAD
 
 
@@ -144,7 +146,7 @@ def test_an_unusable_key_of_the_controller_is_refused_without_showing_it(tmp_pat
 def test_the_user_s_own_certificate_is_sent_with_its_key_for_root_alone(tmp_path: Path) -> None:
     certificate, key = pair(tmp_path, "DNS:spark.example.org")
     tls = TlsPlan("own-cert", certificate, key, "", ("spark.example.org",))
-    plan = dataclasses.replace(PLAN, expose="lan", tls=tls)
+    plan = lan(tls)
     host = Host(gateway_file(plan))
     commands = run(host, plan)
     assert sent(commands[0]) == [Path(certificate).read_bytes(), Path(key).read_bytes()]
@@ -156,7 +158,7 @@ def test_the_user_s_own_certificate_is_sent_with_its_key_for_root_alone(tmp_path
 @pytest.fixture
 def private(tmp_path: Path) -> GatewayPlan:
     tls = TlsPlan("private-ca", "", "", str(tmp_path / "ca"), ("spark.example.org", "10.0.0.9"))
-    return dataclasses.replace(PLAN, expose="lan", tls=tls)
+    return lan(tls)
 
 
 def test_a_prediction_makes_no_ca(private: GatewayPlan) -> None:
@@ -172,10 +174,10 @@ def test_a_host_gets_a_certificate_of_the_ca_once(private: GatewayPlan, tmp_path
     openssl("verify", "-CAfile", f"{private.tls.ca_dir}/ca.pem", tmp_path / "leaf.pem")
     assert any("there is no CA" in line for line in host.logs)
 
-    crt = ManagedFile(private.certificate_path, certificate)
-    good = Host(gateway_file(private), crt, ManagedFile(private.certificate_key_path, key, 0o600))
+    crt = ManagedFile(TLS.certificate, certificate)
+    good = Host(gateway_file(private), crt, ManagedFile(TLS.key, key, 0o600))
     assert run(good, private) == []
-    exposed = Host(gateway_file(private), crt, ManagedFile(private.certificate_key_path, key))
+    exposed = Host(gateway_file(private), crt, ManagedFile(TLS.key, key))
     assert len(sent(run(exposed, private)[0])) == 2
     assert any("has not the mode 600" in line for line in exposed.logs)
 
@@ -184,8 +186,8 @@ def test_a_certificate_that_ends_soon_is_renewed(private: GatewayPlan) -> None:
     due = issue(private.tls.names, private.tls.ca_dir, days=20)
     host = Host(
         gateway_file(private),
-        ManagedFile(private.certificate_path, due.certificate),
-        ManagedFile(private.certificate_key_path, due.key, 0o600),
+        ManagedFile(TLS.certificate, due.certificate),
+        ManagedFile(TLS.key, due.key, 0o600),
     )
     commands = run(host, private)
     assert sent(commands[0])[0] != due.certificate
@@ -195,20 +197,20 @@ def test_a_certificate_that_ends_soon_is_renewed(private: GatewayPlan) -> None:
 
 def test_a_new_key_is_made_on_the_host_or_refused_with_the_place_to_change_it() -> None:
     with on(Host()):
-        made = list(gateway.new_key._inner(PLAN, PATHS))
+        made = list(gateway.new_key._inner(PLAN))
     assert [str(c) for c in made] == [RELOAD.replace("gateway-reload", "gateway-new-key")]
     given = dataclasses.replace(PLAN, key=SecretSource("env", ("SPARK_KEY",)))
     with on(Host()):
-        refused = list(gateway.new_key._inner(given, PATHS))
+        refused = list(gateway.new_key._inner(given))
     assert isinstance(refused[0], FunctionCommand)
     assert "env SPARK_KEY" in refused[0].args[0]
 
 
 def test_a_host_without_anything_of_ours_is_told_to_deploy_first() -> None:
     host = Host()
-    host.status = HostStatus({})
+    host.status = HostStatus(None)
     with on(host):
-        [refused] = gateway.new_key._inner(PLAN, PATHS)
+        [refused] = gateway.new_key._inner(PLAN)
     assert isinstance(refused, FunctionCommand)
     assert "nothing was deployed here yet" in refused.args[0]
 

@@ -5,34 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from spark_contract.job import ImageProof, Job, JobState, State
+from spark_contract.units import BOOT_LINKS
 
-from spark_deploy.facts.service.jobs import Jobs, JobState, JobStates
+from spark_deploy.facts.service.jobs import Jobs, JobStates
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.service import jobs
-from spark_deploy.planning.work.jobs import Job
+from spark_deploy.planning.work.jobs import Work
 from tests.unit.operations.test_releases import Answering, outcome
 
 NOW, BEFORE = "main-aaaaaaaaaaaa", "main-bbbbbbbbbbbb"
 TARGET = f"spark-prepare@{NOW}.target"
 GIVEN_UP = f"spark-prepare@{BEFORE}.target"
 OTHERS = ("spark-prepare@main-ready.target", "spark-prepare@embed-cccccccccccc.target")
-WORK = Job(
-    digest="d" * 64, kind="image-build", title="build image x", argv=("true",), env=(),
-    proof={"image": "x"}, total_bytes=None, after=(), inputs=(ManagedFile("/i", b"i"),), dir="/j",
+JOB = Job(
+    digest="d" * 64, kind="image-build", title="build image x", argv=("true",), env={},
+    proof=ImageProof("x"), total_bytes=None, after=(),
 )  # fmt: skip
+WORK = Work(JOB, (ManagedFile("/i", b"i"),))
 
 
-def host(state: str, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> Answering:
-    states = {WORK.digest12: JobState(state, WORK.title, "said", None, ())}
+def host(state: State, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> Answering:
+    told = JobState(JOB.digest, JOB.title, JOB.kind, state, "said", None, None, None, "said", ())
+    states = {JOB.digest12: told}
     return Answering(JobStates=Jobs(states, linked, pulled), FileStates={})
 
 
 def prepared(seen: Answering, *, retire_others: bool = True) -> list[str]:
-    return outcome(seen, jobs.prepared, (WORK,), NOW, "/t", 60, retire_others)
+    return outcome(seen, jobs.prepared, (JOB,), NOW, 60, retire_others)
 
 
 def job(seen: Answering) -> list[str]:
-    return outcome(seen, jobs.job, WORK, NOW, "/t", (WORK.digest12,))
+    return outcome(seen, jobs.job, WORK, NOW, (JOB.digest12,))
 
 
 def test_work_of_a_choice_that_was_given_up_is_taken_from_the_boot() -> None:
@@ -62,21 +66,19 @@ def test_pairs_to_have_ready_leave_the_others_alone() -> None:
 
 
 def test_running_work_is_attached_to_when_a_boot_would_go_on_with_it() -> None:
-    seen = host("running", (TARGET,), (WORK.digest12,))
+    seen = host("running", (TARGET,), (JOB.digest12,))
     assert job(seen) == []
     assert seen.noops == ["build image x: already running, attaching"]
 
 
 @pytest.mark.parametrize(
-    ("linked", "pulled"), [((GIVEN_UP,), ()), ((TARGET,), ()), ((), (WORK.digest12,))]
+    ("linked", "pulled"), [((GIVEN_UP,), ()), ((TARGET,), ()), ((), (JOB.digest12,))]
 )
 def test_running_work_of_an_earlier_choice_boots_for_the_present_one(
     linked: tuple[str, ...], pulled: tuple[str, ...]
 ) -> None:
     *_, command = job(host("running", linked, pulled))
-    assert (
-        f"ln -sfn /etc/systemd/system/spark-prepare@.target {jobs.BOOT_LINKS}/{TARGET}" in command
-    )
+    assert f"ln -sfn /etc/systemd/system/spark-prepare@.target {BOOT_LINKS}/{TARGET}" in command
     assert "systemctl start" not in command
 
 

@@ -49,9 +49,6 @@ PATHS = Paths(
     models_dir="/srv/spark/models",
     sources_dir="/srv/spark/sources",
     cache_dir="/srv/spark/cache",
-    config_dir="/etc/spark",
-    state_dir="/var/lib/spark",
-    tools_dir="/usr/local/lib/spark",
     **({"docker_dir": "/var/lib/docker"} if "docker_dir" in Paths.__slots__ else {}),
 )
 NEEDS = NeedsPlan(

@@ -13,7 +13,7 @@ import pytest
 from spark_deploy.facts.machine.reboots import BOOT_ID, RebootedFor
 from spark_deploy.operations.machine import preflight
 from spark_deploy.operations.service import reboots
-from tests.unit.operations.test_operations import NEEDS, PATHS, FakeHost, on, sections_of, shown
+from tests.unit.operations.test_operations import NEEDS, FakeHost, on, sections_of, shown
 
 KERNEL = {"kernels": ["6.17.0-1021-nvidia", "6.17.0-1029-nvidia"]}
 PENDING = "kernel 6.17.0-1029-nvidia is installed, 6.17.0-1021-nvidia is running"
@@ -43,7 +43,7 @@ def asked(host: Host, failed: tuple[str, ...] = (), executing: bool = True) -> l
     results = {other: SimpleNamespace(error_ops={"op"}) for other in others}
     with on(host, executing):
         host.state = SimpleNamespace(inventory=others, results=results)
-        return [shown(c) for c in reboots.rebooted._inner(ALLOWED, SERVE, PATHS)]
+        return [shown(c) for c in reboots.rebooted._inner(ALLOWED, SERVE)]
 
 
 def test_a_host_without_a_cause_is_left_up() -> None:
@@ -107,7 +107,7 @@ def test_what_a_reboot_is_for_is_noted_under_the_boot_that_ends(
 
     monkeypatch.setattr(reboots, "run", run)
     monkeypatch.setattr(reboots, "_came_back", lambda *_: False)
-    assert not reboots._reboot(None, Host(), PENDING, ALLOWED, SERVE, PATHS)  # type: ignore[arg-type]
+    assert not reboots._reboot(None, Host(), PENDING, ALLOWED, SERVE)  # type: ignore[arg-type]
     assert noted == [f"the-boot-before\n{PENDING}"]
 
 

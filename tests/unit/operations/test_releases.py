@@ -6,15 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from spark_contract.keep import Keep
 
 from spark_deploy.facts.service.releases import Prunable, WayBack
-from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.operations.service import releases, rollout, serve
-from tests.unit.operations.test_operations import PATHS, FakeHost, on, shown
+from tests.unit.operations.test_operations import FakeHost, on, shown
+from tests.unit.statuses import told
 from tests.unit.test_serve_status import RELEASE, RIGHT
 
 A = {"name": "main-aaaaaaaaaaaa", "model": "m", "profile": "v2"}
 B = {"name": "main-bbbbbbbbbbbb", "model": "m", "profile": "v2-tq"}
+KEEP = Keep(2, frozenset(), frozenset(), frozenset(), "/m", "/s", "/c")
 
 
 class Answering(FakeHost):
@@ -40,19 +42,17 @@ def back(answer: dict[str, Any], **more: Any) -> tuple[Answering, list[str]]:
     host = Answering(WayBack=answer)
     for name, value in more.items():
         setattr(host.state, name, value)
-    return host, outcome(host, releases.rolled_back, "main", None, PATHS, 60)
+    return host, outcome(host, releases.rolled_back, "main", None, 60)
 
 
 def test_a_rollback_is_one_command_to_the_named_release() -> None:
     _, commands = back({"from": B, "to": A})
-    assert commands == [
-        "_begin_and_watch(rollback main --to main-aaaaaaaaaaaa, /usr/local/lib/spark, 60)"
-    ]
+    assert commands == ["_begin_and_watch(rollback main --to main-aaaaaaaaaaaa, 60)"]
 
 
 def test_a_dry_rollback_says_from_where_to_where() -> None:
     host = Answering(WayBack={"from": B, "to": A})
-    commands = outcome(host, releases.rolled_back, "main", None, PATHS, 60, executing=False)
+    commands = outcome(host, releases.rolled_back, "main", None, 60, executing=False)
     assert len(commands) == 1
     assert host.logs == [
         "goes back from main-bbbbbbbbbbbb (m with v2-tq) to main-aaaaaaaaaaaa (m with v2)"
@@ -85,8 +85,8 @@ MALFORMED = (
 @pytest.mark.parametrize(
     ("fact", "operation", "arguments"),
     [
-        (WayBack, releases.rolled_back, ("main", None, PATHS, 60)),
-        (Prunable, releases.pruned, ({"releases_kept": 2}, PATHS)),
+        (WayBack, releases.rolled_back, ("main", None, 60)),
+        (Prunable, releases.pruned, (KEEP,)),
     ],
 )
 def test_what_the_host_tools_refuse_is_told_in_their_words(
@@ -114,13 +114,13 @@ def test_a_failure_elsewhere_leaves_this_host_alone() -> None:
 
 
 def test_after_a_rollback_the_run_is_red_unless_what_serves_is_proven() -> None:
-    good = Answering(Status=HostStatus(RIGHT))
-    assert outcome(good, releases.still_proven, "main", PATHS) == []
+    good = Answering(Status=told(RIGHT))
+    assert outcome(good, releases.still_proven, "main") == []
     assert "the next deploy.py goes to what group_vars say" in good.logs[0]
 
     closed = {**RIGHT["services"]["main"], "door_open": False}
-    bad = Answering(Status=HostStatus({**RIGHT, "services": {"main": closed}}))
-    [command] = outcome(bad, releases.still_proven, "main", PATHS)
+    bad = Answering(Status=told({**RIGHT, "services": {"main": closed}}))
+    [command] = outcome(bad, releases.still_proven, "main")
     assert "gateway is closed" in command
 
 
@@ -139,10 +139,10 @@ FOUND = {
 @pytest.mark.parametrize("executing", [False, True])
 def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
     host = Answering(Prunable=FOUND)
-    commands = outcome(host, releases.pruned, {"releases_kept": 2}, PATHS, executing=executing)
+    commands = outcome(host, releases.pruned, KEEP, executing=executing)
     text = "\n".join(host.logs)
     assert len(commands) == 1
-    outcome(host, releases.pruned, {"releases_kept": 2}, PATHS)
+    outcome(host, releases.pruned, KEEP)
     assert "\n".join(host.logs) == text
     assert "7.25 GB  tree /srv/spark/models/x" in text
     assert "release main-aaaaaaaaaaaa: serves" in text
@@ -152,7 +152,7 @@ def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
 
 def test_a_prune_with_nothing_to_do_does_nothing() -> None:
     host = Answering(Prunable={**FOUND, "items": [], "bytes": 0})
-    assert outcome(host, releases.pruned, {}, PATHS) == []
+    assert outcome(host, releases.pruned, KEEP) == []
     assert host.noops == ["nothing can go"]
 
 
@@ -162,30 +162,30 @@ def plan() -> Any:
 
 def status(**service: Any) -> Answering:
     of_main = {**RIGHT["services"]["main"], **service}
-    return Answering(Status=HostStatus({**RIGHT, "services": {"main": of_main}}))
+    return Answering(Status=told({**RIGHT, "services": {"main": of_main}}))
 
 
 def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
     stopped = {"at": "2026-11-21T10:00:00Z", "by": "ann@desk", "release": RELEASE}
     host = status(stopped_by_hand=stopped, active=None)
-    assert outcome(host, serve.switched, plan(), PATHS, 60) == []
+    assert outcome(host, serve.switched, plan(), 60) == []
     assert "stopped on purpose by ann@desk and is down since 2026-11-21T10" in host.logs[0]
     assert "`spark-deploy start` brings it back" in host.logs[0]
-    assert outcome(host, serve.proven, plan(), SimpleNamespace(), PATHS) == []
+    assert outcome(host, serve.proven, plan(), SimpleNamespace()) == []
 
 
 def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() -> None:
     gone_back = {"from": RELEASE, "to": "main-aaaaaaaaaaaa", "at": "then"}
     host = status(active="main-aaaaaaaaaaaa", good="main-aaaaaaaaaaaa", rolled_back=gone_back)
-    assert len(outcome(host, serve.switched, plan(), PATHS, 60)) == 1
+    assert len(outcome(host, serve.switched, plan(), 60)) == 1
     assert f"was rolled back from {RELEASE}" in host.logs[0]
     assert f"group_vars say {RELEASE}" in host.logs[0]
 
 
 def test_a_way_back_is_asked_without_changing_anything() -> None:
-    assert "--dry" in WayBack().command("/t", "main", None)
-    assert "--to main-aaaaaaaaaaaa --dry" in WayBack().command("/t", "main", "main-aaaaaaaaaaaa")
-    assert "prune --dry" in Prunable().command("/t", "{}")
+    assert "--dry" in WayBack().command("main", None)
+    assert "--to main-aaaaaaaaaaaa --dry" in WayBack().command("main", "main-aaaaaaaaaaaa")
+    assert "prune --dry" in Prunable().command("{}")
 
 
 class Polled:
@@ -210,7 +210,7 @@ class Polled:
 
 def watched(*answers: str) -> tuple[bool, Polled]:
     host = Polled(*answers)
-    done = rollout._begin_and_watch(None, host, "switch-begin r", "/t", 60)  # type: ignore[arg-type]
+    done = rollout._begin_and_watch(None, host, "switch-begin r", 60)  # type: ignore[arg-type]
     return done, host
 
 

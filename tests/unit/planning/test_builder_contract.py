@@ -17,9 +17,9 @@ MODELS = ("large", "small")
 
 def orders(model: str, profile: str) -> dict[str, dict]:
     return {
-        job.kind: json.loads(file.content)
-        for job in jobs_of(plan_of(model, profile), ())
-        for file in job.inputs
+        work.job.kind: json.loads(file.content)
+        for work in jobs_of(plan_of(model, profile), ())
+        for file in work.inputs
         if file.path.endswith(("fetch.json", "plan.json"))
     }
 

@@ -2,17 +2,14 @@
 
 import re
 import subprocess
-from types import SimpleNamespace
 
 import pytest
+from spark_contract.paths import TOOLS_DIR
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.planning.serving.release import unit_files_of
 
-
-def commands(tools_dir):
-    plan = SimpleNamespace(paths=SimpleNamespace(tools_dir=str(tools_dir)))
-    return {file.path: file for file in unit_files_of(plan, ())}
+COMMANDS = {file.path: file.content.decode() for file in unit_files_of(())}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +26,7 @@ def test_a_command_runs_as_root_whoever_types_it(tmp_path, name, user_id, said):
         "id": f"echo {user_id}",
         "sudo": 'echo sudo "$@"',
         "tools/current/bin/spark-host": 'echo tool "$@"',
-        name: commands(tmp_path / "tools")[f"/usr/local/bin/{name}"].content.decode(),
+        name: COMMANDS[f"/usr/local/bin/{name}"].replace(TOOLS_DIR, f"{tmp_path}/tools"),
     }
     for path, text in programs.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +41,7 @@ def test_a_command_runs_as_root_whoever_types_it(tmp_path, name, user_id, said):
 
 
 def test_every_command_that_a_fix_names_is_one_of_them():
-    there = {path.rpartition("/")[2] for path in commands("/x")}
+    there = {path.rpartition("/")[2] for path in COMMANDS}
     sources = [*CHECKOUT.glob("files/host/**/*.py"), *CHECKOUT.glob("spark_deploy/**/*.py")]
     named = set()
     for source in sources:

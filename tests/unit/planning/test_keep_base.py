@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from spark_contract.documents import plain
+from spark_contract.job import AbsentProof, ReceiptProof
 
 from spark_deploy.cli.plan import lines
 from spark_deploy.errors import PlanError
@@ -67,21 +69,26 @@ def test_the_base_is_fetched_only_while_the_tree_is_missing_and_removed_last():
     plan = plan_of(**LET_GO)
     fetch, build, _image = jobs_of(plan, ())
     (removal,) = discard_jobs_of(plan)
-    tree = {"receipt": f"{plan.checkpoint.dir}/receipt.json", "digest": plan.checkpoint.digest}
-    described = {file.path: file.content for file in fetch.files()}[f"{fetch.dir}/job.json"]
-    assert json.loads(described)["unless"] == tree
-    assert build.proof == tree
-    assert removal.proof == {"absent": plan.checkpoint.base.dir}
-    assert removal.argv[-4:] == ("discard", plan.checkpoint.base.dir, "--tree", plan.checkpoint.dir)
+    tree = ReceiptProof(f"{plan.checkpoint.dir}/receipt.json", plan.checkpoint.digest)
+    described = {file.path: file.content for file in fetch.files()}[f"{fetch.job.dir}/job.json"]
+    assert json.loads(described)["unless"] == plain(tree)
+    assert build.job.proof == tree
+    assert removal.job.proof == AbsentProof(plan.checkpoint.base.dir)
+    assert removal.job.argv[-4:] == (
+        "discard",
+        plan.checkpoint.base.dir,
+        "--tree",
+        plan.checkpoint.dir,
+    )
 
 
 def test_a_base_that_is_kept_again_is_another_job_so_that_it_is_fetched():
     kept = plan_of(**{"checkpoint.layout": "full"})
-    fetch = jobs_of(kept, ())[0]
+    fetch = jobs_of(kept, ())[0].job
     assert discard_jobs_of(kept) == ()
-    assert fetch.unless == ()
-    assert fetch.digest != jobs_of(plan_of(**LET_GO), ())[0].digest
-    assert fetch.digest == jobs_of(plan_of(), ())[0].digest
+    assert fetch.unless is None
+    assert fetch.digest != jobs_of(plan_of(**LET_GO), ())[0].job.digest
+    assert fetch.digest == jobs_of(plan_of(), ())[0].job.digest
 
 
 @pytest.mark.parametrize(

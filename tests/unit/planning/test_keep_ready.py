@@ -22,7 +22,7 @@ def planned(*ready: dict[str, str], **more: Any) -> HostPlan:
 
 
 def kinds(jobs: Any) -> list[str]:
-    return sorted(job.kind for job in jobs)
+    return sorted(work.job.kind for work in jobs)
 
 
 def test_another_model_brings_its_own_downloads_and_tree():
@@ -50,10 +50,10 @@ def test_having_others_ready_changes_nothing_of_what_is_served():
 
 def test_a_switch_to_a_ready_pair_needs_no_further_work():
     before = planned(OTHER, BASE)
-    done = {job.digest for job in (*jobs_of(before, ()), *ready_jobs_of(before, ()))}
+    done = {work.job.digest for work in (*jobs_of(before, ()), *ready_jobs_of(before, ()))}
     for pair in (OTHER, BASE):
         after = plan_of(pair["model"], pair["profile"])
-        assert {job.digest for job in jobs_of(after, ())} <= done
+        assert {work.job.digest for work in jobs_of(after, ())} <= done
 
 
 def test_disk_and_images_of_ready_pairs_are_asked_for():
@@ -81,13 +81,13 @@ def test_a_ready_pair_that_can_never_be_served_is_refused_by_its_name():
 def test_pruning_keeps_everything_a_switch_would_need(pair):
     keep = keep_of(planned(pair))
     for plan in (planned(), plan_of(pair["model"], pair["profile"])):
-        assert {plan.serve.tree_dir, *(source.dir for source in plan.sources)} <= {*keep["folders"]}
-        assert {plan.image.tag, plan.image.base} <= {*keep["images"]}
-        mounts = {mount["source"] for mount in plan.serve.release["engine"]["mounts"]}
-        assert mounts <= {*keep["folders"]}
+        assert {plan.serve.tree_dir, *(source.dir for source in plan.sources)} <= keep.folders
+        assert {plan.image.tag, plan.image.base} <= keep.images
+        mounts = {mount.source for mount in plan.serve.release.engine.mounts}
+        assert mounts <= keep.folders
 
 
 def test_pruning_keeps_the_planned_release_and_as_many_ways_back_as_were_said():
     plan = planned(**{"releases.keep": 4})
     keep = keep_of(plan)
-    assert (keep["releases"], keep["releases_kept"]) == ([plan.serve.name], 4)
+    assert (keep.releases, keep.releases_kept) == ({plan.serve.name}, 4)

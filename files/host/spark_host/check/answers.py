@@ -14,6 +14,7 @@ from spark_host.check.probe import CheckError, Message, Probe, content, short, u
 from spark_host.engine.client import EngineError
 
 _SAME_TOKEN_RUN = 24
+_STREAMS = 3
 
 
 def _judge(question: Question, answer: str) -> None:
@@ -55,7 +56,7 @@ def _ask(probe: Probe, questions: tuple[Question, ...]) -> str:
 def copies(probe: Probe) -> str:
     """Given strings come back letter by letter."""
     for text in probe.plan.copy:
-        prompt = probe.plan.copy_prompt.format(text=text)
+        prompt = f"Repeat exactly: {text}"
         answer = probe.say(prompt, max(32, 2 * len(text))).strip().strip("\"'`")
         if answer != text:
             raise CheckError(f"asked to repeat {short(text)}, it said {short(answer)}")
@@ -88,18 +89,17 @@ def conversation(probe: Probe) -> str:
 
 def parallel(probe: Probe) -> str:
     """Several streams at once are each answered right."""
-    count = probe.plan.parallel
-    questions = (probe.plan.questions * count)[:count]
-    with ThreadPoolExecutor(max_workers=count) as pool:
+    questions = (probe.plan.questions * _STREAMS)[:_STREAMS]
+    with ThreadPoolExecutor(max_workers=_STREAMS) as pool:
         asked = [(question, pool.submit(_streamed, probe, question)) for question in questions]
         for question, streamed in asked:
             try:
                 text, tokens = streamed.result()
                 _judge(question, text)
             except CheckError as error:
-                raise CheckError(f"among {count} streams at once {error}") from error
+                raise CheckError(f"among {_STREAMS} streams at once {error}") from error
             probe.tokens_seen += tokens
-    return f"{count} streams at once were answered right"
+    return f"{_STREAMS} streams at once were answered right"
 
 
 def stream(probe: Probe) -> str:
@@ -206,7 +206,7 @@ _NEEDLE = "The secret number of the lighthouse is 48213."
 
 def needle(probe: Probe) -> str:
     """A fact in the middle of a long context is found again."""
-    tokens = probe.plan.needle_tokens or 0
+    tokens = probe.plan.needle.context_tokens if probe.plan.needle else 0
     filler = "The sea was calm and the gulls were quiet that day. "
     half = filler * (tokens // 24)
     prompt = f"{half}{_NEEDLE} {half}\nWhat is the secret number of the lighthouse? Digits only."

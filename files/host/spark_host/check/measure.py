@@ -16,6 +16,7 @@ from typing import Any
 from spark_contract import files
 from spark_contract.paths import Paths
 from spark_contract.release import Release
+from spark_contract.sentences import PHASE, SPEED
 
 from spark_host.engine.client import Engine, EngineError
 from spark_host.records import upgrades
@@ -89,7 +90,7 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
             not samples.rounds or time.monotonic() - begun < limit_s
         ):
             _round(release, engine, samples, timeout_s)
-            report(f"phase=bench round={samples.rounds} of {_ROUNDS}")
+            report(f"{PHASE}bench round={samples.rounds} of {_ROUNDS}")
         others = engine.metrics().generated - counted - samples.tokens
     except EngineError as error:
         raise NotMeasuredError(f"no speed was measured: {error}") from error
@@ -152,7 +153,7 @@ def sentences(found: dict[str, Any]) -> Iterator[str]:
     numbers = (
         f"{item.what} {_number(found[item.key], item)}" for item in MEASURES if found.get(item.key)
     )
-    yield f"speed: {', '.join(numbers)}"
+    yield f"{SPEED}{', '.join(numbers)}"
     for item in found["worse"]:
         since = f" after {', '.join(found['changed'])}" if found["changed"] else ""
         yield f"clearly slower{since}: {item['text']}"
@@ -231,7 +232,7 @@ def _long_prompt(release: Release, mark: str) -> str:
 
 
 def _streams(release: Release) -> int:
-    return min(_STREAMS, int(release.engine.option("--max-num-seqs") or 1))
+    return min(_STREAMS, release.engine.max_sequences)
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

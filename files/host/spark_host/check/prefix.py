@@ -24,7 +24,7 @@ def prefix_reuse(probe: Probe) -> str:
     The engine keeps whole blocks only, so the first turn is longer than two of them. It begins
     with a number never sent before: what is found again was computed in this conversation.
     """
-    block_tokens = probe.plan.prefix_block_tokens or 0
+    block_tokens = probe.plan.prefix.block_tokens if probe.plan.prefix else 0
     filler = _FILLER * (2 * block_tokens // _FILLER_TOKENS + 1)
     start = f"Note {time.time_ns() % 10**9}. {filler}{_NEEDLE}\n{_QUESTION}"
     messages: list[dict[str, str]] = []

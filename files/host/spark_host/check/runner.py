@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import documents
-from spark_contract import release as releases
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import Finding, Proof
-from spark_contract.release import Release
+from spark_contract.release import Release, service_of
+from spark_contract.sentences import PHASE, PREFIX_REUSE, STAND_IN, WAITED
 
 from spark_host.check import answers, evidence, images
 from spark_host.check.prefix import prefix_reuse
@@ -24,6 +24,7 @@ from spark_host.check.probe import CheckError, Probe
 from spark_host.engine.client import Engine, EngineError, NotListeningError
 from spark_host.gateway import traffic
 from spark_host.records import boot, proof
+from spark_host.system import stored as releases
 from spark_host.system import systemd
 from spark_host.system.log import Report
 from spark_host.system.ports import Host
@@ -53,21 +54,16 @@ CHECKS = (
     Check("first answer", "quick", answers.first_answer, lambda p: bool(p.plan.questions)),
     Check("answers", "full", answers.all_answers, lambda p: len(p.plan.questions) > 1),
     Check("copy", "full", answers.copies, lambda p: bool(p.plan.copy)),
-    Check("stream", "full", answers.stream, lambda p: p.plan.stream and bool(p.plan.questions)),
+    Check("stream", "full", answers.stream, lambda p: bool(p.plan.questions)),
     Check("repeat", "full", answers.repeats, lambda p: p.plan.repeat),
     Check("tool call", "full", answers.tool_call, lambda p: p.plan.tool_call),
     Check("reasoning", "full", answers.reasoning, lambda p: p.plan.reasoning),
     Check("conversation", "full", answers.conversation, lambda p: p.plan.conversation),
-    Check(
-        "parallel",
-        "full",
-        answers.parallel,
-        lambda p: p.plan.parallel > 1 and bool(p.plan.questions),
-    ),
+    Check("parallel", "full", answers.parallel, lambda p: bool(p.plan.questions)),
     Check("image", "full", images.image, lambda p: p.plan.image),
-    Check("prefix reuse", "full", prefix_reuse, lambda p: p.plan.prefix_block_tokens is not None),
+    Check(PREFIX_REUSE, "full", prefix_reuse, lambda p: p.plan.prefix is not None),
     Check("acceptance", "full", evidence.acceptance, lambda p: p.plan.acceptance_floor is not None),
-    Check("needle", "deep", answers.needle, lambda p: p.plan.needle_tokens is not None),
+    Check("needle", "deep", answers.needle, lambda p: p.plan.needle is not None),
     Check("counters", "quick", evidence.counters_move, lambda p: bool(p.plan.questions)),
     Check("metrics", "quick", evidence.metrics_required, lambda p: bool(p.plan.metrics_required)),
     Check("health", "quick", evidence.healthy),
@@ -115,7 +111,7 @@ def check(
         versions=versions,
         engine={"version": probe.engine_version},
         portable=release.check.portable,
-        stubbed=tuple(sorted(key for key, value in versions.items() if "labstub" in value)),
+        stubbed=tuple(sorted(key for key, value in versions.items() if STAND_IN in value)),
     )
     keep(result, host, report)
     return result
@@ -190,7 +186,7 @@ def _ready(probe: Probe, report: Report) -> Finding:
             told = time.monotonic()
             last = next((line for line in reversed(probe.read_log()) if line.strip()), reason)
             report(
-                f"phase=load waited_s={waited:.0f} limit_s={limit_s:.0f} last: {last.strip()[:160]}"
+                f"{PHASE}load {WAITED}{waited:.0f} limit_s={limit_s:.0f} last: {last.strip()[:160]}"
             )
         time.sleep(0.2 if waited < 10 else 1.0)
 
@@ -261,7 +257,7 @@ def main(words: list[str], paths: Paths) -> int:
 
 
 def _only_active(host: Host) -> str:
-    services = sorted({releases.service_of(name) for name in releases.names(host.paths)})
+    services = sorted({service_of(name) for name in releases.names(host.paths)})
     running = [name for name in (boot.active(service, host) for service in services) if name]
     if len(running) != 1:
         raise HostToolError(

@@ -48,7 +48,7 @@ def tree_problem(release: Release) -> HostToolError | None:
     """Return the first file of the tree that the engine's account could not read."""
     if release.engine.user is None:
         return None
-    for place, _, names in os.walk(release.tree_path):
+    for place, _, names in os.walk(release.tree.path):
         for path in (Path(place), *(Path(place) / name for name in names)):
             needed = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
             if path.stat().st_mode & needed != needed:

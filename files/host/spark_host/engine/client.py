@@ -11,7 +11,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
 from spark_contract.paths import Paths
-from spark_contract.release import Release, socket_path
+from spark_contract.release import Release
 
 
 class EngineError(Exception):
@@ -71,10 +71,7 @@ class Engine:
     @classmethod
     def of(cls, release: Release, paths: Paths) -> Engine:
         """Return the client for a release's engine."""
-        path = socket_path(release, paths)
-        if path is not None:
-            return cls(str(path))
-        return cls(("127.0.0.1", int(release.engine.option("--port") or 8000)))
+        return cls(str(paths.engine_socket(release.service)))
 
     def get(self, path: str, timeout_s: float = 10) -> Reply:
         """Send ``GET path``."""

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
+from spark_contract.sentences import PHASE, WAITED
 
 from spark_host.system import docker
 from spark_host.system.log import Report
@@ -68,7 +69,7 @@ def wait_for_memory(needed_bytes: int, wait_s: float, report: Report, poll_s: fl
                 else f"stop what holds it: {_holders()}"
             )
             raise HostToolError("memory", f"{obstacle} after {waited:.0f} s", fix)
-        report(f"phase=memory waited_s={waited:.0f} limit_s={wait_s:.0f} {obstacle}")
+        report(f"{PHASE}memory {WAITED}{waited:.0f} limit_s={wait_s:.0f} {obstacle}")
         time.sleep(min(poll_s, max(0.0, wait_s - waited)))
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
-from spark_contract.paths import Paths
-from spark_contract.release import Release, load, socket_path
+from spark_contract.paths import ENGINE_SOCKET, Paths
+from spark_contract.release import Release
+from spark_contract.sentences import PHASE
+from spark_contract.units import DIGEST_LABEL, SWITCH
 
 from spark_host.engine import account, cdi, memory
 from spark_host.gateway import traffic
@@ -18,6 +20,7 @@ from spark_host.records import boot
 from spark_host.system import docker
 from spark_host.system.log import log
 from spark_host.system.ports import Host
+from spark_host.system.stored import load
 
 _DOCKER_WAIT_S = 90.0
 
@@ -52,9 +55,7 @@ def prepare(name: str, paths: Paths) -> int:
         if not mount.read_only:  # caches of the engine start empty
             Path(mount.source).mkdir(mode=0o755, parents=True, exist_ok=True)
             account.give_all(Path(mount.source), release)
-    socket = socket_path(release, paths)
-    if socket is not None:
-        files.remove(socket)
+    files.remove(paths.engine_socket(release.service))
     return 0
 
 
@@ -62,9 +63,9 @@ def run(name: str, paths: Paths) -> int:
     """Become the engine's ``docker run``; the lock is held for the life of the process."""
     release = load(name, paths)
     argv = docker_argv(release, paths)
-    environment = {**os.environ, **dict(release.engine.env)}
+    environment = {**os.environ, **release.engine.env}
     _take_engine_lock(release, paths)
-    log(f"starting {release.container}: {release.image_tag}")
+    log(f"starting {release.container}: {release.image.tag}")
     os.execvpe("docker", argv, environment)
 
 
@@ -85,9 +86,8 @@ def after_stop(name: str, paths: Paths) -> int:
     if alone:  # before docker is asked, which may take its time
         traffic.close(release.service, paths)
     docker.remove_container(release.container)
-    socket = socket_path(release, paths)
-    if alone and socket is not None:
-        files.remove(socket)
+    if alone:
+        files.remove(paths.engine_socket(release.service))
     return 0
 
 
@@ -98,18 +98,16 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
     argv += ["--label", f"spark.service={release.service}"]
     # The journal holds the log, once; the client still streams it with this driver.
     argv += ["--log-driver", "none"]
-    socket = socket_path(release, paths)
-    if socket is not None:
-        inside = Path(release.engine.option("--uds") or "").parent
-        argv += ["--mount", f"type=bind,source={socket.parent},target={inside}"]
+    outside, inside = paths.service_run(release.service), Path(ENGINE_SOCKET).parent
+    argv += ["--mount", f"type=bind,source={outside},target={inside}"]
     for mount in release.engine.mounts:
         text = f"type=bind,source={mount.source},target={mount.target}"
         argv += ["--mount", text + (",readonly" if mount.read_only else "")]
-    for key, _ in release.engine.env:
+    for key in sorted(release.engine.env):
         argv += ["--env", key]
     argv += account.docker_arguments(release)
     argv += docker.gpu_arguments(paths)
-    return [*argv, *release.engine.docker_args, release.image_tag, *release.engine.argv]
+    return [*argv, *release.engine.docker_args, release.image.tag, *release.engine.argv]
 
 
 def _take_engine_lock(release: Release, paths: Paths) -> None:
@@ -150,7 +148,7 @@ def _refuse_beside(holder: str | None, release: Release) -> None:
         raise HostToolError(
             "engine lock",
             f"the engine of {holder} runs on this host",
-            f"change over with: systemctl start spark-switch@{release.name}",
+            f"change over with: systemctl start {SWITCH.of(release.name)}",
         )
 
 
@@ -163,7 +161,7 @@ def _wait_for_docker() -> None:
                 f"does not answer after {_DOCKER_WAIT_S:.0f} s",
                 "systemctl status docker",
             )
-        log("phase=docker waiting for the docker daemon")
+        log(f"{PHASE}docker waiting for the docker daemon")
         time.sleep(2)
 
 
@@ -182,28 +180,25 @@ def part_problem(release: Release) -> HostToolError | None:
 
 
 def _image_problem(release: Release) -> HostToolError | None:
-    if docker.image(release.image_tag) is None:
-        return HostToolError(
-            f"image {release.image_tag}", "not on this host", "run the deploy again"
-        )
-    if release.image_label is not None:
-        label = docker.image_label(release.image_tag)
-        if label != release.image_label:
-            return HostToolError(
-                f"image {release.image_tag}",
-                f"label spark.digest is {label!r}, the release wants {release.image_label!r}",
-                "run the deploy again",
-            )
+    image = release.image
+    where, fix = f"image {image.tag}", "run the deploy again"
+    if docker.image(image.tag) is None:
+        return HostToolError(where, "not on this host", fix)
+    if image.digest_label is not None:
+        label = docker.image_label(image.tag)
+        if label != image.digest_label:
+            what = f"label {DIGEST_LABEL} is {label!r}, the release wants {image.digest_label!r}"
+            return HostToolError(where, what, fix)
     return None
 
 
 def _tree_problem(release: Release) -> HostToolError | None:
-    receipt = receipts.found(Path(release.tree_path))
+    receipt = receipts.found(Path(release.tree.path))
     found = None if receipt is None else receipt.digest
-    if found != release.tree_digest:
+    if found != release.tree.digest:
         return HostToolError(
-            f"tree {release.tree_path}",
-            f"receipt digest is {found!r}, the release wants {release.tree_digest!r}",
+            f"tree {release.tree.path}",
+            f"receipt digest is {found!r}, the release wants {release.tree.digest!r}",
             "run the deploy again",
         )
     return account.tree_problem(release)

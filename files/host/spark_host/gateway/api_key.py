@@ -9,9 +9,8 @@ from pathlib import Path
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
+from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
-
-from spark_host.gateway.gateway_settings import Gateway
 
 _USABLE = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}$")
 
@@ -54,4 +53,4 @@ def read(settings: Gateway, paths: Paths) -> str:
 
 def path_of(settings: Gateway, paths: Paths) -> Path:
     """Return where the key lies."""
-    return paths.root / settings.key_path.lstrip("/")
+    return paths.below(settings.key_path)

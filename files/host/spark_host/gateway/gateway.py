@@ -12,23 +12,20 @@ import signal
 import time
 from collections.abc import Callable
 
-from spark_contract import files
+from spark_contract import units
 from spark_contract.errors import HostToolError
-from spark_contract.exposure import EXPOSURES
+from spark_contract.gateway import EXPOSURES, Gateway
 from spark_contract.paths import Paths
-from spark_contract.release import Release, load_if_present, names, service_of, socket_path
+from spark_contract.release import Release
 
-from spark_host.gateway import api_key, gateway_settings, listeners, nginx
-from spark_host.gateway.gateway_settings import Gateway
-from spark_host.records import boot
-from spark_host.system import systemd
-from spark_host.system.ports import Host
+from spark_host.gateway import api_key, listeners, nginx
+from spark_host.system import stored, systemd
 
 
 def run(service: str, paths: Paths) -> int:
     """Render the configuration of a service and become its nginx."""
-    settings = gateway_settings.load(service, paths)
-    directory = nginx.render(settings, _upstream(service, paths), paths)
+    settings = stored.gateway_of(service, paths)
+    directory = nginx.render(settings, paths)
     program, config = nginx.program(paths), str(directory / "nginx.conf")
     os.execv(program, [program, "-p", str(directory), "-c", config, "-e", "stderr"])
 
@@ -39,13 +36,13 @@ def reload(service: str, paths: Paths) -> int:
     Answers under way are finished by the old workers; this returns once no old worker accepts
     anything new.
     """
-    settings = gateway_settings.load(service, paths)
+    settings = stored.gateway_of(service, paths)
     master = _master(service, paths)
     if master is None:
         raise HostToolError(
             f"gateway of {service}", "does not run", f"systemctl start {settings.unit}"
         )
-    nginx.render(settings, _upstream(service, paths), paths)
+    nginx.render(settings, paths)
     before = _workers(master)
     os.kill(master, signal.SIGHUP)
     _wait(
@@ -59,7 +56,7 @@ def reload(service: str, paths: Paths) -> int:
 
 def new_key(service: str, paths: Paths) -> int:
     """Replace the API key by a new random one; the old one is refused from then on."""
-    settings = gateway_settings.load(service, paths)
+    settings = stored.gateway_of(service, paths)
     api_key.replace(settings, paths)
     if _master(service, paths) is not None:
         reload(service, paths)
@@ -68,10 +65,8 @@ def new_key(service: str, paths: Paths) -> int:
 
 def bring_up(release: Release, paths: Paths) -> None:
     """Have the gateway run before this release's engine."""
-    settings = gateway_settings.load(release.service, paths)
+    settings = stored.gateway_of(release.service, paths)
     api_key.make(settings, paths)
-    # The good record is not written yet on a first deploy; the hint says whom to follow.
-    files.write_text(paths.service_run(release.service) / "gateway-of", release.name + "\n")
     if not systemd.is_active(settings.unit) or not boots(release.service, paths):
         systemd.systemctl("reset-failed", settings.unit)
         said = systemd.systemctl("enable", "--now", settings.unit)
@@ -79,16 +74,16 @@ def bring_up(release: Release, paths: Paths) -> None:
             raise HostToolError(
                 settings.unit, said.stderr.strip(), f"journalctl -u {settings.unit}"
             )
-    elif not nginx.is_current(settings, _upstream(release.service, paths), paths):
+    elif not nginx.is_current(settings, paths):
         reload(release.service, paths)
 
 
 def follow(service: str, paths: Paths) -> str | None:
     """Take over an address that came or went; return what changed, if anything."""
-    settings = gateway_settings.load(service, paths)
+    settings = stored.gateway_of(service, paths)
     if not EXPOSURES[settings.expose].late or _master(service, paths) is None:
         return None
-    if nginx.is_current(settings, _upstream(service, paths), paths):
+    if nginx.is_current(settings, paths):
         return None
     reload(service, paths)
     return "listens on " + ", ".join(map(str, listeners.wanted(settings).listeners))
@@ -96,7 +91,7 @@ def follow(service: str, paths: Paths) -> str | None:
 
 def boots(service: str, paths: Paths) -> bool:
     """Return whether the gateway starts with the host."""
-    return (paths.units / f"multi-user.target.wants/spark-gateway@{service}.service").is_symlink()
+    return (paths.boot_links / units.GATEWAY.of(service)).is_symlink()
 
 
 def difference(service: str, paths: Paths) -> str | None:
@@ -105,14 +100,14 @@ def difference(service: str, paths: Paths) -> str | None:
     What is wrong with the key is said by :func:`key_problem`.
     """
     try:
-        settings = gateway_settings.load(service, paths)
+        settings = stored.gateway_of(service, paths)
         master = _master(service, paths)
         if master is None or key_problem(service, paths) is not None:
             return None
         wanted = listeners.wanted(settings)
         if wanted.missing is not None:
             return wanted.missing
-        if not nginx.is_current(settings, _upstream(service, paths), paths):
+        if not nginx.is_current(settings, paths):
             return "its settings or its key changed since it took them over"
     except HostToolError as error:
         return str(error)
@@ -124,7 +119,7 @@ def key_problem(service: str, paths: Paths) -> str | None:
     if not paths.gateway_settings(service).exists():
         return None
     try:
-        api_key.read(gateway_settings.load(service, paths), paths)
+        api_key.read(stored.gateway_of(service, paths), paths)
     except HostToolError as error:
         return str(error)
     return None
@@ -134,7 +129,7 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
     """Return why this release's gateway could not run here; ``None`` when it could."""
     try:
         nginx.program(paths)
-        settings = gateway_settings.load(release.service, paths)
+        settings = stored.gateway_of(release.service, paths)
     except HostToolError as error:
         return error
     try:
@@ -150,7 +145,7 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
 
 def wait_until_listening(service: str, paths: Paths, wait_s: float = 10) -> None:
     """Return once the gateway listens on exactly its addresses."""
-    settings = gateway_settings.load(service, paths)
+    settings = stored.gateway_of(service, paths)
 
     def wrong() -> str | None:
         master = _master(service, paths)
@@ -208,23 +203,3 @@ def _title(pid: int) -> bytes:
 
 def _handed_over(before: frozenset[int], now: frozenset[int]) -> bool:
     return bool(now) and not before & now
-
-
-def _upstream(service: str, paths: Paths) -> str:
-    release = _release_in_use(service, paths)
-    path = socket_path(release, paths)
-    return f"unix:{path}" if path else f"127.0.0.1:{release.engine.option('--port')}"
-
-
-def _release_in_use(service: str, paths: Paths) -> Release:
-    """Return the release whose engine the gateway talks to: hinted, else good, else any."""
-    hint = paths.service_run(service) / "gateway-of"
-    hinted = hint.read_text().strip() if hint.is_file() else None
-    mine = [name for name in names(paths) if service_of(name) == service]
-    for name in (hinted, boot.good(service, Host(paths)).release, *reversed(mine)):
-        release = load_if_present(name, paths) if name else None
-        if release is not None:
-            return release
-    raise HostToolError(
-        f"gateway of {service}", "no release of this service", "run the deploy for this host"
-    )

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
+from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
 
 from spark_host.gateway import api_key, listeners
-from spark_host.gateway.gateway_settings import Gateway
 
 
 def program(paths: Paths) -> str:
@@ -29,7 +29,7 @@ def program(paths: Paths) -> str:
     raise HostToolError("nginx", "not installed", "run the deploy again")
 
 
-def render(settings: Gateway, upstream: str, paths: Paths) -> Path:
+def render(settings: Gateway, paths: Paths) -> Path:
     """Write keys.conf and a tested nginx.conf below /run; return their directory.
 
     Raises:
@@ -41,7 +41,7 @@ def render(settings: Gateway, upstream: str, paths: Paths) -> Path:
     os.chmod(directory, 0o711)
     files.write_text(directory / "keys.conf", keys_text(api_key.read(settings, paths)), 0o600)
     new = directory / "nginx.conf.new"
-    files.write_text(new, config_text(settings, upstream, paths), 0o600)
+    files.write_text(new, config_text(settings, paths), 0o600)
     tested = subprocess.run(
         [program(paths), "-t", "-q", "-p", str(directory), "-c", str(new), "-e", "stderr"],
         capture_output=True, text=True, timeout=60, check=False,
@@ -55,11 +55,11 @@ def render(settings: Gateway, upstream: str, paths: Paths) -> Path:
     return directory
 
 
-def is_current(settings: Gateway, upstream: str, paths: Paths) -> bool:
+def is_current(settings: Gateway, paths: Paths) -> bool:
     """Return whether what is rendered follows from the settings, key and addresses of now."""
     directory = paths.gateway_run(settings.service)
     wanted = {
-        directory / "nginx.conf": config_text(settings, upstream, paths),
+        directory / "nginx.conf": config_text(settings, paths),
         directory / "keys.conf": keys_text(api_key.read(settings, paths)),
     }
     return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
@@ -78,7 +78,7 @@ def keys_text(key: str) -> str:
     )
 
 
-def config_text(settings: Gateway, upstream: str, paths: Paths) -> str:
+def config_text(settings: Gateway, paths: Paths) -> str:
     """Return the nginx configuration of a service's gateway."""
     rate = settings.max_requests_per_s
     values = {
@@ -86,7 +86,7 @@ def config_text(settings: Gateway, upstream: str, paths: Paths) -> str:
         "GROUP": "nogroup" if settings.user == "nobody" else settings.user,
         "RUN": str(paths.gateway_run(settings.service)),
         "MAX_BODY_BYTES": str(settings.max_body_bytes),
-        "UPSTREAM": upstream,
+        "UPSTREAM": f"unix:{paths.engine_socket(settings.service)}",
         "LISTEN": "\n        ".join(map(_listen, listeners.wanted(settings).listeners)),
         "TLS": _tls(settings, paths),
         "OPEN_ONLY": f"if (!-f {paths.door(settings.service)}) {{ return 503; }}",
@@ -111,8 +111,8 @@ def _listen(one: listeners.Listener) -> str:
 def _tls(settings: Gateway, paths: Paths) -> str:
     if settings.tls is None:
         return ""
-    certificate = paths.root / settings.tls.certificate.lstrip("/")
-    key = paths.root / settings.tls.key.lstrip("/")
+    certificate = paths.below(settings.tls.certificate)
+    key = paths.below(settings.tls.key)
     try:
         # The hash makes a renewed certificate a changed configuration.
         digest = hashlib.sha256(certificate.read_bytes()).hexdigest()

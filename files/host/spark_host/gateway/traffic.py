@@ -12,9 +12,9 @@ from pathlib import Path
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
-from spark_contract.release import Release, socket_path
+from spark_contract.release import Release
 
-from spark_host.gateway import gateway_settings
+from spark_host.system import stored
 
 
 def is_open(service: str, paths: Paths) -> bool:
@@ -30,10 +30,8 @@ def close(service: str, paths: Paths) -> None:
 
 def open_for(release: Release, paths: Paths) -> None:
     """Let requests pass to this release's engine."""
-    socket = socket_path(release, paths)
-    if socket is not None:
-        # vLLM makes the socket with the umask of its container: only root may connect.
-        give_to_gateway(socket, release, 0o660, paths)
+    # vLLM makes the socket with the umask of its container: only root may connect.
+    give_to_gateway(paths.engine_socket(release.service), release, 0o660, paths)
     files.write_text(paths.door(release.service), f"{release.name}\n")
 
 
@@ -43,7 +41,7 @@ def give_to_gateway(path: Path, release: Release, mode: int, paths: Paths) -> No
     Raises:
         HostToolError: The group is missing.
     """
-    user = gateway_settings.load(release.service, paths).user
+    user = stored.gateway_of(release.service, paths).user
     try:
         group = grp.getgrnam(_group_of(user)).gr_gid
     except KeyError as error:

@@ -5,92 +5,62 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from spark_contract import files, receipts
-from spark_contract.errors import HostToolError
+from spark_contract import files, receipts, units
+from spark_contract.documents import plain
+from spark_contract.errors import ERROR, HostToolError, Problem
+from spark_contract.job import (
+    AbsentProof,
+    Job,
+    JobState,
+    ReceiptProof,
+    State,
+    read_progress,
+)
 from spark_contract.paths import Paths
-from spark_contract.release import releases_of_tree
+from spark_contract.sentences import PHASE
+from spark_contract.units import TREE_NAME
 
 from spark_host.system import docker, systemd
+from spark_host.system.stored import releases_of_tree
 
-_IDENTIFIED = re.compile(r"-[0-9a-f]{12}$")
 _TAIL_LINES = 20
 _TAIL_PERIOD_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One job as its ``job.json`` states it."""
-
-    digest: str
-    kind: str
-    title: str
-    argv: tuple[str, ...]
-    env: dict[str, str]
-    stdin: str | None
-    proof: dict[str, str]
-    total_bytes: int | None
-    after: tuple[str, ...]
-    unless: dict[str, str]  # a tree's receipt and digest that make the work needless
-
-
-def unit_of(digest12: str) -> str:
-    """Return the unit that runs a job."""
-    return f"spark-job@{digest12}.service"
-
-
 def load(digest12: str, paths: Paths) -> Job:
     """Return the job, or raise ``HostToolError`` when it is absent or malformed."""
-    path = paths.job(digest12) / "job.json"
-    raw = files.read_json(path)
-    if raw is None:
-        raise HostToolError(str(path), "no such job, or not JSON", "run the deploy again", 2)
-    try:
-        return Job(
-            digest=raw["digest"],
-            kind=raw["kind"],
-            title=raw["title"],
-            argv=tuple(raw["argv"]),
-            env=dict(raw.get("env") or {}),
-            stdin=raw.get("stdin"),
-            proof=dict(raw["proof"]),
-            total_bytes=raw.get("total_bytes"),
-            after=tuple(raw.get("after") or ()),
-            unless=dict(raw.get("unless") or {}),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"malformed: {type(error).__name__}: {error}"
-        raise HostToolError(str(path), what, "run the deploy again", 2) from error
+    return files.load(Job, paths.job(digest12) / "job.json", "no such job")
 
 
 def proven(job: Job, paths: Paths) -> bool:
     """Return whether the job's proof is there, or the tree that makes the job needless."""
     if job.unless and _receipt_holds(job.unless):
         return True
-    if "receipt" in job.proof:
-        return _receipt_holds(job.proof)
-    if "absent" in job.proof:
-        tree = Path(job.proof["absent"])
+    proof = job.proof
+    if isinstance(proof, ReceiptProof):
+        return _receipt_holds(proof)
+    if isinstance(proof, AbsentProof):
+        tree = Path(proof.absent)
         return not tree.exists() or bool(releases_of_tree(tree, paths))
-    if "label" in job.proof:
-        return docker.image_label(job.proof["image"]) == job.proof["label"]
-    return docker.image(job.proof["image"]) is not None
+    if proof.label is not None:
+        return docker.image_label(proof.image) == proof.label
+    return docker.image(proof.image) is not None
 
 
-def _receipt_holds(proof: dict[str, str]) -> bool:
-    tree = Path(proof["receipt"]).parent
+def _receipt_holds(proof: ReceiptProof) -> bool:
+    tree = Path(proof.tree)
     receipt = receipts.found(tree)
-    return receipt is not None and receipt.digest == proof["digest"] and receipt.is_whole(tree)
+    return receipt is not None and receipt.digest == proof.digest and receipt.is_whole(tree)
 
 
 def run(digest12: str, paths: Paths) -> int:
@@ -110,7 +80,7 @@ def run(digest12: str, paths: Paths) -> int:
     if code == 0 and proven(job, paths) and aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
     if code == 0 and not proven(job, paths):
-        tail.append(f"error: {job.title}: ended without its proof {job.proof}")
+        tail.append(f"{ERROR}{job.title}: ended without its proof {plain(job.proof)}")
         print(tail[-1], flush=True)
         code = 5
     try:
@@ -122,7 +92,8 @@ def run(digest12: str, paths: Paths) -> int:
 
 
 def _why_done(job: Job, paths: Paths) -> str:
-    users = releases_of_tree(Path(job.proof["absent"]), paths) if "absent" in job.proof else []
+    proof = job.proof
+    users = releases_of_tree(Path(proof.absent), paths) if isinstance(proof, AbsentProof) else []
     return f"kept, {', '.join(users)} can serve it" if users else "already done"
 
 
@@ -133,11 +104,11 @@ def _set_aside(job: Job) -> Path | None:
     stays beside its old place until the work succeeded: the fetcher finds intact files there,
     and a running engine keeps the ones it has open.
     """
-    if "receipt" not in job.proof:
+    if not isinstance(job.proof, ReceiptProof):
         return None
-    tree = Path(job.proof["receipt"]).parent
+    tree = Path(job.proof.tree)
     aside = tree.with_name(f"{tree.name}.damaged")
-    if tree.is_dir() and _IDENTIFIED.search(tree.name):
+    if tree.is_dir() and TREE_NAME.match(tree.name):
         print(f"{job.title}: {tree} is not whole; made anew", flush=True)
         shutil.rmtree(aside, ignore_errors=True)
         tree.rename(aside)
@@ -146,27 +117,26 @@ def _set_aside(job: Job) -> Path | None:
 
 def _execute(job: Job, directory: Path) -> tuple[int, list[str]]:
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
-    with _standard_input(job) as stdin:
-        try:
-            child = subprocess.Popen(
-                job.argv,
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **job.env},
-                cwd=directory,
-                text=True,
-                errors="replace",
-                bufsize=1,
-            )
-        except OSError as error:
-            line = f"error: {job.argv[0]}: {error.strerror}; fix: run the deploy again"
-            print(line, flush=True)
-            return 4, [line]
-        # A stop of the unit reaches the child first, so that it can leave a resumable state.
-        signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
-        _follow(child.stdout, directory, tail)
-        return child.wait(), list(tail)
+    try:
+        child = subprocess.Popen(
+            job.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **job.env},
+            cwd=directory,
+            text=True,
+            errors="replace",
+            bufsize=1,
+        )
+    except OSError as error:
+        line = ERROR + Problem(job.argv[0], str(error.strerror), "run the deploy again").line
+        print(line, flush=True)
+        return 4, [line]
+    # A stop of the unit reaches the child first, so that it can leave a resumable state.
+    signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
+    _follow(child.stdout, directory, tail)
+    return child.wait(), list(tail)
 
 
 def _follow(output: IO[str] | None, directory: Path, tail: deque[str]) -> None:
@@ -177,15 +147,11 @@ def _follow(output: IO[str] | None, directory: Path, tail: deque[str]) -> None:
         tail.append(text)
         # For people who look; a disk too full for it must not end the work without its own words.
         with contextlib.suppress(OSError):
-            if text.startswith("phase="):
+            if text.startswith(PHASE):
                 files.write_text(directory / "progress", text + "\n")
             elif time.monotonic() - written > _TAIL_PERIOD_S:
                 files.write_text(directory / "tail", "\n".join(tail) + "\n")
                 written = time.monotonic()
-
-
-def _standard_input(job: Job) -> IO[bytes]:
-    return open(job.stdin or os.devnull, "rb")
 
 
 def _write_status(
@@ -204,31 +170,30 @@ def _write_status(
     )
 
 
-def poll(digests: list[str], paths: Paths) -> list[dict[str, Any]]:
-    """Return one entry per job: what it is, where it stands, what it last said."""
+def poll(digests: list[str], paths: Paths) -> list[JobState]:
+    """Return one state per job: what it is, where it stands, what it last said."""
     fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
-    units = systemd.show([unit_of(digest) for digest in digests], fields)
-    entries = [_entry(digest, units.get(unit_of(digest), {}), paths) for digest in digests]
-    return _with_dependencies(dict(zip(digests, entries, strict=True)), paths)
+    asked = systemd.show([units.JOB.of(digest) for digest in digests], fields)
+    states = {one: _state(one, asked.get(units.JOB.of(one), {}), paths) for one in digests}
+    return _with_dependencies(states, paths)
 
 
-def _with_dependencies(entries: dict[str, dict[str, Any]], paths: Paths) -> list[dict[str, Any]]:
+def _with_dependencies(states: dict[str, JobState], paths: Paths) -> list[JobState]:
     # systemd drops the start of a job whose dependency failed and leaves the unit inactive,
     # which looks like "not started yet".
     changed = True
     while changed:
         changed = False
-        for digest12, entry in entries.items():
-            if entry["state"] != "waiting":
+        for digest12, one in states.items():
+            if one.state != "waiting":
                 continue
-            after = load(digest12, paths).after
-            broken = [dep for dep in after if entries.get(dep, {}).get("state") == "failed"]
+            after = [dep for dep in load(digest12, paths).after if dep in states]
+            broken = [dep for dep in after if states[dep].state == "failed"]
             if broken:
-                entry.update(
-                    state="failed", result=f"needs the failed job {broken[0]}", exit_code=None
-                )
+                why = f"needs the failed job {broken[0]}"
+                states[digest12] = replace(one, state="failed", result=why, exit_code=None)
                 changed = True
-    return list(entries.values())
+    return list(states.values())
 
 
 def all_digests(paths: Paths) -> list[str]:
@@ -239,38 +204,39 @@ def all_digests(paths: Paths) -> list[str]:
     return sorted(path.parent.name for path in directory.glob("*/job.json"))
 
 
-def _entry(digest12: str, unit: systemd.UnitState, paths: Paths) -> dict[str, Any]:
+def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
     directory = paths.job(digest12)
     try:
         job = load(digest12, paths)
     except HostToolError as error:
-        return {"digest": digest12, "state": "failed", "result": str(error), "log_tail": []}
+        return JobState(digest12, digest12, "", "failed", str(error), None, None, None, None, ())
     status = files.read_json(directory / "status.json") or {}
+    state: State
     try:
         state, result = _judge(job, unit, status, paths)
     except docker.DaemonSilent as error:
         state, result = "unknown", str(error)
     tail = list(status.get("last_lines") or ()) or _lines_of(directory / "tail")
     if state == "failed" and status.get("state") == "running":
-        tail = systemd.journal(unit.get("InvocationID", ""), unit_of(digest12), _TAIL_LINES) or tail
-    progress = _progress(directory / "progress", job) if state == "running" else None
-    return {
-        "digest": job.digest,
-        "title": job.title,
-        "kind": job.kind,
-        "state": state,
-        "result": result,
-        "exit_code": status.get("exit_code"),
-        "elapsed_s": _elapsed_s(status) if state == "running" else None,
-        "progress": progress,
-        "last_line": tail[-1] if tail else None,
-        "log_tail": tail if state == "failed" else [],
-    }
+        tail = systemd.journal(unit.get("InvocationID", ""), job.unit, _TAIL_LINES) or tail
+    told = _lines_of(directory / "progress") if state == "running" else []
+    return JobState(
+        digest=job.digest,
+        title=job.title,
+        kind=job.kind,
+        state=state,
+        result=result,
+        exit_code=status.get("exit_code"),
+        elapsed_s=_elapsed_s(status) if state == "running" else None,
+        progress=read_progress(told[-1], job.total_bytes) if told else None,
+        last_line=tail[-1] if tail else None,
+        log_tail=tuple(tail) if state == "failed" else (),
+    )
 
 
 def _judge(
     job: Job, unit: systemd.UnitState, status: dict[str, Any], paths: Paths
-) -> tuple[str, str]:
+) -> tuple[State, str]:
     active = unit.get("ActiveState", "inactive")
     if active in ("activating", "active", "reloading", "deactivating"):
         return "running", ""
@@ -285,24 +251,6 @@ def _judge(
     if status.get("state") == "running":
         return "failed", "interrupted"
     return "waiting", "not started"
-
-
-def _progress(path: Path, job: Job) -> dict[str, Any] | None:
-    lines = _lines_of(path)
-    if not lines:
-        return None
-    pairs = dict(word.split("=", 1) for word in lines[-1].split() if "=" in word)
-    numbers = {key: _number(pairs.get(key)) for key in ("bytes", "total", "rate_bytes_per_s")}
-    if numbers["total"] is None:
-        numbers["total"] = job.total_bytes
-    return {"phase": pairs.get("phase"), **numbers, "eta_s": _number(pairs.get("eta_s"))}
-
-
-def _number(text: str | None) -> int | None:
-    try:
-        return None if text is None else int(float(text))
-    except ValueError:
-        return None
 
 
 def _lines_of(path: Path) -> list[str]:
@@ -330,7 +278,7 @@ def main(words: list[str], paths: Paths) -> int:
     if len(words) == 2 and words[0] == "run":
         return run(words[1], paths)
     if words[:1] == ["poll"]:
-        json.dump(poll(words[1:] or all_digests(paths), paths), sys.stdout)
+        json.dump(plain(poll(words[1:] or all_digests(paths), paths)), sys.stdout)
         print()
         return 0
     raise HostToolError("job", f"unknown words {words}", "job run D12 | job poll D12...", 2)

@@ -12,14 +12,13 @@ from urllib.parse import quote
 
 from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
+from spark_contract.job import ImageProof, Job
 from spark_contract.paths import Paths
+from spark_contract.units import CACHE_NAME, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
 
 from spark_host.jobs import jobs
-from spark_host.jobs.jobs import Job
 from spark_host.system import docker
 
-_TREE = re.compile(r"^.+-[0-9a-f]{12}$")
-_CACHE = re.compile(r"^[0-9a-f]{12}-mtp\d+$")
 # How a tree is called while it grows, after it was found damaged, and while it is removed.
 _UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
 PRUNED = ".pruned"
@@ -68,9 +67,9 @@ def folders(kind: str, parent: Path, made: Iterable[Path]) -> tuple[list[Folder]
         if unfinished:
             of = parent / (unfinished["hidden"] or unfinished["plain"])
         if kind == "cache":
-            mine = bool(_CACHE.match(of.name))
+            mine = bool(CACHE_NAME.match(of.name))
         else:
-            mine = bool(_TREE.match(of.name)) and (
+            mine = bool(TREE_NAME.match(of.name)) and (
                 bool(unfinished) or of in jobs_make or receipts.found(path) is not None
             )
         if mine and path.is_dir() and not path.is_symlink():
@@ -112,16 +111,16 @@ def images(known: dict[str, Job], paths: Paths) -> list[Image]:
     pulled by digest and nobody has given a name since.
     """
     pulled = {
-        job.proof["image"]
+        image
         for digest12, job in known.items()
-        if job.kind == "image-pull" and _ran(digest12, paths)
-    } | {base for job in known.values() if (base := base_of(job))}
+        if job.kind == "image-pull" and _ran(digest12, paths) and (image := image_of(job))
+    } | {job.base for job in known.values() if job.base}
     found = {}
     for entry in docker.ask("/images/json") or []:
         tags = [tag for tag in entry.get("RepoTags") or () if tag != "<none>:<none>"]
         labels = entry.get("Labels") or {}
-        if labels.get("spark.digest"):
-            mine = [tag for tag in tags if tag.startswith("spark-vllm:")]
+        if labels.get(DIGEST_LABEL):
+            mine = [tag for tag in tags if tag.startswith(f"{IMAGE_NAME}:")]
         else:
             mine = [] if tags else [ref for ref in entry.get("RepoDigests") or () if ref in pulled]
         for reference in mine:
@@ -164,12 +163,9 @@ def image_bytes(going: list[Image], staying: list[Image]) -> dict[str, int]:
     return freed
 
 
-def base_of(job: Job) -> str | None:
-    """Return the image a build starts from."""
-    for word in job.argv:
-        if word.startswith("BASE="):
-            return word.removeprefix("BASE=")
-    return None
+def image_of(job: Job) -> str | None:
+    """Return the image that a job makes."""
+    return job.proof.image if isinstance(job.proof, ImageProof) else None
 
 
 def _ran(digest12: str, paths: Paths) -> bool:

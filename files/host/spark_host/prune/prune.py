@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spark_contract import files, receipts
+from spark_contract import files, receipts, units
+from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import HostToolError
+from spark_contract.job import Job, ReceiptProof
+from spark_contract.keep import Keep
 from spark_contract.paths import Paths
 from spark_contract.records import Stopped
-from spark_contract.release import load, names, service_of
-from spark_contract.units import SWITCH
+from spark_contract.release import service_of
 
-from spark_host.jobs import jobs
-from spark_host.jobs.jobs import Job
 from spark_host.prune import holdings
 from spark_host.prune.holdings import PRUNED, Folder, Image
 from spark_host.records import boot
@@ -31,38 +31,17 @@ from spark_host.rollout import request
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
 from spark_host.system.ports import Host
+from spark_host.system.stored import load, names
 
 _UP = ("active", "activating", "reloading", "deactivating")
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """What the controller wants kept: a number of ways back, and what its plan uses."""
-
-    releases_kept: int
-    releases: frozenset[str]
-    folders: frozenset[Path]
-    images: frozenset[str]
-    models_dir: Path
-    sources_dir: Path
-    cache_dir: Path
 
 
 def read_keep(text: str) -> Keep:
     """Read the controller's wishes; anything missing is an error, never "keep nothing"."""
     try:
-        raw = json.loads(text)
-        return Keep(
-            int(raw["releases_kept"]),
-            frozenset(raw["releases"]),
-            frozenset(Path(path) for path in raw["folders"]),
-            frozenset(raw["images"]),
-            Path(raw["models_dir"]),
-            Path(raw["sources_dir"]),
-            Path(raw["cache_dir"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"cannot be read: {type(error).__name__}: {error}"
+        return parse(Keep, text)
+    except DocumentError as error:
+        what = f"cannot be read: {error}"
         raise HostToolError("prune: what to keep", what, "run deploys/prune.py", 2) from error
 
 
@@ -111,7 +90,7 @@ def look(keep: Keep, paths: Paths) -> Going:
     for kind, parent in (
         ("tree", keep.models_dir), ("source", keep.sources_dir), ("cache", keep.cache_dir)
     ):  # fmt: skip
-        found, strange = holdings.folders(kind, _below(parent, paths), made)
+        found, strange = holdings.folders(kind, paths.below(parent), made)
         ours += found
         others += strange
     folders = [folder for folder in ours if folder.of not in needed]
@@ -136,14 +115,10 @@ def look(keep: Keep, paths: Paths) -> Going:
     )
 
 
-def _below(path: Path, paths: Paths) -> Path:
-    return paths.root / str(path).lstrip("/")
-
-
 def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
     all_names, host = names(paths), Host(paths)
-    units = systemd.show([f"spark-serve@{name}.service" for name in all_names], ["ActiveState"])
-    changes = systemd.show([SWITCH.of(name) for name in all_names], request.UNIT_FIELDS)
+    serving = systemd.show([units.SERVE.of(name) for name in all_names], ["ActiveState"])
+    changes = systemd.show([units.SWITCH.of(name) for name in all_names], request.UNIT_FIELDS)
     kept: dict[str, str] = {}
     for service in {service_of(name) for name in all_names}:
         record = boot.good(service, host)
@@ -155,9 +130,9 @@ def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
         reasons += [(stopped.release, "stopped on purpose")] if stopped and stopped.release else []
         kept.update({name: why for name, why in reasons if name in all_names})
     for name in all_names:
-        if units.get(f"spark-serve@{name}.service", {}).get("ActiveState") in _UP:
+        if serving.get(units.SERVE.of(name), {}).get("ActiveState") in _UP:
             kept[name] = "serves"
-        elif changes.get(SWITCH.of(name), {}).get("ActiveState") in _UP:
+        elif changes.get(units.SWITCH.of(name), {}).get("ActiveState") in _UP:
             kept[name] = "is being changed to"
         elif name in keep.releases:
             kept.setdefault(name, "is what the settings say")
@@ -166,30 +141,30 @@ def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
 
 def _busy_jobs(known: dict[str, Job], paths: Paths) -> set[str]:
     """Return jobs that run, wait, or go on at the next boot."""
-    units = systemd.show([jobs.unit_of(name) for name in known], ["ActiveState", "Job"])
+    asked = systemd.show([job.unit for job in known.values()], ["ActiveState", "Job"])
     busy = {
         name
-        for name in known
-        if (unit := units.get(jobs.unit_of(name), {})).get("ActiveState") in _UP
+        for name, job in known.items()
+        if (unit := asked.get(job.unit, {})).get("ActiveState") in _UP
         or unit.get("Job", "0") not in ("", "0")
     }
-    wants = paths.units / "multi-user.target.wants"
-    for link in wants.glob("spark-prepare@*.target") if wants.is_dir() else ():
+    links = paths.boot_links
+    for link in links.glob(units.PREPARE.of("*")) if links.is_dir() else ():
         busy |= {conf.stem for conf in (paths.units / f"{link.name}.d").glob("*.conf")} & set(known)
     return busy
 
 
 def _made_folder(job: Job, paths: Paths) -> Path | None:
-    return _below(Path(job.proof["receipt"]).parent, paths) if "receipt" in job.proof else None
+    return paths.below(job.proof.tree) if isinstance(job.proof, ReceiptProof) else None
 
 
 def _needed_folders(
     keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
 ) -> set[Path]:
-    needed = {_below(path, paths) for path in keep.folders}
+    needed = {paths.below(path) for path in keep.folders}
     for release in (load(name, paths) for name in kept):
-        needed.add(_below(Path(release.tree_path), paths))
-        needed |= {_below(Path(mount.source), paths) for mount in release.engine.mounts}
+        needed.add(paths.below(release.tree.path))
+        needed |= {paths.below(mount.source) for mount in release.engine.mounts}
     for name in busy:
         makes = (name, *(after for after in known[name].after if after in known))
         needed |= {path for one in makes if (path := _made_folder(known[one], paths))}
@@ -197,7 +172,7 @@ def _needed_folders(
         # A tree is rebuilt or repaired from its base, and shares its files.
         receipt = receipts.found(tree)
         if isinstance(receipt, receipts.CheckpointReceipt):
-            needed.add(_below(receipt.plan.base_dir, paths))
+            needed.add(paths.below(receipt.plan.base_dir))
     return needed
 
 
@@ -206,13 +181,9 @@ def _split_images(
 ) -> tuple[list[Image], list[Image]]:
     """Return the images that can go and those that stay."""
     needed = set(keep.images) | holdings.in_containers()
-    needed |= {load(name, paths).image_tag for name in kept}
-    needed |= {known[name].proof["image"] for name in busy if "image" in known[name].proof}
-    needed |= {
-        base
-        for job in known.values()
-        if job.proof.get("image") in needed and (base := holdings.base_of(job))
-    }
+    needed |= {load(name, paths).image.tag for name in kept}
+    needed |= {image for name in busy if (image := holdings.image_of(known[name]))}
+    needed |= {job.base for job in known.values() if job.base and holdings.image_of(job) in needed}
     found = holdings.images(known, paths)
     staying = [image for image in found if image.reference in needed]
     return [image for image in found if image.reference not in needed], staying
@@ -225,7 +196,7 @@ def _is_stale(
     made = _made_folder(job, paths)
     if made is not None:
         return made in gone or (made not in needed and not made.exists())
-    return job.proof.get("image") in {image.reference for image in images}
+    return holdings.image_of(job) in {image.reference for image in images}
 
 
 def remove(going: Going, paths: Paths) -> list[str]:
@@ -241,7 +212,7 @@ def remove(going: Going, paths: Paths) -> list[str]:
             problems.append(f"image {image.reference}: {said.stderr.strip()}")
     for name in going.jobs:
         _remove_record(paths.job(name), "job.json")
-        shutil.rmtree(paths.units / f"{jobs.unit_of(name)}.d", ignore_errors=True)
+        shutil.rmtree(paths.units / f"{units.JOB.of(name)}.d", ignore_errors=True)
     systemd.systemctl("daemon-reload")
     return problems
 
@@ -268,9 +239,9 @@ def _remove_release(name: str, paths: Paths) -> None:
             host.disk.write(paths.good(service), replace(record, previous=left))
     for path in (paths.proof(name), paths.switch(name), paths.request(name)):
         path.unlink(missing_ok=True)
-    for unit in (f"spark-serve@{name}.service.d", f"spark-prepare@{name}.target.d"):
-        shutil.rmtree(paths.units / unit, ignore_errors=True)
-    (paths.units / f"multi-user.target.wants/spark-prepare@{name}.target").unlink(missing_ok=True)
+    for unit in (units.SERVE.of(name), units.PREPARE.of(name)):
+        shutil.rmtree(paths.units / f"{unit}.d", ignore_errors=True)
+    (paths.boot_links / units.PREPARE.of(name)).unlink(missing_ok=True)
     _remove_record(paths.releases / name, "release.json")
 
 

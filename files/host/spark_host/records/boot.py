@@ -18,7 +18,7 @@ _STOP_S = 900.0
 def enabled(service: str, host: Host) -> list[str]:
     """Return the releases of a service that systemd starts at boot."""
     found = []
-    for link in host.disk.listed(host.paths.units / "multi-user.target.wants"):
+    for link in host.disk.listed(host.paths.boot_links):
         name = SERVE.instance(link)
         try:
             if link == SERVE.of(name) and service_of(name) == service:

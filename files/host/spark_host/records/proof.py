@@ -40,7 +40,7 @@ def _known(ask: Callable[[], str]) -> str:
 
 def parts(release: Release) -> dict[str, str]:
     """Return the versions a release brings along: its image, and our plugin in it."""
-    return {"image": release.image_base, "plugin": release.plugin[:12]}
+    return {"image": release.image.base, "plugin": release.image.plugin}
 
 
 def driver() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from spark_contract.records import Rollout
 from spark_contract.release import Release
+from spark_contract.sentences import PHASE
 
 from spark_host.rollout.ports import Host
 from spark_host.rollout.request import request_of
@@ -59,7 +60,7 @@ class Record:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name and time one step."""
-        log(f"phase={name}")
+        log(f"{PHASE}{name}")
         self.set(phase=name, progress=None)
         start = self._host.clock.monotonic()
         try:

@@ -9,6 +9,7 @@ import uuid
 from typing import Any
 
 from spark_contract import documents
+from spark_contract.errors import ERROR
 from spark_contract.records import Request, Rollout
 from spark_contract.units import SWITCH
 
@@ -95,4 +96,4 @@ def _last_words(name: str, unit: UnitState, host: Host) -> str | None:
     """Return the error with which a run ended before it could write a record, if it said one."""
     run = unit.get("InvocationID")
     said = host.units.journal(run, SWITCH.of(name), lines=20) if run else []
-    return next((line[7:] for line in reversed(said) if line.startswith("error: ")), None)
+    return next((line[len(ERROR) :] for line in reversed(said) if line.startswith(ERROR)), None)

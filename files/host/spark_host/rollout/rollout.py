@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
+from spark_contract.units import SWITCH
 
 from spark_host.records import boot, proof
 from spark_host.rollout import steps
@@ -156,6 +157,6 @@ def one_at_a_time(service: str, host: ports.Host) -> Iterator[None]:
             raise HostToolError(
                 f"switch of {service}",
                 "another change is under way",
-                "wait for it: systemctl list-units 'spark-switch@*'",
+                f"wait for it: systemctl list-units '{SWITCH.of('*')}'",
             ) from error
         yield

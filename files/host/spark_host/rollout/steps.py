@@ -7,6 +7,7 @@ import subprocess
 from spark_contract.errors import HostToolError
 from spark_contract.records import Proof
 from spark_contract.release import Release, service_of
+from spark_contract.sentences import PHASE, WAITED
 from spark_contract.units import SERVE
 
 from spark_host.engine.client import EngineError, SilentError
@@ -93,9 +94,11 @@ def drain(old: Release, host: Host, record: Record) -> None:
             return
         if host.clock.monotonic() - told >= _REPORT_S:
             told = host.clock.monotonic()
-            record.report(f"phase=drain {left} left_s={deadline - told:.0f}")
+            record.report(f"{PHASE}drain {left} left_s={deadline - told:.0f}")
         host.clock.sleep(0.2)
-    record.report(f"phase=drain the limit of {old.timeouts.drain_s:.0f} s passed; requests are cut")
+    record.report(
+        f"{PHASE}drain the limit of {old.timeouts.drain_s:.0f} s passed; requests are cut"
+    )
 
 
 def _stop_all(service: str, host: Host) -> None:
@@ -137,9 +140,9 @@ def start(release: Release, host: Host, record: Record) -> None:
             told = host.clock.monotonic()
             lines = host.units.journal(state.get("InvocationID", ""), unit, lines=20)
             # The check at the start reports waiting, too; the engine's own words say more.
-            said_by_engine = [line.strip() for line in lines if "waited_s=" not in line]
+            said_by_engine = [line.strip() for line in lines if WAITED not in line]
             last = said_by_engine[-1][:160] if said_by_engine else ""
-            record.report(f"phase=start waited_s={told - begun:.0f} last: {last}")
+            record.report(f"{PHASE}start {WAITED}{told - begun:.0f} last: {last}")
         host.clock.sleep(0.25)
 
 

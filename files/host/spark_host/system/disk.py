@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from spark_contract import documents, files
 from spark_contract.documents import DocumentError
 from spark_contract.files import remove as remove
-from spark_contract.release import load as load
-from spark_contract.release import names as names
+
+from spark_host.system.stored import load as load
+from spark_host.system.stored import names as names
 
 _T = TypeVar("_T")
 

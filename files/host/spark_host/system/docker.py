@@ -13,6 +13,7 @@ from urllib.parse import quote
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
+from spark_contract.units import DIGEST_LABEL
 
 API_SOCKET = "/var/run/docker.sock"
 _PATIENT_S = 60.0  # a busy host's daemon answers late; it is asked once more for so long
@@ -103,7 +104,7 @@ def image(reference: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def image_label(reference: str, label: str = "spark.digest") -> str | None:
+def image_label(reference: str, label: str = DIGEST_LABEL) -> str | None:
     """Return one label of an image; ``None`` when the image or the label is absent."""
     found = image(reference)
     labels = ((found or {}).get("Config") or {}).get("Labels") or {}

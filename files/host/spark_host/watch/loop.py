@@ -16,13 +16,14 @@ from typing import Any
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
-from spark_contract.release import Release, Watch, load
+from spark_contract.release import Release, Watch
 
 from spark_host.engine import process
 from spark_host.engine.client import Engine, EngineError, Metrics, SilentError
 from spark_host.engine.memory import GIB, available_bytes
 from spark_host.gateway import gateway
 from spark_host.system import docker, systemd
+from spark_host.system.stored import load
 from spark_host.watch import sensors
 from spark_host.watch.sensors import Thermometer
 
@@ -31,6 +32,7 @@ _SENSORS_EVERY_S = 20.0  # nvidia-smi starts anew each time, and heat is slow
 _ANSWER_S = 5.0
 # So many in a row, beside the time: a watch that was itself held up may look once in a long while.
 _SILENT_LOOKS = 3
+_LOW_SAMPLES = 2  # in a row: one may be a moment
 _NOTE_S = 2.0
 _UNIT_ENDS_S = 20.0
 _writing = threading.Lock()
@@ -90,7 +92,7 @@ class Judge:
     def starving(self, available: int) -> str | None:
         """Return why the host counts as starving, or ``None``."""
         self.low_samples = self.low_samples + 1 if available < self.floor_bytes else 0
-        if self.low_samples < self.plan.memory_samples:
+        if self.low_samples < _LOW_SAMPLES:
             return None
         return (
             f"{available / GIB:.2f} GiB of memory are available, "

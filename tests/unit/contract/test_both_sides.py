@@ -1,0 +1,212 @@
+"""Every document that a plan sends is read by the host's own code, and says the same there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_contract import units
+from spark_contract.documents import DocumentError, parse, read, text_of
+from spark_contract.errors import ERROR, HostToolError, problem_in
+from spark_contract.job import Job, Progress, read_progress
+from spark_contract.keep import Keep
+from spark_contract.paths import ENGINE_SOCKET, HOST_TOOL, Paths
+from spark_contract.release import Release
+from spark_host.jobs import jobs
+from spark_host.prune.prune import read_keep
+from spark_host.system import stored
+from spark_host.system import stored as releases
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.planning.digest import digest_of
+from spark_deploy.planning.serving.gateway import gateway_file
+from spark_deploy.planning.serving.image import SUPPORTED_ENGINES
+from spark_deploy.planning.serving.release import release_files_of
+from spark_deploy.planning.types import HostPlan
+from spark_deploy.planning.work.jobs import discard_jobs_of, jobs_of
+from spark_deploy.planning.work.keep import keep_of
+from tests.unit.planning.plans import plan_of, shipped
+
+PLANS = [
+    pytest.param(plan, id=f"{model}--{profile}")
+    for model, profile, plan in shipped()
+    if isinstance(plan, HostPlan)
+]
+
+
+def put(plan: HostPlan, root: Path) -> Paths:
+    """Lay down what a deploy lays down, below a root."""
+    paths = Paths(root)
+    work = (*jobs_of(plan, ()), *discard_jobs_of(plan))
+    for file in (
+        *release_files_of(plan),
+        gateway_file(plan.gateway),
+        *(file for one in work for file in one.files()),
+    ):
+        paths.below(file.path).parent.mkdir(parents=True, exist_ok=True)
+        paths.below(file.path).write_bytes(file.content)
+    return paths
+
+
+def read_back(plan: HostPlan, root: Path) -> None:
+    """Compare every planned document with what the host reads of it."""
+    paths = put(plan, root)
+    release = releases.load(plan.serve.name, paths)
+    assert text_of(release) == release_files_of(plan)[0].content.decode()
+    assert (release.digest, release.serve_unit) == (plan.serve.digest, plan.serve.unit)
+    assert stored.gateway_of("main", paths) == plan.gateway.settings
+    for work in (*jobs_of(plan, ()), *discard_jobs_of(plan)):
+        assert jobs.load(work.job.digest12, paths) == work.job
+    assert read_keep(text_of(keep_of(plan))) == keep_of(plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_host_reads_every_planned_document_as_it_was_planned(
+    plan: HostPlan, tmp_path: Path
+) -> None:
+    read_back(plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"serve.expose": "lan", "serve.tls": "private-ca"},
+        {"checkpoint.layout": "full", "checkpoint.keep_base": False},
+        {"hub.token": {"env": "TOKEN"}, "keep_ready": [{"model": "large", "profile": "base"}]},
+    ],
+)
+def test_the_host_reads_what_other_choices_make_of_a_plan(
+    choices: dict[str, Any], tmp_path: Path
+) -> None:
+    read_back(plan_of(**choices), tmp_path)
+
+
+def test_what_the_engine_is_told_in_arguments_is_what_the_host_goes_by(tmp_path: Path) -> None:
+    plan = plan_of(**{"engine.max_sequences": 3})
+    release = plan.serve.release
+    assert release.engine.max_sequences == 3
+    assert release.engine.argv[-2:] == ("--uds", ENGINE_SOCKET)
+    socket = Paths(Path("/")).engine_socket(release.service)
+    assert (socket.parent.name, socket.name) == (release.service, Path(ENGINE_SOCKET).name)
+
+
+def test_name_and_digest_come_last_and_stand_for_all_the_rest(tmp_path: Path) -> None:
+    plan = plan_of()
+    written = json.loads(release_files_of(plan)[0].content)
+    rest = {key: value for key, value in written.items() if key not in ("name", "digest")}
+    assert digest_of(rest) == plan.serve.digest == written["digest"]
+
+
+def older(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a release as the first ones were written."""
+    for section, names in {
+        "image": ("digest_label", "base", "plugin"),
+        "engine": ("user",),
+        "check": ("conversation", "image", "needle", "prefix", "acceptance_floor",
+                  "metrics_required", "bench"),
+        "watch": ("hot_celsius",),
+    }.items():  # fmt: skip
+        for name in names:
+            del data[section][name]
+    return data
+
+
+def test_a_release_of_an_older_deploy_is_read_with_what_it_meant(tmp_path: Path) -> None:
+    plan = plan_of()
+    release = read(Release, older(json.loads(release_files_of(plan)[0].content)))
+    assert release.image.base == release.image.tag
+    assert release.engine.user is None
+    assert (release.check.conversation, release.check.needle, release.check.bench) == (
+        False, None, None,
+    )  # fmt: skip
+    assert release.engine.argv == plan.serve.argv
+
+
+@pytest.mark.parametrize("key", ["colour", "stream"])
+def test_a_key_that_nobody_reads_is_refused_with_its_place(key: str, tmp_path: Path) -> None:
+    plan = plan_of()
+    data = json.loads(release_files_of(plan)[0].content)
+    data["check"][key] = True
+    with pytest.raises(DocumentError, match=rf"^check\.{key}: unknown$"):
+        read(Release, data)
+
+
+def test_a_pattern_that_is_none_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    paths = put(plan := plan_of(), tmp_path / "host")
+    path = paths.releases / plan.serve.name / "release.json"
+    data = json.loads(path.read_text())
+    data["check"]["log_required"] = ["("]
+    path.write_text(json.dumps(data))
+    with pytest.raises(HostToolError, match=r"check: '\(' is no regular expression"):
+        releases.load(plan.serve.name, paths)
+
+
+def test_a_build_of_an_image_said_its_base_in_its_arguments_once(tmp_path: Path) -> None:
+    plan = plan_of()
+    build = jobs_of(plan, ())[-1].job
+    assert build.base == plan.image.base
+    data = json.loads(text_of(build))
+    del data["base"]
+    assert read(Job, data) == build
+
+
+def test_what_to_keep_is_never_read_as_keep_nothing() -> None:
+    with pytest.raises(DocumentError, match="releases: missing"):
+        parse(Keep, '{"releases_kept": 1}')
+
+
+def test_an_error_line_is_taken_apart_as_it_was_put_together() -> None:
+    error = HostToolError("/a/b: c", "is gone: really", "look: there")
+    problem = problem_in(f"{ERROR}{error}")
+    assert problem is not None
+    assert problem.line == str(error)
+    assert problem.fix == "look: there"
+    assert problem_in("all is well") is None
+
+
+def test_progress_survives_its_line() -> None:
+    progress = Progress("fetch", 5, 10, 2, None)
+    assert read_progress(progress.line(), None) == progress
+    assert read_progress("phase=x bytes=1", 7) == Progress("x", 1, 7, None, None)
+
+
+def test_the_image_supports_the_engines_that_the_plan_names() -> None:
+    """The image cannot import the contract, so what it states by itself is compared."""
+    tree = ast.parse((CHECKOUT / "files/image/spark_vllm/__init__.py").read_text("utf-8"))
+    [stated] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED_ENGINES"
+    ]
+    assert stated == SUPPORTED_ENGINES
+    label = re.search(r'spark\.engines="(.*)"', (CHECKOUT / "files/image/Dockerfile").read_text())
+    assert label is not None
+    assert tuple(label[1].split()) == SUPPORTED_ENGINES
+
+
+@pytest.mark.parametrize("template", [units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY,
+                                      units.JOB, units.PREPARE])  # fmt: skip
+def test_every_template_has_its_file_and_runs_our_tool(template: units.Template) -> None:
+    text = (CHECKOUT / "files/units" / template.of("")).read_text("utf-8")
+    programs = re.findall(r"^Exec\w+=-?(\S*spark-host)", text, re.MULTILINE)
+    assert set(programs) <= {HOST_TOOL}
+    named = set(re.findall(r"spark-\w+@%i\.\w+", text))
+    known = {one.of("%i") for one in (units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY)}
+    assert named <= known
+
+
+def test_no_unit_is_named_by_hand() -> None:
+    """A name that is put together beside the contract is the second place of one fact."""
+    by_hand = re.compile(r"spark-(?:serve|switch|watch|gateway|job|prepare)@[^A-Z`]")
+    found = [
+        f"{path.relative_to(CHECKOUT)}: {line.strip()}"
+        for room in ("spark_deploy", "files/host", "files/contract", "roles", "deploys")
+        for path in sorted((CHECKOUT / room).rglob("*.py"))
+        for line in path.read_text("utf-8").splitlines()
+        if by_hand.search(line) and "``" not in line
+    ]
+    assert found == []

@@ -1,0 +1,52 @@
+"""What a host's tools tell, whole, from the few keys that a test is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spark_contract.documents import read
+from spark_contract.status import Status
+
+from spark_deploy.facts.service.serve import HostStatus
+
+_WHOLE: dict[str, Any] = {
+    "schema_version": 1, "tools": {"digest": "1" * 12}, "releases": [], "serve": [],
+    "services": {}, "proofs": {}, "switch": {}, "jobs": [],
+    "memory": {"total_bytes": 0, "available_bytes": 0}, "versions": {}, "versions_unknown": [],
+    "reboot_pending": "", "live": None, "events": {}, "boot_id": "",
+}  # fmt: skip
+_PARTS: dict[str, dict[str, Any]] = {
+    "releases": {"name": "", "service": "main", "digest": "", "model": "", "profile": "",
+                 "names": [], "tree": "", "image": ""},
+    "serve": {"release": "", "active": "active", "sub": "", "enabled": True,
+              "invocation_id": None, "restarts": 0, "result": "", "main_pid": 0, "since": None},
+    "jobs": {"digest": "", "title": "", "kind": "fetch", "state": "done", "result": "",
+             "exit_code": None, "elapsed_s": None, "progress": None, "last_line": None,
+             "log_tail": []},
+}  # fmt: skip
+_SERVICE: dict[str, Any] = {
+    "good": None, "previous": [], "enabled": [], "active": None, "stopped_by_hand": None,
+    "rolled_back": None, "door_open": False, "gateway": {},
+}  # fmt: skip
+_GATEWAY = {"active": "inactive", "enabled": True, "key_problem": None, "difference": None}
+_LIVE = {"ok": False, "release": "", "seconds": 0, "detail": ""}
+_PROGRESS = dict.fromkeys(("phase", "bytes", "total", "rate_bytes_per_s", "eta_s"))
+
+
+def told(some: dict[str, Any]) -> HostStatus:
+    """Return the status of a host, read as the host's own answer would be."""
+    if not some:
+        return HostStatus(None)
+    data = {**_WHOLE, **some}
+    for name, part in _PARTS.items():
+        data[name] = [{**part, **one} for one in data[name]]
+    data["services"] = {name: _service(one) for name, one in data["services"].items()}
+    for job in data["jobs"]:
+        job["progress"] = job["progress"] and {**_PROGRESS, **job["progress"]}
+    data["live"] = data["live"] and {**_LIVE, **data["live"]}
+    return HostStatus(read(Status, data))
+
+
+def _service(some: dict[str, Any]) -> dict[str, Any]:
+    found = {**_SERVICE, **some}
+    return {**found, "gateway": {**_GATEWAY, **found["gateway"]}}
