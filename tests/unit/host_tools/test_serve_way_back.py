@@ -240,6 +240,23 @@ def test_an_engine_too_busy_for_its_metrics_is_waited_for_as_long_as_a_drain_may
     assert list(answers) == []
 
 
+def test_nobody_new_is_let_in_while_the_old_engine_ends_its_answers(model: Model) -> None:
+    seen: list[str | None] = []
+
+    class Asked(MemoryEngines):
+        def unfinished(self, *_: object) -> float:
+            seen.append(self.model.open_to)
+            return 0.0
+
+    rollout.roll_out(B, replace(known(model, B).host(), engines=Asked(model)))
+    assert seen == [None]
+
+
+def known(model: Model, name: str) -> Model:
+    model.known.add(name)
+    return model
+
+
 def test_a_disk_that_fills_up_in_a_change_leaves_the_old_release_serving(
     model: Model, capfd: pytest.CaptureFixture[str]
 ) -> None:
