@@ -39,6 +39,15 @@ def test_the_page_about_the_gate_names_every_file_once_on_the_right_side():
         assert sorted(named) == sorted(expected)
 
 
+def test_the_way_through_the_house_leads_past_files_that_are_there():
+    page = (CHECKOUT / "docs/architecture.md").read_text("utf-8")
+    contributing = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8")
+    tops = "catalog|deploys|docs|files|group_vars|lab|proofs|roles|spark_deploy|tests|tools"
+    named = re.findall(rf"`((?:{tops})/[\w./@-]+)`", page + contributing)
+    assert len(named) > 30
+    assert [name for name in named if not (CHECKOUT / name).exists()] == []
+
+
 def test_readme_and_contributing_give_the_gate_the_same_time():
     readme = (CHECKOUT / "README.md").read_text("utf-8")
     contributing = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8")
