@@ -10,6 +10,8 @@ help: ## list the targets
 venv: .venv/installed ## the controller's Python environment, pinned with hashes
 
 .venv/installed: requirements/dev.txt pyproject.toml
+	@test ! -L .venv || { echo "error: .venv is a link: another checkout's environment would be emptied"; \
+	  echo "  fix: rm .venv, then make venv"; exit 1; }
 	@python3 -m venv --clear .venv 2>/dev/null || { \
 	  apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q python3-venv && \
 	  python3 -m venv --clear .venv; }

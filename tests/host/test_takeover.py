@@ -166,8 +166,15 @@ def identities(checkout: Path, model: str, profile: str) -> dict[str, Any]:
         "plugin": plan["image"]["context_digest"],
         "checkpoint": (plan["checkpoint"] or {}).get("digest"),
         "sources": [source["dir"] for source in plan["sources"]],
-        "gateway": plan["gateway"],
+        "gateway": _reached_by(plan["gateway"]),
     }
+
+
+def _reached_by(gateway: dict[str, Any]) -> dict[str, Any]:
+    """Return who reaches a service and how; since the contract the settings stand apart."""
+    stated = {**gateway, **gateway.get("settings", {})}
+    names = ("service", "expose", "port", "address", "max_body_bytes", "max_requests_per_s", "tls")
+    return {name: stated[name] for name in (*names, "key_path", "key")}
 
 
 @pytest.mark.parametrize("profile", ["base", "v2", "v2-tq", "v2-native", "agent", "online-fp8"])
