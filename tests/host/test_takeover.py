@@ -26,6 +26,8 @@ from tests.traces import footprint
 pytestmark = pytest.mark.gate
 
 NAME = SPARE[0]
+# What a takeover changes; the builder's packages are those of requirements.txt.
+TOOLS_ALONE = ["Tools | Install host tools", "Tools | Install the builder's Python packages"]
 TOOLS = "/usr/local/lib/spark"
 CAPITAL = "What is the capital of France?"
 
@@ -199,7 +201,7 @@ def test_a_host_of_the_release_before_is_taken_over_with_nothing_restarted(
     for what, before in takeover.before.items():
         assert takeover.after[what] == before, what
     assert takeover.host.tools() != takeover.old_tools
-    assert takeover.run.changed == takeover.dry.predicted == ["Tools | Install host tools"]
+    assert takeover.run.changed == takeover.dry.predicted == TOOLS_ALONE
     assert {one.kind for one in takeover.seen} == {"right"}
     takeover.host.deploy().must_have_changed_nothing()
     # Twice as long as a watch waits between two looks.
