@@ -126,7 +126,7 @@ def start_gateway(root: Path, engine: Path) -> tuple[Gateway, subprocess.Popen[b
         "main", "loopback", port, 32 << 20, None, "/etc/spark/api-key", None, "nobody"
     )
     api_key.make(settings, paths)
-    files.write_text(paths.door("main"), "bench\n")
+    files.write_text(paths.traffic("main"), "bench\n")
     engine.chmod(0o666)
     (root / "usr/sbin").mkdir(parents=True)
     (root / "usr/sbin/nginx").symlink_to(NGINX)

@@ -16,7 +16,7 @@ from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
-from spark_deploy.operations.running import talking
+from spark_deploy.operations.commands import heartbeat
 from spark_deploy.planning.serving.gateway import SERVICE
 
 
@@ -47,7 +47,7 @@ def _order(host: Host, one: Listed, words: Sequence[str]) -> tuple[bool, str]:
     # The engine may take its whole start, and its stop, to answer.
     limit_s = settings.serve.start_timeout_s + settings.serve.stop_timeout_s + 300
     command = StringCommand("sh", "-c", shlex.quote(script))
-    with talking(host, words[0], tell=lambda text: say(f"{one.name}: {text}")):
+    with heartbeat(host, words[0], report=lambda text: say(f"{one.name}: {text}")):
         ok, output = host.run_shell_command(command, _sudo=one.data["_sudo"], _timeout=limit_s)
     return ok, output.stdout.strip()
 

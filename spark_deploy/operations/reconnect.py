@@ -11,7 +11,7 @@ from pyinfra.api.command import StringCommand
 from pyinfra.api.exceptions import ConnectError
 from pyinfra.api.host import Host
 
-from spark_deploy.operations.running import talking
+from spark_deploy.operations.commands import heartbeat
 
 # A reboot takes minutes; a host that is away for longer must not hold up the others.
 AWAY_S = 420
@@ -19,7 +19,7 @@ COMMAND_TIMEOUT_S = 60
 _LONGEST_PAUSE_S = 15
 
 
-def poll(host: Host, script: str) -> tuple[bool, str, str]:
+def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
     """Run ``script`` as root; return whether it exited with 0, its output and its errors.
 
     With or without sudo, as the host's settings say: a root login may have none installed.
@@ -29,7 +29,7 @@ def poll(host: Host, script: str) -> tuple[bool, str, str]:
         ConnectError: the host stayed away for ``AWAY_S``.
     """
     lost_at, pause_s = None, 1
-    with talking(host, "waiting for an answer of the host"):
+    with heartbeat(host, "waiting for an answer of the host"):
         while lost_at is None or time.monotonic() - lost_at < AWAY_S:
             try:
                 answer = _once(host, script)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from spark_deploy.facts.machine.survey import Survey
 from spark_deploy.planning.types import NeedsPlan
-from spark_deploy.preflight import capacity, health, identity, neighbours
+from spark_deploy.preflight import capacity, health, identity, workloads
 from spark_deploy.preflight.verdict import Verdict
 
 __all__ = ["Verdict", "judge"]
@@ -15,7 +15,7 @@ __all__ = ["Verdict", "judge"]
 
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Collect everything that is wrong with a host at once."""
-    verdicts = [module.judge(needs, survey) for module in (identity, health, neighbours, capacity)]
+    verdicts = [module.judge(needs, survey) for module in (identity, health, workloads, capacity)]
     return Verdict(
         tuple(problem for verdict in verdicts for problem in verdict.problems),
         tuple(warning for verdict in verdicts for warning in verdict.warnings),

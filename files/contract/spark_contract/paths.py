@@ -105,14 +105,14 @@ class Paths:
         return self.state / "events" / f"{service}.jsonl"
 
     def service_run(self, service: str) -> Path:
-        """Return the directory of a service's socket and door."""
+        """Return the directory of a service's socket and of what opens its traffic."""
         return self.run / service
 
     def engine_socket(self, service: str) -> Path:
         """Return the socket on which a service's engine listens."""
         return self.service_run(service) / Path(ENGINE_SOCKET).name
 
-    def door(self, service: str) -> Path:
+    def traffic(self, service: str) -> Path:
         """Return the file whose existence lets requests through the gateway."""
         return self.service_run(service) / "open"
 

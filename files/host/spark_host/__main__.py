@@ -156,7 +156,10 @@ VERBS: dict[str, tuple[Callable[[Words, Paths], int], str]] = {
     "switch-begin": (_switch_begin, "RELEASE: ask for the change, or join the one under way"),
     "switch-poll": (_switch_poll, "RELEASE [REQUEST]: how the last switch to it stands, as JSON"),
     "rollback": (_rollback, "SERVICE [--to RELEASE] [--dry]: go back to a proven release"),
-    "prune": (_prune, "[--dry] KEEP.json|-: remove what no kept release needs"),
+    "prune": (
+        _prune,
+        "[--dry] KEEP: remove what no kept release needs; KEEP is JSON",
+    ),
     "stop-service": (_stop_service, "SERVICE [--by WHO]: stop it until someone starts it again"),
     "start-service": (_start_service, "SERVICE: start the last proven release again"),
     "gateway": (_gateway, "SERVICE: run its nginx (run by spark-gateway@SERVICE)"),

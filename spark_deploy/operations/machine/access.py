@@ -15,8 +15,8 @@ from pyinfra.context import host
 from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.access import Access, LoginAccess
 from spark_deploy.facts.memo import read
+from spark_deploy.operations.commands import CommandFailed, run
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
-from spark_deploy.operations.running import CommandFailed, run
 from spark_deploy.planning.types import BootstrapPlan
 
 # Names that mean nothing special in sudoers(5).

@@ -18,9 +18,9 @@ from pyinfra.api.state import State
 from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.repositories import Repositories
 from spark_deploy.managed import FileState, ManagedFile
+from spark_deploy.operations.commands import CommandFailed, heartbeat, run
 from spark_deploy.operations.host_errors import show
 from spark_deploy.operations.predicted import promise, promised
-from spark_deploy.operations.running import CommandFailed, run, talking
 from spark_deploy.planning.types import AptRepository
 
 LOCK_WAIT_S = 1800
@@ -163,7 +163,7 @@ def _install(
     try:
         if not wait_for_lock(host):
             return False
-        with talking(host, f"installing {listed}"):
+        with heartbeat(host, f"installing {listed}"):
             problem = _change(host, packages, quiet_services)
     except CommandFailed as failure:
         tail = "\n".join(failure.output.strip().splitlines()[-12:])

@@ -21,11 +21,11 @@ from spark_contract.paths import (
 from spark_deploy.facts.machine.packages import Base, BaseState
 from spark_deploy.facts.memo import read
 from spark_deploy.managed import ManagedFile, differing
+from spark_deploy.operations.commands import log
 from spark_deploy.operations.files import archive, unpack_script
 from spark_deploy.operations.host_errors import Commands, host_errors
 from spark_deploy.operations.machine import apt
-from spark_deploy.operations.running import say
-from spark_deploy.payload import host_care
+from spark_deploy.payload import host_protection
 from spark_deploy.planning.types import BasePlan
 
 SLEEP_TARGETS = (
@@ -96,8 +96,8 @@ def state_of(plan: BasePlan) -> Base:
         directories=tuple(directories(plan)),
         files=(
             HOLD_PATH,
-            host_care.EARLYOOM_PATH,
-            *(file.path for file in host_care.guarantee_files()),
+            host_protection.EARLYOOM_PATH,
+            *(file.path for file in host_protection.guarantee_files()),
         ),
         units=SLEEP_TARGETS,
     )
@@ -173,7 +173,7 @@ def no_sleep(plan: BasePlan) -> Commands:
 @host_errors
 def login_memory(plan: BasePlan) -> Commands:
     """Guarantee memory to SSH and login sessions, or give the guarantee up again."""
-    state, files = state_of(plan), host_care.guarantee_files()
+    state, files = state_of(plan), host_protection.guarantee_files()
     if plan.protect_login:
         wrong = differing(files, state.files)
         if wrong:
@@ -199,7 +199,7 @@ def boot_target(plan: BasePlan) -> Commands:
     if not plan.headless or target == "multi-user.target":
         host.noop(f"boots into {target}")
         return
-    say("takes effect at the next boot")
+    log("takes effect at the next boot")
     yield "systemctl set-default multi-user.target"
 
 
@@ -207,14 +207,14 @@ def boot_target(plan: BasePlan) -> Commands:
 @host_errors
 def early_killer(plan: BasePlan) -> Commands:
     """Have earlyoom run with our preferences where it is wanted, decided from its arguments."""
-    state, file = state_of(plan), host_care.earlyoom_file()
+    state, file = state_of(plan), host_protection.earlyoom_file()
     if not plan.earlyoom:
         host.noop("earlyoom is not asked for")
         return
     wrong = differing([file], state.files)
     if wrong:
         yield StringCommand("sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong))
-    if wrong or state.earlyoom != host_care.EARLYOOM_ARGUMENTS:
+    if wrong or state.earlyoom != host_protection.EARLYOOM_ARGUMENTS:
         yield "systemctl enable -q earlyoom && systemctl restart earlyoom"
     else:
         host.noop("earlyoom runs with our preferences")

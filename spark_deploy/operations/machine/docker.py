@@ -15,10 +15,10 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.docker import DAEMON_JSON, Docker, DockerState
 from spark_deploy.facts.memo import read
 from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.commands import log, log_once
 from spark_deploy.operations.files import archive, unpack_script
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.machine import apt, daemon_json, docker_engine, gpu_access
-from spark_deploy.operations.running import say, tell
 from spark_deploy.planning.types import DockerPlan
 
 GROUP = "docker"  # whoever is in it can become root on the host
@@ -150,11 +150,11 @@ def running(plan: DockerPlan) -> Commands:
         host.noop("the engine runs with our keys")
         return
     if set(keys) <= daemon_json.RELOADABLE:
-        say(f"docker reloads its configuration for: {', '.join(keys)}")
+        log(f"docker reloads its configuration for: {', '.join(keys)}")
     else:
-        say(f"docker is restarted for: {', '.join(keys)}")
+        log(f"docker is restarted for: {', '.join(keys)}")
         if state.serving:
-            say(f"this stops {', '.join(state.serving)}, which starts again by itself")
+            log(f"this stops {', '.join(state.serving)}, which starts again by itself")
     yield FunctionCommand(
         docker_engine.settle, [question(plan), wanted_keys(plan, state), tuple(keys)], {}
     )
@@ -202,7 +202,7 @@ def users(plan: DockerPlan) -> Commands:
         return
     for user in missing:
         yield StringCommand("usermod", "-aG", GROUP, "--", shlex.quote(user))
-    say(
+    log(
         f"{', '.join(missing)}: docker without sudo from the next login on; sessions that are open "
         "keep their old groups (`newgrp docker` in one; `ssh -O exit HOST` for a shared connection)"
     )
@@ -226,14 +226,14 @@ def cdi_specification(plan: DockerPlan) -> Commands:
         and spec.driver_version != state.driver_version
     ]
     if gpu_access.lacks_specification(state):
-        say(f"containers get the GPU through CDI: {gpu_access.SPECIFICATION} is made")
+        log(f"containers get the GPU through CDI: {gpu_access.SPECIFICATION} is made")
         yield f"nvidia-ctk cdi generate --output={gpu_access.SPECIFICATION}"
         return
     if not stale:
         host.noop("CDI is not used" if not state.cdi else "CDI belongs to the driver")
         return
     for spec in stale:
-        say(f"{spec.path} is of driver {spec.driver_version}, {state.driver_version} is loaded")
+        log(f"{spec.path} is of driver {spec.driver_version}, {state.driver_version} is loaded")
         yield f"nvidia-ctk cdi generate --output={shlex.quote(spec.path)}"
 
 
@@ -248,7 +248,7 @@ def gpu_container(plan: DockerPlan) -> Commands:
         # Predicting: what cannot be read now (docker is down) will most likely be as it was.
         key = {name: value or old.get(name, "") for name, value in key.items()}
     if state.silent:
-        tell(f"no answer in time from {', '.join(state.silent)}; taken as unchanged", "yellow")
+        log_once(f"no answer in time from {', '.join(state.silent)}; taken as unchanged", "yellow")
     # The engine is started with the receipt's words, so they count like a version.
     wanted = key["gpu_through"].split()
     if old == key and state.receipt.get("docker_arguments") == wanted:
@@ -258,5 +258,5 @@ def gpu_container(plan: DockerPlan) -> Commands:
         changed = [
             f"{name} {old.get(name)} -> {new}" for name, new in key.items() if old.get(name) != new
         ]
-        say(f"changed since the last proof: {', '.join(changed)}")
+        log(f"changed since the last proof: {', '.join(changed)}")
     yield FunctionCommand(docker_engine.prove_gpu, [plan, question(plan)], {})

@@ -14,11 +14,11 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts import sections
 from spark_deploy.facts.machine import containers
 from spark_deploy.facts.machine.docker import Docker, DockerState
+from spark_deploy.operations.commands import CommandFailed, heartbeat, run
 from spark_deploy.operations.host_errors import show
 from spark_deploy.operations.machine import daemon_json, gpu_access
-from spark_deploy.operations.running import CommandFailed, run, talking
 from spark_deploy.planning.types import DockerPlan
-from spark_deploy.preflight import neighbours
+from spark_deploy.preflight import workloads
 
 # Its own words; those of systemd about it say nothing new.
 _LOG_TAIL = "journalctl -u docker.service -t dockerd -n 8 -o cat --no-pager"
@@ -54,7 +54,7 @@ def start(state: State, host: Host, question: Mapping[str, Any]) -> bool:
     if not _bring_up(host, "systemctl enable --now docker"):
         return False
     lines = run(host, sections.script("exec 2>/dev/null", containers.SCRIPT), timeout_s=60)
-    strangers = neighbours.in_the_way(containers.parse(sections.split(lines)["containers"]))
+    strangers = workloads.in_the_way(containers.parse(sections.split(lines)["containers"]))
     for container in strangers:
         problem = Problem(
             f"container {container.name}",
@@ -101,7 +101,7 @@ def _look(host: Host, question: Mapping[str, Any]) -> Docker:
 
 def _bring_up(host: Host, command: str) -> bool:
     try:
-        with talking(host, "docker starts"):
+        with heartbeat(host, "docker starts"):
             run(host, _BRING_UP % command, timeout_s=240)
     except CommandFailed:
         tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
@@ -158,7 +158,7 @@ def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
         return False
     through = gpu_access.arguments(seen)
     try:
-        with talking(host, f"container check with {plan.check_image}"):
+        with heartbeat(host, f"container check with {plan.check_image}"):
             lines = run(
                 host,
                 f"docker run --rm --network none --user {_NOBODY} {' '.join(through)} "

@@ -10,12 +10,12 @@ from pyinfra.context import host, state
 
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.facts.memo import read
+from spark_deploy.operations.commands import log
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
 from spark_deploy.operations.predicted import promised
-from spark_deploy.operations.running import say
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight import judge
-from spark_deploy.preflight.neighbours import in_the_way
+from spark_deploy.preflight.workloads import in_the_way
 
 
 def question(needs: NeedsPlan) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def fit_host(needs: NeedsPlan) -> Commands:
         for warning in verdict.warnings:
             show(host, f"warning: {warning}", colour="yellow")
     if survey.stubbed:
-        say(f"stubbed on this host: {', '.join(survey.stubbed)}")
+        log(f"stubbed on this host: {', '.join(survey.stubbed)}")
     host.noop("the host fits the plan")
 
 
@@ -68,6 +68,6 @@ def taken_over(needs: NeedsPlan) -> Commands:
         host.noop("no container to take over")
         return
     for name in names:
-        say(f"stopping container {name} (takeover)")
+        log(f"stopping container {name} (takeover)")
         quoted = shlex.quote(name)
         yield f"docker update --restart=no {quoted} && docker stop {quoted}"

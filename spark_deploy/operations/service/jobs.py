@@ -24,10 +24,10 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.jobs import JobStates, parse_poll, poll_command, progress_text
 from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.commands import HEARTBEAT_S
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import host_errors, refuse
-from spark_deploy.operations.reconnect import poll
-from spark_deploy.operations.running import SAY_SOMETHING_EVERY_S
+from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.planning.work.jobs import Work
 
 POLL_EVERY_S = 2.0
@@ -147,7 +147,7 @@ def _wait(state: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool
     deadline = time.monotonic() + timeout_s
     said: dict[str, tuple[str, float]] = {}
     while time.monotonic() < deadline:
-        ok, out, err = poll(host, poll_command(tuple(titles)))
+        ok, out, err = run_reconnecting(host, poll_command(tuple(titles)))
         if not ok:
             host.log_styled(f"cannot read the jobs: {err.strip() or out.strip()}", fg="red")
             return False
@@ -172,7 +172,7 @@ def _say(
         text = "done"
     last, when = said.get(title, ("", 0.0))
     now = time.monotonic()
-    if text == last and (text == "done" or now - when < SAY_SOMETHING_EVERY_S):
+    if text == last and (text == "done" or now - when < HEARTBEAT_S):
         return
     if text != last and text != "done" and now - when < POLL_EVERY_S:
         return

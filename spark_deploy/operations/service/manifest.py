@@ -17,7 +17,7 @@ from spark_deploy.facts.machine.docker import DAEMON_JSON
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.machine.base import HOLD_PATH, SLEEP_TARGETS, directories
 from spark_deploy.payload.content import Payload
-from spark_deploy.payload.host_care import earlyoom_file, guarantee_files
+from spark_deploy.payload.host_protection import earlyoom_file, guarantee_files
 from spark_deploy.planning.serving.argv import ENGINE_USER
 from spark_deploy.planning.serving.release import release_files_of, unit_files_of
 from spark_deploy.planning.types import GatewayPlan, HostPlan

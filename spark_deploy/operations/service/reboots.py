@@ -19,11 +19,11 @@ from spark_deploy.facts.machine.reboots import BOOT_ID, RebootedFor
 from spark_deploy.facts.machine.survey import HostSurvey
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.serve import HostStatus, parse_status
+from spark_deploy.operations.commands import CommandFailed, run
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
 from spark_deploy.operations.machine.preflight import question, survey_of
 from spark_deploy.operations.predicted import promise
-from spark_deploy.operations.reconnect import poll
-from spark_deploy.operations.running import CommandFailed, run
+from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.operations.service.rollout import change_now, held_back, interrupt
 from spark_deploy.planning.types import NeedsPlan, ServePlan
 from spark_deploy.preflight.reboots import pending
@@ -81,7 +81,7 @@ def _came_back(host: Host, before: list[str]) -> bool:
     deadline = time.monotonic() + _DOWN_WITHIN_S
     while time.monotonic() < deadline:
         gevent.sleep(_ASK_EVERY_S)
-        ok, out, _ = poll(host, f"cat {BOOT_ID}")
+        ok, out, _ = run_reconnecting(host, f"cat {BOOT_ID}")
         if ok and out.split() != before:
             host.log("is back")
             return True
@@ -126,7 +126,7 @@ def _serves_again(state: State, host: Host, serve: ServePlan) -> bool:
 
 def _status(host: Host) -> HostStatus | None:
     """Return what the host tools say, ``None`` while they fail."""
-    ok, out, _ = poll(host, f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} status; fi")
+    ok, out, _ = run_reconnecting(host, f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} status; fi")
     return parse_status(out) if ok else None
 
 

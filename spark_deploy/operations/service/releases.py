@@ -20,8 +20,8 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.releases import Prunable, WayBack
 from spark_deploy.facts.service.serve import Status
+from spark_deploy.operations.commands import CommandFailed, heartbeat, log_once, run
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
-from spark_deploy.operations.running import CommandFailed, run, talking, tell
 from spark_deploy.operations.service.rollout import go_back, held_back
 
 _PRUNE_TIMEOUT_S = 3600
@@ -45,7 +45,7 @@ def rolled_back(service: str, to: str | None, timeout_s: int) -> Commands:
         yield refuse(Problem(**way["problem"]))
         return
     if way.get("done"):
-        tell(way["done"])
+        log_once(way["done"])
         host.noop(way["done"])
         return
     problem = held_back(f"left alone on {_named(way['from'])}")
@@ -53,7 +53,7 @@ def rolled_back(service: str, to: str | None, timeout_s: int) -> Commands:
         yield refuse(problem)
         return
     target = way["to"]["name"]
-    tell(f"goes back from {_named(way['from'])} to {_named(way['to'])}")
+    log_once(f"goes back from {_named(way['from'])} to {_named(way['to'])}")
     yield go_back(service, target, timeout_s)
 
 
@@ -108,7 +108,7 @@ def pruned(keep: Keep) -> Commands:
         yield refuse(Problem(**found["problem"]))
         return
     for line in lines(found):
-        tell(line)
+        log_once(line)
     if not found["items"]:
         host.noop("nothing can go")
         return
@@ -145,7 +145,7 @@ def gigabytes(size_bytes: int) -> str:
 
 def _prune(state: State, host: Host, keep: str) -> bool:
     try:
-        with talking(host, "removing"):
+        with heartbeat(host, "removing"):
             said = run(host, f"{HOST_TOOL} prune {shlex.quote(keep)}", timeout_s=_PRUNE_TIMEOUT_S)
     except CommandFailed as error:
         show(host, f"{error.output.strip() or error}\n  fix: see above, then run again")

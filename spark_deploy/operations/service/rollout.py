@@ -19,9 +19,9 @@ from spark_contract.paths import HOST_TOOL
 from spark_contract.sentences import PHASE, SPEED
 
 from spark_deploy.errors import Problem
+from spark_deploy.operations.commands import HEARTBEAT_S
 from spark_deploy.operations.host_errors import show
-from spark_deploy.operations.reconnect import dropped_out, poll
-from spark_deploy.operations.running import SAY_SOMETHING_EVERY_S
+from spark_deploy.operations.reconnect import dropped_out, run_reconnecting
 
 POLL_EVERY_S = 2.0
 
@@ -93,7 +93,7 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
 
 
 def _change(host: Host, begin: str, timeout_s: int) -> bool:
-    ok, out, err = poll(host, f"{HOST_TOOL} {begin}")
+    ok, out, err = run_reconnecting(host, f"{HOST_TOOL} {begin}")
     if not ok:
         host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
         return False
@@ -110,12 +110,12 @@ def _watch(host: Host, release: str, ask: str, timeout_s: int) -> bool:
     deadline = time.monotonic() + timeout_s
     last, said_at = "", 0.0
     while time.monotonic() < deadline:
-        ok, out, err = poll(host, ask)
+        ok, out, err = run_reconnecting(host, ask)
         result: dict[str, Any] = json.loads(out) if ok and out.strip() else {}
         text = f"{result.get('phase') or 'waiting'}: {_said(result)}"
         if not ok:  # it may be busy for a while; but nobody shall wait without knowing
             text = f"the host does not say how it goes: {(err or out).strip()[-300:]}"
-        if text != last or time.monotonic() - said_at > SAY_SOMETHING_EVERY_S:
+        if text != last or time.monotonic() - said_at > HEARTBEAT_S:
             host.log(f"switch to {release}: {text}")
             last, said_at = text, time.monotonic()
         if result.get("state") not in (None, "none", "running"):

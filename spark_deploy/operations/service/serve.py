@@ -17,9 +17,9 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.serve import HostStatus, Status, UserExists
 from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.commands import log_once
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import host_errors, refuse
-from spark_deploy.operations.running import tell
 from spark_deploy.operations.service.rollout import change_to, held_back
 from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.types import GatewayPlan, ServePlan
@@ -59,12 +59,12 @@ def switched(plan: ServePlan, timeout_s: int) -> Generator[Any, None, None]:
     status = read(Status)
     stopped = status.stopped(plan.service)
     if stopped:
-        tell(stopped, "yellow")
+        log_once(stopped, "yellow")
         host.noop(stopped)
         return
     unknown = status.unknown_versions()
     if unknown:
-        tell(unknown, "yellow")
+        log_once(unknown, "yellow")
     why = status.unproven(plan.service, plan.name)
     if not why:
         host.noop(f"{plan.name} is running and proven")
@@ -76,9 +76,9 @@ def switched(plan: ServePlan, timeout_s: int) -> Generator[Any, None, None]:
         return
     back = state.rolled_back if state else None
     if back and back.to != plan.name:
-        tell(f"was rolled back from {back.source} to {back.to} ({back.at}); "
+        log_once(f"was rolled back from {back.source} to {back.to} ({back.at}); "
              f"group_vars say {plan.name}")  # fmt: skip
-    tell(f"{plan.name}: {why}")
+    log_once(f"{plan.name}: {why}")
     yield change_to(plan.name, timeout_s)
 
 

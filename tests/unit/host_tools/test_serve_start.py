@@ -75,7 +75,7 @@ def test_a_server_that_ended_is_closed_to_clients_before_docker_is_asked(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = host.release()
-    files.write_text(host.paths.door(release.service), "open\n")
+    files.write_text(host.paths.traffic(release.service), "open\n")
     seen: list[bool] = []
     monkeypatch.setattr(
         docker, "remove_container", lambda _: seen.append(traffic.is_open("main", host.paths))

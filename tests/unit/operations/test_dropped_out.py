@@ -58,7 +58,7 @@ def test_a_lost_connection_is_made_again_and_the_question_asked_again(
     clock: list[float], loss: Any
 ) -> None:
     host = Wired(loss, "here")
-    assert reconnect.poll(host, "true") == (True, "here", "")
+    assert reconnect.run_reconnecting(host, "true") == (True, "here", "")
     assert host.connects == 1
 
 
@@ -69,13 +69,13 @@ def test_a_command_that_fails_on_a_host_that_is_there_is_not_repeated(
     monkeypatch.setattr(
         host, "run_shell_command", lambda *_, **__: (False, SimpleNamespace(stdout="", stderr="x"))
     )
-    assert reconnect.poll(host, "false") == (False, "", "x")
+    assert reconnect.run_reconnecting(host, "false") == (False, "", "x")
     assert host.connects == 0
 
 
 def test_a_host_that_stays_away_is_given_up_after_minutes(clock: list[float]) -> None:
     with pytest.raises(ConnectError, match="stayed unreachable"):
-        reconnect.poll(Wired(), "true")
+        reconnect.run_reconnecting(Wired(), "true")
     assert reconnect.AWAY_S <= clock[0] < reconnect.AWAY_S + 30
 
 

@@ -89,7 +89,7 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         "UPSTREAM": f"unix:{paths.engine_socket(settings.service)}",
         "LISTEN": "\n        ".join(map(_listen, listeners.wanted(settings).listeners)),
         "TLS": _tls(settings, paths),
-        "OPEN_ONLY": f"if (!-f {paths.door(settings.service)}) {{ return 503; }}",
+        "OPEN_ONLY": f"if (!-f {paths.traffic(settings.service)}) {{ return 503; }}",
         "LIMIT_ZONE": ""
         if rate is None
         else f"limit_req_zone $binary_remote_addr zone=clients:1m rate={rate}r/s; "

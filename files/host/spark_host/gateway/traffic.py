@@ -1,4 +1,4 @@
-"""The door of a service: while its file exists, the gateway lets requests through.
+"""The traffic of a service: while its file exists, the gateway lets requests through.
 
 It lies on a tmpfs, so a boot starts closed, and closing it leaves running answers alone.
 """
@@ -19,20 +19,20 @@ from spark_host.system import stored
 
 def is_open(service: str, paths: Paths) -> bool:
     """Return whether requests pass."""
-    return paths.door(service).exists()
+    return paths.traffic(service).exists()
 
 
 def close(service: str, paths: Paths) -> None:
     """Let no new request pass."""
     if paths.service_run(service).is_dir():
-        files.remove(paths.door(service))
+        files.remove(paths.traffic(service))
 
 
 def open_for(release: Release, paths: Paths) -> None:
     """Let requests pass to this release's engine."""
     # vLLM makes the socket with the umask of its container: only root may connect.
     give_to_gateway(paths.engine_socket(release.service), release, 0o660, paths)
-    files.write_text(paths.door(release.service), f"{release.name}\n")
+    files.write_text(paths.traffic(release.service), f"{release.name}\n")
 
 
 def give_to_gateway(path: Path, release: Release, mode: int, paths: Paths) -> None:

@@ -15,10 +15,10 @@ from pyinfra.api.host import Host
 from pyinfra.context import host as current_host
 from pyinfra.context import state
 
-SAY_SOMETHING_EVERY_S = 7.0  # people are never left without a line for 10 s, on a busy host too
+HEARTBEAT_S = 7.0  # people are never left without a line for 10 s, on a busy host too
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Tell the reader something about the current host; only while executing, so only once."""
     if state.is_executing:
         current_host.log(text)
@@ -27,7 +27,7 @@ def say(text: str) -> None:
 _told: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
 
 
-def tell(text: str, colour: str | None = None) -> None:
+def log_once(text: str, colour: str | None = None) -> None:
     """Tell the reader something once in a run: in its prediction where there is one, else later.
 
     A dry run only predicts, and a run with ``-y`` predicts nothing.
@@ -74,12 +74,12 @@ def run(
 
 
 @contextmanager
-def talking(
+def heartbeat(
     host: Host,
     what: str,
-    every_s: float = SAY_SOMETHING_EVERY_S,
+    every_s: float = HEARTBEAT_S,
     *,
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Say every few seconds that ``what`` is still going on, so that a run is never silent.
 
@@ -87,16 +87,16 @@ def talking(
         host: where it goes on.
         what: the work, in a word or two.
         every_s: how often.
-        tell: who says it; else the host's own log.
+        report: who says it; else the host's own log.
     """
     started = monotonic()
 
-    def talk() -> None:
+    def beat() -> None:
         while True:
             gevent.sleep(every_s)
-            (tell or host.log)(f"{what}: {monotonic() - started:.0f} s")
+            (report or host.log)(f"{what}: {monotonic() - started:.0f} s")
 
-    greenlet = gevent.spawn(talk)
+    greenlet = gevent.spawn(beat)
     try:
         yield
     finally:
