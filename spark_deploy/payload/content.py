@@ -24,9 +24,11 @@ from spark_deploy.planning.digest import digest_of
 FILES = CHECKOUT / "files"
 SITE_REQUIREMENTS = "files/checkpoint/requirements.txt"
 LAUNCHER = """#!/bin/sh
-# Runs the host tools from the version this file belongs to.
+# Runs the host tools from the version this file belongs to, and no Python of the folder or the
+# environment that somebody calls it from; the second line holds for the jobs it starts, too.
 home=$(dirname "$(dirname "$(readlink -f "$0")")")
-PYTHONPATH="$home:$(dirname "$home")/site" exec python3 -m spark_host "$@"
+export PYTHONSAFEPATH=1
+cd / && PYTHONPATH="$home:$(dirname "$home")/site" exec python3 -m spark_host "$@"
 """
 
 

@@ -37,7 +37,7 @@ class PythonSite(FactBase["Site | None"]):
 
     def command(self) -> str:
         return (
-            "python3 -c 'import platform, sys; "
+            "python3 -I -c 'import platform, sys; "
             'print("%d.%d" % sys.version_info[:2], platform.machine())\' 2>/dev/null || echo -; '
             f"readlink -- {SITE} || echo -; cat {SITE}/.receipt 2>/dev/null || echo -"
         )

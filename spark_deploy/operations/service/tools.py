@@ -79,7 +79,7 @@ def python_site(plan: ToolsPlan) -> Generator[Any, None, None]:
     yield FileUploadCommand(str(archive.path), upload)
     home = shlex.quote(f"{TOOLS_DIR}/{name}")
     script = (
-        f"set -e; rm -rf {home}.new {home}; mkdir -p {home}.new; "
+        f"set -e; cd /; rm -rf {home}.new {home}; mkdir -p {home}.new; "
         f"python3 -m zipfile -e {shlex.quote(upload)} {home}.new; "
         f"printf '%s\\n' {archive.digest} > {home}.new/.receipt; sync -f {home}.new; "
         f"mv -T {home}.new {home}; rm -f {shlex.quote(upload)}"
