@@ -112,13 +112,17 @@ while time.monotonic() < deadline:
         if SIGN[:1] == "=":
             at_work = beside = running(SIGN[1:])
         else:
-            at_work = [p for p in glob.glob(SIGN) if os.path.getsize(p)] if SIGN else True
+            # Without a sign the work's own program, and no process of what starts the job.
+            at_work = (
+                [p for p in glob.glob(SIGN) if os.path.getsize(p)]
+                if SIGN else running(" ".join(job["argv"]))
+            )
         pids = processes(unit)
         if at_work and len(pids) > 1:
             for pid in beside:
                 os.kill(pid, signal.SIGSTOP)
             pids = stop(unit, pids) + beside
-            if len(pids) < 2 + len(beside) or running(SIGN[1:]) != beside:
+            if len(pids) < 2 + len(beside) or (beside and running(SIGN[1:]) != beside):
                 too_late(pids, "the work has ended")
             tell(unit=unit, pids=pids, proof=job["proof"], title=job["title"])
     time.sleep(0.005)
