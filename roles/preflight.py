@@ -10,6 +10,6 @@ from spark_deploy.planning.types import NeedsPlan
 
 @deploy("Preflight")
 def apply(*, plan: NeedsPlan) -> None:
-    """Check identity, health, neighbours and room; take over only what settings name."""
+    """Check identity, health, other workloads and room; take over only what settings name."""
     preflight.fit_host(name="Check that the host fits", needs=plan)
     preflight.taken_over(name="Take over containers", needs=plan)

@@ -42,7 +42,3 @@ class LockError(SparkError):
 
 class PlanError(SparkError):
     """Valid settings that cannot work together (397B on one host, memory that does not fit)."""
-
-
-class HostError(SparkError):
-    """A host is not in a state we may change."""

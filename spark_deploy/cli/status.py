@@ -51,7 +51,11 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
     wanted = plan.serve.name if plan else None
     drift = status.unproven(SERVICE, wanted) if wanted else "the plan is not locked yet"
     found = {**plain_answer(answer), "installed": status.installed, "planned": wanted}
-    found |= {"drift": drift, "ready": _readiness(plan, status) if plan else []}
+    found |= {
+        "unreadable": status.unreadable,
+        "drift": drift,
+        "ready": _readiness(plan, status) if plan else [],
+    }
     return {**found, **(_told(status, status.told) if status.told else _NOTHING_TOLD)}
 
 
@@ -126,6 +130,8 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
 
 
 def _serves(one: dict[str, Any]) -> str:
+    if one.get("unreadable"):
+        return f"what it serves is not known: {one['unreadable']}"
     if not one["release"]:
         return "serves nothing"
     names = ", ".join(one["names"])

@@ -31,6 +31,15 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
+# Keys of files that people may keep, and how the same is written now: a guess would mislead.
+RENAMED = {
+    "gdn_key_heads": "linear_attention: {key_heads: ...}",
+    "gdn_value_heads": "linear_attention: {value_heads: ...}",
+    "gdn_head_width": "linear_attention: {head_width: ...}",
+    "profile_overrides": "changes, a list of {when: traits of a profile, set: keys}",
+}
+
+
 def problems_of(
     data: Any, schema: dict[str, Any], where: Callable[[KeyPath], str]
 ) -> Iterator[Problem]:
@@ -62,7 +71,9 @@ def _unknown_key(
     known = sorted(level.get("properties", {}))
     guess = closest(key, known)
     elsewhere = [p for p in _all_keys(schema) if p.rsplit(".", 1)[-1] == key]
-    if guess:
+    if key in RENAMED:
+        fix = f"write {RENAMED[key]}"
+    elif guess:
         fix = f"did you mean {dotted((*path[:-1], guess))}?"
     elif elsewhere:
         fix = f"did you mean {elsewhere[0]}?"

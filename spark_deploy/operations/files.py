@@ -9,7 +9,6 @@ import tarfile
 from collections.abc import Generator, Iterable, Sequence
 
 from pyinfra.api.command import StringCommand
-from pyinfra.api.operation import operation
 from pyinfra.context import host
 
 from spark_deploy.facts.files import FileStates
@@ -33,24 +32,6 @@ def place(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
         host.log(f"and {len(wrong) - SHOWN} more files")
     yield StringCommand("sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong))
     return True
-
-
-@operation()
-def managed_files(
-    files: Sequence[ManagedFile], absent: Sequence[str] = ()
-) -> Generator[StringCommand, None, None]:
-    """Have ``files`` on the host with exactly their content, mode and root as owner.
-
-    Args:
-        files: what must be there.
-        absent: paths of ours that must not be there (left-overs of an earlier version).
-    """
-    changed = yield from place(files)
-    left = [path for path in absent if path in host.get_fact(FileStates, paths=list(absent))]
-    if left:
-        yield StringCommand("rm", "-f", "--", *left)
-    if not changed and not left:
-        host.noop(f"{len(files)} files are as planned")
 
 
 def archive(files: Iterable[ManagedFile]) -> str:

@@ -11,19 +11,19 @@ from weakref import WeakKeyDictionary
 from pyinfra.api.host import Host
 from pyinfra.context import host, state
 
-_promised: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
+_predicted: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
 
 
-def promise(thing: str) -> None:
+def predict(thing: str) -> None:
     """Note that this operation would bring ``thing`` about."""
     if not state.is_executing:
         _of_current_host().add(thing)
 
 
-def promised(thing: str) -> bool:
+def is_predicted(thing: str) -> bool:
     """Whether an earlier operation of this prediction would bring ``thing`` about."""
     return not state.is_executing and thing in _of_current_host()
 
 
 def _of_current_host() -> set[str]:
-    return _promised.setdefault(state.inventory.get_host(host.name), set())
+    return _predicted.setdefault(state.inventory.get_host(host.name), set())

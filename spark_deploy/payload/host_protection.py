@@ -16,7 +16,6 @@ _GUARANTEES = {
     "ssh.service": ("Service", "256M"),
 }
 
-GUARDED_UNITS = tuple(_GUARANTEES)
 
 EARLYOOM_PATH = "/etc/default/earlyoom"
 # Acts below 2 % of memory. earlyoom waits until memory *and* swap are below their limits, and a

@@ -371,7 +371,7 @@ def test_a_package_that_would_bring_another_driver_is_refused(prepared: Prepared
     prepared.run().must_have_changed_nothing()
 
 
-def test_host_care_is_done_only_when_asked_for(prepared: Prepared) -> None:
+def test_host_protection_is_done_only_when_asked_for(prepared: Prepared) -> None:
     guest = prepared.guest
     target = guest.run("systemctl get-default")
     assert guest.run("systemctl is-active earlyoom", check=False) == "inactive"

@@ -12,6 +12,7 @@ from spark_deploy.cli.hosts import Listed
 from spark_deploy.cli.looking import Answer
 from spark_deploy.cli.status import lines as status_lines
 from spark_deploy.cli.status import summary_of
+from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.settings.load import load_hosts
 from tests.unit.statuses import told
 
@@ -128,6 +129,13 @@ def test_status_of_a_proof_that_is_no_longer_current_says_why(tmp_path):
 
 def test_status_of_an_untouched_host_is_one_line(tmp_path):
     assert shown(tmp_path, {}) == "lab-1: nothing of ours is installed yet"
+
+
+def test_status_claims_nothing_of_a_host_whose_tools_it_cannot_read(tmp_path):
+    strange = HostStatus(None, "its host tools are of another version (x: unknown)")
+    said = "\n".join(status_lines(summary_of(Answer(listed(tmp_path), strange))))
+    assert "serves nothing" not in said
+    assert "lab-1: what it serves is not known: its host tools are of another version" in said
 
 
 @pytest.mark.parametrize("lines", [status_lines, doctor_lines])

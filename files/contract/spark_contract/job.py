@@ -138,3 +138,12 @@ class JobState:
     progress: Progress | None
     last_line: str | None
     log_tail: tuple[str, ...]
+
+    @staticmethod
+    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
+        """Fill what tools before the contract left out for a job that they could not read.
+
+        They are asked by a newer controller whenever it looks before it replaced them.
+        """
+        left_out = {"title": data["digest"], "kind": "", "exit_code": None, "elapsed_s": None}
+        return {**left_out, "progress": None, "last_line": None, **data}

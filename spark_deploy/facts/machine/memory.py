@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from spark_deploy.facts.sections import Sections
 
-BIG_PROCESS_BYTES = 1 << 30
-
 SCRIPT = r"""
 echo '== meminfo'; grep -E '^(MemTotal|MemAvailable|SwapTotal|SwapFree):' /proc/meminfo
 echo '== processes'

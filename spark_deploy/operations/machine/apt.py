@@ -20,7 +20,7 @@ from spark_deploy.facts.machine.repositories import Repositories
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.commands import CommandFailed, heartbeat, run
 from spark_deploy.operations.host_errors import show
-from spark_deploy.operations.predicted import promise, promised
+from spark_deploy.operations.predicted import is_predicted, predict
 from spark_deploy.planning.types import AptRepository
 
 LOCK_WAIT_S = 1800
@@ -100,8 +100,8 @@ def repositories_to_add(
         if not ours and (not needed or repository.url in state.known_urls):
             continue
         wrong = any(state.files.get(path) != expected for path, expected in right.items())
-        if wrong and not promised(f"repository {repository.name}"):
-            promise(f"repository {repository.name}")
+        if wrong and not is_predicted(f"repository {repository.name}"):
+            predict(f"repository {repository.name}")
             found.append(repository)
     return tuple(found)
 

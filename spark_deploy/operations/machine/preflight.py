@@ -12,7 +12,7 @@ from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.facts.memo import read
 from spark_deploy.operations.commands import log
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
-from spark_deploy.operations.predicted import promised
+from spark_deploy.operations.predicted import is_predicted
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight import judge
 from spark_deploy.preflight.workloads import in_the_way
@@ -39,7 +39,7 @@ def survey_of(needs: NeedsPlan) -> Survey:
 @host_errors
 def fit_host(needs: NeedsPlan) -> Commands:
     """Let the run go on only on a host that fits ``needs``; show all that is wrong at once."""
-    if promised("reboot"):
+    if is_predicted("reboot"):
         host.noop("judged after the reboot")
         return
     survey = survey_of(needs)

@@ -22,7 +22,7 @@ from spark_deploy.facts.service.serve import HostStatus, parse_status
 from spark_deploy.operations.commands import CommandFailed, run
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
 from spark_deploy.operations.machine.preflight import question, survey_of
-from spark_deploy.operations.predicted import promise
+from spark_deploy.operations.predicted import predict
 from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.operations.service.rollout import change_now, held_back, interrupt
 from spark_deploy.planning.types import NeedsPlan, ServePlan
@@ -53,7 +53,7 @@ def rebooted(needs: NeedsPlan, serve: ServePlan) -> Commands:
     if problem:
         yield refuse(problem)
         return
-    promise("reboot")
+    predict("reboot")
     yield FunctionCommand(_reboot, [why, needs, serve], {})
 
 

@@ -69,3 +69,22 @@ def test_a_condition_on_what_profiles_do_not_say_is_refused_with_what_they_do(
     found = read_catalog(changed(checkout, "models/large", changes=rules))
     with pytest.raises(CatalogError, match="changes"):
         found.model("large")
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("gdn_key_heads", r"linear_attention: \{key_heads"),
+        ("profile_overrides", "changes, a list of"),
+    ],
+)
+def test_a_key_of_an_earlier_catalog_is_refused_with_its_new_spelling(
+    checkout: Path, key: str, advice: str
+) -> None:
+    model = yaml.safe_load((checkout / "catalog/models/large.yml").read_text("utf-8"))
+    old = {key: {"v2": {}}}
+    if key.startswith("gdn"):
+        old = {"architecture": {**model["architecture"], key: 16}}
+    found = read_catalog(changed(checkout, "models/large", **old))
+    with pytest.raises(CatalogError, match=f"{key}: unknown key\n  fix: write {advice}"):
+        found.model("large")
