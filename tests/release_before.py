@@ -1,13 +1,19 @@
-"""The code of the release before this one, as a checkout of its own."""
+"""The code of the release before this one, as a checkout of its own, and a host it deployed."""
 
 from __future__ import annotations
 
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
+
+from tests.labkit import Guest, Site
+from tests.runs import Run
+from tests.traces import footprint
 
 # Move it at each release, to the commit of the one that was just made.
 COMMIT = "e2e31aaad0e692abb4bcbb39cfee1fe6e469e5c8"
 CHECKOUT = Path(__file__).resolve().parent.parent
+TOOLS = "/usr/local/lib/spark"
 
 
 def unpacked(target: Path, *, clone: Path = CHECKOUT, commit: str = COMMIT) -> Path:
@@ -31,3 +37,61 @@ def unpacked(target: Path, *, clone: Path = CHECKOUT, commit: str = COMMIT) -> P
 def environment(checkout: Path) -> dict[str, str]:
     """Return what makes Python import from a checkout, whatever is installed."""
     return {"PYTHONPATH": f"{checkout}:{checkout}/files/contract"}
+
+
+@dataclass
+class Upgraded:
+    """A host of the release before, and the user's files; only the checkout behind them moves."""
+
+    site: Site
+    guest: Guest
+
+    def use(self, tree: Path) -> None:
+        """Deploy with another tree from now on, as after ``git pull``."""
+        self.site.checkout.unlink(missing_ok=True)
+        self.site.checkout.symlink_to(tree)
+
+    def deploy(self, deploy: str = "deploy.py", *, dry: bool = False) -> Run:
+        run = self.site.deploy(dry=dry, deploy=deploy, env=environment(self.site.checkout))
+        assert run.exit_code == 0, f"{run.failed}\n{run.stderr[-4000:]}"
+        return run
+
+    def done_by_systemd(self) -> str:
+        """Return every line that systemd wrote about units of ours: starts, reloads, ends."""
+        return self.guest.run("journalctl -q -o short-unix -u 'spark-*' _PID=1")
+
+    def processes(self) -> str:
+        """Return what runs, by systemd's and Docker's word."""
+        return self.guest.run(
+            "systemctl list-units --plain --no-legend --state=active,activating,failed 'spark-*' | "
+            "cut -d' ' -f1 | sort | xargs systemctl show -p Id,ActiveState,InvocationID,MainPID,"
+            "NRestarts,ExecMainStartTimestampMonotonic,NeedDaemonReload; "
+            "pgrep -a nginx; docker ps -aq --no-trunc | "
+            "xargs docker inspect -f '{{.Id}} {{.Name}} {{.State.Pid}} {{.State.StartedAt}}'"
+        )
+
+    def kept(self) -> str:
+        """Return every file of ours on the host but the tools themselves."""
+        lines = footprint(self.guest).splitlines()
+        return "\n".join(line for line in lines if not line.startswith(TOOLS))
+
+    def proven(self) -> bool:
+        """Return whether the proof is of the engine's present run."""
+        release = self.guest.release()
+        proof = self.guest.json(f"cat /var/lib/spark/proofs/{release}.json")
+        run = self.guest.unit(f"spark-serve@{release}.service", "InvocationID")["InvocationID"]
+        return (proof["ok"], proof["invocation_id"]) == (True, run)
+
+    def release_sha256(self) -> str:
+        release = self.guest.release()
+        return self.guest.run(f"sha256sum /etc/spark/releases/{release}/release.json")
+
+    def tools(self) -> str:
+        return self.guest.run(f"readlink {TOOLS}/current")
+
+    def watched_by(self) -> str:
+        """Return the folder of tools whose code the watch runs."""
+        unit = f"spark-watch@{self.guest.release()}.service"
+        pid = self.guest.unit(unit, "MainPID")["MainPID"]
+        path = self.guest.run(f"tr '\\0' '\\n' < /proc/{pid}/environ | sed -n 's/^PYTHONPATH=//p'")
+        return path.partition(":")[0]

@@ -19,84 +19,22 @@ import pytest
 
 from tests import release_before
 from tests.clients import Seen, clients
-from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named, lab
+from tests.labkit import CHECKOUT, SPARE, Site, guest_named, lab
 from tests.runs import Run
-from tests.traces import footprint
 
 pytestmark = pytest.mark.gate
 
 NAME = SPARE[0]
 # What a takeover changes; the builder's packages are those of requirements.txt.
 TOOLS_ALONE = ["Tools | Install host tools", "Tools | Install the builder's Python packages"]
-TOOLS = "/usr/local/lib/spark"
 CAPITAL = "What is the capital of France?"
-
-
-@dataclass
-class Upgraded:
-    """A host of the release before, and the user's files; only the checkout behind them moves."""
-
-    site: Site
-    guest: Guest
-
-    def use(self, tree: Path) -> None:
-        """Deploy with another tree from now on, as after ``git pull``."""
-        self.site.checkout.unlink(missing_ok=True)
-        self.site.checkout.symlink_to(tree)
-
-    def deploy(self, deploy: str = "deploy.py", *, dry: bool = False) -> Run:
-        run = self.site.deploy(
-            dry=dry, deploy=deploy, env=release_before.environment(self.site.checkout)
-        )
-        assert run.exit_code == 0, f"{run.failed}\n{run.stderr[-4000:]}"
-        return run
-
-    def done_by_systemd(self) -> str:
-        """Return every line that systemd wrote about units of ours: starts, reloads, ends."""
-        return self.guest.run("journalctl -q -o short-unix -u 'spark-*' _PID=1")
-
-    def processes(self) -> str:
-        """Return what runs, by systemd's and Docker's word."""
-        return self.guest.run(
-            "systemctl list-units --plain --no-legend --state=active,activating,failed 'spark-*' | "
-            "cut -d' ' -f1 | sort | xargs systemctl show -p Id,ActiveState,InvocationID,MainPID,"
-            "NRestarts,ExecMainStartTimestampMonotonic,NeedDaemonReload; "
-            "pgrep -a nginx; docker ps -aq --no-trunc | "
-            "xargs docker inspect -f '{{.Id}} {{.Name}} {{.State.Pid}} {{.State.StartedAt}}'"
-        )
-
-    def kept(self) -> str:
-        """Return every file of ours on the host but the tools themselves."""
-        lines = footprint(self.guest).splitlines()
-        return "\n".join(line for line in lines if not line.startswith(TOOLS))
-
-    def proven(self) -> bool:
-        """Return whether the proof is of the engine's present run."""
-        release = self.guest.release()
-        proof = self.guest.json(f"cat /var/lib/spark/proofs/{release}.json")
-        run = self.guest.unit(f"spark-serve@{release}.service", "InvocationID")["InvocationID"]
-        return (proof["ok"], proof["invocation_id"]) == (True, run)
-
-    def release_sha256(self) -> str:
-        release = self.guest.release()
-        return self.guest.run(f"sha256sum /etc/spark/releases/{release}/release.json")
-
-    def tools(self) -> str:
-        return self.guest.run(f"readlink {TOOLS}/current")
-
-    def watched_by(self) -> str:
-        """Return the folder of tools whose code the watch runs."""
-        unit = f"spark-watch@{self.guest.release()}.service"
-        pid = self.guest.unit(unit, "MainPID")["MainPID"]
-        path = self.guest.run(f"tr '\\0' '\\n' < /proc/{pid}/environ | sed -n 's/^PYTHONPATH=//p'")
-        return path.partition(":")[0]
 
 
 @dataclass(frozen=True)
 class Takeover:
     """What was on the host before and after the first run of this release, and that run."""
 
-    host: Upgraded
+    host: release_before.Upgraded
     before: dict[str, object]
     after: dict[str, object]
     old_tools: str
@@ -105,7 +43,7 @@ class Takeover:
     seen: list[Seen]
 
 
-def look(host: Upgraded) -> dict[str, object]:
+def look(host: release_before.Upgraded) -> dict[str, object]:
     return {
         "release": host.guest.release(),
         "release.json": host.release_sha256(),
@@ -130,7 +68,7 @@ def takeover(tmp_path_factory: pytest.TempPathFactory, earlier: Path) -> Iterato
     lab("up", NAME, "--fresh", "--engine", "stub")
     link = root / "checkout"
     link.symlink_to(earlier)
-    host = Upgraded(Site(root, hosts=[NAME], checkout=link), guest_named(NAME))
+    host = release_before.Upgraded(Site(root, hosts=[NAME], checkout=link), guest_named(NAME))
     # Of all exposures the one whose watch may reload the gateway: it runs the earlier code on.
     host.site.choose(model="lab-stub", profile="v2", serve={"expose": "docker"})
     host.deploy()
