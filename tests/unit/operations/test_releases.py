@@ -10,9 +10,9 @@ from spark_contract.keep import Keep
 
 from spark_deploy.facts.service.releases import Prunable, WayBack
 from spark_deploy.operations.service import releases, rollout, serve
+from tests.unit.facts.test_serve_status import RELEASE, RIGHT
 from tests.unit.operations.test_operations import FakeHost, on, shown
 from tests.unit.statuses import told
-from tests.unit.test_serve_status import RELEASE, RIGHT
 
 A = {"name": "main-aaaaaaaaaaaa", "model": "m", "profile": "v2"}
 B = {"name": "main-bbbbbbbbbbbb", "model": "m", "profile": "v2-tq"}
