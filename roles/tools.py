@@ -15,5 +15,6 @@ from spark_deploy.planning.types import ToolsPlan
 @deploy("Tools")
 def apply(*, plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) -> None:
     """Have the tools of ``plan.digest`` on the host and current."""
-    host_tools(name="Install host tools", plan=plan, files=files, units=units)
+    # First: a job that a boot or a person starts between the two would lack its packages.
     python_site(name="Install the builder's Python packages", plan=plan)
+    host_tools(name="Install host tools", plan=plan, files=files, units=units)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gate
 
 NAME = SPARE[0]
 # What a takeover changes; the builder's packages are those of requirements.txt.
-TOOLS_ALONE = ["Tools | Install host tools", "Tools | Install the builder's Python packages"]
+TOOLS_ALONE = ["Tools | Install the builder's Python packages", "Tools | Install host tools"]
 CAPITAL = "What is the capital of France?"
 
 
