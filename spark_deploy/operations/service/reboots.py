@@ -18,7 +18,7 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.reboots import BOOT_ID, RebootedFor
 from spark_deploy.facts.machine.survey import HostSurvey
 from spark_deploy.facts.memo import read
-from spark_deploy.facts.service.serve import HostStatus, parse_status
+from spark_deploy.facts.service.serve import HostStatus, Status, parse_status
 from spark_deploy.operations.commands import CommandFailed, run
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
 from spark_deploy.operations.machine.preflight import question, survey_of
@@ -49,7 +49,7 @@ def rebooted(needs: NeedsPlan, serve: ServePlan) -> Commands:
     if read(RebootedFor, path=_MARKER) == why:
         host.noop(f"was rebooted for this already, and it is still pending: {why}")
         return
-    problem = held_back("not rebooted")
+    problem = _not_understood(host, read(Status)) or held_back("not rebooted")
     if problem:
         yield refuse(problem)
         return
@@ -100,9 +100,8 @@ def _serves_again(state: State, host: Host, serve: ServePlan) -> bool:
         if status is None:
             gevent.sleep(_ASK_EVERY_S)
             continue
-        if status.unreadable:
-            fix = "deploy it with `reboot: report` first, then allow reboots"
-            show(host, str(Problem(host.name, status.unreadable, fix)))
+        if problem := _not_understood(host, status):
+            show(host, str(problem))
             return False
         service = status.service(serve.service)
         if service is None or not service.enabled or service.stopped_by_hand:
@@ -122,6 +121,12 @@ def _serves_again(state: State, host: Host, serve: ServePlan) -> bool:
     fix = f"`journalctl -u '{SERVE.of('*')}'` on the host; the other hosts were not rebooted"
     show(host, str(Problem(host.name, what, fix)))
     return False
+
+
+def _not_understood(host: Host, status: HostStatus) -> Problem | None:
+    """Say why nobody could tell whether the host serves again; ``None`` when one could."""
+    fix = "deploy it with `reboot: report` first, then allow reboots"
+    return Problem(host.name, status.unreadable, fix) if status.unreadable else None
 
 
 def _status(host: Host) -> HostStatus | None:

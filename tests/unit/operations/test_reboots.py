@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from spark_deploy.facts.machine.reboots import BOOT_ID, RebootedFor
+from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.operations.machine import preflight
 from spark_deploy.operations.service import reboots
 from tests.unit.operations.test_operations import NEEDS, FakeHost, on, sections_of, shown
@@ -28,11 +29,14 @@ class Host(FakeHost):
         seen = {k.replace("_", "-"): v for k, v in sections.items()}
         super().__init__(sections_of({"like": "HostSurvey/factory_spark", **seen}))
         self.marker = marker
+        self.status = HostStatus(None)
 
     def get_fact(self, fact: Any, **arguments: Any) -> Any:
         if fact is RebootedFor:
             assert "/var/lib/spark/receipts/rebooted-for" in fact().command(**arguments)
             return fact().process([self.marker] if self.marker else [])
+        if fact is Status:
+            return self.status
         return super().get_fact(fact, **arguments)
 
 
@@ -116,6 +120,17 @@ def test_a_host_is_not_rebooted_after_another_failed() -> None:
     assert len(commands) == 1
     assert commands[0].startswith("_refuse(")
     assert "not rebooted, because spark-0 failed first" in commands[0]
+
+
+def test_a_host_whose_tools_cannot_be_understood_is_not_rebooted() -> None:
+    """Afterwards nobody could tell whether it serves again."""
+    host = Host(**KERNEL)
+    host.status = HostStatus(None, "its host tools are of another version (x)")
+    commands = asked(host)
+    assert len(commands) == 1
+    assert commands[0].startswith("_refuse(")
+    assert "its host tools are of another version" in commands[0]
+    assert "`reboot: report` first" in commands[0]
 
 
 def test_preflight_does_not_judge_what_a_reboot_will_change() -> None:
