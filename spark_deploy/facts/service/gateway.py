@@ -1,4 +1,4 @@
-"""A gateway's certificate and tailnet address on a host; the private key never leaves it."""
+"""Certificate, watch and tailnet address of a gateway; the private key never leaves its host."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pyinfra.api.facts import FactBase
+from spark_contract.units import WATCH
 
 _BREAK = "== key"
 
@@ -36,6 +37,23 @@ class GatewayCertificate(FactBase[HostCertificate]):
     def process(self, output: Iterable[str]) -> HostCertificate:
         certificate, _, key = "\n".join(output).partition(_BREAK)
         return HostCertificate(certificate.strip().encode(), key.strip().encode())
+
+
+class WatchTools(FactBase[str]):
+    """The folder of tools whose code the watch over a release runs; empty when none runs."""
+
+    default = str
+
+    def command(self, release: str) -> str:
+        unit = shlex.quote(WATCH.of(release))
+        return (
+            f"pid=$(systemctl show -p MainPID --value {unit}); "
+            "cat /proc/$pid/environ 2>/dev/null | tr '\\0' '\\n' | "
+            "sed -n 's/^PYTHONPATH=//p' | cut -d: -f1"
+        )
+
+    def process(self, output: Iterable[str]) -> str:
+        return next(iter(output), "")
 
 
 class TailnetAddress(FactBase[str]):

@@ -14,14 +14,16 @@ from typing import Any
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
-from spark_contract.gateway import tls_of
-from spark_contract.paths import HOST_TOOL
+from spark_contract.gateway import EXPOSURES, tls_of
+from spark_contract.paths import CURRENT_TOOLS, HOST_TOOL
+from spark_contract.units import WATCH
 
 from spark_deploy.errors import Problem, SettingsError
 from spark_deploy.facts.files import FileStates
 from spark_deploy.facts.memo import read
-from spark_deploy.facts.service.gateway import GatewayCertificate
+from spark_deploy.facts.service.gateway import GatewayCertificate, WatchTools
 from spark_deploy.facts.service.serve import Status
+from spark_deploy.facts.service.tools import SymlinkTarget
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import host_errors, refuse
@@ -51,6 +53,7 @@ def configured(plan: GatewayPlan) -> Generator[Any, None, None]:
     if service and service.gateway.active == "active" and (changed or difference):
         if difference:
             host.log(f"gateway: {difference}")
+        yield from _watch_renewed(plan, service.active)
         yield _tool("gateway-reload", plan.settings.service)
     elif not changed:
         host.noop("the gateway is as planned")
@@ -83,6 +86,19 @@ def new_key(plan: GatewayPlan) -> Generator[Any, None, None]:
         )
         return
     yield _tool("gateway-new-key", plan.settings.service)
+
+
+def _watch_renewed(plan: GatewayPlan, release: str | None) -> Generator[Any, None, None]:
+    """Have no watch of other code, which would render the gateway's files its own way again.
+
+    It follows addresses that come and go, with the code that it began with; engines go on.
+    """
+    if release is None or not EXPOSURES[plan.settings.expose].late:
+        return
+    runs = host.get_fact(WatchTools, release=release)
+    if runs and runs != host.get_fact(SymlinkTarget, path=CURRENT_TOOLS):
+        host.log(f"the watch over {release} runs older tools and is restarted")
+        yield StringCommand("systemctl", "restart", shlex.quote(WATCH.of(release)))
 
 
 def _tool(verb: str, service: str) -> StringCommand:

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 import re
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,14 @@ from spark_contract.gateway import Gateway, tls_of
 
 from spark_deploy.errors import SettingsError
 from spark_deploy.facts.files import FileStates
-from spark_deploy.facts.service.gateway import GatewayCertificate, HostCertificate, TailnetAddress
+from spark_deploy.facts.service.gateway import (
+    GatewayCertificate,
+    HostCertificate,
+    TailnetAddress,
+    WatchTools,
+)
 from spark_deploy.facts.service.serve import HostStatus, Status
+from spark_deploy.facts.service.tools import SymlinkTarget
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.service import gateway
 from spark_deploy.payload.certificates import issue
@@ -34,6 +41,7 @@ PLAN = GatewayPlan(
     tls=None,
 )
 TLS = tls_of("main")
+RELEASE = "main-222222222222"
 
 
 def lan(tls: TlsPlan | None = None) -> GatewayPlan:
@@ -51,14 +59,20 @@ class Host(FakeHost):
         super().__init__({})
         self.files = {f.path: f for f in files}
         gate = {"active": "active" if active else "inactive", "difference": difference}
-        self.status = told({"services": {"main": {"gateway": gate}}})
+        self.status = told({"services": {"main": {"gateway": gate, "active": RELEASE}}})
         self.state: Any = None
+        self.watched_by = self.tools = "/usr/local/lib/spark/111111111111"
 
     def get_fact(self, fact: Any, **arguments: Any) -> Any:
         command = fact().command(**arguments)
         assert isinstance(command, str)
         if fact is Status:
             return self.status
+        if fact is WatchTools:
+            assert f"spark-watch@{RELEASE}.service" in command
+            return self.watched_by
+        if fact is SymlinkTarget:
+            return self.tools
         if fact is GatewayCertificate:
             crt, key = (self.files.get(path) for path in arguments.values())
             return HostCertificate(
@@ -108,6 +122,59 @@ def test_a_gateway_that_runs_with_something_else_is_reloaded_and_says_why() -> N
     host = Host(gateway_file(PLAN), difference="listens on 0.0.0.0")
     assert [str(command) for command in run(host, PLAN)] == [RELOAD]
     assert host.logs == ["gateway: listens on 0.0.0.0"]
+
+
+RENEWED = f"systemctl restart spark-watch@{RELEASE}.service"
+
+
+@pytest.mark.parametrize("expose", ["docker", "tailscale"])
+def test_a_watch_of_older_code_cannot_render_the_gateway_its_own_way_again(expose: Any) -> None:
+    """It follows late addresses with the code that it began with, and would undo the reload."""
+    settings = dataclasses.replace(PLAN.settings, expose=expose)
+    plan = dataclasses.replace(PLAN, settings=settings)
+    host = Host(gateway_file(plan), difference="its settings or its key changed")
+    assert [str(command) for command in run(host, plan)] == [RELOAD]
+    host.tools = "/usr/local/lib/spark/333333333333"
+    assert [str(command) for command in run(host, plan)] == [RENEWED, RELOAD]
+    host.watched_by = ""
+    assert [str(command) for command in run(host, plan)] == [RELOAD]
+
+
+def test_a_watch_that_renders_nothing_or_the_same_goes_on() -> None:
+    early = Host(gateway_file(PLAN), difference="its settings or its key changed")
+    early.tools = "/usr/local/lib/spark/333333333333"
+    assert [str(command) for command in run(early, PLAN)] == [RELOAD]
+    docker = dataclasses.replace(PLAN, settings=dataclasses.replace(PLAN.settings, expose="docker"))
+    same = Host(gateway_file(docker))
+    same.tools = "/usr/local/lib/spark/333333333333"
+    assert run(same, docker) == []
+
+
+def test_the_code_of_a_watch_is_that_of_its_process(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        ["sleep", "60"], env={"PATH": "/bin:/usr/bin", "PYTHONPATH": "/tools/1:/tools/site"}
+    )
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *spark-watch@main-1.service) echo {running.pid};; *) echo 0;; esac\n'
+    )
+    systemctl.chmod(0o755)
+
+    def seen(release: str) -> str:
+        said = subprocess.run(
+            ["sh", "-c", WatchTools().command(release=release)],
+            env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert said.stderr == ""
+        return WatchTools().process(said.stdout.splitlines())
+
+    try:
+        assert seen("main-1") == "/tools/1"
+        assert seen("main-2") == ""
+    finally:
+        running.kill()
+        running.wait()
 
 
 def test_a_certificate_of_an_earlier_exposure_is_taken_away() -> None:
