@@ -6,10 +6,11 @@ import threading
 
 from pyinfra import logger
 from pyinfra.api.host import Host
+from spark_contract.orders import RECIPE_VERSION
 
 from spark_deploy.inventory.known import known_of
 from spark_deploy.lockfile.resolve import locked_for
-from spark_deploy.payload.content import SITE_REQUIREMENTS, read_payload, recipe_version
+from spark_deploy.payload.content import SITE_REQUIREMENTS, read_payload
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.resolve import Request
 from spark_deploy.planning.types import HostPlan, PayloadIdentity
@@ -24,7 +25,7 @@ def payload_identity() -> PayloadIdentity:
     return PayloadIdentity(
         tools_digest=payload.tools_digest,
         image_context_digest=payload.image_context_digest,
-        recipe_version=recipe_version(),
+        recipe_version=RECIPE_VERSION,
         python_requirements=SITE_REQUIREMENTS,
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -96,16 +95,6 @@ def read_payload() -> Payload:
             and ".egg-info/" not in file.path
         ),
     )
-
-
-def recipe_version() -> int:
-    """Return the checkpoint builder's recipe version, read without importing the builder."""
-    path = FILES / "checkpoint" / "spark_checkpoint" / "__init__.py"
-    match = re.search(r"^RECIPE_VERSION = (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    if match is None:
-        fix = "restore the checkout (git status)"
-        raise SparkError.one(str(path), "states no RECIPE_VERSION", fix)
-    return int(match[1])
 
 
 def _unit(file: ManagedFile) -> ManagedFile:

@@ -37,7 +37,6 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/checkpoint/spark_checkpoint/errors.py", ""),
         ("files/checkpoint/spark_checkpoint/progress.py", ""),
         ("files/checkpoint/spark_checkpoint/storage.py", ""),
-        ("files/checkpoint/spark_checkpoint/plan.py", ""),
         ("files/checkpoint/spark_checkpoint/format", "numpy"),
         ("files/checkpoint/spark_checkpoint/receipt.py", ""),
         ("files/checkpoint/spark_checkpoint/verify", ""),

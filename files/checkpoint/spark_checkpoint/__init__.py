@@ -5,7 +5,3 @@ check, INT8 packing) and nowhere else. All else is the standard library and ``sp
 """
 
 TOOL_VERSION = "0.1.0"
-
-# Raise it exactly when the bytes of a built tree change for the same plan; a golden-hash test
-# (tests/unit/checkpoint/test_builder_golden.py) fails when one happens without the other.
-RECIPE_VERSION = 1

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from spark_contract.errors import HostToolError
-from spark_contract.orders import Wire
+from spark_contract import files
+from spark_contract.errors import ERROR, HostToolError
+from spark_contract.orders import RECIPE_VERSION, BuildPlan, FetchPlan, Wire
 
-from spark_checkpoint import RECIPE_VERSION, TOOL_VERSION
+from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.build.build import build
 from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, InputRefused
 from spark_checkpoint.inspect.discard import discard
 from spark_checkpoint.inspect.inspection import dump, hold_against, open_subject, report, text_of
-from spark_checkpoint.plan import load_build_plan, load_fetch_plan
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.storage import room_left
@@ -61,9 +61,9 @@ def _told(error: OSError) -> str:
 
 def _run(arguments: argparse.Namespace, progress: Progress) -> int:
     if arguments.command == "fetch":
-        fetch(load_fetch_plan(arguments.order), progress)
+        fetch(files.load(FetchPlan, arguments.order, "is missing"), progress)
     elif arguments.command == "build":
-        build(load_build_plan(arguments.plan), progress)
+        build(read_build_plan(arguments.plan), progress)
     elif arguments.command == "verify":
         verify_tree(arguments.dir, progress, full=arguments.full)
     elif arguments.command == "discard":
@@ -74,18 +74,30 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> int:
     return EXIT_OK
 
 
+def read_build_plan(path: Path) -> BuildPlan:
+    """Return the plan in a file; one for another builder is refused."""
+    plan = files.load(BuildPlan, path, "is missing")
+    if plan.recipe_version not in (None, RECIPE_VERSION):
+        raise InputRefused(
+            str(path),
+            f"made for recipe version {plan.recipe_version}, this builder has {RECIPE_VERSION}",
+            "install the host tools that belong to the plan, or plan again",
+        )
+    return plan
+
+
 def _inspect(arguments: argparse.Namespace) -> int:
     wire = Wire(token_file=arguments.token_file, parallel=8)
     subject = open_subject(arguments.place, arguments.endpoint, wire)
     data = report(subject)
     print(dump(data) if arguments.json else text_of(data), end="", flush=True)
     if arguments.plan is not None:
-        note(f"{subject.place}: {hold_against(subject, load_build_plan(arguments.plan))}")
+        note(f"{subject.place}: {hold_against(subject, read_build_plan(arguments.plan))}")
     return EXIT_OK
 
 
 def _fail(message: str, code: int) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    print(ERROR + " ".join(message.split()), file=sys.stderr, flush=True)
     return code
 
 

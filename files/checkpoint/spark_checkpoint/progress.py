@@ -1,4 +1,4 @@
-"""Prints ``phase=… bytes=… total=… rate_bytes_per_s=… eta_s=…`` lines for a poller.
+"""Prints how far a job is, line by line, for a poller.
 
 A thread prints on its own clock, so a stalled disk or network still gives lines.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import TracebackType
+
+from spark_contract import job
 
 INTERVAL_S = 2.0
 
@@ -33,12 +34,7 @@ class Progress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop printing; the last line of a finished phase stays the last line."""
         self._stop.set()
         if self._thread.is_alive():
@@ -80,11 +76,8 @@ class Progress:
             elapsed_s = max(time.monotonic() - self._began, 1e-6)
             rate = max(0, self._done_bytes - self._skipped_bytes) / elapsed_s
             total = self._total_bytes
-            eta = "-" if not total or rate < 1 else f"{(total - self._done_bytes) / rate:.0f}"
-            return (
-                f"phase={self._phase} bytes={self._done_bytes} "
-                f"total={'-' if total is None else total} rate_bytes_per_s={rate:.0f} eta_s={eta}"
-            )
+            eta_s = round((total - self._done_bytes) / rate) if total and rate >= 1 else None
+            return job.Progress(self._phase, self._done_bytes, total, round(rate), eta_s).line()
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):

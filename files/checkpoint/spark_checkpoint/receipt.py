@@ -8,10 +8,10 @@ from typing import Any
 
 from spark_contract import documents
 from spark_contract.files import now
-from spark_contract.orders import RECEIPT_NAME, BuildPlan, FetchPlan
+from spark_contract.orders import RECEIPT_NAME, RECIPE_VERSION, BuildPlan, FetchPlan
 from spark_contract.receipts import CheckpointReceipt, Receipt, ReceiptFile, SourceReceipt, parse
 
-from spark_checkpoint import RECIPE_VERSION, TOOL_VERSION
+from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import TransferFailed, TreeDiffers
 from spark_checkpoint.format.pieces import pieces_of
 from spark_checkpoint.storage import write_json

@@ -77,7 +77,7 @@ def parse(kind: type[_T], text: str) -> _T:
     """Return the document in a JSON text; see :func:`read`."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DocumentError(f"not JSON: {error}") from error
     return read(kind, data)
 

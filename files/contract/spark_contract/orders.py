@@ -14,6 +14,10 @@ from typing import Any, ClassVar, Literal
 from spark_contract.documents import OPTIONAL, DocumentError
 
 RECEIPT_NAME = "receipt.json"
+# Of the builder. Raise it exactly when the bytes of a built tree change for the same plan; a
+# golden-hash test (tests/unit/checkpoint/test_builder_golden.py) fails when one happens without
+# the other.
+RECIPE_VERSION = 1
 _COMMIT = "[0-9a-f]{40}"
 _SHA256 = "[0-9a-f]{64}"
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"

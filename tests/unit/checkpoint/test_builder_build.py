@@ -12,8 +12,8 @@ from builder_shards import Raw, readable_by_safetensors
 from builder_trees import BASE_COMMIT, VOCABULARY, run_tool, tree_tensors
 from spark_checkpoint.build import build as building
 from spark_checkpoint.build.layouts import write_overlay
+from spark_checkpoint.cli import read_build_plan
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.plan import load_build_plan
 from spark_checkpoint.progress import Progress
 
 LAYOUTS = ("overlay", "full")
@@ -210,7 +210,7 @@ def test_a_result_with_another_name_in_place_of_one_is_refused(workshop, monkeyp
 
     workshop.write_base()
     workshop.write_donor()
-    plan = load_build_plan(workshop.write_plan())
+    plan = read_build_plan(workshop.write_plan())
     monkeypatch.setattr(building, "write_overlay", misnamed)
     with pytest.raises(GateRefused, match="tensors of the result") as refusal:
         building.build(plan, Progress())

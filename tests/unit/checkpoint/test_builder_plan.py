@@ -7,10 +7,10 @@ import pytest
 import yaml
 from builder_hub import fetch_order
 from builder_trees import ROOT
-from spark_checkpoint.errors import InputRefused
-from spark_checkpoint.plan import load_build_plan
+from spark_checkpoint.cli import read_build_plan
 from spark_contract import documents
 from spark_contract.documents import DocumentError
+from spark_contract.errors import HostToolError
 from spark_contract.orders import BuildPlan, FetchPlan
 from spark_contract.patterns import expand_all
 
@@ -121,10 +121,10 @@ def test_the_plan_in_the_receipt_of_an_older_builder_is_read(workshop):
 
 
 def test_a_plan_of_another_recipe_version_is_refused(workshop):
-    with pytest.raises(InputRefused, match="made for recipe version 999"):
-        load_build_plan(workshop.write_plan(recipe_version=999))
+    with pytest.raises(HostToolError, match="made for recipe version 999"):
+        read_build_plan(workshop.write_plan(recipe_version=999))
 
 
 def test_swap_names_modules_not_tensors(workshop):
-    with pytest.raises(InputRefused, match=r"without \.weight"):
-        load_build_plan(workshop.write_plan(swap=["a.{0..3}.weight"]))
+    with pytest.raises(HostToolError, match=r"without \.weight"):
+        read_build_plan(workshop.write_plan(swap=["a.{0..3}.weight"]))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spark_checkpoint import RECIPE_VERSION
+from spark_contract.orders import RECIPE_VERSION
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog

@@ -3,12 +3,10 @@
 import json
 
 import pytest
-from spark_checkpoint import RECIPE_VERSION
 from spark_contract import documents
 from spark_contract.orders import BuildPlan, FetchPlan
 from spark_contract.patterns import expand_all
 
-from spark_deploy.payload.content import recipe_version
 from spark_deploy.planning.work.jobs import jobs_of
 from tests.unit.planning.plans import CATALOG, plan_of
 
@@ -49,7 +47,3 @@ def test_the_builder_is_told_what_the_donor_must_hold_of_every_swapped_module(mo
         expected = [wide, narrow] if name.endswith("down_proj") else [narrow, wide]
         assert weight == expected
         assert scale == [expected[0] // 128, expected[1] // 128]
-
-
-def test_the_recipe_version_is_the_builders_own():
-    assert recipe_version() == RECIPE_VERSION

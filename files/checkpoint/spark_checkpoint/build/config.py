@@ -6,7 +6,8 @@ import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from spark_checkpoint import RECIPE_VERSION
+from spark_contract.orders import RECIPE_VERSION
+
 from spark_checkpoint.errors import GateRefused
 
 PLUGIN_METHOD = "spark_inc"

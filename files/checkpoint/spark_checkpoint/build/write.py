@@ -11,7 +11,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from spark_contract.files import sync, write_all
@@ -53,12 +52,7 @@ class ProvenSource:
         """Return the open source."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file."""
         os.close(self._fd)
 
