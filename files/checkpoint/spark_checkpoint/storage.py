@@ -9,12 +9,13 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spark_contract.files import sync_directory, write_pieces
+from spark_contract.files import named, sync_directory, write_pieces
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 
@@ -35,15 +36,9 @@ class Stamp(NamedTuple):
     modified_ns: int
 
 
-def stamp_of(fd: int) -> Stamp:
-    """Return the stamp of an open file."""
-    status = os.fstat(fd)
-    return Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def stamp_path(path: Path) -> Stamp:
-    """Return the stamp of a file by name."""
-    status = path.stat()
+def stamp_of(file: int | Path) -> Stamp:
+    """Return the stamp of a file that is open, or by name."""
+    status = os.stat(file)
     return Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -70,15 +65,34 @@ def _json_pieces(document: Mapping[str, Any]) -> Iterator[bytes]:
     yield b"\n"
 
 
-def hash_file(path: Path, on_bytes: Any = None) -> str:
-    """Return the sha256 of a file, reading it in bounded pieces."""
-    hasher = hashlib.sha256()
+def file_bytes(path: Path, offset: int = 0, size_bytes: int | None = None) -> Iterator[memoryview]:
+    """Yield the bytes of a file, or of a span of it; each piece takes the place of the one before.
+
+    Raises:
+        TransferFailed: The file ends inside of the span.
+    """
     buffer = memoryview(bytearray(COPY_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            hasher.update(buffer[:count])
-            if on_bytes is not None:
-                on_bytes(count)
+    left = sys.maxsize if size_bytes is None else size_bytes
+    with path.open("rb", buffering=0) as file, named(file.fileno()):
+        file.seek(offset)
+        while left and (count := file.readinto(buffer[:left])):
+            yield buffer[:count]
+            left -= count
+    if left and size_bytes is not None:
+        raise TransferFailed(str(path), "became shorter while it was read", "run again")
+
+
+def hash_file(
+    path: Path,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    offset: int = 0,
+    size_bytes: int | None = None,
+) -> str:
+    """Return the sha256 of a file, or of a span of it."""
+    hasher = hashlib.sha256()
+    for part in file_bytes(path, offset, size_bytes):
+        hasher.update(part)
+        on_bytes(len(part))
     return hasher.hexdigest()
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,13 @@ from typing import Any
 from spark_contract.orders import BuildPlan
 from spark_contract.receipts import Receipt, ReceiptFile, SourceReceipt
 
+from spark_checkpoint.build.staging import tensor_span
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.pieces import PIECE_BYTES, Piece, Proof, pieces_of, prove_file
 from spark_checkpoint.format.tree import Tree, files_of
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.receipt import load_receipt
-from spark_checkpoint.sources.donor import Span
-from spark_checkpoint.storage import COPY_BYTES
+from spark_checkpoint.storage import hash_file
 
 _FIX = "delete the source directory and fetch it again"
 _HASHES_AT_ONCE = min(4, os.cpu_count() or 1)
@@ -66,16 +64,8 @@ def compare_duplicates(base: Tree) -> dict[str, Any]:
     """Return how many names are in several shards, and how many of them differ in bytes."""
     differing = 0
     for name, shards in base.duplicates.items():
-        hashes = Counter(
-            _span_hash(
-                Span(
-                    base.directory / shard,
-                    base.shards[shard].file_offset(name),
-                    base.shards[shard].tensors[name].size_bytes,
-                )
-            )
-            for shard in shards
-        )
+        spans = (tensor_span(base, shard, name) for shard in shards)
+        hashes = {hash_file(path, offset=at, size_bytes=size) for path, at, size in spans}
         differing += len(hashes) > 1
     return {"names": len(base.duplicates), "differing": differing, "rule": "last file wins"}
 
@@ -115,16 +105,3 @@ def _prove_all(directory: Path, names: list[str], progress: Progress) -> dict[st
     with ThreadPoolExecutor(_HASHES_AT_ONCE) as pool:
         proofs = pool.map(lambda name: prove_file(directory / name, progress.add), names)
         return dict(zip(names, proofs, strict=True))
-
-
-def _span_hash(span: Span) -> str:
-    hasher, left = hashlib.sha256(), span.size_bytes
-    with span.path.open("rb") as file:
-        file.seek(span.offset)
-        while left:
-            piece = file.read(min(left, COPY_BYTES))
-            if not piece:
-                raise GateRefused(str(span.path), "became shorter while it was read", _FIX)
-            hasher.update(piece)
-            left -= len(piece)
-    return hasher.hexdigest()

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_contract.orders import BuildPlan, DonorUrl
+from spark_contract.files import now
+from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
 from spark_contract.patterns import expand, expand_all, uses_up
-from spark_contract.receipts import ReceiptFile
+from spark_contract.receipts import CheckpointReceipt
 
+from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.build.base_hashes import base_proofs, compare_duplicates
 from spark_checkpoint.build.config import result_config, usable
 from spark_checkpoint.build.disk_room import fp8_bytes, grafted_bytes, int8_bytes, peak_bytes
 from spark_checkpoint.build.grafting import graft_mtp, graftable, model_sizes
-from spark_checkpoint.build.layouts import Layout, write_full, write_overlay
+from spark_checkpoint.build.layouts import Layout, finished, write_full, write_overlay
 from spark_checkpoint.build.replacements import (
     bake_head,
     compare_with_donor,
@@ -25,7 +28,7 @@ from spark_checkpoint.build.replacements import (
     swap_by_own_fp8,
     swap_from_donor,
 )
-from spark_checkpoint.build.staging import Changes, staging
+from spark_checkpoint.build.staging import Changes, Staging
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.format.pieces import Proof
@@ -38,7 +41,7 @@ from spark_checkpoint.format.tree import (
     read_tree,
 )
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import checkpoint_receipt, write_receipt
+from spark_checkpoint.receipt import write_receipt
 from spark_checkpoint.sources.donor import Donor, open_donor
 from spark_checkpoint.storage import clear, refuse_without_room, write_json
 from spark_checkpoint.verify.expected import overlay_name
@@ -98,7 +101,18 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
     _finish_tree(plan, sources, layout, tree_dir)
     _gate_result(plan, sources, changes, layout)
     report = {**changes.report, **_report(sources, layout, _donor_bytes(plan, sources))}
-    write_receipt(tree_dir, checkpoint_receipt(plan, layout.files, len(layout.index), report))
+    receipt = CheckpointReceipt(
+        kind="checkpoint",
+        digest=plan.digest,
+        files=tuple(layout.files),
+        tool_version=TOOL_VERSION,
+        written_at=now(),
+        recipe_version=RECIPE_VERSION,
+        plan=plan,
+        tensors=len(layout.index),
+        report=report,
+    )
+    write_receipt(tree_dir, receipt)
     return report
 
 
@@ -156,7 +170,7 @@ def make_changes(
     wanted = _donor_names(plan, sources)
     if sources.donor is not None and wanted:
         spans = sources.donor.stage(wanted, donor_dir, progress)
-    with staging(work / "new-tensors") as stage:
+    with closing(Staging(work / "new-tensors")) as stage:
         if plan.compares_with_donor and sources.donor is not None:
             donor = sources.donor.tensors([m + s for m in modules for s in (WEIGHT, SCALE)])
             compare_with_donor(base, modules, donor, spans, block, progress, changes)
@@ -276,9 +290,7 @@ def _finish_tree(plan: BuildPlan, sources: Sources, layout: Layout, tree_dir: Pa
     if (plan.base_dir / QUANTIZATION_NAME).exists():
         documents[QUANTIZATION_NAME] = config["quantization_config"]
     for name, document in documents.items():
-        sha256 = write_json(tree_dir / name, document)
-        status = (tree_dir / name).stat()
-        layout.files.append(ReceiptFile(name, status.st_size, sha256, status.st_mtime_ns))
+        layout.files.append(finished(tree_dir, name, write_json(tree_dir / name, document)))
 
 
 def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spark_contract.receipts import ReceiptFile
 
-from spark_checkpoint.build.staging import Changes, NewTensor
+from spark_checkpoint.build.staging import Changes, NewTensor, tensor_span
 from spark_checkpoint.build.write import (
     Written,
     aligned,
@@ -24,7 +24,7 @@ from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, Tree, files_of
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.storage import stamp_of
 from spark_checkpoint.verify.expected import overlay_name
 
 OVERLAY_SHARD = "model-spark-overlay.safetensors"
@@ -56,16 +56,8 @@ def write_overlay(
         if name in _REWRITTEN:
             continue
         _link(base.directory / name, tree_dir / name)
-        status = (tree_dir / name).stat()
-        layout.files.append(
-            ReceiptFile(
-                name,
-                status.st_size,
-                proofs[name].sha256,
-                status.st_mtime_ns,
-                link_of=str(base.directory / name),
-            )
-        )
+        sha256, link_of = proofs[name].sha256, str(base.directory / name)
+        layout.files.append(finished(tree_dir, name, sha256, link_of=link_of))
     new: list[NewTensor] = []
     for old, tensors in changes.added.items():
         new += [t._replace(name=overlay_name(t.name)) if old else t for t in tensors]
@@ -116,13 +108,8 @@ def write_full(
     names = sorted(shards, key=lambda name: -base.shards[name].data_bytes)
     names += [*others, *([GRAFT_SHARD] if grafts else [])]
     with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
-        futures = {name: pool.submit(one, name) for name in names}
-        try:
-            entries = [future.result() for _, future in sorted(futures.items())]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    layout.files = [entry for entry in entries if entry is not None]
+        entries = [entry for entry in pool.map(one, names) if entry is not None]
+    layout.files = sorted(entries, key=lambda entry: entry.path)
     return layout
 
 
@@ -146,10 +133,9 @@ def full_shard(base: Tree, shard: str, changes: Changes) -> list[NewTensor]:
     Scales and zero points go to the end, because their odd sizes would push what follows
     off its alignment.
     """
-    header, path = base.shards[shard], base.directory / shard
     kept: list[NewTensor] = []
     tail: list[NewTensor] = []
-    for name, tensor in header.tensors.items():
+    for name, tensor in base.shards[shard].tensors.items():
         if base.owner[name] != shard:
             continue
         if name in changes.added:
@@ -157,7 +143,7 @@ def full_shard(base: Tree, shard: str, changes: Changes) -> list[NewTensor]:
             kept.append(first)
             tail += rest
         else:
-            span = Span(path, header.file_offset(name), tensor.size_bytes)
+            span = tensor_span(base, shard, name)
             kept.append(NewTensor(name, tensor.dtype, tensor.shape, span))
     return kept + by_alignment(tail)
 
@@ -172,6 +158,14 @@ def _entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFil
     """Return a file of the receipt; a rewritten one is named by its pieces alone."""
     pieces = tuple(map(str, written.pieces)) if sha256 is None else None
     return ReceiptFile(name, written.size_bytes, sha256, written.modified_ns, pieces)
+
+
+def finished(
+    tree_dir: Path, name: str, sha256: str | None, *, link_of: str | None = None
+) -> ReceiptFile:
+    """Return a file of the receipt, which is there and will not change."""
+    stamp = stamp_of(tree_dir / name)
+    return ReceiptFile(name, stamp.size_bytes, sha256, stamp.modified_ns, link_of=link_of)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -70,12 +70,7 @@ def _each(
         return result
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        futures = [pool.submit(one, module) for module in modules]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        return list(pool.map(one, modules))
 
 
 def compare_with_donor(

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spark_contract.files import named
 
-from spark_checkpoint.errors import TransferFailed
 from spark_checkpoint.format.tree import Tree
 from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.storage import file_bytes
 
 
 class NewTensor(NamedTuple):
@@ -87,31 +85,17 @@ class Staging:
         os.close(self._fd)
 
 
-@contextmanager
-def staging(path: Path) -> Iterator[Staging]:
-    """Open a staging file for the duration of a block."""
-    stage = Staging(path)
-    try:
-        yield stage
-    finally:
-        stage.close()
-
-
 def read_span(span: Span) -> bytes:
     """Return the bytes of a span small enough to hold."""
-    with span.path.open("rb", buffering=0) as file:
-        data = bytearray(span.size_bytes)
-        view, position = memoryview(data), span.offset
-        while view:
-            count = os.preadv(file.fileno(), [view], position)
-            if not count:
-                raise TransferFailed(str(span.path), "became shorter", "fetch it again")
-            view, position = view[count:], position + count
-    return bytes(data)
+    return b"".join(map(bytes, file_bytes(*span)))
+
+
+def tensor_span(base: Tree, shard: str, name: str) -> Span:
+    """Return where a shard has the bytes of a tensor."""
+    header = base.shards[shard]
+    return Span(base.directory / shard, header.file_offset(name), header.tensors[name].size_bytes)
 
 
 def base_span(base: Tree, name: str) -> Span:
-    """Return where a base tensor's bytes lie."""
-    shard = base.owner[name]
-    header = base.shards[shard]
-    return Span(base.directory / shard, header.file_offset(name), header.tensors[name].size_bytes)
+    """Return where the copy of a tensor lies that counts."""
+    return tensor_span(base, base.owner[name], name)

@@ -10,18 +10,19 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 from spark_contract.files import sync, write_all
 
 from spark_checkpoint.build.staging import NewTensor
-from spark_checkpoint.errors import GateRefused, TransferFailed
+from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.header import DTYPE_BITS, emit_header
 from spark_checkpoint.format.pieces import Piece, PieceHasher, Proof
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.donor import Span
-from spark_checkpoint.storage import COPY_BYTES, stamp_of
+from spark_checkpoint.storage import COPY_BYTES, file_bytes, stamp_of
 
 
 class Written(NamedTuple):
@@ -38,8 +39,8 @@ class ProvenSource:
     Bytes go on before their piece was compared: the result is no result until all were.
     """
 
-    def __init__(self, path: Path, proof: Proof, buffer: memoryview):
-        self._path, self._buffer = path, buffer
+    def __init__(self, path: Path, proof: Proof):
+        self._path, self._buffer = path, memoryview(bytearray(COPY_BYTES))
         self._pieces = list(reversed(proof.pieces))
         self._size_bytes = sum(piece.size_bytes for piece in proof.pieces)
         self._position = self._piece_begin = 0
@@ -48,11 +49,7 @@ class ProvenSource:
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._stamp = stamp_of(self._fd)
 
-    def __enter__(self) -> ProvenSource:
-        """Return the open source."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
 
@@ -153,15 +150,11 @@ def write_new(
     path: Path, tensors: Sequence[NewTensor], metadata: dict[str, str], progress: Progress
 ) -> Written:
     """Write a shard of new ``tensors`` in their order."""
-    buffer = memoryview(bytearray(COPY_BYTES))
-    sink = HashingFile(path)
-    try:
+    with closing(HashingFile(path)) as sink:
         sink.write(_header(tensors, metadata))
         for span in joined(tensor.span for tensor in tensors):
-            _copy_span(span, sink, buffer, progress)
+            _copy_span(span, sink, progress)
         return sink.finish()
-    finally:
-        sink.close()
 
 
 def rewrite_shard(
@@ -177,37 +170,27 @@ def rewrite_shard(
     Spans of other files are copied from wherever they are. Should the base's own not come in
     the order of the file, it is proven in a pass of its own.
     """
-    buffer = memoryview(bytearray(COPY_BYTES))
     spans = joined(tensor.span for tensor in tensors)
     offsets = [span.offset for span in spans if span.path == base]
     in_order = offsets == sorted(offsets)
-    sink = HashingFile(path)
-    try:
+    with closing(HashingFile(path)) as sink, closing(ProvenSource(base, proof)) as source:
         sink.write(_header(tensors, metadata))
-        with ProvenSource(base, proof, buffer) as source:
-            for span in spans:
-                if in_order and span.path == base:
-                    source.copy(span, sink, progress)
-                else:
-                    _copy_span(span, sink, buffer, progress)
-            source.finish()
+        for span in spans:
+            if in_order and span.path == base:
+                source.copy(span, sink, progress)
+            else:
+                _copy_span(span, sink, progress)
+        source.finish()
         return sink.finish()
-    finally:
-        sink.close()
 
 
 def copy_file(path: Path, source: Path, progress: Progress, proof: Proof) -> Written:
     """Copy a file and refuse one that is not what its receipt says."""
-    buffer = memoryview(bytearray(COPY_BYTES))
     size_bytes = sum(piece.size_bytes for piece in proof.pieces)
-    sink = HashingFile(path)
-    try:
-        with ProvenSource(source, proof, buffer) as reader:
-            reader.copy(Span(source, 0, size_bytes), sink, progress)
-            reader.finish()
+    with closing(HashingFile(path)) as sink, closing(ProvenSource(source, proof)) as reader:
+        reader.copy(Span(source, 0, size_bytes), sink, progress)
+        reader.finish()
         return sink.finish()
-    finally:
-        sink.close()
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
@@ -250,13 +233,7 @@ def _header(tensors: Sequence[NewTensor], metadata: dict[str, str]) -> bytes:
     return emit_header(((t.name, t.dtype, t.shape) for t in tensors), metadata)
 
 
-def _copy_span(span: Span, sink: HashingFile, buffer: memoryview, progress: Progress) -> None:
-    position, left = span.offset, span.size_bytes
-    with span.path.open("rb", buffering=0) as file:
-        while left:
-            count = os.preadv(file.fileno(), [buffer[: min(left, len(buffer))]], position)
-            if not count:
-                raise TransferFailed(str(span.path), "became shorter", "run again")
-            sink.write(buffer[:count])
-            progress.add(count)
-            position, left = position + count, left - count
+def _copy_span(span: Span, sink: HashingFile, progress: Progress) -> None:
+    for part in file_bytes(*span):
+        sink.write(part)
+        progress.add(len(part))

@@ -16,7 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from spark_checkpoint.errors import HeaderRefused, TransferFailed
+from spark_contract.files import named
+
+from spark_checkpoint.errors import HeaderRefused
 
 HEADER_LIMIT_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
@@ -123,16 +125,10 @@ def parse_header(
 
 def read_header(path: Path, known: Mapping[str, str] | None = None) -> Header:
     """Read and check the header of one local file; ``known`` is ``parse_header``'s."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            first = file.read(8)
-            length = header_json_bytes(first, size, str(path))
-            raw = file.read(length)
-    except OSError as error:
-        raise TransferFailed(
-            str(path), f"cannot be read ({error.strerror})", "see dmesg"
-        ) from error
+    with path.open("rb") as file, named(file.fileno()):
+        size = os.fstat(file.fileno()).st_size
+        length = header_json_bytes(file.read(8), size, str(path))
+        raw = file.read(length)
     if len(raw) != length:
         _refuse(str(path), "became shorter while it was read")
     return parse_header(raw, size, str(path), known)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from spark_contract.receipts import ReceiptFile
 
-from spark_checkpoint.storage import COPY_BYTES
+from spark_checkpoint.storage import file_bytes, hash_file
 
 # Small pieces keep what is hashed twice small, the pieces that a replaced tensor cuts; large
 # ones keep receipts short. 72 GB are 17,000 pieces, 1.5 MB of receipt.
@@ -98,12 +98,10 @@ def pieces_of(file: ReceiptFile) -> tuple[Piece, ...] | None:
 def prove_file(path: Path, on_bytes: Callable[[int], None]) -> Proof:
     """Read a file once and return all its hashes."""
     whole, pieces = hashlib.sha256(), PieceHasher()
-    buffer = memoryview(bytearray(COPY_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            whole.update(buffer[:count])
-            pieces.update(buffer[:count])
-            on_bytes(count)
+    for part in file_bytes(path):
+        whole.update(part)
+        pieces.update(part)
+        on_bytes(len(part))
     return Proof(whole.hexdigest(), pieces.pieces())
 
 
@@ -111,19 +109,9 @@ def first_difference(
     path: Path, pieces: Sequence[Piece], on_bytes: Callable[[int], None]
 ) -> int | None:
     """Return where the first piece begins whose bytes are others; None when all are right."""
-    buffer = memoryview(bytearray(COPY_BYTES))
     begin = 0
-    with path.open("rb", buffering=0) as file:
-        for piece in pieces:
-            hasher, left = hashlib.sha256(), piece.size_bytes
-            while left:
-                count = file.readinto(buffer[: min(left, len(buffer))])
-                if not count:
-                    return begin
-                hasher.update(buffer[:count])
-                on_bytes(count)
-                left -= count
-            if hasher.hexdigest() != piece.sha256:
-                return begin
-            begin += piece.size_bytes
+    for piece in pieces:
+        if hash_file(path, on_bytes, begin, piece.size_bytes) != piece.sha256:
+            return begin
+        begin += piece.size_bytes
     return None

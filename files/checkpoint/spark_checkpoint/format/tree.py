@@ -13,7 +13,7 @@ from typing import Any
 
 from spark_contract.orders import RECEIPT_NAME
 
-from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
+from spark_checkpoint.errors import GateRefused, InputRefused
 from spark_checkpoint.format.header import Header, Tensor, read_header
 from spark_checkpoint.format.index import weight_map
 
@@ -132,10 +132,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError as error:
         raise GateRefused(str(path), "is missing", "fetch the source again") from error
-    except OSError as error:
-        raise TransferFailed(
-            str(path), f"cannot be read ({error.strerror})", "see dmesg"
-        ) from error
 
 
 def _check_index(directory: Path, index: dict[str, str], shards: dict[str, Header]) -> None:

@@ -177,16 +177,13 @@ class UrlDonor:
         progress.phase("donor", sum(request.end - request.begin for _, request in jobs))
         spans: dict[str, Span] = {}
         with ThreadPoolExecutor(self._parallel) as pool:
-            futures = [
-                pool.submit(self._stage_one, shard, request, directory, progress)
-                for shard, request in jobs
-            ]
             try:
-                for future in futures:
-                    spans.update(future.result())
+                for staged in pool.map(
+                    lambda job: self._stage_one(*job, directory, progress), jobs
+                ):
+                    spans.update(staged)
             except BaseException:
                 self._files.transport.cancel()
-                pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return spans
 

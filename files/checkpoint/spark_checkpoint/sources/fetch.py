@@ -11,24 +11,25 @@ import errno
 import hashlib
 import os
 import stat
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-from spark_contract.files import sync, write_all
+from spark_contract.files import now, sync, write_all
 from spark_contract.orders import FetchFile, FetchPlan
-from spark_contract.receipts import ReceiptFile
+from spark_contract.receipts import ReceiptFile, SourceReceipt
 
+from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import source_receipt, write_receipt
+from spark_checkpoint.receipt import write_receipt
 from spark_checkpoint.sources.lookup import ContentHash, candidates, copy_hashed, hash_into
 from spark_checkpoint.sources.responses import RangeIgnored
 from spark_checkpoint.sources.transport import Transport
-from spark_checkpoint.storage import refuse_without_room, stamp_of, stamp_path
+from spark_checkpoint.storage import refuse_without_room, stamp_of
 from spark_checkpoint.verify.making import make_tree
 
 
@@ -42,7 +43,6 @@ class _Order:
     tree_dir: Path
     parts_dir: Path
     proofs: dict[str, Proof] = field(default_factory=dict)
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def content(self, file: FetchFile) -> ContentHash:
         """Return the hashes to make of a file."""
@@ -78,7 +78,16 @@ def _write_tree(order: _Order) -> None:
     refuse_without_room(order.tree_dir, max(0, needed), f"fetching {plan.name}")
     _download_all(order, missing)
     _drop_strangers(order)
-    write_receipt(order.tree_dir, source_receipt(plan, _entries(order)))
+    receipt = SourceReceipt(
+        kind="source",
+        digest=plan.digest,
+        files=tuple(_entries(order)),
+        tool_version=TOOL_VERSION,
+        written_at=now(),
+        name=plan.name,
+        commit=plan.commit,
+    )
+    write_receipt(order.tree_dir, receipt)
 
 
 def _missing_files(order: _Order) -> list[FetchFile]:
@@ -115,9 +124,9 @@ def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
     target = order.tree_dir / file.path
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        before = stamp_path(path)
+        before = stamp_of(path)
         content = hash_into(path, order.content(file), order.progress.skip)
-        if content.mismatch() is not None or stamp_path(path) != before:
+        if content.mismatch() is not None or stamp_of(path) != before:
             order.progress.skip(-file.size_bytes)
             return False
         target.unlink(missing_ok=True)
@@ -148,21 +157,15 @@ def _download_all(order: _Order, missing: list[FetchFile]) -> None:
     # Large files first: the last to finish is then a small one.
     queue = sorted(missing, key=lambda file: (-file.size_bytes, file.path))
     with ThreadPoolExecutor(order.plan.parallel) as pool:
-        futures = [pool.submit(_download, order, file) for file in queue]
         try:
-            for future in futures:
-                future.result()
+            list(pool.map(partial(_download, order), queue))
         except BaseException:
-            order.stop.set()
             order.transport.cancel()
-            pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def _download(order: _Order, file: FetchFile) -> None:
     """Bring one file from the first source that has the right bytes."""
-    if order.stop.is_set():
-        return
     failures: list[BuilderError] = []
     for base in order.plan.urls:
         url = base.rstrip("/") + "/" + quote(file.path)
@@ -268,7 +271,7 @@ def _entries(order: _Order) -> list[ReceiptFile]:
     entries = []
     for file in sorted(order.plan.files, key=lambda file: file.path):
         proof = order.proofs[file.path]
-        stamp = stamp_path(order.tree_dir / file.path)
+        stamp = stamp_of(order.tree_dir / file.path)
         # A file of one piece is proven by its own hash.
         pieces = tuple(map(str, proof.pieces)) if len(proof.pieces) > 1 else None
         entries.append(

@@ -14,7 +14,7 @@ from spark_contract.orders import FetchFile
 
 from spark_checkpoint.format.pieces import PieceHasher, Proof
 from spark_checkpoint.progress import note
-from spark_checkpoint.storage import COPY_BYTES
+from spark_checkpoint.storage import file_bytes
 
 # A folder tree above this is somebody's home, not a model store; looking on would take minutes.
 _ENTRY_LIMIT = 200_000
@@ -98,24 +98,20 @@ def hash_into(
     path: Path, content: ContentHash, on_bytes: Callable[[int], None] | None
 ) -> ContentHash:
     """Feed a file to its hashes, in bounded pieces."""
-    buffer = memoryview(bytearray(COPY_BYTES))
-    with path.open("rb", buffering=0) as source:
-        while count := source.readinto(buffer):
-            content.update(buffer[:count])
-            if on_bytes is not None:
-                on_bytes(count)
+    for part in file_bytes(path):
+        content.update(part)
+        if on_bytes is not None:
+            on_bytes(len(part))
     return content
 
 
 def copy_hashed(path: Path, target: Path, content: ContentHash) -> ContentHash:
     """Copy a file and hash what was copied."""
-    buffer = memoryview(bytearray(COPY_BYTES))
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        with path.open("rb", buffering=0) as source:
-            while count := source.readinto(buffer):
-                content.update(buffer[:count])
-                write_all(fd, buffer[:count])
+        for part in file_bytes(path):
+            content.update(part)
+            write_all(fd, part)
         sync(fd)
     finally:
         os.close(fd)

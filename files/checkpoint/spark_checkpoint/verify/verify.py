@@ -140,5 +140,4 @@ def _check_hashes(directory: Path, files: list[ReceiptFile], progress: Progress)
             raise TreeDiffers(str(path), "has no hash in the receipt", _FIX)
 
     with ThreadPoolExecutor(_HASHES_AT_ONCE) as pool:
-        for future in [pool.submit(one, file) for file in files]:
-            future.result()
+        list(pool.map(one, files))
