@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 from pyinfra.context import host, inventory
+from spark_contract.release import Release
 
 from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.reboots import rebooted
-from spark_deploy.planning.types import NeedsPlan, ServePlan
+from spark_deploy.planning.types import NeedsPlan
 
 
 @deploy("Reboots")
-def apply(*, plan: NeedsPlan, serve: ServePlan) -> None:
+def apply(*, plan: NeedsPlan, serve: Release) -> None:
     """Come first: a host whose driver waits for a reboot would fail every later step."""
     if plan.reboot != "allow":
         return

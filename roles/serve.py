@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pyinfra.api.deploy import deploy
 from pyinfra.context import host, inventory
 from spark_contract.gateway import GATEWAY_USER
+from spark_contract.release import Release
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.loop import each
@@ -14,7 +15,7 @@ from spark_deploy.operations.service.gateway import configured
 from spark_deploy.operations.service.jobs import prepared
 from spark_deploy.operations.service.serve import release_files, switched
 from spark_deploy.planning.serving.argv import ENGINE_USER
-from spark_deploy.planning.types import GatewayPlan, ServePlan
+from spark_deploy.planning.types import GatewayPlan
 from spark_deploy.planning.work.jobs import Work
 
 PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
@@ -23,7 +24,7 @@ PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
 @deploy("Serve")
 def apply(
     *,
-    plan: ServePlan,
+    plan: Release,
     gateway: GatewayPlan,
     jobs: Sequence[Work],
     files: Sequence[ManagedFile],
@@ -45,5 +46,5 @@ def apply(
             switched(
                 name=f"Serve the release on {name}",
                 plan=plan,
-                timeout_s=plan.start_timeout_s * 2 + 600,
+                timeout_s=int(plan.timeouts.start_s) * 2 + 600,
             )

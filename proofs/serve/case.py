@@ -77,7 +77,7 @@ def wait_until_healthy(sock: str, server: subprocess.Popen[bytes]) -> float | No
 
 def serve(plan: dict[str, Any], tree: str, log_path: Path, kind: str) -> dict[str, Any]:
     """Start, talk, stop; return what happened."""
-    engine = plan["serve"]["release"]["engine"]
+    engine = plan["serve"]["engine"]
     sock = f"/tmp/spark-engine-{log_path.stem}-{os.getpid()}.sock"
     arguments, changed = adapted(engine["argv"], tree, sock, kind)
     # An image without our plugin has none to load.

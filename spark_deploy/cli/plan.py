@@ -7,6 +7,8 @@ import json
 import shlex
 from collections.abc import Iterator
 
+from spark_contract.release import Release
+
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.hosts import OPEN_COMMIT, listed, planned
@@ -16,7 +18,7 @@ from spark_deploy.planning.budget.memory import gib
 from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.serving.release import document
-from spark_deploy.planning.types import CheckpointPlan, GatewayPlan, HostPlan, ServePlan
+from spark_deploy.planning.types import CheckpointPlan, GatewayPlan, HostPlan
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,7 +54,7 @@ def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     yield from _ready(plan)
     yield from _memory(plan, profile)
     yield from _disk(plan)
-    yield _row("engine", shlex.join(["vllm", "serve", *plan.serve.argv]))
+    yield _row("engine", shlex.join(["vllm", "serve", *plan.serve.engine.argv]))
     yield from _unit(plan)
     yield from _service(plan.serve, plan.gateway)
     for warning in plan.warnings:
@@ -110,7 +112,7 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         f"{gib(memory.drafter_bytes)} + runtime {gib(memory.graphs_bytes)} + KV cache "
         f"{gib(memory.kv_cache_bytes)} + left {gib(left)}",
     )
-    context = plan.serve.release.check.max_model_len
+    context = plan.serve.check.max_model_len
     yield _row(
         "",
         f"KV cache of {memory.kv_tokens:,} tokens has room for {memory.full_context_users:.1f} "
@@ -147,12 +149,12 @@ _ASKED = {
 }
 
 
-def _service(serve: ServePlan, gateway: GatewayPlan) -> Iterator[str]:
+def _service(serve: Release, gateway: GatewayPlan) -> Iterator[str]:
     addresses = ", ".join(f"{url} ({who})" for url, who in base_urls(gateway))
     yield _row(
         "serves", f"{addresses} as {', '.join(serve.names)}; key in {gateway.settings.key_path}"
     )
-    check = serve.release.check
+    check = serve.check
     parts = [f"{len(check.questions)} questions", f"{len(check.copy)} copies"]
     parts += [what for name, what in _ASKED.items() if getattr(check, name)]
     if check.acceptance_floor:

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract import units
 from spark_contract.gateway import Gateway
 from spark_contract.paths import GPU_RECEIPT
 from spark_contract.release import Release
-from spark_contract.units import release_name
 
 from spark_deploy.lockfile.types import SourceFile
 from spark_deploy.planning.digest import digest_of
@@ -276,36 +274,6 @@ class GatewayPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ServePlan:
-    """One release: everything that decides how the service runs."""
-
-    service: str
-    names: tuple[str, ...]
-    model: str
-    profile: str
-    argv: tuple[str, ...]
-    env: tuple[tuple[str, str], ...]
-    image_tag: str
-    tree_dir: str
-    tree_digest: str
-    release: Release
-    drain_s: int
-    start_timeout_s: int
-    # SSH, sudo and rolling order never enter the digest.
-    digest: str
-
-    @property
-    def name(self) -> str:
-        """Instance name of every unit of this release."""
-        return release_name(self.service, self.digest)
-
-    @property
-    def unit(self) -> str:
-        """The systemd unit of this release's engine."""
-        return units.SERVE.of(self.name)
-
-
-@dataclass(frozen=True, slots=True)
 class HostPlan:
     """All there is to do on one host."""
 
@@ -323,7 +291,7 @@ class HostPlan:
     image: ImagePlan
     memory: MemoryPlan
     disk: tuple[DiskUse, ...]
-    serve: ServePlan
+    serve: Release
     gateway: GatewayPlan
     warnings: tuple[str, ...]
     ready: tuple[PairPlan, ...] = ()  # other pairs to have ready

@@ -100,7 +100,7 @@ def identities(checkout: Path, model: str, profile: str) -> dict[str, Any]:
     [plan] = json.loads(said.stdout)
     return {
         "release": plan["serve"]["digest"],
-        "release.json": plan["serve"]["release"],
+        "release.json": _served_by(plan["serve"]),
         "unit": plan["unit"],
         "image": plan["image"]["tag"],
         "plugin": plan["image"]["context_digest"],
@@ -108,6 +108,12 @@ def identities(checkout: Path, model: str, profile: str) -> dict[str, Any]:
         "sources": [source["dir"] for source in plan["sources"]],
         "gateway": _reached_by(plan["gateway"]),
     }
+
+
+def _served_by(serve: dict[str, Any]) -> dict[str, Any]:
+    """Return what release.json is made of; a plan repeated parts of it once."""
+    stated = serve.get("release", serve)
+    return {key: value for key, value in stated.items() if key not in ("name", "digest")}
 
 
 def _reached_by(gateway: dict[str, Any]) -> dict[str, Any]:

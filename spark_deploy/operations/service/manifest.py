@@ -111,7 +111,7 @@ def _release(plan: HostPlan) -> Iterator[Owned]:
     yield Owned("user", ENGINE_USER, install)
     yield from _files(release_files_of(plan), install)
     change = f"Serve | Serve the release on {plan.host}"
-    for unit in (serve.unit, plan.gateway.settings.unit):
+    for unit in (serve.serve_unit, plan.gateway.settings.unit):
         yield Owned("active", unit, change)
         yield Owned("enabled", unit, change)
     yield Owned("state", f"{PROOFS_DIR}/{serve.name}.json", change)

@@ -12,6 +12,7 @@ from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
 from spark_contract.paths import HOST_TOOL, RECEIPTS_DIR
+from spark_contract.release import Release
 from spark_contract.units import SERVE
 
 from spark_deploy.errors import Problem
@@ -25,7 +26,7 @@ from spark_deploy.operations.machine.preflight import question, survey_of
 from spark_deploy.operations.predicted import predict
 from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.operations.service.rollout import change_now, held_back, interrupt
-from spark_deploy.planning.types import NeedsPlan, ServePlan
+from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight.reboots import pending
 
 _DOWN_WITHIN_S = 600
@@ -35,7 +36,7 @@ _MARKER = f"{RECEIPTS_DIR}/rebooted-for"
 
 @operation()
 @host_errors
-def rebooted(needs: NeedsPlan, serve: ServePlan) -> Commands:
+def rebooted(needs: NeedsPlan, serve: Release) -> Commands:
     """Reboot a host that waits for it, and have it serve proven again before the next one.
 
     Args:
@@ -57,7 +58,7 @@ def rebooted(needs: NeedsPlan, serve: ServePlan) -> Commands:
     yield FunctionCommand(_reboot, [why, needs, serve], {})
 
 
-def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: ServePlan) -> bool:
+def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release) -> bool:
     host.log(f"rebooting: {why}")
     interrupt(host)
     try:
@@ -90,9 +91,9 @@ def _came_back(host: Host, before: list[str]) -> bool:
     return False
 
 
-def _serves_again(state: State, host: Host, serve: ServePlan) -> bool:
+def _serves_again(state: State, host: Host, serve: Release) -> bool:
     """Wait until the release that boots is up, then prove it under what runs now."""
-    limit_s = serve.start_timeout_s + 600
+    limit_s = int(serve.timeouts.start_s) + 600
     deadline = time.monotonic() + limit_s
     told = ""
     while time.monotonic() < deadline:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pyinfra.api.operation import operation
 from pyinfra.context import host
+from spark_contract.release import Release
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
@@ -22,13 +23,13 @@ from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import host_errors, refuse
 from spark_deploy.operations.service.rollout import change_to, held_back
 from spark_deploy.planning.serving.gateway import base_urls
-from spark_deploy.planning.types import GatewayPlan, ServePlan
+from spark_deploy.planning.types import GatewayPlan
 
 
 @operation()
 @host_errors
 def release_files(
-    plan: ServePlan, files: Sequence[ManagedFile], users: Sequence[str]
+    plan: Release, files: Sequence[ManagedFile], users: Sequence[str]
 ) -> Generator[Any, None, None]:
     """Have the units, the release and the accounts of gateway and engine on the host.
 
@@ -49,7 +50,7 @@ def release_files(
 
 @operation()
 @host_errors
-def switched(plan: ServePlan, timeout_s: int) -> Generator[Any, None, None]:
+def switched(plan: Release, timeout_s: int) -> Generator[Any, None, None]:
     """Serve this release, proven; the one before comes back when that fails.
 
     Args:
@@ -84,7 +85,7 @@ def switched(plan: ServePlan, timeout_s: int) -> Generator[Any, None, None]:
 
 @operation()
 @host_errors
-def proven(plan: ServePlan, gateway: GatewayPlan) -> Generator[Any, None, None]:
+def proven(plan: Release, gateway: GatewayPlan) -> Generator[Any, None, None]:
     """Refuse to call the run good unless the host provably serves this release.
 
     Args:
@@ -114,7 +115,7 @@ def proven(plan: ServePlan, gateway: GatewayPlan) -> Generator[Any, None, None]:
     host.noop("proven")
 
 
-def summary(plan: ServePlan, gateway: GatewayPlan, status: HostStatus) -> list[str]:
+def summary(plan: Release, gateway: GatewayPlan, status: HostStatus) -> list[str]:
     """Say in a few lines what a host serves and what that was proven with."""
     proof, live = status.proof(plan.name), status.live(plan.name)
     listen = ", ".join(url for url, _ in base_urls(gateway))

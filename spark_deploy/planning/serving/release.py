@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from spark_contract.documents import plain, text_of
@@ -32,14 +31,11 @@ def _command(name: str, verb: str) -> ManagedFile:
 
 
 def release_files_of(plan: HostPlan) -> tuple[ManagedFile, ...]:
-    """Return release.json, the plan it came from and the unit's limits."""
-    serve = plan.serve
-    home = f"{RELEASES_DIR}/{serve.name}"
-    release = replace(serve.release, name=serve.name, digest=serve.digest)
+    """Return release.json and the unit's limits."""
+    release = plan.serve
     return (
-        ManagedFile(f"{home}/release.json", text_of(release).encode()),
-        ManagedFile(f"{home}/plan.json", text_of({"serve": serve, "memory": plan.memory}).encode()),
-        ManagedFile(f"{drop_in_dir(serve.unit)}/50-release.conf", limits(release).encode()),
+        ManagedFile(f"{RELEASES_DIR}/{release.name}/release.json", text_of(release).encode()),
+        ManagedFile(f"{drop_in_dir(release.serve_unit)}/50-release.conf", limits(release).encode()),
     )
 
 
@@ -51,7 +47,7 @@ def document(plan: HostPlan) -> dict[str, Any]:
         **plain(plan),
         "disk_total": {"peak_bytes": peak_bytes, "after_bytes": after_bytes},
         "unit": {
-            "name": plan.serve.unit,
+            "name": plan.serve.serve_unit,
             "drop_in": drop_in.path,
             "lines": drop_in.content.decode().splitlines(),
         },

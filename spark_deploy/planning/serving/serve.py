@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spark_contract.patterns import expand_all
 from spark_contract.release import (
     Bench,
@@ -19,7 +21,7 @@ from spark_contract.release import (
     Tree,
     Watch,
 )
-from spark_contract.units import cache_name
+from spark_contract.units import cache_name, release_name
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
@@ -34,7 +36,7 @@ from spark_deploy.planning.serving.argv import (
     engine_environment,
 )
 from spark_deploy.planning.serving.gateway import SERVICE
-from spark_deploy.planning.types import CheckpointPlan, ImagePlan, MemoryPlan, ServePlan, SourcePlan
+from spark_deploy.planning.types import CheckpointPlan, ImagePlan, MemoryPlan, SourcePlan
 from spark_deploy.settings.types import Settings
 
 _RESTART_DELAY_S = 60
@@ -55,11 +57,10 @@ def serve_plan(
     tree: CheckpointPlan | SourcePlan,
     image: ImagePlan,
     memory: MemoryPlan,
-) -> ServePlan:
+) -> Release:
     """Return the release of the service, its digest made from its own content."""
     serve = settings.serve
-    names = tuple(serve.names) or (model.name,)
-    argv = engine_arguments(model, profile, memory, names)
+    names = serve.names or (model.name,)
     environment = engine_environment(
         profile,
         plugin=image.plugin,
@@ -80,7 +81,7 @@ def serve_plan(
         ),
         tree=Tree(tree.dir, tree.digest),
         engine=Engine(
-            argv=argv,
+            argv=engine_arguments(model, profile, memory, names),
             env=environment,
             mounts=(Mount(tree.dir, MODEL_MOUNT, True), Mount(cache, CACHE_MOUNT, False)),
             docker_args=container_arguments(),
@@ -96,21 +97,8 @@ def serve_plan(
             settings.watch.hot_celsius,
         ),
     )
-    return ServePlan(
-        service=SERVICE,
-        names=names,
-        model=model.name,
-        profile=profile.name,
-        argv=argv,
-        env=tuple(sorted(environment.items())),
-        image_tag=image.tag,
-        tree_dir=tree.dir,
-        tree_digest=tree.digest,
-        release=release,
-        drain_s=serve.drain_s,
-        start_timeout_s=serve.start_timeout_s,
-        digest=digest_of(release),
-    )
+    digest = digest_of(release)
+    return replace(release, name=release_name(SERVICE, digest), digest=digest)
 
 
 def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:

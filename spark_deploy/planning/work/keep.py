@@ -9,8 +9,7 @@ from spark_deploy.planning.types import HostPlan
 
 def keep_of(plan: HostPlan) -> Keep:
     """Return what ``spark-host prune`` reads."""
-    folders = {plan.serve.tree_dir}
-    folders |= {mount.source for mount in plan.serve.release.engine.mounts}
+    folders = {mount.source for mount in plan.serve.engine.mounts}
     folders |= {source.dir for source in plan.sources}
     images = {plan.docker.check_image, plan.image.tag, plan.image.base}
     for pair in plan.ready:

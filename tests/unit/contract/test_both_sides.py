@@ -57,7 +57,7 @@ def read_back(plan: HostPlan, root: Path) -> None:
     paths = put(plan, root)
     release = releases.load(plan.serve.name, paths)
     assert text_of(release) == release_files_of(plan)[0].content.decode()
-    assert (release.digest, release.serve_unit) == (plan.serve.digest, plan.serve.unit)
+    assert (release.digest, release.serve_unit) == (plan.serve.digest, plan.serve.serve_unit)
     assert stored.gateway_of("main", paths) == plan.gateway.settings
     for work in (*jobs_of(plan, ()), *discard_jobs_of(plan)):
         assert jobs.load(work.job.digest12, paths) == work.job
@@ -87,7 +87,7 @@ def test_the_host_reads_what_other_choices_make_of_a_plan(
 
 def test_what_the_engine_is_told_in_arguments_is_what_the_host_goes_by(tmp_path: Path) -> None:
     plan = plan_of(**{"engine.max_sequences": 3})
-    release = plan.serve.release
+    release = plan.serve
     assert release.engine.max_sequences == 3
     assert release.engine.argv[-2:] == ("--uds", ENGINE_SOCKET)
     socket = Paths(Path("/")).engine_socket(release.service)
@@ -123,7 +123,7 @@ def test_a_release_of_an_older_deploy_is_read_with_what_it_meant(tmp_path: Path)
     assert (release.check.conversation, release.check.needle, release.check.bench) == (
         False, None, None,
     )  # fmt: skip
-    assert release.engine.argv == plan.serve.argv
+    assert release.engine.argv == plan.serve.engine.argv
 
 
 @pytest.mark.parametrize("key", ["colour", "stream"])

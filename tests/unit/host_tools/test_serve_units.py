@@ -16,7 +16,7 @@ from spark_deploy.planning.types import HostPlan
 from tests.unit.planning.plans import shipped
 
 UNITS = REPOSITORY / "files" / "units"
-RELEASES = [plan.serve.release for _, _, plan in shipped() if isinstance(plan, HostPlan)]
+RELEASES = [plan.serve for _, _, plan in shipped() if isinstance(plan, HostPlan)]
 
 
 def section(unit: str, name: str) -> dict[str, str]:

@@ -35,7 +35,6 @@ def plan_lines(model: str, profile: str) -> tuple[str, ...]:
     data = document(plan)
     # What repeats another part of the plan, or the model's own file.
     for part, repeated in (
-        ("serve", ("argv", "env", "model", "profile", "names", "tree_dir", "tree_digest")),
         ("needs", ("downloads", "image_bytes", "disk_needed_bytes")),
         ("checkpoint", ("base",)),
     ):

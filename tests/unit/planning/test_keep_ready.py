@@ -81,9 +81,9 @@ def test_a_ready_pair_that_can_never_be_served_is_refused_by_its_name():
 def test_pruning_keeps_everything_a_switch_would_need(pair):
     keep = keep_of(planned(pair))
     for plan in (planned(), plan_of(pair["model"], pair["profile"])):
-        assert {plan.serve.tree_dir, *(source.dir for source in plan.sources)} <= keep.folders
+        assert {plan.serve.tree.path, *(source.dir for source in plan.sources)} <= keep.folders
         assert {plan.image.tag, plan.image.base} <= keep.images
-        mounts = {mount.source for mount in plan.serve.release.engine.mounts}
+        mounts = {mount.source for mount in plan.serve.engine.mounts}
         assert mounts <= keep.folders
 
 

@@ -72,8 +72,8 @@ def test_no_secret_reference_reaches_the_release():
         "v2",
         **{"serve.api_key": {"env": "MY_KEY"}, "hub.token": {"env": "MY_TOKEN"}},
     )
-    assert "MY_KEY" not in text_of(plan.serve.release)
-    assert "MY_TOKEN" not in text_of(plan.serve.release)
+    assert "MY_KEY" not in text_of(plan.serve)
+    assert "MY_TOKEN" not in text_of(plan.serve)
 
 
 def test_the_server_waits_for_the_disks_of_its_tree_and_its_cache():
@@ -82,7 +82,7 @@ def test_the_server_waits_for_the_disks_of_its_tree_and_its_cache():
     drop_in = release_files_of(plan)[-1].content.decode()
     line = next(line for line in drop_in.splitlines() if line.startswith("RequiresMountsFor="))
     wanted = line.partition("=")[2].split()
-    assert wanted[0] == plan.serve.tree_dir
+    assert wanted[0] == plan.serve.tree.path
     assert [path.split("/")[1] for path in wanted] == ["disk-1", "disk-2"]
 
 
@@ -98,4 +98,4 @@ def test_the_longest_prompt_can_be_read_before_the_watch_calls_it_a_stall(
         "v2",
         **{"engine.max_context_tokens": context, "watch.stall_s": configured_s},
     )
-    assert plan.serve.release.watch.stall_s == planned_s
+    assert plan.serve.watch.stall_s == planned_s
