@@ -60,6 +60,16 @@ def section(cls: type[_T], *, heading: str | None = None) -> _T:
     return dataclasses.field(default_factory=cls, metadata=_said(None, None, heading, {}))
 
 
+def of_key() -> Any:
+    """Declare a field that is filled with an entry's key by ``knowing_keys``, not typed."""
+    return dataclasses.field(metadata={"exclude": True})
+
+
+def knowing_keys(field: str) -> BeforeValidator:
+    """Have every entry of a mapping know its key as this field; for use in ``Annotated``."""
+    return BeforeValidator(lambda items: {key: {**one, field: key} for key, one in items.items()})
+
+
 def about(description: str | None = None, **keywords: Any) -> Any:
     """Describe a type, for use in ``Annotated``: items of a list, values of a mapping."""
     return Field(description=description, json_schema_extra=keywords)

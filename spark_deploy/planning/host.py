@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from spark_deploy.catalog.model import Model
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.planning.budget.disk import (
@@ -15,7 +18,6 @@ from spark_deploy.planning.serving.gateway import gateway_plan
 from spark_deploy.planning.serving.image import image_plan, locked_image
 from spark_deploy.planning.serving.serve import cache_dir, serve_plan
 from spark_deploy.planning.types import (
-    AptRepository,
     BasePlan,
     CudaPlan,
     DiskUse,
@@ -24,8 +26,6 @@ from spark_deploy.planning.types import (
     MemoryPlan,
     NeedsPlan,
     PairPlan,
-    Paths,
-    SecretSource,
     ToolsPlan,
 )
 from spark_deploy.planning.work.checkpoint import (
@@ -33,6 +33,8 @@ from spark_deploy.planning.work.checkpoint import (
     locked_source,
     source_plan,
 )
+from spark_deploy.settings.host import BaseSettings, ExpectSettings
+from spark_deploy.settings.sources import RepositorySettings
 from spark_deploy.settings.types import Settings
 
 
@@ -46,17 +48,15 @@ def plan_host(request: Request) -> HostPlan:
         for other in settings.ready_pairs
     )
     pairs = (pair, *ready)
-    paths = host_paths(settings)
-    token = settings.hub.token
     docker = _docker(served.model, settings, lock)
     disk = disk_plan(settings.paths.docker_dir, pairs)
     return HostPlan(
         host=request.host,
         model=served.model.name,
         profile=served.profile.name,
-        paths=paths,
+        paths=settings.paths,
         needs=_needs(settings, served.memory, disk, docker.check_image, pairs),
-        base=_base(settings, paths),
+        base=BasePlan(paths=settings.paths, **_chosen(settings.base)),
         cuda=_cuda(settings),
         docker=docker,
         tools=ToolsPlan(request.payload.tools_digest, request.payload.python_requirements),
@@ -72,7 +72,7 @@ def plan_host(request: Request) -> HostPlan:
         warnings=served.warnings,
         ready=ready,
         releases_kept=settings.releases.keep,
-        hub_token=SecretSource(token.kind, token.value) if token else None,
+        hub_token=settings.hub.token,
     )
 
 
@@ -90,12 +90,6 @@ def pair_plan(served: Resolved, request: Request) -> PairPlan:
     return PairPlan(model.name, profile.name, (base,), checkpoint, image, cache)
 
 
-def host_paths(settings: Settings) -> Paths:
-    """Return where things live on a host."""
-    chosen = settings.paths
-    return Paths(chosen.models_dir, chosen.sources_dir, chosen.cache_dir)
-
-
 def _needs(
     settings: Settings,
     memory: MemoryPlan,
@@ -103,7 +97,6 @@ def _needs(
     check_image: str,
     pairs: tuple[PairPlan, ...],
 ) -> NeedsPlan:
-    expect = settings.expect
     images = {pair.image.tag: image_peak_bytes(pair.image) for pair in pairs}
     sources = {
         source.dir: tuple((f.sha256, f.size_bytes) for f in source.files if f.sha256)
@@ -111,13 +104,7 @@ def _needs(
         for source in pair.sources
     }
     return NeedsPlan(
-        arch=expect.arch,
-        pci_ids=expect.pci_ids,
-        gpu_name=expect.gpu_name,
-        os_id=expect.os_id,
-        os_version=expect.os_version,
-        driver_min=expect.driver_min,
-        dgx_release=expect.dgx_release,
+        **_chosen(settings.expect),
         takeover=settings.takeover,
         allow_memory_holders=settings.allow_memory_holders,
         ports=(settings.serve.port,),
@@ -136,18 +123,6 @@ def _needs(
         tailscale=settings.serve.expose == "tailscale",
         downloads=tuple(sources.items()),
         look_in=pairs[0].sources[0].look_in,
-    )
-
-
-def _base(settings: Settings, paths: Paths) -> BasePlan:
-    return BasePlan(
-        packages=settings.base.packages,
-        hold_driver_in_unattended_upgrades=settings.base.hold_driver_in_unattended_upgrades,
-        disable_sleep=settings.base.disable_sleep,
-        paths=paths,
-        protect_login=settings.base.protect_login,
-        headless=settings.base.headless,
-        earlyoom=settings.base.earlyoom,
     )
 
 
@@ -173,15 +148,10 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
     )
 
 
-def _repositories(settings: Settings, names: tuple[str, ...]) -> tuple[AptRepository, ...]:
-    return tuple(
-        AptRepository(
-            name=name,
-            url=settings.repositories[name].url,
-            suite=settings.repositories[name].suite,
-            components=settings.repositories[name].components,
-            key_url=settings.repositories[name].key_url,
-            key_sha256=settings.repositories[name].key_sha256,
-        )
-        for name in names
-    )
+def _repositories(settings: Settings, names: tuple[str, ...]) -> tuple[RepositorySettings, ...]:
+    return tuple(settings.repositories[name] for name in names)
+
+
+def _chosen(section: BaseSettings | ExpectSettings) -> dict[str, Any]:
+    """Return a section of the settings as arguments for the plan that adds to it."""
+    return {field.name: getattr(section, field.name) for field in fields(section)}

@@ -16,23 +16,9 @@ from spark_contract.release import Release
 
 from spark_deploy.lockfile.types import SourceFile
 from spark_deploy.planning.digest import digest_of
-
-
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Where weights live on a host; all else stands in ``spark_contract.paths``."""
-
-    models_dir: str  # built checkpoints: <name>-<digest12>/
-    sources_dir: str  # verified source trees: <org>--<repo>-<commit12>/
-    cache_dir: str  # engine compile caches, keyed by image
-
-
-@dataclass(frozen=True, slots=True)
-class SecretSource:
-    """Where the controller reads a secret; ``kind`` is env, file, command or generate."""
-
-    kind: str
-    value: tuple[str, ...] = ()
+from spark_deploy.settings.host import BaseSettings, ExpectSettings, PathSettings
+from spark_deploy.settings.secrets import SecretRef
+from spark_deploy.settings.sources import RepositorySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +31,10 @@ class PayloadIdentity:
     python_requirements: str  # path in the checkout of the hash-pinned wheels list
 
 
-@dataclass(frozen=True, slots=True)
-class NeedsPlan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedsPlan(ExpectSettings):
     """What preflight demands of the host before anything is changed."""
 
-    arch: str  # uname -m
-    pci_ids: tuple[str, ...]  # any of these, "10de:2e12"
-    gpu_name: str  # as nvidia-smi prints it
-    os_id: str
-    os_version: str
-    driver_min: str
-    dgx_release: str  # "require" | "warn" | "ignore"
     takeover: tuple[str, ...]  # containers we may stop
     allow_memory_holders: tuple[str, ...]  # process names that may keep memory
     ports: tuple[int, ...]  # must be free or ours
@@ -78,18 +57,6 @@ class NeedsPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class AptRepository:
-    """One signed package repository; ``key_sha256`` pins the key file's content."""
-
-    name: str
-    url: str
-    suite: str
-    components: tuple[str, ...]
-    key_url: str
-    key_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
 class BootstrapPlan:
     """What a new host gets, so that it never asks for a password again."""
 
@@ -97,17 +64,11 @@ class BootstrapPlan:
     sudoers_path: str = "/etc/sudoers.d/90-spark-deploy"
 
 
-@dataclass(frozen=True, slots=True)
-class BasePlan:
-    """Packages and host care that need no GPU."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BasePlan(BaseSettings):
+    """Packages and host care that need no GPU, and the folders to own."""
 
-    packages: tuple[str, ...]
-    hold_driver_in_unattended_upgrades: bool
-    disable_sleep: bool
-    paths: Paths
-    protect_login: bool = True
-    headless: bool = False
-    earlyoom: bool = False
+    paths: PathSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +77,7 @@ class CudaPlan:
 
     version: str  # "13.0"
     package: str
-    repositories: tuple[AptRepository, ...]
+    repositories: tuple[RepositorySettings, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +86,7 @@ class DockerPlan:
 
     packages: tuple[str, ...]
     toolkit_packages: tuple[str, ...]
-    repositories: tuple[AptRepository, ...]
+    repositories: tuple[RepositorySettings, ...]
     daemon: dict[str, Any]  # merged into daemon.json
     check_image: str  # pinned reference; a container of it must print a line starting "GPU"
     receipt_path: str = GPU_RECEIPT
@@ -269,7 +230,7 @@ class GatewayPlan:
 
     settings: Gateway
     address: str | None  # what clients of the network call the host
-    key: SecretSource  # kind "generate": the host makes it once
+    key: SecretRef  # kind "generate": the host makes it once
     tls: TlsPlan | None
 
 
@@ -280,7 +241,7 @@ class HostPlan:
     host: str
     model: str
     profile: str
-    paths: Paths
+    paths: PathSettings
     needs: NeedsPlan
     base: BasePlan
     cuda: CudaPlan
@@ -296,4 +257,4 @@ class HostPlan:
     warnings: tuple[str, ...]
     ready: tuple[PairPlan, ...] = ()  # other pairs to have ready
     releases_kept: int = 0  # ways back that pruning leaves
-    hub_token: SecretSource | None = None  # for gated repositories; never part of a digest
+    hub_token: SecretRef | None = None  # for gated repositories; never part of a digest

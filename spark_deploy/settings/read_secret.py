@@ -5,26 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Protocol
 
 from spark_deploy.errors import SettingsError
+from spark_deploy.settings.secrets import SecretRef
 
 _TIMEOUT_S = 60
 
 
-class Reference(Protocol):
-    """``SecretRef`` of the settings or ``SecretSource`` of a plan."""
-
-    @property
-    def kind(self) -> str:
-        """Return env, file, command or generate."""
-
-    @property
-    def value(self) -> tuple[str, ...]:
-        """Return the name, path or argument list."""
-
-
-def read_secret(reference: Reference, *, setting: str) -> str:
+def read_secret(reference: SecretRef, *, setting: str) -> str:
     """Return the secret behind ``reference``; ``setting`` is named in errors, the secret never.
 
     Wrap the result in pyinfra's ``HiddenValue`` and send it on standard input only.

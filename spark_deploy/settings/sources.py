@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from spark_deploy.documents.declare import Mib, Text, about, needed, setting
+from pydantic.json_schema import SkipJsonSchema
+
+from spark_deploy.documents.declare import Mib, Text, about, needed, of_key, setting
 from spark_deploy.settings.secrets import SecretRef
 
 URL = r"^https?://[^\s]*[^\s/]$"
@@ -84,6 +86,7 @@ class DownloadSettings:
 class RepositorySettings:
     """One signed apt repository."""
 
+    name: SkipJsonSchema[str] = of_key()
     url: str = needed("Base URL.", pattern=URL)
     suite: Text = needed("Suite, or ./ for a flat repository.")
     components: tuple[Text, ...] = needed(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from spark_deploy.documents.declare import Text, about, section, setting
+from spark_deploy.documents.declare import Text, about, knowing_keys, section, setting
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.settings.host import (
     BaseSettings,
@@ -103,7 +103,7 @@ class Settings:
     registries: RegistrySettings = section(RegistrySettings)
     hub: HubSettings = section(HubSettings)
     downloads: DownloadSettings = section(DownloadSettings)
-    repositories: dict[str, RepositorySettings] = setting(
+    repositories: Annotated[dict[str, RepositorySettings], knowing_keys("name")] = setting(
         dict,
         "Signed apt repositories by name; cuda.repositories and docker.repositories choose among "
         "them.",

@@ -119,8 +119,13 @@ def _served_by(serve: dict[str, Any]) -> dict[str, Any]:
 def _reached_by(gateway: dict[str, Any]) -> dict[str, Any]:
     """Return who reaches a service and how; since the contract the settings stand apart."""
     stated = {**gateway, **gateway.get("settings", {})}
+    key = stated.pop("key")
+    given = (name for name in ("env", "file", "command") if key.get(name))
     names = ("service", "expose", "port", "address", "max_body_bytes", "max_requests_per_s", "tls")
-    return {name: stated[name] for name in (*names, "key_path", "key")}
+    return {
+        "key": key.get("kind") or next(given, "generate"),
+        **{name: stated[name] for name in (*names, "key_path")},
+    }
 
 
 @pytest.mark.parametrize("profile", ["base", "v2", "v2-tq", "v2-native", "agent", "online-fp8"])

@@ -21,7 +21,7 @@ from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.commands import CommandFailed, heartbeat, run
 from spark_deploy.operations.host_errors import show
 from spark_deploy.operations.predicted import is_predicted, predict
-from spark_deploy.planning.types import AptRepository
+from spark_deploy.settings.sources import RepositorySettings
 
 LOCK_WAIT_S = 1800
 
@@ -52,13 +52,13 @@ def forbidden(simulation: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def key_path(repository: AptRepository) -> str:
+def key_path(repository: RepositorySettings) -> str:
     """Where the repository's key lies; apt tells armoured from binary keys by the suffix."""
     suffix = "gpg" if repository.key_url.endswith(".gpg") else "asc"
     return f"/etc/apt/keyrings/spark-{repository.name}.{suffix}"
 
 
-def sources_file(repository: AptRepository) -> ManagedFile:
+def sources_file(repository: RepositorySettings) -> ManagedFile:
     """Build the deb822 file that adds the repository, bound to its own key."""
     lines = [
         "# Managed by dgx-spark-deploy.",
@@ -72,7 +72,7 @@ def sources_file(repository: AptRepository) -> ManagedFile:
     return ManagedFile(path, ("\n".join(lines) + "\n").encode())
 
 
-def repository_files(repositories: Sequence[AptRepository]) -> tuple[str, ...]:
+def repository_files(repositories: Sequence[RepositorySettings]) -> tuple[str, ...]:
     """List the paths of keys and sources we own for these repositories."""
     return tuple(
         path
@@ -82,8 +82,8 @@ def repository_files(repositories: Sequence[AptRepository]) -> tuple[str, ...]:
 
 
 def repositories_to_add(
-    wanted: Sequence[AptRepository], state: Repositories, *, needed: bool
-) -> tuple[AptRepository, ...]:
+    wanted: Sequence[RepositorySettings], state: Repositories, *, needed: bool
+) -> tuple[RepositorySettings, ...]:
     """Pick the repositories that have to be added or repaired.
 
     One the host already knows by another file is left alone (apt refuses two keys for one
@@ -106,12 +106,12 @@ def repositories_to_add(
     return tuple(found)
 
 
-def add_repository(repository: AptRepository) -> FunctionCommand:
+def add_repository(repository: RepositorySettings) -> FunctionCommand:
     """Build the command that fetches the key, checks it against its pin and adds the source."""
     return FunctionCommand(_add_repository, [repository], {})
 
 
-def _add_repository(state: State, host: Host, repository: AptRepository) -> bool:
+def _add_repository(state: State, host: Host, repository: RepositorySettings) -> bool:
     source = sources_file(repository)
     key, url = shlex.quote(key_path(repository)), shlex.quote(repository.key_url)
     put = shlex.quote(source.path)

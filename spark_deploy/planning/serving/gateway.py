@@ -7,7 +7,7 @@ from spark_contract.gateway import EXPOSURES, Gateway, tls_of
 from spark_contract.paths import API_KEY
 
 from spark_deploy.managed import ManagedFile
-from spark_deploy.planning.types import GatewayPlan, SecretSource, TlsPlan
+from spark_deploy.planning.types import GatewayPlan, TlsPlan
 from spark_deploy.settings.types import Settings
 
 SERVICE = "main"
@@ -34,7 +34,7 @@ def gateway_plan(settings: Settings, host: str) -> GatewayPlan:
             tls=None if serve.tls == "off" else tls_of(SERVICE),
         ),
         address=address_of(settings, host),
-        key=SecretSource(serve.api_key.kind, serve.api_key.value),
+        key=serve.api_key,
         tls=_tls(settings, host),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_deploy.operations.machine import apt, docker_engine
-from spark_deploy.planning.types import AptRepository
+from spark_deploy.settings.sources import RepositorySettings
 from tests.unit.facts.test_facts import lines_of
 
 
@@ -52,7 +52,7 @@ def test_toolkits_may_be_installed(package: str) -> None:
     assert apt.forbidden([f"Inst {package} (1.0 repo [arm64])"]) == ()
 
 
-def repository(**changes) -> AptRepository:
+def repository(**changes) -> RepositorySettings:
     given = {
         "name": "vendor",
         "url": "https://packages.example.test/cuda",
@@ -61,7 +61,7 @@ def repository(**changes) -> AptRepository:
         "key_url": "https://packages.example.test/key.asc",
         "key_sha256": "ab" * 32,
     }
-    return AptRepository(**{**given, **changes})
+    return RepositorySettings(**{**given, **changes})
 
 
 def test_a_source_is_bound_to_its_own_key() -> None:

@@ -29,7 +29,8 @@ from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.service import gateway
 from spark_deploy.payload.certificates import issue
 from spark_deploy.planning.serving.gateway import gateway_file
-from spark_deploy.planning.types import GatewayPlan, SecretSource, TlsPlan
+from spark_deploy.planning.types import GatewayPlan, TlsPlan
+from spark_deploy.settings.secrets import GENERATED, SecretRef
 from tests.unit.operations.test_operations import FakeHost, on
 from tests.unit.payload.test_certificates import openssl, pair, public
 from tests.unit.statuses import told
@@ -37,7 +38,7 @@ from tests.unit.statuses import told
 PLAN = GatewayPlan(
     settings=Gateway("main", "loopback", 8000, 1 << 20, None, "/etc/spark/api-key", None),
     address="spark.example.org",
-    key=SecretSource("generate"),
+    key=GENERATED,
     tls=None,
 )
 TLS = tls_of("main")
@@ -188,7 +189,7 @@ def test_a_certificate_of_an_earlier_exposure_is_taken_away() -> None:
 def key_plan(tmp_path: Path) -> GatewayPlan:
     key = tmp_path / "key"
     key.write_text("a-key-of-my-own-0123456789\n")
-    return dataclasses.replace(PLAN, key=SecretSource("file", (str(key),)))
+    return dataclasses.replace(PLAN, key=SecretRef(file=str(key)))
 
 
 def test_a_key_of_the_controller_travels_on_standard_input_only(key_plan: GatewayPlan) -> None:
@@ -204,7 +205,7 @@ def test_a_key_of_the_controller_travels_on_standard_input_only(key_plan: Gatewa
 def test_an_unusable_key_of_the_controller_is_refused_without_showing_it(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("blank in it 0123456789\n")
-    plan = dataclasses.replace(PLAN, key=SecretSource("file", (str(key),)))
+    plan = dataclasses.replace(PLAN, key=SecretRef(file=str(key)))
     with pytest.raises(SettingsError, match=r"serve\.api_key") as raised:
         run(Host(), plan)
     assert "blank" not in str(raised.value)
@@ -266,7 +267,7 @@ def test_a_new_key_is_made_on_the_host_or_refused_with_the_place_to_change_it() 
     with on(Host()):
         made = list(gateway.new_key._inner(PLAN))
     assert [str(c) for c in made] == [RELOAD.replace("gateway-reload", "gateway-new-key")]
-    given = dataclasses.replace(PLAN, key=SecretSource("env", ("SPARK_KEY",)))
+    given = dataclasses.replace(PLAN, key=SecretRef(env="SPARK_KEY"))
     with on(Host()):
         refused = list(gateway.new_key._inner(given))
     assert isinstance(refused[0], FunctionCommand)

@@ -24,32 +24,26 @@ from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.operations.machine import access, base, cuda, docker, preflight
 from spark_deploy.planning.types import (
-    AptRepository,
     BasePlan,
     BootstrapPlan,
     CudaPlan,
     DockerPlan,
     NeedsPlan,
-    Paths,
 )
+from spark_deploy.settings.host import PathSettings
+from spark_deploy.settings.sources import RepositorySettings
 
 HERE = Path(__file__).parent
 CASES = sorted(HERE.glob("*/*.yml"))
 MODULES = {"access": access, "base": base, "cuda": cuda, "docker": docker, "preflight": preflight}
 
-VENDOR = AptRepository(
+VENDOR = RepositorySettings(
     name="vendor",
     url="https://packages.example.test/cuda",
     suite="./",
     components=(),
     key_url="https://packages.example.test/key.asc",
     key_sha256="ab" * 32,
-)
-PATHS = Paths(
-    models_dir="/srv/spark/models",
-    sources_dir="/srv/spark/sources",
-    cache_dir="/srv/spark/cache",
-    **({"docker_dir": "/var/lib/docker"} if "docker_dir" in Paths.__slots__ else {}),
 )
 NEEDS = NeedsPlan(
     arch="aarch64",
@@ -74,7 +68,7 @@ PLANS: dict[str, Any] = {
         packages=("curl", "nginx-light"),
         hold_driver_in_unattended_upgrades=True,
         disable_sleep=True,
-        paths=PATHS,
+        paths=PathSettings(),
     ),
     "cuda": CudaPlan(version="13.0", package="cuda-toolkit-13-0", repositories=(VENDOR,)),
     "docker": DockerPlan(
