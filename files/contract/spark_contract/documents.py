@@ -123,8 +123,8 @@ def _read_fields(kind: Any, data: Any, path: str) -> Any:
         except (KeyError, TypeError, AttributeError) as error:
             raise _wrong(path, f"malformed: {type(error).__name__}: {error}") from error
     version = _version(kind)
-    if version is not None and (stated := data.pop(_VERSION, None)) != version:
-        raise _wrong(_at(path, _VERSION), f"{stated!r}, known: {version}")
+    if version is not None:
+        _one_of((version,), data.pop(_VERSION, None), _at(path, _VERSION))
     known = {_key(one): one for one in fields(kind)}
     for name in data:
         if name not in known:
@@ -153,10 +153,10 @@ def _read_union(kind: Any, data: Any, path: str) -> Any:
     raise DocumentError(refused[0] if len(refused) == 1 else " or ".join(refused))
 
 
-def _read_literal(kind: Any, data: Any, path: str) -> Any:
-    if data not in get_args(kind):
-        known = ", ".join(map(str, get_args(kind)))
-        raise _wrong(path, f"{_shown(data)}, known: {known}")
+def _one_of(known: tuple[Any, ...], data: Any, path: str) -> Any:
+    # Not `in`: True would be 1.
+    if not any(type(one) is type(data) and one == data for one in known):
+        raise _wrong(path, f"{_shown(data)}, known: {', '.join(map(str, known))}")
     return data
 
 
@@ -185,7 +185,7 @@ def _read_mapping(kind: Any, data: Any, path: str) -> Any:
 _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
     Union: _read_union,
     types.UnionType: _read_union,
-    Literal: _read_literal,
+    Literal: lambda kind, data, path: _one_of(get_args(kind), data, path),
     tuple: _read_tuple,
     frozenset: _read_frozenset,
     dict: _read_mapping,

@@ -81,6 +81,7 @@ def test_a_document_of_an_older_version_is_read_as_one_of_today() -> None:
     [
         ({"schema_version": 3}, "schema_version: 3, known: 2"),
         ({"schema_version": None}, "schema_version: None, known: 2"),
+        ({"schema_version": 2.0}, "schema_version: 2.0, known: 2"),
         ({"colour": 1}, "colour: unknown"),
         ({"from": 1}, "from: str expected, not 1"),
         ({"argv": "x y"}, "argv: a list expected, not 'x y'"),
@@ -103,6 +104,18 @@ def test_what_is_not_the_document_is_refused_with_the_path_of_the_key(
     with pytest.raises(DocumentError) as refused:
         documents.read(Work, {**DATA, **change})
     assert str(refused.value) == what
+
+
+def test_true_is_no_version_and_no_word_of_a_list() -> None:
+    @dataclass(frozen=True, slots=True)
+    class First:
+        SCHEMA_VERSION: ClassVar[int] = 1
+        level: Literal[1, 2]
+
+    assert documents.read(First, {"schema_version": 1, "level": 1}) == First(1)
+    for wrong in ({"schema_version": True, "level": 1}, {"schema_version": 1, "level": True}):
+        with pytest.raises(DocumentError, match="True, known: 1"):
+            documents.read(First, wrong)
 
 
 @pytest.mark.parametrize("gone", sorted(DATA))
