@@ -11,7 +11,7 @@ from typing import Any
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
 from spark_contract.sentences import PREFIX_REUSE, SPEED
-from spark_contract.status import Status
+from spark_contract.status import ReleaseState, Status
 
 from spark_deploy.cli.hosts import Listed, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer
@@ -70,24 +70,31 @@ def _told(status: HostStatus, told: Status) -> dict[str, Any]:
     """Return what the host tools say of the service."""
     service = status.service(SERVICE)
     active = service.active if service else None
-    release = next((one for one in told.releases if one.name == active), None)
+    release, back = status.release(active), service.rolled_back if service else None
     return {
         "release": active,
         "model": release.model if release else None,
         "profile": release.profile if release else None,
         "names": list(release.names) if release else [],
-        "proof": status.proof(active) if active else {},
-        "restarts": next((unit.restarts for unit in told.serve if unit.release == active), None),
+        "proof": _proof_of(release) if release else {},
+        "restarts": release.restarts if release else None,
         "live": plain(status.live(active) if active else None) or {},
         "memory": plain(told.memory),
         "versions": told.versions,
         "versions_unknown": status.unknown_versions(),
         "reboot_pending": told.reboot_pending,
         "stopped": status.stopped(SERVICE),
-        "rolled_back": plain(service.rolled_back) if service else None,
+        "rolled_back": {"from": back.came, "to": back.to, "at": back.at} if back else None,
         "jobs": [plain(job) for job in told.jobs if job.state != "done"],
-        "events": list(told.events.get(SERVICE, ())),
+        "events": plain(told.events.get(SERVICE, ())),
     }
+
+
+def _proof_of(release: ReleaseState) -> dict[str, Any]:
+    """Return a proof with what it is worth now."""
+    proof = plain(release.proof) if release.proof else {}
+    worth = {"current": release.unproven is None, "why": release.unproven}
+    return {**proof, **worth, "speed": list(release.speed)}
 
 
 def _plan(host: Listed) -> HostPlan | None:

@@ -164,6 +164,11 @@ class Bench:
         assert result["state"] == "switched", result
         return name
 
+    def told(self, name: str) -> dict[str, Any]:
+        """Return what the host tools say of a release."""
+        releases = self.guest.json(f"{HOST} status")["releases"]
+        return next(one for one in releases if one["name"] == name)
+
     def serves(self, name: str) -> None:
         """Insist that a release runs alone, boots, is proven for this run, and answers."""
         unit = f"spark-serve@{name}.service"

@@ -174,17 +174,16 @@ def test_an_upgrade_of_docker_brings_the_server_back_and_is_proven_again(bench: 
     bench.guest.wait(f"test $(systemctl show -p InvocationID --value {UNIT}) != {before}")
     bench.guest.wait(f"systemctl is-active {UNIT}", seconds=90)
     bench.serves(A)
-    told = bench.guest.json(f"{HOST} status")["proofs"][A]
-    assert (told["current"], told["level"]) == (False, "quick")
-    assert f"docker 20.10.1 -> {version}" in told["why"]
+    told = bench.told(A)
+    assert told["proof"]["level"] == "quick"
+    assert f"docker 20.10.1 -> {version}" in told["unproven"]
     # The next deploy asks for this change; what runs is proven, not started again.
     run = run_of(bench)
     assert bench.switch(A)["state"] == "switched"
     assert run_of(bench) == run
-    told = bench.guest.json(f"{HOST} status")["proofs"][A]
-    assert (told["current"], told["level"], told["last_full"]["versions"]["docker"]) == (
-        True, "full", version
-    )  # fmt: skip
+    told = bench.told(A)
+    assert (told["unproven"], told["proof"]["level"]) == (None, "full")
+    assert told["proof"]["last_full"]["versions"]["docker"] == version
 
 
 def test_a_foreign_prune_takes_nothing_of_a_running_server(bench: Bench) -> None:

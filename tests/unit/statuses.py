@@ -10,24 +10,28 @@ from spark_contract.status import Status
 from spark_deploy.facts.service.serve import HostStatus
 
 _WHOLE: dict[str, Any] = {
-    "schema_version": 1, "tools": {"digest": "1" * 12}, "releases": [], "serve": [],
-    "services": {}, "proofs": {}, "switch": {}, "jobs": [],
+    "schema_version": 2, "releases": [], "services": {}, "jobs": [],
     "memory": {"total_bytes": 0, "available_bytes": 0}, "versions": {}, "versions_unknown": [],
-    "reboot_pending": "", "live": None, "events": {}, "boot_id": "",
+    "reboot_pending": "", "live": None, "events": {},
 }  # fmt: skip
 _PARTS: dict[str, dict[str, Any]] = {
-    "releases": {"name": "", "service": "main", "digest": "", "model": "", "profile": "",
-                 "names": [], "tree": "", "image": ""},
-    "serve": {"release": "", "active": "active", "sub": "", "enabled": True,
-              "invocation_id": None, "restarts": 0, "result": "", "main_pid": 0, "since": None},
+    "releases": {"name": "", "model": "", "profile": "", "names": [], "active": "active",
+                 "restarts": 0, "proof": {}, "unproven": None, "speed": []},
     "jobs": {"digest": "", "title": "", "kind": "fetch", "state": "done", "result": "",
              "exit_code": None, "elapsed_s": None, "progress": None, "last_line": None,
              "log_tail": []},
 }  # fmt: skip
 _SERVICE: dict[str, Any] = {
-    "good": None, "previous": [], "enabled": [], "active": None, "stopped_by_hand": None,
-    "rolled_back": None, "door_open": False, "gateway": {},
+    "good": None, "enabled": [], "active": None, "stopped_by_hand": None,
+    "rolled_back": None, "traffic_open": False, "gateway": {},
 }  # fmt: skip
+_PROOF: dict[str, Any] = {
+    "schema_version": 1, "release": "", "digest": "", "invocation_id": "", "level": "full",
+    "ok": True, "checked_at": "2020-01-01T00:00:00Z", "checks": [], "versions": {}, "engine": {},
+    "portable": False, "stubbed": [], "last_full": None, "bench": None,
+}  # fmt: skip
+_FINDING = {"name": "", "ok": True, "detail": "", "seconds": 0.1}
+_EVENT = {"at": "", "release": "", "kind": "", "text": ""}
 _GATEWAY = {"active": "inactive", "enabled": True, "key_problem": None, "difference": None}
 _LIVE = {"ok": False, "release": "", "seconds": 0, "detail": ""}
 _PROGRESS = dict.fromkeys(("phase", "bytes", "total", "rate_bytes_per_s", "eta_s"))
@@ -41,6 +45,12 @@ def told(some: dict[str, Any]) -> HostStatus:
     for name, part in _PARTS.items():
         data[name] = [{**part, **one} for one in data[name]]
     data["services"] = {name: _service(one) for name, one in data["services"].items()}
+    for one in data["releases"]:
+        if one["proof"] is not None:
+            one["proof"] = {**_PROOF, **one["proof"]}
+            one["proof"]["checks"] = [{**_FINDING, **check} for check in one["proof"]["checks"]]
+    data["events"] = {name: [{**_EVENT, **one} for one in data["events"][name]]
+                      for name in data["events"]}  # fmt: skip
     for job in data["jobs"]:
         job["progress"] = job["progress"] and {**_PROGRESS, **job["progress"]}
     data["live"] = data["live"] and {**_LIVE, **data["live"]}

@@ -103,6 +103,16 @@ class WayBack:
 
 
 @dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a person may want to know of a service, as the watch saw it."""
+
+    at: str
+    release: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """The id under which a rollout was last asked for."""
 

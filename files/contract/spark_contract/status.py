@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
-from spark_contract.documents import key
 from spark_contract.job import JobState
-from spark_contract.records import Stopped
+from spark_contract.records import Event, Proof, Stopped, WayBack
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
-    """Which host tools answer."""
-
-    digest: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class KnownRelease:
-    """A release that lies on the host."""
+class ReleaseState:
+    """A release that lies on the host: what it serves, how it runs, how well that is proven."""
 
     name: str
-    service: str
-    digest: str
     model: str
     profile: str
     names: tuple[str, ...]
-    tree: str
-    image: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServeUnit:
-    """The unit of a release, as systemd sees it."""
-
-    release: str
-    active: str
-    sub: str
-    enabled: bool
-    invocation_id: str | None
+    active: str  # the state of its unit, as systemd calls it
     restarts: int
-    result: str
-    main_pid: int
-    since: str | None
+    proof: Proof | None
+    unproven: str | None  # why the proof does not cover what runs now
+    speed: tuple[str, ...]  # what was measured, in sentences
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +35,15 @@ class GatewayState:
 
 
 @dataclass(frozen=True, slots=True)
-class RolledBack:
-    """The way back that brought the current release."""
-
-    source: str | None = field(metadata=key("from"))
-    to: str
-    at: str
-
-
-@dataclass(frozen=True, slots=True)
 class Service:
     """What is known of one service; releases by name."""
 
     good: str | None  # the last that was proven
-    previous: tuple[str, ...]  # those before, the latest first
     enabled: tuple[str, ...]  # what a boot starts
     active: str | None
     stopped_by_hand: Stopped | None
-    rolled_back: RolledBack | None
-    door_open: bool
+    rolled_back: WayBack | None  # the way back that brought the current release
+    traffic_open: bool
     gateway: GatewayState
 
 
@@ -101,19 +69,14 @@ class Live:
 class Status:
     """Everything a controller asks of a host."""
 
-    SCHEMA_VERSION: ClassVar[int] = 1
+    SCHEMA_VERSION: ClassVar[int] = 2
 
-    tools: Tools
-    releases: tuple[KnownRelease, ...]
-    serve: tuple[ServeUnit, ...]
+    releases: tuple[ReleaseState, ...]
     services: dict[str, Service]
-    proofs: dict[str, dict[str, Any]]  # by release: the proof, whether it is current, why not
-    switch: dict[str, dict[str, Any]]  # by release: how the last change to it stands
     jobs: tuple[JobState, ...]
     memory: HostMemory
     versions: dict[str, str]
     versions_unknown: tuple[str, ...]
     reboot_pending: str
     live: Live | None  # None: not asked, or nothing runs
-    events: dict[str, tuple[dict[str, Any], ...]]  # by service, oldest first
-    boot_id: str
+    events: dict[str, tuple[Event, ...]]  # by service, oldest first

@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
@@ -31,14 +30,10 @@ class HostStatus:
         """Return what is known of one service."""
         return self.told.services.get(service) if self.told else None
 
-    def unit_state(self, release: str) -> str:
-        """Return how systemd calls the state of a release's unit; "" when it knows none."""
-        units = self.told.serve if self.told else ()
-        return next((unit.active for unit in units if unit.release == release), "")
-
-    def proof(self, release: str) -> dict[str, Any]:
-        """Return the last proof of a release; empty when there is none."""
-        return self.told.proofs.get(release, {}) if self.told else {}
+    def release(self, name: str | None) -> status.ReleaseState | None:
+        """Return what is known of a release that lies on the host."""
+        found = self.told.releases if self.told else ()
+        return next((one for one in found if one.name == name), None)
 
     def live(self, release: str) -> status.Live | None:
         """Return the outcome of one completion through the running engine."""
@@ -69,13 +64,14 @@ class HostStatus:
         state = self.service(service)
         if state is None:
             return "serves nothing"
-        proof, live, gateway = self.proof(release), self.live(release), state.gateway
+        found, live, gateway = self.release(release), self.live(release), state.gateway
+        unproven = found.unproven if found else "none"
         reasons = (
             (state.active != release, f"serves {state.active or 'nothing'}"),
             (state.good != release, "its check has not passed yet"),
             (state.enabled != (release,), f"boots {', '.join(state.enabled) or 'nothing'}"),
-            (not proof.get("current"), f"proof: {proof.get('why') or 'none'}"),
-            (not state.door_open, "the gateway is closed"),
+            (unproven, f"proof: {unproven}"),
+            (not state.traffic_open, "the gateway is closed"),
             (gateway.active != "active", "the gateway is not running"),
             (not gateway.enabled, "the gateway does not start with the host"),
             (gateway.key_problem, "the API key is missing or exposed"),

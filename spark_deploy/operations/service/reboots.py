@@ -108,15 +108,15 @@ def _serves_again(state: State, host: Host, serve: Release) -> bool:
         if service is None or not service.enabled or service.stopped_by_hand:
             host.log("nothing is to serve on it yet")
             return True
-        boots = service.enabled
-        active = status.unit_state(boots[0])
+        boots = status.release(service.enabled[0])
+        active = boots.active if boots else ""
         if active == "active":
-            return change_now(state, host, boots[0], limit_s)
+            return change_now(state, host, service.enabled[0], limit_s)
         if active == "failed":
             break
         if told != active:
             told = active
-            host.log(f"{boots[0]} is {told}")
+            host.log(f"{service.enabled[0]} is {told}")
         gevent.sleep(_ASK_EVERY_S)
     what = "does not serve after its reboot"
     fix = f"`journalctl -u '{SERVE.of('*')}'` on the host; the other hosts were not rebooted"

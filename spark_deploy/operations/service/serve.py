@@ -77,7 +77,7 @@ def switched(plan: Release, timeout_s: int) -> Generator[Any, None, None]:
         return
     back = state.rolled_back if state else None
     if back and back.to != plan.name:
-        log_once(f"was rolled back from {back.source} to {back.to} ({back.at}); "
+        log_once(f"was rolled back from {back.came} to {back.to} ({back.at}); "
              f"group_vars say {plan.name}")  # fmt: skip
     log_once(f"{plan.name}: {why}")
     yield change_to(plan.name, timeout_s)
@@ -117,16 +117,18 @@ def proven(plan: Release, gateway: GatewayPlan) -> Generator[Any, None, None]:
 
 def summary(plan: Release, gateway: GatewayPlan, status: HostStatus) -> list[str]:
     """Say in a few lines what a host serves and what that was proven with."""
-    proof, live = status.proof(plan.name), status.live(plan.name)
+    found, live = status.release(plan.name), status.live(plan.name)
+    proof = found.proof if found else None
+    if proof is None or live is None:  # said of a host that serves this provably
+        raise ValueError(f"nothing is proven of {plan.name}")
     listen = ", ".join(url for url, _ in base_urls(gateway))
     lines = [
         f"serves {plan.model} with profile {plan.profile} as {', '.join(plan.names)} at {listen}",
-        f"proof: {proof.get('level')} check of {proof.get('checked_at')}, "
-        f"{len(proof.get('checks') or ())} checks; one live answer in "
-        f"{live.seconds if live else 0:.1f} s",
+        f"proof: {proof.level} check of {proof.checked_at}, {len(proof.checks)} checks; "
+        f"one live answer in {live.seconds:.1f} s",
     ]
-    if proof.get("portable"):
+    if proof.portable:
         lines.append("portable mode: weights dequantised to BF16; proves no Spark kernel")
-    if proof.get("stubbed"):
-        lines.append(f"stubbed here: {', '.join(proof['stubbed'])}")
+    if proof.stubbed:
+        lines.append(f"stubbed here: {', '.join(proof.stubbed)}")
     return lines

@@ -36,27 +36,29 @@ def document(**changes) -> dict:
     """Return `spark-host status` of a lab host, shortened."""
     return {
         "releases": [
-            {"name": RELEASE, "model": "lab-stub", "profile": "v2", "names": ["lab-model"]}
+            {
+                "name": RELEASE,
+                "model": "lab-stub",
+                "profile": "v2",
+                "names": ["lab-model"],
+                "restarts": 2,
+                "proof": {
+                    "level": "full",
+                    "checked_at": "2020-01-01T00:00:00Z",
+                    "checks": [{"name": "ready", "ok": True}, {"name": "copy", "ok": True}],
+                    "stubbed": ["driver"],
+                },
+                "speed": ["speed: one stream 31.0 tokens/s", "way back: turn round"],
+            }
         ],
-        "serve": [{"release": RELEASE, "active": "active", "restarts": 2}],
         "services": {
             "main": {
                 "good": RELEASE,
                 "enabled": [RELEASE],
                 "active": RELEASE,
                 "stopped_by_hand": None,
-                "door_open": True,
+                "traffic_open": True,
                 "gateway": {"active": "active"},
-            }
-        },
-        "proofs": {
-            RELEASE: {
-                "current": True,
-                "level": "full",
-                "checked_at": "2020-01-01T00:00:00Z",
-                "checks": [{"name": "ready", "ok": True}, {"name": "copy", "ok": True}],
-                "stubbed": ["driver"],
-                "speed": ["speed: one stream 31.0 tokens/s", "way back: turn round"],
             }
         },
         "jobs": [
@@ -97,7 +99,7 @@ def test_status_says_how_soon_a_later_turn_began_where_the_proof_asked(tmp_path)
     for ok in (True, False):
         check = {"name": "prefix reuse", "ok": ok, "detail": said}
         found = document()
-        found["proofs"][RELEASE]["checks"].append(check)
+        found["releases"][0]["proof"]["checks"].append(check)
         assert (f"\n  prefix   {said}\n" in shown(tmp_path, found)) is ok
 
 
@@ -107,7 +109,9 @@ def test_status_says_who_stopped_a_service_and_that_it_was_rolled_back(tmp_path)
     service["stopped_by_hand"] = {
         "release": RELEASE, "at": "2026-11-21T10:00:00Z", "by": "ann@desk",
     }  # fmt: skip
-    service["rolled_back"] = {"from": "main-b", "to": RELEASE, "at": "2026-11-21T09:00:00Z"}
+    service["rolled_back"] = {
+        "state": "done", "from": "main-b", "to": RELEASE, "at": "2026-11-21T09:00:00Z",
+    }  # fmt: skip
     text = shown(tmp_path, found)
     assert "stopped on purpose by ann@desk and is down since 2026-11-21T10:00:00Z" in text
     assert "rolled back from main-b at 2026-11-21T09:00:00Z" in text
@@ -123,8 +127,9 @@ def test_status_says_of_each_pair_to_have_ready_what_is_missing(tmp_path):
 
 
 def test_status_of_a_proof_that_is_no_longer_current_says_why(tmp_path):
-    proofs = {RELEASE: {"current": False, "why": "the driver changed", "level": "quick"}}
-    assert "no longer current: the driver changed" in shown(tmp_path, document(proofs=proofs))
+    found = document()
+    found["releases"][0] |= {"unproven": "the driver changed"}
+    assert "no longer current: the driver changed" in shown(tmp_path, found)
 
 
 def test_status_of_an_untouched_host_is_one_line(tmp_path):

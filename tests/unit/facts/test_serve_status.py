@@ -12,11 +12,12 @@ RELEASE = "main-0123456789ab"
 RIGHT: dict[str, Any] = {
     "services": {
         "main": {
-            "good": RELEASE, "active": RELEASE, "enabled": [RELEASE], "door_open": True,
+            "good": RELEASE, "active": RELEASE, "enabled": [RELEASE],
+            "traffic_open": True,
             "gateway": {"active": "active"},
         }
     },
-    "proofs": {RELEASE: {"current": True}},
+    "releases": [{"name": RELEASE}],
     "live": {"ok": True, "release": RELEASE, "seconds": 0.2},
 }  # fmt: skip
 
@@ -33,9 +34,9 @@ def test_a_proven_running_release_needs_nothing() -> None:
         (("services", "main", "good"), None, "check has not passed"),
         (("services", "main", "enabled"), [], "boots nothing"),
         (("services", "main", "enabled"), [RELEASE, "main-b"], "boots main-0123456789ab, main-b"),
-        (("proofs", RELEASE, "current"), False, "proof"),
-        (("proofs",), {}, "proof: none"),
-        (("services", "main", "door_open"), False, "gateway is closed"),
+        (("releases", 0, "unproven"), "never checked", "proof: never checked"),
+        (("releases",), [], "proof: none"),
+        (("services", "main", "traffic_open"), False, "gateway is closed"),
         (("services", "main", "gateway"), {"active": "failed"}, "gateway is not running"),
         (
             ("services", "main", "gateway"),
@@ -51,9 +52,9 @@ def test_a_proven_running_release_needs_nothing() -> None:
         (("live",), None, "no answer"),
     ],
 )
-def test_each_missing_piece_is_named(path: tuple[str, ...], value: Any, said: str) -> None:
+def test_each_missing_piece_is_named(path: tuple[Any, ...], value: Any, said: str) -> None:
     document = copy.deepcopy(RIGHT)
-    node = document
+    node: Any = document
     for key in path[:-1]:
         node = node[key]
     node[path[-1]] = value
@@ -66,6 +67,6 @@ def test_a_host_without_our_tools_is_unproven_and_no_error() -> None:
 
 
 def test_tools_of_another_version_are_no_error_and_prove_nothing() -> None:
-    found = Status().process(['{"schema_version": 1, "colour": "red"}'])
+    found = Status().process(['{"schema_version": 2, "colour": "red"}'])
     assert found.installed
     assert "another version (colour: unknown)" in found.unproven("main", RELEASE)

@@ -161,7 +161,7 @@ def test_a_slower_server_after_an_upgrade_is_told_with_the_way_back(
     assert "clearly slower after docker 28.5.1 -> 29.2.1: one stream: " in told
     assert "way back: `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in told
     events = loop.events("main", host.paths)
-    assert {event["kind"] for event in events} == {"slower"}
+    assert {event.kind for event in events} == {"slower"}
     kept = proof.read(release.name, host.here).bench
     assert kept["versions"]["docker"] == "29.2.1"
     assert "before" not in kept["before"]  # no chain of all proofs that ever were

@@ -46,7 +46,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 
 def kinds(host: Host) -> list[str]:
-    return [event["kind"] for event in loop.events("main", host.paths)]
+    return [event.kind for event in loop.events("main", host.paths)]
 
 
 def test_an_engine_that_is_held_ends_without_docker(
@@ -56,7 +56,7 @@ def test_an_engine_that_is_held_ends_without_docker(
     monkeypatch.delattr(docker, "client")
     loop.act(host.release(), "starving", "too little", os.pidfd_open(engine.pid), host.paths)
     assert engine.wait(5) == -9
-    assert loop.events("main", host.paths)[0]["text"] == "too little; the engine is stopped"
+    assert loop.events("main", host.paths)[0].text == "too little; the engine is stopped"
 
 
 def test_a_unit_that_outlives_its_engine_is_killed_too(
@@ -88,7 +88,7 @@ def test_a_docker_that_hangs_does_not_end_the_watch(
     loop.act(host.release(), "stalled", "nothing moves", None, host.paths)
 
     assert asked == [("kill", "--signal=KILL", UNIT)]
-    assert "docker kill: no answer within 0 s" in loop.events("main", host.paths)[-1]["text"]
+    assert "docker kill: no answer within 0 s" in loop.events("main", host.paths)[-1].text
 
 
 @pytest.mark.parametrize("disk", ["full", "hanging"])
@@ -163,7 +163,7 @@ def test_a_driver_or_gateway_in_trouble_holds_up_no_look_at_the_memory(
     with pytest.raises(SeenEnoughError):
         loop.run(RELEASE, host.paths)
     assert followed.is_set()
-    assert "/proc/1234/fd" in loop.events("main", host.paths)[-1]["text"]
+    assert "/proc/1234/fd" in loop.events("main", host.paths)[-1].text
 
 
 def test_only_the_process_of_this_container_is_held(

@@ -118,7 +118,7 @@ def test_after_a_rollback_the_run_is_red_unless_what_serves_is_proven() -> None:
     assert outcome(good, releases.still_proven, "main") == []
     assert "the next deploy.py goes to what group_vars say" in good.logs[0]
 
-    closed = {**RIGHT["services"]["main"], "door_open": False}
+    closed = {**RIGHT["services"]["main"], "traffic_open": False}
     bad = Answering(Status=told({**RIGHT, "services": {"main": closed}}))
     [command] = outcome(bad, releases.still_proven, "main")
     assert "gateway is closed" in command
@@ -175,7 +175,7 @@ def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
 
 
 def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() -> None:
-    gone_back = {"from": RELEASE, "to": "main-aaaaaaaaaaaa", "at": "then"}
+    gone_back = {"state": "done", "from": RELEASE, "to": "main-aaaaaaaaaaaa", "at": "then"}
     host = status(active="main-aaaaaaaaaaaa", good="main-aaaaaaaaaaaa", rolled_back=gone_back)
     assert len(outcome(host, serve.switched, plan(), 60)) == 1
     assert f"was rolled back from {RELEASE}" in host.logs[0]

@@ -11,11 +11,11 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
-from spark_contract import files
+from spark_contract import documents, files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
+from spark_contract.records import Event
 from spark_contract.release import Release, Watch
 
 from spark_host.engine import process
@@ -184,7 +184,7 @@ def act(release: Release, kind: str, reason: str, held: int | None, paths: Paths
 def event(release: Release, kind: str, text: str, paths: Paths) -> None:
     """Append one event to the file a person can read, and to the journal."""
     path = paths.events(release.service)
-    line = {"at": files.now(), "release": release.name, "kind": kind, "text": text}
+    line = documents.plain(Event(files.now(), release.name, kind, text))
     print(f"{kind}: {text}", flush=True)
     try:
         with _writing:
@@ -195,12 +195,11 @@ def event(release: Release, kind: str, text: str, paths: Paths) -> None:
         print(f"event not kept: {error}", flush=True)
 
 
-def events(service: str, paths: Paths, count: int = 10) -> list[dict[str, Any]]:
+def events(service: str, paths: Paths, count: int = 10) -> tuple[Event, ...]:
     """Return the last events of a service, oldest first."""
     path = paths.events(service)
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()[-count:]]
+    lines = path.read_text().splitlines()[-count:] if path.exists() else ()
+    return tuple(documents.parse(Event, line) for line in lines)
 
 
 def _wedged(engine: Engine, judge: Judge) -> str | None:

@@ -1,0 +1,69 @@
+"""What a host tells of itself, as the controller reads it."""
+
+import json
+
+import pytest
+from spark_contract.records import Good, WayBack
+from spark_host import status
+from spark_host.check import runner
+from spark_host.system import systemd
+from spark_host.watch import loop
+from stub_host import RELEASE, Host
+
+from spark_deploy.facts.service.serve import HostStatus, Status
+
+OTHER = "main-ffffffffffff"
+
+
+@pytest.fixture
+def told(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Return what the command prints of a host whose unit is up, as the controller reads it."""
+
+    def ask(**unit: str) -> HostStatus:
+        states = {"ActiveState": "active", "InvocationID": "run-1", "NRestarts": "2", **unit}
+        monkeypatch.setattr(systemd, "show", lambda units, _: dict.fromkeys(units, states))
+        capsys.readouterr()
+        assert status.main([], host.paths) == 0
+        return Status().process(capsys.readouterr().out.splitlines())
+
+    return ask
+
+
+def test_a_host_with_nothing_on_it_tells_that(told) -> None:
+    found = told()
+    assert found.told.releases == ()
+    assert (found.told.services, found.told.live) == ({}, None)
+    assert found.told.memory.total_bytes > found.told.memory.available_bytes > 0
+
+
+def test_a_release_is_told_with_how_it_runs_and_what_its_proof_is_worth(host: Host, told) -> None:
+    release = host.release()
+    never = told().release(RELEASE)
+    assert (never.active, never.restarts, never.proof) == ("active", 2, None)
+    assert never.unproven == "never checked"
+
+    host.started(release)
+    runner.check(release, host.here, "full", print, invocation_id="run-1")
+    proven = told().release(RELEASE)
+    assert (proven.proof.release, proven.proof.level, proven.unproven) == (RELEASE, "full", None)
+    assert told(InvocationID="run-2").release(RELEASE).unproven == (
+        "the engine was started after the last check"
+    )
+    assert told(ActiveState="failed").release(RELEASE).unproven == "not running"
+
+
+def test_a_service_is_told_with_its_way_back_and_its_events(host: Host, told) -> None:
+    release, here = host.release(), host.here
+    here.disk.write(here.paths.good("main"), Good(RELEASE, (OTHER,), "then"))
+    here.disk.write(here.paths.rollback("main"), WayBack("done", OTHER, RELEASE, "then"))
+    loop.event(release, "hot", "the GPU is at 91 °C", host.paths)
+    found = told()
+    main = found.service("main")
+    assert (main.good, main.active, main.traffic_open) == (RELEASE, RELEASE, False)
+    assert (main.rolled_back.came, main.rolled_back.to) == (OTHER, RELEASE)
+    [event] = found.told.events["main"]
+    assert (event.release, event.kind, event.text) == (RELEASE, "hot", "the GPU is at 91 °C")
+    # As its file is read by people, and by older tools.
+    assert json.loads(host.paths.events("main").read_text()) == {
+        "at": event.at, "release": RELEASE, "kind": "hot", "text": "the GPU is at 91 °C",
+    }  # fmt: skip
