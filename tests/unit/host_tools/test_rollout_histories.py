@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from memory_host import A, B, Model
 from spark_contract.errors import HostToolError
@@ -136,6 +136,7 @@ def test_killed_at_every_call_and_again_while_it_recovers(name: str) -> None:
     faults=st.dictionaries(st.integers(1, 120), st.sampled_from(FAULTS), max_size=6),
     then=st.lists(st.sampled_from((A, B, "boot", "upgrade")), max_size=3),
 )
+@example(STORIES["another release"], {40: "fail", 48: "fail", 78: "kill after"}, [A])
 def test_any_history_ends_with_a_proven_release(
     story: Story, faults: dict[int, str], then: list[str]
 ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from memory_host import A, B, MemoryEngines, Model, release_of
 from spark_contract.errors import HostToolError
-from spark_contract.records import Rollout
+from spark_contract.records import Good, Rollout
 from spark_contract.release import Bench
 from spark_contract.units import SERVE
 from spark_host.engine.client import SilentError
@@ -98,9 +98,18 @@ def test_a_change_killed_while_it_enables_goes_back_when_that_fails_again(
     assert boot.good("main", model.host()).release == serves
 
 
-def test_a_good_record_from_before_the_trial_stays(model: Model) -> None:
-    boot.withdraw_good(release_of(A), "999999999", model.host())
-    assert boot.good("main", model.host()).release == A
+def test_a_good_record_from_before_the_trial_stays_whatever_the_clock_did(model: Model) -> None:
+    host = model.host()
+    host.disk.write(host.paths.good("main"), Good(A, (), "999999999"))  # then it stepped back
+    model.upgrade()
+    model.broken = {A: "full"}
+
+    model.deploy(A)
+
+    assert model.outcome(A).state == "failed-no-previous"
+
+    assert boot.good("main", host).release == A
+    assert boot.enabled("main", host) == [A]
 
 
 def test_a_gateway_that_cannot_have_its_port_fails_a_first_change_in_phase_open() -> None:

@@ -179,7 +179,7 @@ class UrlDonor:
         with ThreadPoolExecutor(self._parallel) as pool:
             try:
                 for staged in pool.map(
-                    lambda job: self._stage_one(*job, directory, progress), jobs
+                    lambda job: self._stage_one(job[0], job[1], directory, progress), jobs
                 ):
                     spans.update(staged)
             except BaseException:

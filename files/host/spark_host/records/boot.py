@@ -48,16 +48,13 @@ def record_good(release: Release, host: Host) -> None:
     _settle_rollback(release, host)
 
 
-def withdraw_good(release: Release, since: str, host: Host) -> None:
+def withdraw_good(release: Release, host: Host) -> None:
     """Take back a good record that a failed trial wrote: what does not serve is not started again.
 
-    Args:
-        release: The candidate.
-        since: When the trial began, as :func:`files.now` writes it; an older record stays.
-        host: Where the record is.
+    No time is compared: clocks step back.
     """
     found = good(release.service, host)
-    if found.release == release.name and found.at >= since:
+    if found.release == release.name:
         before, *previous = found.previous or (None,)
         record = replace(found, release=before, previous=tuple(previous))
         host.disk.write(host.paths.good(release.service), record)

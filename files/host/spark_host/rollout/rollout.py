@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
@@ -107,9 +108,13 @@ def back(release: Release, old: Release | None, host: Host, record: Record) -> N
         host.traffic.close(release.service, host.paths)
         steps.stop(release.serve_unit, host)
         host.units.reset(release.serve_unit)
-        for withdraw in (proof.withdraw, boot.withdraw_good):
+        undo = [partial(proof.withdraw, release, record.data.started_at, host)]
+        # Only this phase writes the good record: an older one of the same release stays.
+        if "enable" in (*record.data.times_s, record.data.failed_phase):
+            undo.append(partial(boot.withdraw_good, release, host))
+        for step in undo:
             try:
-                withdraw(release, record.data.started_at, host)
+                step()
             except OSError as error:  # first of all the old release has to come back
                 record.report(f"not taken back: {error}")
         if old is None:
