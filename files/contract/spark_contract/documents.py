@@ -38,6 +38,16 @@ def key(name: str) -> Mapping[str, Any]:
     return {"key": name}
 
 
+def older(*gone: str) -> Any:
+    """Return an ``upgrade`` of documents that stated no version, or keys that nobody reads now."""
+
+    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in data.items() if name not in gone}
+        return {_VERSION: 1, **kept}
+
+    return staticmethod(upgrade)
+
+
 def plain(value: Any) -> Any:
     """Return a document, or a part of one, as plain JSON data: the one writer."""
     if is_dataclass(value) and not isinstance(value, type):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from spark_contract import units
-from spark_contract.documents import OPTIONAL
+from spark_contract.documents import OPTIONAL, older
 from spark_contract.paths import JOBS_DIR
 from spark_contract.sentences import PHASE
 
@@ -81,6 +81,19 @@ class Job:
     def dir(self) -> str:
         """The directory of its documents on a host."""
         return f"{JOBS_DIR}/{self.digest12}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """``status.json``: how the work on a job went the last time."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+    upgrade = older("ended_at")
+
+    state: Literal["running", "done", "failed"]
+    exit_code: int | None = None
+    started_at: str | None = None  # None: it was found done
+    last_lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What pruning must leave on a host: the controller writes it, ``spark-host prune`` reads it."""
+"""What pruning must leave on a host, as the controller says it, and what ``prune`` answers."""
 
 from __future__ import annotations
 
@@ -16,3 +16,23 @@ class Keep:
     models_dir: str
     sources_dir: str
     cache_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prunable:
+    """One thing that goes, and what that gives back."""
+
+    kind: str  # "release" | "tree" | "source" | "cache" | "image" | "job"
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pruning:
+    """What a prune removes, and why the rest stays."""
+
+    items: tuple[Prunable, ...]
+    bytes: int
+    kept: dict[str, str]  # release -> why
+    not_ours: tuple[str, ...]  # beside ours
+    problems: tuple[str, ...]  # what could not be removed

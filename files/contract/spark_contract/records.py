@@ -8,11 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from spark_contract.documents import OPTIONAL, key
-
-
-def _first_had_no_version(data: dict[str, Any]) -> dict[str, Any]:
-    return {"schema_version": 1, **data}
+from spark_contract.documents import OPTIONAL, key, older, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ class Good:
     """The last proven release of a service, and the ways back from it, latest first."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
-    upgrade = staticmethod(_first_had_no_version)
+    upgrade = older()
 
     release: str | None = None
     previous: tuple[str, ...] = ()
@@ -82,7 +78,7 @@ class Stopped:
     """Who stopped a service on purpose; that the file is there keeps the service down."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
-    upgrade = staticmethod(_first_had_no_version)
+    upgrade = older()
 
     release: str | None  # what served
     at: str
@@ -94,7 +90,7 @@ class WayBack:
     """A way back to an earlier release that was asked for, or gone."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
-    upgrade = staticmethod(_first_had_no_version)
+    upgrade = older()
 
     state: Literal["asked", "done"]
     came: str | None = field(metadata=key("from"))
@@ -117,7 +113,7 @@ class Request:
     """The id under which a rollout was last asked for."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
-    upgrade = staticmethod(_first_had_no_version)
+    upgrade = older()
 
     id: str
     at: str
@@ -130,21 +126,26 @@ class Rollout:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     release: str
-    service: str
-    started_at: str
-    boot_id: str
+    started_at: str = ""
+    boot_id: str = ""
     # Whose outcome this is: the request that was made, and the unit's run.
-    request: str | None
-    invocation_id: str | None
-    state: str = "running"
+    request: str | None = None
+    invocation_id: str | None = None
+    state: str = "none"
     phase: str | None = None
     progress: str | None = None
     reason: str | None = None
     failed_phase: str | None = None
-    failed_checks: tuple[str, ...] = ()
     log_tail: tuple[str, ...] = ()
     bench: tuple[str, ...] = ()
     previous: str | None = None
     serving: str | None = None
     ended_at: str | None = None
     times_s: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
+        """Read what older tools wrote, and how they answered where there is no record."""
+        blank = plain(Rollout("")) if data["state"] in ("none", "not-started") else {}
+        gone = ("service", "failed_checks", "unit")
+        return {**blank, **{name: value for name, value in data.items() if name not in gone}}

@@ -1,10 +1,12 @@
-"""What ``spark-host status`` tells of a host."""
+"""What ``spark-host`` tells a controller: of the host, and of a rollout that it asks for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from spark_contract.documents import OPTIONAL, key
+from spark_contract.errors import Problem
 from spark_contract.job import JobState
 from spark_contract.records import Event, Proof, Stopped, WayBack
 
@@ -80,3 +82,36 @@ class Status:
     reboot_pending: str
     live: Live | None  # None: not asked, or nothing runs
     events: dict[str, tuple[Event, ...]]  # by service, oldest first
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRelease:
+    """A release in people's words; ``None`` for what cannot be read of it."""
+
+    name: str
+    model: str | None
+    profile: str | None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.model} with {self.profile})"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Where a way back leads: ``done`` when it is gone already, ``problem`` when it cannot be."""
+
+    came: NamedRelease | None = field(metadata=key("from"))
+    to: NamedRelease | None
+    done: str | None = field(default=None, metadata=OPTIONAL)
+    problem: Problem | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A rollout that was asked for, or joined; of a way back also where it leads."""
+
+    release: str
+    request: str | None
+    joined: bool
+    came: NamedRelease | None = field(default=None, metadata={**key("from"), **OPTIONAL})
+    to: NamedRelease | None = field(default=None, metadata=OPTIONAL)

@@ -7,171 +7,102 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
+from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.paths import Paths
+from spark_contract.records import Rollout
+from spark_contract.status import Begun
 
+from spark_host import status
+from spark_host.check import runner
+from spark_host.engine import serve
+from spark_host.gateway import gateway
+from spark_host.jobs import jobs
+from spark_host.prune import prune
+from spark_host.records import boot
+from spark_host.rollout import recover, request, rollout, way_back
+from spark_host.rollout.ports import this_host
+from spark_host.system.ports import Host
 from spark_host.system.stored import default_paths
+from spark_host.watch import loop
 
 Words = list[str]
-
-# Imports are local to the verbs: the fact that a controller asks for most must be quick.
-
-
-def _job(words: Words, paths: Paths) -> int:
-    from spark_host.jobs import jobs
-
-    return jobs.main(words, paths)
+Verb = Callable[[Words, Paths], int]
 
 
-def _check(words: Words, paths: Paths) -> int:
-    from spark_host.check import runner
-
-    return runner.main(words, paths)
-
-
-def _status(words: Words, paths: Paths) -> int:
-    from spark_host import status
-
-    return status.main(words, paths)
+def _of_one(work: Callable[[str, Paths], int]) -> Verb:
+    """Return a verb that is given the name of one release or service, and nothing else."""
+    return lambda words, paths: work(_one(words), paths)
 
 
-def _serve_step(verb: str) -> Callable[[Words, Paths], int]:
-    def step(words: Words, paths: Paths) -> int:
-        from spark_host.engine import serve
-
-        steps = {
-            "may-start": serve.may_start,
-            "prepare": serve.prepare,
-            "serve": serve.run,
-            "stop": serve.stop,
-            "after-stop": serve.after_stop,
-        }
-        return steps[verb](_one(words, "a release"), paths)
-
-    return step
+def _one(words: Words) -> str:
+    if len(words) != 1:
+        raise HostToolError("spark-host", f"wants one name, got {words}", "spark-host help", 2)
+    return words[0]
 
 
-def _switch(words: Words, paths: Paths) -> int:
-    from spark_host.rollout import ports, rollout
-
-    return rollout.roll_out(_one(words, "a release"), ports.this_host(paths))
-
-
-def _switch_recover(words: Words, paths: Paths) -> int:
-    from spark_host.rollout import ports, recover
-
-    return recover.recover(_one(words, "a release"), ports.this_host(paths))
-
-
-def _switch_begin(words: Words, paths: Paths) -> int:
-    from spark_host.rollout import request
-    from spark_host.system.ports import Host
-
-    return _print(request.begin(_one(words, "a release"), Host(paths)))
-
-
-def _switch_poll(words: Words, paths: Paths) -> int:
-    from spark_host.rollout import request
-    from spark_host.system.ports import Host
-
+def _poll(words: Words, paths: Paths) -> int:
     asked = words[1] if len(words) == 2 else None
-    return _print(request.poll(_one(words[:1], "a release"), Host(paths), asked))
-
-
-def _rollback(words: Words, paths: Paths) -> int:
-    from spark_host.rollout import ports, way_back
-
-    if not words or words[0].startswith("-"):
-        raise HostToolError("rollback", "no service named", "rollback SERVICE [--to R] [--dry]", 2)
-    return way_back.rollback(words, ports.this_host(paths))
-
-
-def _prune(words: Words, paths: Paths) -> int:
-    from spark_host.prune import prune
-
-    return prune.main(words, paths)
+    return _print(request.poll(_one(words[:1]), Host(paths), asked))
 
 
 def _stop_service(words: Words, paths: Paths) -> int:
-    from spark_host.records import boot
-    from spark_host.system.ports import Host
-
     by = os.environ.get("SUDO_USER", "root")
     if len(words) == 3 and words[1] == "--by":
         by = words[2]
         words = words[:1]
-    return boot.stop_service(_one(words, "a service"), by, Host(paths))
+    return boot.stop_service(_one(words), by, Host(paths))
 
 
-def _start_service(words: Words, paths: Paths) -> int:
-    from spark_host.records import boot
-    from spark_host.system.ports import Host
-
-    return boot.start_service(_one(words, "a service"), Host(paths))
-
-
-def _gateway(words: Words, paths: Paths) -> int:
-    from spark_host.gateway import gateway
-
-    return gateway.run(_one(words, "a service"), paths)
-
-
-def _gateway_reload(words: Words, paths: Paths) -> int:
-    from spark_host.gateway import gateway
-
-    return gateway.reload(_one(words, "a service"), paths)
-
-
-def _gateway_new_key(words: Words, paths: Paths) -> int:
-    from spark_host.gateway import gateway
-
-    return gateway.new_key(_one(words, "a service"), paths)
-
-
-def _watch(words: Words, paths: Paths) -> int:
-    from spark_host.watch import loop
-
-    return loop.run(_one(words, "a release"), paths)
-
-
-def _print(value: dict[str, Any]) -> int:
-    json.dump(value, sys.stdout)
+def _print(value: Begun | Rollout) -> int:
+    json.dump(plain(value), sys.stdout)
     print()
     return 0
 
 
-def _one(words: Words, what: str) -> str:
-    if len(words) != 1:
-        raise HostToolError("spark-host", f"wants {what}, got {words}", "see `spark-host help`", 2)
-    return words[0]
-
-
-VERBS: dict[str, tuple[Callable[[Words, Paths], int], str]] = {
-    "status": (_status, "[--live]: everything about this host as JSON"),
-    "check": (_check, "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine"),
-    "switch": (_switch, "RELEASE: change to a release (run by spark-switch@RELEASE)"),
-    "switch-recover": (_switch_recover, "RELEASE: finish a switch that was killed"),
-    "switch-begin": (_switch_begin, "RELEASE: ask for the change, or join the one under way"),
-    "switch-poll": (_switch_poll, "RELEASE [REQUEST]: how the last switch to it stands, as JSON"),
-    "rollback": (_rollback, "SERVICE [--to RELEASE] [--dry]: go back to a proven release"),
-    "prune": (
-        _prune,
-        "[--dry] KEEP: remove what no kept release needs; KEEP is JSON",
+VERBS: dict[str, tuple[Verb, str]] = {
+    "status": (status.main, "[--live]: everything about this host as JSON"),
+    "check": (runner.main, "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine"),
+    "switch": (
+        _of_one(lambda name, paths: rollout.roll_out(name, this_host(paths))),
+        "RELEASE: change to a release (run by spark-switch@RELEASE)",
     ),
+    "switch-recover": (
+        _of_one(lambda name, paths: recover.recover(name, this_host(paths))),
+        "RELEASE: finish a rollout that was killed",
+    ),
+    "switch-begin": (
+        _of_one(lambda name, paths: _print(request.begin(name, Host(paths)))),
+        "RELEASE: ask for the change, or join the one under way",
+    ),
+    "switch-poll": (_poll, "RELEASE [REQUEST]: how the last change to it stands, as JSON"),
+    "rollback": (
+        lambda words, paths: way_back.rollback(words, this_host(paths)),
+        "SERVICE [--to RELEASE] [--dry]: go back to a proven release",
+    ),
+    "prune": (prune.main, "[--dry] KEEP: remove what no kept release needs; KEEP is JSON"),
     "stop-service": (_stop_service, "SERVICE [--by WHO]: stop it until someone starts it again"),
-    "start-service": (_start_service, "SERVICE: start the last proven release again"),
-    "gateway": (_gateway, "SERVICE: run its nginx (run by spark-gateway@SERVICE)"),
-    "gateway-reload": (_gateway_reload, "SERVICE: take over a new key or new settings"),
-    "gateway-new-key": (_gateway_new_key, "SERVICE: replace its API key, the old one is refused"),
-    "watch": (_watch, "RELEASE: watch its engine (run by spark-watch@RELEASE)"),
-    "job": (_job, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
-    "may-start": (_serve_step("may-start"), "RELEASE: whether its unit may start"),
-    "prepare": (_serve_step("prepare"), "RELEASE: make the host ready for its start"),
-    "serve": (_serve_step("serve"), "RELEASE: run its engine (run by spark-serve@RELEASE)"),
-    "stop": (_serve_step("stop"), "RELEASE: stop its engine"),
-    "after-stop": (_serve_step("after-stop"), "RELEASE: clean up after its engine"),
+    "start-service": (
+        _of_one(lambda name, paths: boot.start_service(name, Host(paths))),
+        "SERVICE: start the last proven release again",
+    ),
+    "gateway": (
+        _of_one(gateway.run),
+        "SERVICE: run its nginx (run by spark-gateway@SERVICE)",
+    ),
+    "gateway-reload": (_of_one(gateway.reload), "SERVICE: take over a new key or new settings"),
+    "gateway-new-key": (
+        _of_one(gateway.new_key),
+        "SERVICE: replace its API key, the old one is refused",
+    ),
+    "watch": (_of_one(loop.run), "RELEASE: watch its engine (run by spark-watch@RELEASE)"),
+    "job": (jobs.main, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
+    "may-start": (_of_one(serve.may_start), "RELEASE: whether its unit may start"),
+    "prepare": (_of_one(serve.prepare), "RELEASE: make the host ready for its start"),
+    "serve": (_of_one(serve.run), "RELEASE: run its engine (run by spark-serve@RELEASE)"),
+    "stop": (_of_one(serve.stop), "RELEASE: stop its engine"),
+    "after-stop": (_of_one(serve.after_stop), "RELEASE: clean up after its engine"),
 }
 
 

@@ -2,55 +2,64 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeVar
 
 from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
-from spark_contract.documents import plain
-from spark_contract.errors import problem_in
+from spark_contract.documents import DocumentError, parse
+from spark_contract.errors import Problem, problem_in
+from spark_contract.keep import Pruning
 from spark_contract.paths import HOST_TOOL
+from spark_contract.status import Rollback
 
+T = TypeVar("T")
 _USAGE = "spark-host "  # begins the list of verbs that tools print for one they do not know
 
 
-class _Answer(FactBase[dict[str, Any]]):
-    """One JSON object; empty when the host has no tools, or tools that lack the verb.
-
-    What the tools refuse is the object's ``problem``, as ``{where, what, fix}``.
-    """
-
-    default = dict
-
-    def process(self, output: Iterable[str]) -> dict[str, Any]:
-        text = "\n".join(output).strip()
-        if text.startswith(_USAGE):
-            return {}
-        last = text.rpartition("\n")[2]
-        if problem := problem_in(last):
-            return {"problem": plain(problem)}
-        try:
-            answer: dict[str, Any] = json.loads(text) if text else {}
-        except ValueError as error:
-            raise FactProcessError(f"{type(self).__name__}: {error}") from error
-        return answer
+def _silence() -> Problem:
+    """Return what is wrong with a host that has no tools, or tools that lack the verb."""
+    what = "did not answer; the host tools are missing or older than this checkout"
+    return Problem("spark-host", what, "run deploy.py for this host first")
 
 
-class WayBack(_Answer):
-    """What ``spark-host rollback --dry`` says."""
+def _answer(kind: type[T], output: Iterable[str]) -> T | Problem:
+    text = "\n".join(output).strip()
+    if not text or text.startswith(_USAGE):
+        return _silence()
+    if problem := problem_in(text.rpartition("\n")[2]):
+        return problem
+    try:
+        return parse(kind, text)
+    except DocumentError as error:
+        raise FactProcessError(f"{kind.__name__}: {error}") from error
+
+
+class WayBack(FactBase["Rollback | Problem"]):
+    """What ``spark-host rollback --dry`` says, or why it refuses."""
+
+    default = staticmethod(_silence)
 
     def command(self, service: str, to: str | None) -> str:
         words = ["rollback", service, *(["--to", to] if to else []), "--dry"]
         return _ask(words)
 
+    def process(self, output: Iterable[str]) -> Rollback | Problem:
+        found = _answer(Rollback, output)
+        return found.problem or found if isinstance(found, Rollback) else found
 
-class Prunable(_Answer):
-    """What ``spark-host prune --dry`` would remove; ``keep`` is its JSON."""
+
+class Prunable(FactBase["Pruning | Problem"]):
+    """What ``spark-host prune --dry`` would remove, or why it refuses; ``keep`` is its JSON."""
+
+    default = staticmethod(_silence)
 
     def command(self, keep: str) -> str:
         return _ask(["prune", "--dry", keep])
+
+    def process(self, output: Iterable[str]) -> Pruning | Problem:
+        return _answer(Pruning, output)
 
 
 def _ask(words: list[str]) -> str:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
-from typing import Any
 
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
-from spark_contract.documents import plain
-from spark_contract.keep import Keep
+from spark_contract.documents import parse, plain
+from spark_contract.keep import Keep, Pruning
 from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.errors import Problem
@@ -38,29 +37,21 @@ def rolled_back(service: str, to: str | None, timeout_s: int) -> Commands:
         timeout_s: give up watching after this long; the host finishes by itself.
     """
     way = read(WayBack, service=service, to=to)
-    if not way:
-        yield refuse(_no_answer("rollback"))
+    if isinstance(way, Problem):
+        yield refuse(way)
         return
-    if way.get("problem"):
-        yield refuse(Problem(**way["problem"]))
+    if way.to is None or way.done:
+        why = way.done or "nothing to go back to"
+        log_once(why)
+        host.noop(why)
         return
-    if way.get("done"):
-        log_once(way["done"])
-        host.noop(way["done"])
-        return
-    problem = held_back(f"left alone on {_named(way['from'])}")
+    came = way.came or "nothing"
+    problem = held_back(f"left alone on {came}")
     if problem:
         yield refuse(problem)
         return
-    target = way["to"]["name"]
-    log_once(f"goes back from {_named(way['from'])} to {_named(way['to'])}")
-    yield go_back(service, target, timeout_s)
-
-
-def _named(release: dict[str, Any] | None) -> str:
-    if release is None:
-        return "nothing"
-    return f"{release['name']} ({release['model']} with {release['profile']})"
+    log_once(f"goes back from {came} to {way.to}")
+    yield go_back(service, way.to.name, timeout_s)
 
 
 @operation()
@@ -101,41 +92,30 @@ def pruned(keep: Keep) -> Commands:
     """
     wanted = json.dumps(plain(keep), sort_keys=True)
     found = read(Prunable, keep=wanted)
-    if not found:
-        yield refuse(_no_answer("prune --dry"))
-        return
-    if found.get("problem"):
-        yield refuse(Problem(**found["problem"]))
+    if isinstance(found, Problem):
+        yield refuse(found)
         return
     for line in lines(found):
         log_once(line)
-    if not found["items"]:
+    if not found.items:
         host.noop("nothing can go")
         return
     yield FunctionCommand(_prune, [wanted], {})
 
 
-def _no_answer(verb: str) -> Problem:
-    return Problem(
-        f"{host.name}: spark-host {verb}",
-        "did not answer; the host tools are missing or older than this checkout",
-        "run deploy.py for this host first",
-    )
-
-
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(found: Pruning) -> Iterator[str]:
     """Yield what a prune finds: each thing that goes with its bytes, and why releases stay."""
-    for item in found["items"]:
-        if item["kind"] != "job":
-            yield f"goes   {gigabytes(item['bytes']):>9}  {item['kind']} {item['name']}"
-    jobs = sum(1 for item in found["items"] if item["kind"] == "job")
+    for item in found.items:
+        if item.kind != "job":
+            yield f"goes   {gigabytes(item.bytes):>9}  {item.kind} {item.name}"
+    jobs = sum(1 for item in found.items if item.kind == "job")
     if jobs:
         yield f"goes              records of {jobs} jobs that made it"
-    for name, why in sorted(found["kept"].items()):
+    for name, why in sorted(found.kept.items()):
         yield f"stays             release {name}: {why}"
-    for path in found["not_ours"]:
+    for path in found.not_ours:
         yield f"stays             {path}: not made by us"
-    yield f"in all {gigabytes(found['bytes']):>9}"
+    yield f"in all {gigabytes(found.bytes):>9}"
 
 
 def gigabytes(size_bytes: int) -> str:
@@ -150,6 +130,6 @@ def _prune(state: State, host: Host, keep: str) -> bool:
     except CommandFailed as error:
         show(host, f"{error.output.strip() or error}\n  fix: see above, then run again")
         return False
-    removed = json.loads("\n".join(said))
-    host.log(f"removed {len(removed['items'])} things, {gigabytes(removed['bytes'])}")
+    removed = parse(Pruning, "\n".join(said))
+    host.log(f"removed {len(removed.items)} things, {gigabytes(removed.bytes)}")
     return True

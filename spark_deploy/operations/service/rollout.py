@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
-from typing import Any
 from weakref import WeakSet
 
 import gevent
@@ -15,8 +13,11 @@ from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.context import ctx_host
 from pyinfra.context import host as current_host
+from spark_contract.documents import parse
 from spark_contract.paths import HOST_TOOL
+from spark_contract.records import Rollout
 from spark_contract.sentences import PHASE, SPEED
+from spark_contract.status import Begun
 
 from spark_deploy.errors import Problem
 from spark_deploy.operations.commands import HEARTBEAT_S
@@ -97,13 +98,13 @@ def _change(host: Host, begin: str, timeout_s: int) -> bool:
     if not ok:
         host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
         return False
-    begun: dict[str, Any] = json.loads(out)
-    if begun.get("joined"):
+    begun = parse(Begun, out)
+    if begun.joined:
         host.log("a change to this release is under way already; watching it")
     # The id keeps the outcome of any other change from being taken for that of this one.
-    words = [begun["release"], begun["request"]] if begun["request"] else [begun["release"]]
+    words = [begun.release, *([begun.request] if begun.request else [])]
     ask = f"{HOST_TOOL} switch-poll {' '.join(map(shlex.quote, words))}"
-    return _watch(host, begun["release"], ask, timeout_s)
+    return _watch(host, begun.release, ask, timeout_s)
 
 
 def _watch(host: Host, release: str, ask: str, timeout_s: int) -> bool:
@@ -111,47 +112,45 @@ def _watch(host: Host, release: str, ask: str, timeout_s: int) -> bool:
     last, said_at = "", 0.0
     while time.monotonic() < deadline:
         ok, out, err = run_reconnecting(host, ask)
-        result: dict[str, Any] = json.loads(out) if ok and out.strip() else {}
-        text = f"{result.get('phase') or 'waiting'}: {_said(result)}"
-        if not ok:  # it may be busy for a while; but nobody shall wait without knowing
-            text = f"the host does not say how it goes: {(err or out).strip()[-300:]}"
+        found = parse(Rollout, out) if ok else None
+        # It may be busy for a while; but nobody shall wait without knowing.
+        text = f"the host does not say how it goes: {(err or out).strip()[-300:]}"
+        if found is not None:
+            text = f"{found.phase or 'waiting'}: {_said(found)}"
         if text != last or time.monotonic() - said_at > HEARTBEAT_S:
             host.log(f"switch to {release}: {text}")
             last, said_at = text, time.monotonic()
-        if result.get("state") not in (None, "none", "running"):
-            return report(host, release, result)
+        if found is not None and found.state not in ("none", "running"):
+            return report(host, release, found)
         gevent.sleep(POLL_EVERY_S)
     host.log_styled(f"switch to {release}: still under way after {timeout_s} s", fg="red")
     return False
 
 
-def _said(result: dict[str, Any]) -> str:
-    """Return the last thing the switch said, without the field that repeats the phase."""
-    text = result.get("progress") or result.get("reason") or "under way"
-    return " ".join(word for word in str(text).split(" ") if not word.startswith(PHASE))
+def _said(found: Rollout) -> str:
+    """Return the last thing the rollout said, without the field that repeats the phase."""
+    text = found.progress or found.reason or "under way"
+    return " ".join(word for word in text.split(" ") if not word.startswith(PHASE))
 
 
-def report(host: Host, release: str, result: dict[str, Any]) -> bool:
+def report(host: Host, release: str, found: Rollout) -> bool:
     """Say how a change ended; return whether the host serves the release."""
-    times = ", ".join(
-        f"{phase} {seconds:.1f} s" for phase, seconds in (result.get("times_s") or {}).items()
-    )
-    if result["state"] == "switched":
+    if found.state == "switched":
+        times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in found.times_s.items())
         host.log(f"serves {release} ({times})")
-        for line in result.get("bench") or ():
+        for line in found.bench:
             host.log_styled(line, fg=None if line.startswith(SPEED) else "yellow")
         return True
-    for line in result.get("log_tail") or ():
+    for line in found.log_tail:
         host.log(f"  {line}")
-    kept = "; the host keeps what it serves" if result.get("serving") else ""
-    now = result.get("serving") or "nothing"
-    if not result.get("ended_at"):
+    kept = "; the host keeps what it serves" if found.serving else ""
+    now = found.serving or "nothing"
+    if not found.ended_at:
         # Nobody was left to write it down: the host was cut off, or the change never ran.
         now = "not known from this change; `spark-deploy status` asks the host"
-    phase = result.get("failed_phase") or result.get("phase")
     host.log_styled(
-        f"{release}: {result['state']} in phase {phase}: "
-        f"{result.get('reason') or 'it did not come to its end'}\n"
+        f"{release}: {found.state} in phase {found.failed_phase or found.phase}: "
+        f"{found.reason or 'it did not come to its end'}\n"
         f"  now serving: {now}\n"
         f"  fix: correct the cause above and run again{kept}",
         fg="red",

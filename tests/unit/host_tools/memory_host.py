@@ -172,7 +172,7 @@ class Model:
                 other = A if self.current == B else B
                 name = self.current if fault == "again" else other
                 if name in self.known:
-                    joined = request.begin(name, self.host())["joined"]
+                    joined = request.begin(name, self.host()).joined
                     assert joined or fault == "other"
                     self._run_changes()
         finally:

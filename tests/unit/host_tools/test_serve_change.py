@@ -11,6 +11,7 @@ from memory_host import A, B, Model, release_of
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.records import Good, Rollout, Stopped
+from spark_contract.status import Begun, NamedRelease, Rollback
 from spark_contract.units import SWITCH
 from spark_host.records import boot
 from spark_host.rollout import recover, request, way_back
@@ -45,8 +46,8 @@ def record(model: Model, **values: Any) -> None:
     model.documents[model.paths.switch(A)] = replace(left, **{"state": "switched", **values})
 
 
-def followed(model: Model, asked: dict[str, Any]) -> dict[str, Any]:
-    return request.poll(A, model.host(), asked["request"])
+def followed(model: Model, asked: Begun) -> Rollout:
+    return request.poll(A, model.host(), asked.request)
 
 
 def test_what_an_earlier_change_left_is_gone_before_the_next_begins(model: Model) -> None:
@@ -55,7 +56,7 @@ def test_what_an_earlier_change_left_is_gone_before_the_next_begins(model: Model
     assert model.paths.switch(A) not in model.documents
     assert model.asked == [A]
     under_way(model)
-    assert followed(model, asked)["state"] == "none"
+    assert followed(model, asked).state == "none"
 
 
 @pytest.mark.parametrize(
@@ -74,9 +75,9 @@ def test_a_stale_record_is_never_taken_for_the_outcome_of_this_change(
     asked = begun(model)
     under_way(model)
     record(model)
-    assert followed(model, asked)["state"] == "switched"
+    assert followed(model, asked).state == "switched"
     record(model, **stale)
-    assert followed(model, asked)["state"] == "none"
+    assert followed(model, asked).state == "none"
 
 
 def test_a_change_whose_unit_never_ran_is_said_to_have_failed(model: Model) -> None:
@@ -84,8 +85,8 @@ def test_a_change_whose_unit_never_ran_is_said_to_have_failed(model: Model) -> N
     record(model, request="of-yesterday")
     failed(model)
     found = followed(model, asked)
-    assert found["state"] == "not-started"
-    assert "did not run (exit-code)" in found["reason"]
+    assert found.state == "not-started"
+    assert "did not run (exit-code)" in found.reason
 
 
 def test_a_change_that_ended_before_its_record_is_told_in_its_last_words(model: Model) -> None:
@@ -95,15 +96,15 @@ def test_a_change_that_ended_before_its_record_is_told_in_its_last_words(model: 
         "error: switch of main: another change is under way; fix: wait for it", "phase=none"
     ]  # fmt: skip
     found = followed(model, asked)
-    assert found["state"] == "not-started"
-    assert found["reason"] == "switch of main: another change is under way; fix: wait for it"
+    assert found.state == "not-started"
+    assert found.reason == "switch of main: another change is under way; fix: wait for it"
 
 
 def test_a_change_that_waits_its_turn_has_not_failed(model: Model) -> None:
     asked = begun(model)
     model.unit(SWITCH.of(A)).sub = "start"  # its job is queued
     found = followed(model, asked)
-    assert (found["state"], found["unit"]) == ("none", "activating")
+    assert found.state == "none"
 
 
 def test_a_change_under_way_is_joined_under_its_own_id(model: Model) -> None:
@@ -112,21 +113,21 @@ def test_a_change_under_way_is_joined_under_its_own_id(model: Model) -> None:
     record(model, state="running")
     model.asked.clear()
     second = begun(model)
-    assert (second["joined"], second["request"]) == (True, first["request"])
+    assert (second.joined, second.request) == (True, first.request)
     assert model.asked == []
-    assert followed(model, second)["state"] == "running"
+    assert followed(model, second).state == "running"
 
 
 def test_a_change_that_ended_in_the_middle_is_told_as_interrupted(model: Model) -> None:
     asked = begun(model)
     record(model, state="running")
-    assert followed(model, asked)["state"] == "interrupted"
+    assert followed(model, asked).state == "interrupted"
 
 
 def test_the_record_of_a_change_says_whose_outcome_it_is(model: Model) -> None:
     asked = begun(model)
     written = Record(release_of(A), model.host("this-run")).data
-    assert (written.request, written.invocation_id) == (asked["request"], "this-run")
+    assert (written.request, written.invocation_id) == (asked.request, "this-run")
 
 
 @pytest.mark.parametrize("other", [{"invocation_id": "an-earlier-run"}, {"boot_id": "boot-0"}])
@@ -153,26 +154,30 @@ def good(model: Model, *names: str) -> None:
         boot.enable_only(release_of(name), model.host())
 
 
-def back(model: Model, wanted: str | None = None) -> dict[str, Any]:
+def named(name: str) -> NamedRelease:
+    return NamedRelease(name, "lab-stub", "v2")
+
+
+def back(model: Model, wanted: str | None = None) -> Rollback:
     return way_back.way_back("main", wanted, model.host())
 
 
 def problem(model: Model, wanted: str | None = None) -> str:
-    found = back(model, wanted)["problem"]
-    return f"{found['where']}: {found['what']}; {found['fix']}"
+    found = back(model, wanted).problem
+    assert found is not None
+    return f"{found.where}: {found.what}; {found.fix}"
 
 
 def test_the_way_back_is_the_release_before(model: Model) -> None:
     good(model, A, B)
     way = back(model)
-    assert (way["from"]["name"], way["to"]["name"]) == (B, A)
-    assert way["to"]["profile"] == "v2"
-    assert "problem" not in way
+    assert (way.came, way.to) == (named(B), named(A))
+    assert (way.done, way.problem) == (None, None)
 
 
 def test_a_named_release_is_gone_to(model: Model) -> None:
     good(model, A, B, C)
-    assert back(model, A)["to"]["name"] == A
+    assert back(model, A).to == named(A)
 
 
 def test_with_nothing_before_the_way_back_says_so(model: Model) -> None:
@@ -209,12 +214,12 @@ def test_a_second_rollback_does_not_return_to_what_was_left(model: Model) -> Non
     good(model, A, B)
     boot.note_rollback("main", A, model.host())
     good(model, A)
-    assert f"{A} serves in place of {B}" in back(model)["done"]
+    assert f"{A} serves in place of {B}" in str(back(model).done)
     note = boot.rolled_back("main", model.host())
     assert note is not None
     assert note.came == B
     # By name every release can be reached.
-    assert back(model, B)["to"]["name"] == B
+    assert back(model, B).to == named(B)
 
 
 def test_a_rollback_that_failed_is_none(model: Model) -> None:
@@ -222,7 +227,7 @@ def test_a_rollback_that_failed_is_none(model: Model) -> None:
     boot.note_rollback("main", A, model.host())
     good(model, B)  # the old one came back
     assert boot.rolled_back("main", model.host()) is None
-    assert back(model)["to"]["name"] == A
+    assert back(model).to == named(A)
 
 
 def test_the_next_change_ends_a_rollback(model: Model) -> None:
@@ -230,7 +235,7 @@ def test_the_next_change_ends_a_rollback(model: Model) -> None:
     boot.note_rollback("main", A, model.host())
     good(model, A, C)
     assert boot.rolled_back("main", model.host()) is None
-    assert back(model)["to"]["name"] == A
+    assert back(model).to == named(A)
 
 
 def test_a_dry_rollback_asks_for_nothing(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +247,8 @@ def test_a_dry_rollback_asks_for_nothing(model: Model, capsys: pytest.CaptureFix
 
     assert way_back.rollback(["main"], model.host()) == 0
     assert model.asked == [A]
+    begun = documents.parse(Begun, capsys.readouterr().out)
+    assert (begun.release, begun.joined, begun.came, begun.to) == (A, False, named(B), named(A))
 
 
 def test_a_stop_keeps_who_and_when_over_a_second_stop(model: Model) -> None:
@@ -266,6 +273,26 @@ def test_what_an_earlier_edition_wrote_without_a_version_is_read(
 ) -> None:
     found = documents.read(kind, text)
     assert documents.plain(found) == {"schema_version": 1, **text}
+
+
+OLDER: dict[str, Any] = {
+    "schema_version": 1, "release": A, "service": "main", "started_at": "2026-01-01T00:00:00Z",
+    "boot_id": "b", "request": "r", "invocation_id": "i", "state": "rolled-back", "phase": "done",
+    "progress": None, "reason": "answers: it is wrong", "failed_phase": "check",
+    "failed_checks": ["answers"], "log_tail": ["x"], "bench": [], "previous": B, "serving": B,
+    "ended_at": "2026-01-01T00:01:00Z", "times_s": {"check": 1.0},
+}  # fmt: skip
+
+
+def test_a_record_and_an_answer_of_older_tools_are_read(model: Model) -> None:
+    for told in (OLDER, {**OLDER, "unit": "failed"}):
+        found = documents.read(Rollout, told)
+        assert (found.release, found.state, found.serving) == (A, "rolled-back", B)
+    never = {"release": A, "state": "not-started", "failed_phase": "begin", "reason": "x"}
+    found = documents.read(Rollout, {**never, "unit": "failed"})
+    assert found == Rollout(A, state="not-started", failed_phase="begin", reason="x")
+    with pytest.raises(documents.DocumentError, match="colour: unknown"):
+        documents.read(Rollout, {**OLDER, "colour": "red"})
 
 
 def test_a_record_of_today_is_written_as_before(model: Model) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from spark_contract import files
 from spark_contract.documents import plain
+from spark_contract.job import JobRun
 from spark_contract.units import JOB
 from spark_host.jobs import jobs
-from spark_host.system import systemd
+from spark_host.system import disk, systemd
 from stub_host import Host
 
 from tests.receipts import source_receipt
@@ -119,7 +120,7 @@ def test_a_job_cut_by_a_reboot_is_told_apart_from_one_never_started(
 ) -> None:
     write_job(host, "pass")
     assert poll(host)[0]["state"] == "waiting"
-    jobs._write_status(host.paths.job(D12), "running", None, "2026-01-01T00:00:00Z", [])
+    disk.write(host.paths.job(D12) / "status.json", JobRun("running", None, "2026-01-01T00:00:00Z"))
     assert (poll(host)[0]["state"], poll(host)[0]["result"]) == ("failed", "interrupted")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from spark_contract import files
 from spark_contract.errors import HostToolError
+from spark_contract.keep import Pruning
 from spark_host.prune import prune
 from spark_host.records import boot
 from spark_host.rollout import ports
@@ -24,6 +25,10 @@ from tests.receipts import checkpoint_receipt, source_receipt
 
 A, B, C, D = (f"main-{digit * 12}" for digit in "abcd")
 BASE = "registry/vllm@sha256:" + "b" * 64
+
+
+# As the tools wrote it before it was a document of the contract.
+RUN = {"state": "done", "exit_code": 0, "started_at": None, "ended_at": "now", "last_lines": []}
 
 
 class Machine:
@@ -80,7 +85,7 @@ class Machine:
             "total_bytes": None, "after": [],
         }  # fmt: skip
         files.write_json(self.paths.job(digest12) / "job.json", data)
-        files.write_json(self.paths.job(digest12) / "status.json", {"started_at": "then"})
+        files.write_json(self.paths.job(digest12) / "status.json", {**RUN, "started_at": "then"})
 
     def shown(self, path: Path) -> str:
         """Return a path as release and plan write it, without the root of this test."""
@@ -93,7 +98,7 @@ class Machine:
         }  # fmt: skip
         return json.dumps({**wishes, **more})
 
-    def look(self, kept: int = 1, **more: Any) -> dict[str, Any]:
+    def look(self, kept: int = 1, **more: Any) -> Pruning:
         return prune.look(prune.read_keep(self.keep(kept, **more)), self.paths).document()
 
     def prune(self, kept: int = 1, **more: Any) -> int:
@@ -133,8 +138,8 @@ def machine(host: Host, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def names(found: dict[str, Any], kind: str) -> list[str]:
-    return [Path(item["name"]).name for item in found["items"] if item["kind"] == kind]
+def names(found: Pruning, kind: str) -> list[str]:
+    return [Path(item.name).name for item in found.items if item.kind == kind]
 
 
 def generations(machine: Machine) -> dict[str, Path]:
@@ -156,7 +161,7 @@ def test_what_no_kept_release_needs_goes_and_the_rest_serves_on(machine: Machine
     assert names(found, "release") == [A, B]
     assert names(found, "tree") == [f"model-{'a' * 12}", f"model-{'b' * 12}"]
     assert names(found, "source") == ["org--old-aaaaaaaaaaaa"]
-    assert found["kept"] == {C: "a way back", D: "serves"}
+    assert found.kept == {C: "a way back", D: "serves"}
 
     assert machine.prune(kept=1) == 0
     assert not trees["a"].exists()
@@ -179,14 +184,14 @@ def test_a_disk_too_full_for_any_record_is_freed(
     assert not trees["a"].exists()
     assert not trees["b"].exists()
     # What the record could not say harms nobody, and is said when there is room.
-    assert way_back("main", None, ports.this_host(machine.paths))["from"]["name"] == D
-    assert machine.look(kept=1)["items"] == []
-    assert machine.look(kept=1)["kept"] == {C: "a way back", D: "serves"}
+    assert way_back("main", None, ports.this_host(machine.paths)).came.name == D
+    assert machine.look(kept=1).items == ()
+    assert machine.look(kept=1).kept == {C: "a way back", D: "serves"}
 
 
 def test_the_bytes_are_those_that_the_disk_gives_back(machine: Machine) -> None:
     generations(machine)
-    promised, before = machine.look(kept=1)["bytes"], machine.used_bytes()
+    promised, before = machine.look(kept=1).bytes, machine.used_bytes()
     machine.prune(kept=1)
     directories = 3 * 4096
     assert 0 <= (before - machine.used_bytes()) - promised <= directories
@@ -199,7 +204,7 @@ def test_a_file_that_others_link_gives_back_nothing(machine: Machine) -> None:
     hub.mkdir()
     os.link(trees["a"] / "weights", hub / "users-own")
     found = machine.look(kept=1)
-    by_name = {Path(item["name"]).name: item["bytes"] for item in found["items"]}
+    by_name = {Path(item.name).name: item.bytes for item in found.items}
     # Beside the linked weights only the receipt is left.
     assert by_name[f"model-{'a' * 12}"] <= 8192 < by_name[f"model-{'b' * 12}"]
 
@@ -207,7 +212,7 @@ def test_a_file_that_others_link_gives_back_nothing(machine: Machine) -> None:
 def test_a_second_run_finds_nothing(machine: Machine) -> None:
     generations(machine)
     machine.prune()
-    assert machine.look()["items"] == []
+    assert machine.look().items == ()
 
 
 def test_dry_touches_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +240,7 @@ def test_the_release_that_serves_stays_whatever_the_records_say(machine: Machine
     files.remove(machine.paths.good("main"))
     machine.units[f"spark-serve@{A}.service"] = {"ActiveState": "active"}
     del machine.units[f"spark-serve@{D}.service"]
-    assert machine.look(kept=0)["kept"] == {A: "serves"}
+    assert machine.look(kept=0).kept == {A: "serves"}
 
 
 def test_a_stopped_release_stays(machine: Machine) -> None:
@@ -243,7 +248,7 @@ def test_a_stopped_release_stays(machine: Machine) -> None:
     machine.units.clear()
     files.remove(machine.paths.good("main"))
     files.write_json(machine.paths.stopped("main"), {"release": B, "at": "then"})
-    assert machine.look(kept=0)["kept"] == {B: "stopped on purpose"}
+    assert machine.look(kept=0).kept == {B: "stopped on purpose"}
 
 
 def test_what_we_did_not_make_is_never_touched(machine: Machine) -> None:
@@ -266,7 +271,7 @@ def test_what_we_did_not_make_is_never_touched(machine: Machine) -> None:
     assert all((path / "weights").is_file() for path in strangers)
     assert link.is_symlink()
     assert machine.removed == []
-    assert {Path(path).name for path in found["not_ours"]} >= {path.name for path in strangers}
+    assert {Path(path).name for path in found.not_ours} >= {path.name for path in strangers}
 
 
 def test_images_go_with_their_base_and_only_their_own_layers_count(machine: Machine) -> None:
@@ -279,7 +284,7 @@ def test_images_go_with_their_base_and_only_their_own_layers_count(machine: Mach
     found = machine.look()
 
     assert names(found, "image") == [Path(BASE).name, "spark-vllm:two"]
-    sizes = {item["name"]: item["bytes"] for item in found["items"] if item["kind"] == "image"}
+    sizes = {item.name: item.bytes for item in found.items if item.kind == "image"}
     assert sizes == {BASE: 100, "spark-vllm:two": 30}
     machine.prune()
     assert machine.removed == ["spark-vllm:two", BASE]  # the one on top first
@@ -302,10 +307,10 @@ def test_a_pulled_image_goes_only_when_our_job_pulled_it_and_nobody_named_it(
     machine.job("0" * 12, {"image": BASE}, kind="image-pull")
     assert names(machine.look(), "image") == [Path(BASE).name]
 
-    files.write_json(machine.paths.job("0" * 12) / "status.json", {"started_at": None})
+    files.write_json(machine.paths.job("0" * 12) / "status.json", RUN)
     assert names(machine.look(), "image") == []  # it was there before our job
 
-    files.write_json(machine.paths.job("0" * 12) / "status.json", {"started_at": "then"})
+    files.write_json(machine.paths.job("0" * 12) / "status.json", {**RUN, "started_at": "then"})
     machine.images[BASE]["RepoTags"] = ["vllm/vllm:mine"]
     assert names(machine.look(), "image") == []
 

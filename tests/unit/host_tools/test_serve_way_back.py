@@ -56,7 +56,7 @@ def test_a_release_that_cannot_be_enabled_leaves_the_old_one_good_and_no_way_bac
     assert boot.enabled("main", model.host()) == [A]
     good = boot.good("main", model.host())
     assert (good.release, good.previous) == (A, ())
-    assert "nothing to go back to" in way_back("main", None, model.host())["problem"]["what"]
+    assert "nothing to go back to" in str(way_back("main", None, model.host()).problem)
 
 
 def test_an_old_engine_that_cannot_be_stopped_serves_on_and_nothing_is_started_beside_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from spark_contract.records import Rollout
 
 from spark_deploy.operations.service import rollout
 from tests.unit.operations.test_operations import FakeHost
@@ -14,7 +15,7 @@ NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
 
 def said(**result: Any) -> tuple[bool, list[str]]:
     host = FakeHost({})
-    well = rollout.report(host, NEW, result)  # type: ignore[arg-type]
+    well = rollout.report(host, NEW, Rollout(NEW, **result))  # type: ignore[arg-type]
     return well, "\n".join(host.logs).splitlines()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from spark_contract.keep import Keep
+from spark_contract.documents import read, text_of
+from spark_contract.keep import Keep, Pruning
+from spark_contract.records import Rollout
 
 from spark_deploy.facts.service.releases import Prunable, WayBack
 from spark_deploy.operations.service import releases, rollout, serve
@@ -38,8 +41,12 @@ def outcome(host: Answering, operation: Any, *arguments: Any, executing: bool = 
         return [shown(command) for command in operation._inner(*arguments)]
 
 
+def way(answer: dict[str, Any]) -> Any:
+    return WayBack().process([json.dumps(answer)])
+
+
 def back(answer: dict[str, Any], **more: Any) -> tuple[Answering, list[str]]:
-    host = Answering(WayBack=answer)
+    host = Answering(WayBack=way(answer))
     for name, value in more.items():
         setattr(host.state, name, value)
     return host, outcome(host, releases.rolled_back, "main", None, 60)
@@ -51,7 +58,7 @@ def test_a_rollback_is_one_command_to_the_named_release() -> None:
 
 
 def test_a_dry_rollback_says_from_where_to_where() -> None:
-    host = Answering(WayBack={"from": B, "to": A})
+    host = Answering(WayBack=way({"from": B, "to": A}))
     commands = outcome(host, releases.rolled_back, "main", None, 60, executing=False)
     assert len(commands) == 1
     assert host.logs == [
@@ -71,7 +78,9 @@ def test_a_rollback_that_cannot_be_done_fails_with_the_hosts_words() -> None:
 
 
 def test_a_host_with_older_tools_is_told_to_deploy_first() -> None:
-    _, [command] = back({})
+    [command] = outcome(
+        Answering(WayBack=WayBack.default()), releases.rolled_back, "main", None, 60
+    )
     assert command.startswith("_refuse(")
     assert "run deploy.py for this host first" in command
 
@@ -101,8 +110,8 @@ def test_what_the_host_tools_refuse_is_told_in_their_words(
 def test_tools_that_do_not_know_a_verb_give_no_answer() -> None:
     usage = ["spark-host status [--live]: everything", "spark-host check [RELEASE]: prove"]
     for fact in (WayBack(), Prunable()):
-        assert fact.process(usage) == {}
-        assert fact.process([]) == {}
+        assert fact.process(usage) == fact.process([]) == fact.default()
+        assert "older than this checkout" in str(fact.default())
 
 
 def test_a_failure_elsewhere_leaves_this_host_alone() -> None:
@@ -133,12 +142,13 @@ FOUND = {
     "bytes": 7_250_000_000,
     "kept": {"main-aaaaaaaaaaaa": "serves"},
     "not_ours": ["/srv/spark/models/mine"],
+    "problems": [],
 }
 
 
 @pytest.mark.parametrize("executing", [False, True])
 def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
-    host = Answering(Prunable=FOUND)
+    host = Answering(Prunable=read(Pruning, FOUND))
     commands = outcome(host, releases.pruned, KEEP, executing=executing)
     text = "\n".join(host.logs)
     assert len(commands) == 1
@@ -151,7 +161,7 @@ def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
 
 
 def test_a_prune_with_nothing_to_do_does_nothing() -> None:
-    host = Answering(Prunable={**FOUND, "items": [], "bytes": 0})
+    host = Answering(Prunable=read(Pruning, {**FOUND, "items": [], "bytes": 0}))
     assert outcome(host, releases.pruned, KEEP) == []
     assert host.noops == ["nothing can go"]
 
@@ -208,6 +218,10 @@ class Polled:
         return True, SimpleNamespace(stdout=out, stderr="", output=out)
 
 
+def poll(**known: Any) -> str:
+    return text_of(Rollout("r", **known))
+
+
 def watched(*answers: str) -> tuple[bool, Polled]:
     host = Polled(*answers)
     done = rollout._begin_and_watch(None, host, "switch-begin r", 60)  # type: ignore[arg-type]
@@ -220,9 +234,9 @@ def test_a_change_is_followed_under_the_id_it_was_begun_with(
     monkeypatch.setattr(rollout, "POLL_EVERY_S", 0)
     done, host = watched(
         '{"release": "r", "request": "id1", "joined": false}',
-        '{"state": "none"}',
-        '{"state": "running", "phase": "check"}',
-        '{"state": "switched", "phase": "done", "times_s": {"start": 1.0}}',
+        poll(),
+        poll(state="running", phase="check"),
+        poll(state="switched", phase="done", times_s={"start": 1.0}),
     )
     assert done
     assert all("switch-poll r id1" in asked for asked in host.asked[1:])
@@ -235,7 +249,7 @@ def test_a_host_that_cannot_say_how_a_change_goes_is_asked_on_and_quoted(
     done, host = watched(
         '{"release": "r", "request": "id1", "joined": false}',
         "error: systemctl show: no answer within 60 s; fix: run again",
-        '{"state": "switched", "phase": "done", "times_s": {"start": 1.0}}',
+        poll(state="switched", phase="done", times_s={"start": 1.0}),
     )
     assert done
     assert any("systemctl show: no answer within 60 s" in line for line in host.logs)
@@ -244,7 +258,7 @@ def test_a_host_that_cannot_say_how_a_change_goes_is_asked_on_and_quoted(
 def test_a_change_that_never_ran_fails_at_once() -> None:
     done, host = watched(
         '{"release": "r", "request": "id1", "joined": false}',
-        '{"state": "not-started", "failed_phase": "begin", "reason": "the unit did not run"}',
+        poll(state="not-started", failed_phase="begin", reason="the unit did not run"),
     )
     assert not done
     assert "not-started in phase begin: the unit did not run" in host.logs[-1]

@@ -12,8 +12,9 @@ import sys
 import time
 from collections import deque
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from spark_contract import files, receipts, units
 from spark_contract.documents import plain
@@ -21,6 +22,7 @@ from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.job import (
     AbsentProof,
     Job,
+    JobRun,
     JobState,
     ReceiptProof,
     State,
@@ -30,9 +32,10 @@ from spark_contract.paths import Paths
 from spark_contract.sentences import PHASE
 from spark_contract.units import TREE_NAME
 
-from spark_host.system import docker, systemd
+from spark_host.system import disk, docker, systemd
 from spark_host.system.stored import releases_of_tree
 
+STATUS = "status.json"
 _TAIL_LINES = 20
 _TAIL_PERIOD_S = 2.0
 
@@ -69,12 +72,12 @@ def run(digest12: str, paths: Paths) -> int:
     directory = paths.job(digest12)
     if proven(job, paths):
         print(f"{job.title}: {_why_done(job, paths)}", flush=True)
-        _write_status(directory, "done", 0, None, [])
+        disk.write(directory / STATUS, JobRun("done", 0))
         return 0
     started = files.now()
     for left in ("progress", "tail"):
         files.remove(directory / left)
-    _write_status(directory, "running", None, started, [])
+    disk.write(directory / STATUS, JobRun("running", None, started))
     aside = _set_aside(job)
     code, tail = _execute(job, directory)
     if code == 0 and proven(job, paths) and aside is not None:
@@ -84,10 +87,11 @@ def run(digest12: str, paths: Paths) -> int:
         print(tail[-1], flush=True)
         code = 5
     try:
-        _write_status(directory, "done" if code == 0 else "failed", code, started, tail)
+        ended = JobRun("failed" if code else "done", code, started, tuple(tail))
+        disk.write(directory / STATUS, ended)
     except OSError as error:
         # Where the disk is full the exit code and the journal tell it; see _entry.
-        print(f"{directory}/status.json: not written, errno {error.errno}", flush=True)
+        print(f"{directory / STATUS}: not written, errno {error.errno}", flush=True)
     return code
 
 
@@ -154,22 +158,6 @@ def _follow(output: IO[str] | None, directory: Path, tail: deque[str]) -> None:
                 written = time.monotonic()
 
 
-def _write_status(
-    directory: Path, state: str, code: int | None, started: str | None, tail: list[str]
-) -> None:
-    ended = None if state == "running" else files.now()
-    files.write_json(
-        directory / "status.json",
-        {
-            "state": state,
-            "exit_code": code,
-            "started_at": started,
-            "ended_at": ended,
-            "last_lines": tail,
-        },
-    )
-
-
 def poll(digests: list[str], paths: Paths) -> list[JobState]:
     """Return one state per job: what it is, where it stands, what it last said."""
     fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
@@ -210,14 +198,14 @@ def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
         job = load(digest12, paths)
     except HostToolError as error:
         return JobState(digest12, digest12, "", "failed", str(error), None, None, None, None, ())
-    status = files.read_json(directory / "status.json") or {}
+    last = disk.read(JobRun, directory / STATUS)
     state: State
     try:
-        state, result = _judge(job, unit, status, paths)
+        state, result = _judge(job, unit, last, paths)
     except docker.DaemonSilent as error:
         state, result = "unknown", str(error)
-    tail = list(status.get("last_lines") or ()) or _lines_of(directory / "tail")
-    if state == "failed" and status.get("state") == "running":
+    tail = list(last.last_lines if last else ()) or _lines_of(directory / "tail")
+    if state == "failed" and last and last.state == "running":
         tail = systemd.journal(unit.get("InvocationID", ""), job.unit, _TAIL_LINES) or tail
     told = _lines_of(directory / "progress") if state == "running" else []
     return JobState(
@@ -226,8 +214,8 @@ def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
         kind=job.kind,
         state=state,
         result=result,
-        exit_code=status.get("exit_code"),
-        elapsed_s=_elapsed_s(status) if state == "running" else None,
+        exit_code=last.exit_code if last else None,
+        elapsed_s=_elapsed_s(last) if state == "running" else None,
         progress=read_progress(told[-1], job.total_bytes) if told else None,
         last_line=tail[-1] if tail else None,
         log_tail=tuple(tail) if state == "failed" else (),
@@ -235,7 +223,7 @@ def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
 
 
 def _judge(
-    job: Job, unit: systemd.UnitState, status: dict[str, Any], paths: Paths
+    job: Job, unit: systemd.UnitState, last: JobRun | None, paths: Paths
 ) -> tuple[State, str]:
     active = unit.get("ActiveState", "inactive")
     if active in ("activating", "active", "reloading", "deactivating"):
@@ -246,9 +234,9 @@ def _judge(
         return "done", "success"
     if active == "failed":
         return "failed", unit.get("Result", "failed")
-    if status.get("state") == "failed":
+    if last and last.state == "failed":
         return "failed", "exit-code"
-    if status.get("state") == "running":
+    if last and last.state == "running":
         return "failed", "interrupted"
     return "waiting", "not started"
 
@@ -260,17 +248,11 @@ def _lines_of(path: Path) -> list[str]:
         return []
 
 
-def _elapsed_s(status: dict[str, Any]) -> int | None:
-    started = status.get("started_at")
-    if not started:
+def _elapsed_s(last: JobRun | None) -> int | None:
+    if last is None or last.started_at is None:
         return None
-    return int(time.time() - _epoch_s(started))
-
-
-def _epoch_s(text: str) -> float:
-    from datetime import datetime
-
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    started = datetime.fromisoformat(last.started_at.replace("Z", "+00:00"))
+    return int(time.time() - started.timestamp())
 
 
 def main(words: list[str], paths: Paths) -> int:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from spark_contract import files, receipts
+from spark_contract import receipts
 from spark_contract.errors import HostToolError
-from spark_contract.job import ImageProof, Job
+from spark_contract.job import ImageProof, Job, JobRun
 from spark_contract.paths import Paths
 from spark_contract.units import CACHE_NAME, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
 
 from spark_host.jobs import jobs
-from spark_host.system import docker
+from spark_host.system import disk, docker
 
 # How a tree is called while it grows, after it was found damaged, and while it is removed.
 _UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
@@ -170,5 +170,5 @@ def image_of(job: Job) -> str | None:
 
 def _ran(digest12: str, paths: Paths) -> bool:
     """Tell a job that did the work from one that found it done."""
-    status = files.read_json(paths.job(digest12) / "status.json") or {}
-    return status.get("started_at") is not None
+    last = disk.read(JobRun, paths.job(digest12) / jobs.STATUS)
+    return last is not None and last.started_at is not None

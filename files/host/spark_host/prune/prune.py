@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from spark_contract import files, receipts, units
-from spark_contract.documents import DocumentError, parse
+from spark_contract.documents import DocumentError, parse, plain
 from spark_contract.errors import HostToolError
 from spark_contract.job import Job, ReceiptProof
-from spark_contract.keep import Keep
+from spark_contract.keep import Keep, Prunable, Pruning
 from spark_contract.paths import Paths
 from spark_contract.records import Stopped
 from spark_contract.release import service_of
@@ -27,7 +26,6 @@ from spark_contract.release import service_of
 from spark_host.prune import holdings
 from spark_host.prune.holdings import PRUNED, Folder, Image
 from spark_host.records import boot
-from spark_host.rollout import request
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
 from spark_host.system.ports import Host
@@ -57,24 +55,22 @@ class Going:
     bytes: dict[str, int]  # by path or reference
     others: list[Path]  # beside ours, not ours
 
-    def document(self) -> dict[str, Any]:
-        """Return it as JSON for people and controllers."""
-        items = [{"kind": "release", "name": name, "bytes": 0} for name in self.releases]
-        items += [
-            {"kind": folder.kind, "name": str(folder.path), "bytes": self.bytes[str(folder.path)]}
-            for folder in self.folders
-        ]
-        items += [
-            {"kind": "image", "name": image.reference, "bytes": self.bytes[image.reference]}
-            for image in self.images
-        ]
-        items += [{"kind": "job", "name": name, "bytes": 0} for name in self.jobs]
-        return {
-            "items": items,
-            "bytes": sum(item["bytes"] for item in items),
-            "kept": self.kept,
-            "not_ours": [str(path) for path in self.others],
-        }
+    def document(self, problems: Sequence[str] = ()) -> Pruning:
+        """Return it for people and controllers."""
+        folders = [(folder.kind, str(folder.path)) for folder in self.folders]
+        images = [("image", image.reference) for image in self.images]
+        items = (
+            *(Prunable("release", name, 0) for name in self.releases),
+            *(Prunable(kind, name, self.bytes[name]) for kind, name in (*folders, *images)),
+            *(Prunable("job", name, 0) for name in self.jobs),
+        )
+        return Pruning(
+            items=items,
+            bytes=sum(item.bytes for item in items),
+            kept=self.kept,
+            not_ours=tuple(map(str, self.others)),
+            problems=tuple(problems),
+        )
 
 
 def look(keep: Keep, paths: Paths) -> Going:
@@ -118,7 +114,7 @@ def look(keep: Keep, paths: Paths) -> Going:
 def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
     all_names, host = names(paths), Host(paths)
     serving = systemd.show([units.SERVE.of(name) for name in all_names], ["ActiveState"])
-    changes = systemd.show([units.SWITCH.of(name) for name in all_names], request.UNIT_FIELDS)
+    changes = systemd.show([units.SWITCH.of(name) for name in all_names], ["ActiveState"])
     kept: dict[str, str] = {}
     for service in {service_of(name) for name in all_names}:
         record = boot.good(service, host)
@@ -262,8 +258,7 @@ def main(words: list[str], paths: Paths) -> int:
         for service in sorted({service_of(name) for name in names(paths)}) if not dry else ():
             locks.enter_context(one_at_a_time(service, Host(paths)))
         going = look(keep, paths)
-        document = going.document()
         problems = [] if dry else remove(going, paths)
-    json.dump({**document, "problems": problems}, sys.stdout)
+    json.dump(plain(going.document(problems)), sys.stdout)
     print()
     return 1 if problems else 0

@@ -32,11 +32,11 @@ class Record:
         self.unwritten: OSError | None = None
         self.data = left or Rollout(
             release=release.name,
-            service=release.service,
             started_at=host.clock.now(),
             boot_id=host.boot_id,
             request=request_of(release.name, host),
             invocation_id=host.invocation_id,
+            state="running",
         )
 
     def set(self, **values: Any) -> None:

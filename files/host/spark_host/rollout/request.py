@@ -6,36 +6,36 @@ What happens in between is in ``rollout.py`` and belongs to systemd alone.
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from dataclasses import replace
 
-from spark_contract import documents
 from spark_contract.errors import ERROR
 from spark_contract.records import Request, Rollout
+from spark_contract.status import Begun
 from spark_contract.units import SWITCH
 
 from spark_host.system.ports import Host
 from spark_host.system.systemd import UnitState
 
-UNIT_FIELDS = ("ActiveState", "Job", "InvocationID", "Result")
+_UNIT_FIELDS = ("ActiveState", "Job", "InvocationID", "Result")
 _UNDER_WAY = ("activating", "active", "deactivating")
 
 
-def begin(name: str, host: Host) -> dict[str, Any]:
+def begin(name: str, host: Host) -> Begun:
     """Ask systemd for the change to a release; return the id its record will carry.
 
     A change to this release that is under way is joined, not started again.
     """
     host.disk.load(name, host.paths)
     unit = SWITCH.of(name)
-    if _is_running(host.units.state(unit, *UNIT_FIELDS)):
-        return {"release": name, "request": request_of(name, host), "joined": True}
+    if _is_running(host.units.state(unit, *_UNIT_FIELDS)):
+        return Begun(name, request_of(name, host), joined=True)
     request = Request(uuid.uuid4().hex, host.clock.now())
     # What an earlier change left would read as the outcome of this one.
     host.disk.remove(host.paths.switch(name))
     host.disk.write(host.paths.request(name), request)
     host.units.reload()
     host.units.begin(unit)
-    return {"release": name, "request": request.id, "joined": False}
+    return Begun(name, request.id, joined=False)
 
 
 def request_of(name: str, host: Host) -> str | None:
@@ -44,38 +44,23 @@ def request_of(name: str, host: Host) -> str | None:
     return found.id if found else None
 
 
-def poll(name: str, host: Host, request: str | None = None) -> dict[str, Any]:
+def poll(name: str, host: Host, request: str | None = None) -> Rollout:
     """Return how the change to a release stands.
 
-    Args:
-        name: The release.
-        host: Where the record is.
-        request: Only a record with this id counts; ``None`` takes the last one.
-    """
-    return judge(name, host.units.state(SWITCH.of(name), *UNIT_FIELDS), host, request)
-
-
-def judge(name: str, unit: UnitState, host: Host, request: str | None = None) -> dict[str, Any]:
-    """Return how a change stands, given its unit's :data:`UNIT_FIELDS`.
-
     A record of another release, of another request or of an earlier run of the unit says nothing
-    of this change.
+    of this change; with no request any one counts.
     """
-    state, running = unit.get("ActiveState", "inactive"), _is_running(unit)
+    unit = host.units.state(SWITCH.of(name), *_UNIT_FIELDS)
+    running = _is_running(unit)
     record = host.disk.read(Rollout, host.paths.switch(name))
-    found: dict[str, Any] = {"release": name, "state": "none"}
     if record is not None and _is_of(record, name, unit if running else {}, request):
-        found = documents.plain(record)
-    if found["state"] == "running" and not running:
-        found["state"] = "interrupted"
-    if found["state"] == "none" and request is not None and not running:
-        found.update(
-            state="not-started",
-            failed_phase="begin",
-            reason=_last_words(name, unit, host)
-            or f"{SWITCH.of(name)} did not run ({unit.get('Result') or state})",
-        )
-    return {**found, "unit": "activating" if running and state == "inactive" else state}
+        cut_off = record.state == "running" and not running
+        return replace(record, state="interrupted") if cut_off else record
+    if request is None or running:
+        return Rollout(name)
+    ended = unit.get("Result") or unit.get("ActiveState", "inactive")
+    why = _last_words(name, unit, host) or f"{SWITCH.of(name)} did not run ({ended})"
+    return Rollout(name, state="not-started", failed_phase="begin", reason=why)
 
 
 def _is_running(unit: UnitState) -> bool:

@@ -158,8 +158,7 @@ def check(release: Release, host: Host, record: Record) -> None:
     """Run the full check on a release that runs."""
     result = host.check.full(release, host, record.report)
     if not result.ok:
-        failed = tuple(finding.name for finding in result.failed)
-        record.set(log_tail=log_tail(release, host), failed_checks=failed)
+        record.set(log_tail=log_tail(release, host))
         raise TrialError(_failures(result))
 
 

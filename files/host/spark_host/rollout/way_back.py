@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from dataclasses import replace
 
-from spark_contract.errors import HostToolError
+from spark_contract.documents import plain
+from spark_contract.errors import HostToolError, Problem
 from spark_contract.release import Release
+from spark_contract.status import Begun, NamedRelease, Rollback
 
 from spark_host.records import boot
 from spark_host.rollout.ports import Host
@@ -15,41 +17,27 @@ from spark_host.rollout.request import begin
 from spark_host.system import docker
 
 
-def way_back(service: str, wanted: str | None, host: Host) -> dict[str, Any]:
-    """Say where a rollback would lead.
-
-    Args:
-        service: The service to change.
-        wanted: A release by name; ``None`` means the last good one before the current.
-        host: Where the records are.
-
-    Returns:
-        ``from`` and ``to`` as ``{name, model, profile}``; ``done`` when there is nothing to do;
-        ``problem`` as ``{where, what, fix}`` when it cannot be done.
-    """
+def way_back(service: str, wanted: str | None, host: Host) -> Rollback:
+    """Say where a rollback leads: to a release by name, or to the last good one before this."""
     current = boot.good(service, host).release
-    answer: dict[str, Any] = {"from": _named(current, host), "to": None}
+    came, to = _named(current, host), None
     try:
         target = _target(service, wanted, host)
-        answer["to"] = _named(target, host)
+        to = _named(target, host)
         if target == current:
-            answer["done"] = _nothing_to_do(service, target, host)
-            return answer
+            return Rollback(came, to, done=_nothing_to_do(service, target, host))
         _refuse_unfit(host.disk.load(target, host.paths), host)
     except HostToolError as error:
-        answer["problem"] = {"where": error.where, "what": error.what, "fix": error.fix}
-    return answer
+        return Rollback(came, to, problem=Problem(error.where, error.what, error.fix))
+    return Rollback(came, to)
 
 
-def _named(name: str | None, host: Host) -> dict[str, Any] | None:
+def _named(name: str | None, host: Host) -> NamedRelease | None:
     if name is None:
         return None
     release = host.release(name)
-    return {
-        "name": name,
-        "model": release.model if release else None,
-        "profile": release.profile if release else None,
-    }
+    known = (release.model, release.profile) if release else (None, None)
+    return NamedRelease(name, *known)
 
 
 def _in_words(name: str, host: Host) -> str:
@@ -113,14 +101,16 @@ def _refuse_unfit(release: Release, host: Host) -> None:
 
 def rollback(words: list[str], host: Host) -> int:
     """Run ``rollback SERVICE [--to RELEASE] [--dry]``; prints what :func:`way_back` says."""
+    if not words or words[0].startswith("-"):
+        raise HostToolError("rollback", "no service named", "rollback SERVICE [--to R] [--dry]", 2)
     dry = "--dry" in words
     rest = [word for word in words if word != "--dry"]
     wanted = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
-    answer = way_back(rest[0], wanted, host)
-    if not dry and not answer.get("done") and not answer.get("problem"):
-        target = answer["to"]["name"]
-        boot.note_rollback(rest[0], target, host)
-        answer |= begin(target, host)
-    json.dump(answer, sys.stdout)
+    answer: Rollback | Begun
+    answer = way = way_back(rest[0], wanted, host)
+    if not dry and way.to and not way.done and not way.problem:
+        boot.note_rollback(rest[0], way.to.name, host)
+        answer = replace(begin(way.to.name, host), came=way.came, to=way.to)
+    json.dump(plain(answer), sys.stdout)
     print()
-    return 1 if answer.get("problem") and not dry else 0
+    return 1 if way.problem and not dry else 0
