@@ -247,7 +247,7 @@ def test_two_changes_at_once_are_refused(bench: Bench) -> None:
     bench.begin(C)
     bench.guest.wait(f"systemctl is-failed spark-switch@{C}", seconds=20)
     said = f"journalctl -u spark-switch@{C} --since @{began} -o cat"
-    bench.guest.wait(f"{said} | grep -F 'switch of main: another change is under way; fix: wait'")
+    bench.guest.wait(f"{said} | grep -F 'rollout of main: another change is under way; fix: wait'")
     assert bench.ended(B)["state"] == "switched"
     bench.serves(B)
 

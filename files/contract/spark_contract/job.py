@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from spark_contract import units
 from spark_contract.documents import OPTIONAL, older
-from spark_contract.paths import JOBS_DIR
+from spark_contract.orders import RECEIPT_NAME
+from spark_contract.paths import job_dir
 from spark_contract.sentences import PHASE
 
 
@@ -18,10 +19,15 @@ class ReceiptProof:
     receipt: str
     digest: str
 
+    @staticmethod
+    def of(tree: str, digest: str) -> ReceiptProof:
+        """Return the proof of a tree."""
+        return ReceiptProof(f"{tree}/{RECEIPT_NAME}", digest)
+
     @property
     def tree(self) -> str:
         """The tree that the receipt lies in."""
-        return self.receipt.removesuffix("/receipt.json")
+        return self.receipt.removesuffix(f"/{RECEIPT_NAME}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class Job:
     @property
     def dir(self) -> str:
         """The directory of its documents on a host."""
-        return f"{JOBS_DIR}/{self.digest12}"
+        return job_dir(self.digest)
 
 
 @dataclass(frozen=True, slots=True)

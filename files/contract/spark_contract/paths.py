@@ -27,6 +27,11 @@ HOST_TOOL = f"{CURRENT_TOOLS}/bin/spark-host"
 ENGINE_SOCKET = f"{RUN_DIR}/engine.sock"
 
 
+def job_dir(digest: str) -> str:
+    """Return the directory of a job's documents; its unit has the same twelve digits."""
+    return f"{JOBS_DIR}/{digest[:12]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Paths:
     """All paths, derived from one root."""
@@ -44,12 +49,12 @@ class Paths:
 
     @property
     def state(self) -> Path:
-        """What survives a reboot: jobs, proofs, switch results, markers."""
+        """What survives a reboot: jobs, proofs, rollouts, markers."""
         return self.below(STATE_DIR)
 
     @property
     def run(self) -> Path:
-        """What a reboot forgets: sockets, doors, locks."""
+        """What a reboot forgets: sockets, open traffic, locks."""
         return self.below(RUN_DIR)
 
     @property
@@ -69,7 +74,7 @@ class Paths:
 
     def job(self, digest12: str) -> Path:
         """Return the directory of a job."""
-        return self.below(JOBS_DIR) / digest12
+        return self.below(job_dir(digest12))
 
     @property
     def gpu_receipt(self) -> Path:
@@ -80,12 +85,12 @@ class Paths:
         """Return the file of the last check of a release."""
         return self.below(PROOFS_DIR) / f"{release}.json"
 
-    def switch(self, release: str) -> Path:
-        """Return the file of the last switch to a release."""
+    def rollout(self, release: str) -> Path:
+        """Return the record of the last rollout of a release."""
         return self.below(SWITCH_DIR) / f"{release}.json"
 
     def request(self, release: str) -> Path:
-        """Return the file that says under which id the last switch was asked for."""
+        """Return the record of the id under which that rollout was asked for."""
         return self.state / "requests" / f"{release}.json"
 
     def rollback(self, service: str) -> Path:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from spark_contract import receipts
 from spark_contract.documents import DocumentError
+from spark_contract.orders import RECEIPT_NAME
 
 from spark_deploy.facts.sections import Sections
 
@@ -56,9 +57,9 @@ done
 for root in {roots}; do
   [ -d "$root" ] || continue
   timeout 20 find "$root" -type f -size +1023k -printf 'file\t%D\t%s\t%p\n'
-  for receipt in "$root"/receipt.json "$root"/*/receipt.json; do
+  for receipt in "$root"/{RECEIPT_NAME} "$root"/*/{RECEIPT_NAME}; do
     [ -f "$receipt" ] || continue
-    printf 'receipt\t%s\t' "${{receipt%/receipt.json}}"
+    printf 'receipt\t%s\t' "${{receipt%/{RECEIPT_NAME}}}"
     tr -d '\n' < "$receipt"
     echo
   done

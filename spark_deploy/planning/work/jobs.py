@@ -13,7 +13,7 @@ from spark_contract import units
 from spark_contract.documents import read, text_of
 from spark_contract.job import AbsentProof, ImageProof, Job, ReceiptProof
 from spark_contract.orders import BuildPlan, FetchFile, FetchPlan
-from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, JOBS_DIR, SITE
+from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, job_dir
 from spark_contract.units import DIGEST_LABEL
 
 from spark_deploy.managed import ManagedFile
@@ -61,16 +61,12 @@ def needs_mounts(*paths: str) -> str:
 _PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}
 
 
-def _dir(digest: str) -> str:
-    return f"{JOBS_DIR}/{digest[:12]}"
-
-
 def _token_file(needed: bool) -> str | None:
     return HUB_TOKEN if needed else None
 
 
 def _receipt(tree: SourcePlan | CheckpointPlan) -> ReceiptProof:
-    return ReceiptProof(f"{tree.dir}/receipt.json", tree.digest)
+    return ReceiptProof.of(tree.dir, tree.digest)
 
 
 def _patience(source: SourcePlan) -> dict[str, Any]:
@@ -91,7 +87,7 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
         unless = _receipt(tree)
         identity["unless"] = tree.digest
     digest = digest_of(identity)
-    where = _dir(digest)
+    where = job_dir(digest)
     urls = [
         f"{root.rstrip('/')}/{source.repo}/resolve/{source.commit}/"
         for root in (*source.mirrors, source.endpoint)
@@ -132,7 +128,7 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
 def checkpoint_job(plan: CheckpointPlan, fetched: Job) -> Work:
     """Build the hybrid tree from the fetched base and ranges of the donor."""
     digest = digest_of({"kind": "checkpoint", "checkpoint": plan.digest, "dir": plan.dir})
-    where = _dir(digest)
+    where = job_dir(digest)
     document = {
         **plan.builder,
         "schema_version": 1,
@@ -188,7 +184,7 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
     """
     kind: Literal["image-pull", "image-build"] = "image-pull" if plan.pull_only else "image-build"
     digest = digest_of({"kind": kind, "image": plan.digest})
-    inside = f"{_dir(digest)}/context"
+    inside = f"{job_dir(digest)}/context"
     pull = ("docker", "pull", "--quiet", plan.base)
     build = (
         "docker", "build", "--network", "none", "--tag", plan.tag,

@@ -55,8 +55,8 @@ class QuickPaths(Paths):
 
     units = Path("/etc/systemd/system")
     run = Path("/run/spark")
-    proof, switch, request = (staticmethod(cache(partial(getattr(Paths, name), Paths(Path("/")))))
-                              for name in ("proof", "switch", "request"))  # fmt: skip
+    proof, rollout, request = (staticmethod(cache(partial(getattr(Paths, name), Paths(Path("/")))))
+                              for name in ("proof", "rollout", "request"))  # fmt: skip
     good, stopped, rollback = (staticmethod(cache(partial(getattr(Paths, name), Paths(Path("/")))))
                                for name in ("good", "stopped", "rollback"))  # fmt: skip
 
@@ -238,7 +238,7 @@ class Model:
         return next((name for name in up if name == self.open_to and self.gateway_runs), None)
 
     def outcome(self, name: str) -> Rollout:
-        found: Rollout = self.documents[self.paths.switch(name)]
+        found: Rollout = self.documents[self.paths.rollout(name)]
         return found
 
     def prove(self) -> None:

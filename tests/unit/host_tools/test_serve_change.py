@@ -43,7 +43,7 @@ def failed(model: Model, run: str = "") -> None:
 
 def record(model: Model, **values: Any) -> None:
     left = Record(release_of(A), model.host("this-run")).data
-    model.documents[model.paths.switch(A)] = replace(left, **{"state": "switched", **values})
+    model.documents[model.paths.rollout(A)] = replace(left, **{"state": "switched", **values})
 
 
 def followed(model: Model, asked: Begun) -> Rollout:
@@ -53,7 +53,7 @@ def followed(model: Model, asked: Begun) -> Rollout:
 def test_what_an_earlier_change_left_is_gone_before_the_next_begins(model: Model) -> None:
     record(model)
     asked = begun(model)
-    assert model.paths.switch(A) not in model.documents
+    assert model.paths.rollout(A) not in model.documents
     assert model.asked == [A]
     under_way(model)
     assert followed(model, asked).state == "none"
@@ -93,11 +93,11 @@ def test_a_change_that_ended_before_its_record_is_told_in_its_last_words(model: 
     asked = begun(model)
     failed(model, "run")
     model.words = [
-        "error: switch of main: another change is under way; fix: wait for it", "phase=none"
+        "error: rollout of main: another change is under way; fix: wait for it", "phase=none"
     ]  # fmt: skip
     found = followed(model, asked)
     assert found.state == "not-started"
-    assert found.reason == "switch of main: another change is under way; fix: wait for it"
+    assert found.reason == "rollout of main: another change is under way; fix: wait for it"
 
 
 def test_a_change_that_waits_its_turn_has_not_failed(model: Model) -> None:

@@ -38,7 +38,7 @@ class Probe:
 
     @property
     def model(self) -> str:
-        """The name requests are sent to: the first one, stable across switches."""
+        """The name requests are sent to: the first one, stable over rollouts."""
         return self.release.names[0]
 
     @property

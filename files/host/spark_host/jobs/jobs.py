@@ -28,7 +28,7 @@ from spark_contract.job import (
     State,
     read_progress,
 )
-from spark_contract.paths import Paths
+from spark_contract.paths import JOBS_DIR, Paths
 from spark_contract.sentences import PHASE
 from spark_contract.units import TREE_NAME
 
@@ -186,10 +186,7 @@ def _with_dependencies(states: dict[str, JobState], paths: Paths) -> list[JobSta
 
 def all_digests(paths: Paths) -> list[str]:
     """Return the digests of all jobs this host knows."""
-    directory = paths.state / "jobs"
-    if not directory.is_dir():
-        return []
-    return sorted(path.parent.name for path in directory.glob("*/job.json"))
+    return sorted(path.parent.name for path in paths.below(JOBS_DIR).glob("*/job.json"))
 
 
 def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:

@@ -233,7 +233,7 @@ def _remove_release(name: str, paths: Paths) -> None:
         # disk that is too full to write anything.
         with suppress(OSError):
             host.disk.write(paths.good(service), replace(record, previous=left))
-    for path in (paths.proof(name), paths.switch(name), paths.request(name)):
+    for path in (paths.proof(name), paths.rollout(name), paths.request(name)):
         path.unlink(missing_ok=True)
     for unit in (units.SERVE.of(name), units.PREPARE.of(name)):
         shutil.rmtree(paths.units / f"{unit}.d", ignore_errors=True)

@@ -27,7 +27,7 @@ class Record:
 
     def __init__(self, release: Release, host: Host, left: Rollout | None = None):
         self._host = host
-        self._path = host.paths.switch(release.name)
+        self._path = host.paths.rollout(release.name)
         self._began = host.clock.monotonic()
         self.unwritten: OSError | None = None
         self.data = left or Rollout(

@@ -15,7 +15,7 @@ from spark_host.system.log import log
 def recover(name: str, host: Host) -> int:
     """Finish what a killed rollout left; nothing to do after one that ended by itself."""
     release = host.disk.load(name, host.paths)
-    left = host.disk.read(Rollout, host.paths.switch(name))
+    left = host.disk.read(Rollout, host.paths.rollout(name))
     ours = (host.boot_id, host.invocation_id)
     # A record of an earlier run of the unit, or of an earlier boot, is not our matter.
     if host.exit_status == "0":  # whatever a full disk has kept it from writing

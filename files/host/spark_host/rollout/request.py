@@ -31,7 +31,7 @@ def begin(name: str, host: Host) -> Begun:
         return Begun(name, request_of(name, host), joined=True)
     request = Request(uuid.uuid4().hex, host.clock.now())
     # What an earlier change left would read as the outcome of this one.
-    host.disk.remove(host.paths.switch(name))
+    host.disk.remove(host.paths.rollout(name))
     host.disk.write(host.paths.request(name), request)
     host.units.reload()
     host.units.begin(unit)
@@ -52,7 +52,7 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
     """
     unit = host.units.state(SWITCH.of(name), *_UNIT_FIELDS)
     running = _is_running(unit)
-    record = host.disk.read(Rollout, host.paths.switch(name))
+    record = host.disk.read(Rollout, host.paths.rollout(name))
     if record is not None and _is_of(record, name, unit if running else {}, request):
         cut_off = record.state == "running" and not running
         return replace(record, state="interrupted") if cut_off else record

@@ -160,7 +160,7 @@ def one_at_a_time(service: str, host: ports.Host) -> Iterator[None]:
             held.enter_context(host.disk.locked(host.paths.run / f"switch-{service}.lock"))
         except BlockingIOError as error:
             raise HostToolError(
-                f"switch of {service}",
+                f"rollout of {service}",
                 "another change is under way",
                 f"wait for it: systemctl list-units '{SWITCH.of('*')}'",
             ) from error
