@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from memory_host import A, B, Model
+from memory_host import Model
+from memory_systemd import A, B
 from spark_contract.errors import HostToolError
 from spark_host.records import boot
 

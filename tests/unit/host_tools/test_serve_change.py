@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from memory_host import A, B, Model, release_of
+from memory_host import Model
+from memory_systemd import A, B, release_of
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.records import Good, Rollout, Stopped

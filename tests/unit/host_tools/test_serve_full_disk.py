@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from memory_host import MemoryDisk, Model
+from memory_host import Model
+from memory_ports import MemoryDisk
 from spark_contract import files
 from spark_host import __main__
 from spark_host.check import runner

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from memory_host import A, B, MemoryEngines, Model, release_of
+from memory_host import Model
+from memory_ports import MemoryEngines
+from memory_systemd import A, B, release_of
 from spark_contract.errors import HostToolError
 from spark_contract.records import Good, Rollout
 from spark_contract.release import Bench
