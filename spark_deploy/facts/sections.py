@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
+from pyinfra.api.exceptions import FactProcessError
 from spark_contract.units import SERVE
 
 Sections = Mapping[str, Sequence[str]]
@@ -34,9 +35,27 @@ def split(output: Iterable[str]) -> dict[str, list[str]]:
     return sections
 
 
+def whole(output: Iterable[str]) -> dict[str, list[str]]:
+    """Split the output of a ``script``.
+
+    Raises:
+        FactProcessError: it did not reach its end, so nothing here can be trusted.
+    """
+    sections = split(output)
+    if "end" not in sections:
+        raise FactProcessError("the answer of the host was cut off; run again")
+    return sections
+
+
+def first(sections: Sections, name: str) -> str:
+    """Return the first line of a section, without blanks around it; "" when there is none."""
+    return next(iter(sections.get(name, ())), "").strip()
+
+
 def script(*parts: str) -> str:
-    """Join snippets into one script that prints English and never fails."""
-    return "\n".join(["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts), "exit 0"])
+    """Join snippets into one script that prints English, never fails and marks its end."""
+    lines = ["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts)]
+    return "\n".join([*lines, f"echo '{MARKER}end'; exit 0"])
 
 
 def as_root(text: str) -> str:

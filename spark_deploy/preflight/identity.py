@@ -29,7 +29,7 @@ def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
                 ),
             )
         )
-    if needs.pci_ids and not {device.id for device in seen.pci} & set(needs.pci_ids):
+    if needs.pci_ids and not set(seen.pci) & set(needs.pci_ids):
         return Verdict((_no_gpu(needs, survey),))
     return Verdict(
         tuple([*_system(needs, survey), *_driver(needs, survey.gpu)]),
@@ -38,7 +38,7 @@ def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
 
 
 def _no_gpu(needs: NeedsPlan, survey: Survey) -> Problem:
-    found = [device.id for device in survey.identity.pci if device.id.startswith("10de:")]
+    found = [device for device in survey.identity.pci if device.startswith("10de:")]
     return Problem(
         "PCI",
         f"no device {' or '.join(needs.pci_ids)} "

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
 
 from spark_deploy.facts import sections
@@ -36,26 +34,18 @@ class LoginAccess(FactBase[Access]):
             "echo '== sudo'; command -v sudo >/dev/null && echo there",
             "sudo -n true 2>/dev/null && echo free",
             f"echo '== sudoers'; sudo -n cat {shlex.quote(sudoers_path)} 2>/dev/null",
-            "echo '== end'",
         )
 
     def process(self, output: list[str]) -> Access:
-        return parse(output)
-
-
-def parse(output: Sequence[str]) -> Access:
-    """Read the script's output."""
-    found = sections.split(output)
-    if "end" not in found:
-        raise FactProcessError("the answer of the host was cut off; run again")
-    user, uid = [*found.get("user", ()), "", ""][:2]
-    sudo = found.get("sudo", ())
-    sudoers = found.get("sudoers", ())
-    return Access(
-        user=user,
-        is_root=uid == "0",
-        key_installed=next(iter(found.get("key", ())), "0") not in ("", "0"),
-        sudo_free=uid == "0" or "free" in sudo,
-        sudo_there="there" in sudo,
-        sudoers="\n".join(sudoers) + "\n" if sudoers else None,
-    )
+        found = sections.whole(output)
+        user, uid = [*found.get("user", ()), "", ""][:2]
+        sudo = found.get("sudo", ())
+        sudoers = found.get("sudoers", ())
+        return Access(
+            user=user,
+            is_root=uid == "0",
+            key_installed=sections.first(found, "key") not in ("", "0"),
+            sudo_free=uid == "0" or "free" in sudo,
+            sudo_there="there" in sudo,
+            sudoers="\n".join(sudoers) + "\n" if sudoers else None,
+        )

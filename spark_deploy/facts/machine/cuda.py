@@ -10,12 +10,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
 
 from spark_deploy.facts import sections
-from spark_deploy.facts.machine import repositories
-from spark_deploy.facts.machine.repositories import Repositories
+from spark_deploy.facts.machine.packages import (
+    Repositories,
+    parse_repositories,
+    repositories_script,
+)
 
 _TOOLKITS = r"""
 echo '== version-json'
@@ -49,20 +51,16 @@ class CudaState(FactBase[Cuda]):
     """Everything the cuda role compares with its plan, in one command."""
 
     def command(self, urls: Sequence[str] = (), repository_files: Sequence[str] = ()) -> str:
-        return sections.script(
-            _TOOLKITS, repositories.script(urls, repository_files), "echo '== end'"
-        )
+        return sections.script(_TOOLKITS, repositories_script(urls, repository_files))
 
     def process(self, output: list[str]) -> Cuda:
-        found = sections.split(output)
-        if "end" not in found:
-            raise FactProcessError("the answer of the host was cut off; run again")
+        found = sections.whole(output)
         return Cuda(
             toolkits=(
                 *parse_version_json(found.get("version-json", ())),
                 *parse_nvcc(found.get("nvcc", ())),
             ),
-            repositories=repositories.parse(found),
+            repositories=parse_repositories(found),
         )
 
 

@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
 
 from spark_deploy.facts import sections
-from spark_deploy.facts.machine import gpu, repositories
-from spark_deploy.facts.machine.packages import packages_script, parse_packages
-from spark_deploy.facts.machine.repositories import Repositories
+from spark_deploy.facts.machine import gpu
+from spark_deploy.facts.machine.packages import (
+    Repositories,
+    packages_script,
+    parse_packages,
+    parse_repositories,
+    repositories_script,
+)
 
 DAEMON_JSON = "/etc/docker/daemon.json"
 
@@ -140,51 +144,45 @@ class DockerState(FactBase[Docker]):
             f"limit_s={_LIMITS_S[0]} patient_s={_LIMITS_S[1]}",
             _SCRIPT,
             packages_script(packages),
-            repositories.script(urls, repository_files),
+            repositories_script(urls, repository_files),
             f"echo '== receipt'; cat {shlex.quote(receipt_path)}",
             "echo; echo '== groups'",
             *(f"id -nG -- {shlex.quote(user)} | sed s/^/{shlex.quote(user)}' '/" for user in users),
-            "echo '== end'",
         )
 
     def process(self, output: list[str]) -> Docker:
-        return parse(output)
-
-
-def parse(output: Sequence[str]) -> Docker:
-    """Read the whole script's output."""
-    found = sections.split(output)
-    if "end" not in found:
-        raise FactProcessError("the answer of the host was cut off; run again")
-    engine = list(found.get("engine", ()))
-    daemon_json = list(found.get("daemon-json", ()))
-    mtime = daemon_json.pop(0).removeprefix("mtime=") if daemon_json else ""
-    driver = [line.strip() for line in found.get("driver", ()) if re.match(r"\s*\d", line)]
-    return Docker(
-        dockerd=next((line for line in engine if line.endswith("/dockerd")), ""),
-        snap=any("/snap/" in line or line == "/usr/bin/snap" for line in engine),
-        unit=sections.key_values(found.get("unit", ())),
-        daemon_json="\n".join(daemon_json) if mtime else None,
-        daemon_json_mtime_s=float(mtime or 0),
-        info=json_object(found.get("info", ())),
-        toolkit_version=toolkit_version(found.get("toolkit", ())),
-        toolkit_mode=next(iter(found.get("toolkit-mode", ())), ""),
-        runtime=next(iter(found.get("runtime", ())), ""),
-        cdi=tuple(_cdi(line) for line in found.get("cdi", ())),
-        cdi_directories=_below(found.get("engine-cdi", ()), "CDI spec directories:"),
-        driver_version=driver[0]
-        if driver
-        else gpu.module_version("\n".join(found.get("module", ()))),
-        kernel=next(iter(found.get("kernel", ())), ""),
-        serving=tuple(line for line in found.get("serving", ()) if line),
-        packages=parse_packages(found.get("packages", ())),
-        repositories=repositories.parse(found),
-        receipt=json_object(found.get("receipt", ())),
-        silent=tuple(word for line in found.get("silent", ()) for word in line.split()),
-        groups={
-            user: tuple(names) for user, *names in map(str.split, found.get("groups", ())) if names
-        },
-    )
+        found = sections.whole(output)
+        engine = list(found.get("engine", ()))
+        daemon_json = list(found.get("daemon-json", ()))
+        mtime = daemon_json.pop(0).removeprefix("mtime=") if daemon_json else ""
+        driver = [line.strip() for line in found.get("driver", ()) if re.match(r"\s*\d", line)]
+        return Docker(
+            dockerd=next((line for line in engine if line.endswith("/dockerd")), ""),
+            snap=any("/snap/" in line or line == "/usr/bin/snap" for line in engine),
+            unit=sections.key_values(found.get("unit", ())),
+            daemon_json="\n".join(daemon_json) if mtime else None,
+            daemon_json_mtime_s=float(mtime or 0),
+            info=json_object(found.get("info", ())),
+            toolkit_version=toolkit_version(found.get("toolkit", ())),
+            toolkit_mode=sections.first(found, "toolkit-mode"),
+            runtime=sections.first(found, "runtime"),
+            cdi=tuple(_cdi(line) for line in found.get("cdi", ())),
+            cdi_directories=_below(found.get("engine-cdi", ()), "CDI spec directories:"),
+            driver_version=driver[0]
+            if driver
+            else gpu.module_version("\n".join(found.get("module", ()))),
+            kernel=sections.first(found, "kernel"),
+            serving=tuple(line for line in found.get("serving", ()) if line),
+            packages=parse_packages(found.get("packages", ())),
+            repositories=parse_repositories(found),
+            receipt=json_object(found.get("receipt", ())),
+            silent=tuple(word for line in found.get("silent", ()) for word in line.split()),
+            groups={
+                user: tuple(names)
+                for user, *names in map(str.split, found.get("groups", ()))
+                if names
+            },
+        )
 
 
 def json_object(lines: Iterable[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ SCRIPT = r"""
 echo '== module'; cat /proc/driver/nvidia/version
 echo '== smi'
 if command -v nvidia-smi >/dev/null 2>&1; then
-  timeout 30 nvidia-smi --query-gpu=name,driver_version,compute_cap --format=csv,noheader 2>&1
+  timeout 30 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>&1
   echo "rc=$?"
   echo '== compute-apps'
   timeout 30 nvidia-smi --query-compute-apps=pid,process_name --format=csv,noheader 2>/dev/null
@@ -47,7 +47,6 @@ class Gpu:
 
     name: str
     driver_version: str
-    compute_cap: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def parse_smi(lines: list[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
         if words in text:
             return status, text, ()
     gpus = tuple(
-        Gpu(*(field.strip() for field in line.split(","))) for line in lines if line.count(",") == 2
+        Gpu(*(field.strip() for field in line.split(","))) for line in lines if line.count(",") == 1
     )
     if returned != "0" or not gpus:
         return "error", text or f"exit status {returned}", ()

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pyinfra.api.facts import FactBase
+
 from spark_deploy.facts.sections import Sections, key_values
+
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 SCRIPT = r"""
 echo '== uname'; uname -m; uname -r
@@ -14,22 +20,13 @@ echo '== dgx-release'; [ -r /etc/dgx-release ] && grep -v SERIAL /etc/dgx-releas
 echo '== pci'
 for device in /sys/bus/pci/devices/*; do
   [ -r "$device/vendor" ] || continue
-  read -r v <"$device/vendor"; read -r d <"$device/device"; read -r c <"$device/class"
-  echo "${device##*/} $v $d $c"
+  read -r v <"$device/vendor"; read -r d <"$device/device"
+  echo "${v#0x}:${d#0x}"
 done
 echo '== kernels'
 for image in /boot/vmlinuz-*; do [ -e "$image" ] && echo "${image##*/vmlinuz-}"; done
 echo '== reboot'; [ -e /run/reboot-required ] && { echo required; cat /run/reboot-required.pkgs; }
 """
-
-
-@dataclass(frozen=True, slots=True)
-class PciDevice:
-    """One PCI function; ``id`` is ``vendor:device`` in hex, as lspci -n prints it."""
-
-    address: str
-    id: str
-    class_code: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class HostIdentity:
     os_version: str
     os_name: str
     dgx_release: dict[str, str]  # empty: no /etc/dgx-release
-    pci: tuple[PciDevice, ...]
+    pci: tuple[str, ...]  # vendor:device of each function, as lspci -n prints it
     newest_kernel: str  # newest installed; "" when /boot shows none
     reboot_required: bool
     reboot_packages: tuple[str, ...]
@@ -70,17 +67,10 @@ def parse(sections: Sections) -> HostIdentity:
         os_version=os_release.get("VERSION_ID", ""),
         os_name=os_release.get("PRETTY_NAME", ""),
         dgx_release=key_values(sections.get("dgx-release", ())),
-        pci=tuple(_pci(line) for line in sections.get("pci", ()) if len(line.split()) == 4),
+        pci=tuple(sections.get("pci", ())),
         newest_kernel=newest(list(sections.get("kernels", ())), like=kernel),
         reboot_required=bool(reboot),
         reboot_packages=tuple(sorted({line for line in reboot[1:] if line})),
-    )
-
-
-def _pci(line: str) -> PciDevice:
-    address, vendor, device, class_code = line.split()
-    return PciDevice(
-        address, f"{vendor.removeprefix('0x')}:{device.removeprefix('0x')}", class_code[2:6]
     )
 
 
@@ -97,3 +87,23 @@ def newest(versions: list[str], like: str = "") -> str:
 def version_key(version: str) -> tuple[int, ...]:
     """Order versions by their numbers: 6.17.0-1021-nvidia after 6.17.0-1004-nvidia."""
     return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
+class RebootedFor(FactBase[str]):
+    """The reason of the last reboot of ours that is still pending; empty when there is none.
+
+    It is written down before the reboot, under the id of the boot that was to end: while that one
+    goes on, the reboot never came about, and nothing was tried.
+    """
+
+    default = str
+
+    def command(self, path: str) -> str:
+        marker = shlex.quote(path)
+        return (
+            f'[ -f {marker} ] && [ "$(head -n 1 {marker})" != "$(cat {BOOT_ID})" ] '
+            f"&& tail -n +2 {marker} || true"
+        )
+
+    def process(self, output: Iterable[str]) -> str:
+        return "\n".join(output).strip()

@@ -1,16 +1,16 @@
-"""Packages, directories, files and masked units: what the base role compares with its plan."""
+"""Packages and their repositories; directories, files and units of the base role."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
 
 from spark_deploy.facts import sections
 from spark_deploy.facts.files import FileStates
+from spark_deploy.facts.sections import Sections
 from spark_deploy.managed import FileState
 
 
@@ -33,6 +33,36 @@ awk -F '\t' -v names={shlex.quote(" ".join(names))} '
 def parse_packages(lines: Iterable[str]) -> dict[str, str]:
     """Read the ``packages`` section: name to version (or to the provider and its version)."""
     return dict(line.split("\t", 1) for line in lines if "\t" in line)
+
+
+@dataclass(frozen=True, slots=True)
+class Repositories:
+    """What apt of the host knows."""
+
+    files: Mapping[str, FileState]  # our key and source files that exist
+    known_urls: tuple[str, ...]  # repository addresses named in files that are not ours
+
+
+def repositories_script(urls: Sequence[str], files: Sequence[str]) -> str:
+    """Ask for our files, and for each address whether somebody else's source names it."""
+    addresses = " ".join(shlex.quote(url) for url in urls)
+    states = FileStates().command(files) if files else "true"
+    return rf"""
+echo '== repository-files'; {states}
+echo '== known-urls'
+for url in {addresses}; do
+  others=$(ls /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | grep -v /spark-)
+  [ -n "$others" ] && grep -qsF -- "$url" $others && echo "$url"
+done
+"""
+
+
+def parse_repositories(sections: Sections) -> Repositories:
+    """Read the sections of ``repositories_script``."""
+    return Repositories(
+        files=FileStates().process(sections.get("repository-files", ())),
+        known_urls=tuple(sections.get("known-urls", ())),
+    )
 
 
 _CARE = r"""
@@ -79,13 +109,10 @@ class BaseState(FactBase[Base]):
             f"echo '== units'; for unit in {names}; do"
             ' echo "$unit $(systemctl is-enabled "$unit" 2>/dev/null)"; done',
             _CARE,
-            "echo '== end'",
         )
 
     def process(self, output: list[str]) -> Base:
-        found = sections.split(output)
-        if "end" not in found:
-            raise FactProcessError("the answer of the host was cut off; run again")
+        found = sections.whole(output)
         return Base(
             packages=parse_packages(found.get("packages", ())),
             directories=parse_directories(found.get("directories", ())),
@@ -93,8 +120,8 @@ class BaseState(FactBase[Base]):
             stale_units=tuple(
                 line.split()[0] for line in found.get("stale-units", ()) if line.endswith(" yes")
             ),
-            boot_target=next(iter(found.get("boot-target", ())), ""),
-            earlyoom=next(iter(found.get("earlyoom", ())), ""),
+            boot_target=sections.first(found, "boot-target"),
+            earlyoom=sections.first(found, "earlyoom"),
             units=dict([*line.split(), ""][:2] for line in found.get("units", ()) if line.split()),
         )
 

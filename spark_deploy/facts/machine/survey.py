@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
 from spark_contract.sentences import STAND_IN
 
@@ -26,7 +25,6 @@ echo '== dpkg-audit'; dpkg --audit
 echo '== stubs'
 dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {STAND_IN}
 echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
-echo '== end'
 """
 
 
@@ -93,46 +91,35 @@ class HostSurvey(FactBase[Survey]):
         )
 
     def process(self, output: list[str]) -> Survey:
-        return parse(output)
-
-
-def parse(output: Sequence[str]) -> Survey:
-    """Read the whole script's output.
-
-    Raises:
-        FactProcessError: the script did not reach its end, so nothing here can be trusted.
-    """
-    found = sections.split(output)
-    if "end" not in found:
-        raise FactProcessError("the look at the host was cut off; run again")
-    sudo = found.get("sudo", ["no"])
-    return Survey(
-        user=(sudo[1] if len(sudo) > 1 else "?") if sudo[0] == "no" else "",
-        identity=identity.parse(found),
-        gpu=gpu.parse(found),
-        memory=memory.parse_memory(found),
-        processes=memory.parse_processes(found.get("processes", ())),
-        places=disk.parse_places(found.get("places", ())),
-        reclaimable=disk.parse_reclaimable(found),
-        listeners=ports.parse(found.get("listeners", ()), found.get("listener-cgroups", ())),
-        containers=containers.parse(found.get("containers", ())),
-        docker_silent=next(
-            (
-                line.removeprefix("unreachable ")
-                for line in found.get("containers", ())
-                if line.startswith("unreachable ")
+        found = sections.whole(output)
+        sudo = found.get("sudo", ["no"])
+        return Survey(
+            user=(sudo[1] if len(sudo) > 1 else "?") if sudo[0] == "no" else "",
+            identity=identity.parse(found),
+            gpu=gpu.parse(found),
+            memory=memory.parse_memory(found),
+            processes=memory.parse_processes(found.get("processes", ())),
+            places=disk.parse_places(found.get("places", ())),
+            reclaimable=disk.parse_reclaimable(found),
+            listeners=ports.parse(found.get("listeners", ()), found.get("listener-cgroups", ())),
+            containers=containers.parse(found.get("containers", ())),
+            docker_silent=next(
+                (
+                    line.removeprefix("unreachable ")
+                    for line in found.get("containers", ())
+                    if line.startswith("unreachable ")
+                ),
+                "",
             ),
-            "",
-        ),
-        broken_packages=audited(found.get("dpkg-audit", ())),
-        serving=tuple(line for line in found.get("serving", ()) if line),
-        stub_packages=tuple(
-            " ".join(line.split()[1:3]) for line in found.get("stubs", ()) if line[:2] == "ii"
-        ),
-        images=tuple(found.get("images", ())),
-        tailscale=next(iter(found.get("tailscale", ())), "").strip(),
-        stored=stored.parse(found),
-    )
+            broken_packages=audited(found.get("dpkg-audit", ())),
+            serving=tuple(line for line in found.get("serving", ()) if line),
+            stub_packages=tuple(
+                " ".join(line.split()[1:3]) for line in found.get("stubs", ()) if line[:2] == "ii"
+            ),
+            images=tuple(found.get("images", ())),
+            tailscale=sections.first(found, "tailscale"),
+            stored=stored.parse(found),
+        )
 
 
 def audited(lines: Sequence[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from pyinfra.api.host import Host
 from pyinfra.api.state import State
 
 from spark_deploy.errors import Problem
-from spark_deploy.facts.machine.repositories import Repositories
+from spark_deploy.facts.machine.packages import Repositories
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.commands import CommandFailed, heartbeat, run
 from spark_deploy.operations.host_errors import show

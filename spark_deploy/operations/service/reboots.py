@@ -16,7 +16,7 @@ from spark_contract.release import Release
 from spark_contract.units import SERVE
 
 from spark_deploy.errors import Problem
-from spark_deploy.facts.machine.reboots import BOOT_ID, RebootedFor
+from spark_deploy.facts.machine.host import BOOT_ID, RebootedFor
 from spark_deploy.facts.machine.survey import HostSurvey
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.serve import HostStatus, Status, parse_status

@@ -33,7 +33,7 @@ def look(folder: Path, monkeypatch: pytest.MonkeyPatch, **delays_s: float) -> do
         ["sh", "-c", script], capture_output=True, text=True, check=True,
         env={"PATH": f"{folder}:/usr/bin:/bin"},
     )  # fmt: skip
-    return docker.parse(said.stdout.splitlines())
+    return docker.DockerState().process(said.stdout.splitlines())
 
 
 @pytest.mark.slow
@@ -60,4 +60,4 @@ def test_what_fails_at_once_is_not_silent(tmp_path: Path) -> None:
         ["sh", "-c", script], capture_output=True, text=True, check=True, timeout=20,
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
     )  # fmt: skip
-    assert docker.parse(said.stdout.splitlines()).silent == ()
+    assert docker.DockerState().process(said.stdout.splitlines()).silent == ()

@@ -23,7 +23,7 @@ DEVICE = ("--runtime=runc", "--device=nvidia.com/gpu=all")
 
 
 def state(like: str, **changes: Any) -> docker.Docker:
-    return docker.parse(output_of(sections_of({"like": like, **changes})))
+    return docker.DockerState().process(output_of(sections_of({"like": like, **changes})))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts.machine.reboots import BOOT_ID, RebootedFor
+from spark_deploy.facts.machine.host import BOOT_ID, RebootedFor
 from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.operations.machine import preflight
 from spark_deploy.operations.service import reboots
@@ -62,7 +62,7 @@ def test_a_host_without_a_cause_is_left_up() -> None:
         (KERNEL, PENDING),
         ({"reboot": ["required", "libc6"]}, "/run/reboot-required is set (libc6)"),
         (
-            {"smi": ["NVIDIA GB10, 580.159.03, 12.1", "rc=0"]},
+            {"smi": ["NVIDIA GB10, 580.159.03", "rc=0"]},
             "driver module 580.142 is loaded, library 580.159.03 is installed",
         ),
         (
