@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator
-from typing import Any, ParamSpec
+from typing import Any, Concatenate, NoReturn, ParamSpec
 
 from pyinfra.api.command import FunctionCommand, PyinfraCommand
 from pyinfra.api.exceptions import PyinfraError
@@ -31,39 +31,53 @@ def show(host: Host, text: str, colour: str = "red") -> None:
         host.log_styled(line, fg=colour)
 
 
-def refuse(*problems: Problem) -> FunctionCommand:
-    """Return the command that fails the current host and prints every problem.
+class Refused(Exception):  # noqa: N818 - reads better at the call site
+    """What ends the work on one host, and on no other."""
 
-    A dry run executes no command, so the problems are printed while predicting as well.
-    """
-    text = "\n".join(str(problem) for problem in problems)
-    if not current_state.is_executing:
-        show(current_host, text)
-    return FunctionCommand(_refuse, [text], {})
+    def __init__(self, *problems: Problem):
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+def refuse(where: str, what: str, fix: str) -> NoReturn:
+    """Fail the current host, from an operation or from a command of one."""
+    raise Refused(Problem(where, what, fix))
+
+
+def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[..., bool]:
+    """Let the function of a ``FunctionCommand`` refuse its host."""
+
+    @functools.wraps(body)
+    def guarded(state: State, host: Host, *args: P.args, **kwargs: P.kwargs) -> bool:
+        try:
+            return body(state, host, *args, **kwargs)
+        except Refused as refused:
+            return _refuse(state, host, str(refused))
+
+    return guarded
 
 
 def host_errors(
-    body: Callable[P, Generator[Any, None, None]],
+    body: Callable[P, Generator[Any, None, None] | None],
 ) -> Callable[P, Generator[Any, None, None]]:
-    """Turn an unexpected exception in an operation body into a failure of its host alone.
+    """Turn an exception in an operation body into a failure of its host alone.
 
     Without this pyinfra 3.10 ends the whole run with a traceback (its ``run_host_op`` only
-    contains errors of commands). Stands below ``@operation()``.
+    contains errors of commands). A dry run executes no command, so the text is printed while
+    predicting as well. Stands below ``@operation()``.
     """
 
     @functools.wraps(body)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> Generator[Any, None, None]:
         try:
-            yield from body(*args, **kwargs)
+            yield from body(*args, **kwargs) or ()
         except PyinfraError:
             raise
         except Exception as error:
-            yield refuse(
-                Problem(
-                    body.__name__,
-                    f"{type(error).__name__}: {error}",
-                    "this is a defect of dgx-spark-deploy; report it with this message",
-                )
-            )
+            fix = "this is a defect of dgx-spark-deploy; report it with this message"
+            defect = Problem(body.__name__, f"{type(error).__name__}: {error}", fix)
+            text = str(error if isinstance(error, Refused) else defect)
+            if not current_state.is_executing:
+                show(current_host, text)
+            yield FunctionCommand(_refuse, [text], {})
 
     return guarded

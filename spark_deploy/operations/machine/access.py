@@ -16,7 +16,7 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.access import Access, LoginAccess
 from spark_deploy.facts.memo import read
 from spark_deploy.operations.commands import CommandFailed, run
-from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
+from spark_deploy.operations.host_errors import Commands, Refused, host_command, host_errors, refuse
 from spark_deploy.planning.types import BootstrapPlan
 
 # Names that mean nothing special in sudoers(5).
@@ -66,15 +66,14 @@ def free_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
         return
     if not access.sudo_there:
         fix = "install sudo as root, or log in as root (ssh.user: root, sudo: false)"
-        yield refuse(Problem("sudo", "is not installed", fix))
-        return
+        refuse("sudo", "is not installed", fix)
     if not _PLAIN_USER.fullmatch(access.user):
         fix = "add the rule by hand with visudo"
-        yield refuse(Problem("sudo", f"cannot write a rule for user {access.user!r}", fix))
-        return
+        refuse("sudo", f"cannot write a rule for user {access.user!r}", fix)
     yield FunctionCommand(_write_sudoers, [plan.sudoers_path, wanted, password], {})
 
 
+@host_command
 def _write_sudoers(
     state: State, host: Host, path: str, content: str, password: HiddenValue | None
 ) -> bool:
@@ -91,8 +90,7 @@ visudo -cq || {{ rm -f {target}; echo 'the rules together are refused'; exit 3; 
         run(host, command, timeout_s=60, stdin=password.unmask() if password else "")
         run(host, "sudo -k; sudo -n true", timeout_s=30)
     except CommandFailed as failure:
-        show(host, str(explained(failure.output)))
-        return False
+        raise Refused(explained(failure.output)) from failure
     return True
 
 

@@ -15,11 +15,10 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
 
-from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.packages import Repositories
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.commands import CommandFailed, heartbeat, run
-from spark_deploy.operations.host_errors import show
+from spark_deploy.operations.host_errors import host_command, refuse
 from spark_deploy.operations.predicted import is_predicted, predict
 from spark_deploy.settings.sources import RepositorySettings
 
@@ -111,6 +110,7 @@ def add_repository(repository: RepositorySettings) -> FunctionCommand:
     return FunctionCommand(_add_repository, [repository], {})
 
 
+@host_command
 def _add_repository(state: State, host: Host, repository: RepositorySettings) -> bool:
     source = sources_file(repository)
     key, url = shlex.quote(key_path(repository)), shlex.quote(repository.key_url)
@@ -129,20 +129,14 @@ cat > {put}.spark-new; mv -fT {put}.spark-new {put}
     except CommandFailed as failure:
         seen = re.search(r"sha256=(\w+)", failure.output)
         if seen:
-            problem = Problem(
+            refuse(
                 where,
                 f"the key at {repository.key_url} has sha256 {seen.group(1)}, "
                 f"not the pinned {repository.key_sha256}; nothing was added",
                 "find out whether the vendor changed the key, then set key_sha256",
             )
-        else:
-            problem = Problem(
-                where,
-                f"cannot add it: {failure.output.strip() or failure}",
-                "check key_url and the host's network",
-            )
-        show(host, str(problem))
-        return False
+        what = f"cannot add it: {failure.output.strip() or failure}"
+        refuse(where, what, "check key_url and the host's network")
     return True
 
 
@@ -156,41 +150,38 @@ def install(packages: Sequence[str], quiet_services: Sequence[str] = ()) -> Func
     return FunctionCommand(_install, [tuple(packages), tuple(quiet_services)], {})
 
 
+@host_command
 def _install(
     state: State, host: Host, packages: Sequence[str], quiet_services: Sequence[str]
 ) -> bool:
     listed = " ".join(packages)
     try:
-        if not wait_for_lock(host):
-            return False
+        wait_for_lock(host)
         with heartbeat(host, f"installing {listed}"):
-            problem = _change(host, packages, quiet_services)
+            _change(host, packages, quiet_services)
     except CommandFailed as failure:
         tail = "\n".join(failure.output.strip().splitlines()[-12:])
-        problem = Problem(
+        refuse(
             "packages",
             f"cannot install {listed}: {tail or failure}",
             "check the package names, the repositories in group_vars and `apt-get update`",
         )
-    if problem:
-        show(host, str(problem))
-    return problem is None
+    return True
 
 
-def _change(host: Host, packages: Sequence[str], quiet_services: Sequence[str]) -> Problem | None:
-    """Install what is missing, unless that would touch the driver; return what speaks against."""
+def _change(host: Host, packages: Sequence[str], quiet_services: Sequence[str]) -> None:
+    """Install what is missing, unless that would touch the driver."""
     names = " ".join(shlex.quote(package) for package in packages)
     _update(host)
     changed = forbidden(run(host, f"{_APT} -s --no-install-recommends install {names}"))
     if changed:
-        return Problem(
+        refuse(
             "packages",
             f"installing {' '.join(packages)} would change {', '.join(changed)}; "
             "driver, kernel and firmware are never ours to change; nothing was installed",
             f"install {' '.join(packages)} by hand after the vendor's update, then run again",
         )
     run(host, _install_script(names, quiet_services), timeout_s=3600)
-    return None
 
 
 def _update(host: Host) -> None:
@@ -228,19 +219,13 @@ done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev
 """
 
 
-def wait_for_lock(host: Host, limit_s: float = LOCK_WAIT_S, every_s: float = 5) -> bool:
+def wait_for_lock(host: Host, limit_s: float = LOCK_WAIT_S, every_s: float = 5) -> None:
     """Wait until nobody else installs packages (apt timers run after boot), saying who does."""
     started = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
         waited = monotonic() - started
         if waited > limit_s:
-            problem = Problem(
-                "packages",
-                f"the package lock is held by {', '.join(holders)} for {waited:.0f} s",
-                "wait for it or end it, then run again",
-            )
-            show(host, str(problem))
-            return False
+            what = f"the package lock is held by {', '.join(holders)} for {waited:.0f} s"
+            refuse("packages", what, "wait for it or end it, then run again")
         host.log(f"waiting for the package lock, held by {', '.join(holders)}: {waited:.0f} s")
         gevent.sleep(every_s)
-    return True

@@ -11,7 +11,6 @@ from pyinfra.api.operation import operation
 from pyinfra.context import host
 from pyinfra.context import state as current_state
 
-from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.docker import DAEMON_JSON, Docker, DockerState
 from spark_deploy.facts.memo import read
 from spark_deploy.managed import ManagedFile
@@ -80,14 +79,11 @@ def engine(plan: DockerPlan) -> Commands:
     """Have a container engine and the NVIDIA toolkit; what the factory installed is kept."""
     state = state_of(plan)
     if state.snap:
-        yield refuse(
-            Problem(
-                "docker",
-                "docker is the snap package; its confinement keeps the NVIDIA libraries out",
-                "remove it (`snap remove docker`), then run again",
-            )
+        refuse(
+            "docker",
+            "docker is the snap package; its confinement keeps the NVIDIA libraries out",
+            "remove it (`snap remove docker`), then run again",
         )
-        return
     names = missing(plan, state)
     if not names:
         version = state.info.get("ServerVersion", "installed")
@@ -105,14 +101,11 @@ def daemon_config(plan: DockerPlan) -> Commands:
     try:
         present = daemon_json.parse(text or "")
     except ValueError as error:
-        yield refuse(
-            Problem(
-                DAEMON_JSON,
-                f"not a JSON object ({error}); it was left as it is",
-                "mend it by hand, then run again",
-            )
+        refuse(
+            DAEMON_JSON,
+            f"not a JSON object ({error}); it was left as it is",
+            "mend it by hand, then run again",
         )
-        return
     wanted = wanted_file(plan, state, present)
     if text is not None and wanted == present:
         host.noop("daemon.json has our keys")
@@ -134,14 +127,11 @@ def running(plan: DockerPlan) -> Commands:
     """
     state = state_of(plan)
     if "docker" in state.silent:
-        yield refuse(
-            Problem(
-                "docker",
-                "its daemon took the question and did not answer",
-                "see `systemctl status docker` and the load of the host, then run again",
-            )
+        refuse(
+            "docker",
+            "its daemon took the question and did not answer",
+            "see `systemctl status docker` and the load of the host, then run again",
         )
-        return
     if not state.active:
         yield FunctionCommand(docker_engine.start, [question(plan)], {})
         return
@@ -189,14 +179,11 @@ def users(plan: DockerPlan) -> Commands:
     missing = [user for user in plan.users if GROUP not in groups.get(user, (GROUP,))]
     unknown = [user for user in plan.users if user not in groups]
     if unknown:
-        yield refuse(
-            Problem(
-                "docker.users",
-                f"no such user on this host: {', '.join(unknown)}",
-                "create the user, or take the name out of docker.users",
-            )
+        refuse(
+            "docker.users",
+            f"no such user on this host: {', '.join(unknown)}",
+            "create the user, or take the name out of docker.users",
         )
-        return
     if not missing:
         host.noop(f"in group {GROUP}: {', '.join(plan.users)}" if plan.users else "nobody is named")
         return

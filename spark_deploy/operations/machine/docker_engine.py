@@ -15,7 +15,7 @@ from spark_deploy.facts import sections
 from spark_deploy.facts.machine import containers
 from spark_deploy.facts.machine.docker import Docker, DockerState
 from spark_deploy.operations.commands import CommandFailed, heartbeat, run
-from spark_deploy.operations.host_errors import show
+from spark_deploy.operations.host_errors import Refused, host_command, refuse
 from spark_deploy.operations.machine import daemon_json, gpu_access
 from spark_deploy.planning.types import DockerPlan
 from spark_deploy.preflight import workloads
@@ -45,26 +45,32 @@ systemctl reset-failed docker.service docker.socket
 systemctl start docker.socket && systemctl start docker.service && up"""
 
 
+@host_command
 def start(state: State, host: Host, question: Mapping[str, Any]) -> bool:
     """Enable and start the engine, and see that its daemon answers.
 
     Preflight could not look at containers while the daemon was down, and docker starts those
     with a restart policy by itself: so they are looked at here.
     """
-    if not _bring_up(host, "systemctl enable --now docker"):
-        return False
+    _bring_up(host, "systemctl enable --now docker")
     lines = run(host, sections.script("exec 2>/dev/null", containers.SCRIPT), timeout_s=60)
     strangers = workloads.in_the_way(containers.parse(sections.split(lines)["containers"]))
-    for container in strangers:
-        problem = Problem(
-            f"container {container.name}",
-            f"came up with docker ({container.image}, restart: {container.restart})",
-            "run again: preflight takes it over where takeover: names it, else stop it first",
+    if strangers:
+        fix = "run again: preflight takes it over where takeover: names it, else stop it first"
+        raise Refused(
+            *(
+                Problem(
+                    f"container {container.name}",
+                    f"came up with docker ({container.image}, restart: {container.restart})",
+                    fix,
+                )
+                for container in strangers
+            )
         )
-        show(host, str(problem))
-    return not strangers
+    return True
 
 
+@host_command
 def settle(
     state: State,
     host: Host,
@@ -81,17 +87,15 @@ def settle(
         if not daemon_json.unmet(wanted, _look(host, question).info):
             return True
         host.log("a reload was not enough, docker is restarted")
-    if not _bring_up(host, "systemctl restart docker"):
-        return False
+    _bring_up(host, "systemctl restart docker")
     left = daemon_json.unmet(wanted, _look(host, question).info)
     if left:
-        problem = Problem(
+        refuse(
             "docker",
             f"after a restart the daemon still does not run with {', '.join(left)}",
             "look for the same keys as options of dockerd in `systemctl cat docker`",
         )
-        show(host, str(problem))
-    return not left
+    return True
 
 
 def _look(host: Host, question: Mapping[str, Any]) -> Docker:
@@ -99,20 +103,14 @@ def _look(host: Host, question: Mapping[str, Any]) -> Docker:
     return fact.process(run(host, fact.command(**question), timeout_s=120))
 
 
-def _bring_up(host: Host, command: str) -> bool:
+def _bring_up(host: Host, command: str) -> None:
     try:
         with heartbeat(host, "docker starts"):
             run(host, _BRING_UP % command, timeout_s=240)
     except CommandFailed:
         tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
-        problem = Problem(
-            "docker",
-            f"the daemon does not come up\n{tail}",
-            "mend what it complains about (`journalctl -u docker`), then run again",
-        )
-        show(host, str(problem))
-        return False
-    return True
+        fix = "mend what it complains about (`journalctl -u docker`), then run again"
+        refuse("docker", f"the daemon does not come up\n{tail}", fix)
 
 
 def proof_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
@@ -144,6 +142,7 @@ def _key_seen(plan: DockerPlan, state: Docker) -> dict[str, str]:
 _NOBODY = "65534:65534"
 
 
+@host_command
 def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str, Any]) -> bool:
     """Run a container that lists the GPUs and keep the proof; only a `GPU` line counts.
 
@@ -154,8 +153,7 @@ def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
     seen = _look(host, question)
     problem = gpu_access.problem(seen)
     if problem is not None:
-        show(host, str(problem))
-        return False
+        raise Refused(problem)
     through = gpu_access.arguments(seen)
     try:
         with heartbeat(host, f"container check with {plan.check_image}"):
@@ -167,12 +165,10 @@ def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
                 timeout_s=1800,
             )
     except CommandFailed as failure:
-        show(host, str(explained(failure.output, plan.check_image)))
-        return False
+        raise Refused(explained(failure.output, plan.check_image)) from failure
     gpus = [line for line in lines if line.startswith("GPU ")]
     if not gpus:
-        show(host, str(explained("\n".join(lines), plan.check_image)))
-        return False
+        raise Refused(explained("\n".join(lines), plan.check_image))
     receipt = {
         "schema_version": 1,
         "key": proof_key(plan, seen),

@@ -11,7 +11,7 @@ from pyinfra.context import host, state
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.facts.memo import read
 from spark_deploy.operations.commands import log
-from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
+from spark_deploy.operations.host_errors import Commands, Refused, host_errors, show
 from spark_deploy.operations.predicted import is_predicted
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight import judge
@@ -37,7 +37,7 @@ def survey_of(needs: NeedsPlan) -> Survey:
 
 @operation()
 @host_errors
-def fit_host(needs: NeedsPlan) -> Commands:
+def fit_host(needs: NeedsPlan) -> None:
     """Let the run go on only on a host that fits ``needs``; show all that is wrong at once."""
     if is_predicted("reboot"):
         host.noop("judged after the reboot")
@@ -45,8 +45,7 @@ def fit_host(needs: NeedsPlan) -> Commands:
     survey = survey_of(needs)
     verdict = judge(needs, survey)
     if verdict.problems:
-        yield refuse(*verdict.problems)
-        return
+        raise Refused(*verdict.problems)
     if state.is_executing:
         for warning in verdict.warnings:
             show(host, f"warning: {warning}", colour="yellow")

@@ -18,7 +18,7 @@ from spark_contract.gateway import EXPOSURES, tls_of
 from spark_contract.paths import CURRENT_TOOLS, HOST_TOOL
 from spark_contract.units import WATCH
 
-from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.errors import SettingsError
 from spark_deploy.facts.files import FileStates
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.gateway import GatewayCertificate, WatchTools
@@ -68,23 +68,17 @@ def new_key(plan: GatewayPlan) -> Generator[Any, None, None]:
         plan: the gateway.
     """
     if plan.key.kind != "generate":
-        yield refuse(
-            Problem(
-                f"{host.name}: serve.api_key",
-                f"comes from the controller ({plan.key.kind} {plan.key.value[0]})",
-                "put the new key there and run deploy.py",
-            )
+        refuse(
+            f"{host.name}: serve.api_key",
+            f"comes from the controller ({plan.key.kind} {plan.key.value[0]})",
+            "put the new key there and run deploy.py",
         )
-        return
     if not read(Status).service(plan.settings.service):
-        yield refuse(
-            Problem(
-                f"{host.name}: API key",
-                "there is none to replace: nothing was deployed here yet",
-                "run deploy.py for this host; its first change of release makes the key",
-            )
+        refuse(
+            f"{host.name}: API key",
+            "there is none to replace: nothing was deployed here yet",
+            "run deploy.py for this host; its first change of release makes the key",
         )
-        return
     yield _tool("gateway-new-key", plan.settings.service)
 
 

@@ -20,7 +20,6 @@ from pyinfra.context import host
 from spark_contract.job import Job, JobState
 from spark_contract.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
 
-from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.jobs import JobStates, parse_poll, poll_command, progress_text
 from spark_deploy.managed import ManagedFile
@@ -60,10 +59,7 @@ def job(work: Work, release: str, names: tuple[str, ...]) -> Generator[Any, None
         return
     if state is not None and state.state == "unknown":
         # Neither done nor missing: work begun on a guess would be told as a change.
-        yield refuse(
-            Problem(f"{host.name}: {spec.title}", progress_text(state), "run again when it answers")
-        )
-        return
+        refuse(f"{host.name}: {spec.title}", progress_text(state), "run again when it answers")
     if spec.kind == "fetch" and not host.state.is_executing:  # told once, before a dry run's end
         host.log(f"{spec.title}: not on this host, {spec.total_bytes or 0} bytes to fetch")
     yield from place((*work.files(), _pulled_in(spec, release)))

@@ -15,17 +15,16 @@ from spark_contract.paths import HOST_TOOL, RECEIPTS_DIR
 from spark_contract.release import Release
 from spark_contract.units import SERVE
 
-from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.host import BOOT_ID, RebootedFor
 from spark_deploy.facts.machine.survey import HostSurvey
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.serve import HostStatus, Status, parse_status
 from spark_deploy.operations.commands import CommandFailed, run
-from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
+from spark_deploy.operations.host_errors import Commands, host_command, host_errors, refuse
 from spark_deploy.operations.machine.preflight import question, survey_of
 from spark_deploy.operations.predicted import predict
 from spark_deploy.operations.reconnect import run_reconnecting
-from spark_deploy.operations.service.rollout import change_now, held_back, interrupt
+from spark_deploy.operations.service.rollout import change_now, hold_back, interrupt
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight.reboots import pending
 
@@ -50,14 +49,13 @@ def rebooted(needs: NeedsPlan, serve: Release) -> Commands:
     if read(RebootedFor, path=_MARKER) == why:
         host.noop(f"was rebooted for this already, and it is still pending: {why}")
         return
-    problem = _not_understood(host, read(Status)) or held_back("not rebooted")
-    if problem:
-        yield refuse(problem)
-        return
+    _must_be_understood(host, read(Status))
+    hold_back("not rebooted")
     predict("reboot")
     yield FunctionCommand(_reboot, [why, needs, serve], {})
 
 
+@host_command
 def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release) -> bool:
     host.log(f"rebooting: {why}")
     interrupt(host)
@@ -67,28 +65,23 @@ def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release
         run(host, f"mkdir -p {RECEIPTS_DIR} && cat > {_MARKER} && sync", stdin=noted)
         # Detached, so that this command ends before the connection does.
         run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
-        if not _came_back(host, before):
-            return False
-        if not _serves_again(state, host, serve):
-            return False
-        return _settled(host, needs)
+        _wait_until_back(host, before)
+        return _serves_again(state, host, serve) and _settled(host, needs)
     except (CommandFailed, ConnectError) as error:
         fix = "look at its console; the other hosts were not rebooted"
-        show(host, str(Problem(f"{host.name}: reboot", str(error), fix)))
-        return False
+        refuse(f"{host.name}: reboot", str(error), fix)
 
 
-def _came_back(host: Host, before: list[str]) -> bool:
+def _wait_until_back(host: Host, before: list[str]) -> None:
     deadline = time.monotonic() + _DOWN_WITHIN_S
     while time.monotonic() < deadline:
         gevent.sleep(_ASK_EVERY_S)
         ok, out, _ = run_reconnecting(host, f"cat {BOOT_ID}")
         if ok and out.split() != before:
             host.log("is back")
-            return True
+            return
     fix = "reboot it by hand, then run again"
-    show(host, str(Problem(f"{host.name}: reboot", f"still up after {_DOWN_WITHIN_S} s", fix)))
-    return False
+    refuse(f"{host.name}: reboot", f"still up after {_DOWN_WITHIN_S} s", fix)
 
 
 def _serves_again(state: State, host: Host, serve: Release) -> bool:
@@ -101,9 +94,7 @@ def _serves_again(state: State, host: Host, serve: Release) -> bool:
         if status is None:
             gevent.sleep(_ASK_EVERY_S)
             continue
-        if problem := _not_understood(host, status):
-            show(host, str(problem))
-            return False
+        _must_be_understood(host, status)
         service = status.service(serve.service)
         if service is None or not service.enabled or service.stopped_by_hand:
             host.log("nothing is to serve on it yet")
@@ -120,14 +111,14 @@ def _serves_again(state: State, host: Host, serve: Release) -> bool:
         gevent.sleep(_ASK_EVERY_S)
     what = "does not serve after its reboot"
     fix = f"`journalctl -u '{SERVE.of('*')}'` on the host; the other hosts were not rebooted"
-    show(host, str(Problem(host.name, what, fix)))
-    return False
+    refuse(host.name, what, fix)
 
 
-def _not_understood(host: Host, status: HostStatus) -> Problem | None:
-    """Say why nobody could tell whether the host serves again; ``None`` when one could."""
-    fix = "deploy it with `reboot: report` first, then allow reboots"
-    return Problem(host.name, status.unreadable, fix) if status.unreadable else None
+def _must_be_understood(host: Host, status: HostStatus) -> None:
+    """Refuse a host of which nobody could tell whether it serves again."""
+    if status.unreadable:
+        fix = "deploy it with `reboot: report` first, then allow reboots"
+        refuse(host.name, status.unreadable, fix)
 
 
 def _status(host: Host) -> HostStatus | None:

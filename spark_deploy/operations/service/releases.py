@@ -20,8 +20,8 @@ from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.releases import Prunable, WayBack
 from spark_deploy.facts.service.serve import Status
 from spark_deploy.operations.commands import CommandFailed, heartbeat, log_once, run
-from spark_deploy.operations.host_errors import Commands, host_errors, refuse, show
-from spark_deploy.operations.service.rollout import go_back, held_back
+from spark_deploy.operations.host_errors import Commands, Refused, host_errors, refuse, show
+from spark_deploy.operations.service.rollout import go_back, hold_back
 
 _PRUNE_TIMEOUT_S = 3600
 
@@ -38,25 +38,21 @@ def rolled_back(service: str, to: str | None, timeout_s: int) -> Commands:
     """
     way = read(WayBack, service=service, to=to)
     if isinstance(way, Problem):
-        yield refuse(way)
-        return
+        raise Refused(way)
     if way.to is None or way.done:
         why = way.done or "nothing to go back to"
         log_once(why)
         host.noop(why)
         return
     came = way.came or "nothing"
-    problem = held_back(f"left alone on {came}")
-    if problem:
-        yield refuse(problem)
-        return
+    hold_back(f"left alone on {came}")
     log_once(f"goes back from {came} to {way.to}")
     yield go_back(service, way.to.name, timeout_s)
 
 
 @operation()
 @host_errors
-def still_proven(service: str) -> Commands:
+def still_proven(service: str) -> None:
     """Refuse to call a rollback good unless what the host serves is proven.
 
     Args:
@@ -70,14 +66,11 @@ def still_proven(service: str) -> Commands:
     release = state.good if state else None
     why = status.unproven(service, release) if release else "no release was ever proven here"
     if why:
-        yield refuse(
-            Problem(
-                f"{host.name}: {release or service}",
-                f"not proven: {why}",
-                "`spark-check` on the host says which check fails; deploy.py repairs the rest",
-            )
+        refuse(
+            f"{host.name}: {release or service}",
+            f"not proven: {why}",
+            "`spark-check` on the host says which check fails; deploy.py repairs the rest",
         )
-        return
     host.log(f"serves {release}, proven; the next deploy.py goes to what group_vars say")
     host.noop("proven")
 
@@ -93,8 +86,7 @@ def pruned(keep: Keep) -> Commands:
     wanted = json.dumps(plain(keep), sort_keys=True)
     found = read(Prunable, keep=wanted)
     if isinstance(found, Problem):
-        yield refuse(found)
-        return
+        raise Refused(found)
     for line in lines(found):
         log_once(line)
     if not found.items:

@@ -19,9 +19,8 @@ from spark_contract.records import Rollout
 from spark_contract.sentences import PHASE, SPEED
 from spark_contract.status import Begun
 
-from spark_deploy.errors import Problem
 from spark_deploy.operations.commands import HEARTBEAT_S
-from spark_deploy.operations.host_errors import show
+from spark_deploy.operations.host_errors import host_command, refuse
 from spark_deploy.operations.reconnect import dropped_out, run_reconnecting
 
 POLL_EVERY_S = 2.0
@@ -36,8 +35,8 @@ def interrupt(host: Host) -> None:
     _interrupted.add(host)
 
 
-def held_back(what: str) -> Problem | None:
-    """Say why this host has to wait: what stops serving goes host by host, up to a failure.
+def hold_back(what: str) -> None:
+    """Refuse this host after another failed: what stops serving goes host by host up to that.
 
     A host that dropped out before its own change says nothing of the change, and blocks nobody.
 
@@ -52,14 +51,13 @@ def held_back(what: str) -> Problem | None:
         and other not in _left_alone
         and (other in _interrupted or not dropped_out(other))
     ]
-    if not others:
-        return None
-    _left_alone.add(ctx_host.get())  # type: ignore[no-untyped-call]  # pyinfra
-    return Problem(
-        current_host.name,
-        f"{what}, because {', '.join(others)} failed first",
-        "repair that host, or leave it out with --limit, and run again",
-    )
+    if others:
+        _left_alone.add(ctx_host.get())  # type: ignore[no-untyped-call]  # pyinfra
+        refuse(
+            current_host.name,
+            f"{what}, because {', '.join(others)} failed first",
+            "repair that host, or leave it out with --limit, and run again",
+        )
 
 
 def change_to(release: str, timeout_s: int) -> FunctionCommand:
@@ -83,14 +81,14 @@ def go_back(service: str, release: str, timeout_s: int) -> FunctionCommand:
     return FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 
+@host_command
 def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bool:
     interrupt(host)
     try:
         return _change(host, begin, timeout_s)
     except ConnectError as error:
         fix = "the host finishes the change, or takes it back, by itself; run again when it is back"
-        show(host, str(Problem(f"{host.name}: change", str(error), fix)))
-        return False
+        refuse(f"{host.name}: change", str(error), fix)
 
 
 def _change(host: Host, begin: str, timeout_s: int) -> bool:

@@ -14,14 +14,13 @@ from pyinfra.api.operation import operation
 from pyinfra.context import host
 from spark_contract.release import Release
 
-from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.serve import HostStatus, Status, UserExists
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import log_once
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import host_errors, refuse
-from spark_deploy.operations.service.rollout import change_to, held_back
+from spark_deploy.operations.service.rollout import change_to, hold_back
 from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.types import GatewayPlan
 
@@ -71,10 +70,7 @@ def switched(plan: Release, timeout_s: int) -> Generator[Any, None, None]:
         host.noop(f"{plan.name} is running and proven")
         return
     state = status.service(plan.service)
-    problem = held_back(f"left alone on {(state.active if state else None) or 'nothing'}")
-    if problem:
-        yield refuse(problem)
-        return
+    hold_back(f"left alone on {(state.active if state else None) or 'nothing'}")
     back = state.rolled_back if state else None
     if back and back.to != plan.name:
         log_once(f"was rolled back from {back.came} to {back.to} ({back.at}); "
@@ -85,7 +81,7 @@ def switched(plan: Release, timeout_s: int) -> Generator[Any, None, None]:
 
 @operation()
 @host_errors
-def proven(plan: Release, gateway: GatewayPlan) -> Generator[Any, None, None]:
+def proven(plan: Release, gateway: GatewayPlan) -> None:
     """Refuse to call the run good unless the host provably serves this release.
 
     Args:
@@ -102,14 +98,11 @@ def proven(plan: Release, gateway: GatewayPlan) -> Generator[Any, None, None]:
         return
     why = status.unproven(plan.service, plan.name)
     if why:
-        yield refuse(
-            Problem(
-                f"{host.name}: {plan.name}",
-                f"not proven: {why}",
-                "run again; `spark-check` on the host says which check fails",
-            )
+        refuse(
+            f"{host.name}: {plan.name}",
+            f"not proven: {why}",
+            "run again; `spark-check` on the host says which check fails",
         )
-        return
     for line in summary(plan, gateway, status):
         host.log(line)
     host.noop("proven")

@@ -11,7 +11,6 @@ from pyinfra.api.operation import operation
 from pyinfra.context import host
 from spark_contract.paths import CURRENT_TOOLS, SITE, TOOLS_DIR
 
-from spark_deploy.errors import Problem
 from spark_deploy.facts.service.tools import PythonSite, SymlinkTarget
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.files import place
@@ -62,14 +61,11 @@ def python_site(plan: ToolsPlan) -> Generator[Any, None, None]:
     """
     site = host.get_fact(PythonSite)
     if site is None:
-        yield refuse(
-            Problem(
-                f"{host.name}: python3",
-                "not found, or not able to say its version",
-                "install the package python3 on the host",
-            )
+        refuse(
+            f"{host.name}: python3",
+            "not found, or not able to say its version",
+            "install the package python3 on the host",
         )
-        return
     archive = site_archive(plan.python_requirements, site.python_version, site.machine)
     name = f"site-{archive.digest[:12]}"
     if site.target == f"{TOOLS_DIR}/{name}" and site.receipt == archive.digest:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pyinfra.api.exceptions import ConnectError
 
 from spark_deploy.facts.machine.host import BOOT_ID, RebootedFor
 from spark_deploy.facts.service.serve import HostStatus, Status
@@ -110,7 +111,12 @@ def test_what_a_reboot_is_for_is_noted_under_the_boot_that_ends(
         return ["the-boot-before"]
 
     monkeypatch.setattr(reboots, "run", run)
-    monkeypatch.setattr(reboots, "_came_back", lambda *_: False)
+
+    def gone(*_: Any) -> None:
+        raise ConnectError("spark-1 stayed unreachable")
+
+    monkeypatch.setattr(reboots, "run_reconnecting", gone)
+    monkeypatch.setattr(reboots.gevent, "sleep", lambda _: None)
     assert not reboots._reboot(None, Host(), PENDING, ALLOWED, SERVE)  # type: ignore[arg-type]
     assert noted == [f"the-boot-before\n{PENDING}"]
 
