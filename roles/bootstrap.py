@@ -14,14 +14,7 @@ from spark_deploy.planning.types import BootstrapPlan
 def apply(
     *, plan: BootstrapPlan, password: HiddenValue | None, ready: bool, check: FunctionCommand
 ) -> None:
-    """Install key and sudo rule, then prove them with a new login.
-
-    Args:
-        plan: key and place of the sudo rule.
-        password: of the login user; ``None`` where none is needed.
-        ready: whether key and sudo worked before this run.
-        check: logs in with the key alone.
-    """
+    """Install key and sudo rule, then prove them with a new login."""
     access.authorized_key(name="Install our key", plan=plan)
     access.free_sudo(name="Let sudo work without a password", plan=plan, password=password)
     access.proven_access(name="Prove key and sudo", ready=ready, check=check)

@@ -10,13 +10,12 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from pyinfra.api.command import StringCommand
 from pyinfra.api.host import Host
 from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
-from spark_deploy.operations.commands import heartbeat
+from spark_deploy.operations.commands import heartbeat, shell
 from spark_deploy.planning.serving.gateway import SERVICE
 
 
@@ -46,9 +45,10 @@ def _order(host: Host, one: Listed, words: Sequence[str]) -> tuple[bool, str]:
     )
     # The engine may take its whole start, and its stop, to answer.
     limit_s = settings.serve.start_timeout_s + settings.serve.stop_timeout_s + 300
-    command = StringCommand("sh", "-c", shlex.quote(script))
     with heartbeat(host, words[0], report=lambda text: say(f"{one.name}: {text}")):
-        ok, output = host.run_shell_command(command, _sudo=one.data["_sudo"], _timeout=limit_s)
+        ok, output = host.run_shell_command(
+            shell(script), _sudo=one.data["_sudo"], _timeout=limit_s
+        )
     return ok, output.stdout.strip()
 
 

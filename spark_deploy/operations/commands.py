@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -25,6 +26,27 @@ def log(text: str) -> None:
 
 
 _told: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
+_predicted: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
+
+
+def _of_current_host(noted: WeakKeyDictionary[Host, set[str]]) -> set[str]:
+    # `host` is a proxy, the same for all.
+    return noted.setdefault(state.inventory.get_host(current_host.name), set())
+
+
+def predict(thing: str) -> None:
+    """Note that this operation would bring ``thing`` about.
+
+    A dry run executes nothing: two roles that need the same repository would both predict to add
+    it, while in the run only the first one does. Has no effect while executing.
+    """
+    if not state.is_executing:
+        _of_current_host(_predicted).add(thing)
+
+
+def is_predicted(thing: str) -> bool:
+    """Whether an earlier operation of this prediction would bring ``thing`` about."""
+    return not state.is_executing and thing in _of_current_host(_predicted)
 
 
 def log_once(text: str, colour: str | None = None) -> None:
@@ -32,11 +54,16 @@ def log_once(text: str, colour: str | None = None) -> None:
 
     A dry run only predicts, and a run with ``-y`` predicts nothing.
     """
-    one = state.inventory.get_host(current_host.name)  # `host` is a proxy, the same for all
-    said = _told.setdefault(one, set())
+    said = _of_current_host(_told)
     if text not in said:
         said.add(text)
         current_host.log_styled(text, fg=colour) if colour else current_host.log(text)
+
+
+def shell(script: str, *, stdin: str | None = None) -> StringCommand:
+    """Return the command that runs a script of several lines."""
+    more = {} if stdin is None else {"_stdin": stdin}
+    return StringCommand("sh", "-c", shlex.quote(script), **more)
 
 
 class CommandFailed(Exception):  # noqa: N818 - the shell's word
@@ -81,14 +108,7 @@ def heartbeat(
     *,
     report: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Say every few seconds that ``what`` is still going on, so that a run is never silent.
-
-    Args:
-        host: where it goes on.
-        what: the work, in a word or two.
-        every_s: how often.
-        report: who says it; else the host's own log.
-    """
+    """Say every few seconds that ``what`` is still going on, so that a run is never silent."""
     started = monotonic()
 
     def beat() -> None:

@@ -13,6 +13,7 @@ from pyinfra.context import host
 
 from spark_deploy.facts.files import FileStates
 from spark_deploy.managed import ManagedFile, differing
+from spark_deploy.operations.commands import shell
 
 SHOWN = 8  # names of differing files; a first run would fill screens
 
@@ -30,8 +31,13 @@ def place(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
         host.log(f"{file.path}: {'differs' if file.path in states else 'missing'}")
     if len(wrong) > SHOWN:
         host.log(f"and {len(wrong) - SHOWN} more files")
-    yield StringCommand("sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong))
+    yield put(wrong)
     return True
+
+
+def put(files: Sequence[ManagedFile]) -> StringCommand:
+    """Return the command that puts files in place, whatever is there."""
+    return shell(unpack_script(files), stdin=archive(files))
 
 
 def archive(files: Iterable[ManagedFile]) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 
 import gevent
 from paramiko import SSHException
-from pyinfra.api.command import StringCommand
 from pyinfra.api.exceptions import ConnectError
 from pyinfra.api.host import Host
 
-from spark_deploy.operations.commands import heartbeat
+from spark_deploy.operations.commands import heartbeat, shell
 
 # A reboot takes minutes; a host that is away for longer must not hold up the others.
 AWAY_S = 420
@@ -53,7 +51,7 @@ def _once(host: Host, script: str) -> tuple[bool, str, str]:
         # Without raising, the next command would meet a client that has no connection.
         host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
     ok, output = host.run_shell_command(
-        StringCommand("sh", "-c", shlex.quote(script)),
+        shell(script),
         _sudo=host.data.get("_sudo", False),
         _timeout=COMMAND_TIMEOUT_S,
     )

@@ -114,11 +114,6 @@ def _below(source: Path, target: str) -> tuple[ManagedFile, ...]:
 def site_archive(requirements: str, python_version: str, machine: str) -> SiteArchive:
     """Resolve the pinned wheels for one kind of host; cached on the controller.
 
-    Args:
-        requirements: path in the checkout of a list with hashes.
-        python_version: of the host, like "3.12".
-        machine: ``uname -m`` of the host.
-
     Raises:
         SparkError: pip cannot get the pinned wheels for that platform.
     """

@@ -108,12 +108,7 @@ def explained(output: str) -> Problem:
 @operation()
 @host_errors
 def proven_access(ready: bool, check: FunctionCommand) -> Commands:
-    """Prove by a fresh login that key and sudo work without a password.
-
-    Args:
-        ready: whether that was seen at the start of this run already.
-        check: the command that logs in anew.
-    """
+    """Prove by a fresh login that key and sudo work without a password."""
     if ready:
         host.noop("the key logged in and sudo asked for nothing")
         return

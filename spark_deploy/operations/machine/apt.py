@@ -14,13 +14,13 @@ import gevent
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
+from pyinfra.context import host
 
 from spark_deploy.facts.machine.packages import Repositories
 from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations.commands import CommandFailed, heartbeat, run
-from spark_deploy.operations.host_errors import host_command, refuse
-from spark_deploy.operations.predicted import is_predicted, predict
-from spark_deploy.settings.sources import RepositorySettings
+from spark_deploy.operations.commands import CommandFailed, heartbeat, is_predicted, predict, run
+from spark_deploy.operations.host_errors import Commands, host_command, refuse
+from spark_deploy.planning.types import RepositorySettings
 
 LOCK_WAIT_S = 1800
 
@@ -105,13 +105,20 @@ def repositories_to_add(
     return tuple(found)
 
 
-def add_repository(repository: RepositorySettings) -> FunctionCommand:
-    """Build the command that fetches the key, checks it against its pin and adds the source."""
-    return FunctionCommand(_add_repository, [repository], {})
+def add_repositories(
+    wanted: Sequence[RepositorySettings], state: Repositories, *, needed: bool
+) -> Commands:
+    """Have the repositories on the host where packages have to be installed from them."""
+    wrong = repositories_to_add(wanted, state, needed=needed)
+    if not wrong:
+        host.noop("repositories are as planned" if needed else "nothing has to be installed")
+    for repository in wrong:
+        yield FunctionCommand(_add_repository, [repository], {})
 
 
 @host_command
 def _add_repository(state: State, host: Host, repository: RepositorySettings) -> bool:
+    """Fetch the key, check it against its pin and add the source."""
     source = sources_file(repository)
     key, url = shlex.quote(key_path(repository)), shlex.quote(repository.key_url)
     put = shlex.quote(source.path)

@@ -22,7 +22,7 @@ from spark_deploy.facts.machine.packages import Base, BaseState
 from spark_deploy.facts.memo import read
 from spark_deploy.managed import ManagedFile, differing
 from spark_deploy.operations.commands import log
-from spark_deploy.operations.files import archive, unpack_script
+from spark_deploy.operations.files import put
 from spark_deploy.operations.host_errors import Commands, host_errors
 from spark_deploy.operations.machine import apt
 from spark_deploy.payload import host_protection
@@ -39,7 +39,9 @@ SLEEP_TARGETS = (
 HOLD_PATH = "/etc/apt/apt.conf.d/52spark-hold-driver"
 
 # unattended-upgrades takes regular expressions, matched at the start of a package's name.
-_HOLD = b"""// Managed by dgx-spark-deploy.
+HOLD_FILE = ManagedFile(
+    HOLD_PATH,
+    b"""// Managed by dgx-spark-deploy.
 // Driver, kernel and CUDA are one set on this machine. Upgraded in halves they leave it without
 // a GPU until the next reboot or longer, so only a person upgrades them.
 Unattended-Upgrade::Package-Blacklist {
@@ -53,34 +55,15 @@ Unattended-Upgrade::Package-Blacklist {
     "linux-headers-.*nvidia";
     "linux-tools-.*nvidia";
 };
-"""
+""",
+)
 
 
-def hold_file() -> ManagedFile:
-    """Build the file that keeps driver packages out of unattended upgrades."""
-    return ManagedFile(HOLD_PATH, _HOLD)
-
-
-def directories(plan: BasePlan) -> dict[str, str]:
-    """List the directories we own and their modes."""
+def directories(plan: BasePlan) -> tuple[str, ...]:
+    """List the directories we own; everybody may look into them."""
     paths = plan.paths
-    listed = {
-        path: "755"
-        for path in (
-            paths.models_dir,
-            paths.sources_dir,
-            paths.cache_dir,
-            CONFIG_DIR,
-            RELEASES_DIR,
-            STATE_DIR,
-            JOBS_DIR,
-            PROOFS_DIR,
-            RECEIPTS_DIR,
-            SWITCH_DIR,
-            TOOLS_DIR,
-        )
-    }
-    return listed
+    ours = (CONFIG_DIR, RELEASES_DIR, STATE_DIR, JOBS_DIR, PROOFS_DIR, RECEIPTS_DIR, SWITCH_DIR)
+    return (paths.models_dir, paths.sources_dir, paths.cache_dir, *ours, TOOLS_DIR)
 
 
 def wanted_packages(plan: BasePlan) -> tuple[str, ...]:
@@ -93,7 +76,7 @@ def state_of(plan: BasePlan) -> Base:
     return read(
         BaseState,
         packages=wanted_packages(plan),
-        directories=tuple(directories(plan)),
+        directories=directories(plan),
         files=(
             HOLD_PATH,
             host_protection.EARLYOOM_PATH,
@@ -122,18 +105,12 @@ def packages(plan: BasePlan) -> Commands:
 def owned_directories(plan: BasePlan) -> Commands:
     """Have the directories that hold models, state and tools."""
     present = state_of(plan).directories
-    wrong = {
-        path: mode
-        for path, mode in directories(plan).items()
-        if present.get(path) != (mode, "root:root")
-    }
+    wrong = [path for path in directories(plan) if present.get(path) != ("755", "root:root")]
     if not wrong:
         host.noop(f"{len(present)} directories are as planned")
         return
-    for path, mode in wrong.items():
-        yield StringCommand(
-            "install", "-d", "-o", "root", "-g", "root", "-m", mode, shlex.quote(path)
-        )
+    for path in wrong:
+        yield f"install -d -o root -g root -m 755 {shlex.quote(path)}"
 
 
 @operation()
@@ -147,11 +124,11 @@ def driver_hold(plan: BasePlan) -> Commands:
         else:
             host.noop("unattended upgrades are left alone")
         return
-    wrong = differing([hold_file()], files)
+    wrong = differing([HOLD_FILE], files)
     if not wrong:
         host.noop("driver packages are held back from unattended upgrades")
         return
-    yield StringCommand("sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong))
+    yield put(wrong)
 
 
 @operation()
@@ -177,9 +154,7 @@ def login_memory(plan: BasePlan) -> Commands:
     if plan.protect_login:
         wrong = differing(files, state.files)
         if wrong:
-            yield StringCommand(
-                "sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong)
-            )
+            yield put(wrong)
     else:
         wrong = tuple(file for file in files if file.path in state.files)
         if wrong:
@@ -213,7 +188,7 @@ def early_killer(plan: BasePlan) -> Commands:
         return
     wrong = differing([file], state.files)
     if wrong:
-        yield StringCommand("sh", "-c", shlex.quote(unpack_script(wrong)), _stdin=archive(wrong))
+        yield put(wrong)
     if wrong or state.earlyoom != host_protection.EARLYOOM_ARGUMENTS:
         yield "systemctl enable -q earlyoom && systemctl restart earlyoom"
     else:

@@ -41,12 +41,7 @@ def repositories(plan: CudaPlan) -> Commands:
     """Have the repositories of ``plan`` where the toolkit has to be installed from them."""
     state = state_of(plan)
     needed = usable(state.toolkits, plan.version) is None
-    wrong = apt.repositories_to_add(plan.repositories, state.repositories, needed=needed)
-    if not wrong:
-        host.noop("repositories are as planned" if needed else "nothing has to be installed")
-        return
-    for repository in wrong:
-        yield apt.add_repository(repository)
+    yield from apt.add_repositories(plan.repositories, state.repositories, needed=needed)
 
 
 @operation()

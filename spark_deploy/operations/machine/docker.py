@@ -15,7 +15,7 @@ from spark_deploy.facts.machine.docker import DAEMON_JSON, Docker, DockerState
 from spark_deploy.facts.memo import read
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import log, log_once
-from spark_deploy.operations.files import archive, unpack_script
+from spark_deploy.operations.files import put
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.machine import apt, daemon_json, docker_engine, gpu_access
 from spark_deploy.planning.types import DockerPlan
@@ -65,12 +65,7 @@ def repositories(plan: DockerPlan) -> Commands:
     """Have the repositories of ``plan`` where packages have to be installed from them."""
     state = state_of(plan)
     needed = bool(missing(plan, state))
-    wrong = apt.repositories_to_add(plan.repositories, state.repositories, needed=needed)
-    if not wrong:
-        host.noop("repositories are as planned" if needed else "nothing has to be installed")
-        return
-    for repository in wrong:
-        yield apt.add_repository(repository)
+    yield from apt.add_repositories(plan.repositories, state.repositories, needed=needed)
 
 
 @operation()
@@ -114,7 +109,7 @@ def daemon_config(plan: DockerPlan) -> Commands:
     # The first file is somebody's work: kept beside, once.
     keep = shlex.quote(f"{DAEMON_JSON}.before-spark")
     yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {keep}"
-    yield StringCommand("sh", "-c", shlex.quote(unpack_script([file])), _stdin=archive([file]))
+    yield put([file])
 
 
 @operation()

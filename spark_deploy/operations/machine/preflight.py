@@ -10,9 +10,8 @@ from pyinfra.context import host, state
 
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.facts.memo import read
-from spark_deploy.operations.commands import log
+from spark_deploy.operations.commands import is_predicted, log
 from spark_deploy.operations.host_errors import Commands, Refused, host_errors, show
-from spark_deploy.operations.predicted import is_predicted
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight import judge
 from spark_deploy.preflight.workloads import in_the_way

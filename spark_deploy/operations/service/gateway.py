@@ -38,11 +38,7 @@ _USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 @operation()
 @host_errors
 def configured(plan: GatewayPlan) -> Generator[Any, None, None]:
-    """Have the gateway's files on the host, and a running gateway use them.
-
-    Args:
-        plan: who may reach the service and how.
-    """
+    """Have the gateway's files on the host, and a running gateway use them."""
     changed = yield from place((gateway_file(plan), *_secrets(plan)))
     if plan.tls and plan.tls.mode == "private-ca":
         changed |= yield from _certified(plan, plan.tls.names, plan.tls.ca_dir)
@@ -62,11 +58,7 @@ def configured(plan: GatewayPlan) -> Generator[Any, None, None]:
 @operation()
 @host_errors
 def new_key(plan: GatewayPlan) -> Generator[Any, None, None]:
-    """Replace the API key that the host made; the old one is refused from then on.
-
-    Args:
-        plan: the gateway.
-    """
+    """Replace the API key that the host made; the old one is refused from then on."""
     if plan.key.kind != "generate":
         refuse(
             f"{host.name}: serve.api_key",

@@ -6,13 +6,12 @@ gone and after a reboot; the next run attaches to whatever is there.
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
 import gevent
-from pyinfra.api.command import FunctionCommand, StringCommand
+from pyinfra.api.command import FunctionCommand
 from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
@@ -23,7 +22,7 @@ from spark_contract.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_D
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.jobs import JobStates, parse_poll, poll_command, progress_text
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.commands import HEARTBEAT_S
+from spark_deploy.operations.commands import HEARTBEAT_S, shell
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import host_errors, refuse
 from spark_deploy.operations.reconnect import run_reconnecting
@@ -55,7 +54,7 @@ def job(work: Work, release: str, names: tuple[str, ...]) -> Generator[Any, None
             return
         # Begun for another choice: from now on a boot goes on with it for this one.
         yield from place((_pulled_in(spec, release),))
-        yield _shell(_link(target))
+        yield shell(_link(target))
         return
     if state is not None and state.state == "unknown":
         # Neither done nor missing: work begun on a guess would be told as a change.
@@ -63,17 +62,13 @@ def job(work: Work, release: str, names: tuple[str, ...]) -> Generator[Any, None
     if spec.kind == "fetch" and not host.state.is_executing:  # told once, before a dry run's end
         host.log(f"{spec.title}: not on this host, {spec.total_bytes or 0} bytes to fetch")
     yield from place((*work.files(), _pulled_in(spec, release)))
-    yield _shell(
+    yield shell(
         f"{_link(target)}; "
         # What an earlier attempt left would read as the outcome of this one.
         f"rm -f {spec.dir}/status.json {spec.dir}/progress; "
         f"systemctl reset-failed {spec.unit} 2>/dev/null; "
         f"systemctl start --no-block {spec.unit}"
     )
-
-
-def _shell(script: str) -> StringCommand:
-    return StringCommand("sh", "-c", shlex.quote(script))
 
 
 def _link(target: str) -> str:
@@ -121,11 +116,11 @@ def prepared(
         host.noop(f"{len(names)} jobs are proven")
         return
     if given_up:
-        yield _shell(_retire(given_up))
+        yield shell(_retire(given_up))
     if found.done(names) and target not in found.linked:
         return
     yield FunctionCommand(_wait, [tuple(jobs), timeout_s], {})
-    yield _shell(_retire((target,)))
+    yield shell(_retire((target,)))
 
 
 def _given_up(linked: Sequence[str], release: str) -> tuple[str, ...]:

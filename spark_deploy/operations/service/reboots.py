@@ -19,10 +19,9 @@ from spark_deploy.facts.machine.host import BOOT_ID, RebootedFor
 from spark_deploy.facts.machine.survey import HostSurvey
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.serve import HostStatus, Status, parse_status
-from spark_deploy.operations.commands import CommandFailed, run
+from spark_deploy.operations.commands import CommandFailed, predict, run
 from spark_deploy.operations.host_errors import Commands, host_command, host_errors, refuse
 from spark_deploy.operations.machine.preflight import question, survey_of
-from spark_deploy.operations.predicted import predict
 from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.operations.service.rollout import change_now, hold_back, interrupt
 from spark_deploy.planning.types import NeedsPlan
@@ -36,12 +35,7 @@ _MARKER = f"{RECEIPTS_DIR}/rebooted-for"
 @operation()
 @host_errors
 def rebooted(needs: NeedsPlan, serve: Release) -> Commands:
-    """Reboot a host that waits for it, and have it serve proven again before the next one.
-
-    Args:
-        needs: what the host must be; holds whether reboots are allowed.
-        serve: the service, and how long its start may take.
-    """
+    """Reboot a host that waits for it, and have it serve proven again before the next one."""
     why = pending(survey_of(needs))
     if not why:
         host.noop("no reboot is pending")

@@ -29,13 +29,7 @@ _PRUNE_TIMEOUT_S = 3600
 @operation()
 @host_errors
 def rolled_back(service: str, to: str | None, timeout_s: int) -> Commands:
-    """Serve the release before the current one, or a named one, proven again.
-
-    Args:
-        service: which service.
-        to: a release by name; ``None``: the last good one before the current.
-        timeout_s: give up watching after this long; the host finishes by itself.
-    """
+    """Serve the release before the current one, or a named one, proven again."""
     way = read(WayBack, service=service, to=to)
     if isinstance(way, Problem):
         raise Refused(way)
@@ -53,11 +47,7 @@ def rolled_back(service: str, to: str | None, timeout_s: int) -> Commands:
 @operation()
 @host_errors
 def still_proven(service: str) -> None:
-    """Refuse to call a rollback good unless what the host serves is proven.
-
-    Args:
-        service: which service.
-    """
+    """Refuse to call a rollback good unless what the host serves is proven."""
     if not host.state.is_executing:
         host.noop("judged after the change")
         return
@@ -78,11 +68,7 @@ def still_proven(service: str) -> None:
 @operation()
 @host_errors
 def pruned(keep: Keep) -> Commands:
-    """Remove releases, trees, sources, images and caches of ours that nothing kept needs.
-
-    Args:
-        keep: what has to stay, as ``planning/work/keep.py`` says it.
-    """
+    """Remove releases, trees, sources, images and caches of ours that nothing kept needs."""
     wanted = json.dumps(plain(keep), sort_keys=True)
     found = read(Prunable, keep=wanted)
     if isinstance(found, Problem):

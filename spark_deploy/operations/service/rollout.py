@@ -39,9 +39,6 @@ def hold_back(what: str) -> None:
     """Refuse this host after another failed: what stops serving goes host by host up to that.
 
     A host that dropped out before its own change says nothing of the change, and blocks nobody.
-
-    Args:
-        what: what becomes of this host instead.
     """
     state = current_host.state
     others = [
@@ -61,12 +58,7 @@ def hold_back(what: str) -> None:
 
 
 def change_to(release: str, timeout_s: int) -> FunctionCommand:
-    """Return the command that begins the change to a release and watches it to its end.
-
-    Args:
-        release: which one.
-        timeout_s: give up watching after this long; the host finishes by itself.
-    """
+    """Return the command that begins the change to a release and watches it to its end."""
     return FunctionCommand(change_now, [release, timeout_s], {})
 
 

@@ -30,13 +30,7 @@ from spark_deploy.planning.types import GatewayPlan
 def release_files(
     plan: Release, files: Sequence[ManagedFile], users: Sequence[str]
 ) -> Generator[Any, None, None]:
-    """Have the units, the release and the accounts of gateway and engine on the host.
-
-    Args:
-        plan: the release, for messages.
-        files: everything that belongs to it.
-        users: system users the gateway's workers and the engine run as.
-    """
+    """Have the units, the release and the accounts of gateway and engine on the host."""
     changed = yield from place(tuple(files))
     if changed:
         yield "systemctl daemon-reload"
@@ -50,12 +44,7 @@ def release_files(
 @operation()
 @host_errors
 def switched(plan: Release, timeout_s: int) -> Generator[Any, None, None]:
-    """Serve this release, proven; the one before comes back when that fails.
-
-    Args:
-        plan: the release.
-        timeout_s: give up watching after this long; the host finishes by itself.
-    """
+    """Serve this release, proven; the one before comes back when that fails."""
     status = read(Status)
     stopped = status.stopped(plan.service)
     if stopped:
@@ -82,12 +71,7 @@ def switched(plan: Release, timeout_s: int) -> Generator[Any, None, None]:
 @operation()
 @host_errors
 def proven(plan: Release, gateway: GatewayPlan) -> None:
-    """Refuse to call the run good unless the host provably serves this release.
-
-    Args:
-        plan: the release.
-        gateway: the way in, for the summary.
-    """
+    """Refuse to call the run good unless the host provably serves this release."""
     if not host.state.is_executing:
         host.noop("judged after the change")
         return

@@ -13,6 +13,7 @@ from spark_contract.paths import CURRENT_TOOLS, SITE, TOOLS_DIR
 
 from spark_deploy.facts.service.tools import PythonSite, SymlinkTarget
 from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.commands import shell
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import host_errors, refuse
 from spark_deploy.payload.content import ToolFiles, site_archive
@@ -24,13 +25,7 @@ from spark_deploy.planning.types import ToolsPlan
 def host_tools(
     plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]
 ) -> Generator[Any, None, None]:
-    """Have the host tools of ``plan.digest``, every file as shipped, and ``current`` on them.
-
-    Args:
-        plan: which version.
-        files: their content.
-        units: the static units that run them, and the command people use.
-    """
+    """Have the host tools of ``plan.digest``, every file as shipped, and ``current`` on them."""
     home = f"{TOOLS_DIR}/{plan.digest[:12]}"
     changed = yield from place((*files.installed(home), *units))
     if changed:
@@ -45,8 +40,7 @@ def host_tools(
 def _point(link: str, target: str) -> StringCommand:
     """Return the command that moves a symlink in one step."""
     new = shlex.quote(f"{link}.new")
-    script = f"ln -sfn {shlex.quote(target)} {new} && mv -fT {new} {shlex.quote(link)}"
-    return StringCommand("sh", "-c", shlex.quote(script))
+    return shell(f"ln -sfn {shlex.quote(target)} {new} && mv -fT {new} {shlex.quote(link)}")
 
 
 @operation()
@@ -55,9 +49,6 @@ def python_site(plan: ToolsPlan) -> Generator[Any, None, None]:
     """Have the builder's pinned wheels for this host's Python, without a package index there.
 
     The wheels are resolved on the controller, hash-checked by pip, sent once and unpacked.
-
-    Args:
-        plan: names the requirements file.
     """
     site = host.get_fact(PythonSite)
     if site is None:
@@ -80,5 +71,5 @@ def python_site(plan: ToolsPlan) -> Generator[Any, None, None]:
         f"printf '%s\\n' {archive.digest} > {home}.new/.receipt; sync -f {home}.new; "
         f"mv -T {home}.new {home}; rm -f {shlex.quote(upload)}"
     )
-    yield StringCommand("sh", "-c", shlex.quote(script))
+    yield shell(script)
     yield _point(SITE, f"{TOOLS_DIR}/{name}")

@@ -25,7 +25,7 @@ FREE = ("openssh-server", "docker-ce", "nginx-light", "linux-libc-dev", "libc6",
 @pytest.mark.skipif(shutil.which("apt-config") is None, reason="needs apt-config")
 def test_unattended_upgrades_hold_back_driver_and_kernel_and_nothing_else(tmp_path: Path) -> None:
     alone = 'Dir::Etc::main "/nonexistent"; Dir::Etc::parts "/nonexistent";\n'
-    (tmp_path / "apt.conf").write_text(alone + base.hold_file().content.decode())
+    (tmp_path / "apt.conf").write_text(alone + base.HOLD_FILE.content.decode())
     said = subprocess.run(
         ["apt-config", "dump", "--format", "%v%n", "Unattended-Upgrade::Package-Blacklist"],
         capture_output=True, text=True, check=True, env={"APT_CONFIG": str(tmp_path / "apt.conf")},
