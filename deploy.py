@@ -6,20 +6,7 @@ it is right, so a second run changes nothing and a killed run is finished by the
 
 from pyinfra.context import host, state
 
-from roles import (
-    base,
-    checkpoint,
-    cuda,
-    docker,
-    image,
-    preflight,
-    ready,
-    reboots,
-    serve,
-    sources,
-    tools,
-    verify,
-)
+from roles import base, cuda, docker, preflight, service, tools, work
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.inventory.ssh import no_delay
 from spark_deploy.payload.content import read_payload
@@ -30,7 +17,7 @@ no_delay(state, host)
 plan, payload = plan_for(host), read_payload()
 jobs, release = jobs_of(plan, payload.image_context), plan.serve.name
 
-reboots.apply(plan=plan.needs, serve=plan.serve)
+service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
 base.apply(plan=plan.base)
 tools.apply(
@@ -39,22 +26,22 @@ tools.apply(
     units=unit_files_of(payload.units),
 )
 # Downloads and the build need no container engine: they start now and go on beside the rest.
-sources.apply(jobs=jobs, release=release)
-checkpoint.apply(jobs=jobs, release=release)
+work.fetch(jobs=jobs, release=release)
+work.build(jobs=jobs, release=release)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker)
-image.apply(jobs=jobs, release=release)
-serve.apply(
+work.image(jobs=jobs, release=release)
+service.serve(
     plan=plan.serve,
     gateway=plan.gateway,
     jobs=jobs,
     files=release_files_of(plan),
 )
-verify.apply(plan=plan.serve, gateway=plan.gateway)
+service.verify(plan=plan.serve, gateway=plan.gateway)
 # Other pairs come last: they must not keep what serves from its proof.
-ready.apply(
+work.ready(
     jobs=ready_jobs_of(plan, payload.image_context),
     service=plan.serve.service,
 )
 # Only now: other pairs may need the base, and its tree has been proven by what it serves.
-sources.discard(jobs=discard_jobs_of(plan), release=release)
+work.discard(jobs=discard_jobs_of(plan), release=release)

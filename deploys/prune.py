@@ -6,7 +6,7 @@ everything that this project did not make.
 
 from pyinfra.context import host, state
 
-from roles import prune
+from roles import service
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.inventory.ssh import no_delay
 from spark_deploy.planning.work.keep import keep_of
@@ -14,4 +14,4 @@ from spark_deploy.planning.work.keep import keep_of
 no_delay(state, host)
 plan = plan_for(host)
 
-prune.apply(keep=keep_of(plan))
+service.prune(keep=keep_of(plan))

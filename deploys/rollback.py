@@ -6,7 +6,7 @@ The change is the same as in a deploy: prepared, proven, and undone when its che
 
 from pyinfra.context import host, state
 
-from roles import rollback
+from roles import service
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.ssh import no_delay
 from spark_deploy.planning.serving.gateway import SERVICE
@@ -14,7 +14,7 @@ from spark_deploy.planning.serving.gateway import SERVICE
 no_delay(state, host)
 settings = known_of(host).found.settings
 
-rollback.apply(
+service.rollback(
     service=SERVICE,
     to=settings.releases.rollback_to,
     timeout_s=settings.serve.start_timeout_s * 2 + 600,

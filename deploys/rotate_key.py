@@ -6,10 +6,10 @@ machine is changed where ``serve.api_key`` reads it, and ``deploy.py`` sends it.
 
 from pyinfra.context import host
 
-from roles import rotate_key
+from roles import service
 from spark_deploy.inventory.known import known_of
 from spark_deploy.planning.serving.gateway import gateway_plan
 
 settings = known_of(host).found.settings
 
-rotate_key.apply(plan=gateway_plan(settings, host.name))
+service.rotate_key(plan=gateway_plan(settings, host.name))

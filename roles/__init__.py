@@ -1,1 +1,1 @@
-"""One step of a deploy each: one public ``apply(*, plan)``."""
+"""The steps of deploys: of the machine, of slow work, of what is served."""

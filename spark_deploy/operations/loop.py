@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from pyinfra.context import host
+from pyinfra.context import host, inventory
 
 T = TypeVar("T")
 
@@ -17,3 +17,11 @@ def each(items: Iterable[T]) -> Iterator[T]:
     an operation by the line numbers of the call stack).
     """
     yield from host.loop(list(items))  # type: ignore[no-untyped-call]  # untyped in pyinfra
+
+
+def one_by_one() -> Iterator[str]:
+    """Yield this host's name when its turn comes: one operation per host, in inventory order.
+
+    So a fault stops at the first host that it meets.
+    """
+    yield from (name for name in each(member.name for member in inventory) if name == host.name)

@@ -20,7 +20,7 @@ from spark_deploy.facts.machine.packages import Repositories
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.commands import CommandFailed, heartbeat, is_predicted, predict, run
 from spark_deploy.operations.host_errors import Commands, host_command, refuse
-from spark_deploy.planning.types import RepositorySettings
+from spark_deploy.settings.sources import RepositorySettings
 
 LOCK_WAIT_S = 1800
 

@@ -29,6 +29,7 @@ from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.planning.work.jobs import Work
 
 POLL_EVERY_S = 2.0
+PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
 
 
 @operation()
@@ -97,7 +98,10 @@ def _pulled_in(spec: Job, release: str) -> ManagedFile:
 @operation()
 @host_errors
 def prepared(
-    jobs: Sequence[Job], release: str, timeout_s: int, retire_others: bool = False
+    jobs: Sequence[Job],
+    release: str,
+    timeout_s: int = PREPARE_TIMEOUT_S,
+    retire_others: bool = False,
 ) -> Generator[Any, None, None]:
     """Wait until every job has its proof; show progress, and the log of what failed.
 

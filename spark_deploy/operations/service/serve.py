@@ -43,7 +43,7 @@ def release_files(
 
 @operation()
 @host_errors
-def switched(plan: Release, timeout_s: int) -> Generator[Any, None, None]:
+def rolled_out(plan: Release, timeout_s: int) -> Generator[Any, None, None]:
     """Serve this release, proven; the one before comes back when that fails."""
     status = read(Status)
     stopped = status.stopped(plan.service)

@@ -178,7 +178,7 @@ def status(**service: Any) -> Answering:
 def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
     stopped = {"at": "2026-11-21T10:00:00Z", "by": "ann@desk", "release": RELEASE}
     host = status(stopped_by_hand=stopped, active=None)
-    assert outcome(host, serve.switched, plan(), 60) == []
+    assert outcome(host, serve.rolled_out, plan(), 60) == []
     assert "stopped on purpose by ann@desk and is down since 2026-11-21T10" in host.logs[0]
     assert "`spark-deploy start` brings it back" in host.logs[0]
     assert outcome(host, serve.proven, plan(), SimpleNamespace()) == []
@@ -187,7 +187,7 @@ def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
 def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() -> None:
     gone_back = {"state": "done", "from": RELEASE, "to": "main-aaaaaaaaaaaa", "at": "then"}
     host = status(active="main-aaaaaaaaaaaa", good="main-aaaaaaaaaaaa", rolled_back=gone_back)
-    assert len(outcome(host, serve.switched, plan(), 60)) == 1
+    assert len(outcome(host, serve.rolled_out, plan(), 60)) == 1
     assert f"was rolled back from {RELEASE}" in host.logs[0]
     assert f"group_vars say {RELEASE}" in host.logs[0]
 

@@ -1,0 +1,85 @@
+"""What is served: rolled out, proven, rolled back, and the hosts of it kept tidy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyinfra.api.deploy import deploy
+from spark_contract.gateway import GATEWAY_USER
+from spark_contract.keep import Keep
+from spark_contract.release import Release
+
+from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.loop import one_by_one
+from spark_deploy.operations.service.gateway import configured, new_key
+from spark_deploy.operations.service.jobs import prepared
+from spark_deploy.operations.service.reboots import rebooted
+from spark_deploy.operations.service.releases import pruned, rolled_back, still_proven
+from spark_deploy.operations.service.serve import proven, release_files, rolled_out
+from spark_deploy.planning.serving.argv import ENGINE_USER
+from spark_deploy.planning.types import GatewayPlan, NeedsPlan
+from spark_deploy.planning.work.jobs import Work
+
+
+@deploy("Reboots")
+def reboot(*, plan: NeedsPlan, serve: Release) -> None:
+    """Reboot hosts that wait for it, where settings allow that; each is proven before the next.
+
+    Comes first: a host whose driver waits for a reboot would fail every later step.
+    """
+    if plan.reboot != "allow":
+        return
+    for name in one_by_one():
+        rebooted(name=f"Reboot {name} where it is due", needs=plan, serve=serve)
+
+
+@deploy("Serve")
+def serve(
+    *,
+    plan: Release,
+    gateway: GatewayPlan,
+    jobs: Sequence[Work],
+    files: Sequence[ManagedFile],
+) -> None:
+    """Prepare everything while the old release answers, then change over host by host."""
+    prepared(
+        name="Wait until everything is prepared",
+        jobs=tuple(work.job for work in jobs),
+        release=plan.name,
+        retire_others=True,
+    )
+    release_files(name="Install units and release", plan=plan, files=tuple(files),
+                  users=(GATEWAY_USER, ENGINE_USER))  # fmt: skip
+    configured(name="Configure the gateway", plan=gateway)
+    for name in one_by_one():
+        rolled_out(
+            name=f"Serve the release on {name}",
+            plan=plan,
+            timeout_s=int(plan.timeouts.start_s) * 2 + 600,
+        )
+
+
+@deploy("Verify")
+def verify(*, plan: Release, gateway: GatewayPlan) -> None:
+    """Close the run: red unless the host provably serves what was planned."""
+    proven(name="Prove what is served", plan=plan, gateway=gateway)
+
+
+@deploy("Rollback")
+def rollback(*, service: str, to: str | None, timeout_s: int) -> None:
+    """Go back to the release before the current one, or to ``to``, proven as in a deploy."""
+    for name in one_by_one():
+        rolled_back(name=f"Go back on {name}", service=service, to=to, timeout_s=timeout_s)
+    still_proven(name="Prove what is served", service=service)
+
+
+@deploy("Prune")
+def prune(*, keep: Keep) -> None:
+    """Remove what ``keep`` and the releases it counts do not need."""
+    pruned(name="Remove what nothing kept needs", keep=keep)
+
+
+@deploy("Rotate key")
+def rotate_key(*, plan: GatewayPlan) -> None:
+    """Have a new key in use; clients get it with `spark-deploy connect`."""
+    new_key(name="Replace the API key", plan=plan)

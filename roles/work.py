@@ -1,0 +1,74 @@
+"""The slow work: trees of weights and the engine's image, begun early and waited for late.
+
+Each job is started unless its proof is there, and goes on beside the other steps of the deploy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pyinfra.api.deploy import deploy
+
+from spark_deploy.operations.loop import each
+from spark_deploy.operations.service.jobs import job, prepared
+from spark_deploy.planning.work.jobs import Work, ready_name
+
+_REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before
+
+
+def _start(
+    jobs: Sequence[Work], release: str, kinds: tuple[str, ...], named: Callable[[Work], str]
+) -> None:
+    # All of them in each question, so that one answer serves every operation.
+    names = tuple(work.job.digest12 for work in jobs)
+    for work in each(work for work in jobs if work.job.kind.startswith(kinds)):
+        job(name=named(work), work=work, release=release, names=names)
+
+
+@deploy("Sources")
+def fetch(*, jobs: Sequence[Work], release: str) -> None:
+    """Fetch the model's repositories, each file checked against the lock."""
+    _start(jobs, release, ("fetch",), lambda one: f"Fetch {one.job.title.removeprefix('fetch ')}")
+
+
+@deploy("Checkpoint")
+def build(*, jobs: Sequence[Work], release: str) -> None:
+    """Build the checkpoint once its base is fetched; its receipt is the proof."""
+    _start(jobs, release, ("checkpoint",), lambda _: "Build the checkpoint")
+
+
+@deploy("Image")
+def image(*, jobs: Sequence[Work], release: str) -> None:
+    """Have the pinned base with our plugin, which checks itself in the build."""
+    _start(jobs, release, ("image",), lambda _: "Prepare the engine image")
+
+
+@deploy("Ready")
+def ready(*, jobs: Sequence[Work], service: str) -> None:
+    """Do the slow work of pairs that are not served, so that a rollout to one need not wait."""
+    # A prepare target of their own: the release's is retired as soon as the release is whole.
+    target = f"{service}-ready"
+    _start(jobs, target, ("",), lambda one: ready_name(one.job))
+    prepared(
+        name="Wait until the other pairs are ready",
+        jobs=tuple(work.job for work in jobs),
+        release=target,
+    )
+
+
+@deploy("Sources")
+def discard(*, jobs: Sequence[Work], release: str) -> None:
+    """Remove a base that is not kept, once the tree made from it is proven byte by byte."""
+    for work in each(jobs):
+        job(
+            name=f"Remove {work.job.title.removeprefix('remove ')}",
+            work=work,
+            release=release,
+            names=(work.job.digest12,),
+        )
+        prepared(
+            name="Wait until the base is removed",
+            jobs=(work.job,),
+            release=release,
+            timeout_s=_REMOVAL_TIMEOUT_S,
+        )
