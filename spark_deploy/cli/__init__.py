@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # Answers carry the reasons of failed connections; pyinfra would say them a second time.
     logging.getLogger("pyinfra").setLevel(logging.CRITICAL)
-    module = importlib.import_module(f"spark_deploy.cli.{options.command}")
+    room = "stop" if options.command == "start" else options.command
+    module = importlib.import_module(f"spark_deploy.cli.{room}")
     try:
         return int(module.run(options))
     except SparkError as error:

@@ -180,7 +180,7 @@ def _intentions(one: dict[str, Any]) -> Iterator[str]:
         yield f"  back     rolled back from {back['from']} at {back['at']}"
     for pair in one["ready"]:
         missing = ", ".join(pair["missing"])
-        state = f"not ready: {missing}" if missing else "a switch needs no download and no build"
+        state = f"not ready: {missing}" if missing else "a rollout needs no download and no build"
         yield f"  ready    {pair['model']} with {pair['profile']}: {state}"
 
 

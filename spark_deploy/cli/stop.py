@@ -1,4 +1,4 @@
-"""``spark-deploy stop``: take hosts out of service until somebody starts them again."""
+"""``spark-deploy stop`` and ``start``: take hosts out of service, and back into it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from spark_deploy.planning.serving.gateway import SERVICE
 
 
 def run(options: argparse.Namespace) -> int:
-    """Stop the service on the chosen hosts; 1 when one did not obey."""
-    who = f"{getpass.getuser()}@{socket.gethostname()}"
-    return tell(options, ["stop-service", SERVICE, "--by", who])
+    """Stop or start the service on the chosen hosts; 1 when one did not obey.
 
-
-def tell(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Have the host tools of every chosen host do something, and say what each answered."""
+    A start serves the last proven release again.
+    """
+    words = [f"{options.command}-service", SERVICE]
+    if options.command == "stop":
+        words += ["--by", f"{getpass.getuser()}@{socket.gethostname()}"]
     answers = look(listed(options), lambda host, one: _order(host, one, words))
     found = [_outcome(answer) for answer in answers]
     if options.json:

@@ -62,7 +62,7 @@ def log_once(text: str, colour: str | None = None) -> None:
 
 def shell(script: str, *, stdin: str | None = None) -> StringCommand:
     """Return the command that runs a script of several lines."""
-    more = {} if stdin is None else {"_stdin": stdin}
+    more: Any = {} if stdin is None else {"_stdin": stdin}
     return StringCommand("sh", "-c", shlex.quote(script), **more)
 
 

@@ -96,7 +96,7 @@ def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             f"{needs.memory_total_min_bytes / GIB:.1f} GiB",
             "choose a smaller model or profile for this host",
         )
-    # While our own engine runs its memory is spoken for; the switch waits for it to come back.
+    # While our own engine runs its memory is spoken for; a rollout waits for it to come back.
     if not survey.serving and memory.available_bytes < needs.memory_needed_bytes:
         yield Problem(
             "memory",

@@ -40,7 +40,7 @@ class First:
         self.usual = {"model": "lab-stub", "profile": "v2"}
         self.site.choose(**self.usual, **(DEPLOYED["garbage answers"].choices or {}))
         self.failed: Run = self.site.deploy()
-        found = re.search(r"switch to (main-[0-9a-f]{12}): ", self.failed.stderr)
+        found = re.search(r"rollout of (main-[0-9a-f]{12}): ", self.failed.stderr)
         assert found, self.failed.stderr[-6000:]
         self.candidate = found[1]
 

@@ -80,7 +80,7 @@ def wait_for_its_start(process: subprocess.Popen[str]) -> str:
     said = []
     for line in process.stdout or ():
         said.append(line)
-        found = re.search(r"switch to (main-[0-9a-f]{12}): start: ", line)
+        found = re.search(r"rollout of (main-[0-9a-f]{12}): start: ", line)
         if found:
             return found[1]
     pytest.fail(f"no candidate ever loaded:\n{''.join(said)[-4000:]}")

@@ -169,7 +169,7 @@ def test_a_host_that_loses_power_in_its_own_change_stops_the_change_of_the_other
     old, began = three.settle(), three.changes()
     lost = three.guests[0]
     three.site.choose(engine={"environment": {"STUB_LOAD_S": "20"}})
-    process, _ = three.until("switch to main-")
+    process, _ = three.until("rollout of main-")
 
     time.sleep(3)
     lab("break", "kill-guest", lost.name)

@@ -140,7 +140,7 @@ def test_a_pair_is_made_ready_beside_what_serves_and_the_switch_to_it_waits_for_
     again = fleet.site.deploy("--limit", guest.name)
     assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
     _, told = fleet.site.tool("status", "--limit", guest.name)
-    assert "lab-stub with v2: a switch needs no download and no build" in told
+    assert "lab-stub with v2: a rollout needs no download and no build" in told
     # Nothing serves it and nothing went back to it, and still it stays.
     kept = prune(fleet, guest)
     assert (kept.exit_code, kept.changed) == (0, []), kept.stderr[-3000:]

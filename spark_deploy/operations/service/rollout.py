@@ -108,12 +108,12 @@ def _watch(host: Host, release: str, ask: str, timeout_s: int) -> bool:
         if found is not None:
             text = f"{found.phase or 'waiting'}: {_said(found)}"
         if text != last or time.monotonic() - said_at > HEARTBEAT_S:
-            host.log(f"switch to {release}: {text}")
+            host.log(f"rollout of {release}: {text}")
             last, said_at = text, time.monotonic()
         if found is not None and found.state not in ("none", "running"):
             return report(host, release, found)
         gevent.sleep(POLL_EVERY_S)
-    host.log_styled(f"switch to {release}: still under way after {timeout_s} s", fg="red")
+    host.log_styled(f"rollout of {release}: still under way after {timeout_s} s", fg="red")
     return False
 
 

@@ -1,4 +1,4 @@
-"""Releases: put one on the host, switch to it, say what the host serves.
+"""Releases: put one on the host, roll it out, say what the host serves.
 
 The change itself (drain, stop, memory gate, start, check, way back) runs on the host as
 ``spark-switch@RELEASE.service``, so that no killed controller can leave it half way; here we only

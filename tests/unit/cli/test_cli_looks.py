@@ -122,7 +122,7 @@ def test_status_says_of_each_pair_to_have_ready_what_is_missing(tmp_path):
     one = {**summary_of(Answer(listed(tmp_path), told(document()))), "ready": []}
     one["ready"] = [{**ready, "missing": []}, {**ready, "missing": ["fetch x", "build y"]}]
     text = "\n".join(status_lines(one))
-    assert "lab-tiny with base: a switch needs no download and no build" in text
+    assert "lab-tiny with base: a rollout needs no download and no build" in text
     assert "lab-tiny with base: not ready: fetch x, build y" in text
 
 
