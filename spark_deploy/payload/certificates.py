@@ -85,7 +85,7 @@ def given_problems(certificate: str, key: str, name: str) -> list[Problem]:
         name: what clients call the host.
     """
     found: list[Problem] = []
-    chain = _read(certificate, "serve.tls_certificate", _certificates, found)
+    chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, found)
     private = _read(key, "serve.tls_key", _private_key, found)
     if private is not None and Path(key).expanduser().stat().st_mode & 0o007:
         what = f"{key} can be read by everybody on this machine"
@@ -113,7 +113,7 @@ def given_problems(certificate: str, key: str, name: str) -> list[Problem]:
 
 def covers(certificate: x509.Certificate, name: str) -> bool:
     """Return whether clients that call a host ``name`` accept the certificate for it."""
-    names = [known.lower() for known in _names(certificate)]
+    names = list(map(str.lower, _names(certificate)))
     wanted = name.lower()
     # A star stands for exactly one label, and addresses have none.
     star = f"*.{wanted.partition('.')[2]}"
@@ -137,7 +137,7 @@ def why_not(
     if not certificate or not public_key:
         return "the host has no certificate or no key"
     try:
-        leaf = _certificates(certificate)[0]
+        leaf = x509.load_pem_x509_certificates(certificate)[0]
         leaf.verify_directly_issued_by(authority.certificate)
     except (ValueError, TypeError, InvalidSignature) as error:
         return f"not issued by the CA in {ca_dir} ({type(error).__name__})"
@@ -186,7 +186,7 @@ def _authority(ca_dir: str) -> _Authority | None:
         return None
     fix = f"put the CA's two files back from a copy, or remove {folder} for a new CA"
     try:
-        certificate = _certificates((folder / CA_FILE).read_bytes())[0]
+        certificate = x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())[0]
         key = _private_key((folder / CA_KEY_FILE).read_bytes())
     except (OSError, ValueError, TypeError) as error:
         what = f"{folder} does not hold a CA ({type(error).__name__})"
@@ -268,10 +268,6 @@ def _names(certificate: x509.Certificate) -> list[str]:
         *found.get_values_for_type(x509.DNSName),
         *map(str, found.get_values_for_type(x509.IPAddress)),
     ]
-
-
-def _certificates(text: bytes) -> list[x509.Certificate]:
-    return x509.load_pem_x509_certificates(text)
 
 
 def _private_key(text: bytes) -> PrivateKeyTypes:

@@ -11,9 +11,8 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import SparkError
@@ -80,17 +79,17 @@ class Payload:
 def read_payload() -> Payload:
     """Read everything below ``files/`` that goes to hosts; once per run."""
     tools = (
-        *_below(FILES / "contract" / "spark_contract", "spark_contract"),
-        *_below(FILES / "host" / "spark_host", "spark_host"),
-        *_below(FILES / "checkpoint" / "spark_checkpoint", "spark_checkpoint"),
+        *tree(FILES / "contract" / "spark_contract", "spark_contract"),
+        *tree(FILES / "host" / "spark_host", "spark_host"),
+        *tree(FILES / "checkpoint" / "spark_checkpoint", "spark_checkpoint"),
         ManagedFile("bin/spark-host", LAUNCHER.encode(), 0o755),
     )
     return Payload(
         tools=ToolFiles(tools),
-        units=tuple(_unit(file) for file in _below(FILES / "units", "")),
+        units=tuple(_unit(file) for file in tree(FILES / "units")),
         image_context=tuple(
             file
-            for file in _below(FILES / "image", "")
+            for file in tree(FILES / "image")
             if not file.path.startswith(("tests/", "build/", "dist/"))
             and ".egg-info/" not in file.path
         ),
@@ -104,10 +103,12 @@ def _unit(file: ManagedFile) -> ManagedFile:
     return ManagedFile(f"/etc/systemd/system/{file.path}", file.content)
 
 
-def _below(source: Path, target: str) -> tuple[ManagedFile, ...]:
+def tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
+    """List the files below ``source`` as they shall stand below ``target``, without bytecode."""
     return tuple(
-        ManagedFile(file.path.lstrip("/") if not target else file.path, file.content, file.mode)
-        for file in tree(source, target)
+        ManagedFile(str(PurePosixPath(target) / path.relative_to(source)), path.read_bytes())
+        for path in sorted(source.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
     )
 
 
@@ -160,19 +161,3 @@ def _merge(wheels: Path, path: Path) -> None:
                 for info in source.infolist():
                     out.writestr(info, source.read(info))
     new.replace(path)
-
-
-def tree(source: Path, target: str, *, executable: Iterable[str] = ()) -> tuple[ManagedFile, ...]:
-    """List the files below ``source`` as they shall stand below ``target``, sorted by path.
-
-    Bytecode is left out; ``executable`` names relative paths that get mode 0755.
-    """
-    runnable = set(executable)
-    found = []
-    for path in sorted(source.rglob("*")):
-        relative = path.relative_to(source).as_posix()
-        if path.is_dir() or "__pycache__" in path.parts or path.suffix == ".pyc":
-            continue
-        mode = 0o755 if relative in runnable else 0o644
-        found.append(ManagedFile(f"{target}/{relative}", path.read_bytes(), mode))
-    return tuple(found)

@@ -106,6 +106,11 @@ def parse(lines: Iterable[str]) -> tuple[Container, ...]:
     return tuple(found)
 
 
+def silent(lines: Iterable[str]) -> str:
+    """Return the state of the unit whose daemon did not answer; "" when it did."""
+    return next((line.split(" ")[1] for line in lines if line.startswith("unreachable ")), "")
+
+
 def _asks_for_gpu(requests: object) -> bool:
     if not isinstance(requests, list):
         return False

@@ -103,14 +103,7 @@ class HostSurvey(FactBase[Survey]):
             reclaimable=disk.parse_reclaimable(found),
             listeners=ports.parse(found.get("listeners", ()), found.get("listener-cgroups", ())),
             containers=containers.parse(found.get("containers", ())),
-            docker_silent=next(
-                (
-                    line.removeprefix("unreachable ")
-                    for line in found.get("containers", ())
-                    if line.startswith("unreachable ")
-                ),
-                "",
-            ),
+            docker_silent=containers.silent(found.get("containers", ())),
             broken_packages=audited(found.get("dpkg-audit", ())),
             serving=tuple(line for line in found.get("serving", ()) if line),
             stub_packages=tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -187,14 +188,10 @@ def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
     return True
 
 
+# Regular expressions over what docker and nvidia-smi print, each with cause and way out.
 _KNOWN = (
     (
-        "unknown or invalid runtime name",
-        "the nvidia runtime is not registered",
-        "run again; if it stays, look at runtimes in /etc/docker/daemon.json",
-    ),
-    (
-        "Unknown runtime specified",
+        "(unknown or invalid runtime name|Unknown runtime specified)",
         "the nvidia runtime is not registered",
         "run again; if it stays, look at runtimes in /etc/docker/daemon.json",
     ),
@@ -231,7 +228,7 @@ _KNOWN = (
 def explained(output: str, image: str) -> Problem:
     """Turn what docker said into a cause and a way out; texts of docker 20.10 to 29."""
     for words, what, fix in _KNOWN:
-        if words in output:
+        if re.search(words, output):
             return Problem("container check", what, fix)
     tail = "\n".join(output.strip().splitlines()[-8:]) or "no output"
     return Problem(

@@ -45,11 +45,12 @@ def job(work: Work, release: str, names: tuple[str, ...]) -> Generator[Any, None
     spec, target = work.job, PREPARE.of(release)
     found = read(JobStates, jobs=names, target=target)
     state = found.states.get(spec.digest12)
-    if state is not None and state.state == "done":
+    how = state.state if state else ""
+    if how == "done":
         host.noop(f"{spec.title}: proven by its receipt")
         return
     boots = target in found.linked and spec.digest12 in found.pulled
-    if state is not None and state.state == "running":
+    if how == "running":
         if boots:
             host.noop(f"{spec.title}: already running, attaching")
             return

@@ -25,7 +25,7 @@ from spark_deploy.operations.machine.preflight import question, survey_of
 from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.operations.service.rollout import change_now, hold_back, interrupt
 from spark_deploy.planning.types import NeedsPlan
-from spark_deploy.preflight.reboots import pending
+from spark_deploy.preflight.health import pending_reboot
 
 _DOWN_WITHIN_S = 600
 _ASK_EVERY_S = 3.0
@@ -36,7 +36,7 @@ _MARKER = f"{RECEIPTS_DIR}/rebooted-for"
 @host_errors
 def rebooted(needs: NeedsPlan, serve: Release) -> Commands:
     """Reboot a host that waits for it, and have it serve proven again before the next one."""
-    why = pending(survey_of(needs))
+    why = pending_reboot(survey_of(needs))
     if not why:
         host.noop("no reboot is pending")
         return
@@ -124,7 +124,7 @@ def _status(host: Host) -> HostStatus | None:
 def _settled(host: Host, needs: NeedsPlan) -> bool:
     """Forget what the reboot was for when it helped; else it is not tried again for that."""
     fact = HostSurvey()
-    left = pending(fact.process(run(host, fact.command(**question(needs)), timeout_s=180)))
+    left = pending_reboot(fact.process(run(host, fact.command(**question(needs)), timeout_s=180)))
     if left:
         host.log_styled(f"still pending after the reboot: {left}", fg="yellow")
     else:

@@ -87,17 +87,14 @@ def test_a_file_is_written_beside_its_target_and_renamed_over_it(tmp_path: Path)
     assert target.parent.stat().st_mode & 0o777 == 0o755
 
 
-def test_a_tree_leaves_bytecode_out_and_knows_what_is_executable(tmp_path: Path) -> None:
+def test_a_tree_leaves_bytecode_out(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/run").write_text("#!/bin/sh\n")
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__/x.pyc").write_bytes(b"")
     (tmp_path / "a.py").write_text("")
 
-    files = tree(tmp_path, "/opt/x", executable=["bin/run"])
+    files = tree(tmp_path, "/opt/x")
 
-    assert [(file.path, file.mode) for file in files] == [
-        ("/opt/x/a.py", 0o644),
-        ("/opt/x/bin/run", 0o755),
-    ]
+    assert [file.path for file in files] == ["/opt/x/a.py", "/opt/x/bin/run"]
     assert "content" not in repr(files[0])
