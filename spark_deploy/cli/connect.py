@@ -10,11 +10,11 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from pyinfra.api.host import Host
 
-from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.cli.hosts import Listed, answer, listed, say
 from spark_deploy.cli.looking import look
 from spark_deploy.facts.service.gateway import TailnetAddress
 from spark_deploy.payload.certificates import ca_path
@@ -50,10 +50,7 @@ def run(options: argparse.Namespace) -> int:
     hosts = listed(options)
     tailnet = _tailnet_addresses(hosts)
     found = [connection_of(host, tailnet.get(host.name)) for host in hosts]
-    if options.json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
-    else:
-        print("\n\n".join("\n".join(lines(one)) for one in found))
+    answer(options, found, map(lines, found))
     return 0
 
 
@@ -71,10 +68,10 @@ def _tailnet_addresses(hosts: list[Listed]) -> dict[str, str]:
         return host.get_fact(TailnetAddress) or None
 
     answers = look(unknown, ask)
-    for answer in answers:
-        if answer.value is None:
-            say(f"{answer.host.name}: its tailnet address is not known: {answer.problem}")
-    return {answer.host.name: answer.value for answer in answers if answer.value}
+    for one in answers:
+        if one.value is None:
+            say(f"{one.host.name}: its tailnet address is not known: {one.problem}")
+    return {one.host.name: one.value for one in answers if one.value}
 
 
 def connection_of(host: Listed, tailnet_address: str | None = None) -> Connection:

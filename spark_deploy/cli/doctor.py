@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from pyinfra.api.host import Host
 
-from spark_deploy.cli.hosts import Listed, listed, planned, say
+from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
@@ -24,11 +23,8 @@ def run(options: argparse.Namespace) -> int:
     hosts = listed(options)
     needs = {host.name: _needs(host) for host in hosts}
     answers = look(hosts, lambda host, one: _ask(host, needs[one.name]))
-    found = [verdict_of(answer, needs[answer.host.name]) for answer in answers]
-    if options.json:
-        print(json.dumps(found, indent=1))
-    else:
-        print("\n\n".join("\n".join(lines(one)) for one in found))
+    found = [verdict_of(one, needs[one.host.name]) for one in answers]
+    answer(options, found, map(lines, found))
     return 0 if all(one["reachable"] and not one["problems"] for one in found) else 1
 
 
@@ -51,14 +47,14 @@ def _ask(host: Host, needs: NeedsPlan) -> Survey | None:
     return found
 
 
-def verdict_of(answer: Answer[Survey], needs: NeedsPlan) -> dict[str, Any]:
+def verdict_of(said: Answer[Survey], needs: NeedsPlan) -> dict[str, Any]:
     """Return the verdict on one host as plain data."""
-    survey = answer.value
+    survey = said.value
     if survey is None:
-        return {**plain_answer(answer), "problems": [], "warnings": []}
+        return {**plain_answer(said), "problems": [], "warnings": []}
     verdict = judge(needs, survey)
     return {
-        **plain_answer(answer),
+        **plain_answer(said),
         "problems": [_plain(problem) for problem in verdict.problems],
         "warnings": [_plain(problem) for problem in verdict.warnings],
         "stubbed": list(survey.stubbed),

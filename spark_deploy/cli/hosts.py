@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from spark_contract.documents import plain
 
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
@@ -92,6 +96,20 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     ]
     images = [LockedImage(name, _OPEN_DIGEST, _GUESSED_IMAGE_BYTES) for name in missing.images]
     return with_entries(lock, sources, images)
+
+
+def answer(
+    options: argparse.Namespace,
+    found: Any,
+    texts: Iterable[Iterable[str]],
+    *,
+    between: str = "\n\n",
+) -> None:
+    """Print what a command found: as JSON, or as the lines of each host for people."""
+    if options.json:
+        print(json.dumps(plain(found), indent=1))
+    else:
+        print(between.join("\n".join(text) for text in texts))
 
 
 def say(text: str) -> None:

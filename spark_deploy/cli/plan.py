@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ from spark_contract.release import Release
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.cli.hosts import OPEN_COMMIT, listed, planned
+from spark_deploy.cli.hosts import OPEN_COMMIT, answer, listed, planned
 from spark_deploy.lockfile.resolve import size
 from spark_deploy.planning.budget.disk import disk_total
 from spark_deploy.planning.budget.memory import gib
@@ -25,14 +24,11 @@ def run(options: argparse.Namespace) -> int:
     """Print the plans of the chosen hosts."""
     hosts = listed(options)
     plans = [planned(host, estimate=options.estimate) for host in hosts]
-    if options.json:
-        print(json.dumps([document(plan) for plan in plans], indent=1))
-        return 0
     texts = (
         lines(plan, *pair_of(host.settings.settings, host.catalog))
         for plan, host in zip(plans, hosts, strict=True)
     )
-    print("\n\n".join("\n".join(text) for text in texts))
+    answer(options, [document(plan) for plan in plans], texts)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
@@ -13,7 +12,7 @@ from spark_contract.documents import plain
 from spark_contract.sentences import PREFIX_REUSE, SPEED
 from spark_contract.status import ReleaseState, Status
 
-from spark_deploy.cli.hosts import Listed, listed, planned
+from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.facts.service.serve import Status as StatusFact
@@ -29,11 +28,8 @@ from spark_deploy.planning.work.jobs import jobs_of_pair
 def run(options: argparse.Namespace) -> int:
     """Print the state of the chosen hosts; 1 when one does not provably serve its plan."""
     answers = look(listed(options), _ask)
-    found = [summary_of(answer) for answer in answers]
-    if options.json:
-        print(json.dumps(found, indent=1))
-    else:
-        print("\n".join("\n".join(lines(one)) for one in found))
+    found = [summary_of(one) for one in answers]
+    answer(options, found, map(lines, found), between="\n")
     return 0 if all(one["reachable"] and not one["drift"] for one in found) else 1
 
 
@@ -42,15 +38,15 @@ def _ask(host: Host, one: Listed) -> HostStatus | None:
     return found
 
 
-def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
+def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:
     """Return what is worth knowing of one host as plain data."""
-    status = answer.value
+    status = said.value
     if status is None:
-        return {**plain_answer(answer), "drift": answer.problem}
-    plan = _plan(answer.host)
+        return {**plain_answer(said), "drift": said.problem}
+    plan = _plan(said.host)
     wanted = plan.serve.name if plan else None
     drift = status.unproven(SERVICE, wanted) if wanted else "the plan is not locked yet"
-    found = {**plain_answer(answer), "installed": status.installed, "planned": wanted}
+    found = {**plain_answer(said), "installed": status.installed, "planned": wanted}
     found |= {
         "unreadable": status.unreadable,
         "drift": drift,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import json
 import shlex
 import socket
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from pyinfra.api.host import Host
 from spark_contract.paths import HOST_TOOL
 
-from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.cli.hosts import Listed, answer, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.operations.commands import heartbeat, shell
 from spark_deploy.planning.serving.gateway import SERVICE
@@ -28,12 +27,9 @@ def run(options: argparse.Namespace) -> int:
     if options.command == "stop":
         words += ["--by", f"{getpass.getuser()}@{socket.gethostname()}"]
     answers = look(listed(options), lambda host, one: _order(host, one, words))
-    found = [_outcome(answer) for answer in answers]
-    if options.json:
-        print(json.dumps(found, indent=1))
-    else:
-        for one in found:
-            print(f"{one['host']}: {one['said'] or one['problem']}")
+    found = [_outcome(one) for one in answers]
+    texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in found)
+    answer(options, found, texts, between="\n")
     return 0 if all(one["ok"] for one in found) else 1
 
 
@@ -52,6 +48,6 @@ def _order(host: Host, one: Listed, words: Sequence[str]) -> tuple[bool, str]:
     return ok, output.stdout.strip()
 
 
-def _outcome(answer: Answer[tuple[bool, str]]) -> dict[str, Any]:
-    ok, said = answer.value or (False, "")
-    return {**plain_answer(answer), "ok": ok, "said": said}
+def _outcome(answered: Answer[tuple[bool, str]]) -> dict[str, Any]:
+    ok, said = answered.value or (False, "")
+    return {**plain_answer(answered), "ok": ok, "said": said}
