@@ -306,7 +306,9 @@ def _refuse_wrong(password: str | None, endpoints: Sequence[Endpoint]) -> None:
 
 
 def _data(endpoint: Endpoint, access: Access, password: str | None) -> dict[str, Any]:
-    hidden = _hidden(password) if password and not access.ready else None
+    hidden = None
+    if password and not access.ready:
+        hidden = HiddenValue(password)  # type: ignore[no-untyped-call]  # pyinfra
     contact = Contact(endpoint, access, public_key(endpoint.key_file), hidden)
     if access.ready:
         return {CONTACT_KEY: contact}
@@ -316,10 +318,6 @@ def _data(endpoint: Endpoint, access: Access, password: str | None) -> dict[str,
         # An agent full of keys would use up the attempts the server allows.
         data.update(ssh_password=Password(password), ssh_allow_agent=False, ssh_look_for_keys=False)
     return data
-
-
-def _hidden(text: str) -> HiddenValue:
-    return HiddenValue(text)  # type: ignore[no-untyped-call]  # pyinfra
 
 
 def _say(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator
-from typing import Any, Concatenate, NoReturn, ParamSpec
+from typing import Concatenate, NoReturn, ParamSpec
 
 from pyinfra.api.command import FunctionCommand, PyinfraCommand
 from pyinfra.api.exceptions import PyinfraError
@@ -57,8 +57,8 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
 
 
 def host_errors(
-    body: Callable[P, Generator[Any, None, None] | None],
-) -> Callable[P, Generator[Any, None, None]]:
+    body: Callable[P, Commands | None],
+) -> Callable[P, Commands]:
     """Turn an exception in an operation body into a failure of its host alone.
 
     Without this pyinfra 3.10 ends the whole run with a traceback (its ``run_host_op`` only
@@ -67,7 +67,7 @@ def host_errors(
     """
 
     @functools.wraps(body)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> Generator[Any, None, None]:
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> Commands:
         try:
             yield from body(*args, **kwargs) or ()
         except PyinfraError:

@@ -26,7 +26,7 @@ from spark_deploy.facts.service.serve import Status
 from spark_deploy.facts.service.tools import SymlinkTarget
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.files import place
-from spark_deploy.operations.host_errors import host_errors, refuse
+from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.payload.certificates import given_pair, issue, why_not
 from spark_deploy.planning.serving.gateway import gateway_file
 from spark_deploy.planning.types import GatewayPlan
@@ -37,7 +37,7 @@ _USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 @operation()
 @host_errors
-def configured(plan: GatewayPlan) -> Generator[Any, None, None]:
+def configured(plan: GatewayPlan) -> Commands:
     """Have the gateway's files on the host, and a running gateway use them."""
     changed = yield from place((gateway_file(plan), *_secrets(plan)))
     if plan.tls and plan.tls.mode == "private-ca":
@@ -57,7 +57,7 @@ def configured(plan: GatewayPlan) -> Generator[Any, None, None]:
 
 @operation()
 @host_errors
-def new_key(plan: GatewayPlan) -> Generator[Any, None, None]:
+def new_key(plan: GatewayPlan) -> Commands:
     """Replace the API key that the host made; the old one is refused from then on."""
     if plan.key.kind != "generate":
         refuse(
@@ -74,7 +74,7 @@ def new_key(plan: GatewayPlan) -> Generator[Any, None, None]:
     yield _tool("gateway-new-key", plan.settings.service)
 
 
-def _watch_renewed(plan: GatewayPlan, release: str | None) -> Generator[Any, None, None]:
+def _watch_renewed(plan: GatewayPlan, release: str | None) -> Commands:
     """Have no watch of other code, which would render the gateway's files its own way again.
 
     It follows addresses that come and go, with the code that it began with; engines go on.

@@ -7,8 +7,7 @@ gone and after a reboot; the next run attaches to whatever is there.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import gevent
 from pyinfra.api.command import FunctionCommand
@@ -24,7 +23,7 @@ from spark_deploy.facts.service.jobs import JobStates, parse_poll, poll_command,
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import HEARTBEAT_S, shell
 from spark_deploy.operations.files import place
-from spark_deploy.operations.host_errors import host_errors, refuse
+from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.planning.work.jobs import Work
 
@@ -34,7 +33,7 @@ PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
 
 @operation()
 @host_errors
-def job(work: Work, release: str, names: tuple[str, ...]) -> Generator[Any, None, None]:
+def job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     """Have the job's proof on the host, or its work under way.
 
     Args:
@@ -103,7 +102,7 @@ def prepared(
     release: str,
     timeout_s: int = PREPARE_TIMEOUT_S,
     retire_others: bool = False,
-) -> Generator[Any, None, None]:
+) -> Commands:
     """Wait until every job has its proof; show progress, and the log of what failed.
 
     Args:

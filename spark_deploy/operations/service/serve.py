@@ -7,8 +7,7 @@ decide, start and watch.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pyinfra.api.operation import operation
 from pyinfra.context import host
@@ -19,7 +18,7 @@ from spark_deploy.facts.service.serve import HostStatus, Status, UserExists
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import log_once
 from spark_deploy.operations.files import place
-from spark_deploy.operations.host_errors import host_errors, refuse
+from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.service.rollout import change_to, hold_back
 from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.types import GatewayPlan
@@ -27,9 +26,7 @@ from spark_deploy.planning.types import GatewayPlan
 
 @operation()
 @host_errors
-def release_files(
-    plan: Release, files: Sequence[ManagedFile], users: Sequence[str]
-) -> Generator[Any, None, None]:
+def release_files(plan: Release, files: Sequence[ManagedFile], users: Sequence[str]) -> Commands:
     """Have the units, the release and the accounts of gateway and engine on the host."""
     changed = yield from place(tuple(files))
     if changed:
@@ -43,7 +40,7 @@ def release_files(
 
 @operation()
 @host_errors
-def rolled_out(plan: Release, timeout_s: int) -> Generator[Any, None, None]:
+def rolled_out(plan: Release, timeout_s: int) -> Commands:
     """Serve this release, proven; the one before comes back when that fails."""
     status = read(Status)
     stopped = status.stopped(plan.service)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pyinfra.api.command import FileUploadCommand, StringCommand
 from pyinfra.api.operation import operation
@@ -15,16 +14,14 @@ from spark_deploy.facts.service.tools import PythonSite, SymlinkTarget
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import shell
 from spark_deploy.operations.files import place
-from spark_deploy.operations.host_errors import host_errors, refuse
+from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.payload.content import ToolFiles, site_archive
 from spark_deploy.planning.types import ToolsPlan
 
 
 @operation()
 @host_errors
-def host_tools(
-    plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]
-) -> Generator[Any, None, None]:
+def host_tools(plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) -> Commands:
     """Have the host tools of ``plan.digest``, every file as shipped, and ``current`` on them."""
     home = f"{TOOLS_DIR}/{plan.digest[:12]}"
     changed = yield from place((*files.installed(home), *units))
@@ -45,7 +42,7 @@ def _point(link: str, target: str) -> StringCommand:
 
 @operation()
 @host_errors
-def python_site(plan: ToolsPlan) -> Generator[Any, None, None]:
+def python_site(plan: ToolsPlan) -> Commands:
     """Have the builder's pinned wheels for this host's Python, without a package index there.
 
     The wheels are resolved on the controller, hash-checked by pip, sent once and unpacked.
