@@ -29,6 +29,8 @@ GATEWAY = {
     "tls": None,
 }
 TOOLS = "/usr/local/lib/spark"
+# No GPU is asked for.
+UNASKED = {"schema_version": 1, "key": {}, "docker_arguments": [], "gpu": "none"}
 HOST = f"{TOOLS}/current/bin/spark-host"
 A, B, C = (f"main-{digit * 12}" for digit in "abc")
 
@@ -302,7 +304,7 @@ def install(guest: Guest) -> Bench:
         f"echo '{source_receipt('d' * 64)}' > /srv/spark/models/stub/receipt.json && "
         # No GPU is asked for here: what a deploy proves for its containers is written by hand.
         "mkdir -p /var/lib/spark/receipts && "
-        "echo '{\"docker_arguments\": []}' > /var/lib/spark/receipts/gpu-container.json",
+        f"echo '{json.dumps(UNASKED)}' > /var/lib/spark/receipts/gpu-container.json",
         timeout_s=120,
     )
     return Bench(guest, image)

@@ -57,6 +57,17 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuProof:
+    """``gpu-container.json``: a container that was started in this way saw the GPU."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    key: dict[str, str]  # what it depends on
+    docker_arguments: tuple[str, ...]  # with these an engine is started
+    gpu: str
+
+
+@dataclass(frozen=True, slots=True)
 class Good:
     """The last proven release of a service, and the ways back from it, latest first."""
 

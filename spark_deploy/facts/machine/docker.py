@@ -14,6 +14,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from pyinfra.api.facts import FactBase
+from spark_contract import documents
+from spark_contract.records import GpuProof
 
 from spark_deploy.facts import sections
 from spark_deploy.facts.machine import gpu
@@ -113,7 +115,7 @@ class Docker:
     serving: tuple[str, ...]
     packages: dict[str, str]
     repositories: Repositories
-    receipt: dict[str, Any]  # of the last proof with a container; {} when there is none
+    receipt: GpuProof | None  # of the last proof with a container
     groups: dict[str, tuple[str, ...]]  # of each user asked about; without those unknown here
     silent: tuple[str, ...] = ()  # of docker, toolkit, driver: what did not answer in time
 
@@ -175,7 +177,7 @@ class DockerState(FactBase[Docker]):
             serving=tuple(line for line in found.get("serving", ()) if line),
             packages=parse_packages(found.get("packages", ())),
             repositories=parse_repositories(found),
-            receipt=json_object(found.get("receipt", ())),
+            receipt=_proof(found.get("receipt", ())),
             silent=tuple(word for line in found.get("silent", ()) for word in line.split()),
             groups={
                 user: tuple(names)
@@ -192,6 +194,13 @@ def json_object(lines: Iterable[str]) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _proof(lines: Iterable[str]) -> GpuProof | None:
+    try:
+        return documents.parse(GpuProof, "\n".join(lines))
+    except documents.DocumentError:  # damaged or absent: it proves nothing
+        return None
 
 
 def toolkit_version(lines: Iterable[str]) -> str:

@@ -225,18 +225,19 @@ def gpu_container(plan: DockerPlan) -> Commands:
     """Prove that a container sees the GPU; the proof is kept until a version changes."""
     state = state_of(plan)
     key = docker_engine.proof_key(plan, state)
-    old = state.receipt.get("key")
-    if not current_state.is_executing and isinstance(old, dict):
+    proof = state.receipt
+    if proof and not current_state.is_executing:
         # Predicting: what cannot be read now (docker is down) will most likely be as it was.
-        key = {name: value or old.get(name, "") for name, value in key.items()}
+        key = {name: value or proof.key.get(name, "") for name, value in key.items()}
     if state.silent:
         log_once(f"no answer in time from {', '.join(state.silent)}; taken as unchanged", "yellow")
     # The engine is started with the receipt's words, so they count like a version.
-    wanted = key["gpu_through"].split()
-    if old == key and state.receipt.get("docker_arguments") == wanted:
-        host.noop(f"a container saw {state.receipt.get('gpu', 'the GPU')} with these versions")
+    wanted = tuple(key["gpu_through"].split())
+    if proof and (proof.key, proof.docker_arguments) == (key, wanted):
+        host.noop(f"a container saw {proof.gpu} with these versions")
         return
-    if isinstance(old, dict) and old != key:
+    if proof and proof.key != key:
+        old = proof.key
         changed = [
             f"{name} {old.get(name)} -> {new}" for name, new in key.items() if old.get(name) != new
         ]

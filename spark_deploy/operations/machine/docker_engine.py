@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -10,6 +9,8 @@ from typing import Any
 
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
+from spark_contract.documents import text_of
+from spark_contract.records import GpuProof
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts import sections
@@ -120,9 +121,8 @@ def proof_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
     What did not answer counts as it was: that nobody could tell is no change.
     """
     key = _key_seen(plan, state)
-    old = state.receipt.get("key")
-    if isinstance(old, dict):
-        key.update({name: str(old.get(name, "")) for name in state.silent})
+    if state.receipt is not None:
+        key.update({name: state.receipt.key.get(name, "") for name in state.silent})
     return key
 
 
@@ -170,21 +170,15 @@ def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
     gpus = [line for line in lines if line.startswith("GPU ")]
     if not gpus:
         raise Refused(explained("\n".join(lines), plan.check_image))
-    receipt = {
-        "schema_version": 1,
-        "key": proof_key(plan, seen),
-        # The engine is started with these.
-        "docker_arguments": through,
-        "gpu": gpus[0].partition(" (UUID")[0],
-    }
+    receipt = GpuProof(proof_key(plan, seen), through, gpus[0].partition(" (UUID")[0])
     path = shlex.quote(plan.receipt_path)
     run(
         host,
         f"install -d $(dirname {path}) && cat > {path}.new && chmod 644 {path}.new "
         f"&& mv -fT {path}.new {path}",
-        stdin=json.dumps(receipt, sort_keys=True),
+        stdin=text_of(receipt),
     )
-    host.log(f"a container sees {receipt['gpu']}")
+    host.log(f"a container sees {receipt.gpu}")
     return True
 
 

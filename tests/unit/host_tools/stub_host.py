@@ -16,9 +16,10 @@ sys.path[:0] = [str(REPOSITORY / "files" / "contract"), str(REPOSITORY / "files"
 
 from spark_contract.gateway import Gateway  # noqa: E402
 from spark_contract.paths import Paths  # noqa: E402
+from spark_contract.records import GpuProof  # noqa: E402
 from spark_contract.release import Release  # noqa: E402
 from spark_host.engine.client import Engine, EngineError  # noqa: E402
-from spark_host.system import ports, stored  # noqa: E402
+from spark_host.system import disk, ports, stored  # noqa: E402
 from spark_host.system import stored as releases  # noqa: E402
 
 RELEASE = "main-0123456789ab"
@@ -123,8 +124,7 @@ class Host:
 
     def proven_gpu(self, *arguments: str) -> None:
         """Write the deploy's proof that a container sees the GPU with these arguments."""
-        self.paths.gpu_receipt.parent.mkdir(parents=True, exist_ok=True)
-        self.paths.gpu_receipt.write_text(json.dumps({"docker_arguments": arguments}))
+        disk.write(self.paths.gpu_receipt, GpuProof({}, arguments, "GPU 0"))
 
     def release(self, name: str = RELEASE, **changes: Any) -> Release:
         """Write a release and return it as the tools read it."""

@@ -13,6 +13,7 @@ from urllib.parse import quote
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
+from spark_contract.records import GpuProof
 from spark_contract.units import DIGEST_LABEL
 
 API_SOCKET = "/var/run/docker.sock"
@@ -71,14 +72,8 @@ def _answer(path: str, timeout_s: float) -> Any:
 
 def gpu_arguments(paths: Paths) -> tuple[str, ...]:
     """Return the arguments with which a container was proven to see the GPU of this host."""
-    receipt = files.read_json(paths.gpu_receipt) or {}
-    if "docker_arguments" not in receipt:
-        raise HostToolError(
-            str(paths.gpu_receipt),
-            "does not say how a container gets at the GPU",
-            "run the deploy again",
-        )
-    return tuple(str(word) for word in receipt["docker_arguments"])
+    absent = "does not say how a container gets at the GPU"
+    return files.load(GpuProof, paths.gpu_receipt, absent).docker_arguments
 
 
 def gpu_problem(paths: Paths) -> HostToolError | None:
