@@ -21,13 +21,13 @@ from spark_contract.status import (
 from spark_contract.units import GATEWAY
 
 from spark_host.check import measure
+from spark_host.check.probe import CheckError, Probe
 from spark_host.engine import memory
-from spark_host.engine.client import Engine, EngineError
+from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
 from spark_host.records import boot, proof, upgrades
-from spark_host.system import stored as releases
-from spark_host.system import systemd
+from spark_host.system import stored, systemd
 from spark_host.system.ports import Host
 from spark_host.watch import loop
 
@@ -40,7 +40,7 @@ def status(paths: Paths, live: bool) -> Status:
         live: Also ask the running engines one question each.
     """
     host = Host(paths)
-    known = [r for n in releases.names(paths) if (r := releases.load_if_present(n, paths))]
+    known = [release for name in stored.names(paths) if (release := host.release(name))]
     services = sorted({release.service for release in known} | _marked(paths))
     # One question for all units: a call of systemctl each would cost more than all the rest.
     asked = [*(r.serve_unit for r in known), *(GATEWAY.of(service) for service in services)]
@@ -131,22 +131,14 @@ def _live(running: list[Release], paths: Paths) -> Live | None:
 def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
     """Return whether one short completion comes through the engine's socket."""
     start = time.monotonic()
+    probe = Probe(release, Engine.of(release, paths), list, until_s=start + timeout_s)
     question = release.check.questions[0].prompt if release.check.questions else "Hello"
-    body = {
-        "model": release.names[0],
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": 8,
-        "temperature": 0,
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
     try:
-        answer = Engine.of(release, paths).chat(body, timeout_s)
-        ok = int(answer["usage"]["completion_tokens"]) > 0
-        detail = str(answer["choices"][0]["message"].get("content"))
-    except (EngineError, KeyError, IndexError, TypeError) as error:
-        ok, detail = False, str(error)
-    seconds = round(time.monotonic() - start, 3)
-    return Live(ok, release.name, seconds, detail)
+        detail = probe.say(question, 8)
+    except CheckError as error:
+        detail = str(error)
+    ok = probe.tokens_seen > 0
+    return Live(ok, release.name, round(time.monotonic() - start, 3), detail)
 
 
 def main(words: list[str], paths: Paths) -> int:

@@ -14,12 +14,13 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(REPOSITORY / "files" / "contract"), str(REPOSITORY / "files" / "host")]
 
+from spark_contract.documents import text_of  # noqa: E402
 from spark_contract.gateway import Gateway  # noqa: E402
 from spark_contract.paths import Paths  # noqa: E402
 from spark_contract.records import GpuProof  # noqa: E402
 from spark_contract.release import Release  # noqa: E402
 from spark_host.engine.client import Engine, EngineError  # noqa: E402
-from spark_host.system import disk, ports, stored  # noqa: E402
+from spark_host.system import ports, stored  # noqa: E402
 from spark_host.system import stored as releases  # noqa: E402
 
 RELEASE = "main-0123456789ab"
@@ -124,7 +125,8 @@ class Host:
 
     def proven_gpu(self, *arguments: str) -> None:
         """Write the deploy's proof that a container sees the GPU with these arguments."""
-        disk.write(self.paths.gpu_receipt, GpuProof({}, arguments, "GPU 0"))
+        self.paths.gpu_receipt.parent.mkdir(parents=True, exist_ok=True)
+        self.paths.gpu_receipt.write_text(text_of(GpuProof({}, arguments, "GPU 0")))
 
     def release(self, name: str = RELEASE, **changes: Any) -> Release:
         """Write a release and return it as the tools read it."""

@@ -8,7 +8,7 @@ import re
 import pytest
 from spark_contract.records import Proof
 from spark_contract.release import Release
-from spark_host.check import prefix, runner
+from spark_host.check import long_text, runner
 from spark_host.records import proof
 from spark_host.system import systemd
 from stub_host import Host
@@ -83,7 +83,7 @@ def test_a_fault_fails_the_check_made_for_it(
     }
     leave_out(monkeypatch, *alone.get(fault, ()))
     changes = {} if violated == "prefix reuse" else {"check__prefix": None}
-    monkeypatch.setattr(prefix, "_COUNTER_WAIT_S", 0.3)
+    monkeypatch.setattr(long_text, "_COUNTER_WAIT_S", 0.3)
     release = host.release(check__questions=exact, **changes)
     host.started(release, fault)
     problems = failed(check(host, release))
@@ -155,7 +155,7 @@ def test_the_proof_of_a_long_conversation_tells_when_turn_two_began_to_answer(ho
 def test_a_conversation_shorter_than_a_cache_block_proves_nothing(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix, "_FILLER_TOKENS", 100_000)
+    monkeypatch.setattr(long_text, "_FILLER_TOKENS", 100_000)
     release = host.release(check__prefix={"block_tokens": 100})
     host.started(release)
     assert "a cache block 100" in failed(check(host, release))["prefix reuse"]

@@ -17,7 +17,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).write_text("#!/bin/sh\nexec sleep 30\n")
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    monkeypatch.setattr(systemd, "_ENVIRONMENT", {**os.environ, "PATH": path})
+    monkeypatch.setenv("PATH", path)
     monkeypatch.setattr(systemd, "_LIMIT_S", 0.2)
     monkeypatch.setattr(systemd, "_JOURNAL_S", 0.2)
 

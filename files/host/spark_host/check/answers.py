@@ -10,8 +10,7 @@ from typing import Any
 
 from spark_contract.release import Question
 
-from spark_host.check.probe import CheckError, Message, Probe, content, short, user
-from spark_host.engine.client import EngineError
+from spark_host.check.probe import CheckError, Message, Probe, Streamed, content, short, user
 
 _SAME_TOKEN_RUN = 24
 _STREAMS = 3
@@ -94,45 +93,25 @@ def parallel(probe: Probe) -> str:
         asked = [(question, pool.submit(_streamed, probe, question)) for question in questions]
         for question, streamed in asked:
             try:
-                text, tokens = streamed.result()
-                _judge(question, text)
+                answer = streamed.result()
+                _judge(question, answer.text)
             except CheckError as error:
                 raise CheckError(f"among {_STREAMS} streams at once {error}") from error
-            probe.tokens_seen += tokens
+            probe.tokens_seen += answer.tokens
     return f"{_STREAMS} streams at once were answered right"
 
 
 def stream(probe: Probe) -> str:
     """A streamed answer is complete and says the same as a plain one."""
     question = probe.plan.questions[0]
-    text, tokens = _streamed(probe, question)
-    probe.tokens_seen += tokens
-    _judge(question, text)
-    return f"a streamed answer came whole, {tokens} tokens"
+    answer = _streamed(probe, question)
+    probe.tokens_seen += answer.tokens
+    _judge(question, answer.text)
+    return f"a streamed answer came whole, {answer.tokens} tokens"
 
 
-def _streamed(probe: Probe, question: Question) -> tuple[str, int]:
-    """Return the text of a complete stream, and its tokens for the caller to count."""
-    body = probe.body(
-        [user(question.prompt)],
-        question.max_tokens,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    text, finished, usage = "", None, None
-    try:
-        for event in probe.engine.stream_chat(body, probe.left_s):
-            usage = event.get("usage") or usage
-            for choice in event.get("choices") or ():
-                text += choice.get("delta", {}).get("content") or ""
-                finished = choice.get("finish_reason") or finished
-    except EngineError as error:
-        raise CheckError(f"the streamed answer broke: {error}, after {short(text)}") from error
-    if finished is None:
-        raise CheckError(f"the streamed answer has no finish_reason, after {short(text)}")
-    if not usage:
-        raise CheckError("the streamed answer carries no usage")
-    return text, int(usage.get("completion_tokens", 0))
+def _streamed(probe: Probe, question: Question) -> Streamed:
+    return probe.streamed([user(question.prompt)], question.max_tokens)
 
 
 _WEATHER = {
@@ -199,20 +178,3 @@ def reasoning(probe: Probe) -> str:
     if message["finish_reason"] != "length":
         _judge(question, answer)
     return f"{len(thought)} characters of reasoning came apart from the answer"
-
-
-_NEEDLE = "The secret number of the lighthouse is 48213."
-
-
-def needle(probe: Probe) -> str:
-    """A fact in the middle of a long context is found again."""
-    tokens = probe.plan.needle.context_tokens if probe.plan.needle else 0
-    filler = "The sea was calm and the gulls were quiet that day. "
-    half = filler * (tokens // 24)
-    prompt = f"{half}{_NEEDLE} {half}\nWhat is the secret number of the lighthouse? Digits only."
-    answer = probe.say(prompt, 64)
-    if "48213" not in answer:
-        raise CheckError(
-            f"a number in the middle of about {tokens} tokens was not found: {short(answer)}"
-        )
-    return f"a number in the middle of about {tokens} tokens was found"

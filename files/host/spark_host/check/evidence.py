@@ -57,7 +57,7 @@ def counters_move(probe: Probe) -> str:
     before = probe.before.tokens if probe.before else 0.0
     deadline = time.monotonic() + _COUNTER_WAIT_S
     while True:
-        moved = _metrics(probe).tokens - before
+        moved = probe.metrics().tokens - before
         if moved >= probe.tokens_seen:
             return f"the token counters moved by {moved:.0f}"
         if time.monotonic() > deadline:
@@ -77,7 +77,7 @@ def acceptance(probe: Probe) -> str:
     for question in (probe.plan.questions * 8)[:8]:
         # Text of some length: the first tokens after a prompt say little about the drafter.
         probe.chat([user(question.prompt)], limit)
-        after = _metrics(probe)
+        after = probe.metrics()
         if after.total(_DRAFTED) is None:
             raise CheckError("the engine has no counters of speculation: it is switched off")
         drafted = (after.total(_DRAFTED) or 0.0) - (before.total(_DRAFTED) or 0.0)
@@ -96,7 +96,7 @@ def acceptance(probe: Probe) -> str:
 
 def metrics_required(probe: Probe) -> str:
     """The engine's metrics show the settings of the release."""
-    metrics = _metrics(probe)
+    metrics = probe.metrics()
     for name, wanted in probe.plan.metrics_required.items():
         if isinstance(wanted, dict):
             labels = {str(key): str(value) for key, value in wanted.items()}
@@ -132,10 +132,3 @@ def healthy(probe: Probe) -> str:
     if status != 200:
         raise CheckError(f"/health answers HTTP {status} after the check")
     return "the engine is healthy after the check"
-
-
-def _metrics(probe: Probe) -> Metrics:
-    try:
-        return probe.engine.metrics(probe.left_s)
-    except EngineError as error:
-        raise CheckError(f"/metrics: {error}") from error

@@ -18,6 +18,16 @@ class CheckError(Exception):
     """The engine violates what is checked; the message is a plain sentence."""
 
 
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A streamed answer that came whole."""
+
+    text: str
+    wait_s: float  # until its first text
+    tokens: int
+    prompt_tokens: int
+
+
 @dataclass(slots=True)
 class Probe:
     """A running engine and what is known about it so far."""
@@ -84,6 +94,39 @@ class Probe:
             raise CheckError(f"the answer lacks {error}") from error
         message["finish_reason"] = choice.get("finish_reason")
         return message
+
+    def streamed(self, messages: list[Message], max_tokens: int) -> Streamed:
+        """Return a streamed answer that came whole; the caller counts its tokens.
+
+        Raises:
+            CheckError: It broke off, or lacks its end.
+        """
+        body = self.body(messages, max_tokens, stream=True, stream_options={"include_usage": True})
+        start, wait_s = time.monotonic(), 0.0
+        text, finished, usage = "", None, None
+        try:
+            for event in self.engine.stream_chat(body, self.left_s):
+                usage = event.get("usage") or usage
+                for choice in event.get("choices") or ():
+                    text += choice.get("delta", {}).get("content") or ""
+                    finished = choice.get("finish_reason") or finished
+                if text and not wait_s:
+                    wait_s = time.monotonic() - start
+        except EngineError as error:
+            raise CheckError(f"the streamed answer broke: {error}, after {short(text)}") from error
+        if finished is None:
+            raise CheckError(f"the streamed answer has no finish_reason, after {short(text)}")
+        if not usage:
+            raise CheckError("the streamed answer carries no usage")
+        counted = (int(usage.get(key, 0)) for key in ("completion_tokens", "prompt_tokens"))
+        return Streamed(text, wait_s, *counted)
+
+    def metrics(self) -> Metrics:
+        """Return the engine's counters and gauges."""
+        try:
+            return self.engine.metrics(self.left_s)
+        except EngineError as error:
+            raise CheckError(f"/metrics: {error}") from error
 
     def say(self, prompt: str, max_tokens: int) -> str:
         """Return the text of the answer to one prompt."""

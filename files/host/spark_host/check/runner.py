@@ -18,8 +18,7 @@ from spark_contract.records import Finding, Proof
 from spark_contract.release import Release, service_of
 from spark_contract.sentences import PHASE, PREFIX_REUSE, STAND_IN, WAITED
 
-from spark_host.check import answers, evidence, images
-from spark_host.check.prefix import prefix_reuse
+from spark_host.check import answers, evidence, images, long_text
 from spark_host.check.probe import CheckError, Probe
 from spark_host.engine.client import Engine, EngineError, NotListeningError
 from spark_host.gateway import traffic
@@ -61,9 +60,9 @@ CHECKS = (
     Check("conversation", "full", answers.conversation, lambda p: p.plan.conversation),
     Check("parallel", "full", answers.parallel, lambda p: bool(p.plan.questions)),
     Check("image", "full", images.image, lambda p: p.plan.image),
-    Check(PREFIX_REUSE, "full", prefix_reuse, lambda p: p.plan.prefix is not None),
+    Check(PREFIX_REUSE, "full", long_text.prefix_reuse, lambda p: p.plan.prefix is not None),
     Check("acceptance", "full", evidence.acceptance, lambda p: p.plan.acceptance_floor is not None),
-    Check("needle", "deep", answers.needle, lambda p: p.plan.needle is not None),
+    Check("needle", "deep", long_text.needle, lambda p: p.plan.needle is not None),
     Check("counters", "quick", evidence.counters_move, lambda p: bool(p.plan.questions)),
     Check("metrics", "quick", evidence.metrics_required, lambda p: bool(p.plan.metrics_required)),
     Check("health", "quick", evidence.healthy),

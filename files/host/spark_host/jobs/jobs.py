@@ -33,7 +33,8 @@ from spark_contract.sentences import PHASE
 from spark_contract.units import TREE_NAME
 
 from spark_host.system import disk, docker, systemd
-from spark_host.system.stored import releases_of_tree
+from spark_host.system.ports import Host
+from spark_host.system.stored import names
 
 STATUS = "status.json"
 _TAIL_LINES = 20
@@ -54,10 +55,16 @@ def proven(job: Job, paths: Paths) -> bool:
         return _receipt_holds(proof)
     if isinstance(proof, AbsentProof):
         tree = Path(proof.absent)
-        return not tree.exists() or bool(releases_of_tree(tree, paths))
+        return not tree.exists() or bool(_users_of(tree, paths))
     if proof.label is not None:
         return docker.image_label(proof.image) == proof.label
     return docker.image(proof.image) is not None
+
+
+def _users_of(tree: Path, paths: Paths) -> list[str]:
+    """Return the releases that load a tree: it must outlive them."""
+    found = (Host(paths).release(name) for name in names(paths))
+    return [one.name for one in found if one and Path(one.tree.path) == tree]
 
 
 def _receipt_holds(proof: ReceiptProof) -> bool:
@@ -97,7 +104,7 @@ def run(digest12: str, paths: Paths) -> int:
 
 def _why_done(job: Job, paths: Paths) -> str:
     proof = job.proof
-    users = releases_of_tree(Path(proof.absent), paths) if isinstance(proof, AbsentProof) else []
+    users = _users_of(Path(proof.absent), paths) if isinstance(proof, AbsentProof) else []
     return f"kept, {', '.join(users)} can serve it" if users else "already done"
 
 

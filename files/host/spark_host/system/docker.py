@@ -16,6 +16,8 @@ from spark_contract.paths import Paths
 from spark_contract.records import GpuProof
 from spark_contract.units import DIGEST_LABEL
 
+from spark_host.system.programs import finished
+
 API_SOCKET = "/var/run/docker.sock"
 _PATIENT_S = 60.0  # a busy host's daemon answers late; it is asked once more for so long
 
@@ -126,18 +128,8 @@ def container(name: str, limit_s: float) -> dict[str, Any] | None:
 
 
 def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run the docker client and return what it said; the caller judges the exit code.
-
-    A client that is not installed answers like one that failed, with the shell's code 127; one
-    that does not end in time, because the daemon hangs, with the code 124 of timeout(1).
-    """
-    argv = ["docker", *words]
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except FileNotFoundError:
-        return subprocess.CompletedProcess(argv, 127, "", "docker is not installed")
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(argv, 124, "", f"no answer within {timeout_s:.0f} s")
+    """Run the docker client and return what it said; the caller judges the exit code."""
+    return finished(["docker", *words], timeout_s)
 
 
 def remove_container(name: str) -> None:

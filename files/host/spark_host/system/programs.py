@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 
 _LIMIT_S = 20.0
 _DEATH_S = 1.0  # a program that was killed dies within this, or is stuck
@@ -12,6 +13,29 @@ _PATIENT_S = 60.0  # the second time, on a host that is too busy for the first l
 
 class ProgramSilent(Exception):  # noqa: N818 - named after what happened
     """The program is there but did not end in time: what it knows is unknown, not absent."""
+
+
+def finished(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end and return what it said, in plain English; the caller judges it.
+
+    One that is not installed answers like one that failed, with the shell's code 127; one that
+    does not end in time with the code 124 of timeout(1).
+    """
+    environment = {**os.environ, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
+    try:
+        return subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            env=environment,
+            check=False,
+        )
+    except FileNotFoundError:
+        return subprocess.CompletedProcess(argv, 127, "", f"{argv[0]} is not installed")
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(argv, 124, "", f"no answer within {limit_s:.0f} s")
 
 
 def output_of(*argv: str) -> str | None:

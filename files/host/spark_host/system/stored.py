@@ -49,17 +49,3 @@ def load(name: str, paths: Paths) -> Release:
             str(path), f"carries the name {release.name!r}", "run the deploy again", 2
         )
     return release
-
-
-def load_if_present(name: str, paths: Paths) -> Release | None:
-    """Return the release, or ``None`` when it cannot be read."""
-    try:
-        return load(name, paths)
-    except HostToolError:
-        return None
-
-
-def releases_of_tree(tree: Path, paths: Paths) -> list[str]:
-    """Return the releases on this host that load ``tree``: it must outlive them."""
-    found = ((name, load_if_present(name, paths)) for name in names(paths))
-    return [name for name, release in found if release and Path(release.tree.path) == tree]

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterable
 
 from spark_contract.errors import HostToolError
+
+from spark_host.system.programs import finished
 
 UnitState = dict[str, str]
 
 _LIMIT_S = 60.0
 _JOURNAL_S = 60.0
 _LINK_S = 120.0  # it reads all units anew
-_ENVIRONMENT = {**os.environ, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
 
 
 def systemctl(*words: str, timeout_s: float = _LIMIT_S) -> subprocess.CompletedProcess[str]:
-    """Run ``systemctl`` and return what it said; the caller judges the exit code.
-
-    One that does not end in time answers like one that failed, with the code 124 of timeout(1).
-    """
-    argv = ["systemctl", "--no-pager", *words]
-    try:
-        return subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=_ENVIRONMENT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(argv, 124, "", f"no answer within {timeout_s:.0f} s")
+    """Run ``systemctl`` and return what it said; the caller judges the exit code."""
+    return finished(["systemctl", "--no-pager", *words], timeout_s)
 
 
 def _told(*words: str) -> str:
@@ -146,16 +132,7 @@ def journal(invocation_id: str, unit: str, lines: int | None = None) -> list[str
         words.append(f"_SYSTEMD_INVOCATION_ID={invocation_id}")
     if lines is not None:
         words += ["-n", str(lines)]
-    try:
-        said = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            timeout=_JOURNAL_S,
-            env=_ENVIRONMENT,
-            check=False,
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired:
-        return [f"(journalctl gave no answer within {_JOURNAL_S:.0f} s)"]
+    said = finished(words, _JOURNAL_S)
+    if said.returncode == 124:
+        return [f"(journalctl gave {said.stderr})"]
     return said.stdout.splitlines()
