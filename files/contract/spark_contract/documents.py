@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -51,13 +51,13 @@ def older(*gone: str) -> Any:
 def plain(value: Any) -> Any:
     """Return a document, or a part of one, as plain JSON data: the one writer."""
     if is_dataclass(value) and not isinstance(value, type):
-        kind = type(value)
-        stated = {_VERSION: version} if (version := _version(kind)) is not None else {}
-        items = ((one, getattr(value, one.name)) for one in fields(kind))
+        version = getattr(value, "SCHEMA_VERSION", None)
+        stated = {} if version is None else {_VERSION: version}
+        items = ((one, getattr(value, one.name)) for one in fields(value))
         return stated | {
-            _key(one): plain(item)
+            one.metadata.get("key", one.name): plain(item)
             for one, item in items
-            if not (_is_optional(one) and item == one.default)
+            if not ("optional" in one.metadata and item == one.default)
         }
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
@@ -92,21 +92,7 @@ def parse(kind: type[_T], text: str) -> _T:
     return read(kind, data)
 
 
-def _version(kind: type) -> int | None:
-    return getattr(kind, "SCHEMA_VERSION", None)
-
-
-def _key(one: Field[Any]) -> str:
-    return str(one.metadata.get("key", one.name))
-
-
-def _is_optional(one: Field[Any]) -> bool:
-    return bool(one.metadata.get("optional"))
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 def _read(kind: Any, data: Any, path: str) -> Any:
@@ -125,17 +111,17 @@ def _read(kind: Any, data: Any, path: str) -> Any:
 
 
 def _read_fields(kind: Any, data: Any, path: str) -> Any:
-    data = dict(_object(data, path))
+    data = dict(_of(dict, "an object", data, path))
     upgrade: Callable[[dict[str, Any]], dict[str, Any]] | None = getattr(kind, "upgrade", None)
     if upgrade is not None:
         try:
             data = upgrade(data)
         except (KeyError, TypeError, AttributeError) as error:
             raise _wrong(path, f"malformed: {type(error).__name__}: {error}") from error
-    version = _version(kind)
+    version = getattr(kind, "SCHEMA_VERSION", None)
     if version is not None:
         _one_of((version,), data.pop(_VERSION, None), _at(path, _VERSION))
-    known = {_key(one): one for one in fields(kind)}
+    known = {one.metadata.get("key", one.name): one for one in fields(kind)}
     for name in data:
         if name not in known:
             raise _wrong(_at(path, name), "unknown")
@@ -143,7 +129,7 @@ def _read_fields(kind: Any, data: Any, path: str) -> Any:
     for name, one in known.items():
         if name in data:
             values[one.name] = _read(_hints(kind)[one.name], data[name], _at(path, name))
-        elif not _is_optional(one):
+        elif "optional" not in one.metadata:
             raise _wrong(_at(path, name), "missing")
     try:
         return kind(**values)
@@ -171,7 +157,7 @@ def _one_of(known: tuple[Any, ...], data: Any, path: str) -> Any:
 
 
 def _read_tuple(kind: Any, data: Any, path: str) -> Any:
-    items, parts = _list(data, path), get_args(kind)
+    items, parts = _of(list, "a list", data, path), get_args(kind)
     if parts[1:] == (...,):
         parts = parts[:1] * len(items)
     if len(parts) != len(items):
@@ -182,14 +168,14 @@ def _read_tuple(kind: Any, data: Any, path: str) -> Any:
 
 def _read_frozenset(kind: Any, data: Any, path: str) -> Any:
     (part,) = get_args(kind)
-    return frozenset(
-        _read(part, item, f"{path}[{number}]") for number, item in enumerate(_list(data, path))
-    )
+    items = enumerate(_of(list, "a list", data, path))
+    return frozenset(_read(part, item, f"{path}[{number}]") for number, item in items)
 
 
 def _read_mapping(kind: Any, data: Any, path: str) -> Any:
     item = get_args(kind)[1]
-    return {name: _read(item, one, _at(path, name)) for name, one in _object(data, path).items()}
+    pairs = _of(dict, "an object", data, path).items()
+    return {name: _read(item, one, _at(path, name)) for name, one in pairs}
 
 
 _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
@@ -203,15 +189,9 @@ _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
 }
 
 
-def _object(data: Any, path: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise _wrong(path, f"an object expected, not {_shown(data)}")
-    return data
-
-
-def _list(data: Any, path: str) -> list[Any]:
-    if not isinstance(data, list):
-        raise _wrong(path, f"a list expected, not {_shown(data)}")
+def _of(kind: type, called: str, data: Any, path: str) -> Any:
+    if not isinstance(data, kind):
+        raise _wrong(path, f"{called} expected, not {_shown(data)}")
     return data
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from spark_contract import documents
 from spark_contract.errors import HostToolError
@@ -82,23 +81,6 @@ def remove(path: Path) -> bool:
         return False
     sync_directory(path.parent)
     return True
-
-
-def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
-    """Replace ``path`` by ``value`` as JSON, atomically and durably."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n", mode)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in ``path``; ``None`` when it is absent or not a JSON object.
-
-    A file cut short by a power loss proves nothing, so it counts as absent.
-    """
-    try:
-        value = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def load(kind: type[_T], path: Path, absent: str) -> _T:

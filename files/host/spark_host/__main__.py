@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 from collections.abc import Callable
 
-from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.paths import Paths
-from spark_contract.records import Rollout
-from spark_contract.status import Begun
 
 from spark_host import status
 from spark_host.check import runner
@@ -23,6 +19,7 @@ from spark_host.prune import prune
 from spark_host.records import boot
 from spark_host.rollout import recover, request, rollout, way_back
 from spark_host.rollout.ports import this_host
+from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.system.stored import default_paths
 from spark_host.watch import loop
@@ -44,7 +41,13 @@ def _one(words: Words) -> str:
 
 def _poll(words: Words, paths: Paths) -> int:
     asked = words[1] if len(words) == 2 else None
-    return _print(request.poll(_one(words[:1]), Host(paths), asked))
+    answer(request.poll(_one(words[:1]), Host(paths), asked))
+    return 0
+
+
+def _begin(name: str, paths: Paths) -> int:
+    answer(request.begin(name, Host(paths)))
+    return 0
 
 
 def _stop_service(words: Words, paths: Paths) -> int:
@@ -53,12 +56,6 @@ def _stop_service(words: Words, paths: Paths) -> int:
         by = words[2]
         words = words[:1]
     return boot.stop_service(_one(words), by, Host(paths))
-
-
-def _print(value: Begun | Rollout) -> int:
-    json.dump(plain(value), sys.stdout)
-    print()
-    return 0
 
 
 VERBS: dict[str, tuple[Verb, str]] = {
@@ -73,7 +70,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
         "RELEASE: finish a rollout that was killed",
     ),
     "switch-begin": (
-        _of_one(lambda name, paths: _print(request.begin(name, Host(paths)))),
+        _of_one(_begin),
         "RELEASE: ask for the change, or join the one under way",
     ),
     "switch-poll": (_poll, "RELEASE [REQUEST]: how the last change to it stands, as JSON"),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 
-from spark_contract.documents import plain
 from spark_contract.paths import Paths
 from spark_contract.records import Stopped
 from spark_contract.release import Release
@@ -28,30 +25,26 @@ from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
 from spark_host.records import boot, proof, upgrades
 from spark_host.system import stored, systemd
+from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.watch import loop
 
 
 def status(paths: Paths, live: bool) -> Status:
-    """Return the host's state.
-
-    Args:
-        paths: Where to look.
-        live: Also ask the running engines one question each.
-    """
+    """Return the host's state; ``live`` also asks the running engines one question each."""
     host = Host(paths)
     known = [release for name in stored.names(paths) if (release := host.release(name))]
     services = sorted({release.service for release in known} | _marked(paths))
     # One question for all units: a call of systemctl each would cost more than all the rest.
     asked = [*(r.serve_unit for r in known), *(GATEWAY.of(service) for service in services)]
     units = systemd.show(asked, ["ActiveState", "InvocationID", "NRestarts"])
-    versions = proof.versions()
+    versions, free = proof.versions(), memory.meminfo()
     digests = jobs.all_digests(paths)
     return Status(
         releases=tuple(_release(release, units, versions, host) for release in known),
         services={name: _service(name, known, units, host) for name in services},
         jobs=tuple(jobs.poll(digests, paths)) if digests else (),
-        memory=_memory(),
+        memory=HostMemory(free["MemTotal"], free["MemAvailable"]),
         versions=versions,
         versions_unknown=tuple(upgrades.unknown(versions)),
         reboot_pending=upgrades.reboot_pending(),
@@ -113,11 +106,6 @@ def _service(
     )
 
 
-def _memory() -> HostMemory:
-    values = memory.meminfo()
-    return HostMemory(values["MemTotal"], values["MemAvailable"])
-
-
 def _live(running: list[Release], paths: Paths) -> Live | None:
     """Ask every running engine; return the first bad answer, else the last good one."""
     found = None
@@ -143,6 +131,5 @@ def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
 
 def main(words: list[str], paths: Paths) -> int:
     """Run ``status [--live]``."""
-    json.dump(plain(status(paths, "--live" in words)), sys.stdout)
-    print()
+    answer(status(paths, "--live" in words))
     return 0

@@ -142,7 +142,7 @@ def test_the_speed_is_measured_once_under_the_same_versions(
     assert prove(host, release, monkeypatch).data["phases"] == []
     # A quick check of a later run does not forget it.
     runner.check(release, host.here, "quick", print, invocation_id="run-2")
-    assert not proof.bench_due(release, host.here)
+    assert not proof.bench_due(release, proof.read(release.name, host.here))
     assert prove(host, release, monkeypatch, driver="580.159").data["phases"] == ["bench"]
 
 

@@ -26,13 +26,13 @@ from pathlib import Path
 from spark_contract import files
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
-files.write_json(Path(sys.argv[1]), {"release": "main-cccccccccccc", "previous": ["b"] * 20})
+files.write_text(Path(sys.argv[1]), "the next one" * 20)
 """
 
 
 def test_a_record_that_does_not_fit_any_more_leaves_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "good.json"
-    files.write_json(path, {"release": "main-aaaaaaaaaaaa", "previous": ["b"] * 20})
+    files.write_text(path, "the one before")
 
     said = subprocess.run(
         [sys.executable, "-c", _WRITE, str(path)],
@@ -40,9 +40,7 @@ def test_a_record_that_does_not_fit_any_more_leaves_the_one_before(tmp_path: Pat
     )  # fmt: skip
 
     assert f"File too large: '{path}'" in said.stderr
-    found = files.read_json(path)
-    assert found is not None
-    assert found["release"] == "main-aaaaaaaaaaaa"
+    assert path.read_text() == "the one before"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -140,7 +140,7 @@ def test_an_image_nobody_could_look_up_is_neither_there_nor_gone(
         "proof": {"image": "spark-vllm:x", "label": "e" * 64},
     }  # fmt: skip
     host.paths.job(digest12).mkdir(parents=True)
-    files.write_json(host.paths.job(digest12) / "job.json", job)
+    files.write_text(host.paths.job(digest12) / "job.json", json.dumps(job))
     monkeypatch.setattr(systemd, "show", lambda wanted, fields: {})
 
     late.delays_s = [0.8, 0.8]

@@ -31,6 +31,10 @@ BASE = "registry/vllm@sha256:" + "b" * 64
 RUN = {"state": "done", "exit_code": 0, "started_at": None, "ended_at": "now", "last_lines": []}
 
 
+def put(path: Path, data: Any) -> None:
+    files.write_text(path, json.dumps(data))
+
+
 class Machine:
     """A host with trees, images and releases of several generations."""
 
@@ -84,8 +88,10 @@ class Machine:
             "title": digest12, "argv": ["true", *words], "env": {}, "proof": proof,
             "total_bytes": None, "after": [],
         }  # fmt: skip
-        files.write_json(self.paths.job(digest12) / "job.json", data)
-        files.write_json(self.paths.job(digest12) / "status.json", {**RUN, "started_at": "then"})
+        put(self.paths.job(digest12) / "job.json", data)
+        files.write_text(
+            self.paths.job(digest12) / "status.json", json.dumps({**RUN, "started_at": "then"})
+        )
 
     def shown(self, path: Path) -> str:
         """Return a path as release and plan write it, without the root of this test."""
@@ -247,7 +253,7 @@ def test_a_stopped_release_stays(machine: Machine) -> None:
     generations(machine)
     machine.units.clear()
     files.remove(machine.paths.good("main"))
-    files.write_json(machine.paths.stopped("main"), {"release": B, "at": "then"})
+    put(machine.paths.stopped("main"), {"release": B, "at": "then"})
     assert machine.look(kept=0).kept == {B: "stopped on purpose"}
 
 
@@ -307,10 +313,12 @@ def test_a_pulled_image_goes_only_when_our_job_pulled_it_and_nobody_named_it(
     machine.job("0" * 12, {"image": BASE}, kind="image-pull")
     assert names(machine.look(), "image") == [Path(BASE).name]
 
-    files.write_json(machine.paths.job("0" * 12) / "status.json", RUN)
+    put(machine.paths.job("0" * 12) / "status.json", RUN)
     assert names(machine.look(), "image") == []  # it was there before our job
 
-    files.write_json(machine.paths.job("0" * 12) / "status.json", {**RUN, "started_at": "then"})
+    files.write_text(
+        machine.paths.job("0" * 12) / "status.json", json.dumps({**RUN, "started_at": "then"})
+    )
     machine.images[BASE]["RepoTags"] = ["vllm/vllm:mine"]
     assert names(machine.look(), "image") == []
 
@@ -334,8 +342,10 @@ def test_work_under_way_keeps_what_it_makes(machine: Machine, how: str) -> None:
     tree = machine.paths.root / "srv/models" / f"model-{'9' * 12}"
     machine.job("1" * 12, {"receipt": machine.shown(source) + "/receipt.json", "digest": ""})
     machine.job("2" * 12, {"receipt": machine.shown(tree) + "/receipt.json", "digest": ""})
-    data = files.read_json(machine.paths.job("2" * 12) / "job.json")
-    files.write_json(machine.paths.job("2" * 12) / "job.json", {**data, "after": ["1" * 12]})
+    data = json.loads((machine.paths.job("2" * 12) / "job.json").read_text())
+    files.write_text(
+        machine.paths.job("2" * 12) / "job.json", json.dumps({**data, "after": ["1" * 12]})
+    )
     if how == "runs":
         machine.units[f"spark-job@{'2' * 12}.service"] = {"ActiveState": "activating"}
     else:

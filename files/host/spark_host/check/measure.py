@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -60,13 +61,9 @@ MEASURES = (
 class Samples:
     """What the rounds found, by measure."""
 
-    values: dict[str, list[float]] = field(default_factory=dict)
+    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     tokens: int = 0
     rounds: int = 0
-
-    def add(self, key: str, value: float) -> None:
-        """Keep one value."""
-        self.values.setdefault(key, []).append(value)
 
 
 class NotMeasuredError(Exception):
@@ -129,13 +126,7 @@ def compare(
 
 
 def judged(release: Release, now: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a measurement with its comparison: what changed, what is worse, the way back.
-
-    Args:
-        release: The release that was measured.
-        now: What :func:`measure` found, with ``versions`` and ``packages``.
-        before: The measurement of the last proof, or ``None``.
-    """
+    """Return a measurement with what changed since the one before, what is worse, the way back."""
     if before is None or release.check.bench is None:
         return {**now, "before": None, "changed": [], "worse": [], "way_back": []}
     changed = upgrades.changed(before["versions"], now["versions"])
@@ -166,17 +157,17 @@ def _round(release: Release, engine: Engine, samples: Samples, timeout_s: float)
     # Each prompt begins differently, so that no cache of prefixes answers for the engine.
     marks = [f"{samples.rounds}.{index}" for index in range(_streams(release) + 1)]
     alone = _ask(release, engine, _long_prompt(release, marks[0]), timeout_s)
-    samples.add("first_token_s", alone.first_s - alone.began_s)
+    samples.values["first_token_s"].append(alone.first_s - alone.began_s)
     single = _ask(release, engine, _prompt(marks[0]), timeout_s)
     if single.tokens > 1 and single.last_s > single.first_s:
         rate = (single.tokens - 1) / (single.last_s - single.first_s)
-        samples.add("one_stream_tokens_per_s", rate)
+        samples.values["one_stream_tokens_per_s"].append(rate)
     answers = [alone, single]
     if len(marks) > 2:
         together = _ask_together(release, engine, marks[1:], timeout_s)
         wall_s = max(a.last_s for a in together) - min(a.began_s for a in together)
         rate = sum(a.tokens for a in together) / max(wall_s, 1e-9)
-        samples.add("all_streams_tokens_per_s", rate)
+        samples.values["all_streams_tokens_per_s"].append(rate)
         answers += together
     samples.tokens += sum(answer.tokens for answer in answers)
 

@@ -20,7 +20,7 @@ from spark_contract.sentences import PHASE, PREFIX_REUSE, STAND_IN, WAITED
 
 from spark_host.check import answers, evidence, images, long_text
 from spark_host.check.probe import CheckError, Probe
-from spark_host.engine.client import Engine, EngineError, NotListeningError
+from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import traffic
 from spark_host.records import boot, proof
 from spark_host.system import stored as releases
@@ -76,17 +76,9 @@ def check(
     report: Report,
     invocation_id: str | None = None,
 ) -> Proof:
-    """Check a release's engine and keep the proof.
+    """Check a release's engine and keep the proof, which is returned as it was written.
 
-    Args:
-        release: The release that runs.
-        host: Where the socket is and the proof goes.
-        level: ``quick``, ``full`` or ``deep``.
-        report: Gets one line per step.
-        invocation_id: The run to bind the proof to; asked of systemd when ``None``.
-
-    Returns:
-        The proof as it was written.
+    It is bound to the run that is named, else to the one that systemd names.
     """
     before = invocation_id or systemd.invocation(release.serve_unit) or ""
     probe = Probe(release, Engine.of(release, host.paths), lambda: read_log(release, before))
@@ -171,8 +163,6 @@ def _ready(probe: Probe, report: Report) -> Finding:
                 probe.engine_version = _version(probe)
                 return Finding("ready", True, "the engine answers", round(waited, 3))
             reason = f"/health answers HTTP {status}"
-        except NotListeningError as error:
-            reason = str(error)
         except EngineError as error:
             reason = str(error)
         gone = _unit_gone(probe.release)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from dataclasses import replace
@@ -33,6 +31,7 @@ from spark_contract.sentences import PHASE
 from spark_contract.units import TREE_NAME
 
 from spark_host.system import disk, docker, systemd
+from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.system.stored import names
 
@@ -264,7 +263,6 @@ def main(words: list[str], paths: Paths) -> int:
     if len(words) == 2 and words[0] == "run":
         return run(words[1], paths)
     if words[:1] == ["poll"]:
-        json.dump(plain(poll(words[1:] or all_digests(paths), paths)), sys.stdout)
-        print()
+        answer(poll(words[1:] or all_digests(paths), paths))
         return 0
     raise HostToolError("job", f"unknown words {words}", "job run D12 | job poll D12...", 2)

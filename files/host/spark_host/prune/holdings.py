@@ -143,11 +143,9 @@ def in_containers() -> set[str]:
 
 
 def image_bytes(going: list[Image], staying: list[Image]) -> dict[str, int]:
-    """Return what each image gives back: its layers that no other image has.
+    """Return what each image gives back: its layers that no other image of ours has.
 
-    Args:
-        going: images to be removed, those with few layers first.
-        staying: all others of ours; images of strangers are not looked at.
+    Those that go are listed with few layers first.
     """
     counted = list(staying)
     freed = {}

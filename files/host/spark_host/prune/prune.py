@@ -6,16 +6,14 @@ prune cut short leaves nothing that looks whole; the next one finishes it.
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spark_contract import files, receipts, units
-from spark_contract.documents import DocumentError, parse, plain
+from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import HostToolError
 from spark_contract.job import Job, ReceiptProof
 from spark_contract.keep import Keep, Prunable, Pruning
@@ -28,6 +26,7 @@ from spark_host.prune.holdings import PRUNED, Folder, Image
 from spark_host.records import boot
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
+from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.system.stored import load, names
 
@@ -259,6 +258,5 @@ def main(words: list[str], paths: Paths) -> int:
             locks.enter_context(one_at_a_time(service, Host(paths)))
         going = look(keep, paths)
         problems = [] if dry else remove(going, paths)
-    json.dump(plain(going.document(problems)), sys.stdout)
-    print()
+    answer(going.document(problems))
     return 1 if problems else 0

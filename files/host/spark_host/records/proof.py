@@ -89,23 +89,15 @@ def write(proof: Proof, host: Host) -> None:
 
 
 def withdraw(release: Release, since: str, host: Host) -> None:
-    """Take back what a failed trial proved: an engine may die after it passed the quick check.
-
-    Args:
-        release: The candidate.
-        since: When the trial began, as :func:`files.now` writes it; older proofs stay.
-        host: Where the proof is.
-    """
+    """Take back what a failed trial proved: an engine may die after it passed the quick check."""
     found = read(release.name, host)
     if found and found.ok and found.checked_at >= since:
         host.disk.write(host.paths.proof(release.name), replace(found, ok=False))
 
 
-def bench_due(release: Release, host: Host) -> bool:
+def bench_due(release: Release, found: Proof) -> bool:
     """Return whether the speed was never measured under the versions of the last full check."""
-    found = read(release.name, host)
-    wanted = release.check.bench is not None and release.check.bench.limit_s > 0
-    if not wanted or found is None or found.last_full is None:
+    if release.check.bench is None or release.check.bench.limit_s <= 0 or not found.last_full:
         return False
     return not found.bench or bool(
         upgrades.changed(found.bench["versions"], found.last_full.versions)

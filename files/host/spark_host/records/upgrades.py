@@ -50,11 +50,7 @@ def packages() -> dict[str, str]:
 
 
 def reboot_pending(root: Path = Path("/")) -> str:
-    """Return why the host waits for a reboot, or an empty string.
-
-    Args:
-        root: Where the host's files are.
-    """
+    """Return why the host waits for a reboot, or an empty string."""
     if (root / "run/reboot-required").exists():
         named = root / "run/reboot-required.pkgs"
         names = sorted(set(named.read_text().split())) if named.exists() else []
@@ -93,13 +89,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def way_back(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return what a person can do to go back, one sentence for each part that changed.
-
-    Args:
-        service: The service that got slower.
-        before: Measurement of the last proof, with ``versions``, ``packages``, ``release``.
-        now: The same of the present one.
-    """
+    """Return what a person can do to go back from one measurement to another, part by part."""
     old, new = before["versions"], now["versions"]
     found = []
     if before.get("release") != now.get("release"):

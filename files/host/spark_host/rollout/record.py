@@ -17,13 +17,7 @@ from spark_host.system.log import log
 
 
 class Record:
-    """The rollout's result file, rewritten at every step.
-
-    Args:
-        release: The candidate.
-        host: Where the file goes.
-        left: What a run that was killed wrote, to go on from.
-    """
+    """A rollout's record, rewritten at every step; goes on from what a killed run ``left``."""
 
     def __init__(self, release: Release, host: Host, left: Rollout | None = None):
         self._host = host

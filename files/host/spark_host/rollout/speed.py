@@ -18,7 +18,7 @@ from spark_host.watch import loop
 def measured(release: Release, host: Host, record: Record) -> None:
     """Measure a proven release unless that was done under these versions; keep the result."""
     kept = proof.read(release.name, host)
-    if kept is None or kept.last_full is None or not proof.bench_due(release, host):
+    if kept is None or kept.last_full is None or not proof.bench_due(release, kept):
         return
     with record.phase("bench"):
         before = proof.bench_before(release, host)

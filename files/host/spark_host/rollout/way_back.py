@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 
-from spark_contract.documents import plain
 from spark_contract.errors import HostToolError, Problem
 from spark_contract.release import Release
-from spark_contract.status import Begun, NamedRelease, Rollback
+from spark_contract.status import NamedRelease, Rollback
 
 from spark_host.records import boot
 from spark_host.rollout.ports import Host
 from spark_host.rollout.request import begin
 from spark_host.system import docker
+from spark_host.system.log import answer
 
 
 def way_back(service: str, wanted: str | None, host: Host) -> Rollback:
@@ -40,11 +38,6 @@ def _named(name: str | None, host: Host) -> NamedRelease | None:
     return NamedRelease(name, *known)
 
 
-def _in_words(name: str, host: Host) -> str:
-    release = host.release(name)
-    return f"{name} = {release.model} with {release.profile}" if release else name
-
-
 def _target(service: str, wanted: str | None, host: Host) -> str:
     if boot.is_stopped(service, host):
         raise HostToolError(
@@ -54,7 +47,7 @@ def _target(service: str, wanted: str | None, host: Host) -> str:
     here = host.releases(service)
     if wanted is not None:
         if wanted not in here:
-            known = "; ".join(_in_words(name, host) for name in here) or "none"
+            known = "; ".join(str(_named(name, host)) for name in here) or "none"
             raise HostToolError(wanted, f"is not a release on this host (there: {known})",
                                 "name one of these")  # fmt: skip
         return wanted
@@ -89,13 +82,13 @@ def _refuse_unfit(release: Release, host: Host) -> None:
         raise problem
     others = (host.release(name) for name in boot.good(release.service, host).previous)
     whole = [
-        _in_words(other.name, host)
+        str(_named(other.name, host))
         for other in others
         if other and host.engines.part_problem(other) is None
     ]
     fix = f"set model: {release.model} and profile: {release.profile} and run deploy.py"
     if whole:
-        fix = f"name one that is whole ({'; '.join(whole)}), or {fix}"
+        fix = f"name one that is whole: {'; '.join(whole)}, or {fix}"
     raise HostToolError(f"{release.name}: {problem.where}", f"is gone: {problem.what}", fix)
 
 
@@ -106,11 +99,10 @@ def rollback(words: list[str], host: Host) -> int:
     dry = "--dry" in words
     rest = [word for word in words if word != "--dry"]
     wanted = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
-    answer: Rollback | Begun
-    answer = way = way_back(rest[0], wanted, host)
-    if not dry and way.to and not way.done and not way.problem:
-        boot.note_rollback(rest[0], way.to.name, host)
-        answer = replace(begin(way.to.name, host), came=way.came, to=way.to)
-    json.dump(plain(answer), sys.stdout)
-    print()
-    return 1 if way.problem and not dry else 0
+    way = way_back(rest[0], wanted, host)
+    if dry or way.done or way.problem or way.to is None:
+        answer(way)
+        return 1 if way.problem and not dry else 0
+    boot.note_rollback(rest[0], way.to.name, host)
+    answer(replace(begin(way.to.name, host), came=way.came, to=way.to))
+    return 0

@@ -32,12 +32,7 @@ def _told(*words: str) -> str:
 
 
 def show(units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
-    """Return the properties of several units, asked in one call.
-
-    Args:
-        units: Full unit names; units that systemd never saw answer as inactive.
-        properties: Property names; ``Id`` is added.
-    """
+    """Return the properties of several units, asked in one call; unknown ones are inactive."""
     wanted = list(dict.fromkeys(units))
     if not wanted:
         return {}

@@ -156,12 +156,7 @@ def _follow_addresses(release: Release, paths: Paths, last: str | None) -> str |
 def act(release: Release, kind: str, reason: str, held: int | None, paths: Paths) -> None:
     """Write the event and kill the engine; systemd decides about another start.
 
-    Args:
-        release: The release that is watched.
-        kind: Of the event.
-        reason: Why, as a sentence.
-        held: A handle of its first process; without one docker is asked to kill it.
-        paths: Where the events are.
+    The engine is killed by a handle of its first process; without one docker is asked to.
     """
     text = f"{reason}; the engine is stopped"
     # First, because this watch ends with the engine's unit; but no disk is waited for.
