@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic.json_schema import SkipJsonSchema
+from spark_contract.orders import Scheme
 
 from spark_deploy.documents.declare import Gib, Text, needed, section, setting
 from spark_deploy.settings.engine_options import option_problems
@@ -147,7 +148,7 @@ class Profile:
         "claimed.",
         uniqueItems=True,
     )
-    shared_experts: str = needed(
+    shared_experts: Scheme = needed(
         "fp8-donor: FP8 from the donor; fp8-self: own FP8 of the base's weights; int8-g128: INT8 "
         "in groups of 128, needs no plugin; keep: 16 bit as in the base.",
         enum=["fp8-donor", "fp8-self", "int8-g128", "keep"],
@@ -197,7 +198,7 @@ class Profile:
         return self.shared_experts != "keep" or self.checkpoint_head != "keep"
 
     @property
-    def checkpoint_head(self) -> str:
+    def checkpoint_head(self) -> Literal["keep", "int8-g128"]:
         """The head in the tree: our own kernel quantises a 16-bit one while it is loaded."""
         return "keep" if self.head == "int8-triton" else self.head
 

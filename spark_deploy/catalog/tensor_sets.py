@@ -8,11 +8,10 @@ from typing import Annotated
 
 from spark_contract.patterns import PatternError, count, expand_all
 
-from spark_deploy.documents.declare import Schema, Text, about, needed, setting
+from spark_deploy.documents.declare import Text, about, needed, setting
 from spark_deploy.settings.rules import Broken
 
 _SETS = ("swap", "base", "mtp", "donor_unmatched")
-_PAIR: Schema = {"minItems": 2, "maxItems": 2}
 
 _Edge = Annotated[int, about(minimum=1)]
 
@@ -22,8 +21,8 @@ class DonorShape:
     """What the donor holds for some swapped modules."""
 
     modules: Text = needed("Pattern of swapped modules of one shape.")
-    weight: tuple[_Edge, ...] = needed("Rows and columns of the FP8 weight.", **_PAIR)
-    scale: tuple[_Edge, ...] = needed("Rows and columns of the grid of block scales.", **_PAIR)
+    weight: tuple[_Edge, _Edge] = needed("Rows and columns of the FP8 weight.")
+    scale: tuple[_Edge, _Edge] = needed("Rows and columns of the grid of block scales.")
     source: Text = needed("Where these numbers are from.")
 
 
@@ -43,8 +42,8 @@ class Tensors:
     """Exact sets of names as patterns with shell braces, expanded exactly and compared as sets."""
 
     swap: tuple[Text, ...] = needed("Modules whose weight comes from the donor.", uniqueItems=True)
-    block_shape: tuple[_Edge, ...] = setting(
-        (128, 128), "Rows and columns that share one FP8 scale.", **_PAIR
+    block_shape: tuple[_Edge, _Edge] = setting(
+        (128, 128), "Rows and columns that share one FP8 scale."
     )
     base: tuple[Text, ...] = needed(
         "Tensors of the base without MTP.", uniqueItems=True, minItems=1

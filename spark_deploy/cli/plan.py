@@ -12,6 +12,7 @@ from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.hosts import OPEN_COMMIT, answer, listed, planned
 from spark_deploy.lockfile.resolve import size
+from spark_deploy.lockfile.types import LockedSource
 from spark_deploy.planning.budget.disk import disk_total
 from spark_deploy.planning.budget.memory import gib
 from spark_deploy.planning.resolve import pair_of
@@ -38,13 +39,13 @@ def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     yield _row("model", model.summary)
     yield _row("profile", profile.summary)
     for source in plan.sources:
-        commit = _identity(source.commit)
-        yield _row("download", f"{source.repo} {commit}, {size(source.size_bytes)}")
+        commit = _identity(source.locked.commit)
+        yield _row("download", f"{source.locked.repo} {commit}, {size(source.size_bytes)}")
         if plan.checkpoint and not plan.checkpoint.keep_base:
             yield _row("", _without_base(plan.checkpoint))
     yield _row("checkpoint", _checkpoint(plan))
-    if plan.checkpoint and plan.checkpoint.donor_repo:
-        yield _row("", _donor(plan.checkpoint))
+    if plan.checkpoint and plan.checkpoint.donor:
+        yield _row("", _donor(plan.checkpoint.donor))
     layer = "with our plugin layer" if plan.image.plugin else "unchanged"
     yield _row("image", f"{plan.image.base}, {size(plan.image.size_bytes)} compressed, {layer}")
     yield from _ready(plan)
@@ -69,10 +70,9 @@ def _checkpoint(plan: HostPlan) -> str:
     built = plan.checkpoint
     if built is None:
         return "the downloaded tree is served as it is"
-    builder = built.builder
     return (
-        f"{built.dir}, {size(built.output_bytes)} new ({builder['layout']}; shared experts "
-        f"{builder['shared_experts']}, head {builder['head']})"
+        f"{built.dir}, {size(built.output_bytes)} new ({built.order.layout}; shared experts "
+        f"{built.order.shared_experts}, head {built.order.head})"
     )
 
 
@@ -84,9 +84,8 @@ def _without_base(built: CheckpointPlan) -> str:
     )
 
 
-def _donor(built: CheckpointPlan) -> str:
-    commit = _identity(built.donor_commit or OPEN_COMMIT)
-    return f"byte ranges of {built.donor_repo} {commit} are read, not kept"
+def _donor(donor: LockedSource) -> str:
+    return f"byte ranges of {donor.repo} {_identity(donor.commit)} are read, not kept"
 
 
 def _ready(plan: HostPlan) -> Iterator[str]:

@@ -6,7 +6,6 @@ import threading
 
 from pyinfra import logger
 from pyinfra.api.host import Host
-from spark_contract.orders import RECIPE_VERSION
 
 from spark_deploy.inventory.known import known_of
 from spark_deploy.lockfile.resolve import locked_for
@@ -25,7 +24,6 @@ def payload_identity() -> PayloadIdentity:
     return PayloadIdentity(
         tools_digest=payload.tools_digest,
         image_context_digest=payload.image_context_digest,
-        recipe_version=RECIPE_VERSION,
         python_requirements=SITE_REQUIREMENTS,
     )
 

@@ -11,6 +11,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from spark_deploy.catalog.model import HUB_REPOSITORY
 from spark_deploy.documents.declare import needed, setting
+from spark_deploy.documents.digest import digest_of
 
 _GIT_HASH = "^[0-9a-f]{40}$"
 _ONE_HASH: JsonDict = {"oneOf": [{"required": ["sha256"]}, {"required": ["git_sha1"]}]}
@@ -41,6 +42,11 @@ class LockedSource:
     def size_bytes(self) -> int:
         """Bytes of the whole tree."""
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """Identity of the tree's content (not of where it comes from)."""
+        return digest_of({"repo": self.repo, "commit": self.commit, "files": self.files})
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,12 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from spark_contract.units import UNITS_DIR
+
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import SparkError
 from spark_deploy.managed import ManagedFile
-from spark_deploy.planning.digest import digest_of
 
 FILES = CHECKOUT / "files"
 SITE_REQUIREMENTS = "files/checkpoint/requirements.txt"
@@ -100,7 +102,7 @@ def _unit(file: ManagedFile) -> ManagedFile:
     """Say where a file of ``files/units`` belongs on a host."""
     if file.path == "spark-sysusers.conf":
         return ManagedFile("/etc/sysusers.d/spark.conf", file.content)
-    return ManagedFile(f"/etc/systemd/system/{file.path}", file.content)
+    return ManagedFile(f"{UNITS_DIR}/{file.path}", file.content)
 
 
 def tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:

@@ -6,6 +6,8 @@ be done is to keep some memory for the login, and to choose whom an out-of-memor
 
 from __future__ import annotations
 
+from spark_contract.units import drop_in_dir
+
 from spark_deploy.managed import ManagedFile
 
 # Guarantees count only as far as every cgroup above grants them (systemd.resource-control(5)).
@@ -30,7 +32,7 @@ def guarantee_files() -> tuple[ManagedFile, ...]:
     """Build the drop-ins that guarantee memory to the login."""
     return tuple(
         ManagedFile(
-            f"/etc/systemd/system/{unit}.d/50-spark.conf",
+            f"{drop_in_dir(unit)}/50-spark.conf",
             f"# Managed by dgx-spark-deploy.\n[{section}]\nMemoryMin={size}\n".encode(),
         )
         for unit, (section, size) in _GUARANTEES.items()

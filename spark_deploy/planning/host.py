@@ -79,12 +79,12 @@ def plan_host(request: Request) -> HostPlan:
 def pair_plan(served: Resolved, request: Request) -> PairPlan:
     """Return what one model and profile need on the host."""
     model, profile, settings = served.model, served.profile, served.settings
-    checkpoint = checkpoint_plan(model, profile, settings, request.lock, request.payload)
+    checkpoint = checkpoint_plan(model, profile, settings, request.lock)
     if checkpoint:
         base = checkpoint.base
     else:
         locked = locked_source(request.lock, model.sources.base, model.sources.revision)
-        base = source_plan("base", locked, settings)
+        base = source_plan(locked, settings)
     image = image_plan(model, profile, settings, request.lock, request.payload)
     cache = cache_dir(settings, profile, image)
     return PairPlan(model.name, profile.name, (base,), checkpoint, image, cache)
@@ -99,7 +99,7 @@ def _needs(
 ) -> NeedsPlan:
     images = {pair.image.tag: image_peak_bytes(pair.image) for pair in pairs}
     sources = {
-        source.dir: tuple((f.sha256, f.size_bytes) for f in source.files if f.sha256)
+        source.dir: tuple((f.sha256, f.size_bytes) for f in source.locked.files if f.sha256)
         for pair in pairs
         for source in pair.sources
     }
@@ -122,7 +122,7 @@ def _needs(
         reboot=settings.reboot,
         tailscale=settings.serve.expose == "tailscale",
         downloads=tuple(sources.items()),
-        look_in=pairs[0].sources[0].look_in,
+        look_in=settings.downloads.look_in,
     )
 
 

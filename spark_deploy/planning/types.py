@@ -1,8 +1,7 @@
 """The plan of one host: frozen data, the only thing roles and operations receive.
 
-Every slice has a ``digest`` property made from its own content (``plan/digest.py``), so equal
-inputs give equal names on the host. Sizes are bytes, times are seconds. Paths are paths on the
-host, as text.
+Digests are made from content, so equal inputs give equal names on the host. Sizes are bytes, times
+are seconds. Paths are paths on the host, as text.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_contract.gateway import Gateway
+from spark_contract.orders import BuildPlan
 from spark_contract.paths import GPU_RECEIPT
 from spark_contract.release import Release
 
-from spark_deploy.lockfile.types import SourceFile
-from spark_deploy.planning.digest import digest_of
+from spark_deploy.lockfile.types import LockedSource
 from spark_deploy.settings.host import BaseSettings, ExpectSettings, PathSettings
 from spark_deploy.settings.secrets import SecretRef
-from spark_deploy.settings.sources import RepositorySettings
+from spark_deploy.settings.sources import DownloadSettings, HubSettings, RepositorySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,6 @@ class PayloadIdentity:
 
     tools_digest: str  # files/host and files/checkpoint
     image_context_digest: str  # files/image
-    recipe_version: int  # of the checkpoint builder
     python_requirements: str  # path in the checkout of the hash-pinned wheels list
 
 
@@ -105,65 +103,54 @@ class ToolsPlan:
 class SourcePlan:
     """One repository at one commit, fetched whole."""
 
-    role: str  # "base" | "donor" | "ready" | "draft"
-    repo: str
-    commit: str
+    locked: LockedSource
     dir: str  # on the host
-    files: tuple[SourceFile, ...]
-    endpoint: str
-    mirrors: tuple[str, ...]
-    look_in: tuple[str, ...]
-    parallel: int
-    rate_limit_bytes_per_s: int | None
-    token_needed: bool
-    tries: int = 8  # without progress, then the job fails
-    retry_pause_s: float = 1.0  # before the second one; doubles
+    hub: HubSettings
+    downloads: DownloadSettings
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole tree."""
-        return sum(file.size_bytes for file in self.files)
+        return self.locked.size_bytes
 
     @property
     def digest(self) -> str:
         """Identity of the tree's content (not of where it comes from)."""
-        return digest_of({"repo": self.repo, "commit": self.commit, "files": self.files})
+        return self.locked.digest
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """The hybrid checkpoint to build; ``builder`` is PLAN.json without paths and digest."""
+    """The hybrid checkpoint to build."""
 
-    name: str
-    dir: str
+    order: BuildPlan
     base: SourcePlan
-    donor_repo: str | None
-    donor_commit: str | None
-    donor_url: str | None  # {endpoint}/{repo}/resolve/{commit}
-    builder: dict[str, Any]
-    recipe_version: int
+    donor: LockedSource | None
     output_bytes: int  # new bytes on disk (overlay: the small shard only)
     donor_bytes: int  # of the swapped tensors, read as ranges
     keep_base: bool  # False: the base is removed once the tree is proven and serves
-    digest: str
+
+    @property
+    def dir(self) -> str:
+        """Where the tree will be on the host."""
+        return self.order.out
+
+    @property
+    def digest(self) -> str:
+        """Identity of everything the tree is made from."""
+        return self.order.digest
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """The engine image: a base by digest plus our plugin layer."""
+    """The engine image: a base by digest, unchanged or with our plugin layer."""
 
     base: str  # name@sha256:...
-    tag: str  # local name: spark-vllm:<digest12>
+    tag: str  # local name: spark-vllm:<digest12>; the base where it is unchanged
+    digest: str  # of the inputs
     context_digest: str  # content of files/image
     plugin: bool
-    supported_engines: tuple[str, ...]
-    pull_only: bool  # True: serve the base unchanged (profiles without the plugin)
     size_bytes: int
-
-    @property
-    def digest(self) -> str:
-        """Identity of the built image's inputs."""
-        return digest_of({"base": self.base, "context": self.context_digest, "plugin": self.plugin})
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,10 +104,15 @@ def identities(checkout: Path, model: str, profile: str) -> dict[str, Any]:
         "unit": plan["unit"],
         "image": plan["image"]["tag"],
         "plugin": plan["image"]["context_digest"],
-        "checkpoint": (plan["checkpoint"] or {}).get("digest"),
+        "checkpoint": _made_of(plan["checkpoint"] or {}),
         "sources": [source["dir"] for source in plan["sources"]],
         "gateway": _reached_by(plan["gateway"]),
     }
+
+
+def _made_of(checkpoint: dict[str, Any]) -> str | None:
+    """Return the digest of a tree to build; it stands in the builder's order now."""
+    return checkpoint.get("order", checkpoint).get("digest")
 
 
 def _served_by(serve: dict[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,6 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         # Names become commits and digests: the network beyond the hosts is seen from here alone.
         ("spark_deploy/lockfile/types.py", "pydantic"),
         ("spark_deploy/lockfile", "yaml httpx2 huggingface_hub"),
-        ("spark_deploy/planning/digest.py", ""),
         ("spark_deploy/planning/types.py", ""),
         ("spark_deploy/planning/budget", ""),
         ("spark_deploy/planning/work", ""),

@@ -15,6 +15,7 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.context import host
+from spark_contract.units import UNITS_DIR
 
 from spark_deploy.facts.machine.packages import Repositories
 from spark_deploy.managed import FileState, ManagedFile
@@ -205,11 +206,11 @@ def _install_script(names: str, quiet_services: Sequence[str]) -> str:
     that packages do by default with it.
     """
     quiet = [shlex.quote(service) for service in quiet_services]
-    lines = [f"ln -s /dev/null /etc/systemd/system/{name} 2>/dev/null" for name in quiet]
+    lines = [f"ln -s /dev/null {UNITS_DIR}/{name} 2>/dev/null" for name in quiet]
     lines.append(f"{_APT} --no-install-recommends --no-remove install {names}; rc=$?")
     for name in quiet:
         lines.append(
-            f"rm -f /etc/systemd/system/{name}; systemctl daemon-reload; "
+            f"rm -f {UNITS_DIR}/{name}; systemctl daemon-reload; "
             f"systemctl disable {name} 2>/dev/null"
         )
     lines.append("exit $rc")

@@ -37,10 +37,10 @@ def _of_pair(docker_dir: str, pair: PairPlan) -> Iterator[DiskUse]:
     kept = pair.checkpoint is None or pair.checkpoint.keep_base
     for source in pair.sources:
         size = source.size_bytes
-        yield DiskUse(source.dir, source.repo, size, size if kept else 0)
+        yield DiskUse(source.dir, source.locked.repo, size, size if kept else 0)
     if pair.checkpoint:
         size = pair.checkpoint.output_bytes
-        yield DiskUse(pair.checkpoint.dir, f"checkpoint {pair.checkpoint.name}", size, size)
+        yield DiskUse(pair.checkpoint.dir, f"checkpoint {pair.checkpoint.order.name}", size, size)
     after = image_after_bytes(pair.image)
     yield DiskUse(docker_dir, f"image {pair.image.tag}", image_peak_bytes(pair.image), after)
     yield DiskUse(pair.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES)
@@ -67,7 +67,7 @@ def done_once_there(checkpoint: CheckpointPlan | None) -> tuple[tuple[str, str],
     A tree appears by one rename, so it is whole when it is there, also when it is smaller than
     planned (names that the base holds twice come out once); a base not kept is not fetched again.
     """
-    if checkpoint is None or checkpoint.builder["layout"] != "full":
+    if checkpoint is None or checkpoint.order.layout != "full":
         return ()
     beside = () if checkpoint.keep_base else ((checkpoint.base.dir, checkpoint.dir),)
     return ((checkpoint.dir, checkpoint.dir), *beside)

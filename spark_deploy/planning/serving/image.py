@@ -6,13 +6,11 @@ from spark_contract.units import IMAGE_NAME
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
+from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import Lock, LockedImage
 from spark_deploy.planning.types import ImagePlan, PayloadIdentity
 from spark_deploy.settings.types import Settings
-
-# Engine versions the plugin is tested with; its own check refuses others while building.
-SUPPORTED_ENGINES = ("0.30.0", "0.32.0", "0.33.0")
 
 
 def image_plan(
@@ -21,26 +19,16 @@ def image_plan(
     """Return the plan of the engine image."""
     base = locked_image(model, settings, lock, model.image.role)
     plugin = profile.plugin and model.image.plugin
-    plan = ImagePlan(
-        base=base.pinned,
-        tag=base.pinned,
-        # Without our layer its content must not change the identity.
-        context_digest=payload.image_context_digest if plugin else "",
-        plugin=plugin,
-        supported_engines=SUPPORTED_ENGINES if plugin else (),
-        pull_only=not plugin,
-        size_bytes=base.size_bytes,
-    )
-    if not plugin:
-        return plan
+    # Without our layer its content must not change the identity.
+    context_digest = payload.image_context_digest if plugin else ""
+    digest = digest_of({"base": base.pinned, "context": context_digest, "plugin": plugin})
     return ImagePlan(
-        base=plan.base,
-        tag=f"{IMAGE_NAME}:{plan.digest[:12]}",
-        context_digest=plan.context_digest,
-        plugin=True,
-        supported_engines=SUPPORTED_ENGINES,
-        pull_only=False,
-        size_bytes=plan.size_bytes,
+        base=base.pinned,
+        tag=f"{IMAGE_NAME}:{digest[:12]}" if plugin else base.pinned,
+        digest=digest,
+        context_digest=context_digest,
+        plugin=plugin,
+        size_bytes=base.size_bytes,
     )
 
 

@@ -25,8 +25,8 @@ from spark_contract.units import cache_name, release_name
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
+from spark_deploy.documents.digest import digest_of
 from spark_deploy.planning.budget.memory import context_tokens
-from spark_deploy.planning.digest import digest_of
 from spark_deploy.planning.serving.argv import (
     CACHE_MOUNT,
     ENGINE_USER,

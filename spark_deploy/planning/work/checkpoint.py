@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+
+from spark_contract.documents import plain
+from spark_contract.orders import RECIPE_VERSION, Base, BuildPlan, DonorShape, DonorUrl
+from spark_contract.paths import HUB_TOKEN
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
+from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import Lock, LockedSource
 from spark_deploy.planning.budget.weights import weights_of
-from spark_deploy.planning.digest import digest_of
-from spark_deploy.planning.types import CheckpointPlan, PayloadIdentity, SourcePlan
+from spark_deploy.planning.types import CheckpointPlan, SourcePlan
 from spark_deploy.settings.types import Settings
 
 
@@ -23,24 +27,11 @@ def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
     return found
 
 
-def source_plan(role: str, source: LockedSource, settings: Settings) -> SourcePlan:
+def source_plan(source: LockedSource, settings: Settings) -> SourcePlan:
     """Return the plan to fetch one repository whole."""
-    name = source.repo.replace("/", "--")
-    return SourcePlan(
-        role=role,
-        repo=source.repo,
-        commit=source.commit,
-        dir=f"{settings.paths.sources_dir}/{name}-{source.commit[:12]}",
-        files=source.files,
-        endpoint=settings.hub.endpoint,
-        mirrors=settings.hub.mirrors,
-        look_in=settings.downloads.look_in,
-        parallel=settings.downloads.parallel,
-        rate_limit_bytes_per_s=settings.downloads.rate_limit_bytes_per_s,
-        token_needed=settings.hub.token is not None,
-        tries=settings.downloads.tries,
-        retry_pause_s=settings.downloads.retry_pause_s,
-    )
+    folder = f"{source.repo.replace('/', '--')}-{source.commit[:12]}"
+    where = f"{settings.paths.sources_dir}/{folder}"
+    return SourcePlan(source, where, settings.hub, settings.downloads)
 
 
 def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) -> None:
@@ -77,63 +68,72 @@ def _refuse_no_hybrid(model: Model, profile: Profile) -> None:
 
 
 def checkpoint_plan(
-    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: PayloadIdentity
+    model: Model, profile: Profile, settings: Settings, lock: Lock
 ) -> CheckpointPlan | None:
     """Return the plan of the tree to build; ``None`` when the base is served as it is."""
     if not profile.builds_checkpoint:
         return None
-    role, repo = "base", model.sources.base
-    if settings.checkpoint.prebuilt and model.sources.hybrid:
-        role, repo = "ready", model.sources.hybrid
-    base = source_plan(role, locked_source(lock, repo, model.sources.revision), settings)
+    repo = (settings.checkpoint.prebuilt and model.sources.hybrid) or model.sources.base
+    base = source_plan(locked_source(lock, repo, model.sources.revision), settings)
     donor = _donor(model, profile, lock)
-    builder = {**builder_plan(model, profile), "recipe_version": payload.recipe_version}
+    return CheckpointPlan(
+        order=_order(model, profile, settings, base, donor),
+        base=base,
+        donor=donor,
+        output_bytes=output_bytes(model, profile, base.size_bytes),
+        donor_bytes=weights_of(model.architecture).shared_fp8_bytes if donor else 0,
+        keep_base=settings.checkpoint.keep_base,
+    )
+
+
+def _order(
+    model: Model,
+    profile: Profile,
+    settings: Settings,
+    base: SourcePlan,
+    donor: LockedSource | None,
+) -> BuildPlan:
+    """Return what the builder is told; its digest and folder are made from all the rest.
+
+    The name carries no profile: profiles that want the same tree share one.
+    """
+    tensors, hub, downloads = model.tensors, settings.hub, settings.downloads
+    order = BuildPlan(
+        digest="0" * 64,
+        recipe_version=RECIPE_VERSION,
+        name=model.name,
+        base=Base(base.dir, base.locked.commit),
+        donor=DonorUrl(
+            url=f"{hub.endpoint}/{donor.repo}/resolve/{donor.commit}",
+            tries=downloads.tries,
+            backoff_s=downloads.retry_pause_s,
+            token_file=HUB_TOKEN if hub.token else None,
+        )
+        if donor
+        else None,
+        swap=tensors.swap,
+        block_shape=tensors.block_shape,
+        base_tensors=tensors.base,
+        donor_unmatched=tensors.donor_unmatched,
+        donor_shapes=tuple(
+            DonorShape(part.modules, part.weight, part.scale) for part in tensors.donor_shapes
+        ),
+        mtp_tensors=tensors.mtp,
+        shared_experts=profile.shared_experts,
+        head=profile.checkpoint_head,
+        layout=profile.layout,
+        out=f"{settings.paths.models_dir}/{model.name}",
+        extra={},
+    )
+    named = ("digest", "base", "donor", "out")
     digest = digest_of(
         {
             "base": base.digest,
             "donor": donor and {"repo": donor.repo, "commit": donor.commit},
-            "builder": builder,
+            "builder": {key: said for key, said in plain(order).items() if key not in named},
         }
     )
-    return CheckpointPlan(
-        name=builder["name"],
-        dir=f"{settings.paths.models_dir}/{builder['name']}-{digest[:12]}",
-        base=base,
-        donor_repo=donor.repo if donor else None,
-        donor_commit=donor.commit if donor else None,
-        donor_url=f"{settings.hub.endpoint}/{donor.repo}/resolve/{donor.commit}" if donor else None,
-        builder=builder,
-        recipe_version=payload.recipe_version,
-        output_bytes=output_bytes(model, profile, base.size_bytes),
-        donor_bytes=weights_of(model.architecture).shared_fp8_bytes if donor else 0,
-        keep_base=settings.checkpoint.keep_base,
-        digest=digest,
-    )
-
-
-def builder_plan(model: Model, profile: Profile) -> dict[str, Any]:
-    """Return PLAN.json without paths, donor address and digest.
-
-    The name carries no profile: profiles that want the same tree share one.
-    """
-    tensors = model.tensors
-    return {
-        "schema_version": 1,
-        "name": model.name,
-        "swap": list(tensors.swap),
-        "block_shape": list(tensors.block_shape),
-        "base_tensors": list(tensors.base),
-        "donor_unmatched": list(tensors.donor_unmatched),
-        "donor_shapes": [
-            {"modules": part.modules, "weight": list(part.weight), "scale": list(part.scale)}
-            for part in tensors.donor_shapes
-        ],
-        "mtp_tensors": list(tensors.mtp),
-        "shared_experts": profile.shared_experts,
-        "head": profile.checkpoint_head,
-        "layout": profile.layout,
-        "extra": {},
-    }
+    return replace(order, digest=digest, out=f"{order.out}-{digest[:12]}")
 
 
 def output_bytes(model: Model, profile: Profile, base_bytes: int) -> int:

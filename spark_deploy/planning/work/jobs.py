@@ -7,17 +7,17 @@ The formats are the contract with the host tools: ``job.json`` (files/host), ``f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from spark_contract import units
-from spark_contract.documents import read, text_of
+from spark_contract.documents import text_of
 from spark_contract.job import AbsentProof, ImageProof, Job, ReceiptProof
-from spark_contract.orders import BuildPlan, FetchFile, FetchPlan
+from spark_contract.orders import FetchFile, FetchPlan
 from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, job_dir
 from spark_contract.units import DIGEST_LABEL
 
+from spark_deploy.documents.digest import digest_of
 from spark_deploy.managed import ManagedFile
-from spark_deploy.planning.digest import digest_of
 from spark_deploy.planning.types import (
     CheckpointPlan,
     HostPlan,
@@ -61,17 +61,8 @@ def needs_mounts(*paths: str) -> str:
 _PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}
 
 
-def _token_file(needed: bool) -> str | None:
-    return HUB_TOKEN if needed else None
-
-
 def _receipt(tree: SourcePlan | CheckpointPlan) -> ReceiptProof:
     return ReceiptProof.of(tree.dir, tree.digest)
-
-
-def _patience(source: SourcePlan) -> dict[str, Any]:
-    """Return how long the builder goes on asking a hub that sends nothing."""
-    return {"tries": source.tries, "backoff_s": source.retry_pause_s}
 
 
 def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
@@ -88,33 +79,31 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
         identity["unless"] = tree.digest
     digest = digest_of(identity)
     where = job_dir(digest)
-    urls = [
-        f"{root.rstrip('/')}/{source.repo}/resolve/{source.commit}/"
-        for root in (*source.mirrors, source.endpoint)
-    ]
+    locked, hub, downloads = source.locked, source.hub, source.downloads
     order = FetchPlan(
         digest=source.digest,
-        name=source.repo,
-        commit=source.commit,
+        name=locked.repo,
+        commit=locked.commit,
         out=source.dir,
         files=tuple(
-            FetchFile(one.path, one.size_bytes, sha256=one.sha256)
-            if one.sha256
-            else FetchFile(one.path, one.size_bytes, git_sha1=one.git_sha1)
-            for one in source.files
+            FetchFile(one.path, one.size_bytes, one.sha256, one.git_sha1) for one in locked.files
         ),
-        urls=tuple(urls),
-        pieces=tree is not None and tree.builder["layout"] == "full",
-        look_in=source.look_in,
-        token_file=_token_file(source.token_needed),
-        parallel=source.parallel,
-        rate_limit_bytes_per_s=source.rate_limit_bytes_per_s,
-        **_patience(source),
+        urls=tuple(
+            f"{root.rstrip('/')}/{locked.repo}/resolve/{locked.commit}/"
+            for root in (*hub.mirrors, hub.endpoint)
+        ),
+        pieces=tree is not None and tree.order.layout == "full",
+        look_in=downloads.look_in,
+        token_file=HUB_TOKEN if hub.token else None,
+        parallel=downloads.parallel,
+        rate_limit_bytes_per_s=downloads.rate_limit_bytes_per_s,
+        tries=downloads.tries,
+        backoff_s=downloads.retry_pause_s,
     )
     job = Job(
         digest=digest,
         kind="fetch",
-        title=f"fetch {source.repo}@{source.commit[:12]}",
+        title=f"fetch {locked.repo}@{locked.commit[:12]}",
         argv=("python3", "-m", "spark_checkpoint", "fetch", f"{where}/fetch.json"),
         env=_PYTHON,
         proof=_receipt(source),
@@ -129,31 +118,17 @@ def checkpoint_job(plan: CheckpointPlan, fetched: Job) -> Work:
     """Build the hybrid tree from the fetched base and ranges of the donor."""
     digest = digest_of({"kind": "checkpoint", "checkpoint": plan.digest, "dir": plan.dir})
     where = job_dir(digest)
-    document = {
-        **plan.builder,
-        "schema_version": 1,
-        "digest": plan.digest,
-        "name": plan.name,
-        "base": {"dir": plan.base.dir, "revision": plan.base.commit},
-        "out": plan.dir,
-    }
-    if plan.donor_url is not None:
-        document["donor"] = {"url": plan.donor_url, **_patience(plan.base)}
-        token = _token_file(plan.base.token_needed)
-        if token is not None:
-            document["donor"]["token_file"] = token
     job = Job(
         digest=digest,
         kind="checkpoint",
-        title=f"build {plan.name}-{plan.digest[:12]}",
+        title=f"build {plan.order.name}-{plan.digest[:12]}",
         argv=("python3", "-m", "spark_checkpoint", "build", f"{where}/plan.json"),
         env=_PYTHON,
         proof=_receipt(plan),
         total_bytes=plan.output_bytes,
         after=(fetched.digest12,),
     )
-    order = text_of(read(BuildPlan, document))
-    return Work(job, (ManagedFile(f"{where}/plan.json", order.encode()),))
+    return Work(job, (ManagedFile(f"{where}/plan.json", text_of(plan.order).encode()),))
 
 
 def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:
@@ -165,7 +140,7 @@ def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:
     job = Job(
         digest=digest,
         kind="discard",
-        title=f"remove {tree.base.repo}@{tree.base.commit[:12]}",
+        title=f"remove {tree.base.locked.repo}@{tree.base.locked.commit[:12]}",
         argv=("python3", "-m", "spark_checkpoint", "discard", tree.base.dir, "--tree", tree.dir),
         env=_PYTHON,
         proof=AbsentProof(tree.base.dir),
@@ -182,7 +157,7 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
         plan: the image slice.
         context: the build context, with paths relative to its root.
     """
-    kind: Literal["image-pull", "image-build"] = "image-pull" if plan.pull_only else "image-build"
+    kind: Literal["image-pull", "image-build"] = "image-build" if plan.plugin else "image-pull"
     digest = digest_of({"kind": kind, "image": plan.digest})
     inside = f"{job_dir(digest)}/context"
     pull = ("docker", "pull", "--quiet", plan.base)
@@ -193,15 +168,15 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
     job = Job(
         digest=digest,
         kind=kind,
-        title=f"{'pull' if plan.pull_only else 'build'} image {plan.tag}",
-        argv=pull if plan.pull_only else build,
+        title=f"{'build' if plan.plugin else 'pull'} image {plan.tag}",
+        argv=build if plan.plugin else pull,
         env={},
-        proof=ImageProof(plan.base) if plan.pull_only else ImageProof(plan.tag, plan.digest),
+        proof=ImageProof(plan.tag, plan.digest if plan.plugin else None),
         total_bytes=None,
         after=(),
-        base=None if plan.pull_only else plan.base,
+        base=plan.base if plan.plugin else None,
     )
-    if plan.pull_only:
+    if not plan.plugin:
         return Work(job)
     files = (ManagedFile(f"{inside}/{file.path}", file.content, file.mode) for file in context)
     return Work(job, tuple(files))
@@ -232,10 +207,10 @@ def ready_name(job: Job) -> str:
 
 def jobs_of_pair(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     """Return every job of one model and profile, in an order that respects ``after``."""
-    fetches = {source.repo: fetch_job(source, pair.checkpoint) for source in pair.sources}
+    fetches = {source.dir: fetch_job(source, pair.checkpoint) for source in pair.sources}
     jobs = list(fetches.values())
     if pair.checkpoint is not None:
-        base = fetches[pair.checkpoint.base.repo].job
+        base = fetches[pair.checkpoint.base.dir].job
         jobs.append(checkpoint_job(pair.checkpoint, base))
     jobs.append(image_job(pair.image, context))
     return tuple(jobs)

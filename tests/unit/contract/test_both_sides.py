@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -22,9 +21,8 @@ from spark_host.system import stored
 from spark_host.system import stored as releases
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.planning.digest import digest_of
+from spark_deploy.documents.digest import digest_of
 from spark_deploy.planning.serving.gateway import gateway_file
-from spark_deploy.planning.serving.image import SUPPORTED_ENGINES
 from spark_deploy.planning.serving.release import release_files_of
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.planning.work.jobs import discard_jobs_of, jobs_of
@@ -172,20 +170,6 @@ def test_progress_survives_its_line() -> None:
     progress = Progress("fetch", 5, 10, 2, None)
     assert read_progress(progress.line(), None) == progress
     assert read_progress("phase=x bytes=1", 7) == Progress("x", 1, 7, None, None)
-
-
-def test_the_image_supports_the_engines_that_the_plan_names() -> None:
-    """The image cannot import the contract, so what it states by itself is compared."""
-    tree = ast.parse((CHECKOUT / "files/image/spark_vllm/__init__.py").read_text("utf-8"))
-    [stated] = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED_ENGINES"
-    ]
-    assert stated == SUPPORTED_ENGINES
-    label = re.search(r'spark\.engines="(.*)"', (CHECKOUT / "files/image/Dockerfile").read_text())
-    assert label is not None
-    assert tuple(label[1].split()) == SUPPORTED_ENGINES
 
 
 @pytest.mark.parametrize("template", [units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY,

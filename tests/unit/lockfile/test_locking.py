@@ -261,7 +261,7 @@ def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, tmp_path)
     (tmp_path / "deploy.py").write_text(
         "from pyinfra.context import host\n"
         "from spark_deploy.inventory.plans import plan_for\n"
-        "assert plan_for(host).sources[0].commit == '1' * 40\n"
+        "assert plan_for(host).sources[0].locked.commit == '1' * 40\n"
     )
     command = [sys.executable, "-m", "pyinfra", "inventory.py", "deploy.py", "-y"]
     for asked in (4, 0):

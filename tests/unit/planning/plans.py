@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spark_contract.orders import RECIPE_VERSION
-
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
@@ -27,7 +25,7 @@ from spark_deploy.settings.types import Settings
 FIXTURE = CHECKOUT / "tests" / "fixtures" / "checkout"
 CATALOG = read_catalog(FIXTURE)
 LARGE = CATALOG.model("large")
-PAYLOAD = PayloadIdentity("1" * 64, "2" * 64, RECIPE_VERSION, "requirements.txt")
+PAYLOAD = PayloadIdentity("1" * 64, "2" * 64, "requirements.txt")
 NOWHERE = Path("/nonexistent")  # the defaults alone decide
 _SHARD_BYTES = 5_000_000_000
 _SMALL = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json")

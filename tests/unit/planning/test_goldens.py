@@ -39,9 +39,10 @@ def plan_lines(model: str, profile: str) -> tuple[str, ...]:
         ("checkpoint", ("base",)),
     ):
         data[part] = {k: v for k, v in (data[part] or {}).items() if k not in repeated}
-    for source in data["sources"]:
-        source["files"] = f"{len(source['files'])} files"
-    built = data["checkpoint"].get("builder", {})
+    donor = data["checkpoint"].get("donor")
+    for locked in [*(one["locked"] for one in data["sources"]), *([donor] if donor else [])]:
+        locked["files"] = f"{len(locked['files'])} files"
+    built = data["checkpoint"].get("order", {})
     built |= {k: f"{len(v)} entries" for k, v in built.items() if isinstance(v, list)}
     # A digest is written once, where it is made; elsewhere it is a name.
     names = {plan.serve.digest: "RELEASE", plan.image.digest: "IMAGE"}

@@ -7,8 +7,7 @@ from spark_vllm.lm_head_choice import IMAGE_VARIABLE
 
 from spark_deploy.planning.budget.memory import loaded_bytes, plan_memory
 from spark_deploy.planning.serving.argv import HEAD_TIMES, engine_arguments, engine_environment
-from spark_deploy.planning.work.checkpoint import builder_plan
-from tests.unit.planning.plans import CATALOG, LARGE, settings_of
+from tests.unit.planning.plans import CATALOG, LARGE, plan_of, plan_with, settings_of
 
 BAKED = CATALOG.profile("v2", "large")
 OWN = dataclasses.replace(BAKED, head="int8-triton")
@@ -22,8 +21,9 @@ def argument(profile, name):
 
 
 def test_the_tree_keeps_the_head_of_the_base():
-    assert builder_plan(LARGE, OWN)["head"] == "keep"
-    assert builder_plan(LARGE, BAKED)["head"] == "int8-g128"
+    own = dataclasses.replace(CATALOG, profiles={**CATALOG.profiles, ("v2", "large"): OWN})
+    assert plan_with(settings_of(), own).checkpoint.order.head == "keep"
+    assert plan_of().checkpoint.order.head == "int8-g128"
 
 
 def test_the_engine_is_told_and_keeps_its_measurements_where_they_last():

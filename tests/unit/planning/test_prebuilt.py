@@ -16,13 +16,13 @@ def test_the_hybrid_stands_in_for_the_base_and_the_donor_stays():
         HYBRID,
         DONOR,
     }
-    assert [(source.role, source.repo) for source in plan.sources] == [("ready", HYBRID)]
-    assert plan.checkpoint.donor_repo == DONOR
-    assert plan.checkpoint.builder["shared_experts"] == "fp8-base"
+    assert [source.locked.repo for source in plan.sources] == [HYBRID]
+    assert plan.checkpoint.donor.repo == DONOR
+    assert plan.checkpoint.order.shared_experts == "fp8-base"
     built = plan_of(**{"checkpoint.layout": "full"})
     same = ("swap", "base_tensors", "mtp_tensors", "donor_unmatched", "head")
-    assert [plan.checkpoint.builder[key] for key in same] == [
-        built.checkpoint.builder[key] for key in same
+    assert [getattr(plan.checkpoint.order, key) for key in same] == [
+        getattr(built.checkpoint.order, key) for key in same
     ]
     assert plan.memory == built.memory
     assert plan.checkpoint.digest != built.checkpoint.digest
