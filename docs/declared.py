@@ -14,7 +14,7 @@ from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.rails import GuardRails
 from spark_deploy.documents.declare import schema_of, typed
-from spark_deploy.lockfile.types import LockFile
+from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.types import Settings
 
 DOCUMENTS = {
@@ -22,7 +22,7 @@ DOCUMENTS = {
     "model": Model,
     "profile": Profile,
     "guard_rails": GuardRails,
-    "lock": LockFile,
+    "lock": Lock,
 }
 WIDTH = 100
 TYPES = {"string": "text", "object": "mapping", "array": "list", "boolean": "true/false"}

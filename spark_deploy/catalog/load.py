@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.model import RENAMED, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.rails import GuardRails, all_hold
 from spark_deploy.catalog.types import Catalog
@@ -97,7 +97,7 @@ def _read(shown: str, checkout: Path) -> _Data:
 
 
 def _refuse(data: _Data, schema: Schema, shown: str) -> None:
-    problems = list(problems_of(data, schema, lambda path: shown))
+    problems = list(problems_of(data, schema, lambda path: shown, RENAMED))
     if problems:
         raise CatalogError(problems)
 

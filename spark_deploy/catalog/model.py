@@ -15,6 +15,13 @@ from spark_deploy.documents.declare import Gib, Text, needed, section, setting
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.serving import CATALOG_NAME
 
+# Keys of files that people may keep, and how the same is written now.
+RENAMED = {
+    "gdn_key_heads": "write linear_attention: {key_heads: ...}",
+    "gdn_value_heads": "write linear_attention: {value_heads: ...}",
+    "gdn_head_width": "write linear_attention: {head_width: ...}",
+    "profile_overrides": "write changes, a list of {when: traits of a profile, set: keys}",
+}
 HUB_REPOSITORY = "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 

@@ -17,7 +17,7 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.inventory.groups import read_inventory
 from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.plans import payload_identity
-from spark_deploy.lockfile.file import read_lock, with_entries
+from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import resolve, wanted_by
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.planning.budget.weights import weights_of
@@ -95,7 +95,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
         for repo, revision in missing.sources
     ]
     images = [LockedImage(name, _OPEN_DIGEST, _GUESSED_IMAGE_BYTES) for name in missing.images]
-    return with_entries(lock, sources, images)
+    return lock.also(sources, images)
 
 
 def answer(

@@ -9,7 +9,7 @@ from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.file import read_lock, write_lock
-from spark_deploy.lockfile.resolve import Wanted, resolve, wanted_by
+from spark_deploy.lockfile.resolve import Names, resolve, wanted_by
 from spark_deploy.lockfile.types import Lock
 
 
@@ -47,10 +47,10 @@ def _lock_file(path: Path, hosts: list[Listed], options: argparse.Namespace) -> 
     return len(done)
 
 
-def _named(wanted: Wanted, names: list[str]) -> Wanted:
+def _named(wanted: Names, names: list[str]) -> Names:
     if not names:
         return wanted
-    return Wanted(
+    return Names(
         frozenset(source for source in wanted.sources if source[0] in names),
         frozenset(image for image in wanted.images if image in names),
     )
@@ -67,10 +67,7 @@ def _refuse_unknown(names: list[str] | None, hosts: list[Listed]) -> None:
 
 
 def _difference(before: Lock, after: Lock) -> str:
-    old = {entry.repo: entry.commit for entry in before.sources}
-    old |= {entry.reference: entry.digest for entry in before.images}
-    new = {entry.repo: entry.commit for entry in after.sources}
-    new |= {entry.reference: entry.digest for entry in after.images}
+    old, new = ({**lock.sources, **lock.images} for lock in (before, after))
     added = len(set(new) - set(old))
     moved = sum(1 for name in set(new) & set(old) if new[name] != old[name])
     return f"{added} added, {moved} moved"

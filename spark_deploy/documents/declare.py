@@ -122,9 +122,11 @@ def convert(cls: type[_T], data: Any) -> _T:
     return document
 
 
-def typed(value: Any) -> dict[str, Any]:
-    """Return a document as people would type it."""
-    data: dict[str, Any] = _adapter(type(value)).dump_python(value, mode="json", by_alias=True)
+def typed(value: Any, *, nulls: bool = True) -> dict[str, Any]:
+    """Return a document as people would type it, with or without keys that say null."""
+    data: dict[str, Any] = _adapter(type(value)).dump_python(
+        value, mode="json", by_alias=True, exclude_none=not nulls
+    )
     return data
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jsonschema
@@ -31,25 +31,30 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
-# Keys of files that people may keep, and how the same is written now: a guess would mislead.
-RENAMED = {
-    "gdn_key_heads": "linear_attention: {key_heads: ...}",
-    "gdn_value_heads": "linear_attention: {value_heads: ...}",
-    "gdn_head_width": "linear_attention: {head_width: ...}",
-    "profile_overrides": "changes, a list of {when: traits of a profile, set: keys}",
-}
-
-
 def problems_of(
-    data: Any, schema: dict[str, Any], where: Callable[[KeyPath], str]
+    data: Any,
+    schema: dict[str, Any],
+    where: Callable[[KeyPath], str],
+    renamed: Mapping[str, str] | None = None,
 ) -> Iterator[Problem]:
-    """Yield every mistake of ``data``; ``where`` names the file that set a key path."""
+    """Yield every mistake of ``data``.
+
+    Args:
+        data: what people wrote.
+        schema: what it must be.
+        where: names the file that set a key path.
+        renamed: keys of earlier forms, and how the same is written now: a guess would mislead.
+    """
     validator = jsonschema.Draft202012Validator(schema)
     for error in sorted(validator.iter_errors(data), key=lambda e: dotted(tuple(e.absolute_path))):
         path = tuple(error.absolute_path)
         if error.validator == "additionalProperties" and isinstance(error.schema, dict):
             for key in sorted(set(error.instance) - set(error.schema.get("properties", {}))):
-                yield _unknown_key((*path, str(key)), error.schema, schema, where)
+                fix = (renamed or {}).get(key) or _known_key(
+                    (*path, str(key)), error.schema, schema
+                )
+                place = f"{where((*path, key))}: {dotted((*path, key))}"
+                yield Problem(place, "unknown key", fix)
         else:
             place = f"{where(path)}: {dotted(path)}" if path else where(path)
             yield Problem(place, _say(error), _advise(error))
@@ -61,25 +66,14 @@ def closest(word: str, known: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-def _unknown_key(
-    path: KeyPath,
-    level: dict[str, Any],
-    schema: dict[str, Any],
-    where: Callable[[KeyPath], str],
-) -> Problem:
+def _known_key(path: KeyPath, level: dict[str, Any], schema: dict[str, Any]) -> str:
+    """Say which key may be meant by one that is not known at this level."""
     key = str(path[-1])
     known = sorted(level.get("properties", {}))
-    guess = closest(key, known)
-    elsewhere = [p for p in _all_keys(schema) if p.rsplit(".", 1)[-1] == key]
-    if key in RENAMED:
-        fix = f"write {RENAMED[key]}"
-    elif guess:
-        fix = f"did you mean {dotted((*path[:-1], guess))}?"
-    elif elsewhere:
-        fix = f"did you mean {elsewhere[0]}?"
-    else:
-        fix = f"known here: {', '.join(known)}"
-    return Problem(f"{where(path)}: {dotted(path)}", "unknown key", fix)
+    if guess := closest(key, known):
+        return f"did you mean {dotted((*path[:-1], guess))}?"
+    elsewhere = [name for name in _all_keys(schema) if name.rsplit(".", 1)[-1] == key]
+    return f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(known)}"
 
 
 def _all_keys(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:

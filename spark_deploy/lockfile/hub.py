@@ -59,4 +59,5 @@ def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSour
         files.append(SourceFile(sibling.rfilename, sibling.size, sha256, git_sha1))
     if not info.sha or not files:
         raise LockError.one(where, "the hub names no commit or no files", "check the repository")
+    files.sort(key=lambda file: file.path)
     return LockedSource(repo, revision, info.sha, tuple(files))

@@ -9,7 +9,7 @@ from pathlib import Path
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.lockfile import hub, registry
-from spark_deploy.lockfile.file import read_lock, with_entries, write_lock
+from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource
 from spark_deploy.settings.read_secret import read_secret
 from spark_deploy.settings.types import Settings
@@ -18,22 +18,22 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Names:
     """Names a host needs: (repository, revision) pairs and image references."""
 
     sources: frozenset[tuple[str, str]]
     images: frozenset[str]
 
-    def missing_in(self, lock: Lock) -> Wanted:
+    def missing_in(self, lock: Lock) -> Names:
         """Return what ``lock`` does not hold."""
-        return Wanted(
+        return Names(
             frozenset(name for name in self.sources if lock.source(*name) is None),
-            frozenset(name for name in self.images if lock.image(name) is None),
+            frozenset(name for name in self.images if name not in lock.images),
         )
 
-    def without(self, names: Collection[str]) -> Wanted:
+    def without(self, names: Collection[str]) -> Names:
         """Return what is not among ``names``."""
-        return Wanted(
+        return Names(
             frozenset(source for source in self.sources if source[0] not in names),
             frozenset(image for image in self.images if image not in names),
         )
@@ -44,7 +44,7 @@ class Wanted:
         return sorted([repo for repo, _ in self.sources] + list(self.images))
 
 
-def wanted_by(settings: Settings, catalog: Catalog) -> Wanted:
+def wanted_by(settings: Settings, catalog: Catalog) -> Names:
     """Return the names that the plan of one host needs, pairs to have ready included."""
     sources: set[tuple[str, str]] = set()
     roles = {"gpu_check"}
@@ -58,7 +58,7 @@ def wanted_by(settings: Settings, catalog: Catalog) -> Wanted:
             sources.add((model.sources.donor, model.sources.revision))
         roles.add(model.image.role)
     images = frozenset(settings.images[role] for role in roles & set(settings.images))
-    return Wanted(frozenset(sources), images)
+    return Names(frozenset(sources), images)
 
 
 def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lock:
@@ -78,11 +78,11 @@ def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lo
     return lock
 
 
-def resolve(lock: Lock, wanted: Wanted, settings: Settings, say: Say) -> Lock:
+def resolve(lock: Lock, wanted: Names, settings: Settings, say: Say) -> Lock:
     """Ask hub and registries for ``wanted`` and return the lock with the answers."""
     sources = [_source(name, settings, say) for name in sorted(wanted.sources)]
     images = [_image(name, settings, say) for name in sorted(wanted.images)]
-    return with_entries(lock, sources, images)
+    return lock.also(sources, images)
 
 
 def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict
 from pydantic.config import JsonDict
 from pydantic.json_schema import SkipJsonSchema
 
 from spark_deploy.catalog.model import HUB_REPOSITORY
-from spark_deploy.documents.declare import needed, setting
+from spark_deploy.documents.declare import knowing_keys, needed, of_key, setting
 from spark_deploy.documents.digest import digest_of
 
 _GIT_HASH = "^[0-9a-f]{40}$"
@@ -33,7 +34,7 @@ class SourceFile:
 class LockedSource:
     """One repository at one commit."""
 
-    repo: SkipJsonSchema[str]  # the key in the file
+    repo: SkipJsonSchema[str] = of_key()
     revision: str = needed("Branch or tag that was looked up.")
     commit: str = needed("Full commit.", pattern=_GIT_HASH)
     files: tuple[SourceFile, ...] = needed("Every file of the commit.")
@@ -53,7 +54,7 @@ class LockedSource:
 class LockedImage:
     """One image at one digest."""
 
-    reference: SkipJsonSchema[str]  # the key in the file
+    reference: SkipJsonSchema[str] = of_key()
     digest: str = needed(
         "Of the manifest or manifest list the tag names.", pattern="^sha256:[0-9a-f]{64}$"
     )
@@ -66,36 +67,32 @@ class LockedImage:
 
 
 @dataclass(frozen=True, slots=True)
-class LockFile:
+class Lock:
     """Names and their identities; written by `spark-deploy lock`."""
 
     schema_version: Literal[1] = needed("Format of this file.")
-    sources: dict[str, LockedSource] = needed(
+    sources: Annotated[dict[str, LockedSource], knowing_keys("repo")] = needed(
         "Repositories by name.", propertyNames={"pattern": HUB_REPOSITORY}
     )
-    images: dict[str, LockedImage] = needed("Container images by reference.")
+    images: Annotated[dict[str, LockedImage], knowing_keys("reference")] = needed(
+        "Container images by reference."
+    )
 
+    @classmethod
+    def of(cls, sources: Iterable[LockedSource] = (), images: Iterable[LockedImage] = ()) -> Lock:
+        """Return a lock, sorted by name; of two entries with one name the later counts."""
+        by_repo = {source.repo: source for source in sources}
+        by_reference = {image.reference: image for image in images}
+        return cls(1, dict(sorted(by_repo.items())), dict(sorted(by_reference.items())))
 
-@dataclass(frozen=True, slots=True)
-class Lock:
-    """Everything that is locked."""
-
-    sources: tuple[LockedSource, ...] = ()
-    images: tuple[LockedImage, ...] = ()
+    def also(self, sources: Iterable[LockedSource], images: Iterable[LockedImage]) -> Lock:
+        """Return this lock with more entries; a name that is there already is replaced."""
+        return Lock.of([*self.sources.values(), *sources], [*self.images.values(), *images])
 
     def source(self, repo: str, revision: str) -> LockedSource | None:
         """Return the locked commit of ``repo`` at ``revision``, if there is one."""
-        for source in self.sources:
-            if (source.repo, source.revision) == (repo, revision):
-                return source
-        return None
-
-    def image(self, reference: str) -> LockedImage | None:
-        """Return the locked digest of ``reference``; one written with a digest locks itself."""
-        for image in self.images:
-            if image.reference == reference:
-                return image
-        return None
+        found = self.sources.get(repo)
+        return found if found and found.revision == revision else None
 
 
 def without_tag(reference: str) -> str:

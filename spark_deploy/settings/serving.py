@@ -245,7 +245,7 @@ class MemorySettings:
     )
     reserve_bytes: Gib = setting(
         12 * GIB,
-        "Left to the system and to neighbours; raise it for other programs.",
+        "Left to the system and to other workloads; raise it for them.",
         key="reserve_gib",
         minimum=0,
     )

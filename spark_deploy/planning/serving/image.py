@@ -39,7 +39,7 @@ def locked_image(model: Model, settings: Settings, lock: Lock, role: str) -> Loc
         what = f"needs the image role '{role}', which the settings do not have"
         fix = f"set images.{role} (known: {', '.join(sorted(settings.images))})"
         raise PlanError.one(f"catalog/models/{model.name}.yml: image.role", what, fix)
-    found = lock.image(reference)
+    found = lock.images.get(reference)
     if found is None:
         fix = "run `spark-deploy lock`, or set locked: first-use"
         raise PlanError.one(f"lock: {reference}", "is not locked to a digest", fix)

@@ -18,6 +18,7 @@ from spark_deploy.lockfile import hub, registry
 from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.registry import parse_reference
 from spark_deploy.lockfile.resolve import locked_for, wanted_by
+from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.load import load_hosts
 
 COMMIT = {"lab/tiny-int4": "1" * 40, "lab/tiny-fp8": "2" * 40}
@@ -127,8 +128,8 @@ def test_the_first_use_locks_shows_and_writes_what_a_host_needs(settings, tmp_pa
         ("model.safetensors", 5000),
     ]
     assert [(f.git_sha1, f.sha256) for f in source.files] == [("b" * 40, None), (None, "d" * 64)]
-    assert lock.image(f"{server}/lab/engine:many").digest == sha(INDEX)
-    assert lock.image(f"{server}/lab/engine:many").pinned == f"{server}/lab/engine@{sha(INDEX)}"
+    assert lock.images[f"{server}/lab/engine:many"].digest == sha(INDEX)
+    assert lock.images[f"{server}/lab/engine:many"].pinned == f"{server}/lab/engine@{sha(INDEX)}"
     assert read_lock(path) == lock
     assert any("lab/tiny-int4" in line and "5.0 kB" in line for line in said)
 
@@ -146,7 +147,8 @@ def test_a_second_run_asks_nobody(settings, tmp_path):
 def test_only_what_is_missing_is_looked_up(settings, tmp_path):
     path = tmp_path / "spark.lock.yml"
     lock = locked_for(settings, CATALOG, path, lambda text: None)
-    write_lock(path, type(lock)(lock.sources[:1], lock.images))
+    first = next(iter(lock.sources.values()))
+    write_lock(path, Lock.of([first], lock.images.values()))
     Server.asked.clear()
     assert locked_for(settings, CATALOG, path, lambda text: None) == lock
     assert len(Server.asked) == 1

@@ -93,7 +93,7 @@ def made_up_lock(settings: Settings, catalog: Catalog) -> Lock:
         LockedImage(name, f"sha256:{sha('sha256', name)}", 9_800_000_000)
         for name in sorted(wanted.images)
     ]
-    return Lock(tuple(sources), tuple(images))
+    return Lock.of(sources, images)
 
 
 def sha(kind: str, words: str) -> str:
