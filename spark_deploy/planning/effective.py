@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from spark_deploy.catalog.profile import Profile
+from spark_deploy.catalog.profile import KvCache, Limits, Profile
 from spark_deploy.settings.types import Settings
+
+_Part = TypeVar("_Part", Profile, Limits, KvCache)
 
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
     """Return the profile with the ``engine`` and ``checkpoint`` settings of the host put in."""
-    engine = settings.engine
-    limits = dataclasses.replace(
-        profile.limits,
-        max_context_tokens=engine.max_context_tokens or profile.limits.max_context_tokens,
-        max_sequences=engine.max_sequences or profile.limits.max_sequences,
-        memory_fraction=engine.memory_fraction or profile.limits.memory_fraction,
-    )
-    cache = profile.kv_cache
-    if engine.kv_cache_bytes is not None:
-        cache = dataclasses.replace(cache, size_bytes=engine.kv_cache_bytes)
-    shared_experts = profile.shared_experts
-    if settings.checkpoint.prebuilt and shared_experts == "fp8-donor":
-        shared_experts = "fp8-base"
+    engine = {
+        field.name: getattr(settings.engine, field.name)
+        for field in dataclasses.fields(settings.engine)
+    }
+    if settings.checkpoint.prebuilt and profile.shared_experts == "fp8-donor":
+        profile = dataclasses.replace(profile, shared_experts="fp8-base")
     return dataclasses.replace(
-        profile,
-        shared_experts=shared_experts,
+        _put_in(profile, engine),
+        limits=_put_in(profile.limits, engine),
+        kv_cache=_put_in(profile.kv_cache, {"size_bytes": settings.engine.kv_cache_bytes}),
         layout=settings.checkpoint.layout or profile.layout,
-        limits=limits,
-        kv_cache=cache,
-        vision=profile.vision if engine.vision is None else engine.vision,
-        options={**profile.options, **engine.options},
-        environment={**profile.environment, **engine.environment},
     )
+
+
+def _put_in(part: _Part, chosen: Mapping[str, Any]) -> _Part:
+    """Return a part with what is chosen for fields of its own; mappings are merged, null keeps."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value, kept = chosen.get(field.name), getattr(part, field.name)
+        changed[field.name] = {**kept, **value} if isinstance(value, dict) else value
+    return dataclasses.replace(part, **{k: v for k, v in changed.items() if v is not None})

@@ -25,6 +25,14 @@ ENGINE_USER = "spark-engine"  # made by files/units/spark-sysusers.conf
 HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
 """What the engine measured of the opt-in head at its first start on this host."""
 
+# Of `docker run` for every release; the GPU's follow from the host.
+CONTAINER_ARGUMENTS = (
+    "--network=none",
+    # Shared memory comes out of the one pool anyway; a private limit only adds a way to fail.
+    "--ipc=host",
+    "--security-opt=no-new-privileges",
+)
+
 
 def option_arguments(options: Mapping[str, Any]) -> list[str]:
     """Turn a mapping into arguments, in the order of the mapping.
@@ -128,16 +136,6 @@ def engine_environment(
         # What it measures holds for this image only, and it cannot ask which one it runs in.
         environment["SPARK_IMAGE"] = image
     return {**environment, **profile.environment}
-
-
-def container_arguments() -> tuple[str, ...]:
-    """Return arguments of ``docker run`` that every release has; the GPU's follow from the host."""
-    return (
-        "--network=none",
-        # Shared memory comes out of the one pool anyway; a private limit only adds a way to fail.
-        "--ipc=host",
-        "--security-opt=no-new-privileges",
-    )
 
 
 def _value(name: str, value: Any) -> str:

@@ -29,9 +29,9 @@ from spark_deploy.documents.digest import digest_of
 from spark_deploy.planning.budget.memory import context_tokens
 from spark_deploy.planning.serving.argv import (
     CACHE_MOUNT,
+    CONTAINER_ARGUMENTS,
     ENGINE_USER,
     MODEL_MOUNT,
-    container_arguments,
     engine_arguments,
     engine_environment,
 )
@@ -61,12 +61,6 @@ def serve_plan(
     """Return the release of the service, its digest made from its own content."""
     serve = settings.serve
     names = serve.names or (model.name,)
-    environment = engine_environment(
-        profile,
-        plugin=image.plugin,
-        start_timeout_s=serve.start_timeout_s,
-        image=image.tag,
-    )
     cache = cache_dir(settings, profile, image)
     release = Release(
         service=SERVICE,
@@ -82,9 +76,14 @@ def serve_plan(
         tree=Tree(tree.dir, tree.digest),
         engine=Engine(
             argv=engine_arguments(model, profile, memory, names),
-            env=environment,
+            env=engine_environment(
+                profile,
+                plugin=image.plugin,
+                start_timeout_s=serve.start_timeout_s,
+                image=image.tag,
+            ),
             mounts=(Mount(tree.dir, MODEL_MOUNT, True), Mount(cache, CACHE_MOUNT, False)),
-            docker_args=container_arguments(),
+            docker_args=CONTAINER_ARGUMENTS,
             user=ENGINE_USER,
         ),
         memory=Memory(memory.needed_bytes, settings.memory.start_wait_s, memory.floor_bytes),
