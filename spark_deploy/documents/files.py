@@ -5,7 +5,6 @@ Duplicate keys are mistakes, not overrides.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Hashable
 from pathlib import Path
@@ -54,7 +53,6 @@ def read_mapping(path: Path, *, shown: str) -> tuple[dict[str, Any], list[Proble
     return {str(key): value for key, value in data.items()}, []
 
 
-@functools.cache
 def load_schema(name: str, *, checkout: Path = CHECKOUT) -> dict[str, Any]:
     """Return ``schema/<name>.schema.json`` as plain data."""
     text = (checkout / "schema" / f"{name}.schema.json").read_text(encoding="utf-8")
