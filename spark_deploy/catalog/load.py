@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spark_deploy.catalog.model import RENAMED, Model
 from spark_deploy.catalog.profile import Profile
@@ -18,6 +18,7 @@ from spark_deploy.errors import CatalogError, Problem
 from spark_deploy.settings.load import merge
 
 _Data = dict[str, Any]
+_Document = TypeVar("_Document", Model, Profile, GuardRails)
 
 
 def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
@@ -35,7 +36,7 @@ def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
         shown = f"catalog/profiles/{name}.yml"
         try:
             data = _read(shown, checkout)
-            plain = _profile(name, data, schema, shown)
+            plain = _checked(Profile, data, schema, shown, name=name)
         except CatalogError as error:
             broken[f"profiles/{name}",] = error.problems
             continue
@@ -44,7 +45,10 @@ def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
                 profiles[name, model.name] = _as_wanted(model, plain, data, schema)
             except CatalogError as error:
                 broken[name, model.name] = error.problems
-    return Catalog(models, profiles, _rails(checkout).rails, broken)
+    shown = "catalog/guard_rails.yml"
+    schema = load_schema("guard_rails", checkout=checkout)
+    rails = _checked(GuardRails, _read(shown, checkout), schema, shown).rails
+    return Catalog(models, profiles, rails, broken)
 
 
 def _model(name: str, checkout: Path) -> Model:
@@ -57,10 +61,7 @@ def _model(name: str, checkout: Path) -> Model:
             what = f"is based on {parent}, which is itself based on another model"
             raise CatalogError.one(shown, what, f"base it on {below['based_on']} directly")
         data = merge(below, data, null_keeps=False)
-    _refuse(data, load_schema("model", checkout=checkout), shown)
-    model = convert(Model, {**data, "name": name})
-    _refuse_broken(model, shown)
-    return model
+    return _checked(Model, data, load_schema("model", checkout=checkout), shown, name=name)
 
 
 def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:
@@ -71,22 +72,8 @@ def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Pro
         changed = merge(changed, change, null_keeps=False)
     if changes:
         shown = f"catalog/models/{model.name}.yml: changes of profile {plain.name}"
-        plain = _profile(plain.name, changed, schema, shown)
+        plain = _checked(Profile, changed, schema, shown, name=plain.name)
     return dataclasses.replace(plain, engine_mode=model.image.engine_mode)
-
-
-def _profile(name: str, data: _Data, schema: Schema, shown: str) -> Profile:
-    _refuse(data, schema, shown)
-    profile = convert(Profile, {**data, "name": name})
-    _refuse_broken(profile, shown)
-    return profile
-
-
-def _rails(checkout: Path) -> GuardRails:
-    shown = "catalog/guard_rails.yml"
-    data = _read(shown, checkout)
-    _refuse(data, load_schema("guard_rails", checkout=checkout), shown)
-    return convert(GuardRails, data)
 
 
 def _read(shown: str, checkout: Path) -> _Data:
@@ -96,15 +83,16 @@ def _read(shown: str, checkout: Path) -> _Data:
     return data
 
 
-def _refuse(data: _Data, schema: Schema, shown: str) -> None:
-    problems = list(problems_of(data, schema, lambda path: shown, RENAMED))
-    if problems:
+def _checked(
+    kind: type[_Document], data: _Data, schema: Schema, shown: str, **of_file: str
+) -> _Document:
+    """Return a document that follows its schema and its own rules."""
+    if problems := list(problems_of(data, schema, lambda path: shown, RENAMED)):
         raise CatalogError(problems)
-
-
-def _refuse_broken(document: Model | Profile, shown: str) -> None:
-    problems = [
-        Problem(f"{shown}: {dotted(one.key)}", one.what, one.fix) for one in document.broken()
-    ]
-    if problems:
-        raise CatalogError(problems)
+    document = convert(kind, {**data, **of_file})
+    broken = () if isinstance(document, GuardRails) else tuple(document.broken())
+    if broken:
+        raise CatalogError(
+            [Problem(f"{shown}: {dotted(one.key)}", one.what, one.fix) for one in broken]
+        )
+    return document

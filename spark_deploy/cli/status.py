@@ -22,7 +22,7 @@ from spark_deploy.payload.content import read_payload
 from spark_deploy.planning.budget.memory import gib
 from spark_deploy.planning.serving.gateway import SERVICE
 from spark_deploy.planning.types import HostPlan
-from spark_deploy.planning.work.jobs import jobs_of_pair
+from spark_deploy.planning.work.jobs import jobs_of
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,9 +110,7 @@ def _readiness(plan: HostPlan, status: HostStatus) -> list[dict[str, Any]]:
             "model": pair.model,
             "profile": pair.profile,
             "missing": [
-                work.job.title
-                for work in jobs_of_pair(pair, context)
-                if work.job.digest not in done
+                work.job.title for work in jobs_of(pair, context) if work.job.digest not in done
             ],
         }
         for pair in plan.ready

@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from typing import Annotated, Any, TypeVar, cast
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
@@ -107,13 +107,8 @@ Mib = Annotated[int, _times(MIB), _over(MIB)]
 Text = Annotated[str, about(minLength=1)]
 
 
-@functools.cache
-def _cached(document: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(cast(Any, document))
-
-
-def _adapter(document: Any) -> TypeAdapter[Any]:
-    return _cached(document)
+# What a class declares never changes, so each is looked at once.
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def convert(cls: type[_T], data: Any) -> _T:

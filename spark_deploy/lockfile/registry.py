@@ -82,18 +82,7 @@ class _Client:
 
     def manifest(self, version: str) -> tuple[dict[str, Any], str]:
         """Return a manifest and its digest."""
-        url = f"{self._base}/manifests/{version}"
-        try:
-            body, headers = self._get(url)
-        except urllib.error.HTTPError as error:
-            if error.code != 401 or self._token:
-                raise self._refused(error) from error
-            self._token = self._ask_token(error.headers.get("WWW-Authenticate", ""))
-            body, headers = self._again(url)
-        except OSError as error:
-            what = f"the registry cannot be asked: {getattr(error, 'reason', error)}"
-            fix = "check the network; a registry over plain HTTP belongs in registries.insecure"
-            raise LockError.one(f"image {self._shown}", what, fix) from error
+        body, headers = self._get(f"{self._base}/manifests/{version}")
         digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
         claimed = headers.get("Docker-Content-Digest", digest)
         if claimed != digest or (version.startswith("sha256:") and version != digest):
@@ -102,19 +91,23 @@ class _Client:
         data: dict[str, Any] = json.loads(body)
         return data, digest
 
-    def _again(self, url: str) -> tuple[bytes, HTTPMessage]:
-        try:
-            return self._get(url)
-        except urllib.error.HTTPError as error:
-            raise self._refused(error) from error
-
     def _get(self, url: str) -> tuple[bytes, HTTPMessage]:
         headers = {"Accept": _ACCEPT}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         request = urllib.request.Request(url, headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return answer.read(), answer.headers
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                return answer.read(), answer.headers
+        except urllib.error.HTTPError as error:
+            if error.code != 401 or self._token:
+                raise self._refused(error) from error
+            self._token = self._ask_token(error.headers.get("WWW-Authenticate", ""))
+            return self._get(url)
+        except OSError as error:
+            what = f"the registry cannot be asked: {getattr(error, 'reason', error)}"
+            fix = "check the network; a registry over plain HTTP belongs in registries.insecure"
+            raise LockError.one(f"image {self._shown}", what, fix) from error
 
     def _ask_token(self, challenge: str) -> str:
         fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))

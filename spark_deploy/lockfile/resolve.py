@@ -28,15 +28,13 @@ class Names:
         """Return what ``lock`` does not hold."""
         return Names(
             frozenset(name for name in self.sources if lock.source(*name) is None),
-            frozenset(name for name in self.images if name not in lock.images),
+            self.images - lock.images.keys(),
         )
 
     def without(self, names: Collection[str]) -> Names:
         """Return what is not among ``names``."""
-        return Names(
-            frozenset(source for source in self.sources if source[0] not in names),
-            frozenset(image for image in self.images if image not in names),
-        )
+        left = frozenset(source for source in self.sources if source[0] not in names)
+        return Names(left, self.images.difference(names))
 
     @property
     def names(self) -> list[str]:

@@ -6,8 +6,9 @@ included: what is suggested can be chosen, and fits.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +61,7 @@ def refusal(
         f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
         f"{gib(memory.total_bytes)} ({gib(memory.reserve_bytes)} stay reserved)"
     )
-    levers = _levers(model, profile, settings, catalog, fits)
+    levers = list(_levers(model, profile, settings, catalog, fits))
     ways = ways_to_fit(levers, settings, fits)
     fix = "; or ".join([*ways, *_smaller_model(model, profile, settings, catalog, fits)][:_WAYS])
     if not ways:
@@ -80,15 +81,10 @@ def ways_to_fit(levers: Sequence[Lever], settings: Settings, fits: Fits) -> list
                 break
             once = len({lever.setting for lever in chosen}) == size
             known = any(set(way) <= set(chosen) for way in ways)
-            if once and not known and fits(_changed(settings, chosen)):
+            changed = functools.reduce(lambda so_far, one: one.change(so_far), chosen, settings)
+            if once and not known and fits(changed):
                 ways.append(chosen)
     return [" and ".join(lever.what for lever in way) for way in ways]
-
-
-def _changed(settings: Settings, levers: Sequence[Lever]) -> Settings:
-    for lever in levers:
-        settings = lever.change(settings)
-    return settings
 
 
 def _smaller_model(
@@ -112,61 +108,38 @@ def _smaller_model(
 
 def _levers(
     model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
-) -> list[Lever]:
+) -> Iterator[Lever]:
     """Changes that apply here, in the order of what they cost a user."""
-    engine, memory = settings.engine, settings.memory
+    if profile.vision:
+        yield Lever("set engine.vision to false", "vision", _engine(vision=False))
+    if settings.engine.kv_cache_bytes is not None:
+        yield Lever("drop engine.kv_cache_gib", "cache", _engine(kv_cache_bytes=None))
+    pinned = profile.kv_cache.size_bytes is not None
+    if not pinned and profile.limits.memory_fraction < _USUAL_FRACTION:
+        what = f"raise engine.memory_fraction to {_USUAL_FRACTION}"
+        yield Lever(what, "fraction", _engine(memory_fraction=_USUAL_FRACTION))
     reserve_gib = _largest_reserve_gib(settings, fits)
+    if settings.memory.reserve_bytes > reserve_gib * GIB:
+        what = f"lower memory.reserve_gib to {reserve_gib}"
+        yield Lever(what, "reserve", _reserve(reserve_gib))
     context = _longest_context(settings, context_tokens(model, profile) // 2, fits)
-    possible = [
-        (profile.vision, Lever("set engine.vision to false", "vision", _engine(vision=False))),
-        (
-            engine.kv_cache_bytes is not None,
-            Lever("drop engine.kv_cache_gib", "cache", _engine(kv_cache_bytes=None)),
-        ),
-        (
-            profile.kv_cache.size_bytes is None
-            and profile.limits.memory_fraction < _USUAL_FRACTION,
-            Lever(
-                f"raise engine.memory_fraction to {_USUAL_FRACTION}",
-                "fraction",
-                _engine(memory_fraction=_USUAL_FRACTION),
-            ),
-        ),
-        (
-            memory.reserve_bytes > reserve_gib * GIB,
-            Lever(f"lower memory.reserve_gib to {reserve_gib}", "reserve", _reserve(reserve_gib)),
-        ),
-        (
-            context >= _LEAST_CONTEXT_TOKENS,
-            Lever(
-                f"set engine.max_context_tokens to {context}",
-                "context",
-                _engine(max_context_tokens=context),
-            ),
-        ),
-    ]
-    usual = [lever for applies, lever in possible if applies]
-    return usual + [
-        Lever(f"choose profile {name}", "profile", _set(profile=name))
-        for name in _others_like(profile, model, catalog)
-    ]
+    if context >= _LEAST_CONTEXT_TOKENS:
+        what = f"set engine.max_context_tokens to {context}"
+        yield Lever(what, "context", _engine(max_context_tokens=context))
+    for name in _others_like(profile, model, catalog):
+        yield Lever(f"choose profile {name}", "profile", _set(profile=name))
 
 
 def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
     """Return the other profiles, those first that are most like this one."""
-    names = sorted(name for name, served in catalog.profiles if served == model.name)
-    others = [catalog.profile(name, model.name) for name in names]
-    return [
-        other.name
-        for other in sorted(
-            others,
-            key=lambda one: (
-                (one.speculation is None) != (profile.speculation is None),
-                one.plugin != profile.plugin,
-            ),
+    others = [one for (_, served), one in sorted(catalog.profiles.items()) if served == model.name]
+    others.sort(
+        key=lambda one: (
+            (one.speculation is None) != (profile.speculation is None),
+            one.plugin != profile.plugin,
         )
-        if other.name != profile.name
-    ]
+    )
+    return [other.name for other in others if other.name != profile.name]
 
 
 def _set(**fields: Any) -> Change:

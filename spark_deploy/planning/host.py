@@ -51,18 +51,14 @@ def plan_host(request: Request) -> HostPlan:
     docker = _docker(served.model, settings, lock)
     disk = disk_plan(settings.paths.docker_dir, pairs)
     return HostPlan(
+        **_fields(pair),
         host=request.host,
-        model=served.model.name,
-        profile=served.profile.name,
         paths=settings.paths,
         needs=_needs(settings, served.memory, disk, docker.check_image, pairs),
-        base=BasePlan(paths=settings.paths, **_chosen(settings.base)),
+        base=BasePlan(paths=settings.paths, **_fields(settings.base)),
         cuda=_cuda(settings),
         docker=docker,
         tools=ToolsPlan(request.payload.tools_digest, request.payload.python_requirements),
-        sources=pair.sources,
-        checkpoint=pair.checkpoint,
-        image=pair.image,
         memory=served.memory,
         disk=disk,
         serve=serve_plan(
@@ -104,7 +100,7 @@ def _needs(
         for source in pair.sources
     }
     return NeedsPlan(
-        **_chosen(settings.expect),
+        **_fields(settings.expect),
         takeover=settings.takeover,
         allow_memory_holders=settings.allow_memory_holders,
         ports=(settings.serve.port,),
@@ -152,6 +148,6 @@ def _repositories(settings: Settings, names: tuple[str, ...]) -> tuple[Repositor
     return tuple(settings.repositories[name] for name in names)
 
 
-def _chosen(section: BaseSettings | ExpectSettings) -> dict[str, Any]:
-    """Return a section of the settings as arguments for the plan that adds to it."""
-    return {field.name: getattr(section, field.name) for field in fields(section)}
+def _fields(part: PairPlan | BaseSettings | ExpectSettings) -> dict[str, Any]:
+    """Return a part as arguments for the plan that adds to it."""
+    return {field.name: getattr(part, field.name) for field in fields(part)}

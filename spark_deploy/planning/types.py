@@ -181,7 +181,6 @@ class MemoryPlan:
     vision_bytes: int  # part of weights_bytes
     graphs_bytes: int
     kv_cache_bytes: int
-    kv_bytes_per_token: int
     block_tokens: int  # one cache block holds one GDN state, so it is this many tokens
     kv_tokens: int
     full_context_users: float  # blocks there are / blocks one request of full length takes
@@ -222,21 +221,16 @@ class GatewayPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class HostPlan:
-    """All there is to do on one host."""
+class HostPlan(PairPlan):
+    """All there is to do on one host: what its pair needs, and everything around it."""
 
     host: str
-    model: str
-    profile: str
     paths: PathSettings
     needs: NeedsPlan
     base: BasePlan
     cuda: CudaPlan
     docker: DockerPlan
     tools: ToolsPlan
-    sources: tuple[SourcePlan, ...]  # only those fetched whole
-    checkpoint: CheckpointPlan | None  # None: the base tree is served as it is
-    image: ImagePlan
     memory: MemoryPlan
     disk: tuple[DiskUse, ...]
     serve: Release

@@ -17,35 +17,37 @@ def read_secret(reference: SecretRef, *, setting: str) -> str:
 
     Wrap the result in pyinfra's ``HiddenValue`` and send it on standard input only.
     """
-    first = reference.value[0] if reference.value else ""
-    if reference.kind == "env":
-        text = os.environ.get(first)
-        problem = None if text else f"the environment variable {first} is not set"
-    elif reference.kind == "file":
-        text, problem = _from_file(first)
-    elif reference.kind == "command":
-        text, problem = _from_command(reference.value)
-    else:
-        text, problem = None, "is made on the host, not read here"
-    lines = (text or "").strip().splitlines()
-    if problem or not lines:
-        fix = "correct it; nothing was sent to a host"
-        raise SettingsError.one(setting, problem or "the secret is empty", fix)
+    fix = "correct it; nothing was sent to a host"
+    try:
+        text = _text_of(reference)
+    except ValueError as error:
+        raise SettingsError.one(setting, str(error), fix) from error
+    lines = text.strip().splitlines()
+    if not lines:
+        raise SettingsError.one(setting, "the secret is empty", fix)
     return lines[0].strip()
 
 
-def _from_file(path: str) -> tuple[str | None, str | None]:
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8"), None
-    except (OSError, UnicodeDecodeError) as error:
-        return None, f"{path} cannot be read ({type(error).__name__})"
+def _text_of(reference: SecretRef) -> str:
+    if reference.env:
+        if not os.environ.get(reference.env):
+            raise ValueError(f"the environment variable {reference.env} is not set")
+        return os.environ[reference.env]
+    if reference.file:
+        try:
+            return Path(reference.file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{reference.file} cannot be read ({type(error).__name__})") from None
+    if reference.command:
+        return _printed_by(reference.command)
+    raise ValueError("is made on the host, not read here")
 
 
-def _from_command(argv: tuple[str, ...]) -> tuple[str | None, str | None]:
+def _printed_by(argv: tuple[str, ...]) -> str:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"{argv[0]} cannot be run ({type(error).__name__})"
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
+        raise ValueError(f"{argv[0]} cannot be run ({type(error).__name__})") from None
     if done.returncode:
-        return None, f"{argv[0]} ended with exit status {done.returncode}"
-    return done.stdout, None
+        raise ValueError(f"{argv[0]} ended with exit status {done.returncode}")
+    return done.stdout

@@ -32,7 +32,6 @@ _TURBOQUANT = {
 class CacheShape:
     """The hybrid KV cache of one model and profile."""
 
-    bytes_per_token: int  # of all attention layers together
     block_tokens: int
     block_bytes: int  # of one block over the layers of one group
     attention_groups: int
@@ -64,7 +63,6 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
         vision_bytes=vision_bytes(model, profile),
         graphs_bytes=runtime,
         kv_cache_bytes=cache_bytes,
-        kv_bytes_per_token=shape.bytes_per_token,
         block_tokens=shape.block_tokens,
         kv_tokens=max(blocks - states, 0) // shape.attention_groups * shape.block_tokens,
         full_context_users=round(blocks / shape.request_blocks(context), 2),
@@ -149,7 +147,6 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
     # With prefix caching a request also holds the state at the last block's edge.
     states = (2 if profile.prefix_caching else 1) + drafts
     return CacheShape(
-        bytes_per_token=layer_bytes * attention,
         block_tokens=block_tokens,
         block_bytes=block_tokens * layer_bytes * size,
         attention_groups=math.ceil(attention / size),

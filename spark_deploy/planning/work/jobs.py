@@ -182,30 +182,7 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
     return Work(job, tuple(files))
 
 
-def jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    """Return every job of what a plan serves, in an order that respects ``after``."""
-    served = PairPlan(plan.model, plan.profile, plan.sources, plan.checkpoint, plan.image, "")
-    return jobs_of_pair(served, context)
-
-
-def ready_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    """Return the jobs that only the pairs to have ready need."""
-    served = {work.job.digest for work in jobs_of(plan, context)}
-    more = {
-        work.job.digest: work
-        for pair in plan.ready
-        for work in jobs_of_pair(pair, context)
-        if work.job.digest not in served
-    }
-    return tuple(more.values())
-
-
-def ready_name(job: Job) -> str:
-    """Return what the operation for a job of a pair to have ready is called."""
-    return f"Have ready: {job.title}"
-
-
-def jobs_of_pair(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
+def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     """Return every job of one model and profile, in an order that respects ``after``."""
     fetches = {source.dir: fetch_job(source, pair.checkpoint) for source in pair.sources}
     jobs = list(fetches.values())
@@ -214,3 +191,20 @@ def jobs_of_pair(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work
         jobs.append(checkpoint_job(pair.checkpoint, base))
     jobs.append(image_job(pair.image, context))
     return tuple(jobs)
+
+
+def ready_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
+    """Return the jobs that only the pairs to have ready need."""
+    served = {work.job.digest for work in jobs_of(plan, context)}
+    more = {
+        work.job.digest: work
+        for pair in plan.ready
+        for work in jobs_of(pair, context)
+        if work.job.digest not in served
+    }
+    return tuple(more.values())
+
+
+def ready_name(job: Job) -> str:
+    """Return what the operation for a job of a pair to have ready is called."""
+    return f"Have ready: {job.title}"

@@ -10,9 +10,8 @@ from spark_deploy.planning.types import HostPlan
 def keep_of(plan: HostPlan) -> Keep:
     """Return what ``spark-host prune`` reads."""
     folders = {mount.source for mount in plan.serve.engine.mounts}
-    folders |= {source.dir for source in plan.sources}
-    images = {plan.docker.check_image, plan.image.tag, plan.image.base}
-    for pair in plan.ready:
+    images = {plan.docker.check_image}
+    for pair in (plan, *plan.ready):
         folders |= {pair.cache_dir, pair.tree.dir, *(source.dir for source in pair.sources)}
         images |= {pair.image.tag, pair.image.base}
     return Keep(
