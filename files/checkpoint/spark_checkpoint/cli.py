@@ -16,7 +16,6 @@ from spark_contract.errors import ERROR, HostToolError
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, FetchPlan, Wire
 
 from spark_checkpoint import TOOL_VERSION
-from spark_checkpoint.build.build import build
 from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, InputRefused
 from spark_checkpoint.inspect.discard import discard
 from spark_checkpoint.inspect.inspection import dump, hold_against, open_subject, report, text_of
@@ -63,6 +62,9 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> int:
     if arguments.command == "fetch":
         fetch(files.load(FetchPlan, arguments.order, "is missing"), progress)
     elif arguments.command == "build":
+        # numpy comes with it, which nothing else needs.
+        from spark_checkpoint.build.build import build
+
         build(read_build_plan(arguments.plan), progress)
     elif arguments.command == "verify":
         verify_tree(arguments.dir, progress, full=arguments.full)

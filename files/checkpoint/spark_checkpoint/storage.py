@@ -71,8 +71,8 @@ def file_bytes(path: Path, offset: int = 0, size_bytes: int | None = None) -> It
     Raises:
         TransferFailed: The file ends inside of the span.
     """
-    buffer = memoryview(bytearray(COPY_BYTES))
     left = sys.maxsize if size_bytes is None else size_bytes
+    buffer = memoryview(bytearray(min(left, COPY_BYTES)))
     with path.open("rb", buffering=0) as file, named(file.fileno()):
         file.seek(offset)
         while left and (count := file.readinto(buffer[:left])):

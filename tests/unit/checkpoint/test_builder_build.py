@@ -5,11 +5,13 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 from builder_judge import MODULE
 from builder_shards import Raw, readable_by_safetensors
-from builder_trees import BASE_COMMIT, VOCABULARY, run_tool, tree_tensors
+from builder_trees import BASE_COMMIT, VOCABULARY, run_tool, tool_environment, tree_tensors
 from spark_checkpoint.build import build as building
 from spark_checkpoint.build.layouts import write_overlay
 from spark_checkpoint.cli import read_build_plan
@@ -219,3 +221,24 @@ def test_a_result_with_another_name_in_place_of_one_is_refused(workshop, monkeyp
         refusal.value
     )
     assert not workshop.out.exists()
+
+
+def test_only_a_build_needs_numpy_and_says_so_in_one_line(workshop, tmp_path):
+    workshop.write_base()
+    workshop.write_donor()
+    workshop.build()
+    absent = tmp_path / "absent" / "numpy.py"
+    absent.parent.mkdir()
+    absent.write_text("raise ModuleNotFoundError('gone', name='numpy')\n")
+    path = f"{absent.parent}{os.pathsep}{tool_environment()['PYTHONPATH']}"
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "spark_checkpoint", *map(str, arguments)]
+        env = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    assert run("verify", workshop.out).returncode == 0
+    assert run("inspect", workshop.out).returncode == 0
+    refused = run("build", workshop.write_plan())
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr.startswith("error: numpy: not found; fix: ")

@@ -108,7 +108,7 @@ def test_a_base_with_another_set_of_names_is_told_its_likely_cause_and_no_other(
 
 
 def test_every_cause_the_gates_can_name_is_planted_here():
-    known = {cause for _, cause in gates._CAUSES} | {gates._MTP_CAUSE}
+    known = {*gates._CAUSES.values(), gates._MTP_CAUSE}
     assert known == {cause for _, cause in CAUSES.values()}
 
 

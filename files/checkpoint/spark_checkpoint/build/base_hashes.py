@@ -10,7 +10,6 @@ from typing import Any
 from spark_contract.orders import BuildPlan
 from spark_contract.receipts import Receipt, ReceiptFile, SourceReceipt
 
-from spark_checkpoint.build.staging import tensor_span
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.pieces import PIECE_BYTES, Piece, Proof, pieces_of, prove_file
 from spark_checkpoint.format.tree import Tree, files_of
@@ -64,7 +63,7 @@ def compare_duplicates(base: Tree) -> dict[str, Any]:
     """Return how many names are in several shards, and how many of them differ in bytes."""
     differing = 0
     for name, shards in base.duplicates.items():
-        spans = (tensor_span(base, shard, name) for shard in shards)
+        spans = (base.span(name, shard) for shard in shards)
         hashes = {hash_file(path, offset=at, size_bytes=size) for path, at, size in spans}
         differing += len(hashes) > 1
     return {"names": len(base.duplicates), "differing": differing, "rule": "last file wins"}

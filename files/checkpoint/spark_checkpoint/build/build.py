@@ -11,13 +11,13 @@ from typing import Any
 
 from spark_contract.files import now
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
-from spark_contract.patterns import expand, expand_all, uses_up
+from spark_contract.patterns import expand_all, uses_up
 from spark_contract.receipts import CheckpointReceipt
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.build.base_hashes import base_proofs, compare_duplicates
 from spark_checkpoint.build.config import result_config, usable
-from spark_checkpoint.build.disk_room import fp8_bytes, grafted_bytes, int8_bytes, peak_bytes
+from spark_checkpoint.build.disk_room import peak_bytes
 from spark_checkpoint.build.grafting import graft_mtp, graftable, model_sizes
 from spark_checkpoint.build.layouts import Layout, finished, write_full, write_overlay
 from spark_checkpoint.build.replacements import (
@@ -44,7 +44,7 @@ from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import write_receipt
 from spark_checkpoint.sources.donor import Donor, open_donor
 from spark_checkpoint.storage import clear, refuse_without_room, write_json
-from spark_checkpoint.verify.expected import overlay_name
+from spark_checkpoint.verify.expected import HEAD, base_patterns, overlay_name, swapped
 from spark_checkpoint.verify.gates import (
     MTP_PREFIX,
     SCALE,
@@ -58,8 +58,6 @@ from spark_checkpoint.verify.gates import (
     swappable,
 )
 from spark_checkpoint.verify.making import make_tree
-
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +91,16 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
     donor_dir = work / _donor_dir_name(plan)
     clear(work, keep=frozenset({donor_dir.name}))
     sources = open_sources(plan, progress)
-    refuse_without_room(plan.out_dir.parent, needed_bytes(plan, sources), f"building {plan.name}")
-    changes = make_changes(plan, sources, work, donor_dir, progress)
+    taken = _donor_tensors(plan, sources)
+    peak = peak_bytes(plan, sources.base, taken, sources.mtp_missing)
+    refuse_without_room(plan.out_dir.parent, peak, f"building {plan.name}")
+    changes = make_changes(plan, sources, taken, work, donor_dir, progress)
     tree_dir.mkdir()
     write = write_overlay if plan.layout == "overlay" else write_full
     layout = write(tree_dir, sources.base, sources.proofs, changes, progress)
     _finish_tree(plan, sources, layout, tree_dir)
     _gate_result(plan, sources, changes, layout)
-    report = {**changes.report, **_report(sources, layout, _donor_bytes(plan, sources))}
+    report = {**changes.report, **_report(sources, layout, taken)}
     receipt = CheckpointReceipt(
         kind="checkpoint",
         digest=plan.digest,
@@ -121,7 +121,7 @@ def open_sources(plan: BuildPlan, progress: Progress) -> Sources:
     progress.phase("gates")
     base = read_tree(plan.base_dir)
     usable(read_config(plan.base_dir), str(plan.base_dir / CONFIG_NAME), plan.head)
-    modules = [module for pattern in plan.swap for module in expand(pattern)]
+    modules = swapped(plan)
     mtp_missing = _gate_base_names(plan, base, modules)
     if plan.shared_experts == "fp8-base":
         for module in modules:
@@ -145,9 +145,7 @@ def _gate_base_names(plan: BuildPlan, base: Tree, modules: list[str]) -> list[st
     A large model's expected names fill memory: they are only all made for the refusal.
     """
     names, where = base.owner.keys(), str(plan.base_dir)
-    patterns = list(plan.base_tensors)
-    if plan.shared_experts == "fp8-base":
-        patterns += [module + SCALE for module in modules]
+    patterns = base_patterns(plan)
     mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
     if not uses_up({name for name in names if name not in mtp_found}, patterns):
         same_names(where, "base tensors", names - mtp_found, expand_all(patterns))
@@ -161,29 +159,31 @@ def _gate_base_names(plan: BuildPlan, base: Tree, modules: list[str]) -> list[st
 
 
 def make_changes(
-    plan: BuildPlan, sources: Sources, work: Path, donor_dir: Path, progress: Progress
+    plan: BuildPlan,
+    sources: Sources,
+    taken: dict[str, Tensor],
+    work: Path,
+    donor_dir: Path,
+    progress: Progress,
 ) -> Changes:
     """Have the bytes of every new tensor on this host."""
     changes = Changes()
     base, modules, block = sources.base, sources.modules, plan.block_shape
-    spans = {}
-    wanted = _donor_names(plan, sources)
-    if sources.donor is not None and wanted:
-        spans = sources.donor.stage(wanted, donor_dir, progress)
+    donor = sources.donor
+    spans = donor.stage(taken, donor_dir, progress) if donor is not None and taken else {}
     with closing(Staging(work / "new-tensors")) as stage:
-        if plan.compares_with_donor and sources.donor is not None:
-            donor = sources.donor.tensors([m + s for m in modules for s in (WEIGHT, SCALE)])
-            compare_with_donor(base, modules, donor, spans, block, progress, changes)
+        if plan.compares_with_donor:
+            compare_with_donor(base, modules, taken, spans, block, progress, changes)
             if plan.shared_experts == "fp8-donor":
-                swap_from_donor(modules, donor, spans, changes)
+                swap_from_donor(modules, taken, spans, changes)
         elif plan.shared_experts == "fp8-self":
             swap_by_own_fp8(base, modules, block, stage, progress, changes)
         elif plan.shared_experts == "int8-g128":
             swap_by_int8(base, modules, stage, progress, changes)
         if plan.head == "int8-g128":
             bake_head(base, HEAD, stage, progress, changes)
-        if sources.mtp_missing and sources.donor is not None:
-            graft_mtp(sources.mtp_missing, sources.donor, spans, block, stage, changes)
+        if sources.mtp_missing:
+            graft_mtp(sources.mtp_missing, taken, spans, block, stage, changes)
     return changes
 
 
@@ -228,22 +228,15 @@ def _open_donor(
     return donor
 
 
-def _donor_names(plan: BuildPlan, sources: Sources) -> list[str]:
+def _donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:
+    """Return the donor's tensors that this plan takes or compares."""
     if sources.donor is None:
-        return []
+        return {}
     names = list(sources.mtp_missing)
     names += [s for s in map(scale_of, sources.mtp_missing) if s in sources.donor.names]
     if plan.compares_with_donor:
         names += [module + suffix for module in sources.modules for suffix in (WEIGHT, SCALE)]
-    return names
-
-
-def _donor_bytes(plan: BuildPlan, sources: Sources) -> int:
-    """Return the donor bytes this plan is made of."""
-    if sources.donor is None:
-        return 0
-    entries = sources.donor.tensors(_donor_names(plan, sources))
-    return sum(entry.size_bytes for entry in entries.values())
+    return sources.donor.tensors(names)
 
 
 def _donor_dir_name(plan: BuildPlan) -> str:
@@ -251,37 +244,9 @@ def _donor_dir_name(plan: BuildPlan) -> str:
     return f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
-def needed_bytes(plan: BuildPlan, sources: Sources) -> int:
-    """Return what the filesystem of the result must have free before anything is written."""
-    base, made = sources.base, 0
-    weights = [base.tensor(module + WEIGHT) for module in sources.modules]
-    if plan.shared_experts == "fp8-self":
-        made += sum(fp8_bytes(weight, plan.block_shape) for weight in weights)
-    elif plan.shared_experts == "int8-g128":
-        made += sum(int8_bytes(weight) for weight in weights)
-    if plan.head == "int8-g128":
-        made += int8_bytes(base.tensor(HEAD))
-    received: dict[str, Tensor] = {}
-    wanted = _donor_names(plan, sources)
-    if sources.donor is not None and wanted:
-        entries = sources.donor.tensors(wanted)
-        made += grafted_bytes(entries[name] for name in sources.mtp_missing)
-        received = entries
-    return peak_bytes(base, layout=plan.layout, received=received, made_bytes=made)
-
-
 def _finish_tree(plan: BuildPlan, sources: Sources, layout: Layout, tree_dir: Path) -> None:
     """Write index and config, the last files before the receipt."""
-    config = result_config(
-        read_config(plan.base_dir),
-        names=layout.index,
-        swap=sources.modules,
-        block_shape=plan.block_shape,
-        shared_experts=plan.shared_experts,
-        head=plan.head,
-        layout=plan.layout,
-        extra=plan.extra,
-    )
+    config = result_config(read_config(plan.base_dir), plan, layout.index, sources.modules)
     index = {
         "metadata": {"total_size": layout.total_size_bytes},
         "weight_map": {name: layout.index[name] for name in sorted(layout.index)},
@@ -312,7 +277,8 @@ def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: La
     same_names(str(plan.out_dir), "MTP tensors", mtp, expand_all(plan.mtp_tensors))
 
 
-def _report(sources: Sources, layout: Layout, donor_bytes: int) -> dict[str, Any]:
+def _report(sources: Sources, layout: Layout, taken: dict[str, Tensor]) -> dict[str, Any]:
+    donor_bytes = sum(tensor.size_bytes for tensor in taken.values())
     base_bytes = sum((sources.base.directory / path).stat().st_size for path in sources.proofs)
     report: dict[str, Any] = {
         "rebuild_fetch_bytes": {"base": base_bytes, "donor": donor_bytes},

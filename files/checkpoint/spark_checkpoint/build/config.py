@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from spark_contract.orders import RECIPE_VERSION
+from spark_contract.orders import RECIPE_VERSION, BuildPlan
 
 from spark_checkpoint.errors import GateRefused
 
@@ -40,15 +40,7 @@ def usable(base: Mapping[str, Any], where: str, head: str) -> None:
 
 
 def result_config(
-    base: Mapping[str, Any],
-    *,
-    names: Collection[str],
-    swap: Sequence[str],
-    block_shape: tuple[int, int],
-    shared_experts: str,
-    head: str,
-    layout: str,
-    extra: Mapping[str, Any],
+    base: Mapping[str, Any], plan: BuildPlan, names: Collection[str], modules: Sequence[str]
 ) -> dict[str, Any]:
     """Return config.json of a result whose tensors are ``names``; ``base`` passed `usable`.
 
@@ -57,21 +49,30 @@ def result_config(
     """
     config = copy.deepcopy(dict(base))
     quantization = config["quantization_config"]
-    fp8 = shared_experts.startswith("fp8")
-    replaced = fp8 or shared_experts == "int8-g128" or head != "keep"
-    if fp8 or (layout == "overlay" and replaced):
+    fp8 = plan.shared_experts.startswith("fp8")
+    replaced = fp8 or plan.shared_experts == "int8-g128" or plan.head != "keep"
+    if fp8 or (plan.layout == "overlay" and replaced):
         quantization["quant_method"] = PLUGIN_METHOD
     if fp8:
-        quantization["fp8_block"] = {"modules": list(swap), "block_shape": list(block_shape)}
+        quantization["fp8_block"] = {
+            "modules": list(modules),
+            "block_shape": list(plan.block_shape),
+        }
     per_module = quantization["extra_config"] = quantization.get("extra_config") or {}
-    if shared_experts == "int8-g128":
-        per_module.update({module: dict(_INT8) for module in swap})
-    if head == "int8-g128":
-        _untie(config)
+    if plan.shared_experts == "int8-g128":
+        per_module.update({module: dict(_INT8) for module in modules})
+    if plan.head == "int8-g128":
+        # The engine's default is true where the key is missing.
+        for level in _levels(config):
+            level["tie_word_embeddings"] = False
         per_module["lm_head"] = dict(_INT8)
     _set_blocks(quantization, names)
-    quantization["spark"] = {"layout": layout, "recipe_version": RECIPE_VERSION, "head": head}
-    return merged(config, extra)
+    quantization["spark"] = {
+        "layout": plan.layout,
+        "recipe_version": RECIPE_VERSION,
+        "head": plan.head,
+    }
+    return merged(config, plan.extra)
 
 
 def merged(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,11 +83,6 @@ def merged(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         else:
             config[key] = copy.deepcopy(value)
     return config
-
-
-def int4_modules(names: Iterable[str]) -> set[str]:
-    """Return modules stored as packed integers."""
-    return {name.removesuffix(".qweight") for name in names if name.endswith(".qweight")}
 
 
 def _set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
@@ -105,7 +101,7 @@ def _set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
     if _MTP_BLOCKS not in blocks:
         return
     drafter = sorted(name for name in names if name.startswith(f"{_MTP_BLOCKS}."))
-    packed = int4_modules(drafter)
+    packed = {name.removesuffix(".qweight") for name in drafter if name.endswith(".qweight")}
     for name in drafter:
         module = name.removesuffix(".weight")
         if module != name and module not in packed and not module.endswith("norm"):
@@ -115,9 +111,3 @@ def _set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
 def _levels(config: Mapping[str, Any]) -> list[Any]:
     """Return the mappings of config.json that may say whether the head is tied."""
     return [level for level in (config, config.get("text_config")) if isinstance(level, dict)]
-
-
-def _untie(config: Mapping[str, Any]) -> None:
-    # The engine's default is true where the key is missing.
-    for level in _levels(config):
-        level["tie_word_embeddings"] = False

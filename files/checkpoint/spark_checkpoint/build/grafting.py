@@ -11,14 +11,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from spark_checkpoint.build.replacements import scale_of
 from spark_checkpoint.build.spotcheck import check_scales
-from spark_checkpoint.build.staging import Changes, NewTensor, Staging, read_span
+from spark_checkpoint.build.staging import Changes, NewTensor, Staging, pieces_of_span, read_span
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.header import Tensor
-from spark_checkpoint.format.numbers import SIXTEEN_BIT, bf16_bits, dequantise, floats, numpy
-from spark_checkpoint.format.tree import Tree
-from spark_checkpoint.sources.donor import Donor, Span
+from spark_checkpoint.format.header import SIXTEEN_BIT, Tensor
+from spark_checkpoint.format.numbers import bf16_bits, dequantise, floats
+from spark_checkpoint.format.tree import Span, Tree
+from spark_checkpoint.sources.donor import Donor
 from spark_checkpoint.verify.gates import WEIGHT, fp8_fits
 
 _EMBEDDING = "model.language_model.embed_tokens.weight"
@@ -93,14 +95,13 @@ def _check_shape(name: str, found: tuple[int, ...], sizes: Mapping[str, int]) ->
 
 def graft_mtp(
     names: Sequence[str],
-    donor: Donor,
-    spans: dict[str, Span],
+    entries: Mapping[str, Tensor],
+    spans: Mapping[str, Span],
     block: tuple[int, int],
     stage: Staging,
     changes: Changes,
 ) -> None:
     """Take MTP tensors the base lacks from the donor, its FP8 ones dequantised to BF16."""
-    entries = donor.tensors(spans)
     grafted = []
     for name in names:
         entry, span = entries[name], spans[name]
@@ -111,7 +112,7 @@ def graft_mtp(
             span = _dequantised(name, entry, span, scales, block, stage)
             entry = Tensor("BF16", entry.shape, 0, span.size_bytes)
         else:
-            _check_values(name, entry, _pieces(span, _PIECE_BYTES))
+            _check_values(name, entry, pieces_of_span(span, _PIECE_BYTES))
         grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
     changes.added.setdefault("", []).extend(grafted)
     changes.report["mtp_grafted"] = len(grafted)
@@ -121,12 +122,11 @@ def _dequantised(
     name: str, entry: Tensor, span: Span, scales: Any, block: tuple[int, int], stage: Staging
 ) -> Span:
     """Stage the BF16 form of an FP8 matrix, one row of blocks at a time, and check its values."""
-    np: Any = numpy()
     columns = entry.shape[1]
     plain = stage.reserve(span.size_bytes * 2)
 
     def pieces() -> Iterator[bytes]:
-        for number, raw in enumerate(_pieces(span, max(1, block[0] * columns))):
+        for number, raw in enumerate(pieces_of_span(span, max(1, block[0] * columns))):
             codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
             values = bf16_bits(dequantise(codes, scales[number : number + 1], block)).tobytes()
             stage.write(plain, number * block[0] * columns * 2, values)
@@ -138,7 +138,6 @@ def _dequantised(
 
 def _check_values(name: str, entry: Tensor, pieces: Iterator[bytes]) -> None:
     """Refuse NaN, infinity, and a matrix of zeros; a norm around zero may be all zero."""
-    np: Any = numpy()
     exponent = _EXPONENT_BITS[entry.dtype]
     any_nonzero = len(entry.shape) < 2
     for piece in pieces:
@@ -148,9 +147,3 @@ def _check_values(name: str, entry: Tensor, pieces: Iterator[bytes]) -> None:
         any_nonzero = any_nonzero or bool((words & 0x7FFF).any())
     if not any_nonzero:
         raise GateRefused(f"donor {name}", "is all zero", _FIX)
-
-
-def _pieces(span: Span, size_bytes: int) -> Iterator[bytes]:
-    for offset in range(0, span.size_bytes, size_bytes):
-        size = min(size_bytes, span.size_bytes - offset)
-        yield read_span(Span(span.path, span.offset + offset, size))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spark_contract.receipts import ReceiptFile
 
-from spark_checkpoint.build.staging import Changes, NewTensor, tensor_span
+from spark_checkpoint.build.staging import Changes, NewTensor
 from spark_checkpoint.build.write import (
     Written,
     aligned,
@@ -143,8 +143,7 @@ def full_shard(base: Tree, shard: str, changes: Changes) -> list[NewTensor]:
             kept.append(first)
             tail += rest
         else:
-            span = tensor_span(base, shard, name)
-            kept.append(NewTensor(name, tensor.dtype, tensor.shape, span))
+            kept.append(NewTensor(name, tensor.dtype, tensor.shape, base.span(name, shard)))
     return kept + by_alignment(tail)
 
 

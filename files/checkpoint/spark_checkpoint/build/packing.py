@@ -6,11 +6,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from spark_checkpoint.build.staging import NewTensor, Staging, base_span, read_span
+import numpy as np
+
+from spark_checkpoint.build.staging import NewTensor, Staging, read_span
 from spark_checkpoint.format.int8 import GROUP, PACK, pack_rows, quantise_rows, zero_points
-from spark_checkpoint.format.numbers import floats, numpy
-from spark_checkpoint.format.tree import Tree
-from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.format.numbers import floats
+from spark_checkpoint.format.tree import Span, Tree
 from spark_checkpoint.verify.gates import WEIGHT
 
 # Weights quantised at once: their float32 copies stay in the processor's cache.
@@ -39,9 +40,8 @@ def pack_weight(
         on_bytes: Told about source bytes that are done.
         workers: Row blocks quantised at the same time.
     """
-    np: Any = numpy()
     outputs, inputs = base.tensor(name).shape
-    dtype, span = base.tensor(name).dtype, base_span(base, name)
+    dtype, span = base.tensor(name).dtype, base.span(name)
     qweight = stage.reserve(outputs * inputs)
     scales = np.empty((inputs // GROUP, outputs), "<u2")
     code_rows = max(1, _CODE_WEIGHTS // inputs)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from spark_checkpoint.build.packing import pack_weight
 from spark_checkpoint.build.spotcheck import (
@@ -19,28 +21,20 @@ from spark_checkpoint.build.spotcheck import (
     check_outliers,
     check_scales,
 )
-from spark_checkpoint.build.staging import Changes, NewTensor, Staging, base_span, read_span
+from spark_checkpoint.build.staging import Changes, NewTensor, Staging, pieces_of_span, read_span
 from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.format.numbers import (
     dequantise,
     floats,
     from_bf16_bits,
-    numpy,
     quantise_blocks,
 )
-from spark_checkpoint.format.tree import Tree
+from spark_checkpoint.format.tree import Span, Tree
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.sources.donor import Span
 from spark_checkpoint.verify.gates import SCALE, WEIGHT
 
 WORKERS = min(4, os.cpu_count() or 1)
-
-
-def _rows(span: Span, row_bytes: int, rows: int) -> Iterator[bytes]:
-    """Yield a matrix in pieces of ``rows`` rows."""
-    step = row_bytes * rows
-    for offset in range(0, span.size_bytes, step):
-        yield read_span(Span(span.path, span.offset + offset, min(step, span.size_bytes - offset)))
+_T = TypeVar("_T")
 
 
 def _weight_rows(base: Tree, name: str, block: tuple[int, int]) -> Iterator[Any]:
@@ -48,25 +42,26 @@ def _weight_rows(base: Tree, name: str, block: tuple[int, int]) -> Iterator[Any]
     tensor = base.tensor(name)
     columns = tensor.shape[1]
     if tensor.dtype == "F8_E4M3":
-        np: Any = numpy()
         grid = base.tensor(scale_of(name))
-        scales = floats(read_span(base_span(base, scale_of(name))), grid.dtype, grid.shape)
-        for number, raw in enumerate(_rows(base_span(base, name), columns, block[0])):
+        scales = floats(read_span(base.span(scale_of(name))), grid.dtype, grid.shape)
+        for number, raw in enumerate(pieces_of_span(base.span(name), columns * block[0])):
             codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
             yield dequantise(codes, scales[number : number + 1], block)
         return
-    for raw in _rows(base_span(base, name), columns * 2, block[0]):
+    for raw in pieces_of_span(base.span(name), columns * 2 * block[0]):
         yield floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
 
 
 def _each(
-    modules: Sequence[str], work: Callable[[str], Any], progress: Progress, size_of: Any
-) -> list[Any]:
+    phase: str, base: Tree, modules: Sequence[str], work: Callable[[str], _T], progress: Progress
+) -> list[_T]:
     """Run ``work`` for all modules with few workers; the first failure ends it."""
+    sizes = {module: base.tensor(module + WEIGHT).size_bytes for module in modules}
+    progress.phase(phase, sum(sizes.values()))
 
-    def one(module: str) -> Any:
+    def one(module: str) -> _T:
         result = work(module)
-        progress.add(size_of(module))
+        progress.add(sizes[module])
         return result
 
     with ThreadPoolExecutor(WORKERS) as pool:
@@ -83,21 +78,19 @@ def compare_with_donor(
     changes: Changes,
 ) -> None:
     """Refuse a donor whose FP8 weights are not the base's own weights, module by module."""
-    np: Any = numpy()
 
     def one(module: str) -> Error:
         weight, scale = donor[module + WEIGHT], donor[module + SCALE]
         scales = floats(read_span(spans[module + SCALE]), scale.dtype, scale.shape)
         check_scales(module, scales)
         comparison = Comparison(scales, block)
-        codes = _rows(spans[module + WEIGHT], weight.shape[1], block[0])
+        codes = pieces_of_span(spans[module + WEIGHT], weight.shape[1] * block[0])
         for weights in _weight_rows(base, module + WEIGHT, block):
             piece = np.frombuffer(next(codes), np.uint8)
             comparison.add(weights, piece.reshape(weights.shape))
         return check_module(module, comparison)
 
-    progress.phase("spot-check", sum(base.tensor(m + WEIGHT).size_bytes for m in modules))
-    errors = _each(modules, one, progress, lambda m: base.tensor(m + WEIGHT).size_bytes)
+    errors = _each("spot-check", base, modules, one, progress)
     check_outliers(dict(zip(modules, errors, strict=True)))
     changes.report["shared_experts"] = {
         **_error_report([error.module for error in errors]),
@@ -167,8 +160,7 @@ def _quantise(
     progress: Progress,
     changes: Changes,
 ) -> None:
-    progress.phase("quantise", sum(base.tensor(m + WEIGHT).size_bytes for m in modules))
-    made = _each(modules, one, progress, lambda m: base.tensor(m + WEIGHT).size_bytes)
+    made = _each("quantise", base, modules, one, progress)
     for module, (tensors, _) in zip(modules, made, strict=True):
         changes.added[module + WEIGHT] = tensors
     changes.report["shared_experts"] = _error_report([error for _, error in made])

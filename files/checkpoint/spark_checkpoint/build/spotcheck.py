@@ -9,13 +9,12 @@ mean, so elements further off than rounding can put them are counted as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.numbers import block_sums, from_e4m3, numpy
-
-if TYPE_CHECKING:
-    from spark_checkpoint.format.numbers import Codes, Floats
+from spark_checkpoint.format.numbers import Codes, Floats, block_sums, from_e4m3
 
 MODULE_LIMIT = 0.04
 # One block has fewer elements and so a wider spread than the module's mean.
@@ -54,7 +53,6 @@ class Comparison:
 
     def add(self, weights: Floats, codes: Codes) -> None:
         """Take the next row of blocks: ``block[0]`` rows, or fewer at the end."""
-        np: Any = numpy()
         scales, width = self._scales[len(self._lost)], self._block[1]
         lost: list[Any] = []
         power: list[Any] = []
@@ -70,7 +68,6 @@ class Comparison:
 
     def _compare(self, weights: Floats, codes: Codes, scale: Floats) -> tuple[Any, Any]:
         """Count what is beyond rounding; return the sums of squares of each block."""
-        np: Any = numpy()
         # In place: fresh arrays of this size cost more than what is computed in them.
         error, power = from_e4m3(codes), np.abs(weights)
         error *= scale
@@ -88,7 +85,6 @@ class Comparison:
 
     def error(self) -> Error:
         """Return the error of everything taken so far."""
-        np: Any = numpy()
         lost, power = np.array(self._lost, np.float64), np.array(self._power, np.float64)
         blank = power == 0
         by_block = np.sqrt(lost / np.where(blank, 1, power))
@@ -100,7 +96,6 @@ class Comparison:
 
 def check_scales(module: str, scales: Floats) -> None:
     """Refuse scales that cannot be scales."""
-    np: Any = numpy()
     if not np.isfinite(scales).all() or not (scales > 0).all():
         raise GateRefused(module, "donor scales are not all finite and above zero", _FIX)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spark_contract.files import named
 
-from spark_checkpoint.format.tree import Tree
-from spark_checkpoint.sources.donor import Span
+from spark_checkpoint.format.tree import Span
 from spark_checkpoint.storage import file_bytes
 
 
@@ -90,12 +90,8 @@ def read_span(span: Span) -> bytes:
     return b"".join(map(bytes, file_bytes(*span)))
 
 
-def tensor_span(base: Tree, shard: str, name: str) -> Span:
-    """Return where a shard has the bytes of a tensor."""
-    header = base.shards[shard]
-    return Span(base.directory / shard, header.file_offset(name), header.tensors[name].size_bytes)
-
-
-def base_span(base: Tree, name: str) -> Span:
-    """Return where the copy of a tensor lies that counts."""
-    return tensor_span(base, base.owner[name], name)
+def pieces_of_span(span: Span, size_bytes: int) -> Iterator[bytes]:
+    """Yield the bytes of a span in pieces of a size; the last one may be smaller."""
+    for offset in range(0, span.size_bytes, size_bytes):
+        piece = min(size_bytes, span.size_bytes - offset)
+        yield read_span(Span(span.path, span.offset + offset, piece))

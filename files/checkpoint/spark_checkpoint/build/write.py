@@ -20,8 +20,8 @@ from spark_checkpoint.build.staging import NewTensor
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.header import DTYPE_BITS, emit_header
 from spark_checkpoint.format.pieces import Piece, PieceHasher, Proof
+from spark_checkpoint.format.tree import Span
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.sources.donor import Span
 from spark_checkpoint.storage import COPY_BYTES, file_bytes, stamp_of
 
 

@@ -52,6 +52,7 @@ DTYPE_BITS: Mapping[str, int] = {
     "I64": 64,
     "U64": 64,
 }
+SIXTEEN_BIT = frozenset({"BF16", "F16"})
 
 
 class Tensor(NamedTuple):

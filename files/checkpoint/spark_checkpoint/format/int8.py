@@ -8,12 +8,11 @@ quantisation is symmetric (vLLM 0.33 ``uint8b128``; GPTQ stores zero point minus
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from spark_checkpoint.format.numbers import bf16_bits, from_bf16_bits, numpy
+import numpy as np
 
-if TYPE_CHECKING:
-    from spark_checkpoint.format.numbers import Codes, Floats, Words
+from spark_checkpoint.format.numbers import Codes, Floats, Words, bf16_bits, from_bf16_bits
 
 GROUP = 128
 PACK = 4
@@ -35,7 +34,6 @@ class Int8Rows(NamedTuple):
 
 def quantise_rows(weights: Floats) -> Int8Rows:
     """Quantise rows of a weight; the scale of a group is the BF16 value of least squared error."""
-    np: Any = numpy()
     grouped = weights.reshape(weights.shape[0], -1, GROUP)
     largest = np.abs(grouped).max(axis=2)
     smallest_scale = np.float32(2.0**-126)
@@ -64,7 +62,6 @@ def quantise_rows(weights: Floats) -> Int8Rows:
 
 def pack_rows(codes: Codes) -> Any:
     """Return the columns of ``qweight`` that belong to these rows: uint32 ``[in / 4, rows]``."""
-    np: Any = numpy()
     return np.ascontiguousarray(codes.view("<u4").T)
 
 
@@ -74,13 +71,11 @@ def zero_points(outputs: int, inputs: int) -> bytes:
 
 
 def _codes(grouped: Any, scales: Any) -> Any:
-    np: Any = numpy()
     return np.clip(np.rint(grouped / scales[:, :, None]), -128, 127)
 
 
 def _group_errors(grouped: Any, scales: Any) -> Any:
     """Return squared errors per group, added in a fixed order so every platform agrees."""
-    np: Any = numpy()
     spread = scales[:, :, None]
     error = np.square(_codes(grouped, scales) * spread - grouped)
     width = error.shape[2]

@@ -8,40 +8,21 @@ Every step is a single IEEE operation per element, so all platforms give the sam
 from __future__ import annotations
 
 from functools import cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
-from spark_checkpoint.errors import GateRefused, InputRefused
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from spark_checkpoint.errors import GateRefused
 
-    Floats = NDArray[np.float32]
-    Words = NDArray[np.uint16]
-    Codes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Words = NDArray[np.uint16]
+Codes = NDArray[np.uint8]
 
 E4M3_MAX = 448.0
-SIXTEEN_BIT = frozenset({"BF16", "F16"})
-
-
-@cache
-def numpy() -> ModuleType:
-    """Return numpy, or say that it is missing."""
-    try:
-        import numpy
-    except ImportError as error:
-        raise InputRefused(
-            "numpy",
-            f"cannot be imported ({error}), and this plan looks at tensor values",
-            "put numpy on PYTHONPATH, or plan shared_experts keep, head keep and a base with MTP",
-        ) from error
-    return numpy
 
 
 def floats(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
     """Return a tensor's bytes as float32."""
-    np: Any = numpy()
     if dtype == "BF16":
         words = np.frombuffer(raw, "<u2").astype(np.uint32)
         words <<= 16
@@ -50,29 +31,23 @@ def floats(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
         values = np.frombuffer(raw, "<f2" if dtype == "F16" else "<f4").astype(np.float32)
     else:
         raise GateRefused("tensor", f"has dtype {dtype}, not a float of 16 or 32 bits", "check it")
-    result: Floats = values.reshape(shape)
-    return result
+    return values.reshape(shape)
 
 
 def bf16_bits(values: Floats) -> Words:
     """Round float32 to BF16, to nearest, ties to even; returns the 16 bits."""
-    np: Any = numpy()
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
-    result: Words = rounded.astype("<u2")
-    return result
+    return rounded.astype("<u2")
 
 
 def from_bf16_bits(bits: Words) -> Floats:
     """Return BF16 bits as float32."""
-    np: Any = numpy()
-    result: Floats = (bits.astype(np.uint32) << 16).view(np.float32)
-    return result
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 @cache
-def _e4m3_values() -> Any:
-    np: Any = numpy()
+def _e4m3_values() -> Floats:
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     values = np.where(
@@ -88,13 +63,11 @@ def _e4m3_values() -> Any:
 def from_e4m3(codes: Codes) -> Floats:
     """Return e4m3 codes as float32."""
     # A code is always inside the table; saying so spares a check of every element.
-    result: Floats = _e4m3_values().take(codes, mode="clip")
-    return result
+    return _e4m3_values().take(codes, mode="clip")
 
 
 def to_e4m3(values: Floats) -> Codes:
     """Round float32 of magnitude up to 448 to e4m3 codes, to nearest, ties to even."""
-    np: Any = numpy()
     bits = values.view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     # Keep 3 mantissa bits; float32 has bias 127, e4m3 has 7.
@@ -102,16 +75,13 @@ def to_e4m3(values: Floats) -> Codes:
     normal = np.minimum(rounded.astype(np.int32) - ((127 - 7) << 3), 0x7E)
     small = np.rint(np.abs(values) * np.float32(512)).astype(np.int32)
     codes = np.where(np.abs(values) < np.float32(2.0**-6), small, normal).astype(np.uint8)
-    result: Codes = codes | (bits >> 24).astype(np.uint8) & np.uint8(0x80)
-    return result
+    return codes | (bits >> 24).astype(np.uint8) & np.uint8(0x80)
 
 
 def spread(scales: Floats, shape: tuple[int, int], block: tuple[int, int]) -> Floats:
     """Repeat block scales so that each element of a ``shape`` matrix has its own."""
-    np: Any = numpy()
     rows = np.repeat(scales, block[0], axis=0)[: shape[0]]
-    result: Floats = np.repeat(rows, block[1], axis=1)[:, : shape[1]]
-    return result
+    return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
 
 
 def dequantise(codes: Codes, scales: Floats, block: tuple[int, int]) -> Floats:
@@ -123,18 +93,14 @@ def dequantise(codes: Codes, scales: Floats, block: tuple[int, int]) -> Floats:
 
 def block_sums(values: Floats, block: tuple[int, int]) -> Floats:
     """Return the sum of each block; blocks at the edges may be smaller."""
-    np: Any = numpy()
     rows = np.add.reduceat(values, range(0, values.shape[0], block[0]), axis=0)
-    result: Floats = np.add.reduceat(rows, range(0, values.shape[1], block[1]), axis=1)
-    return result
+    return np.add.reduceat(rows, range(0, values.shape[1], block[1]), axis=1)
 
 
 def block_maxima(values: Floats, block: tuple[int, int]) -> Floats:
     """Return the largest value of each block."""
-    np: Any = numpy()
     rows = np.maximum.reduceat(values, range(0, values.shape[0], block[0]), axis=0)
-    result: Floats = np.maximum.reduceat(rows, range(0, values.shape[1], block[1]), axis=1)
-    return result
+    return np.maximum.reduceat(rows, range(0, values.shape[1], block[1]), axis=1)
 
 
 def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Words]:
@@ -142,7 +108,6 @@ def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Wor
 
     The codes are made with the scale as it is stored, so its rounding costs nothing.
     """
-    np: Any = numpy()
     largest = block_maxima(np.abs(weights), block)
     scales = bf16_bits(np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1)))
     stored = spread(from_bf16_bits(scales), (weights.shape[0], weights.shape[1]), block)

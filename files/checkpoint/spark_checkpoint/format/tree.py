@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spark_contract.orders import RECEIPT_NAME
 
@@ -22,6 +22,14 @@ CONFIG_NAME = "config.json"
 # Some exporters repeat config.json's quantization_config in a file of its own.
 QUANTIZATION_NAME = "quantization_config.json"
 _DIGITS = re.compile(r"(\d+)")
+
+
+class Span(NamedTuple):
+    """Bytes of a local file."""
+
+    path: Path
+    offset: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,13 @@ class Tree:
     def tensor(self, name: str) -> Tensor:
         """Return the entry of the copy that counts."""
         return self.shards[self.owner[name]].tensors[name]
+
+    def span(self, name: str, shard: str | None = None) -> Span:
+        """Return where the bytes of that copy lie, or those of the copy in ``shard``."""
+        shard = shard or self.owner[name]
+        header = self.shards[shard]
+        size_bytes = header.tensors[name].size_bytes
+        return Span(self.directory / shard, header.file_offset(name), size_bytes)
 
 
 def natural_order(name: str) -> list[str | int]:

@@ -7,8 +7,9 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from spark_contract.files import sync, write_all
@@ -17,7 +18,7 @@ from spark_contract.orders import DonorDir, DonorUrl, Wire
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.format.header import Header, Tensor, header_json_bytes, parse_header
 from spark_checkpoint.format.index import weight_map
-from spark_checkpoint.format.tree import INDEX_NAME, read_tree
+from spark_checkpoint.format.tree import INDEX_NAME, Span, read_tree
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.ranges import NamedRange, Request, merge
 from spark_checkpoint.sources.transport import Transport
@@ -26,37 +27,6 @@ from spark_checkpoint.sources.transport import Transport
 # read half as much again as headers are large.
 _LENGTH_BYTES = 8
 _INDEX_LIMIT_BYTES = 256 << 20
-
-
-class Span(NamedTuple):
-    """Bytes of a local file."""
-
-    path: Path
-    offset: int
-    size_bytes: int
-
-
-class Donor(Protocol):
-    """What the surgery asks of a donor."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Every tensor name the donor has, with or without its routed experts."""
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that came over the network so far."""
-
-    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the header entries of the names."""
-
-    def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
-        """Have the bytes of the names on this host; ``directory`` may hold them afterwards."""
-
-
-def open_donor(plan: DonorDir | DonorUrl) -> Donor:
-    """Return the donor a plan names."""
-    return UrlDonor(plan) if isinstance(plan, DonorUrl) else DirDonor(Path(plan.dir))
 
 
 def _may_be_asked_for(name: str) -> bool:
@@ -69,8 +39,8 @@ class DirDonor:
 
     def __init__(self, directory: Path):
         self._tree = read_tree(directory)
-        self.names = frozenset(self._tree.owner)
-        self.received_bytes = 0
+        self.names = frozenset(self._tree.owner)  # with or without its routed experts
+        self.received_bytes = 0  # over the network
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the header entries of the names."""
@@ -78,13 +48,7 @@ class DirDonor:
 
     def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
         """Return where the bytes lie in the donor's own shards."""
-        spans = {}
-        for name in names:
-            shard = self._tree.owner[name]
-            offset = self._tree.shards[shard].file_offset(name)
-            size = self._tree.tensor(name).size_bytes
-            spans[name] = Span(self._tree.directory / shard, offset, size)
-        return spans
+        return {name: self._tree.span(name) for name in names}
 
 
 class UrlFiles:
@@ -178,9 +142,7 @@ class UrlDonor:
         spans: dict[str, Span] = {}
         with ThreadPoolExecutor(self._parallel) as pool:
             try:
-                for staged in pool.map(
-                    lambda job: self._stage_one(job[0], job[1], directory, progress), jobs
-                ):
+                for staged in pool.map(partial(self._stage_one, directory, progress), jobs):
                     spans.update(staged)
             except BaseException:
                 self._files.transport.cancel()
@@ -188,8 +150,9 @@ class UrlDonor:
         return spans
 
     def _stage_one(
-        self, shard: str, request: Request, directory: Path, progress: Progress
+        self, directory: Path, progress: Progress, job: tuple[str, Request]
     ) -> Mapping[str, Span]:
+        shard, request = job
         size = request.end - request.begin
         path = directory / f"{shard}.{request.begin}-{request.end}"
         if path.exists() and path.stat().st_size == size:
@@ -236,3 +199,11 @@ class UrlDonor:
         shard = "model.safetensors"
         self._headers = {shard: self._files.header(shard)}
         return dict.fromkeys(self._headers[shard].tensors, shard)
+
+
+Donor = DirDonor | UrlDonor
+
+
+def open_donor(plan: DonorDir | DonorUrl) -> Donor:
+    """Return the donor a plan names."""
+    return UrlDonor(plan) if isinstance(plan, DonorUrl) else DirDonor(Path(plan.dir))

@@ -15,7 +15,7 @@ _PACKED = (".qweight", ".scales", ".qzeros")
 
 def overlay_name(name: str) -> str:
     """Return the name a replacement has in an overlay, where the base's own name still exists."""
-    suffix = "_int8" if name.endswith((".qweight", ".scales", ".qzeros")) else "_fp8"
+    suffix = "_int8" if name.endswith(_PACKED) else "_fp8"
     return name + suffix
 
 
@@ -23,7 +23,7 @@ def replacements(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
     """Return for each base name that is replaced the plain names that stand in for it."""
     found: dict[str, tuple[str, ...]] = {}
     suffixes = {"int8-g128": _PACKED, "fp8-donor": (WEIGHT, SCALE), "fp8-self": (WEIGHT, SCALE)}
-    for module in _swapped(plan) if plan.shared_experts in suffixes else ():
+    for module in swapped(plan) if plan.shared_experts in suffixes else ():
         new = suffixes[plan.shared_experts]
         found[module + WEIGHT] = tuple(module + suffix for suffix in new)
     if plan.head == "int8-g128":
@@ -35,7 +35,7 @@ def base_patterns(plan: BuildPlan) -> list[str]:
     """Return patterns of the base's names outside mtp.*; a ready hybrid has scales as well."""
     patterns = list(plan.base_tensors)
     if plan.shared_experts == "fp8-base":
-        patterns += [module + SCALE for module in _swapped(plan)]
+        patterns += [module + SCALE for module in swapped(plan)]
     return patterns
 
 
@@ -63,5 +63,6 @@ def exact_result(where: str, found: Collection[str], plan: BuildPlan, layout: st
     same_names(where, "tensors of the plan's result", found, expected)
 
 
-def _swapped(plan: BuildPlan) -> list[str]:
+def swapped(plan: BuildPlan) -> list[str]:
+    """Return the modules whose weights are replaced."""
     return [module for pattern in plan.swap for module in expand(pattern)]

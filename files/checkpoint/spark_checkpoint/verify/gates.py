@@ -6,7 +6,7 @@ the guard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 from spark_contract.orders import DonorShape
@@ -14,32 +14,23 @@ from spark_contract.patterns import expand
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.groups import groups
-from spark_checkpoint.format.header import Tensor
-from spark_checkpoint.format.numbers import SIXTEEN_BIT
+from spark_checkpoint.format.header import SIXTEEN_BIT, Tensor
 
 MTP_PREFIX = "mtp."
 WEIGHT = ".weight"
 SCALE = ".weight_scale_inv"
 
-_Rule = tuple[Callable[[str], bool], str]
-# What a whole group of missing or surplus names usually means.
-_CAUSES: tuple[_Rule, ...] = (
-    (
-        lambda name: ".linear_attn." in name,
-        "the linear-attention projections are quantised differently: another base generation",
-    ),
-    (
-        lambda name: ".self_attn." in name,
-        "the attention projections are quantised differently: another base generation",
-    ),
-    (
-        lambda name: ".shared_expert." in name,
-        "the shared experts are quantised differently: a hybrid already, or another base",
-    ),
-    (lambda name: ".mlp.experts." in name, "another number of experts or layers: another model"),
-    (lambda name: name.startswith("lm_head"), "the head is quantised differently"),
-    (lambda name: ".visual." in name, "the vision tower differs: a text-only or other tree"),
-)
+# What a whole group of missing or surplus names usually means, by a part of the names.
+_CAUSES = {
+    ".linear_attn.": "the linear-attention projections are quantised differently: "
+    "another base generation",
+    ".self_attn.": "the attention projections are quantised differently: another base generation",
+    ".shared_expert.": "the shared experts are quantised differently: "
+    "a hybrid already, or another base",
+    ".mlp.experts.": "another number of experts or layers: another model",
+    "lm_head": "the head is quantised differently",
+    ".visual.": "the vision tower differs: a text-only or other tree",
+}
 _FP8_FIX = "use the FP8 repositories of the same model"
 _MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantised differently"
 
@@ -59,7 +50,8 @@ def same_names(where: str, what: str, found: Iterable[str], expected: Iterable[s
         parts.append(f"surplus {len(surplus)} ({groups(surplus)})")
     odd = missing | surplus
     mtp = {name for name in odd if name.startswith(MTP_PREFIX)}
-    causes = [cause for rule, cause in _CAUSES if any(map(rule, odd - mtp))]
+    rest = odd - mtp
+    causes = [cause for part, cause in _CAUSES.items() if any(part in name for name in rest)]
     causes += [_MTP_CAUSE] if mtp else []
     if causes:
         parts.append(f"likely {'; '.join(causes)}")
