@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from spark_contract.orders import RECIPE_VERSION, BuildPlan, FetchPlan, Wire
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, InputRefused
 from spark_checkpoint.inspect.discard import discard
-from spark_checkpoint.inspect.inspection import dump, hold_against, open_subject, report, text_of
+from spark_checkpoint.inspect.inspection import hold_against, open_subject, report, text_of
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.storage import room_left
@@ -92,7 +93,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     wire = Wire(token_file=arguments.token_file, parallel=8)
     subject = open_subject(arguments.place, arguments.endpoint, wire)
     data = report(subject)
-    print(dump(data) if arguments.json else text_of(data), end="", flush=True)
+    print(json.dumps(data, indent=2) if arguments.json else text_of(data), flush=True)
     if arguments.plan is not None:
         note(f"{subject.place}: {hold_against(subject, read_build_plan(arguments.plan))}")
     return EXIT_OK

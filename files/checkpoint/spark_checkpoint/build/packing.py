@@ -33,12 +33,7 @@ def pack_weight(
 ) -> Packed:
     """Quantise the base's weight ``name`` and stage ``qweight``, ``scales`` and ``qzeros``.
 
-    Args:
-        base: Tree that holds the weight.
-        name: Name of the weight, ending in ``.weight``.
-        stage: Where the new bytes go.
-        on_bytes: Told about source bytes that are done.
-        workers: Row blocks quantised at the same time.
+    ``workers`` quantise blocks of rows; ``on_bytes`` is told about source bytes that are done.
     """
     outputs, inputs = base.tensor(name).shape
     dtype, span = base.tensor(name).dtype, base.span(name)

@@ -198,12 +198,8 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     result: list[Span] = []
     for span in spans:
         last = result[-1] if result else None
-        if (
-            last is not None
-            and last.path == span.path
-            and last.offset + last.size_bytes == span.offset
-        ):
-            result[-1] = Span(last.path, last.offset, last.size_bytes + span.size_bytes)
+        if last and (last.path, last.offset + last.size_bytes) == (span.path, span.offset):
+            result[-1] = last._replace(size_bytes=last.size_bytes + span.size_bytes)
         else:
             result.append(span)
     return result

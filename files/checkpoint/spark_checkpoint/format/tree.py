@@ -133,12 +133,17 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a source."""
+    return json_object(_read(path), str(path), "fetch it again")
+
+
+def json_object(raw: bytes, where: str, fix: str) -> dict[str, Any]:
+    """Return the JSON object in the bytes of a file of a source."""
     try:
-        document = json.loads(_read(path).decode("utf-8"))
+        document = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise GateRefused(str(path), f"is not JSON ({error})", "fetch it again") from error
+        raise GateRefused(where, f"is not JSON ({error})", fix) from error
     if not isinstance(document, dict):
-        raise GateRefused(str(path), "is no JSON object", "fetch it again")
+        raise GateRefused(where, "is no JSON object", fix)
     return document
 
 

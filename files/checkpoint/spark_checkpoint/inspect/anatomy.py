@@ -13,22 +13,20 @@ from spark_checkpoint.verify.gates import MTP_PREFIX, SCALE
 
 _LAYER = re.compile(r"^model\.language_model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (name, re.compile(pattern))
-    for name, pattern in (
-        ("MTP experts", r"^mtp\..*\.experts\."),
-        ("MTP other", r"^mtp\."),
-        ("routed experts", r"\.mlp\.experts\."),
-        ("shared experts", r"\.mlp\.shared_expert\."),
-        ("routers and gates", r"\.mlp\.(gate|shared_expert_gate)\."),
-        ("linear attention", r"\.linear_attn\."),
-        ("attention", r"^model\.language_model\..*\.self_attn\."),
-        ("norms", r"^model\.language_model\..*norm\."),
-        ("embeddings", r"\.embed_tokens\."),
-        ("head", r"^lm_head\."),
-        ("vision", r"^model\.visual\."),
-    )
-)
+# The first that is found in a name; `re` keeps a pattern that it compiled.
+_GROUPS = {
+    "MTP experts": r"^mtp\..*\.experts\.",
+    "MTP other": r"^mtp\.",
+    "routed experts": r"\.mlp\.experts\.",
+    "shared experts": r"\.mlp\.shared_expert\.",
+    "routers and gates": r"\.mlp\.(gate|shared_expert_gate)\.",
+    "linear attention": r"\.linear_attn\.",
+    "attention": r"^model\.language_model\..*\.self_attn\.",
+    "norms": r"^model\.language_model\..*norm\.",
+    "embeddings": r"\.embed_tokens\.",
+    "head": r"^lm_head\.",
+    "vision": r"^model\.visual\.",
+}
 
 
 @dataclass(slots=True)
@@ -64,7 +62,7 @@ class Anatomy:
 
 def group_of(name: str) -> str:
     """Return the part of the model a tensor belongs to."""
-    return next((group for group, pattern in _GROUPS if pattern.search(name)), "other")
+    return next((group for group, part in _GROUPS.items() if re.search(part, name)), "other")
 
 
 def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> Anatomy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -71,13 +70,13 @@ def open_subject(text: str, endpoint: str | None, wire: Wire) -> Subject:
 def report(subject: Subject) -> dict[str, Any]:
     """Return everything known of a subject as plain data."""
     found = examine(subject.shards, subject.index)
-    quantization = subject.config.get("quantization_config") or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    quantization = subject.config.get("quantization_config")
+    quantization = quantization if isinstance(quantization, dict) else {}
     return {
         "place": subject.place,
         "receipt": subject.receipt,
         "model": subject.config.get("model_type"),
-        "recipe": recipe_of(found, method, frozenset(subject.shards)),
+        "recipe": recipe_of(found, quantization.get("quant_method"), frozenset(subject.shards)),
         "shards": found.shards,
         "tensors": len(found.names),
         "unique_bytes": found.unique_bytes,
@@ -98,9 +97,7 @@ def report(subject: Subject) -> dict[str, Any]:
         "unindexed": groups(found.unindexed),
         "unknown_to_shards": groups(found.unknown_to_shards),
         "fp8_weights_without_scales": groups(scales_missing(found)),
-        "block_name_to_quantize": quantization.get("block_name_to_quantize")
-        if isinstance(quantization, dict)
-        else None,
+        "block_name_to_quantize": quantization.get("block_name_to_quantize"),
     }
 
 
@@ -131,7 +128,7 @@ def text_of(data: Mapping[str, Any]) -> str:
         "fp8_weights_without_scales": "FP8 weights without block scales",
     }
     found = [f"  {text}: {data[key]}" for key, text in remarks.items() if data[key]]
-    return "\n".join(lines + (["", *found] if found else [])) + "\n"
+    return "\n".join(lines + (["", *found] if found else []))
 
 
 def hold_against(subject: Subject, plan: BuildPlan) -> str:
@@ -206,7 +203,7 @@ def _open_repository(endpoint: str, name: str, revision: str, wire: Wire) -> Sub
         shards=headers,
         index=index,
         config=config,
-        receipt=f"none (read {files.received_bytes} bytes of headers)",
+        receipt=f"none (read {files.transport.received_bytes} bytes of headers)",
     )
 
 
@@ -221,8 +218,3 @@ def _listed(listing: Mapping[str, Any], name: str) -> list[str]:
     raise GateRefused(
         name, "has no list of files in the hub's answer", "check the endpoint and the repository"
     )
-
-
-def dump(data: Mapping[str, Any]) -> str:
-    """Return the report as JSON."""
-    return json.dumps(data, indent=2) + "\n"

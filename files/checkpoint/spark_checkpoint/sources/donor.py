@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,7 @@ from spark_contract.orders import DonorDir, DonorUrl, Wire
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.format.header import Header, Tensor, header_json_bytes, parse_header
 from spark_checkpoint.format.index import weight_map
-from spark_checkpoint.format.tree import INDEX_NAME, Span, read_tree
+from spark_checkpoint.format.tree import INDEX_NAME, Span, json_object, read_tree
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.ranges import NamedRange, Request, merge
 from spark_checkpoint.sources.transport import Transport
@@ -60,11 +59,6 @@ class UrlFiles:
         # A parsed header of thousands of names takes more than its bytes: one at a time.
         self._parsing = threading.Lock()
 
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that came over the network so far."""
-        return self.transport.received_bytes
-
     def url(self, path: str) -> str:
         """Return the address of a file."""
         return self._base_url + quote(path)
@@ -72,13 +66,7 @@ class UrlFiles:
     def small_json(self, url: str, limit_bytes: int) -> dict[str, Any]:
         """Return a small JSON object."""
         raw = self.transport.read_whole(url, limit_bytes)
-        try:
-            document = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise GateRefused(url, f"is not JSON ({error})", "check the repository") from error
-        if not isinstance(document, dict):
-            raise GateRefused(url, "is no JSON object", "check the repository")
-        return document
+        return json_object(raw, url, "check the repository")
 
     def header(self, shard: str) -> Header:
         """Return the header of a shard: one request for its length, one for exactly its bytes."""
@@ -103,7 +91,7 @@ class UrlDonor:
     @property
     def received_bytes(self) -> int:
         """Bytes that came over the network so far."""
-        return self._files.received_bytes
+        return self._files.transport.received_bytes
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the header entries of the names, reading headers not read before."""

@@ -29,7 +29,7 @@ from spark_checkpoint.receipt import write_receipt
 from spark_checkpoint.sources.lookup import ContentHash, candidates, copy_hashed, hash_into
 from spark_checkpoint.sources.responses import RangeIgnored
 from spark_checkpoint.sources.transport import Transport
-from spark_checkpoint.storage import refuse_without_room, stamp_of
+from spark_checkpoint.storage import clear, refuse_without_room, stamp_of
 from spark_checkpoint.verify.making import make_tree
 
 
@@ -72,7 +72,7 @@ def _write_tree(order: _Order) -> None:
     order.parts_dir.mkdir(exist_ok=True)
     order.progress.phase("look", plan.size_bytes)
     missing = _use_local(order, _missing_files(order))
-    _drop_foreign_parts(order, missing)
+    clear(order.parts_dir, frozenset(order.part(file).name for file in missing))
     growing = sum(_size_or_zero(order.part(file)) for file in missing)
     needed = sum(file.size_bytes for file in missing) - growing
     refuse_without_room(order.tree_dir, max(0, needed), f"fetching {plan.name}")
@@ -102,7 +102,7 @@ def _missing_files(order: _Order) -> list[FetchFile]:
             # Proven when it took its name; a build that wants its pieces hashes it again.
             order.proofs[file.path] = Proof(file.sha256, ())
         else:
-            order.proofs[file.path] = hash_into(path, order.content(file), None).proof()
+            order.proofs[file.path] = hash_into(path, order.content(file)).proof()
         order.progress.skip(file.size_bytes)
     return missing
 
@@ -196,8 +196,7 @@ def _download_from(order: _Order, file: FetchFile, url: str) -> None:
         note(f"resume: {url} cannot continue, fetching it whole")
         _discard(order, part)
         content = _grow(order, file, url, part)
-    wrong = content.mismatch()
-    if wrong is not None:
+    if (wrong := content.mismatch()) is not None:
         _discard(order, part)
         raise GateRefused(url, wrong, "lock the repository again, or use another source")
     target = order.tree_dir / file.path
@@ -217,11 +216,10 @@ def _grow(order: _Order, file: FetchFile, url: str, part: Path) -> ContentHash:
         if present:
             hash_into(part, content, order.progress.skip)
             os.lseek(fd, present, os.SEEK_SET)
-        checked = False
-        for piece in order.transport.stream(url, present, file.size_bytes, file.size_bytes):
-            if not checked:
+        pieces = order.transport.stream(url, present, file.size_bytes, file.size_bytes)
+        for number, piece in enumerate(pieces):
+            if number == 0:
                 _check_promise(order.transport, file, url)
-                checked = True
             content.update(piece)
             write_all(fd, piece)
             order.progress.add(len(piece))
@@ -250,13 +248,6 @@ def _check_promise(transport: Transport, file: FetchFile, url: str) -> None:
 def _discard(order: _Order, part: Path) -> None:
     order.progress.add(-_size_or_zero(part))
     part.unlink(missing_ok=True)
-
-
-def _drop_foreign_parts(order: _Order, missing: list[FetchFile]) -> None:
-    ours = {order.part(file).name for file in missing}
-    for path in order.parts_dir.iterdir():
-        if path.name not in ours:
-            path.unlink()
 
 
 def _drop_strangers(order: _Order) -> None:

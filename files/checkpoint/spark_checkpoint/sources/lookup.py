@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from spark_contract.files import sync, write_all
 from spark_contract.orders import FetchFile
@@ -20,12 +19,6 @@ from spark_checkpoint.storage import file_bytes
 _ENTRY_LIMIT = 200_000
 
 
-class _Hasher(Protocol):
-    def update(self, data: bytes | memoryview, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
-
-
 class ContentHash:
     """The hashes of one file as its bytes pass: sha256 always, git blob sha1 when asked for.
 
@@ -34,12 +27,11 @@ class ContentHash:
 
     def __init__(self, file: FetchFile, *, with_pieces: bool):
         self._file = file
-        self._sha256: _Hasher = hashlib.sha256()
+        self._sha256 = hashlib.sha256()
         self._pieces = PieceHasher() if with_pieces else None
-        self._git: _Hasher | None = None
-        if file.git_sha1 is not None:
-            # Git names a blob by a hash of this prefix and the content; no security rests on it.
-            self._git = hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
+        # Git names a blob by a hash of this prefix and the content; no security rests on it.
+        blob = b"blob %d\0" % file.size_bytes
+        self._git = hashlib.sha1(blob, usedforsecurity=False) if file.git_sha1 else None
 
     def update(self, data: bytes | memoryview) -> None:
         """Take the next bytes."""
@@ -49,21 +41,19 @@ class ContentHash:
         if self._git is not None:
             self._git.update(data)
 
-    @property
-    def sha256(self) -> str:
-        """The sha256 of what passed."""
-        return self._sha256.hexdigest()
-
     def proof(self) -> Proof:
         """Return all hashes of what passed."""
-        return Proof(self.sha256, self._pieces.pieces() if self._pieces is not None else ())
+        pieces = self._pieces.pieces() if self._pieces is not None else ()
+        return Proof(self._sha256.hexdigest(), pieces)
 
     def mismatch(self) -> str | None:
         """Say how the content differs from what was locked; None when it is right."""
-        if self._file.sha256 is not None and self.sha256 != self._file.sha256:
-            return f"sha256 is {self.sha256}, locked is {self._file.sha256}"
-        if self._git is not None and self._git.hexdigest() != self._file.git_sha1:
-            return f"git sha1 is {self._git.hexdigest()}, locked is {self._file.git_sha1}"
+        for kind, hasher, locked in (
+            ("sha256", self._sha256, self._file.sha256),
+            ("git sha1", self._git, self._file.git_sha1),
+        ):
+            if hasher is not None and locked is not None and hasher.hexdigest() != locked:
+                return f"{kind} is {hasher.hexdigest()}, locked is {locked}"
         return None
 
 
@@ -95,13 +85,12 @@ def candidates(files: Iterable[FetchFile], look_in: Iterable[str]) -> dict[int, 
 
 
 def hash_into(
-    path: Path, content: ContentHash, on_bytes: Callable[[int], None] | None
+    path: Path, content: ContentHash, on_bytes: Callable[[int], None] = lambda count: None
 ) -> ContentHash:
-    """Feed a file to its hashes, in bounded pieces."""
+    """Feed a file to its hashes."""
     for part in file_bytes(path):
         content.update(part)
-        if on_bytes is not None:
-            on_bytes(len(part))
+        on_bytes(len(part))
     return content
 
 

@@ -29,9 +29,7 @@ def body_bytes(
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise TransferFailed(url, f"answers with encoding {encoding}", fix)
-    if response.status == 200 and not whole:
-        raise RangeIgnored(url, "sends the whole file where a range was asked for", fix)
-    if response.status == 206:
+    if response.status == 206 or not whole:
         first, last, total = content_range(url, response)
         if total_bytes is not None and total != total_bytes:
             raise GateRefused(url, f"is {total} bytes long, not {total_bytes}", "lock it again")
