@@ -21,6 +21,8 @@ from spark_checkpoint.errors import GateRefused, TransferFailed
 
 # Small enough to stay in a core's cache between reading, hashing and writing.
 COPY_BYTES = 256 << 10
+# Threads that hash, copy or quantise side by side; more of them wait for memory or the disk.
+WORKERS = min(4, os.cpu_count() or 1)
 _JSON_WORDS = 4096
 # Room kept beyond the bytes known to be needed: directories, headers, filesystem blocks.
 _RESERVE_FRACTION = 0.05

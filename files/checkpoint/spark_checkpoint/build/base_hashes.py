@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from spark_contract.orders import BuildPlan
-from spark_contract.receipts import Receipt, ReceiptFile, SourceReceipt
+from spark_contract.receipts import ReceiptFile, SourceReceipt
 
-from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.errors import GateRefused, TreeDiffers
 from spark_checkpoint.format.pieces import PIECE_BYTES, Piece, Proof, pieces_of, prove_file
 from spark_checkpoint.format.tree import Tree, files_of
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.receipt import load_receipt
-from spark_checkpoint.storage import hash_file
+from spark_checkpoint.storage import WORKERS, hash_file
+from spark_checkpoint.verify.verify import check_files
 
 _FIX = "delete the source directory and fetch it again"
-_HASHES_AT_ONCE = min(4, os.cpu_count() or 1)
 
 
 def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
@@ -39,7 +38,10 @@ def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
             f"{found}, the plan wants the verified tree of commit {plan.base.revision}",
             "fetch the base at the locked commit",
         )
-    _same_files(directory, receipt)
+    try:
+        check_files(directory, receipt)
+    except TreeDiffers as error:
+        raise GateRefused(error.where, error.what, _FIX) from error
     again = [
         file.path
         for file in receipt.files
@@ -69,22 +71,6 @@ def compare_duplicates(base: Tree) -> dict[str, Any]:
     return {"names": len(base.duplicates), "differing": differing, "rule": "last file wins"}
 
 
-def _same_files(directory: Path, receipt: Receipt) -> None:
-    expected = {file.path for file in receipt.files}
-    found = set(files_of(directory))
-    if found != expected:
-        odd = sorted(found ^ expected)[:3]
-        raise GateRefused(str(directory), f"files differ from its receipt ({', '.join(odd)})", _FIX)
-    for file in receipt.files:
-        size_bytes = (directory / file.path).stat().st_size
-        if size_bytes != file.size_bytes:
-            raise GateRefused(
-                str(directory / file.path),
-                f"has {size_bytes} bytes, its receipt says {file.size_bytes}",
-                _FIX,
-            )
-
-
 def _touched(directory: Path, file: ReceiptFile) -> bool:
     if file.modified_ns is None or file.sha256 is None:
         return True
@@ -101,6 +87,6 @@ def _pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:
 def _prove_all(directory: Path, names: list[str], progress: Progress) -> dict[str, Proof]:
     if names:
         progress.phase("hash-base", sum((directory / name).stat().st_size for name in names))
-    with ThreadPoolExecutor(_HASHES_AT_ONCE) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool:
         proofs = pool.map(lambda name: prove_file(directory / name, progress.add), names)
         return dict(zip(names, proofs, strict=True))

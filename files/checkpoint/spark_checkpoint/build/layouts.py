@@ -24,14 +24,13 @@ from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, Tree, files_of
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.storage import stamp_of
+from spark_checkpoint.storage import WORKERS, stamp_of
 from spark_checkpoint.verify.expected import overlay_name
 
 OVERLAY_SHARD = "model-spark-overlay.safetensors"
 GRAFT_SHARD = "model-spark-mtp.safetensors"
 _REWRITTEN = frozenset({CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME})
 _METADATA = {"format": "pt"}
-_COPIES_AT_ONCE = min(4, os.cpu_count() or 1)
 
 
 @dataclass(slots=True)
@@ -107,7 +106,7 @@ def write_full(
 
     names = sorted(shards, key=lambda name: -base.shards[name].data_bytes)
     names += [*others, *([GRAFT_SHARD] if grafts else [])]
-    with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool:
         entries = [entry for entry in pool.map(one, names) if entry is not None]
     layout.files = sorted(entries, key=lambda entry: entry.path)
     return layout

@@ -6,7 +6,6 @@ for each worker whatever the model's size.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -31,9 +30,9 @@ from spark_checkpoint.format.numbers import (
 )
 from spark_checkpoint.format.tree import Span, Tree
 from spark_checkpoint.progress import Progress
+from spark_checkpoint.storage import WORKERS
 from spark_checkpoint.verify.gates import SCALE, WEIGHT
 
-WORKERS = min(4, os.cpu_count() or 1)
 _T = TypeVar("_T")
 
 

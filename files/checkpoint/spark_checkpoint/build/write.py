@@ -58,17 +58,14 @@ class ProvenSource:
         self._skip_to(span.offset)
         end = span.offset + span.size_bytes
         while self._position < end:
-            piece, whole = self._pieces[-1], self._position == self._piece_begin
+            piece = self._pieces[-1]
             piece_end = self._piece_begin + piece.size_bytes
-            if whole and piece_end <= end:
-                for part in self._read_to(piece_end):
-                    sink.append(part)
-                    progress.add(len(part))
+            whole = self._position == self._piece_begin and piece_end <= end
+            for part in self._read_to(min(end, piece_end)):
+                (sink.append if whole else sink.write)(part)
+                progress.add(len(part))
+            if whole:
                 sink.know(piece)
-            else:
-                for part in self._read_to(min(end, piece_end)):
-                    sink.write(part)
-                    progress.add(len(part))
 
     def finish(self) -> None:
         """Prove what no span needed and refuse a file that moved meanwhile."""

@@ -28,30 +28,15 @@ _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _SHAPE = re.compile(r"\[(\d+(, \d+)*)?\]")
 _DIGITS = re.compile(r"\d+")
 
-DTYPE_BITS: Mapping[str, int] = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
+_DTYPES = {
+    4: ("F4",),
+    6: ("F6_E2M3", "F6_E3M2"),
+    8: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    16: ("I16", "U16", "F16", "BF16"),
+    32: ("I32", "U32", "F32"),
+    64: ("C64", "F64", "I64", "U64"),
 }
+DTYPE_BITS = {dtype: bits for bits, dtypes in _DTYPES.items() for dtype in dtypes}
 SIXTEEN_BIT = frozenset({"BF16", "F16"})
 
 

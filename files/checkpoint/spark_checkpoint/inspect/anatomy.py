@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from spark_checkpoint.build.layouts import OVERLAY_SHARD
 from spark_checkpoint.format.header import Header, Tensor
@@ -29,30 +30,26 @@ _GROUPS = {
 }
 
 
-@dataclass(slots=True)
-class Cell:
-    """Tensors of one group and one dtype."""
-
-    tensors: int = 0
-    size_bytes: int = 0
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Anatomy:
     """Everything headers and index say about a tree or repository."""
 
-    shards: int = 0
-    stored_bytes: int = 0
-    unique_bytes: int = 0
-    names: dict[str, Tensor] = field(default_factory=dict)
-    cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
-    duplicates: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    unindexed: tuple[str, ...] = ()
-    unknown_to_shards: tuple[str, ...] = ()
-    layers: int = 0
-    linear_layers: int = 0
-    experts: int = 0
-    hidden: int = 0
+    names: dict[str, Tensor]  # of several copies the one that counts
+    stored_bytes: int  # of all copies
+    tensors: Counter[tuple[str, str]]  # by group and dtype
+    sizes_bytes: Counter[tuple[str, str]]
+    duplicates: list[str]
+    unindexed: list[str]
+    unknown_to_shards: list[str]
+    layers: int
+    linear_layers: int
+    experts: int
+
+    @property
+    def hidden(self) -> int:
+        """The hidden size, as the last norm tells it."""
+        norm = self.names.get("model.language_model.norm.weight")
+        return norm.shape[0] if norm is not None and norm.shape else 0
 
     @property
     def mtp(self) -> int:
@@ -67,29 +64,36 @@ def group_of(name: str) -> str:
 
 def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> Anatomy:
     """Describe headers as they are; contradictions are reported, not refused."""
-    found = Anatomy(shards=len(shards))
     holders: dict[str, list[str]] = {}
     for shard in sorted(shards, key=natural_order):
-        for name, tensor in shards[shard].tensors.items():
+        for name in shards[shard].tensors:
             holders.setdefault(name, []).append(shard)
-            found.names[name] = tensor
-            found.stored_bytes += tensor.size_bytes
-    for name, tensor in found.names.items():
-        cell = found.cells.setdefault((group_of(name), tensor.dtype), Cell())
-        cell.tensors += 1
-        cell.size_bytes += tensor.size_bytes
-        found.unique_bytes += tensor.size_bytes
-    found.duplicates = {n: tuple(files) for n, files in holders.items() if len(files) > 1}
-    if index is not None:
-        # An overlay leaves the names it replaces out of the index on purpose.
-        replaced = {plain_name(name) for name in index if name != plain_name(name)}
-        replaced |= {"lm_head.weight"} if "lm_head.qweight" in replaced else set()
-        found.unindexed = tuple(sorted(holders.keys() - index.keys() - replaced))
-        found.unknown_to_shards = tuple(
-            sorted(name for name, shard in index.items() if shard not in holders.get(name, ()))
-        )
-    _measure(found)
-    return found
+    names = {name: shards[files[-1]].tensors[name] for name, files in holders.items()}
+    tensors: Counter[tuple[str, str]] = Counter()
+    sizes_bytes: Counter[tuple[str, str]] = Counter()
+    for name, tensor in names.items():
+        tensors[group_of(name), tensor.dtype] += 1
+        sizes_bytes[group_of(name), tensor.dtype] += tensor.size_bytes
+    if index is None:
+        index = {name: files[-1] for name, files in holders.items()}
+    # An overlay leaves the names it replaces out of the index on purpose.
+    replaced = {plain_name(name) for name in index if name != plain_name(name)}
+    replaced |= {"lm_head.weight"} if "lm_head.qweight" in replaced else set()
+    layers = [(match[1], name) for name in names if (match := _LAYER.match(name))]
+    return Anatomy(
+        names=names,
+        stored_bytes=sum(t.size_bytes for one in shards.values() for t in one.tensors.values()),
+        tensors=tensors,
+        sizes_bytes=sizes_bytes,
+        duplicates=[name for name, files in holders.items() if len(files) > 1],
+        unindexed=sorted(holders.keys() - index.keys() - replaced),
+        unknown_to_shards=sorted(
+            n for n, shard in index.items() if shard not in holders.get(n, ())
+        ),
+        layers=len({layer for layer, _ in layers}),
+        linear_layers=len({layer for layer, name in layers if ".linear_attn." in name}),
+        experts=len({expert[1] for _, name in layers if (expert := _EXPERT.search(name))}),
+    )
 
 
 def plain_name(name: str) -> str:
@@ -131,22 +135,5 @@ def scales_missing(found: Anatomy) -> list[str]:
     return sorted(missing)
 
 
-def _measure(found: Anatomy) -> None:
-    layers, linear, experts = set(), set(), set()
-    for name in found.names:
-        match = _LAYER.match(name)
-        if not match:
-            continue
-        layers.add(match[1])
-        if ".linear_attn." in name:
-            linear.add(match[1])
-        expert = _EXPERT.search(name)
-        if expert:
-            experts.add(expert[1])
-    norm = found.names.get("model.language_model.norm.weight")
-    found.layers, found.linear_layers, found.experts = len(layers), len(linear), len(experts)
-    found.hidden = norm.shape[0] if norm is not None and norm.shape else 0
-
-
 def _dtypes(found: Anatomy, group: str) -> set[str]:
-    return {dtype for name, dtype in found.cells if name == group}
+    return {dtype for name, dtype in found.tensors if name == group}

@@ -16,7 +16,6 @@ from spark_contract.patterns import expand_all
 from spark_checkpoint.errors import GateRefused, InputRefused
 from spark_checkpoint.format.groups import groups
 from spark_checkpoint.format.header import Header, read_header
-from spark_checkpoint.format.index import weight_map
 from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, read_index, read_json
 from spark_checkpoint.inspect.anatomy import (
     examine,
@@ -77,9 +76,9 @@ def report(subject: Subject) -> dict[str, Any]:
         "receipt": subject.receipt,
         "model": subject.config.get("model_type"),
         "recipe": recipe_of(found, quantization.get("quant_method"), frozenset(subject.shards)),
-        "shards": found.shards,
+        "shards": len(subject.shards),
         "tensors": len(found.names),
-        "unique_bytes": found.unique_bytes,
+        "unique_bytes": found.sizes_bytes.total(),
         "stored_bytes": found.stored_bytes,
         "layers": found.layers,
         "linear_layers": found.linear_layers,
@@ -88,8 +87,8 @@ def report(subject: Subject) -> dict[str, Any]:
         "mtp_tensors": found.mtp,
         "base_tensors": len(found.names) - found.mtp,
         "groups": [
-            {"group": group, "dtype": dtype, "tensors": c.tensors, "bytes": c.size_bytes}
-            for (group, dtype), c in sorted(found.cells.items())
+            {"group": k[0], "dtype": k[1], "tensors": count, "bytes": found.sizes_bytes[k]}
+            for k, count in sorted(found.tensors.items())
         ],
         "duplicates": len(found.duplicates),
         "duplicate_groups": groups(found.duplicates),
@@ -190,11 +189,7 @@ def _open_repository(endpoint: str, name: str, revision: str, wire: Wire) -> Sub
         raise GateRefused(name, "lists no .safetensors file", "check the repository")
     with ThreadPoolExecutor(wire.parallel) as pool:
         headers = dict(zip(shards, pool.map(files.header, shards), strict=True))
-    index = None
-    if INDEX_NAME in present:
-        url = files.url(INDEX_NAME)
-        raw = files.transport.read_whole(url, _SMALL_BYTES)
-        index = weight_map(raw, url, "check the repository")
+    index = files.index() if INDEX_NAME in present else None
     config = (
         files.small_json(files.url(CONFIG_NAME), _SMALL_BYTES) if CONFIG_NAME in present else {}
     )

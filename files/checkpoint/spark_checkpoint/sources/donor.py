@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,11 @@ class UrlFiles:
         """Return a small JSON object."""
         raw = self.transport.read_whole(url, limit_bytes)
         return json_object(raw, url, "check the repository")
+
+    def index(self, keep: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
+        """Return name → shard of the names to keep, from the index."""
+        raw = self.transport.read_whole(self.url(INDEX_NAME), _INDEX_LIMIT_BYTES)
+        return weight_map(raw, self.url(INDEX_NAME), "check the repository", keep)
 
     def header(self, shard: str) -> Header:
         """Return the header of a shard: one request for its length, one for exactly its bytes."""
@@ -172,12 +177,11 @@ class UrlDonor:
     def _read_index(self) -> dict[str, str]:
         url = self._files.url(INDEX_NAME)
         try:
-            raw = self._files.transport.read_whole(url, _INDEX_LIMIT_BYTES)
+            index = self._files.index(_may_be_asked_for)
         except TransferFailed as error:
             if "answers 404" not in error.what:
                 raise
             return self._single_shard()
-        index = weight_map(raw, url, "check the donor", _may_be_asked_for)
         for shard in set(index.values()):
             if "/" in shard or not shard.endswith(".safetensors"):
                 raise GateRefused(url, f"names the odd shard {shard!r}", "check the donor")

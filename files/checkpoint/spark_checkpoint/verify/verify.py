@@ -16,11 +16,10 @@ from spark_checkpoint.format.pieces import first_difference, pieces_of
 from spark_checkpoint.format.tree import files_of, no_garbage_collection, read_index
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.receipt import load_receipt
-from spark_checkpoint.storage import hash_file
+from spark_checkpoint.storage import WORKERS, hash_file
 from spark_checkpoint.verify.expected import exact_result
 
 _FIX = "move the directory away and run the deploy again"
-_HASHES_AT_ONCE = 4
 
 
 def verify_tree(
@@ -38,7 +37,7 @@ def verify_tree(
         raise TreeDiffers(
             str(directory), f"has no {RECEIPT_NAME}: it was never finished", "run its job again"
         )
-    _check_files(directory, receipt)
+    check_files(directory, receipt)
     # A source's receipt vouches for bytes, whatever they are; a checkpoint's for a model.
     if isinstance(receipt, CheckpointReceipt):
         with no_garbage_collection():
@@ -57,7 +56,8 @@ def read_receipt_line(directory: Path) -> str:
     return f"{receipt.kind} {of} digest {receipt.digest[:12]} of {receipt.written_at}"
 
 
-def _check_files(directory: Path, receipt: Receipt) -> None:
+def check_files(directory: Path, receipt: Receipt) -> None:
+    """Refuse a tree whose files and sizes are not the receipt's."""
     for file in receipt.files:
         path = directory / file.path
         try:
@@ -139,5 +139,5 @@ def _check_hashes(directory: Path, files: list[ReceiptFile], progress: Progress)
         else:
             raise TreeDiffers(str(path), "has no hash in the receipt", _FIX)
 
-    with ThreadPoolExecutor(_HASHES_AT_ONCE) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(one, files))
