@@ -17,7 +17,7 @@ from spark_contract.errors import ERROR, HostToolError
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, FetchPlan, Wire
 
 from spark_checkpoint import TOOL_VERSION
-from spark_checkpoint.errors import EXIT_OK, EXIT_TRANSFER, InputRefused
+from spark_checkpoint.errors import InputRefused, TransferFailed
 from spark_checkpoint.inspect.discard import discard
 from spark_checkpoint.inspect.inspection import hold_against, open_subject, report, text_of
 from spark_checkpoint.progress import Progress, note
@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HostToolError as error:
         return _fail(str(error), error.exit_code)
     except OSError as error:
-        return _fail(_told(error), EXIT_TRANSFER)
+        return _fail(_told(error), TransferFailed.code)
     except KeyboardInterrupt:
-        return _fail("interrupted: nothing was published; fix: run again", EXIT_TRANSFER)
+        return _fail("interrupted: nothing was published; fix: run again", TransferFailed.code)
 
 
 def _told(error: OSError) -> str:
@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> int:
     else:
         return _inspect(arguments)
     progress.finish()
-    return EXIT_OK
+    return 0
 
 
 def read_build_plan(path: Path) -> BuildPlan:
@@ -96,7 +96,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     print(json.dumps(data, indent=2) if arguments.json else text_of(data), flush=True)
     if arguments.plan is not None:
         note(f"{subject.place}: {hold_against(subject, read_build_plan(arguments.plan))}")
-    return EXIT_OK
+    return 0
 
 
 def _fail(message: str, code: int) -> int:

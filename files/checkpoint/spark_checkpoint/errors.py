@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from spark_contract.errors import HostToolError
 
-EXIT_OK = 0
-EXIT_INPUT = 2
-EXIT_GATE = 3
-EXIT_TRANSFER = 4
-EXIT_DIFFERS = 5
-
 
 class BuilderError(HostToolError):
     """Base of all errors of the builder; ``code`` is the exit code of its kind."""
 
-    code = EXIT_INPUT
+    code = 2
 
     def __init__(self, where: str, what: str, fix: str):
         super().__init__(where, what, fix, self.code)
@@ -27,7 +21,7 @@ class InputRefused(BuilderError):  # noqa: N818 - named after what happened, lik
 class GateRefused(BuilderError):  # noqa: N818
     """The sources or the host are not what the plan says; nothing was published."""
 
-    code = EXIT_GATE
+    code = 3
 
 
 class HeaderRefused(GateRefused):
@@ -37,10 +31,10 @@ class HeaderRefused(GateRefused):
 class TransferFailed(BuilderError):  # noqa: N818
     """Reading, writing or the network failed; running again goes on from here."""
 
-    code = EXIT_TRANSFER
+    code = 4
 
 
 class TreeDiffers(BuilderError):  # noqa: N818
     """A finished tree is no longer what its receipt says."""
 
-    code = EXIT_DIFFERS
+    code = 5

@@ -214,7 +214,7 @@ def test_a_result_with_another_name_in_place_of_one_is_refused(workshop, monkeyp
     workshop.write_donor()
     plan = read_build_plan(workshop.write_plan())
     monkeypatch.setattr(building, "write_overlay", misnamed)
-    with pytest.raises(GateRefused, match="tensors of the result") as refusal:
+    with pytest.raises(GateRefused, match="tensors of the plan's result") as refusal:
         building.build(plan, Progress())
     shared = "1 x model.language_model.layers.{N}.mlp.shared_expert.up_proj"
     assert f"missing 1 ({shared}.weight_fp{{N}}), surplus 1 ({shared}.weight_f{{N}})" in str(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from spark_checkpoint.build.base_hashes import base_proofs, compare_duplicates
 from spark_checkpoint.build.config import result_config, usable
 from spark_checkpoint.build.disk_room import peak_bytes
 from spark_checkpoint.build.grafting import graft_mtp, graftable, model_sizes
-from spark_checkpoint.build.layouts import Layout, finished, write_full, write_overlay
+from spark_checkpoint.build.layouts import Layout, finished, result_bytes, write_full, write_overlay
 from spark_checkpoint.build.replacements import (
     bake_head,
     compare_with_donor,
@@ -44,7 +43,7 @@ from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import write_receipt
 from spark_checkpoint.sources.donor import Donor, open_donor
 from spark_checkpoint.storage import clear, refuse_without_room, write_json
-from spark_checkpoint.verify.expected import HEAD, base_patterns, overlay_name, swapped
+from spark_checkpoint.verify.expected import HEAD, base_patterns, exact_result, swapped
 from spark_checkpoint.verify.gates import (
     MTP_PREFIX,
     SCALE,
@@ -88,7 +87,8 @@ def build(plan: BuildPlan, progress: Progress) -> bool:
 
 def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress) -> dict[str, Any]:
     """Write the whole tree with its receipt, and return the receipt's report."""
-    donor_dir = work / _donor_dir_name(plan)
+    url = plan.donor.url if isinstance(plan.donor, DonorUrl) else ""
+    donor_dir = work / f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
     clear(work, keep=frozenset({donor_dir.name}))
     sources = open_sources(plan, progress)
     taken = _donor_tensors(plan, sources)
@@ -98,8 +98,8 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
     tree_dir.mkdir()
     write = write_overlay if plan.layout == "overlay" else write_full
     layout = write(tree_dir, sources.base, sources.proofs, changes, progress)
-    _finish_tree(plan, sources, layout, tree_dir)
-    _gate_result(plan, sources, changes, layout)
+    _finish_tree(plan, sources, changes, layout, tree_dir)
+    exact_result(str(plan.out_dir), layout.index, plan, plan.layout)
     report = {**changes.report, **_report(sources, layout, taken)}
     receipt = CheckpointReceipt(
         kind="checkpoint",
@@ -239,16 +239,13 @@ def _donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:
     return sources.donor.tensors(names)
 
 
-def _donor_dir_name(plan: BuildPlan) -> str:
-    url = plan.donor.url if isinstance(plan.donor, DonorUrl) else ""
-    return f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
-
-
-def _finish_tree(plan: BuildPlan, sources: Sources, layout: Layout, tree_dir: Path) -> None:
+def _finish_tree(
+    plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout, tree_dir: Path
+) -> None:
     """Write index and config, the last files before the receipt."""
     config = result_config(read_config(plan.base_dir), plan, layout.index, sources.modules)
     index = {
-        "metadata": {"total_size": layout.total_size_bytes},
+        "metadata": {"total_size": result_bytes(sources.base, changes)},
         "weight_map": {name: layout.index[name] for name in sorted(layout.index)},
     }
     documents = {INDEX_NAME: index, CONFIG_NAME: config}
@@ -256,25 +253,6 @@ def _finish_tree(plan: BuildPlan, sources: Sources, layout: Layout, tree_dir: Pa
         documents[QUANTIZATION_NAME] = config["quantization_config"]
     for name, document in documents.items():
         layout.files.append(finished(tree_dir, name, write_json(tree_dir / name, document)))
-
-
-def _gate_result(plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout) -> None:
-    """Refuse a result whose names are not exactly base, minus replaced, plus new."""
-    overlay = plan.layout == "overlay"
-    new = {
-        overlay_name(tensor.name) if old and overlay else tensor.name
-        for old, tensors in changes.added.items()
-        for tensor in tensors
-    }
-    found, base = layout.index.keys(), sources.base.owner
-    kept_count = len(base) - sum(name in base for name in changes.added)
-    kept = (name for name in base if name not in changes.added)
-    whole = all(name in found for name in itertools.chain(kept, new))
-    if not whole or len(found) != kept_count + len(new):
-        expected = (base.keys() - set(changes.added)) | new
-        same_names(str(plan.out_dir), "tensors of the result", found, expected)
-    mtp = {name for name in found if name.startswith(MTP_PREFIX)}
-    same_names(str(plan.out_dir), "MTP tensors", mtp, expand_all(plan.mtp_tensors))
 
 
 def _report(sources: Sources, layout: Layout, taken: dict[str, Tensor]) -> dict[str, Any]:

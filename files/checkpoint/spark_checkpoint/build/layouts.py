@@ -39,7 +39,6 @@ class Layout:
 
     files: list[ReceiptFile] = field(default_factory=list)
     index: dict[str, str] = field(default_factory=dict)
-    total_size_bytes: int = 0
 
 
 def write_overlay(
@@ -61,13 +60,11 @@ def write_overlay(
     for old, tensors in changes.added.items():
         new += [t._replace(name=overlay_name(t.name)) if old else t for t in tensors]
     layout.index = {name: shard for name, shard in base.owner.items() if name not in changes.added}
-    layout.total_size_bytes = sum(base.tensor(name).size_bytes for name in layout.index)
     if new:
-        progress.phase("write", sum(tensor.span.size_bytes for tensor in new))
+        progress.phase("write", changes.size_bytes)
         written = write_new(tree_dir / OVERLAY_SHARD, by_alignment(new), _METADATA, progress)
         layout.files.append(_entry(OVERLAY_SHARD, written))
         layout.index.update({tensor.name: OVERLAY_SHARD for tensor in new})
-        layout.total_size_bytes += sum(tensor.span.size_bytes for tensor in new)
     return layout
 
 
@@ -84,8 +81,7 @@ def write_full(
     others = [n for n in files_of(base.directory) if n not in shards and n not in _REWRITTEN]
     grafts = by_alignment(changes.added.get("", ()))
     layout.index = result_index(base, changes)
-    layout.total_size_bytes = _total_size_bytes(base, changes)
-    progress.phase("write", layout.total_size_bytes)
+    progress.phase("write", result_bytes(base, changes))
 
     def one(name: str) -> ReceiptFile | None:
         target = tree_dir / name
@@ -121,9 +117,10 @@ def result_index(base: Tree, changes: Changes) -> dict[str, str]:
     return index
 
 
-def _total_size_bytes(base: Tree, changes: Changes) -> int:
+def result_bytes(base: Tree, changes: Changes) -> int:
+    """Return the bytes of all tensors of a result, each counted once."""
     kept = sum(base.tensor(name).size_bytes for name in base.owner if name not in changes.added)
-    return kept + sum(t.span.size_bytes for new in changes.added.values() for t in new)
+    return kept + changes.size_bytes
 
 
 def full_shard(base: Tree, shard: str, changes: Changes) -> list[NewTensor]:

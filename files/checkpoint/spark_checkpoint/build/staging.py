@@ -40,13 +40,9 @@ class Changes:
     report: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def dropped(self) -> frozenset[str]:
-        """Base names the result does not have."""
-        return frozenset(name for name in self.added if name) - self.names()
-
-    def names(self) -> set[str]:
-        """Names of all new tensors."""
-        return {tensor.name for tensors in self.added.values() for tensor in tensors}
+    def size_bytes(self) -> int:
+        """Bytes of all new tensors."""
+        return sum(tensor.span.size_bytes for new in self.added.values() for tensor in new)
 
 
 class Staging:

@@ -96,7 +96,7 @@ def parse_header(
         (same.get(name, name), _checked_tensor(name, entry, where))
         for name, entry in document.items()
     ]
-    entries.sort(key=_buffer_position)
+    entries.sort(key=lambda entry: (entry[1].begin, entry[1].end))
     position = 0
     for name, tensor in entries:
         if tensor.begin != position:
@@ -160,10 +160,6 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     if count * bits % 8:
         raise ValueError(f"ends inside a byte ({count} elements of {bits} bits)")
     return count * bits // 8
-
-
-def _buffer_position(entry: tuple[str, Tensor]) -> tuple[int, int]:
-    return entry[1].begin, entry[1].end
 
 
 def _refuse(where: str, what: str) -> NoReturn:
