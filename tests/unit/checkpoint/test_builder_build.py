@@ -13,10 +13,11 @@ from builder_judge import MODULE
 from builder_shards import Raw, readable_by_safetensors
 from builder_trees import BASE_COMMIT, VOCABULARY, run_tool, tool_environment, tree_tensors
 from spark_checkpoint.build import build as building
-from spark_checkpoint.build.layouts import write_overlay
+from spark_checkpoint.build import layouts
 from spark_checkpoint.cli import read_build_plan
-from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.errors import TreeDiffers
 from spark_checkpoint.progress import Progress
+from spark_checkpoint.verify.expected import overlay_name
 
 LAYOUTS = ("overlay", "full")
 
@@ -204,17 +205,15 @@ def test_the_pieces_of_a_rewritten_shard_are_the_hashes_of_its_bytes(workshop):
 
 def test_a_result_with_another_name_in_place_of_one_is_refused(workshop, monkeypatch):
     # As many names, of which one is wrong: what a broken mapping of names would give.
-    def misnamed(*arguments):
-        layout = write_overlay(*arguments)
-        shard = layout.index.pop(f"{MODULE}.up_proj.weight_fp8")
-        layout.index[f"{MODULE}.up_proj.weight_f8"] = shard
-        return layout
+    def misnamed(name):
+        right = overlay_name(name)
+        return right[:-3] + "f8" if name == f"{MODULE}.up_proj.weight" else right
 
     workshop.write_base()
     workshop.write_donor()
     plan = read_build_plan(workshop.write_plan())
-    monkeypatch.setattr(building, "write_overlay", misnamed)
-    with pytest.raises(GateRefused, match="tensors of the plan's result") as refusal:
+    monkeypatch.setattr(layouts, "overlay_name", misnamed)
+    with pytest.raises(TreeDiffers, match="tensors of the plan's result") as refusal:
         building.build(plan, Progress())
     shared = "1 x model.language_model.layers.{N}.mlp.shared_expert.up_proj"
     assert f"missing 1 ({shared}.weight_fp{{N}}), surplus 1 ({shared}.weight_f{{N}})" in str(

@@ -18,7 +18,7 @@ from spark_checkpoint.build.base_hashes import base_proofs, compare_duplicates
 from spark_checkpoint.build.config import result_config, usable
 from spark_checkpoint.build.disk_room import peak_bytes
 from spark_checkpoint.build.grafting import graft_mtp, graftable, model_sizes
-from spark_checkpoint.build.layouts import Layout, finished, result_bytes, write_full, write_overlay
+from spark_checkpoint.build.layouts import Layout, Writer, finished, result_bytes
 from spark_checkpoint.build.replacements import (
     bake_head,
     compare_with_donor,
@@ -43,7 +43,7 @@ from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import write_receipt
 from spark_checkpoint.sources.donor import Donor, open_donor
 from spark_checkpoint.storage import clear, refuse_without_room, write_json
-from spark_checkpoint.verify.expected import HEAD, base_patterns, exact_result, swapped
+from spark_checkpoint.verify.expected import HEAD, base_patterns, swapped
 from spark_checkpoint.verify.gates import (
     MTP_PREFIX,
     SCALE,
@@ -96,10 +96,9 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
     refuse_without_room(plan.out_dir.parent, peak, f"building {plan.name}")
     changes = make_changes(plan, sources, taken, work, donor_dir, progress)
     tree_dir.mkdir()
-    write = write_overlay if plan.layout == "overlay" else write_full
-    layout = write(tree_dir, sources.base, sources.proofs, changes, progress)
+    writer = Writer(tree_dir, sources.base, sources.proofs, changes, progress)
+    layout = writer.overlay() if plan.layout == "overlay" else writer.full()
     _finish_tree(plan, sources, changes, layout, tree_dir)
-    exact_result(str(plan.out_dir), layout.index, plan, plan.layout)
     report = {**changes.report, **_report(sources, layout, taken)}
     receipt = CheckpointReceipt(
         kind="checkpoint",

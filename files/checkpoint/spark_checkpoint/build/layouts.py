@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from spark_contract.receipts import ReceiptFile
@@ -33,79 +33,79 @@ _REWRITTEN = frozenset({CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME})
 _METADATA = {"format": "pt"}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
     """A written tree before index, config and receipt: its files and where each name is."""
 
-    files: list[ReceiptFile] = field(default_factory=list)
-    index: dict[str, str] = field(default_factory=dict)
+    files: list[ReceiptFile]
+    index: dict[str, str]
 
 
-def write_overlay(
-    tree_dir: Path,
-    base: Tree,
-    proofs: Mapping[str, Proof],
-    changes: Changes,
-    progress: Progress,
-) -> Layout:
-    """Hard-link every base file and add one shard with the new tensors under their own names."""
-    layout = Layout()
-    for name in files_of(base.directory):
-        if name in _REWRITTEN:
-            continue
-        _link(base.directory / name, tree_dir / name)
-        sha256, link_of = proofs[name].sha256, str(base.directory / name)
-        layout.files.append(finished(tree_dir, name, sha256, link_of=link_of))
-    new: list[NewTensor] = []
-    for old, tensors in changes.added.items():
-        new += [t._replace(name=overlay_name(t.name)) if old else t for t in tensors]
-    layout.index = {name: shard for name, shard in base.owner.items() if name not in changes.added}
-    if new:
-        progress.phase("write", changes.size_bytes)
-        written = write_new(tree_dir / OVERLAY_SHARD, by_alignment(new), _METADATA, progress)
-        layout.files.append(_entry(OVERLAY_SHARD, written))
-        layout.index.update({tensor.name: OVERLAY_SHARD for tensor in new})
-    return layout
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes a tree in one of the two layouts."""
 
+    tree_dir: Path
+    base: Tree
+    proofs: Mapping[str, Proof]  # of the base's files
+    changes: Changes
+    progress: Progress
 
-def write_full(
-    tree_dir: Path,
-    base: Tree,
-    proofs: Mapping[str, Proof],
-    changes: Changes,
-    progress: Progress,
-) -> Layout:
-    """Write every shard anew, each tensor once, and copy everything else."""
-    layout = Layout()
-    shards = base.shards
-    others = [n for n in files_of(base.directory) if n not in shards and n not in _REWRITTEN]
-    grafts = by_alignment(changes.added.get("", ()))
-    layout.index = result_index(base, changes)
-    progress.phase("write", result_bytes(base, changes))
+    def overlay(self) -> Layout:
+        """Hard-link every base file and add one shard of new tensors, named as such."""
+        base, added = self.base, self.changes.added
+        files = []
+        for name in files_of(base.directory):
+            if name not in _REWRITTEN:
+                source = base.directory / name
+                _link(source, self.tree_dir / name)
+                sha256 = self.proofs[name].sha256
+                files.append(finished(self.tree_dir, name, sha256, link_of=str(source)))
+        new: list[NewTensor] = []
+        for old, tensors in added.items():
+            new += [t._replace(name=overlay_name(t.name)) if old else t for t in tensors]
+        index = {name: shard for name, shard in base.owner.items() if name not in added}
+        if new:
+            self.progress.phase("write", self.changes.size_bytes)
+            files.append(self._write_new(OVERLAY_SHARD, new))
+            index.update({tensor.name: OVERLAY_SHARD for tensor in new})
+        return Layout(files, index)
 
-    def one(name: str) -> ReceiptFile | None:
-        target = tree_dir / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+    def full(self) -> Layout:
+        """Write every shard anew, each tensor once, and copy everything else."""
+        base = self.base
+        names = sorted(base.shards, key=lambda name: -base.shards[name].data_bytes)
+        left_out = base.shards.keys() | _REWRITTEN
+        names += [name for name in files_of(base.directory) if name not in left_out]
+        names += [GRAFT_SHARD] if self.changes.added.get("") else []
+        self.progress.phase("write", result_bytes(base, self.changes))
+        with ThreadPoolExecutor(WORKERS) as pool:
+            entries = [entry for entry in pool.map(self._full_file, names) if entry is not None]
+        files = sorted(entries, key=lambda entry: entry.path)
+        return Layout(files, result_index(base, self.changes))
+
+    def _full_file(self, name: str) -> ReceiptFile | None:
+        """Write one file; None for a shard that keeps no tensor."""
         if name == GRAFT_SHARD:
-            return _entry(name, write_new(target, grafts, _METADATA, progress))
-        source, proof = base.directory / name, proofs[name]
+            return self._write_new(name, self.changes.added[""])
+        source, target = self.base.directory / name, self.tree_dir / name
+        proof, shard = self.proofs[name], self.base.shards.get(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
         # Made here, shard by shard: those of a large model's whole tree fill memory.
-        tensors = full_shard(base, name, changes) if name in shards else []
-        if name not in shards or _untouched(base, name, tensors):
-            return _entry(name, copy_file(target, source, progress, proof), proof.sha256)
+        tensors = full_shard(self.base, name, self.changes) if shard else []
+        if shard is None or _untouched(self.base, name, tensors):
+            return _entry(name, copy_file(target, source, self.progress, proof), proof.sha256)
         if not tensors:
             return None
         if not aligned(tensors):
             tensors = by_alignment(tensors)
-        metadata = base.shards[name].metadata
-        return _entry(name, rewrite_shard(target, tensors, metadata, progress, source, proof))
+        written = rewrite_shard(target, tensors, shard.metadata, self.progress, source, proof)
+        return _entry(name, written)
 
-    names = sorted(shards, key=lambda name: -base.shards[name].data_bytes)
-    names += [*others, *([GRAFT_SHARD] if grafts else [])]
-    with ThreadPoolExecutor(WORKERS) as pool:
-        entries = [entry for entry in pool.map(one, names) if entry is not None]
-    layout.files = sorted(entries, key=lambda entry: entry.path)
-    return layout
+    def _write_new(self, name: str, tensors: list[NewTensor]) -> ReceiptFile:
+        """Write a shard of new tensors alone."""
+        in_order = by_alignment(tensors)
+        return _entry(name, write_new(self.tree_dir / name, in_order, _METADATA, self.progress))
 
 
 def result_index(base: Tree, changes: Changes) -> dict[str, str]:
