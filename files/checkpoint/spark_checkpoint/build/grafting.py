@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from spark_checkpoint.build.replacements import scale_of
+from spark_checkpoint.build.replacements import fp8_rows, scale_of
 from spark_checkpoint.build.spotcheck import check_scales
 from spark_checkpoint.build.staging import Changes, NewTensor, Staging, pieces_of_span, read_span
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.header import SIXTEEN_BIT, Tensor
-from spark_checkpoint.format.numbers import bf16_bits, dequantise, floats
+from spark_checkpoint.format.numbers import bf16_bits, floats
 from spark_checkpoint.format.tree import Span, Tree
 from spark_checkpoint.sources.donor import Donor
 from spark_checkpoint.verify.gates import WEIGHT, fp8_fits
@@ -122,14 +122,14 @@ def _dequantised(
     name: str, entry: Tensor, span: Span, scales: Any, block: tuple[int, int], stage: Staging
 ) -> Span:
     """Stage the BF16 form of an FP8 matrix, one row of blocks at a time, and check its values."""
-    columns = entry.shape[1]
     plain = stage.reserve(span.size_bytes * 2)
 
     def pieces() -> Iterator[bytes]:
-        for number, raw in enumerate(pieces_of_span(span, max(1, block[0] * columns))):
-            codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
-            values = bf16_bits(dequantise(codes, scales[number : number + 1], block)).tobytes()
-            stage.write(plain, number * block[0] * columns * 2, values)
+        position = 0
+        for rows in fp8_rows(span, scales, entry.shape[1], block):
+            values = bf16_bits(rows).tobytes()
+            stage.write(plain, position, values)
+            position += len(values)
             yield values
 
     _check_values(name, entry._replace(dtype="BF16"), pieces())

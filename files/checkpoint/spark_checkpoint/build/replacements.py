@@ -23,6 +23,7 @@ from spark_checkpoint.build.spotcheck import (
 from spark_checkpoint.build.staging import Changes, NewTensor, Staging, pieces_of_span, read_span
 from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.format.numbers import (
+    Floats,
     dequantise,
     floats,
     from_bf16_bits,
@@ -36,16 +37,21 @@ from spark_checkpoint.verify.gates import SCALE, WEIGHT
 _T = TypeVar("_T")
 
 
-def _weight_rows(base: Tree, name: str, block: tuple[int, int]) -> Iterator[Any]:
+def fp8_rows(span: Span, scales: Floats, columns: int, block: tuple[int, int]) -> Iterator[Floats]:
+    """Yield an FP8 matrix as float32, one row of blocks at a time."""
+    for number, raw in enumerate(pieces_of_span(span, max(1, columns * block[0]))):
+        codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
+        yield dequantise(codes, scales[number : number + 1], block)
+
+
+def _weight_rows(base: Tree, name: str, block: tuple[int, int]) -> Iterator[Floats]:
     """Yield a base weight as float32, one row of blocks at a time, whether 16-bit or FP8."""
     tensor = base.tensor(name)
     columns = tensor.shape[1]
     if tensor.dtype == "F8_E4M3":
         grid = base.tensor(scale_of(name))
         scales = floats(read_span(base.span(scale_of(name))), grid.dtype, grid.shape)
-        for number, raw in enumerate(pieces_of_span(base.span(name), columns * block[0])):
-            codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
-            yield dequantise(codes, scales[number : number + 1], block)
+        yield from fp8_rows(base.span(name), scales, columns, block)
         return
     for raw in pieces_of_span(base.span(name), columns * 2 * block[0]):
         yield floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
