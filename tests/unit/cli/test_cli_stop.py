@@ -1,0 +1,55 @@
+"""`stop` and `start` give every chosen host its order, through the host's own tools."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli import stop
+
+SERVE = SimpleNamespace(start_timeout_s=1, stop_timeout_s=1)
+LISTED = SimpleNamespace(
+    name="spark-1",
+    data={"_sudo": True},
+    settings=SimpleNamespace(settings=SimpleNamespace(serve=SERVE)),
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "order"), [("stop", "stop-service main --by "), ("start", "start-service main 2>")]
+)
+def test_each_host_is_given_its_order_and_what_it_says_is_shown(
+    command: str, order: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    class Host:
+        def run_shell_command(self, words: Any, **_: Any) -> tuple[bool, Any]:
+            asked.append(str(words))
+            return True, SimpleNamespace(stdout="as you say\n")
+
+    monkeypatch.setattr(stop, "listed", lambda _: [LISTED])
+    monkeypatch.setattr(
+        stop, "look", lambda hosts, ask: [stop.Answer(one, ask(Host(), one)) for one in hosts]
+    )
+    assert stop.run(Namespace(command=command, json=False)) == 0
+    assert capsys.readouterr().out == "spark-1: as you say\n"
+    assert len(asked) == 1
+    assert order in asked[0]
+
+
+@pytest.mark.parametrize("command", ["stop", "start"])
+def test_both_commands_are_there(command: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "spark_deploy", command, str(tmp_path / "none.py")],
+        cwd=CHECKOUT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "none.py: is not a file" in done.stderr
