@@ -114,6 +114,16 @@ def test_a_good_record_from_before_the_trial_stays_whatever_the_clock_did(model:
     assert boot.enabled("main", host) == [A]
 
 
+def test_a_candidate_that_cannot_be_stopped_is_at_least_reached_by_nobody(model: Model) -> None:
+    model.troubles = {"enable": ["fail"], "stop": ["", "fail"]}
+
+    model.deploy(B)
+
+    assert model.outcome(B).state == "rollback-failed"
+    assert list(model.engines) == [B]
+    assert model.open_to is None
+
+
 def test_a_gateway_that_cannot_have_its_port_fails_a_first_change_in_phase_open() -> None:
     model = Model()
     result = faulty(model, B, "fail", "bring up")
