@@ -19,14 +19,7 @@ from spark_checkpoint.build.config import result_config, usable
 from spark_checkpoint.build.disk_room import peak_bytes
 from spark_checkpoint.build.grafting import graft_mtp, graftable, model_sizes
 from spark_checkpoint.build.layouts import Layout, Writer, finished, result_bytes
-from spark_checkpoint.build.replacements import (
-    bake_head,
-    compare_with_donor,
-    scale_of,
-    swap_by_int8,
-    swap_by_own_fp8,
-    swap_from_donor,
-)
+from spark_checkpoint.build.replacements import Surgery, scale_of
 from spark_checkpoint.build.staging import Changes, Staging
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.header import Tensor
@@ -167,22 +160,24 @@ def make_changes(
 ) -> Changes:
     """Have the bytes of every new tensor on this host."""
     changes = Changes()
-    base, modules, block = sources.base, sources.modules, plan.block_shape
     donor = sources.donor
     spans = donor.stage(taken, donor_dir, progress) if donor is not None and taken else {}
     with closing(Staging(work / "new-tensors")) as stage:
+        surgery = Surgery(
+            sources.base, sources.modules, plan.block_shape, taken, spans, stage, progress, changes
+        )
         if plan.compares_with_donor:
-            compare_with_donor(base, modules, taken, spans, block, progress, changes)
+            surgery.compare_with_donor()
             if plan.shared_experts == "fp8-donor":
-                swap_from_donor(modules, taken, spans, changes)
+                surgery.swap_from_donor()
         elif plan.shared_experts == "fp8-self":
-            swap_by_own_fp8(base, modules, block, stage, progress, changes)
+            surgery.swap_by_own_fp8()
         elif plan.shared_experts == "int8-g128":
-            swap_by_int8(base, modules, stage, progress, changes)
+            surgery.swap_by_int8()
         if plan.head == "int8-g128":
-            bake_head(base, HEAD, stage, progress, changes)
+            surgery.bake_head(HEAD)
         if sources.mtp_missing:
-            graft_mtp(sources.mtp_missing, taken, spans, block, stage, changes)
+            graft_mtp(sources.mtp_missing, surgery)
     return changes
 
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from spark_checkpoint.build.replacements import fp8_rows, scale_of
-from spark_checkpoint.build.spotcheck import check_scales
-from spark_checkpoint.build.staging import Changes, NewTensor, Staging, pieces_of_span, read_span
+from spark_checkpoint.build.replacements import Surgery, fp8_rows, scale_of
+from spark_checkpoint.build.staging import NewTensor, pieces_of_span
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.header import SIXTEEN_BIT, Tensor
-from spark_checkpoint.format.numbers import bf16_bits, floats
+from spark_checkpoint.format.numbers import bf16_bits
 from spark_checkpoint.format.tree import Span, Tree
 from spark_checkpoint.sources.donor import Donor
 from spark_checkpoint.verify.gates import WEIGHT, fp8_fits
@@ -93,42 +92,31 @@ def _check_shape(name: str, found: tuple[int, ...], sizes: Mapping[str, int]) ->
         raise GateRefused(f"donor {name}", f"is {list(found)}, expected [{wanted}]", _FIX)
 
 
-def graft_mtp(
-    names: Sequence[str],
-    entries: Mapping[str, Tensor],
-    spans: Mapping[str, Span],
-    block: tuple[int, int],
-    stage: Staging,
-    changes: Changes,
-) -> None:
+def graft_mtp(names: Sequence[str], surgery: Surgery) -> None:
     """Take MTP tensors the base lacks from the donor, its FP8 ones dequantised to BF16."""
     grafted = []
     for name in names:
-        entry, span = entries[name], spans[name]
+        entry, span = surgery.taken[name], surgery.spans[name]
         if entry.dtype == _FP8:
-            scale = entries[scale_of(name)]
-            scales = floats(read_span(spans[scale_of(name)]), scale.dtype, scale.shape)
-            check_scales(name, scales)
-            span = _dequantised(name, entry, span, scales, block, stage)
+            span = _dequantised(name, surgery)
             entry = Tensor("BF16", entry.shape, 0, span.size_bytes)
         else:
             _check_values(name, entry, pieces_of_span(span, _PIECE_BYTES))
         grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
-    changes.added.setdefault("", []).extend(grafted)
-    changes.report["mtp_grafted"] = len(grafted)
+    surgery.changes.added.setdefault("", []).extend(grafted)
+    surgery.changes.report["mtp_grafted"] = len(grafted)
 
 
-def _dequantised(
-    name: str, entry: Tensor, span: Span, scales: Any, block: tuple[int, int], stage: Staging
-) -> Span:
+def _dequantised(name: str, surgery: Surgery) -> Span:
     """Stage the BF16 form of an FP8 matrix, one row of blocks at a time, and check its values."""
-    plain = stage.reserve(span.size_bytes * 2)
+    entry, span, scales = surgery.taken[name], surgery.spans[name], surgery.donor_scales(name)
+    plain = surgery.stage.reserve(span.size_bytes * 2)
 
     def pieces() -> Iterator[bytes]:
         position = 0
-        for rows in fp8_rows(span, scales, entry.shape[1], block):
+        for rows in fp8_rows(span, scales, entry.shape[1], surgery.block):
             values = bf16_bits(rows).tobytes()
-            stage.write(plain, position, values)
+            surgery.stage.write(plain, position, values)
             position += len(values)
             yield values
 

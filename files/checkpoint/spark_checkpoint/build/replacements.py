@@ -6,8 +6,9 @@ for each worker whatever the model's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,129 +58,113 @@ def _weight_rows(base: Tree, name: str, block: tuple[int, int]) -> Iterator[Floa
         yield floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
 
 
-def _each(
-    phase: str, base: Tree, modules: Sequence[str], work: Callable[[str], _T], progress: Progress
-) -> list[_T]:
-    """Run ``work`` for all modules with few workers; the first failure ends it."""
-    sizes = {module: base.tensor(module + WEIGHT).size_bytes for module in modules}
-    progress.phase(phase, sum(sizes.values()))
+@dataclass(frozen=True, slots=True)
+class Surgery:
+    """What is cut out of a base and put into it, and the bytes of the donor for it."""
 
-    def one(module: str) -> _T:
-        result = work(module)
-        progress.add(sizes[module])
-        return result
+    base: Tree
+    modules: list[str]  # whose weights are compared or replaced
+    block: tuple[int, int]
+    taken: Mapping[str, Tensor]  # of the donor
+    spans: Mapping[str, Span]  # where their bytes lie on this host
+    stage: Staging
+    progress: Progress
+    changes: Changes
 
-    with ThreadPoolExecutor(WORKERS) as pool:
-        return list(pool.map(one, modules))
+    def compare_with_donor(self) -> None:
+        """Refuse a donor whose FP8 weights are not the base's own weights, module by module."""
+        errors = self._each("spot-check", self._compared)
+        check_outliers(dict(zip(self.modules, errors, strict=True)))
+        self.changes.report["shared_experts"] = {
+            **_error_report([error.module for error in errors]),
+            "elements_beyond_rounding": sum(error.beyond for error in errors),
+        }
 
+    def swap_from_donor(self) -> None:
+        """Take FP8 weights and scales from the donor."""
+        for module in self.modules:
+            self.changes.added[module + WEIGHT] = [
+                NewTensor(name, self.taken[name].dtype, self.taken[name].shape, self.spans[name])
+                for name in (module + WEIGHT, module + SCALE)
+            ]
 
-def compare_with_donor(
-    base: Tree,
-    modules: Sequence[str],
-    donor: dict[str, Tensor],
-    spans: dict[str, Span],
-    block: tuple[int, int],
-    progress: Progress,
-    changes: Changes,
-) -> None:
-    """Refuse a donor whose FP8 weights are not the base's own weights, module by module."""
+    def swap_by_own_fp8(self) -> None:
+        """Quantise the base's own 16-bit weights to FP8 with block scales."""
+        self._quantise(self._own_fp8)
 
-    def one(module: str) -> Error:
-        weight, scale = donor[module + WEIGHT], donor[module + SCALE]
-        scales = floats(read_span(spans[module + SCALE]), scale.dtype, scale.shape)
-        check_scales(module, scales)
-        comparison = Comparison(scales, block)
-        codes = pieces_of_span(spans[module + WEIGHT], weight.shape[1] * block[0])
-        for weights in _weight_rows(base, module + WEIGHT, block):
+    def swap_by_int8(self) -> None:
+        """Quantise the base's own 16-bit weights to GPTQ-packed INT8."""
+
+        def one(module: str) -> tuple[list[NewTensor], float]:
+            name = module + WEIGHT
+            packed = pack_weight(self.base, name, self.stage, lambda count: None, workers=1)
+            return packed.tensors, packed.error
+
+        self._quantise(one)
+
+    def bake_head(self, name: str) -> None:
+        """Replace the LM head by packed INT8."""
+        self.progress.phase("head", self.base.tensor(name).size_bytes)
+        packed = pack_weight(self.base, name, self.stage, self.progress.add, WORKERS)
+        self.changes.added[name] = packed.tensors
+        self.changes.report["head"] = {
+            "relative_error": _rounded(packed.error),
+            "relative_error_by_maximum": _rounded(packed.error_by_maximum),
+        }
+
+    def donor_scales(self, weight_name: str) -> Floats:
+        """Return the block scales of a donor's FP8 weight; refuse what cannot be scales."""
+        name = scale_of(weight_name)
+        scales = floats(read_span(self.spans[name]), self.taken[name].dtype, self.taken[name].shape)
+        check_scales(weight_name, scales)
+        return scales
+
+    def _compared(self, module: str) -> Error:
+        name = module + WEIGHT
+        comparison = Comparison(self.donor_scales(name), self.block)
+        codes = pieces_of_span(self.spans[name], self.taken[name].shape[1] * self.block[0])
+        for weights in _weight_rows(self.base, name, self.block):
             piece = np.frombuffer(next(codes), np.uint8)
             comparison.add(weights, piece.reshape(weights.shape))
         return check_module(module, comparison)
 
-    errors = _each("spot-check", base, modules, one, progress)
-    check_outliers(dict(zip(modules, errors, strict=True)))
-    changes.report["shared_experts"] = {
-        **_error_report([error.module for error in errors]),
-        "elements_beyond_rounding": sum(error.beyond for error in errors),
-    }
-
-
-def swap_from_donor(
-    modules: Sequence[str], donor: dict[str, Tensor], spans: dict[str, Span], changes: Changes
-) -> None:
-    """Take FP8 weights and scales from the donor."""
-    for module in modules:
-        changes.added[module + WEIGHT] = [
-            NewTensor(name, donor[name].dtype, donor[name].shape, spans[name])
-            for name in (module + WEIGHT, module + SCALE)
-        ]
-
-
-def swap_by_own_fp8(
-    base: Tree,
-    modules: Sequence[str],
-    block: tuple[int, int],
-    stage: Staging,
-    progress: Progress,
-    changes: Changes,
-) -> None:
-    """Quantise the base's own 16-bit weights to FP8 with block scales."""
-
-    def one(module: str) -> tuple[list[NewTensor], float]:
-        shape = base.tensor(module + WEIGHT).shape
+    def _own_fp8(self, module: str) -> tuple[list[NewTensor], float]:
+        shape, block = self.base.tensor(module + WEIGHT).shape, self.block
         grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-        span = stage.reserve(shape[0] * shape[1])
+        span = self.stage.reserve(shape[0] * shape[1])
         lost = power = 0.0
         scales = []
-        for number, weights in enumerate(_weight_rows(base, module + WEIGHT, block)):
+        for number, weights in enumerate(_weight_rows(self.base, module + WEIGHT, block)):
             codes, bits = quantise_blocks(weights, block)
-            stage.write(span, number * block[0] * shape[1], codes.tobytes())
+            self.stage.write(span, number * block[0] * shape[1], codes.tobytes())
             scales.append(bits.tobytes())
             error = dequantise(codes, from_bf16_bits(bits), block) - weights
             lost += float((error * error).sum(dtype="f8"))
             power += float((weights * weights).sum(dtype="f8"))
         tensors = [
             NewTensor(module + WEIGHT, "F8_E4M3", shape, span),
-            NewTensor(module + SCALE, "BF16", grid, stage.append(b"".join(scales))),
+            NewTensor(module + SCALE, "BF16", grid, self.stage.append(b"".join(scales))),
         ]
         return tensors, (lost / power) ** 0.5 if power else 0.0
 
-    _quantise(base, modules, one, progress, changes)
+    def _quantise(self, one: Callable[[str], tuple[list[NewTensor], float]]) -> None:
+        made = self._each("quantise", one)
+        for module, (tensors, _) in zip(self.modules, made, strict=True):
+            self.changes.added[module + WEIGHT] = tensors
+        self.changes.report["shared_experts"] = _error_report([error for _, error in made])
 
+    def _each(self, phase: str, work: Callable[[str], _T]) -> list[_T]:
+        """Run ``work`` for all modules with few workers; the first failure ends it."""
+        sizes = {module: self.base.tensor(module + WEIGHT).size_bytes for module in self.modules}
+        self.progress.phase(phase, sum(sizes.values()))
 
-def swap_by_int8(
-    base: Tree, modules: Sequence[str], stage: Staging, progress: Progress, changes: Changes
-) -> None:
-    """Quantise the base's own 16-bit weights to GPTQ-packed INT8."""
+        def one(module: str) -> _T:
+            result = work(module)
+            self.progress.add(sizes[module])
+            return result
 
-    def one(module: str) -> tuple[list[NewTensor], float]:
-        packed = pack_weight(base, module + WEIGHT, stage, lambda count: None, workers=1)
-        return packed.tensors, packed.error
-
-    _quantise(base, modules, one, progress, changes)
-
-
-def _quantise(
-    base: Tree,
-    modules: Sequence[str],
-    one: Callable[[str], tuple[list[NewTensor], float]],
-    progress: Progress,
-    changes: Changes,
-) -> None:
-    made = _each("quantise", base, modules, one, progress)
-    for module, (tensors, _) in zip(modules, made, strict=True):
-        changes.added[module + WEIGHT] = tensors
-    changes.report["shared_experts"] = _error_report([error for _, error in made])
-
-
-def bake_head(base: Tree, name: str, stage: Staging, progress: Progress, changes: Changes) -> None:
-    """Replace the LM head by packed INT8."""
-    progress.phase("head", base.tensor(name).size_bytes)
-    packed = pack_weight(base, name, stage, progress.add, WORKERS)
-    changes.added[name] = packed.tensors
-    changes.report["head"] = {
-        "relative_error": _rounded(packed.error),
-        "relative_error_by_maximum": _rounded(packed.error_by_maximum),
-    }
+        with ThreadPoolExecutor(WORKERS) as pool:
+            return list(pool.map(one, self.modules))
 
 
 def scale_of(weight_name: str) -> str:
