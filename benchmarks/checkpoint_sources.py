@@ -75,6 +75,7 @@ def write_receipt(directory: Path, *, hashed: bool) -> None:
             "size_bytes": status.st_size,
             "sha256": "0" * 64,
             "modified_ns": status.st_mtime_ns,
+            "inode": status.st_ino,
         }
         if hashed or not big:
             proof = prove_file(path, lambda count: None)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from spark_contract import documents
 from spark_contract.orders import RECEIPT_NAME
-from spark_contract.receipts import CheckpointReceipt, Receipt, SourceReceipt, parse
+from spark_contract.receipts import CheckpointReceipt, Receipt, ReceiptFile, SourceReceipt, parse
 
 from spark_checkpoint.errors import TreeDiffers
 from spark_checkpoint.format.pieces import pieces_of
-from spark_checkpoint.storage import write_json
+from spark_checkpoint.storage import Stamp, write_json
 
 
 def load_receipt(directory: Path) -> SourceReceipt | CheckpointReceipt | None:
@@ -30,6 +30,18 @@ def load_receipt(directory: Path) -> SourceReceipt | CheckpointReceipt | None:
         fix = "move the directory away and run the deploy again"
         raise TreeDiffers(str(path), f"is no receipt ({error})", fix) from error
     return receipt
+
+
+def vouched(
+    path: str,
+    stamp: Stamp,
+    sha256: str | None,
+    pieces: tuple[str, ...] | None = None,
+    link_of: str | None = None,
+) -> ReceiptFile:
+    """Return a file of a receipt by what was seen of it when it was hashed."""
+    size_bytes, modified_ns = stamp.size_bytes, stamp.modified_ns
+    return ReceiptFile(path, size_bytes, sha256, modified_ns, pieces, link_of, stamp.inode)
 
 
 def write_receipt(directory: Path, receipt: Receipt) -> None:

@@ -22,11 +22,24 @@ class ReceiptFile:
     modified_ns: int | None = field(default=None, metadata=OPTIONAL)
     pieces: tuple[str, ...] | None = field(default=None, metadata=OPTIONAL)  # "SIZE:SHA256" each
     link_of: str | None = field(default=None, metadata=OPTIONAL)  # the base's own file
+    inode: int | None = field(default=None, metadata=OPTIONAL)  # unknown to older builders
 
     def __post_init__(self) -> None:
         """Refuse a file outside of the tree."""
         if not is_inside(self.path):
             raise DocumentError(f"files: path {self.path!r} leaves the tree")
+
+    def is_touched(self, tree: Path) -> bool:
+        """Return whether the file may be another than the one that was hashed, by its stat.
+
+        Of what an older builder wrote nobody knows.
+        """
+        try:
+            stat = (tree / self.path).stat()
+        except OSError:
+            return True
+        seen = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        return seen != (self.size_bytes, self.modified_ns, self.inode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +60,10 @@ class Receipt:
             return all((tree / f.path).stat().st_size == f.size_bytes for f in self.files)
         except OSError:
             return False
+
+    def touched(self, tree: Path) -> tuple[str, ...]:
+        """Return the files that may be others than those that were hashed."""
+        return tuple(file.path for file in self.files if file.is_touched(tree))
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,7 @@ def file_entries(directory, *, stamps=False, piece_bytes=None):
                 "sha256": hashlib.sha256(data).hexdigest(),
             }
             if stamps:
-                entry["modified_ns"] = path.stat().st_mtime_ns
+                entry["modified_ns"], entry["inode"] = path.stat().st_mtime_ns, path.stat().st_ino
             if piece_bytes:
                 entry["pieces"] = piece_lines(data, piece_bytes)
             entries.append(entry)

@@ -3,9 +3,10 @@
 import json
 import os
 import re
+import shutil
 
 import pytest
-from builder_faults import flip
+from builder_faults import flip, run_broken
 from builder_judge import MODULE
 from builder_trees import run_tool
 
@@ -34,12 +35,24 @@ DAMAGES = {
     "the index naming a file that is not there": lambda out: edit_index(
         out, lambda names: names.update({"lm_head.weight": "model-00009-of-00003.safetensors"})
     ),
+    "a shard that is another file of its size and time": lambda out: put_another_in_its_place(
+        out / "model-00002-of-00003.safetensors"
+    ),
     "the receipt broken": lambda out: (out / "receipt.json").write_text("{"),
     "the receipt gone": lambda out: (out / "receipt.json").unlink(),
     "the config edited in place": lambda out: (out / "config.json").write_text(
         (out / "config.json").read_text().replace("spark_inc", "spark_inx")
     ),
 }
+
+
+def put_another_in_its_place(path):
+    """Replace a file by one with another byte, of the same size and time."""
+    status, other = path.stat(), path.with_name("other")
+    shutil.copyfile(path, other)
+    flip(other, keep_time=False)
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.rename(path)
 
 
 OVERLAY_DAMAGES = {
@@ -126,3 +139,47 @@ def test_verify_refuses_a_receipt_whose_plan_says_no_tensors(scene, plan):
     done = run_tool("verify", scene.out, check=False)
     assert done.returncode == 5
     assert "fix: move the directory away" in done.stderr
+
+
+def hashed_bytes(done):
+    """Return how many bytes a run of verify was about to hash."""
+    return int(re.search(r"phase=verify bytes=0 total=(\d+)", done.stdout)[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_touched_files_that_are_right_are_hashed_once_and_the_receipt_says_no_more(scene, layout):
+    scene.build(layout=layout)
+    before = json.loads((scene.out / "receipt.json").read_text())
+    assert hashed_bytes(run_tool("verify", scene.out)) == 0
+    shard = scene.out / "model-00001-of-00003.safetensors"
+    os.utime(shard)
+    assert hashed_bytes(run_tool("verify", scene.out)) == shard.stat().st_size
+    assert hashed_bytes(run_tool("verify", scene.out)) == 0
+    after = json.loads((scene.out / "receipt.json").read_text())
+    [entry] = [one for one in after["files"] if one not in before["files"]]
+    assert entry["modified_ns"] == shard.stat().st_mtime_ns
+    [old] = [one for one in before["files"] if one["path"] == shard.name]
+    assert {**entry, "modified_ns": 0} == {**old, "modified_ns": 0}
+    assert {**after, "files": 0} == {**before, "files": 0}
+
+
+def test_a_receipt_of_an_older_builder_is_completed_by_one_hash_of_everything(scene):
+    scene.build()
+    path = scene.out / "receipt.json"
+    new = json.loads(path.read_text())
+    old = {**new, "files": [{k: v for k, v in one.items() if k != "inode"} for one in new["files"]]}
+    path.write_text(json.dumps(old))
+    whole = sum(one["size_bytes"] for one in new["files"])
+    assert [hashed_bytes(run_tool("verify", scene.out)) for _ in range(2)] == [whole, 0]
+    assert json.loads(path.read_text()) == new
+
+
+def test_a_tree_that_cannot_be_written_is_verified_and_hashed_again_next_time(scene):
+    scene.build(layout="full")
+    os.utime(scene.out / "config.json")
+    # The second call that writes is the first of the new receipt; that of its folder is there.
+    found = [run_broken("verify", scene.out, act="disk_full", number=2) for _ in range(2)]
+    assert [done.returncode for done in found] == [0, 0]
+    assert len({hashed_bytes(done) for done in found} - {0}) == 1
+    assert all("its receipt stays as it is (No space left" in done.stderr for done in found)
+    assert {path.name for path in scene.out.glob(".*")} == set()

@@ -45,7 +45,9 @@ def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
     again = [
         file.path
         for file in receipt.files
-        if _touched(directory, file) or (plan.layout == "full" and _pieces(file) is None)
+        if file.is_touched(directory)
+        or file.sha256 is None
+        or (plan.layout == "full" and _pieces(file) is None)
     ]
     proofs = {
         file.path: Proof(file.sha256, _pieces(file) or ())
@@ -69,12 +71,6 @@ def compare_duplicates(base: Tree) -> dict[str, Any]:
         hashes = {hash_file(path, offset=at, size_bytes=size) for path, at, size in spans}
         differing += len(hashes) > 1
     return {"names": len(base.duplicates), "differing": differing, "rule": "last file wins"}
-
-
-def _touched(directory: Path, file: ReceiptFile) -> bool:
-    if file.modified_ns is None or file.sha256 is None:
-        return True
-    return (directory / file.path).stat().st_mtime_ns != file.modified_ns
 
 
 def _pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:

@@ -24,6 +24,7 @@ from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, Tree, files_of
 from spark_checkpoint.progress import Progress
+from spark_checkpoint.receipt import vouched
 from spark_checkpoint.storage import WORKERS, stamp_of
 from spark_checkpoint.verify.expected import overlay_name
 
@@ -152,15 +153,14 @@ def _untouched(base: Tree, shard: str, tensors: list[NewTensor]) -> bool:
 def _entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFile:
     """Return a file of the receipt; a rewritten one is named by its pieces alone."""
     pieces = tuple(map(str, written.pieces)) if sha256 is None else None
-    return ReceiptFile(name, written.size_bytes, sha256, written.modified_ns, pieces)
+    return vouched(name, written.stamp, sha256, pieces)
 
 
 def finished(
     tree_dir: Path, name: str, sha256: str | None, *, link_of: str | None = None
 ) -> ReceiptFile:
     """Return a file of the receipt, which is there and will not change."""
-    stamp = stamp_of(tree_dir / name)
-    return ReceiptFile(name, stamp.size_bytes, sha256, stamp.modified_ns, link_of=link_of)
+    return vouched(name, stamp_of(tree_dir / name), sha256, link_of=link_of)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -22,15 +22,14 @@ from spark_checkpoint.format.header import DTYPE_BITS, emit_header
 from spark_checkpoint.format.pieces import Piece, PieceHasher, Proof
 from spark_checkpoint.format.tree import Span
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.storage import COPY_BYTES, file_bytes, stamp_of
+from spark_checkpoint.storage import COPY_BYTES, Stamp, file_bytes, stamp_of
 
 
 class Written(NamedTuple):
     """A finished file."""
 
-    size_bytes: int
+    stamp: Stamp
     pieces: tuple[Piece, ...]
-    modified_ns: int
 
 
 class ProvenSource:
@@ -117,7 +116,6 @@ class HashingFile:
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._hasher = PieceHasher()
-        self._size_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
@@ -127,7 +125,6 @@ class HashingFile:
     def append(self, data: bytes | memoryview) -> None:
         """Append bytes of a piece that is hashed elsewhere; ``know`` it when it is whole."""
         write_all(self._fd, data)
-        self._size_bytes += len(data)
 
     def know(self, piece: Piece) -> None:
         """Take over the hash of the piece that was just appended."""
@@ -136,7 +133,7 @@ class HashingFile:
     def finish(self) -> Written:
         """Flush to the disk and return what was written."""
         sync(self._fd)
-        return Written(self._size_bytes, self._hasher.pieces(), stamp_of(self._fd).modified_ns)
+        return Written(stamp_of(self._fd), self._hasher.pieces())
 
     def close(self) -> None:
         """Close the file."""

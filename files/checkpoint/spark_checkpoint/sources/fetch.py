@@ -25,7 +25,7 @@ from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import write_receipt
+from spark_checkpoint.receipt import vouched, write_receipt
 from spark_checkpoint.sources.lookup import ContentHash, candidates, copy_hashed, hash_into
 from spark_checkpoint.sources.responses import RangeIgnored
 from spark_checkpoint.sources.transport import Transport
@@ -265,9 +265,7 @@ def _entries(order: _Order) -> list[ReceiptFile]:
         stamp = stamp_of(order.tree_dir / file.path)
         # A file of one piece is proven by its own hash.
         pieces = tuple(map(str, proof.pieces)) if len(proof.pieces) > 1 else None
-        entries.append(
-            ReceiptFile(file.path, file.size_bytes, proof.sha256, stamp.modified_ns, pieces)
-        )
+        entries.append(vouched(file.path, stamp, proof.sha256, pieces))
     return entries
 
 

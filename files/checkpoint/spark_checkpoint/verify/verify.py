@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
@@ -14,9 +15,9 @@ from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, Tr
 from spark_checkpoint.format.header import read_header
 from spark_checkpoint.format.pieces import first_difference, pieces_of
 from spark_checkpoint.format.tree import files_of, no_garbage_collection, read_index
-from spark_checkpoint.progress import Progress
-from spark_checkpoint.receipt import load_receipt
-from spark_checkpoint.storage import WORKERS, hash_file
+from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.receipt import load_receipt, vouched, write_receipt
+from spark_checkpoint.storage import WORKERS, hash_file, stamp_of
 from spark_checkpoint.verify.expected import exact_result
 
 _FIX = "move the directory away and run the deploy again"
@@ -27,8 +28,8 @@ def verify_tree(
 ) -> SourceReceipt | CheckpointReceipt:
     """Check a tree and return its receipt.
 
-    Quick: the file set, sizes, a checkpoint's headers and index, and the hash of files whose
-    modification time is not the receipt's. Full: the hash of every file.
+    Quick: the file set, sizes, a checkpoint's headers and index, and the hash of files whose stat
+    is not the receipt's, which it is afterwards. Full: the hash of every file.
     """
     if not directory.is_dir():
         raise InputRefused(str(directory), "is not a directory", "check the path")
@@ -42,8 +43,12 @@ def verify_tree(
     if isinstance(receipt, CheckpointReceipt):
         with no_garbage_collection():
             _check_headers(directory, receipt)
-    to_hash = [file for file in receipt.files if full or _touched(directory, file)]
-    _check_hashes(directory, to_hash, progress)
+    to_hash = [file for file in receipt.files if full or file.is_touched(directory)]
+    hashed = _check_hashes(directory, to_hash, progress)
+    files = tuple(hashed.get(file.path, file) for file in receipt.files)
+    if files != receipt.files:
+        receipt = replace(receipt, files=files)
+        _note_stats(directory, receipt)
     return receipt
 
 
@@ -115,17 +120,23 @@ def _check_names(directory: Path, index: Mapping[str, str], plan: BuildPlan) -> 
         raise TreeDiffers(error.where, error.what, _FIX) from error
 
 
-def _touched(directory: Path, file: ReceiptFile) -> bool:
-    if file.modified_ns is None:
-        return False
-    return (directory / file.path).stat().st_mtime_ns != file.modified_ns
+def _note_stats(directory: Path, receipt: Receipt) -> None:
+    """Write down what was seen of files that were hashed, so that nobody hashes them again."""
+    try:
+        write_receipt(directory, receipt)
+    except OSError as error:
+        note(f"{directory}: its receipt stays as it is ({error.strerror}): it is hashed next time")
 
 
-def _check_hashes(directory: Path, files: list[ReceiptFile], progress: Progress) -> None:
+def _check_hashes(
+    directory: Path, files: list[ReceiptFile], progress: Progress
+) -> dict[str, ReceiptFile]:
+    """Return the files by path, as they were seen when their hashes were found right."""
     progress.phase("verify", sum(file.size_bytes for file in files))
 
-    def one(file: ReceiptFile) -> None:
+    def one(file: ReceiptFile) -> ReceiptFile:
         path = directory / file.path
+        stamp = stamp_of(path)
         if file.sha256 is not None:
             found = hash_file(path, progress.add)
             if found != file.sha256:
@@ -138,6 +149,9 @@ def _check_hashes(directory: Path, files: list[ReceiptFile], progress: Progress)
                 raise TreeDiffers(str(path), problem, _FIX)
         else:
             raise TreeDiffers(str(path), "has no hash in the receipt", _FIX)
+        if stamp_of(path) != stamp:
+            raise TreeDiffers(str(path), "was changed while it was read", _FIX)
+        return vouched(file.path, stamp, file.sha256, file.pieces, file.link_of)
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        list(pool.map(one, files))
+        return {file.path: file for file in pool.map(one, files)}

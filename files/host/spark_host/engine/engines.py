@@ -6,20 +6,30 @@ from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 
-from spark_host.engine import memory, serve
+from spark_host.engine import memory, serve, tree
 from spark_host.engine.client import Engine
 from spark_host.engine.serve import part_problem as part_problem
 from spark_host.system import docker
-from spark_host.system.log import Report
+from spark_host.system.log import Report, log
 
 
 def problem(release: Release, paths: Paths) -> HostToolError | None:
-    """Return why no engine of this release could be started; ``None`` when one could."""
-    return (
+    """Return why no engine of this release could be started; ``None`` when one could.
+
+    What was touched of its tree is hashed here, while the engine before it still serves.
+    """
+    found = (
         serve.part_problem(release)
         or docker.gpu_problem(paths)
         or memory.problem(release.memory.needed_bytes)
     )
+    if found is not None:
+        return found
+    try:
+        tree.prove(release, log)
+    except HostToolError as error:
+        return error
+    return None
 
 
 def make_room(release: Release, report: Report) -> None:

@@ -7,14 +7,14 @@ import os
 import time
 from pathlib import Path
 
-from spark_contract import files, receipts
+from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import ENGINE_SOCKET, Paths
 from spark_contract.release import Release
 from spark_contract.sentences import PHASE
 from spark_contract.units import DIGEST_LABEL, SWITCH
 
-from spark_host.engine import account, cdi, memory
+from spark_host.engine import account, cdi, memory, tree
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system import docker
@@ -45,6 +45,7 @@ def prepare(name: str, paths: Paths) -> int:
     cdi.refresh(log, paths)
     docker.gpu_arguments(paths)
     _prove_parts(release)
+    tree.prove(release, log)
     memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, log)
     directory = paths.service_run(release.service)
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -174,7 +175,7 @@ def _prove_parts(release: Release) -> None:
 def part_problem(release: Release) -> HostToolError | None:
     """Return what is wrong with the release's image or tree; ``None`` when both are proven."""
     try:
-        return _image_problem(release) or _tree_problem(release)
+        return _image_problem(release) or tree.problem(release) or account.tree_problem(release)
     except docker.DaemonSilent as error:
         return error
 
@@ -190,15 +191,3 @@ def _image_problem(release: Release) -> HostToolError | None:
             what = f"label {DIGEST_LABEL} is {label!r}, the release wants {image.digest_label!r}"
             return HostToolError(where, what, fix)
     return None
-
-
-def _tree_problem(release: Release) -> HostToolError | None:
-    receipt = receipts.found(Path(release.tree.path))
-    found = None if receipt is None else receipt.digest
-    if found != release.tree.digest:
-        return HostToolError(
-            f"tree {release.tree.path}",
-            f"receipt digest is {found!r}, the release wants {release.tree.digest!r}",
-            "run the deploy again",
-        )
-    return account.tree_problem(release)

@@ -1,0 +1,58 @@
+"""An engine reads the bytes that its tree's receipt vouches for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from spark_contract import receipts
+from spark_contract.errors import HostToolError, problem_in
+from spark_contract.release import Release
+from spark_contract.sentences import PHASE
+
+from spark_host.system.log import Report
+
+
+def problem(release: Release) -> HostToolError | None:
+    """Return why the tree is not the release's, by its receipt alone."""
+    receipt = receipts.found(Path(release.tree.path))
+    found = None if receipt is None else receipt.digest
+    if found == release.tree.digest:
+        return None
+    return HostToolError(
+        f"tree {release.tree.path}",
+        f"receipt digest is {found!r}, the release wants {release.tree.digest!r}",
+        "run the deploy again",
+    )
+
+
+def prove(release: Release, report: Report) -> None:
+    """Have what somebody touched since it was last hashed hashed again, by the tree's builder.
+
+    Files that turn out right are touched no more: the builder writes their stat into the receipt.
+
+    Raises:
+        HostToolError: A file is gone, or its bytes are others.
+    """
+    path = Path(release.tree.path)
+    receipt = receipts.found(path)
+    touched = () if receipt is None else receipt.touched(path)
+    if receipt is None or not touched:
+        return
+    report(
+        f"{PHASE}verify {len(touched)} of {len(receipt.files)} files of {path} are not known to be "
+        f"what was hashed, {touched[0]} among them: they are hashed again"
+    )
+    # Its output goes to the journal as it comes: hashing all of a large tree takes minutes.
+    done = subprocess.run(
+        [sys.executable, "-m", "spark_checkpoint", "verify", str(path)],
+        stderr=subprocess.PIPE, text=True, errors="replace", check=False,
+    )  # fmt: skip
+    if done.returncode == 0:
+        return
+    said = problem_in(done.stderr.strip().splitlines()[-1]) if done.stderr.strip() else None
+    if said is None:
+        what = f"cannot be verified: {done.stderr.strip()[-200:] or f'exit {done.returncode}'}"
+        raise HostToolError(f"tree {path}", what, "run the deploy again")
+    raise HostToolError(said.where, said.what, said.fix)
