@@ -24,12 +24,12 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
-from spark_vllm.lm_head_choice import fastest, head_batches  # noqa: E402 # after the path above
-from spark_vllm.lm_head_kernel import logits  # noqa: E402
-from spark_vllm.lm_head_quantise import quantise_rows  # noqa: E402
-from spark_vllm.lm_head_table import Tile, read_table, tile_for  # noqa: E402
-from spark_vllm.lm_head_ways import Head, marlin_head  # noqa: E402
-from spark_vllm.lm_head_ways import measure as measure_ways  # noqa: E402
+from spark_vllm.head.choice import fastest, head_batches  # noqa: E402 # after the path above
+from spark_vllm.head.kernel import logits  # noqa: E402
+from spark_vllm.head.quantise import quantise_rows  # noqa: E402
+from spark_vllm.head.table import Tile, read_table, tile_for  # noqa: E402
+from spark_vllm.head.ways import Head, marlin_head  # noqa: E402
+from spark_vllm.head.ways import measure as measure_ways  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
 ROWS = 248320

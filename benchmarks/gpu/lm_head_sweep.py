@@ -1,4 +1,4 @@
-"""Search block sizes of the LM-head kernel on this machine; the input of ``lm_head_tiles.json``.
+"""Search block sizes of the LM-head kernel on this machine; the input of ``head/tiles.json``.
 
     python3 benchmarks/gpu/lm_head_sweep.py --out sweep.json [--inputs 3072] [--batches 1,16]
 
@@ -26,8 +26,8 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
-from spark_vllm.lm_head_kernel import logits  # noqa: E402 # after the path above
-from spark_vllm.lm_head_table import Tile  # noqa: E402
+from spark_vllm.head.kernel import logits  # noqa: E402 # after the path above
+from spark_vllm.head.table import Tile  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
 ROWS = 248320

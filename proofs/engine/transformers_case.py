@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spark_vllm.reader import ModuleReader
-from spark_vllm.settings import read_settings
+from spark_vllm.checkpoint.reader import ModuleReader
+from spark_vllm.checkpoint.settings import read_settings
 
 from proofs.prompts import IDS_LENGTHS, PICTURE_TEXT, PICTURES, picture, random_prompts
 

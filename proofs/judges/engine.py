@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spark_vllm import names
-from spark_vllm.reader import ModuleReader
-from spark_vllm.settings import read_settings
+from spark_vllm.checkpoint import names
+from spark_vllm.checkpoint.reader import ModuleReader
+from spark_vllm.checkpoint.settings import read_settings
 
 from proofs.engine.cases import OTHER_PRESETS
 from proofs.judges.answers import TRAINED_NOISE, TURBOQUANT_NOISE, acceptance, compare_answers, same
@@ -259,7 +259,7 @@ def _head(capture: Any, weights: Weights, name: str) -> Row:
 
 
 def _triton_head(capture: Any, weights: Weights) -> Row:
-    from spark_vllm.lm_head_quantise import dequantise_rows, quantise_rows
+    from spark_vllm.head.quantise import dequantise_rows, quantise_rows
 
     hidden, logits = capture["head-triton"]["hidden"], capture["head-triton"]["logits"]
     weight = weights.of("language_model.lm_head")

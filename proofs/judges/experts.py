@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spark_vllm.reader import ModuleReader
-from spark_vllm.settings import read_settings
+from spark_vllm.checkpoint.reader import ModuleReader
+from spark_vllm.checkpoint.settings import read_settings
 
 from proofs.judges.engine import Row, relative, rounded_activations, row
 

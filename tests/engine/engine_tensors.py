@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from spark_vllm.headers import INDEX
-from spark_vllm.reader import ModuleReader
-from spark_vllm.settings import read_settings
+from spark_vllm.checkpoint.headers import INDEX
+from spark_vllm.checkpoint.reader import ModuleReader
+from spark_vllm.checkpoint.settings import read_settings
 
 
 def compare(hybrid: Path, plain: Path) -> int:

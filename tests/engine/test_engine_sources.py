@@ -61,7 +61,7 @@ def test_every_method_that_replaces_one_of_the_engine_has_a_row() -> None:
     judged = {tuple(row.symbol.rpartition(":")[2].split(".")[-2:]) for row in TABLE}
     methods = {names[-1] for names in judged}
     missing = []
-    for path in PLUGIN.glob("*.py"):
+    for path in PLUGIN.rglob("*.py"):
         tree = ast.parse(path.read_text())
         imported = engine_imports(tree)
         for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):

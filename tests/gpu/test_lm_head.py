@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from spark_vllm.lm_head_table import read_table, tile_for  # noqa: E402 # after the skip
+from spark_vllm.head.table import read_table, tile_for  # noqa: E402 # after the skip
 
 TILES = sorted(read_table().items())
 ROUNDING = 0.003
@@ -16,7 +16,7 @@ ROUNDING = 0.003
 
 
 def _head(rows: int, in_features: int):  # type: ignore[no-untyped-def]
-    from spark_vllm.lm_head_quantise import dequantise_rows, quantise_rows
+    from spark_vllm.head.quantise import dequantise_rows, quantise_rows
 
     weight = torch.randn(rows, in_features, device="cuda").bfloat16()
     values, scales = quantise_rows(weight, rows_per_block=700)
@@ -30,7 +30,7 @@ def _error(value, reference) -> float:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
 def test_every_tile_is_right_for_every_batch(name, tiles, rows, in_features):  # type: ignore[no-untyped-def]
-    from spark_vllm.lm_head_kernel import logits
+    from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)
     _, values, scales, dequantised = _head(rows, in_features)
@@ -44,7 +44,7 @@ def test_every_tile_is_right_for_every_batch(name, tiles, rows, in_features):  #
 
 
 def test_rows_quantised_in_blocks_equal_rows_quantised_at_once():
-    from spark_vllm.lm_head_quantise import quantise_rows
+    from spark_vllm.head.quantise import quantise_rows
 
     weight = torch.randn(1000, 300, device="cuda").bfloat16()
     for one, two in zip(quantise_rows(weight, 64), quantise_rows(weight, 10**6), strict=True):
@@ -52,7 +52,7 @@ def test_rows_quantised_in_blocks_equal_rows_quantised_at_once():
 
 
 def test_quantising_needs_memory_for_the_result_and_a_few_blocks_of_rows() -> None:
-    from spark_vllm.lm_head_quantise import ROWS_PER_BLOCK, quantise_rows
+    from spark_vllm.head.quantise import ROWS_PER_BLOCK, quantise_rows
 
     weight = torch.randn(16 * ROWS_PER_BLOCK, 1024, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def test_quantising_needs_memory_for_the_result_and_a_few_blocks_of_rows() -> No
 
 
 def test_a_replayed_graph_gives_the_logits_of_new_inputs():
-    from spark_vllm.lm_head_kernel import logits
+    from spark_vllm.head.kernel import logits
 
     _, values, scales, dequantised = _head(1024, 512)
     for tile in read_table()["12.1"]:
@@ -82,7 +82,7 @@ def test_a_replayed_graph_gives_the_logits_of_new_inputs():
 
 
 def test_int8_costs_less_than_one_percent_on_gaussian_weights():
-    from spark_vllm.lm_head_kernel import logits
+    from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)
     weight, values, scales, _ = _head(4096, 3072)

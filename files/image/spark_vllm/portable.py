@@ -17,9 +17,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from spark_vllm import PORTABLE_LOAD_FORMAT
+from spark_vllm.checkpoint.reader import ModuleReader
+from spark_vllm.checkpoint.settings import read_settings
 from spark_vllm.finite import demand_finite_tensors
-from spark_vllm.reader import ModuleReader
-from spark_vllm.settings import read_settings
 
 # Below "vllm.", because vLLM gives handlers only to its own logger.
 logger = init_logger("vllm.spark_vllm.portable")

@@ -14,11 +14,12 @@ from vllm.model_executor.layers.quantization.inc import INCConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
-from spark_vllm import QUANT_METHOD, names
-from spark_vllm.checkpoint import check_checkpoint
+from spark_vllm import QUANT_METHOD
+from spark_vllm.checkpoint import names
+from spark_vllm.checkpoint.gate import check_checkpoint
+from spark_vllm.checkpoint.settings import Settings, read_settings
 from spark_vllm.experts import demand_wider_than_a_group
-from spark_vllm.lm_head import Int8Head, wanted_head
-from spark_vllm.settings import Settings, read_settings
+from spark_vllm.head.method import Int8Head, wanted_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

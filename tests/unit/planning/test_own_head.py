@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from spark_vllm.lm_head_choice import IMAGE_VARIABLE
+from spark_vllm.head.choice import IMAGE_VARIABLE
 
 from spark_deploy.planning.budget.memory import loaded_bytes, plan_memory
 from spark_deploy.planning.serving.argv import HEAD_TIMES, engine_arguments, engine_environment

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid, Raw, read_file, write_file
 from plugin_sources import EXPERTS, LAYERS, write_sources
-from spark_vllm.checkpoint import check_checkpoint, mtp_modules
-from spark_vllm.settings import read_settings
+from spark_vllm.checkpoint.gate import check_checkpoint, mtp_modules
+from spark_vllm.checkpoint.settings import read_settings
 
 TEXT = "model.language_model.layers."
 GATE = f"{TEXT}1.mlp.shared_expert.gate_proj"

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from spark_vllm import lm_head_choice as choice
+from spark_vllm.head import choice
 
 HERE = choice.Measured("NVIDIA GB10", "580.95", "0a1b2c3d4e5f", 248320, 3072, (3, 6))
 TIMES = {"own": {3: 180.0, 6: 181.0}, "marlin": {3: 212.0, 6: 214.0}, "bf16": {3: 356.0, 6: 361.0}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spark_vllm import names
+from spark_vllm.checkpoint import names
 
 MODULES = [
     f"model.language_model.layers.{layer}.mlp.shared_expert.{part}_proj"

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from spark_vllm import ENTRY_POINT, PORTABLE_LOAD_FORMAT, QUANT_METHOD, names
+from spark_vllm import ENTRY_POINT, PORTABLE_LOAD_FORMAT, QUANT_METHOD
 from spark_vllm.check.row import Row
+from spark_vllm.checkpoint import names
 
 GROUP = "vllm.general_plugins"
 MODEL_CLASS = "vllm.model_executor.models.qwen3_5:Qwen3_5MoeForConditionalGeneration"

@@ -7,8 +7,8 @@ from spark_vllm.check.rules import Does, Exists, Takes
 
 EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 BASE = "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase"
-HEAD = "lm_head.py"
-WAYS = "lm_head_ways.py"
+HEAD = "head/method.py"
+WAYS = "head/ways.py"
 NVML = "vllm.third_party.pynvml"
 MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 

@@ -92,7 +92,7 @@ MODEL_ROWS = (
         f"{MODELS}.utils:WeightsMapper._map_name_with_shard",
         Does(("pattern.search(key)", "pattern.sub(new_key, key)", "new_key is None")),
         "our rules are applied in order, and None drops a tensor",
-        "names.py",
+        "checkpoint/names.py",
     ),
     Row(
         f"{MODELS}.utils:AutoWeightsLoader.load_weights",
@@ -120,7 +120,7 @@ MODEL_ROWS = (
             )
         ),
         "swapped modules are dispatched by the mapped name",
-        "names.py",
+        "checkpoint/names.py",
     ),
     Row(
         f"{MODELS}.qwen3_vl:Qwen3VLForConditionalGeneration.packed_modules_mapping",
@@ -131,7 +131,7 @@ MODEL_ROWS = (
             )
         ),
         "half-swapped modules are found before loading with the same fusions",
-        "names.py",
+        "checkpoint/names.py",
     ),
     Row(
         f"{MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration.packed_modules_mapping",
@@ -142,13 +142,13 @@ MODEL_ROWS = (
             )
         ),
         "half-swapped modules are found before loading with the same fusions",
-        "names.py",
+        "checkpoint/names.py",
     ),
     Row(
         f"{MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration.hf_to_vllm_mapper",
         Maps((("mtp.", None),)),
         "the target drops the drafter's tensors",
-        "checkpoint.py",
+        "checkpoint/gate.py",
     ),
     Row(
         f"{MODELS}.qwen3_5:Qwen3_5MoeForConditionalGeneration",
@@ -160,7 +160,7 @@ MODEL_ROWS = (
         f"{MODELS}.qwen3_5_mtp:Qwen3_5MoeMTP",
         Inherits("Qwen3_5MTP"),
         "the drafter's class",
-        "checkpoint.py",
+        "checkpoint/gate.py",
     ),
     Row(
         f"{MODELS}.qwen3_5_mtp:Qwen3_5MTP.packed_modules_mapping",
@@ -172,13 +172,13 @@ MODEL_ROWS = (
         f"{MODELS}.qwen3_5_mtp:Qwen3_5MTP.has_own_lm_head",
         Absent(),
         "the drafter shares the target's head, INT8 or not",
-        "checkpoint.py",
+        "checkpoint/gate.py",
     ),
     Row(
         f"{MODELS}.qwen3_5_mtp:Qwen3_5MTP.load_weights",
         Does(("name.startswith('mtp.')", "name.replace('mtp.', 'model.')")),
         "the drafter's tensors are found by this prefix",
-        "checkpoint.py",
+        "checkpoint/gate.py",
     ),
     Row(
         f"{MODELS}.qwen3_5_mtp:Qwen3_5MTP.is_unused_checkpoint_weight",
@@ -191,7 +191,7 @@ MODEL_ROWS = (
         f"{MODELS}.registry:_SPECULATIVE_DECODING_MODELS",
         Contains("Qwen3_5MoeMTP"),
         "the drafter is found by this name",
-        "checkpoint.py",
+        "checkpoint/gate.py",
     ),
     Row(
         "vllm.utils.deep_gemm:should_auto_disable_deep_gemm",

@@ -153,7 +153,7 @@ INC_ROWS = (
         f"{INC}.apply_vllm_mapper",
         Does(("hf_to_vllm_mapper.apply_dict(self.extra_config)",)),
         "the lm_head entry keeps its short name and matches by suffix",
-        "checkpoint.py",
+        "checkpoint/gate.py",
     ),
     Row(
         f"{INC}.maybe_update_config",
@@ -177,7 +177,7 @@ INC_ROWS = (
             )
         ),
         "which modules INC takes as quantised is computed the same way in our gate",
-        "checkpoint.py",
+        "checkpoint/gate.py",
     ),
     Row(
         f"{QUANT}.inc.schemes.factory:resolve_scheme",
@@ -245,13 +245,13 @@ INC_ROWS = (
             )
         ),
         "stored values have the bias 2 ** (bits - 1), zero points are not read",
-        "dequantise.py",
+        "checkpoint/dequantise.py",
     ),
     Row(
         f"{QUANT}.inc.inc_linear:INCLinearMethod.create_weights",
         Does(("self.scheme.create_weights",)),
         "qweight, scales and qzeros are the parameters' names",
-        "checkpoint.py",
+        "checkpoint/gate.py",
     ),
 )
 
@@ -313,7 +313,7 @@ FP8_ROWS = (
             )
         ),
         "the checkpoint's names are these after our renames",
-        "names.py",
+        "checkpoint/names.py",
     ),
     Row(
         f"{LAYERS}.linear:WEIGHT_LOADER_V2_SUPPORTED",

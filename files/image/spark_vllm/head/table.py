@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TABLE_PATH = Path(__file__).with_name("lm_head_tiles.json")
+TABLE_PATH = Path(__file__).with_name("tiles.json")
 """The shipped table. Every entry gives right logits for any batch and shape; only speed differs."""
 
 

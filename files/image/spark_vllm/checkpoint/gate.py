@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from spark_vllm import names
-from spark_vllm.headers import INDEX, Tree, read_tree
-from spark_vllm.layers import missing_modules
-from spark_vllm.settings import Settings
+from spark_vllm.checkpoint import names
+from spark_vllm.checkpoint.headers import INDEX, Tree, read_tree
+from spark_vllm.checkpoint.layers import missing_modules
+from spark_vllm.checkpoint.settings import Settings
 
 SHOWN = 8
 """Problems spelt out in one error; the rest is counted."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from spark_vllm import dequantise, names
-from spark_vllm.headers import INDEX
-from spark_vllm.settings import Settings
+from spark_vllm.checkpoint import dequantise, names
+from spark_vllm.checkpoint.headers import INDEX
+from spark_vllm.checkpoint.settings import Settings
 
 
 class ModuleReader:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_vllm import QUANT_METHOD, names
+from spark_vllm import QUANT_METHOD
+from spark_vllm.checkpoint import names
 
 BLOCK_SHAPE = (128, 128)
 """The only block shape of the donors, and the only one vLLM's block kernels take."""

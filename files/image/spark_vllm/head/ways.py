@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spark_vllm.lm_head_quantise import GROUP_SIZE
-from spark_vllm.lm_head_table import read_table, tile_for, tiles_for
+from spark_vllm.head.quantise import GROUP_SIZE
+from spark_vllm.head.table import read_table, tile_for, tiles_for
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -19,7 +19,7 @@ _REPLAYS = 9
 def own_head(values: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> Head:
     """Return our own kernel over INT8 rows, every variant compiled for inputs that fit ``like``."""
     # Imported late: the engine asks for the method where Triton may be missing (no GPU).
-    from spark_vllm.lm_head_kernel import logits
+    from spark_vllm.head.kernel import logits
 
     properties = torch.cuda.get_device_properties(values.device)
     tiles = tuple(tiles_for((properties.major, properties.minor), read_table()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from spark_vllm.names import FP8_WEIGHT, TEXT_LAYERS
+from spark_vllm.checkpoint.names import FP8_WEIGHT, TEXT_LAYERS
 
 WEIGHTS = ("weight", "qweight", FP8_WEIGHT)
 """Last part of the name that says a module is there."""

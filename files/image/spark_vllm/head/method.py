@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
-from spark_vllm.lm_head_choice import (
+from spark_vllm.head.choice import (
     FALLBACK,
     IMAGE_VARIABLE,
     WAYS,
@@ -31,8 +31,8 @@ from spark_vllm.lm_head_choice import (
     read_choice,
     write_choice,
 )
-from spark_vllm.lm_head_quantise import quantise_rows
-from spark_vllm.lm_head_ways import Head, marlin_head, measure, own_head
+from spark_vllm.head.quantise import quantise_rows
+from spark_vllm.head.ways import Head, marlin_head, measure, own_head
 
 # Below "vllm.", because vLLM gives handlers only to its own logger.
 logger = init_logger("vllm.spark_vllm.lm_head")
