@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def test_the_labs_engine_is_supported() -> None:
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
 def test_a_released_engine_is_as_the_table_says(version: str) -> None:
     assert table_problems(Sources(released(version)), version) == []
+
+
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+def test_an_engine_brings_what_the_plugin_imports(version: str) -> None:
+    about = f"{RELEASES[version].project.replace('-', '_')}-{version}.dist-info/METADATA"
+    text = (fetch(version, {about}) / about).read_text()
+    required = {name.lower() for name in re.findall(r"^Requires-Dist: ([\w-]+)", text, re.M)}
+    assert {"torch", "safetensors", "transformers", "pyyaml"} <= required
 
 
 def engine_imports(tree: ast.Module) -> dict[str, str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from spark_vllm import SUPPORTED_ENGINES, __version__
 from spark_vllm.check.sources import Sources
-from spark_vllm.check.table import rows_for, table_problems
 
 
 def main() -> int:
@@ -25,6 +24,9 @@ def main() -> int:
             f"({', '.join(SUPPORTED_ENGINES)}); fix: choose a base image with one of them"
         )
         return 1
+    # Only now: PyYAML comes with the engine.
+    from spark_vllm.check.table import rows_for, table_problems
+
     rows = rows_for(engine)
     problems = table_problems(Sources(Path(spec.origin).parent.parent), engine)
     if not problems:

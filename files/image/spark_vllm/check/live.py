@@ -10,6 +10,7 @@ from typing import Any
 
 from spark_vllm import ENTRY_POINT, PORTABLE_LOAD_FORMAT, QUANT_METHOD
 from spark_vllm.check.row import Row
+from spark_vllm.check.rules import Absent
 from spark_vllm.checkpoint import names
 
 GROUP = "vllm.general_plugins"
@@ -30,8 +31,6 @@ def live_problems(rows: list[Row]) -> list[str]:
 
 def _import_problem(row: Row) -> str | None:
     """Import what a row names: a symbol can be in the source and still not be importable."""
-    from spark_vllm.check.rules import Absent
-
     if isinstance(row.rule, Absent):
         return None
     try:
@@ -39,12 +38,9 @@ def _import_problem(row: Row) -> str | None:
     except AttributeError as error:
         if _is_field(row.symbol):
             return None
-        return f"{row.symbol}: {error}\n  we rely on it: {row.why}\n  in: {row.used_by}"
+        return row.told(str(error))
     except Exception as error:  # whatever an import raises is the finding
-        return (
-            f"{row.symbol}: cannot be imported: {type(error).__name__}: {error}\n"
-            f"  we rely on it: {row.why}\n  in: {row.used_by}"
-        )
+        return row.told(f"cannot be imported: {type(error).__name__}: {error}")
     return None
 
 

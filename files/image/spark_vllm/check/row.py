@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check.rules import Rule
@@ -18,13 +18,15 @@ class Row:
     rule: Rule
     why: str
     used_by: str  # file of ours
-    versions: tuple[str, ...] = field(default=SUPPORTED_ENGINES)
+    versions: tuple[str, ...] = SUPPORTED_ENGINES
 
     def problems(self, sources: Sources) -> Iterator[str]:
         """Yield one line for each thing that changed."""
         try:
-            found = list(self.rule.problems(sources, self.symbol))
+            yield from map(self.told, self.rule.problems(sources, self.symbol))
         except MissingError as error:
-            found = [str(error)]
-        for problem in found:
-            yield f"{self.symbol}: {problem}\n  we rely on it: {self.why}\n  in: {self.used_by}"
+            yield self.told(str(error))
+
+    def told(self, problem: str) -> str:
+        """Return ``problem`` with the symbol, and why and where we need it."""
+        return f"{self.symbol}: {problem}\n  we rely on it: {self.why}\n  in: {self.used_by}"

@@ -1,16 +1,113 @@
-"""Everything of vLLM that the plugin relies on, one row each."""
+"""Everything of vLLM that the plugin relies on: the rows of ``rows_*.yml``.
+
+``names`` of a file stand for beginnings of symbols, as ``$name``; a later one may use an earlier.
+Read strictly: what is not understood would be a demand that nobody makes.
+"""
 
 from __future__ import annotations
 
-from spark_vllm.check import rows_attention, rows_head, rows_model, rows_quant
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml  # the engine brings it: vLLM requires it
+
+from spark_vllm import SUPPORTED_ENGINES
+from spark_vllm.check import rules
 from spark_vllm.check.row import Row
 from spark_vllm.check.sources import Sources
 
-TABLE: tuple[Row, ...] = (
-    *rows_quant.ROWS,
-    *rows_model.ROWS,
-    *rows_attention.ROWS,
-    *rows_head.ROWS,
+SUBJECTS = ("quantisation", "models", "attention", "head")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without keys that stand twice: a second demand would take the place of the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        content = super().construct_mapping(node, deep)
+        if len(content) != len(node.value):
+            raise ValueError(f"a key stands there twice\n{node.start_mark}")
+        return content
+
+
+def read_rows(path: Path) -> tuple[Row, ...]:
+    """Return the rows of one file.
+
+    Raises:
+        ValueError: naming the file, what is wrong in it and what is accepted.
+    """
+    where = str(path)
+    try:
+        match yaml.load(path.read_text(), _Loader):
+            case {"names": dict(beginnings), "rows": [*entries], **rest} if not rest:
+                names: dict[str, str] = {}
+                for name, beginning in beginnings.items():
+                    names[name] = _symbol(beginning, names)
+                rows = []
+                for number, entry in enumerate(entries, 1):
+                    where = f"{path}: row {number}: {entry}"
+                    rows.append(_row(entry, names))
+                return tuple(rows)
+        raise ValueError("accepted: a mapping of names, and a list of rows")
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}; fix: write it like the rows beside it") from error
+
+
+def _row(entry: Any, names: Mapping[str, str]) -> Row:
+    match entry:
+        case {"symbol": str(symbol), "demand": demand, "why": str(why), "used_by": str(by), **rest}:
+            versions = tuple(entry.get("versions", SUPPORTED_ENGINES))
+            known = bool(versions) and {*versions} <= {*SUPPORTED_ENGINES}
+            if known and rest.keys() <= {"versions"}:
+                return Row(_symbol(symbol, names), _rule(demand), why, by, versions)
+    engines = ", ".join(SUPPORTED_ENGINES)
+    raise ValueError(f"accepted: symbol, demand, why, used_by, and versions of {engines}")
+
+
+def _symbol(text: str, names: Mapping[str, str]) -> str:
+    try:
+        return Template(text).substitute(names)
+    except KeyError as error:
+        raise ValueError(f"accepted names: {', '.join(names)}") from error
+
+
+def _rule(demand: Any) -> rules.Rule:
+    match demand:
+        case "exists":
+            return rules.Exists()
+        case "absent":
+            return rules.Absent()
+        case {"takes": positional, **rest} if rest.keys() <= {"keywords", "decorator"}:
+            keywords, decorator = rest.get("keywords", []), rest.get("decorator")
+            if decorator in (None, "classmethod", "staticmethod"):
+                return rules.Takes(_words(positional), _words(keywords), decorator)
+        case {"inherits": str(base)} if len(demand) == 1:
+            return rules.Inherits(base)
+        case {"contains": str(value)} if len(demand) == 1:
+            return rules.Contains(value)
+        case {"maps": dict(entries)} if entries and len(demand) == 1:
+            return rules.Maps(tuple(entries.items()))
+        case {"does": [_, *_] as expressions} if len(demand) == 1:
+            return rules.Does(_words(expressions))
+        case {"does_not": [_, *_] as expressions} if len(demand) == 1:
+            return rules.DoesNot(_words(expressions))
+    raise ValueError(
+        "accepted demands: exists, absent, or one of inherits, contains, maps, does, does_not, "
+        "and takes with keywords and decorator"
+    )
+
+
+def _words(items: Any) -> tuple[str, ...]:
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError(f"{items}: accepted: a list of texts")
+    return tuple(items)
+
+
+TABLE = tuple(
+    row
+    for subject in SUBJECTS
+    for row in read_rows(Path(__file__).with_name(f"rows_{subject}.yml"))
 )
 
 

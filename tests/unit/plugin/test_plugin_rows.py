@@ -1,0 +1,129 @@
+"""The table of what we rely on is data: read strictly, whole, and shipped with the plugin."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from spark_vllm import SUPPORTED_ENGINES
+from spark_vllm.check import rules, table
+from spark_vllm.check.row import Row
+
+IMAGE = Path(__file__).parents[3] / "files" / "image"
+WHY = "why: somebody needs it\n  used_by: register.py"
+RULES = {
+    "exists": rules.Exists(),
+    "absent": rules.Absent(),
+    "{takes: []}": rules.Takes(),
+    "{takes: [a, b], keywords: [c], decorator: classmethod}": rules.Takes(
+        ("a", "b"), ("c",), "classmethod"
+    ),
+    "{inherits: Base}": rules.Inherits("Base"),
+    "{contains: text}": rules.Contains("text"),
+    "{maps: {a.: null, b: [c, d]}}": rules.Maps((("a.", None), ("b", ["c", "d"]))),
+    "{does: ['f(a, b)', c]}": rules.Does(("f(a, b)", "c")),
+    "{does_not: [f]}": rules.DoesNot(("f",)),
+}
+
+
+def written(path: Path, rows: str, names: str = "{base: 'vllm.a:B'}") -> Path:
+    path.write_text(f"names: {names}\nrows:\n{rows}\n")
+    return path
+
+
+@pytest.mark.parametrize("demand", RULES)
+def test_a_demand_becomes_its_rule(tmp_path: Path, demand: str) -> None:
+    rows = f"- symbol: $base.c\n  demand: {demand}\n  {WHY}"
+    read = table.read_rows(written(tmp_path / "rows.yml", rows))
+    wanted = Row("vllm.a:B.c", RULES[demand], "somebody needs it", "register.py", SUPPORTED_ENGINES)
+    assert read == (wanted,)
+
+
+def test_a_row_can_be_about_some_engines_and_a_name_about_an_earlier_name(tmp_path: Path) -> None:
+    rows = f"- symbol: $b\n  demand: exists\n  {WHY}\n  versions: [{SUPPORTED_ENGINES[1]}]"
+    [row] = table.read_rows(written(tmp_path / "rows.yml", rows, "{a: vllm.a, b: '$a:B'}"))
+    assert (row.symbol, row.versions) == ("vllm.a:B", (SUPPORTED_ENGINES[1],))
+
+
+WRONG = {
+    "a rule we do not have": ("demand: {tekes: [a]}", "accepted demands: exists, absent"),
+    "two rules": ("demand: {does: [a], contains: b}", "accepted demands: exists, absent"),
+    "a rule without what it demands": ("demand: does", "accepted demands: exists, absent"),
+    "nothing to be found": ("demand: {does: []}", "accepted demands: exists, absent"),
+    "one text for a list": ("demand: {does: a}", "accepted demands: exists, absent"),
+    "parameters as one text": ("demand: {takes: a}", "a list of texts"),
+    "keywords as one text": ("demand: {takes: [a], keywords: bc}", "a list of texts"),
+    "another decorator": (
+        "demand: {takes: [], decorator: cached}",
+        "accepted demands: exists, absent",
+    ),
+    "an unknown key of a demand": ("demand: {takes: [], keyword: [a]}", "accepted demands: exists"),
+    "no demand": ("", "accepted: symbol, demand, why, used_by"),
+    "an unknown key": ("demand: exists\n  version: [0.30.0]", "accepted: symbol, demand"),
+    "an engine we do not support": ("demand: exists\n  versions: [0.1.0]", "versions of 0.30.0"),
+    "no engine": ("demand: exists\n  versions: []", "versions of 0.30.0"),
+    "versions that are a number": ("demand: exists\n  versions: 0.30", "not iterable"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_row_that_is_not_understood_is_refused(tmp_path: Path, case: str) -> None:
+    text, words = WRONG[case]
+    path = written(tmp_path / "rows.yml", f"- symbol: $base.c\n  {text}\n  {WHY}")
+    with pytest.raises(ValueError, match=re.escape(words)) as told:
+        table.read_rows(path)
+    assert str(told.value).startswith(f"{path}: row 1: ")
+    assert "$base.c" in str(told.value)
+    assert "fix: " in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("demand: exists\n  demand: absent", "a key stands there twice"),
+        ("demand: {", "while parsing"),
+    ],
+)
+def test_a_demand_that_stands_twice_and_what_is_no_yaml_are_refused(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"rows.yml: (.|\n)*{words}(.|\n)*line [34]"):
+        table.read_rows(written(tmp_path / "rows.yml", f"- symbol: a:b\n  {text}\n  {WHY}"))
+
+
+def test_an_unknown_name_and_an_unknown_key_of_a_file_are_refused(tmp_path: Path) -> None:
+    row = f"- symbol: $bace.c\n  demand: exists\n  {WHY}"
+    with pytest.raises(ValueError, match=r"row 1: .*\$bace\.c.*: accepted names: base"):
+        table.read_rows(written(tmp_path / "rows.yml", row))
+    with pytest.raises(ValueError, match="a mapping of names, and a list of rows"):
+        table.read_rows(written(tmp_path / "rows.yml", f"{row}\nmore: 1"))
+
+
+def test_every_file_of_rows_is_part_of_the_table() -> None:
+    files = sorted((IMAGE / "spark_vllm/check").glob("*.yml"))
+    stated = [row for path in files for row in yaml.safe_load(path.read_text())["rows"]]
+    assert len(stated) == len(table.TABLE) > 100
+    assert {row["why"] for row in stated} == {row.why for row in table.TABLE}
+
+
+def test_the_wheel_holds_every_file_of_the_plugin(tmp_path: Path) -> None:
+    """Built as the Dockerfile does it, from a copy: a build leaves files beside its sources."""
+    shutil.copytree(IMAGE, tmp_path / "image", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps",
+         "--no-build-isolation", "--wheel-dir", str(tmp_path), str(tmp_path / "image")],
+        check=True, cwd=tmp_path,
+    )  # fmt: skip
+    [wheel] = tmp_path.glob("*.whl")
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert inside == {
+        str(path.relative_to(IMAGE))
+        for path in (IMAGE / "spark_vllm").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
