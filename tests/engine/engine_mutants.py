@@ -6,7 +6,6 @@ import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from spark_vllm.check.row import Row
 from spark_vllm.check.rules import (
     Absent,
     Contains,
@@ -18,6 +17,7 @@ from spark_vllm.check.rules import (
     normal,
 )
 from spark_vllm.check.sources import MissingError, Sources, bound_names
+from spark_vllm.check.table import Row
 
 
 class Mutant:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,10 @@ class Damaged:
         path.write_text(json.dumps(config))
 
 
-def check(root: Path, mtp_layers: int = 1) -> None:
+def check(root: Path, mtp_layers: int = 1, layers: int = LAYERS) -> None:
     config = json.loads((root / "config.json").read_text())["quantization_config"]
     check_checkpoint(
-        str(root), read_settings(config), layers=LAYERS, mtp_layers=mtp_layers, experts=EXPERTS
+        str(root), read_settings(config), layers=layers, mtp_layers=mtp_layers, experts=EXPERTS
     )
 
 
@@ -275,6 +276,13 @@ def test_a_model_without_a_drafter_needs_none(hybrid: Hybrid, tmp_path: Path) ->
     check(tree.root, mtp_layers=0)
     with pytest.raises(ValueError, match=r"no mtp\.fc\.weight"):
         check(tree.root)
+
+
+def test_a_layer_without_any_tensor_is_named(hybrid: Hybrid, tmp_path: Path) -> None:
+    tree = Damaged(hybrid.write(tmp_path / "tree", layout="full"))
+    last = re.escape(f"{TEXT}{LAYERS}.")
+    with pytest.raises(ValueError, match=rf"{re.escape(INDEX)}: no tensor below {last}; fix: "):
+        check(tree.root, layers=LAYERS + 1)
 
 
 def test_the_drafter_of_the_122b_has_785_tensors() -> None:

@@ -43,9 +43,11 @@ def test_tiles_of_unmeasured_devices_need_nothing_that_only_newer_ones_have() ->
     ("change", "message"),
     [
         (lambda tiles: tiles.pop("default"), "no tiles named 'default'"),
-        (lambda tiles: tiles["12.1"].pop(), "fix: rising, the last null"),
-        (lambda tiles: tiles["12.1"].reverse(), "fix: rising, the last null"),
-        (lambda tiles: tiles["12.1"][0].update(max_batch=None), "only the last limit"),
+        (lambda tiles: tiles["12.1"].clear(), r"limits \[\]; fix: rising, only the last null"),
+        (lambda tiles: tiles["12.1"].pop(), "fix: rising, only the last null"),
+        (lambda tiles: tiles["12.1"].reverse(), "fix: rising, only the last null"),
+        (lambda tiles: tiles["12.1"][0].update(max_batch=None), "fix: rising, only the last null"),
+        (lambda tiles: tiles["12.1"][0].update(max_batch=16), "fix: rising, only the last null"),
     ],
 )
 def test_a_table_that_could_leave_a_batch_without_tile_is_refused(

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check import rules, table
-from spark_vllm.check.row import Row
 
 IMAGE = Path(__file__).parents[3] / "files" / "image"
 WHY = "why: somebody needs it\n  used_by: register.py"
@@ -41,7 +40,9 @@ def written(path: Path, rows: str, names: str = "{base: 'vllm.a:B'}") -> Path:
 def test_a_demand_becomes_its_rule(tmp_path: Path, demand: str) -> None:
     rows = f"- symbol: $base.c\n  demand: {demand}\n  {WHY}"
     read = table.read_rows(written(tmp_path / "rows.yml", rows))
-    wanted = Row("vllm.a:B.c", RULES[demand], "somebody needs it", "register.py", SUPPORTED_ENGINES)
+    wanted = table.Row(
+        "vllm.a:B.c", RULES[demand], "somebody needs it", "register.py", SUPPORTED_ENGINES
+    )
     assert read == (wanted,)
 
 

@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from spark_vllm import ENTRY_POINT, PORTABLE_LOAD_FORMAT, QUANT_METHOD
-from spark_vllm.check.row import Row
 from spark_vllm.check.rules import Absent
+from spark_vllm.check.table import Row
 from spark_vllm.checkpoint import names
 
 GROUP = "vllm.general_plugins"
@@ -60,10 +60,10 @@ def _is_field(symbol: str) -> bool:
 
 
 def _entry_point() -> list[str]:
-    found = [point for point in entry_points(group=GROUP) if point.name == ENTRY_POINT]
+    found = entry_points(group=GROUP, name=ENTRY_POINT)
     if not found:
         return [f"entry point: {GROUP} has no {ENTRY_POINT}; the package is not installed"]
-    register: Callable[[], None] = found[0].load()
+    register: Callable[[], None] = next(iter(found)).load()
     register()
     register()
     return []
@@ -78,20 +78,18 @@ def _registration() -> list[str]:
     from spark_vllm.portable import PortableLoader
     from spark_vllm.spark_inc import SparkIncConfig
 
-    problems = []
-    if get_quantization_config(QUANT_METHOD) is not SparkIncConfig:
-        problems.append(f"registration: {QUANT_METHOD} is not ours")
-    if not issubclass(SparkIncConfig, INCConfig):
-        problems.append("registration: our class does not extend INCConfig")
-    if get_quantization_config("inc") is not INCConfig:
-        problems.append("registration: plain INC was replaced")
     plain = {"quant_method": "auto-round"}
-    if SparkIncConfig.override_quantization_method(plain, None) is not None:
-        problems.append("registration: our class claims plain auto-round checkpoints")
     loader = get_model_loader(LoadConfig(load_format=PORTABLE_LOAD_FORMAT))
-    if not isinstance(loader, PortableLoader):
-        problems.append(f"registration: load format {PORTABLE_LOAD_FORMAT} is {type(loader)}")
-    return problems
+    needs = {
+        f"{QUANT_METHOD} is not ours": get_quantization_config(QUANT_METHOD) is SparkIncConfig,
+        "our class does not extend INCConfig": issubclass(SparkIncConfig, INCConfig),
+        "plain INC was replaced": get_quantization_config("inc") is INCConfig,
+        "our class claims plain auto-round checkpoints": (
+            SparkIncConfig.override_quantization_method(plain, None) is None
+        ),
+        f"load format {PORTABLE_LOAD_FORMAT} is {type(loader)}": isinstance(loader, PortableLoader),
+    }
+    return [f"registration: {problem}" for problem, met in needs.items() if not met]
 
 
 def sample_config() -> dict[str, Any]:
@@ -148,17 +146,16 @@ def _mapper_problems(config: Any, model: Any) -> list[str]:
     mapper = model.hf_to_vllm_mapper | config.get_checkpoint_weight_mapper()
     module = f"{names.TEXT_LAYERS}0.mlp.shared_expert.gate_proj"
     inner = "language_model.model.layers.0.mlp.shared_expert.gate_proj"
-    wanted = {
-        f"{module}.{names.FP8_WEIGHT}": f"{inner}.weight",
-        f"{module}.{names.FP8_SCALE}": f"{inner}.weight_scale_inv",
-        "lm_head.qweight_int8": "language_model.lm_head.qweight",
-        f"{names.TEXT_LAYERS}0.mlp.gate.weight": "language_model.model.layers.0.mlp.gate.weight",
+    expected = {
+        f"{module}.{names.FP8_WEIGHT}": [f"{inner}.weight"],
+        f"{module}.{names.FP8_SCALE}": [f"{inner}.weight_scale_inv"],
+        "lm_head.qweight_int8": ["language_model.lm_head.qweight"],
+        f"{names.TEXT_LAYERS}0.mlp.gate.weight": ["language_model.model.layers.0.mlp.gate.weight"],
+        f"{module}.weight": [],
+        "lm_head.weight": [],
     }
-    dropped = (f"{module}.weight", "lm_head.weight")
-    found = {name: mapper.apply_list([name]) for name in (*wanted, *dropped)}
-    expected = {**{name: [new] for name, new in wanted.items()}, **{name: [] for name in dropped}}
     return [
-        f"round trip: {name} is loaded as {found[name]}, not {expected[name]}"
-        for name in expected
-        if found[name] != expected[name]
+        f"round trip: {name} is loaded as {found}, not {wanted}"
+        for name, wanted in expected.items()
+        if (found := mapper.apply_list([name])) != wanted
     ]

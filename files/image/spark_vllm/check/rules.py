@@ -5,30 +5,34 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from spark_vllm.check.sources import MissingError, Sources
 
 
-class Rule(Protocol):
+@dataclass(frozen=True)
+class Rule:
     """One demand on one symbol."""
 
     def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield what is wrong with ``symbol``."""
+        """Yield what is wrong with ``symbol``.
+
+        Raises:
+            MissingError: it is not there.
+        """
+        return self._wrong(sources.find(symbol))
+
+    def _wrong(self, node: ast.stmt) -> Iterator[str]:
+        """Yield what is wrong with the statement that binds the symbol."""
+        return iter(())
 
 
 @dataclass(frozen=True)
-class Exists:
+class Exists(Rule):
     """The name is bound there: defined, assigned or imported."""
 
-    def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield nothing: finding the symbol is the demand."""
-        sources.find(symbol)
-        yield from ()
-
 
 @dataclass(frozen=True)
-class Absent:
+class Absent(Rule):
     """The name is not bound there."""
 
     def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
@@ -43,7 +47,7 @@ class Absent:
 
 
 @dataclass(frozen=True)
-class Takes:
+class Takes(Rule):
     """A function that can be called with these arguments.
 
     ``positional`` are the first parameters, in this order; ``keywords`` may stand anywhere. Every
@@ -54,76 +58,68 @@ class Takes:
     keywords: tuple[str, ...] = ()
     decorator: str | None = None  # "classmethod" or "staticmethod"
 
-    def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield what keeps our call from working."""
-        node = sources.find(symbol)
+    def _wrong(self, node: ast.stmt) -> Iterator[str]:
         if not isinstance(node, ast.FunctionDef):
             yield "is no function"
             return
         decorators = {ast.unparse(item) for item in node.decorator_list}
         if self.decorator is not None and self.decorator not in decorators:
             yield f"is no {self.decorator}"
-        ordered = [item.arg for item in (*node.args.posonlyargs, *node.args.args)]
-        if ordered[:1] in (["self"], ["cls"]):
-            ordered = ordered[1:]
+        ordered, required = _parameters(node)
         if tuple(ordered[: len(self.positional)]) != self.positional:
             yield f"takes ({', '.join(ordered)}), we pass ({', '.join(self.positional)})"
-        keyword_only = [item.arg for item in node.args.kwonlyargs]
+        taken = {*ordered, *(item.arg for item in node.args.kwonlyargs)}
+        yield from (f"takes no {name}" for name in self.keywords if name not in taken)
         ours = {*self.positional, *self.keywords}
-        for name in self.keywords:
-            if name not in ordered and name not in keyword_only:
-                yield f"takes no {name}"
-        for name in _required(node):
-            if name not in ours:
-                yield f"requires {name}, which we do not pass"
+        yield from (
+            f"requires {name}, which we do not pass" for name in required if name not in ours
+        )
 
 
-def _required(node: ast.FunctionDef) -> list[str]:
+def _parameters(node: ast.FunctionDef) -> tuple[list[str], list[str]]:
+    """Return the parameters that have a place, and all without a default; not ``self``."""
     ordered = [item.arg for item in (*node.args.posonlyargs, *node.args.args)]
-    without_default = ordered[: len(ordered) - len(node.args.defaults)]
+    required = ordered[: len(ordered) - len(node.args.defaults)]
     pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-    required = without_default + [item.arg for item, default in pairs if default is None]
-    return [name for name in required if name not in ("self", "cls")]
+    required += [item.arg for item, default in pairs if default is None]
+    if ordered[:1] in (["self"], ["cls"]):
+        return ordered[1:], required[1:]
+    return ordered, required
 
 
 @dataclass(frozen=True)
-class Inherits:
+class Inherits(Rule):
     """A class that names this base itself."""
 
     base: str
 
-    def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield a line when the base is not among the class's own."""
-        node = sources.find(symbol)
+    def _wrong(self, node: ast.stmt) -> Iterator[str]:
         bases = [ast.unparse(base) for base in getattr(node, "bases", [])]
         if self.base not in bases:
             yield f"has the bases ({', '.join(bases)}), not {self.base}"
 
 
 @dataclass(frozen=True)
-class Contains:
-    """A constant with this text, number or name somewhere in its value."""
+class Contains(Rule):
+    """A constant with this text somewhere in its value."""
 
     value: str
 
-    def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield a line when the value is not in the constant."""
-        node = sources.find(symbol)
+    def _wrong(self, node: ast.stmt) -> Iterator[str]:
         found = {item.value for item in ast.walk(node) if isinstance(item, ast.Constant)}
         if self.value not in found:
             yield f"has no {self.value!r}"
 
 
 @dataclass(frozen=True)
-class Maps:
+class Maps(Rule):
     """A constant holding a dictionary with these entries, wherever it stands in the value."""
 
     entries: tuple[tuple[str, object], ...]
 
-    def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield each entry that is missing or has another value."""
+    def _wrong(self, node: ast.stmt) -> Iterator[str]:
         found: dict[str, object] = {}
-        for item in ast.walk(sources.find(symbol)):
+        for item in ast.walk(node):
             if isinstance(item, ast.Dict):
                 found.update(_literals(item))
         for key, value in self.entries:
@@ -143,31 +139,26 @@ def _literals(node: ast.Dict) -> Iterator[tuple[str, object]]:
 
 
 @dataclass(frozen=True)
-class Does:
+class Does(Rule):
     """Source that contains these expressions, however it is laid out."""
 
     expressions: tuple[str, ...]
 
-    def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield each expression that is not there any more."""
-        text = ast.unparse(sources.find(symbol))
-        for expression in self.expressions:
-            if normal(expression) not in text:
-                yield f"does not say `{expression}` any more"
+    def _wrong(self, node: ast.stmt) -> Iterator[str]:
+        text = ast.unparse(node)
+        absent = (one for one in self.expressions if normal(one) not in text)
+        yield from (f"does not say `{one}` any more" for one in absent)
 
 
 @dataclass(frozen=True)
-class DoesNot:
+class DoesNot(Rule):
     """Source that contains none of these expressions."""
 
     expressions: tuple[str, ...]
 
-    def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield each expression that is there now."""
-        text = ast.unparse(sources.find(symbol))
-        for expression in self.expressions:
-            if normal(expression) in text:
-                yield f"says `{expression}` now"
+    def _wrong(self, node: ast.stmt) -> Iterator[str]:
+        text = ast.unparse(node)
+        yield from (f"says `{one}` now" for one in self.expressions if normal(one) in text)
 
 
 def normal(expression: str) -> str:

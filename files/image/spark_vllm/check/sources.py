@@ -46,17 +46,13 @@ class Sources:
         """
         module, _, qualname = symbol.partition(":")
         body: list[ast.stmt] = self.module(module).body
-        statement: ast.stmt | None = None
         for name in qualname.split("."):
             # The last binding wins, as it does when the module is run.
             found = [node for node in _statements(body) if name in bound_names(node)]
             if not found:
                 raise MissingError(f"{module} has no {qualname}")
-            statement = found[-1]
-            body = statement.body if isinstance(statement, ast.ClassDef) else []
-        if statement is None:
-            raise MissingError(f"{symbol} names no symbol")
-        return statement
+            body = found[-1].body if isinstance(found[-1], ast.ClassDef) else []
+        return found[-1]
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:

@@ -6,7 +6,8 @@ Read strictly: what is not understood would be a demand that nobody makes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -15,10 +16,31 @@ import yaml  # the engine brings it: vLLM requires it
 
 from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check import rules
-from spark_vllm.check.row import Row
-from spark_vllm.check.sources import Sources
+from spark_vllm.check.sources import MissingError, Sources
 
 SUBJECTS = ("quantisation", "models", "attention", "head")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing we rely on: a symbol of vLLM, what we demand of it, why, and where."""
+
+    symbol: str  # "module:name.inner"
+    rule: rules.Rule
+    why: str
+    used_by: str  # file of ours
+    versions: tuple[str, ...]
+
+    def problems(self, sources: Sources) -> Iterator[str]:
+        """Yield one line for each thing that changed."""
+        try:
+            yield from map(self.told, self.rule.problems(sources, self.symbol))
+        except MissingError as error:
+            yield self.told(str(error))
+
+    def told(self, problem: str) -> str:
+        """Return ``problem`` with the symbol, and why and where we need it."""
+        return f"{self.symbol}: {problem}\n  we rely on it: {self.why}\n  in: {self.used_by}"
 
 
 class _Loader(yaml.SafeLoader):

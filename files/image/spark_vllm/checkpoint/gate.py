@@ -61,7 +61,10 @@ def check_checkpoint(
         )
     tree = read_tree(path)
     problems = list(_tree_problems(tree, settings, mtp_layers, experts))
-    problems += _absent_problems(tree, layers, experts)
+    problems += [
+        f"{INDEX}: no {'tensor below ' if name.endswith('.') else ''}{name}"
+        for name in missing_modules(tree.index, layers, experts)
+    ]
     if problems:
         more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
         raise ValueError(
@@ -79,15 +82,6 @@ def _tree_problems(tree: Tree, settings: Settings, mtp_layers: int, experts: int
     yield from _head_problems(tree, settings)
     if mtp_layers:
         yield from _mtp_problems(tree, settings, mtp_layers, experts)
-
-
-def _absent_problems(tree: Tree, layers: int, experts: int) -> list[str]:
-    """Modules of the target that neither the index nor a file knows of."""
-    missing = missing_modules(tree.index, layers, experts)
-    return [
-        f"{INDEX}: no tensor below {name}" if name.endswith(".") else f"{INDEX}: no {name}"
-        for name in missing
-    ]
 
 
 def _stray_problems(tree: Tree, settings: Settings) -> Iterator[str]:
@@ -145,10 +139,11 @@ def _packed_problems(tree: Tree, settings: Settings) -> Iterator[str]:
 def _packed_shapes(
     tree: Tree, settings: Settings, module: str, end: str, bits: int
 ) -> Iterator[str]:
-    parts = [tree.tensors.get(f"{module}.{part}{end}") for part in names.HEAD_PARTS]
-    if None in parts or any(tensor is not None and len(tensor.shape) != 2 for tensor in parts):
+    stored = (f"{module}.{part}{end}" for part in names.HEAD_PARTS)
+    shapes = [tree.tensors[name].shape for name in stored if name in tree.tensors]
+    if [len(shape) for shape in shapes] != [2, 2, 2]:
         return
-    qweight, scales, qzeros = (tensor.shape for tensor in parts if tensor is not None)
+    qweight, scales, qzeros = shapes
     in_features, out_features = scales[0] * settings.group_size, scales[1]
     if qweight != (in_features * bits // 32, out_features):
         yield f"{module}: qweight {list(qweight)} is no {bits}-bit weight of scales {list(scales)}"

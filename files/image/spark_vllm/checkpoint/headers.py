@@ -29,7 +29,6 @@ class Tensor:
 class Tree:
     """All tensors of the files a checkpoint's index names."""
 
-    directory: Path
     index: dict[str, str]  # tensor name -> file name
     tensors: dict[str, Tensor]  # those in the index
     unlisted: dict[str, Tensor]  # in those files, but not in the index under that file
@@ -63,7 +62,7 @@ def read_tree(directory: Path) -> Tree:
             (tensors if index.get(name) == file else unlisted)[name] = tensor
     readable = {name for name, file in index.items() if (directory / file).is_file()}
     problems += [f"{index[name]}: no tensor {name}" for name in sorted(readable - tensors.keys())]
-    return Tree(directory, index, tensors, unlisted, tuple(problems))
+    return Tree(index, tensors, unlisted, tuple(problems))
 
 
 def read_header(path: Path) -> dict[str, Any]:

@@ -37,16 +37,13 @@ def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:
         ValueError: when the table has no default or a list does not end without a limit.
     """
     data: Mapping[str, Any] = json.loads(path.read_text())
-    table = {name: _tiles(entries) for name, entries in data["tiles"].items()}
+    table = {name: tuple(Tile(**tile) for tile in tiles) for name, tiles in data["tiles"].items()}
     for name, tiles in table.items():
         limits = [tile.max_batch for tile in tiles]
-        bounded = [limit for limit in limits[:-1] if limit is not None]
-        if not tiles or limits[-1] is not None or bounded != sorted(set(bounded)):
+        if limits != [*sorted({limit for limit in limits if limit is not None}), None]:
             raise ValueError(
-                f"{path}: tiles of {name!r} have limits {limits}; fix: rising, the last null"
+                f"{path}: tiles of {name!r} have limits {limits}; fix: rising, only the last null"
             )
-        if len(bounded) != len(limits) - 1:
-            raise ValueError(f"{path}: tiles of {name!r}: only the last limit may be null")
     if "default" not in table:
         raise ValueError(f"{path}: no tiles named 'default'; fix: add them")
     return table
@@ -60,7 +57,3 @@ def tiles_for(capability: tuple[int, int], table: Mapping[str, Sequence[Tile]]) 
 def tile_for(batch: int, tiles: Sequence[Tile]) -> Tile:
     """Return the first tile whose limit covers ``batch``."""
     return next(tile for tile in tiles if tile.max_batch is None or batch <= tile.max_batch)
-
-
-def _tiles(entries: Sequence[Mapping[str, Any]]) -> tuple[Tile, ...]:
-    return tuple(Tile(**entry) for entry in entries)
