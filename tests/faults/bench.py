@@ -264,7 +264,7 @@ class Bench:
         )
         self.run(f"systemd-run -q sh -c 'sh {asked}.sh > {asked}.out 2>&1'")
         self.guest.wait(
-            "curl -s --unix-socket /run/spark/main/engine.sock http://x/metrics | "
+            "curl -s --unix-socket /run/spark/engines/main/engine.sock http://x/metrics | "
             f"grep -q 'num_requests_running.* {running}.0'"
         )
         return f"{asked}.out"

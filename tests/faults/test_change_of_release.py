@@ -25,7 +25,7 @@ def test_there_and_back_ends_where_it_began(bench: Bench) -> None:
     assert bench.switch(B)["state"] == "switched"
     bench.serves(B)
     assert 'cache_dtype="fp8"' in bench.run(
-        "curl -s --unix-socket /run/spark/main/engine.sock http://x/metrics"
+        "curl -s --unix-socket /run/spark/engines/main/engine.sock http://x/metrics"
     )
 
     assert bench.switch(A)["state"] == "switched"

@@ -15,7 +15,7 @@ SHORT = {"delay_s": 3, "burst": 3, "interval_s": 300}
 
 def misbehave(bench: Bench, fault: str) -> None:
     """Have the running engine, and the ones after it, show a fault."""
-    bench.write("/run/spark/main/stub-fault", fault)
+    bench.write("/run/spark/engines/main/stub-fault", fault)
 
 
 def events(bench: Bench) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def test_a_wedged_engine_is_restarted_and_serves_again(bench: Bench) -> None:
     misbehave(bench, "wedge")
     bench.ask_for_long()
     bench.guest.wait("grep -q stalled /var/lib/spark/events/main.jsonl", seconds=30)
-    bench.run("rm /run/spark/main/stub-fault")
+    bench.run("rm /run/spark/engines/main/stub-fault")
     bench.guest.wait(f"test $(systemctl show -p NRestarts --value {UNIT}) = 1", seconds=30)
     bench.guest.wait(f"systemctl is-active {UNIT}", seconds=30)
     bench.serves(A)
@@ -93,7 +93,7 @@ def test_an_engine_that_wedges_after_every_start_ends_at_the_start_limit(bench: 
         bench.guest.wait(
             f"test $(grep -c '\"stalled\"' /var/lib/spark/events/main.jsonl) = {start}", seconds=30
         )
-        bench.run("rm /run/spark/main/stub-fault")
+        bench.run("rm /run/spark/engines/main/stub-fault")
     ended_by_the_limit(bench)
 
 
@@ -110,7 +110,7 @@ def test_a_starving_host_is_saved_by_stopping_the_engine(bench: Bench) -> None:
     before = run_of(bench)
     misbehave(bench, "leak")
     bench.guest.wait("grep -q starving /var/lib/spark/events/main.jsonl", seconds=90)
-    bench.run("rm /run/spark/main/stub-fault")
+    bench.run("rm /run/spark/engines/main/stub-fault")
     assert "GiB of memory are available, the floor is" in events(bench)[0]["text"]
     bench.guest.wait(f"test $(systemctl show -p NRestarts --value {UNIT}) = 1", seconds=30)
     bench.guest.wait(f"systemctl is-active {UNIT}", seconds=60)
@@ -133,7 +133,7 @@ def test_an_engine_that_crashes_again_and_again_ends_at_the_start_limit(bench: B
     bench.run("docker kill spark-" + A)
     ended_by_the_limit(bench)
     # A start that a person or a deploy asks for is not held back by the limit.
-    bench.run("rm /run/spark/main/stub-fault")
+    bench.run("rm /run/spark/engines/main/stub-fault")
     assert bench.switch(A)["state"] == "switched"
     bench.serves(A)
 

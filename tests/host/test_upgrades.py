@@ -90,12 +90,12 @@ def test_a_new_driver_is_named_and_proven_without_a_restart(pair: Pair) -> None:
 
 def test_a_server_that_got_clearly_slower_is_told_with_a_way_back(pair: Pair) -> None:
     guest = pair.guests[0]
-    guest.run("echo slow > /run/spark/main/stub-fault")
+    guest.run("echo slow > /run/spark/engines/main/stub-fault")
     upgraded(guest, NEW, "580.178.04+labstub")
     try:
         run = pair.site.deploy("--limit", FIRST)
     finally:
-        guest.run("rm /run/spark/main/stub-fault")
+        guest.run("rm /run/spark/engines/main/stub-fault")
     told = pair.status(FIRST)
 
     only(run, CDI, GPU_PROOF, f"Serve | Serve the release on {FIRST}")

@@ -24,7 +24,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
     """Replace ``path`` atomically and durably; its directory is created when missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    descriptor = _new_file(aside, mode)
     try:
         os.fchmod(descriptor, mode)
         for piece in pieces:
@@ -37,6 +37,16 @@ def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
         os.close(descriptor)
     os.rename(aside, path)
     sync_directory(path.parent)
+
+
+def _new_file(path: Path, mode: int) -> int:
+    """Make a file that was not there, so that no link somebody left is written through."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, mode)
+    except FileExistsError:  # of a process of this number that was killed, or a trap
+        path.unlink()
+        return os.open(path, flags, mode)
 
 
 @contextmanager

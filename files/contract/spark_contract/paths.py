@@ -23,8 +23,9 @@ TOOLS_DIR = "/usr/local/lib/spark"
 CURRENT_TOOLS = f"{TOOLS_DIR}/current"  # a link to the digest in use
 SITE = f"{TOOLS_DIR}/site"  # the builder's Python packages
 HOST_TOOL = f"{CURRENT_TOOLS}/bin/spark-host"
-# Inside the engine's container, where the service's own directory of RUN_DIR is mounted.
+# Inside the engine's container, where the service's own directory of ENGINES_DIR is mounted.
 ENGINE_SOCKET = f"{RUN_DIR}/engine.sock"
+ENGINES_DIR = f"{RUN_DIR}/engines"
 
 
 def job_dir(digest: str) -> str:
@@ -110,11 +111,19 @@ class Paths:
         return self.state / "events" / f"{service}.jsonl"
 
     def service_run(self, service: str) -> Path:
-        """Return the directory of a service's socket and of what opens its traffic."""
+        """Return the directory of what opens a service's traffic; only root writes there."""
         return self.run / service
+
+    def engine_run(self, service: str) -> Path:
+        """Return the directory of a service's socket; the engine may write there what it likes."""
+        return self.below(ENGINES_DIR) / service
 
     def engine_socket(self, service: str) -> Path:
         """Return the socket on which a service's engine listens."""
+        return self.engine_run(service) / Path(ENGINE_SOCKET).name
+
+    def earlier_engine_socket(self, service: str) -> Path:
+        """Return where an engine listens that was started before it had a directory of its own."""
         return self.service_run(service) / Path(ENGINE_SOCKET).name
 
     def traffic(self, service: str) -> Path:
@@ -128,3 +137,7 @@ class Paths:
     def gateway_run(self, service: str) -> Path:
         """Return the directory the gateway's configuration is rendered into."""
         return self.root / "run/spark-gateway" / service
+
+    def gateway_bodies(self, service: str) -> Path:
+        """Return where the gateway keeps the bodies of requests under way: on disk, not in /run."""
+        return self.root / "var/cache/spark-gateway" / service

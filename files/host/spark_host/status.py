@@ -29,6 +29,8 @@ from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.watch import loop
 
+_DETAIL = 300  # an answer is shown, not handed on
+
 
 def status(paths: Paths, live: bool) -> Status:
     """Return the host's state; ``live`` also asks the running engines one question each."""
@@ -126,7 +128,7 @@ def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
     except CheckError as error:
         detail = str(error)
     ok = probe.tokens_seen > 0
-    return Live(ok, release.name, round(time.monotonic() - start, 3), detail)
+    return Live(ok, release.name, round(time.monotonic() - start, 3), detail[:_DETAIL])
 
 
 def main(words: list[str], paths: Paths) -> int:

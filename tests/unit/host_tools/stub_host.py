@@ -156,7 +156,7 @@ class Host:
                 env={**release.engine.env, "STUB_FAULT": fault, **environment},
             )
         )
-        return Engine(str(socket))
+        return Engine(socket)
 
     def started(self, release: Release, fault: str = "", **environment: str) -> Engine:
         """Run the stub and return when it listens."""

@@ -233,7 +233,7 @@ def test_the_verdict_is_an_exit_code_and_json_on_standard_output(
     proven = json.loads(said.out)
     assert (proven["ok"], proven["level"]) == (True, "full")
     assert "ok   served names" in said.err
-    (host.paths.service_run("main") / "stub-fault").write_text("wrong-name")
+    (host.paths.engine_run("main") / "stub-fault").write_text("wrong-name")
     assert runner.main([release.name, "--quick"], host.paths) == 1
     said = capsys.readouterr()
     assert "FAIL served names: it serves the names ['other', 'other']" in said.out
@@ -276,7 +276,7 @@ def test_a_failed_check_takes_the_proof_away(host: Host) -> None:
     release = host.release()
     host.started(release)
     versions = check(host, release, "full").versions
-    (host.paths.service_run("main") / "stub-fault").write_text("garbage")
+    (host.paths.engine_run("main") / "stub-fault").write_text("garbage")
     check(host, release, "full")
     kept = proof.read(release.name, host.here)
     assert proof.why_not(kept, release.digest, "run-1", versions) == "the last check failed"

@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from spark_host.check.probe import CheckError, Probe, short, user
-from spark_host.engine.client import EngineError, Metrics
+from spark_host.engine.client import EngineError
+from spark_host.engine.metrics import Metrics
 
 _DRAFTS_WANTED = 60
 _COUNTER_WAIT_S = 10.0

@@ -9,7 +9,8 @@ from typing import Any
 
 from spark_contract.release import CheckPlan, Release
 
-from spark_host.engine.client import Engine, EngineError, Metrics
+from spark_host.engine.client import Engine, EngineError
+from spark_host.engine.metrics import Metrics
 
 Message = dict[str, Any]
 
@@ -90,7 +91,7 @@ class Probe:
             choice = answer["choices"][0]
             self.tokens_seen += int(answer["usage"]["completion_tokens"])
             message = dict(choice["message"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise CheckError(f"the answer lacks {error}") from error
         message["finish_reason"] = choice.get("finish_reason")
         return message

@@ -23,11 +23,14 @@ def docker_arguments(release: Release) -> list[str]:
     return [] if owner is None else ["--user", f"{owner.pw_uid}:{owner.pw_gid}"]
 
 
-def give(path: Path, release: Release) -> None:
-    """Have the engine own ``path``; its group stays."""
+def number(release: Release) -> int:
+    """Return the number of the account on this host; root's for releases that ran as root.
+
+    Raises:
+        HostToolError: The account is missing.
+    """
     owner = _owner(release)
-    if owner is not None:
-        os.chown(path, owner.pw_uid, -1, follow_symlinks=False)
+    return 0 if owner is None else owner.pw_uid
 
 
 def give_all(folder: Path, release: Release) -> None:

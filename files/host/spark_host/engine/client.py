@@ -1,17 +1,33 @@
-"""Talking to the engine: HTTP over its unix socket (or private port) with real deadlines."""
+"""Talking to the engine: HTTP over its unix socket, each answer bounded in bytes and in time.
+
+The engine runs what strangers sent it, so whatever it says may be without end, in the head of an
+answer as in its body: every read counts against the same two limits.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
 from typing import Any
 
+from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
+
+from spark_host.engine.metrics import Metrics
+from spark_host.system import folders, sockets
+
+# Far above what a long answer, a list of models or a page of counters takes.
+_ANSWER_BYTES = 16 << 20
+_METRICS_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 16
 
 
 class EngineError(Exception):
@@ -37,41 +53,67 @@ class Reply:
         """Return the body as a JSON object."""
         try:
             value = json.loads(self.body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(f"the answer is not JSON: {self.body[:80]!r}") from error
         if not isinstance(value, dict):
             raise EngineError(f"the answer is not a JSON object: {self.body[:80]!r}")
         return value
 
 
+class _Reader(io.RawIOBase):
+    """Reads of a socket until so many bytes came or the time is up, whichever is first."""
+
+    def __init__(self, source: socket.socket, limit_bytes: int, deadline: float):
+        self._source, self._limit_bytes, self._deadline = source, limit_bytes, deadline
+        self._left_bytes = limit_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        # The time-out is set anew before each read: a trickle of bytes must not outlive it.
+        self._source.settimeout(_left(self._deadline))
+        count = self._source.recv_into(buffer)
+        self._left_bytes -= count
+        if self._left_bytes < 0:
+            raise EngineError(f"the answer is longer than {self._limit_bytes} bytes")
+        return count
+
+
+class _Response(HTTPResponse):
+    """An answer that is read through a :class:`_Reader`."""
+
+    def __init__(self, source: socket.socket, limit_bytes: int, deadline: float, method: str):
+        super().__init__(source, method=method)
+        self.fp.close()
+        reader = _Reader(source, limit_bytes, deadline)
+        self.fp = io.BufferedReader(reader, _PIECE_BYTES)
+
+
 class _Connection(HTTPConnection):
-    def __init__(self, address: str | tuple[str, int], timeout_s: float):
+    """HTTP over a unix socket; what lies in its place and is no socket is not connected to."""
+
+    def __init__(self, path: Path, timeout_s: float):
         super().__init__("localhost", timeout=timeout_s)
-        self._address = address
+        self._path = path
 
     def connect(self) -> None:
-        if isinstance(self._address, str):
-            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self.sock.settimeout(self.timeout)
-            self.sock.connect(self._address)
-        else:
-            self.sock = socket.create_connection(self._address, self.timeout)
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        with folders.held_socket(self._path) as held:
+            self.sock.connect(held)
 
 
 class Engine:
-    """A client of one engine.
+    """A client of the engine behind one unix socket."""
 
-    Args:
-        address: Path of a unix socket, or (host, port).
-    """
-
-    def __init__(self, address: str | tuple[str, int]):
-        self.address = address
+    def __init__(self, socket_path: Path):
+        self._path = socket_path
 
     @classmethod
     def of(cls, release: Release, paths: Paths) -> Engine:
         """Return the client for a release's engine."""
-        return cls(str(paths.engine_socket(release.service)))
+        return cls(sockets.engine(release.service, paths))
 
     def get(self, path: str, timeout_s: float = 10) -> Reply:
         """Send ``GET path``."""
@@ -95,7 +137,7 @@ class Engine:
         try:
             if response.status != 200:
                 raise EngineError(f"HTTP {response.status}")
-            for line in _lines(connection, response, deadline):
+            for line in _lines(response):
                 if line == b"data: [DONE]":
                     return
                 if line.startswith(b"data: "):
@@ -106,41 +148,52 @@ class Engine:
 
     def metrics(self, timeout_s: float = 10) -> Metrics:
         """Return the engine's counters and gauges."""
-        reply = self.get("/metrics", timeout_s)
+        reply = self._request("GET", "/metrics", None, timeout_s, _METRICS_BYTES)
         if reply.status != 200:
             raise EngineError(f"/metrics: HTTP {reply.status}")
         return Metrics.parse(reply.body.decode(errors="replace"))
 
     def _request(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout_s: float,
+        limit_bytes: int = _ANSWER_BYTES,
     ) -> Reply:
         deadline = time.monotonic() + timeout_s
-        connection, response = self._open(method, path, body, deadline)
+        connection, response = self._open(method, path, body, deadline, limit_bytes)
         try:
-            return Reply(response.status, b"".join(_pieces(connection, response, deadline)))
+            return Reply(response.status, b"".join(_pieces(response)))
         finally:
             connection.close()
 
     def _open(
-        self, method: str, path: str, body: dict[str, Any] | None, deadline: float
-    ) -> tuple[_Connection, HTTPResponse]:
-        connection = _Connection(self.address, _left(deadline))
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        deadline: float,
+        limit_bytes: int = _ANSWER_BYTES,
+    ) -> tuple[_Connection, _Response]:
+        connection = _Connection(self._path, _left(deadline))
         headers = {"Content-Type": "application/json"} if body is not None else {}
         try:
-            connection.request(
-                method, path, json.dumps(body) if body is not None else None, headers
-            )
-            _set_timeout(connection, deadline)
-            return connection, connection.getresponse()
+            with ExitStack() as closing:
+                closing.callback(connection.close)
+                connection.request(
+                    method, path, json.dumps(body) if body is not None else None, headers
+                )
+                response = _Response(connection.sock, limit_bytes, deadline, method)
+                response.begin()
+                closing.pop_all()
         except (ConnectionRefusedError, FileNotFoundError) as error:
-            connection.close()
             raise NotListeningError("nobody listens on the engine's socket") from error
         except (TimeoutError, BlockingIOError) as error:  # the latter: its queue is full
-            connection.close()
             raise SilentError(f"{method} {path}: no answer in time") from error
-        except (OSError, HTTPException) as error:
-            connection.close()
+        except (OSError, HTTPException, HostToolError, ValueError) as error:
             raise EngineError(f"{method} {path}: {type(error).__name__}: {error}") from error
+        return connection, response
 
 
 def _left(deadline: float) -> float:
@@ -150,19 +203,9 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _set_timeout(connection: _Connection, deadline: float) -> None:
-    if connection.sock is not None:
-        connection.sock.settimeout(_left(deadline))
-
-
-def _pieces(connection: _Connection, response: HTTPResponse, deadline: float) -> Iterator[bytes]:
-    # The deadline is set anew before each read: a trickle of bytes must not outlive it.
+def _pieces(response: _Response) -> Iterator[bytes]:
     try:
-        while True:
-            _set_timeout(connection, deadline)
-            piece = response.read1(65536)
-            if not piece:
-                break
+        while piece := response.read1(_PIECE_BYTES):
             yield piece
     except TimeoutError as error:
         raise SilentError("no complete answer in time") from error
@@ -172,93 +215,10 @@ def _pieces(connection: _Connection, response: HTTPResponse, deadline: float) ->
         raise EngineError(f"the answer broke off with {response.length} bytes missing")
 
 
-def _lines(connection: _Connection, response: HTTPResponse, deadline: float) -> Iterator[bytes]:
+def _lines(response: _Response) -> Iterator[bytes]:
     rest = b""
-    for piece in _pieces(connection, response, deadline):
+    for piece in _pieces(response):
         *lines, rest = (rest + piece).split(b"\n")
         yield from (line.rstrip(b"\r") for line in lines)
     if rest:
         yield rest
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One line of the Prometheus text format."""
-
-    name: str
-    labels: dict[str, str]
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """The engine's samples at one moment."""
-
-    samples: tuple[Sample, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Metrics:
-        """Read the Prometheus text format; lines that are not samples are skipped."""
-        found = []
-        for line in text.splitlines():
-            if not line or line.startswith("#"):
-                continue
-            head, _, value = line.rpartition(" ")
-            name, _, labels = head.partition("{")
-            try:
-                found.append(Sample(name.strip(), _labels(labels.rstrip("}")), float(value)))
-            except ValueError:
-                continue
-        return cls(tuple(found))
-
-    def total(self, name: str) -> float | None:
-        """Return the sum over all label sets; ``None`` when the name is absent."""
-        values = [sample.value for sample in self.samples if sample.name == name]
-        return sum(values) if values else None
-
-    def has(self, name: str, labels: dict[str, str]) -> bool:
-        """Return whether some sample of ``name`` carries these labels."""
-        return any(
-            sample.name == name and all(sample.labels.get(k) == v for k, v in labels.items())
-            for sample in self.samples
-        )
-
-    @property
-    def running(self) -> float:
-        """Requests the engine works on."""
-        return self.total("vllm:num_requests_running") or 0.0
-
-    @property
-    def unfinished(self) -> float:
-        """Requests running or waiting."""
-        return self.running + (self.total("vllm:num_requests_waiting") or 0.0)
-
-    @property
-    def generated(self) -> float:
-        """Tokens generated so far, for anybody."""
-        return self.total("vllm:generation_tokens_total") or 0.0
-
-    @property
-    def tokens(self) -> float:
-        """Prompt and generated tokens so far; a prompt counts when all of it was read."""
-        names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
-        return sum(self.total(name) or 0.0 for name in names)
-
-    @property
-    def progress(self) -> tuple[float, float]:
-        """What moves while work is done; only ever compared with an earlier one.
-
-        The tokens stand still while a long prompt is read in chunks. Each chunk takes blocks of the
-        cache, so the share in use moves (seen on a GPU: docs/reference/engine-proofs.md).
-        """
-        return self.tokens, self.total("vllm:kv_cache_usage_perc") or 0.0
-
-
-def _labels(text: str) -> dict[str, str]:
-    labels = {}
-    rest = text
-    while rest:
-        key, _, rest = rest.partition('="')
-        value, _, rest = rest.partition('"')
-        labels[key.strip(" ,")] = value
-    return labels

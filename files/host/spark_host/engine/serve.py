@@ -17,7 +17,7 @@ from spark_contract.units import DIGEST_LABEL, SWITCH
 from spark_host.engine import account, cdi, memory, tree
 from spark_host.gateway import traffic
 from spark_host.records import boot
-from spark_host.system import docker
+from spark_host.system import docker, folders
 from spark_host.system.log import log
 from spark_host.system.ports import Host
 from spark_host.system.stored import load
@@ -47,17 +47,27 @@ def prepare(name: str, paths: Paths) -> int:
     _prove_parts(release)
     tree.prove(release, log)
     memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, log)
-    directory = paths.service_run(release.service)
-    paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
-    directory.mkdir(mode=0o710, exist_ok=True)
-    traffic.give_to_gateway(directory, release, 0o710, paths)
-    account.give(directory, release)
+    _make_folders(release, paths)
     for mount in release.engine.mounts:
         if not mount.read_only:  # caches of the engine start empty
             Path(mount.source).mkdir(mode=0o755, parents=True, exist_ok=True)
             account.give_all(Path(mount.source), release)
-    files.remove(paths.engine_socket(release.service))
     return 0
+
+
+def _make_folders(release: Release, paths: Paths) -> None:
+    """Have what opens traffic in a folder of root, and the socket in one of the engine's own."""
+    service, own = release.service, paths.engine_run(release.service)
+    traffic.make_folder(service, paths)
+    own.parent.mkdir(mode=0o755, exist_ok=True)
+    folders.give(own, account.number(release), traffic.group_of(service, paths), 0o710)
+    _leave_no_socket(release, paths)
+
+
+def _leave_no_socket(release: Release, paths: Paths) -> None:
+    folders.empty(paths.engine_run(release.service))
+    if folders.is_socket(paths.earlier_engine_socket(release.service)):
+        files.remove(paths.earlier_engine_socket(release.service))
 
 
 def run(name: str, paths: Paths) -> int:
@@ -88,7 +98,7 @@ def after_stop(name: str, paths: Paths) -> int:
         traffic.close(release.service, paths)
     docker.remove_container(release.container)
     if alone:
-        files.remove(paths.engine_socket(release.service))
+        _leave_no_socket(release, paths)
     return 0
 
 
@@ -99,7 +109,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
     argv += ["--label", f"spark.service={release.service}"]
     # The journal holds the log, once; the client still streams it with this driver.
     argv += ["--log-driver", "none"]
-    outside, inside = paths.service_run(release.service), Path(ENGINE_SOCKET).parent
+    outside, inside = paths.engine_run(release.service), Path(ENGINE_SOCKET).parent
     argv += ["--mount", f"type=bind,source={outside},target={inside}"]
     for mount in release.engine.mounts:
         text = f"type=bind,source={mount.source},target={mount.target}"

@@ -15,6 +15,7 @@ from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
 
 from spark_host.gateway import api_key, listeners
+from spark_host.system import sockets
 
 
 def program(paths: Paths) -> str:
@@ -86,7 +87,7 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         "GROUP": "nogroup" if settings.user == "nobody" else settings.user,
         "RUN": str(paths.gateway_run(settings.service)),
         "MAX_BODY_BYTES": str(settings.max_body_bytes),
-        "UPSTREAM": f"unix:{paths.engine_socket(settings.service)}",
+        "UPSTREAM": f"unix:{sockets.engine(settings.service, paths)}",
         "LISTEN": "\n        ".join(map(_listen, listeners.wanted(settings).listeners)),
         "TLS": _tls(settings, paths),
         "OPEN_ONLY": f"if (!-f {paths.traffic(settings.service)}) {{ return 503; }}",

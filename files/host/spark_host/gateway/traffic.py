@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import grp
 import os
-from pathlib import Path
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 
-from spark_host.system import stored
+from spark_host.system import folders, sockets, stored
 
 
 def is_open(service: str, paths: Paths) -> bool:
@@ -30,28 +29,39 @@ def close(service: str, paths: Paths) -> None:
 
 def open_for(release: Release, paths: Paths) -> None:
     """Let requests pass to this release's engine."""
+    service = release.service
+    make_folder(service, paths)
     # vLLM makes the socket with the umask of its container: only root may connect.
-    give_to_gateway(paths.engine_socket(release.service), release, 0o660, paths)
-    files.write_text(paths.traffic(release.service), f"{release.name}\n")
+    with folders.held_socket(sockets.engine(service, paths)) as socket:
+        os.chown(socket, 0, group_of(service, paths))
+        os.chmod(socket, 0o660)
+    files.write_text(paths.traffic(service), f"{release.name}\n")
 
 
-def give_to_gateway(path: Path, release: Release, mode: int, paths: Paths) -> None:
-    """Let the gateway's group use ``path``.
+def make_folder(service: str, paths: Paths) -> None:
+    """Have the folder of what opens traffic: of root, the gateway may only look for a name.
+
+    The engine that runs may have owned it until now.
+    """
+    paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
+    folders.give(paths.service_run(service), 0, group_of(service, paths), 0o710)
+
+
+def group_of(service: str, paths: Paths) -> int:
+    """Return the number of the gateway's group.
 
     Raises:
         HostToolError: The group is missing.
     """
-    user = stored.gateway_of(release.service, paths).user
+    user = stored.gateway_of(service, paths).user
     try:
-        group = grp.getgrnam(_group_of(user)).gr_gid
+        return grp.getgrnam(_group_of(user)).gr_gid
     except KeyError as error:
         raise HostToolError(
             f"group of {user}",
             "does not exist on this host",
             "systemd-sysusers /etc/sysusers.d/spark.conf, or run the deploy again",
         ) from error
-    os.chown(path, 0, group)
-    os.chmod(path, mode)
 
 
 def _group_of(user: str) -> str:

@@ -19,8 +19,9 @@ from spark_contract.records import Event
 from spark_contract.release import Release, Watch
 
 from spark_host.engine import process
-from spark_host.engine.client import Engine, EngineError, Metrics, SilentError
+from spark_host.engine.client import Engine, EngineError, SilentError
 from spark_host.engine.memory import GIB, available_bytes
+from spark_host.engine.metrics import Metrics
 from spark_host.gateway import gateway
 from spark_host.system import docker, systemd
 from spark_host.system.stored import load
