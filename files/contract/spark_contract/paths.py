@@ -33,6 +33,11 @@ def job_dir(digest: str) -> str:
     return f"{JOBS_DIR}/{digest[:12]}"
 
 
+def engine_dir(service: str) -> str:
+    """Return the directory in which a service's engine makes its socket."""
+    return f"{ENGINES_DIR}/{service}"
+
+
 @dataclass(frozen=True, slots=True)
 class Paths:
     """All paths, derived from one root."""
@@ -116,7 +121,7 @@ class Paths:
 
     def engine_run(self, service: str) -> Path:
         """Return the directory of a service's socket; the engine may write there what it likes."""
-        return self.below(ENGINES_DIR) / service
+        return self.below(engine_dir(service))
 
     def engine_socket(self, service: str) -> Path:
         """Return the socket on which a service's engine listens."""

@@ -38,6 +38,16 @@ def drop_in_dir(unit: str) -> str:
     return f"{UNITS_DIR}/{unit}.d"
 
 
+def mount_unit(path: str) -> str:
+    """Return the unit that mounts something at a path, as ``systemd-escape --path`` names it."""
+    escaped = (
+        "-" if letter == "/" else letter if _PLAIN.match(letter) else f"\\x{ord(letter):02x}"
+        for letter in path.strip("/")
+    )
+    return f"{''.join(escaped)}.mount"
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.:]")
 DIGEST12 = "[0-9a-f]{12}"
 RELEASE_NAME = re.compile(rf"^(?P<service>[a-z0-9][a-z0-9-]*)-{DIGEST12}$")
 # Trees we made: only what carries an identity is ours to move or to remove.

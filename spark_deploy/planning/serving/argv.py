@@ -25,12 +25,21 @@ ENGINE_USER = "spark-engine"  # made by files/units/spark-sysusers.conf
 HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
 """What the engine measured of the opt-in head at its first start on this host."""
 
-# Of `docker run` for every release; the GPU's follow from the host.
+# Of `docker run` for every release; the GPU's follow from the host. What the engine keeps of a
+# container's usual rights, and why: docs/decisions/0015.
 CONTAINER_ARGUMENTS = (
+    "--pull=never",  # what is proven to be on the host, or nothing
     "--network=none",
-    # Shared memory comes out of the one pool anyway; a private limit only adds a way to fail.
-    "--ipc=host",
+    "--ipc=private",
+    # One engine on one GPU shares little between its processes, and counts only what it uses.
+    "--shm-size=2g",
+    "--cap-drop=ALL",
     "--security-opt=no-new-privileges",
+    "--read-only",
+    # Compilers build there and load what they built; the cache allows that as well.
+    "--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777,size=4g",
+    # Threads count, too: compilers start some for each core.
+    "--pids-limit=8192",
 )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from spark_contract.documents import plain, text_of
-from spark_contract.paths import HOST_TOOL, RELEASES_DIR
+from spark_contract.paths import HOST_TOOL, RELEASES_DIR, engine_dir
 from spark_contract.release import Release
-from spark_contract.units import drop_in_dir
+from spark_contract.units import UNITS_DIR, drop_in_dir, mount_unit
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.budget.disk import disk_total
@@ -35,8 +35,25 @@ def release_files_of(plan: HostPlan) -> tuple[ManagedFile, ...]:
     release = plan.serve
     return (
         ManagedFile(f"{RELEASES_DIR}/{release.name}/release.json", text_of(release).encode()),
+        _socket_mount(release.service),
         ManagedFile(f"{drop_in_dir(release.serve_unit)}/50-release.conf", limits(release).encode()),
     )
+
+
+def _socket_mount(service: str) -> ManagedFile:
+    """Return the mount unit of the folder in which the engine makes its socket.
+
+    Whatever the engine writes there fills a file system of its own, and no link in it is followed.
+    """
+    folder = engine_dir(service)
+    text = (
+        "[Unit]\n"
+        f"Description=Folder of the socket of the Spark engine {service}\n"
+        "[Mount]\n"
+        f"What=tmpfs\nWhere={folder}\nType=tmpfs\n"
+        "Options=mode=0700,size=256k,nr_inodes=64,nosuid,nodev,noexec,nosymfollow\n"
+    )
+    return ManagedFile(f"{UNITS_DIR}/{mount_unit(folder)}", text.encode())
 
 
 def document(plan: HostPlan) -> dict[str, Any]:
@@ -64,7 +81,7 @@ def limits(release: Release) -> str:
     directories = (mount.source for mount in release.engine.mounts)
     return (
         "[Unit]\n"
-        f"{needs_mounts(*directories)}"
+        f"{needs_mounts(*directories, engine_dir(release.service))}"
         f"StartLimitIntervalSec={restart.interval_s}\n"
         f"StartLimitBurst={restart.burst}\n"
         "[Service]\n"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from spark_contract.job import Job, Progress, read_progress
 from spark_contract.keep import Keep
 from spark_contract.paths import ENGINE_SOCKET, HOST_TOOL, Paths
 from spark_contract.release import Release
+from spark_contract.units import mount_unit
 from spark_host.jobs import jobs
 from spark_host.prune.prune import read_keep
 from spark_host.system import stored
@@ -194,3 +197,11 @@ def test_no_unit_is_named_by_hand() -> None:
         if by_hand.search(line) and "``" not in line
     ]
     assert found == []
+
+
+@pytest.mark.skipif(shutil.which("systemd-escape") is None, reason="needs systemd-escape")
+@pytest.mark.parametrize("path", ["/run/spark/engines/main", "/run/spark/engines/my-one", "/a b"])
+def test_a_mount_unit_is_named_as_systemd_names_it(path: str) -> None:
+    words = ["systemd-escape", "--path", "--suffix=mount", path]
+    said = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert mount_unit(path) == said.stdout.strip()

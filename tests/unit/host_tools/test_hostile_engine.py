@@ -20,7 +20,7 @@ from spark_host import status
 from spark_host.engine import serve
 from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import traffic
-from spark_host.system import docker
+from spark_host.system import docker, systemd
 from spark_host.watch import loop
 from stub_host import RELEASE, Host, release_data
 
@@ -300,3 +300,17 @@ def test_root_connects_to_no_socket_that_a_link_of_the_engine_leads_to(
             Engine.of(release, host.paths).get("/health", 1)
         with pytest.raises(TimeoutError):
             listener.accept()
+
+
+def test_a_journal_without_an_end_is_read_up_to_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "journalctl"
+    program.write_text("#!/bin/sh\necho first\nexec yes 'the engine says no end of things'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    start = time.monotonic()
+    with grown_by_at_most(512 << 20):
+        lines = systemd.journal("", "spark-serve@x.service")
+    assert lines[0] == "first"
+    assert time.monotonic() - start < 30

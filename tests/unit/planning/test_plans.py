@@ -83,7 +83,7 @@ def test_the_server_waits_for_the_disks_of_its_tree_and_its_cache():
     line = next(line for line in drop_in.splitlines() if line.startswith("RequiresMountsFor="))
     wanted = line.partition("=")[2].split()
     assert wanted[0] == plan.serve.tree.path
-    assert [path.split("/")[1] for path in wanted] == ["disk-1", "disk-2"]
+    assert [path.split("/")[1] for path in wanted] == ["disk-1", "disk-2", "run"]
 
 
 @pytest.mark.parametrize(

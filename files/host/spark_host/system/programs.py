@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Sequence
 
 _LIMIT_S = 20.0
@@ -21,7 +22,6 @@ def finished(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess
     One that is not installed answers like one that failed, with the shell's code 127; one that
     does not end in time with the code 124 of timeout(1).
     """
-    environment = {**os.environ, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
     try:
         return subprocess.run(
             argv,
@@ -29,13 +29,32 @@ def finished(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess
             text=True,
             errors="replace",
             timeout=limit_s,
-            env=environment,
+            env=_in_english(),
             check=False,
         )
     except FileNotFoundError:
         return subprocess.CompletedProcess(argv, 127, "", f"{argv[0]} is not installed")
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(argv, 124, "", f"no answer within {limit_s:.0f} s")
+
+
+def beginning_of(argv: Sequence[str], limit_s: float, most_bytes: int) -> str | None:
+    """Return what a program prints up to so many bytes; ``None`` when that took too long."""
+    late = threading.Event()
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_in_english()
+    ) as child:
+        assert child.stdout is not None
+        timer = threading.Timer(limit_s, lambda: (late.set(), child.kill()))
+        timer.start()
+        said = child.stdout.read(most_bytes)
+        timer.cancel()
+        child.kill()
+    return None if late.is_set() else said.decode(errors="replace")
+
+
+def _in_english() -> dict[str, str]:
+    return {**os.environ, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
 
 
 def output_of(*argv: str) -> str | None:
