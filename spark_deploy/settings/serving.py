@@ -126,9 +126,15 @@ class ServeSettings:
         maximum=4096,
     )
     max_requests_per_s: int | None = setting(
-        None,
+        50,
         "Requests that one client address may send per second on average, with bursts of twice "
-        "that; null for no limit.",
+        "that, those with a wrong key included; null for no limit.",
+        minimum=1,
+    )
+    max_connections: int | None = setting(
+        256,
+        "Requests of one client address that may be under way at once, those without a key "
+        "included; null for no limit. A proxy before the gateway is one address.",
         minimum=1,
     )
     start_timeout_s: int = setting(

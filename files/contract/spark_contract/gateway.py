@@ -56,6 +56,8 @@ class Gateway:
     key_path: str
     tls: Tls | None
     user: str = field(default=GATEWAY_USER, metadata=OPTIONAL)
+    # Documents of before it was counted have none.
+    max_connections: int | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def unit(self) -> str:

@@ -30,6 +30,7 @@ def gateway_plan(settings: Settings, host: str) -> GatewayPlan:
             port=serve.port,
             max_body_bytes=serve.max_body_bytes,
             max_requests_per_s=serve.max_requests_per_s,
+            max_connections=serve.max_connections,
             key_path=API_KEY,
             tls=None if serve.tls == "off" else tls_of(SERVICE),
         ),

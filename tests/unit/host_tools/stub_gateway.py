@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from spark_contract.gateway import Gateway
 from spark_host.gateway import api_key, gateway, traffic
@@ -80,10 +81,12 @@ def long_answer(gate: Door) -> http.client.HTTPResponse:
 
 
 @contextmanager
-def running(host: Host) -> Iterator[Door]:
-    settings = host.gateway(port=free_port())
+def running(host: Host, *, engine: bool = True, **changes: Any) -> Iterator[Door]:
+    """Run a gateway on a free port before the stub, or before what listens in its place."""
+    settings = host.gateway(port=free_port(), **changes)
     release = host.release()
-    host.started(release, STUB_PIECE_S="0.05")
+    if engine:
+        host.started(release, STUB_PIECE_S="0.05")
     api_key.make(settings, host.paths)
     traffic.open_for(release, host.paths)
     process = subprocess.Popen(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_host.gateway import api_key, gateway, traffic
+from spark_host.gateway import api_key, gateway, traffic, ways
 from stub_gateway import QUESTION, Door, long_answer
 from stub_host import REPOSITORY, Host
 
@@ -60,9 +60,8 @@ def test_of_the_engine_s_own_paths_exactly_those_of_both_styles_are_let_through(
     # What vLLM 0.32.0 printed at a start in the lab, as "path method".
     routes = (REPOSITORY / "tests/fixtures/engine-routes-0.32.0.txt").read_text().splitlines()
     paths = {line.split()[0].replace("{response_id}", "resp_0a-1_b") for line in routes}
-    template = (REPOSITORY / "files/host/spark_host/gateway/gateway.conf").read_text()
-    allowed = re.search(r"location ~ (\^/v1/\S+)", template)[1]
-    assert {path for path in paths if re.search(allowed, path)} == {
+    allowed = [re.escape(way.path) + way.named.replace("?<", "?P<") + way.end for way in ways.WAYS]
+    assert {path for path in paths if any(re.fullmatch(one, path) for one in allowed)} == {
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/messages",
@@ -75,11 +74,18 @@ def test_of_the_engine_s_own_paths_exactly_those_of_both_styles_are_let_through(
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/messages/count_tokens", "/v1/models/main-model"]
+    ("path", "body"),
+    [
+        ("/v1/embeddings", QUESTION),
+        ("/v1/messages/count_tokens", QUESTION),
+        ("/v1/models/main-model", None),
+    ],
 )
-def test_what_only_some_engines_have_is_theirs_to_refuse(gate: Door, path: str) -> None:
-    assert gate.ask(path, QUESTION)[0] == 401
-    _, _, text = gate.ask(path, QUESTION, Authorization=f"Bearer {gate.key}")
+def test_what_only_some_engines_have_is_theirs_to_refuse(
+    gate: Door, path: str, body: object
+) -> None:
+    assert gate.ask(path, body)[0] == 401
+    _, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
     assert b"no such path" not in text  # the gateway's words
 
 

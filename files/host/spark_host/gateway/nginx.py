@@ -14,8 +14,11 @@ from spark_contract.errors import HostToolError
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
 
-from spark_host.gateway import api_key, listeners
+from spark_host.gateway import api_key, listeners, ways
 from spark_host.system import sockets
+
+LARGE_BODIES = 32
+"""Bodies too large for memory that are on disk at once, from all clients together."""
 
 
 def program(paths: Paths) -> str:
@@ -37,9 +40,11 @@ def render(settings: Gateway, paths: Paths) -> Path:
         HostToolError: nginx refuses the configuration; the one before stays.
     """
     directory = paths.gateway_run(settings.service)
-    directory.mkdir(parents=True, exist_ok=True)
-    # Workers must pass through to their temporary directories, nobody may list or read.
-    os.chmod(directory, 0o711)
+    bodies = paths.gateway_bodies(settings.service)
+    for place in (directory, bodies.parent, bodies):
+        place.mkdir(parents=True, exist_ok=True)
+        # Workers must pass through to their temporary directories, nobody may list or read.
+        os.chmod(place, 0o711)
     files.write_text(directory / "keys.conf", keys_text(api_key.read(settings, paths)), 0o600)
     new = directory / "nginx.conf.new"
     files.write_text(new, config_text(settings, paths), 0o600)
@@ -81,24 +86,35 @@ def keys_text(key: str) -> str:
 
 def config_text(settings: Gateway, paths: Paths) -> str:
     """Return the nginx configuration of a service's gateway."""
-    rate = settings.max_requests_per_s
+    closed = f"if (!-f {paths.traffic(settings.service)}) {{ rewrite ^ /refused/closed last; }}"
     values = {
         "USER": settings.user,
         "GROUP": "nogroup" if settings.user == "nobody" else settings.user,
         "RUN": str(paths.gateway_run(settings.service)),
+        "BODIES": str(paths.gateway_bodies(settings.service) / "body"),
+        "LARGE_BODIES": str(LARGE_BODIES),
         "MAX_BODY_BYTES": str(settings.max_body_bytes),
         "UPSTREAM": f"unix:{sockets.engine(settings.service, paths)}",
         "LISTEN": "\n        ".join(map(_listen, listeners.wanted(settings).listeners)),
         "TLS": _tls(settings, paths),
-        "OPEN_ONLY": f"if (!-f {paths.traffic(settings.service)}) {{ return 503; }}",
-        "LIMIT_ZONE": ""
-        if rate is None
-        else f"limit_req_zone $binary_remote_addr zone=clients:1m rate={rate}r/s; "
-        "limit_req_status 429;",
-        "LIMIT": "" if rate is None else f"limit_req zone=clients burst={rate * 2} nodelay;",
+        "OPEN_ONLY": closed,
+        "WAYS": ways.locations(closed),
+        "LIMITS": _limits(settings),
     }
     template = resources.files("spark_host.gateway").joinpath("gateway.conf").read_text()
     return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
+
+
+def _limits(settings: Gateway) -> str:
+    """Return the limits of one client address."""
+    lines = []
+    if rate := settings.max_requests_per_s:
+        lines += [f"limit_req_zone $binary_remote_addr zone=clients:1m rate={rate}r/s;"]
+        lines += [f"limit_req zone=clients burst={rate * 2} nodelay;"]
+    if most := settings.max_connections:
+        lines += ["limit_conn_zone $binary_remote_addr zone=connections:1m;"]
+        lines += [f"limit_conn connections {most};"]
+    return "\n    ".join(lines)
 
 
 def _listen(one: listeners.Listener) -> str:
@@ -122,5 +138,7 @@ def _tls(settings: Gateway, paths: Paths) -> str:
     return (
         f"# sha256 {digest}\n        ssl_certificate {certificate};\n"
         f"        ssl_certificate_key {key};\n        ssl_protocols TLSv1.2 TLSv1.3;\n"
-        "        ssl_session_cache shared:tls:1m;"
+        # What is encrypted is authenticated with it, and a key that leaks opens no old records.
+        "        ssl_ciphers ECDHE+AESGCM:ECDHE+CHACHA20;\n"
+        "        ssl_session_cache shared:tls:1m;\n        ssl_session_tickets off;"
     )

@@ -1,0 +1,69 @@
+"""What a gateway lets through: each way by method and path, and what the engine gets of it.
+
+The engine never sees the path as a client wrote it. nginx chooses a way by the path in its plain
+form and would forward the one that was sent; so each way names what is forwarded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ANSWER = "(?<id>resp_[A-Za-z0-9_-]+)"
+_MODEL = "(?<id>[A-Za-z0-9][A-Za-z0-9._:-]*)"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Paths that are let through: one, or with ``named`` all that begin and end like it."""
+
+    methods: str
+    path: str
+    named: str = ""  # a regular expression between path and end, its match called `id`
+    end: str = ""
+
+    @property
+    def location(self) -> str:
+        """Return how nginx finds it."""
+        if not self.named:
+            return f"= {self.path}"
+        return f'~ "^{self.path}{self.named}{self.end}$"'
+
+    @property
+    def forwarded(self) -> str:
+        """Return the path that the engine gets."""
+        return f"{self.path}$id{self.end}" if self.named else self.path
+
+
+WAYS = (
+    Way("POST", "/v1/chat/completions"),
+    Way("POST", "/v1/completions"),
+    Way("POST", "/v1/responses"),
+    Way("GET", "/v1/responses/", _ANSWER),
+    Way("POST", "/v1/responses/", _ANSWER, "/cancel"),
+    Way("POST", "/v1/messages"),
+    Way("POST", "/v1/messages/count_tokens"),
+    Way("POST", "/v1/embeddings"),
+    Way("GET", "/v1/models"),
+    Way("GET", "/v1/models/", _MODEL),
+)
+
+
+def locations(when_open: str) -> str:
+    """Return the part of the configuration that lets requests with a key through.
+
+    Args:
+        when_open: what sends a request away while traffic is closed.
+    """
+    return "\n\n        ".join(_location(way, when_open) for way in WAYS)
+
+
+def _location(way: Way, when_open: str) -> str:
+    lines = (
+        f"location {way.location} {{",
+        f"    if ($request_method !~ ^({way.methods})$) {{ rewrite ^ /refused/method last; }}",
+        "    if ($spark_key = 0) { rewrite ^ /refused/key last; }",
+        f"    {when_open}",
+        f"    proxy_pass http://engine{way.forwarded}$is_args$args;",
+        "}",
+    )
+    return "\n        ".join(lines)

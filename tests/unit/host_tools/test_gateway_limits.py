@@ -1,0 +1,218 @@
+"""Somebody without a key reaches the gateway: what he can take of the host and of other clients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from recorder import Recorder, recording
+from stub_gateway import Door, running
+from stub_host import Host
+
+MIB = 1 << 20
+STRANGER = "127.0.0.2"
+
+
+@contextmanager
+def gateway_with(host: Host, nginx: Path, **settings: object) -> Iterator[tuple[Door, Recorder]]:
+    (host.paths.root / "usr/sbin").mkdir(parents=True, exist_ok=True)
+    (host.paths.root / "usr/sbin/nginx").symlink_to(nginx)
+    with (
+        recording(host.paths.engine_socket("main")) as recorder,
+        running(host, engine=False, **settings) as door,
+    ):
+        yield door, recorder
+
+
+def knock(door: Door, text: bytes, source: str = "127.0.0.1") -> socket.socket:
+    """Connect from an address of one's own and send the beginning of something."""
+    address = ("127.0.0.1", door.settings.port)
+    connection = socket.create_connection(address, 10, source_address=(source, 0))
+    connection.sendall(text)
+    return connection
+
+
+def status(connection: socket.socket) -> int:
+    """Return the status of the answer; 0 when the connection ends without one."""
+    try:
+        head = connection.recv(4096)
+    except ConnectionResetError:
+        return 0
+    return int(head.split(b" ")[1]) if head else 0
+
+
+def asking(path: str, key: str = "", *, method: str = "POST", length: int = 2) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {length}"]
+    lines += [f"X-Api-Key: {key}"] if key else []
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def kept_bytes(door: Door) -> dict[str, int]:
+    """Return the bytes of bodies in files, by top folder; nginx unlinks each while it has it."""
+    found = {"run": 0, "var": 0}
+    master = door.process.pid
+    workers = Path(f"/proc/{master}/task/{master}/children").read_text().split()
+    for entry in (entry for pid in workers for entry in Path(f"/proc/{pid}/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            target = Path(os.readlink(entry))
+            if "body" in target.parts:
+                top = target.relative_to(door.host.paths.root).parts[0]
+                found[top] += entry.stat().st_size
+    return found
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/chat/completions", "/metrics", "/"])
+def test_a_body_that_nobody_with_a_key_sends_is_kept_nowhere(
+    host: Host, nginx_program: Path, path: str
+) -> None:
+    with (
+        gateway_with(host, nginx_program, max_body_bytes=8 * MIB) as (door, _),
+        ExitStack() as open_,
+    ):
+        for _ in range(10):
+            connection = open_.enter_context(knock(door, asking(path, length=8 * MIB)))
+            connection.settimeout(2)
+            with contextlib.suppress(OSError):
+                connection.sendall(b"x" * 4 * MIB)
+        time.sleep(0.5)
+        assert kept_bytes(door) == {"run": 0, "var": 0}
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "HEAD"])
+def test_health_is_asked_for_with_get_and_without_a_body(
+    host: Host, nginx_program: Path, method: str
+) -> None:
+    with gateway_with(host, nginx_program) as (door, recorder):
+        with knock(door, asking("/health", method=method, length=0)) as connection:
+            assert status(connection) == 405
+        with knock(door, asking("/health", method=method) + b"{}") as connection:
+            assert status(connection) == 413
+        with knock(door, asking("/health", method="GET", length=4000)) as connection:
+            assert status(connection) == 413
+        assert door.ask("/health")[0] == 200
+        assert recorder.taken() == ["GET /health HTTP/1.1"]
+
+
+def test_bodies_of_clients_with_a_key_lie_on_the_disk_and_not_in_memory(
+    host: Host, nginx_program: Path
+) -> None:
+    with gateway_with(host, nginx_program, max_body_bytes=8 * MIB) as (door, recorder):
+        with knock(door, asking("/v1/completions", door.key, length=8 * MIB)) as connection:
+            connection.sendall(b"x" * (8 * MIB - 1))
+            time.sleep(0.5)
+            kept = kept_bytes(door)
+            assert kept["run"] == 0
+            assert kept["var"] >= 6 * MIB
+            connection.sendall(b"x")
+            assert status(connection) == 200
+        assert recorder.bodies == [8 * MIB]
+        time.sleep(0.2)
+        assert kept_bytes(door)["var"] == 0
+
+
+def test_so_many_large_bodies_are_kept_at_once_and_no_more(host: Host, nginx_program: Path) -> None:
+    length = 200_000
+    with (
+        gateway_with(host, nginx_program, max_body_bytes=MIB) as (door, recorder),
+        ExitStack() as open_,
+    ):
+        begun = [
+            open_.enter_context(knock(door, asking("/v1/completions", door.key, length=length)))
+            for _ in range(40)
+        ]
+        for connection in begun:
+            connection.settimeout(1)
+            with contextlib.suppress(OSError):
+                connection.sendall(b"x" * (length - 1))
+        time.sleep(1)
+        told, _, _ = select.select(begun, [], [], 0)
+        assert [status(connection) for connection in told] == [429] * 8
+        assert kept_bytes(door)["var"] <= 32 * length
+        # Small ones go on meanwhile, and whole ones arrive.
+        assert door.chat(Authorization=f"Bearer {door.key}") == 200
+        assert recorder.bodies
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [("/v1/models", "wrong"), ("/v1/models", ""), ("/no-such-path", ""), ("/health", "")],
+)
+def test_every_request_counts_against_the_limit_of_its_address(
+    host: Host, nginx_program: Path, path: str, key: str
+) -> None:
+    with gateway_with(host, nginx_program, max_requests_per_s=5) as (door, _):
+        found = []
+        for _ in range(40):
+            with knock(door, asking(path, key, method="GET", length=0), STRANGER) as connection:
+                found.append(status(connection))
+        assert 429 in found
+        assert found.index(429) <= 20
+        # The limit is that of an address, not of all.
+        assert door.ask("/v1/models", Authorization=f"Bearer {door.key}")[0] == 200
+
+
+def test_one_address_has_so_many_requests_under_way_and_others_are_served(
+    host: Host, nginx_program: Path
+) -> None:
+    with gateway_with(host, nginx_program, max_connections=5) as (door, recorder):
+        recorder.hold.clear()
+        with ExitStack() as open_:
+            text = asking("/v1/models", door.key, method="GET", length=0)
+            begun = [open_.enter_context(knock(door, text, STRANGER)) for _ in range(8)]
+            for connection in begun:
+                connection.settimeout(1)
+            found = []
+            for connection in begun:
+                with contextlib.suppress(TimeoutError):
+                    found.append(status(connection))
+            assert found == [429] * 3
+            recorder.hold.set()
+            assert door.ask("/v1/models", Authorization=f"Bearer {door.key}")[0] == 200
+
+
+@pytest.mark.parametrize("beginning", [b"", b"GET /v1/models HTTP/1.1\r\nX-"], ids=["idle", "half"])
+def test_thousands_of_connections_that_say_nothing_lock_nobody_out(
+    host: Host, nginx_program: Path, beginning: bytes
+) -> None:
+    with gateway_with(host, nginx_program) as (door, _), ExitStack() as open_:
+        for number in range(2300):
+            with contextlib.suppress(OSError):
+                source = f"127.0.0.{2 + number % 3}"
+                open_.enter_context(knock(door, beginning, source))
+        start = time.monotonic()
+        assert door.ask("/v1/models", Authorization=f"Bearer {door.key}")[0] == 200
+        assert time.monotonic() - start < 2
+
+
+@pytest.mark.slow
+def test_a_head_that_does_not_end_is_cut_off(host: Host, nginx_program: Path) -> None:
+    with gateway_with(host, nginx_program) as (door, _):
+        connection = knock(door, b"GET /v1/models HTTP/1.1\r\n")
+        connection.settimeout(30)
+        start, number = time.monotonic(), 0
+        with contextlib.suppress(OSError):
+            while time.monotonic() - start < 25:
+                connection.sendall(b"X-%d: y\r\n" % number)
+                number += 1
+                connection.settimeout(1)
+                with contextlib.suppress(TimeoutError):
+                    if not connection.recv(1):
+                        break
+        assert time.monotonic() - start < 20
+
+
+def test_a_settings_file_of_before_has_no_such_limits_and_is_read(host: Host) -> None:
+    assert host.gateway().max_connections is None
+
+
+@pytest.fixture(autouse=True)
+def _root_only() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to run nginx as its own account")
