@@ -10,6 +10,7 @@ from pydantic.json_schema import SkipJsonSchema
 from spark_contract.orders import Scheme
 
 from spark_deploy.documents.declare import Gib, Text, needed, section, setting
+from spark_deploy.settings.engine_environment import environment_problems
 from spark_deploy.settings.engine_options import option_problems
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.serving import ENVIRONMENT_NAMES, OPTION_NAMES
@@ -209,6 +210,8 @@ class Profile:
         return self.shared_experts.startswith("fp8") or overlay
 
     def broken(self) -> Iterator[Broken]:
-        """Yield options that are decided elsewhere."""
+        """Yield options and variables that must not be given here."""
         for option, what, fix in option_problems(self.options):
             yield Broken(("options", option), what, fix)
+        for name, what, fix in environment_problems(self.environment):
+            yield Broken(("environment", name), what, fix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -11,6 +10,7 @@ from pydantic import BeforeValidator
 from spark_contract.gateway import EXPOSURES, Expose
 
 from spark_deploy.documents.declare import GIB, MIB, Gib, Mib, about, in_gib, needed, setting
+from spark_deploy.settings.engine_environment import environment_problems
 from spark_deploy.settings.engine_options import option_problems
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.secrets import GENERATED, OwnSecret
@@ -20,7 +20,6 @@ ENVIRONMENT_NAMES = {"pattern": "^[A-Z_][A-Z0-9_]*$"}
 OPTION_NAMES = {"pattern": "^[a-z][a-z0-9_-]*$"}
 _FILE = "^(/|~/).+$"
 _AUDIENCES = ", ".join(f"{one.audience or 'nobody'} ({name})" for name, one in EXPOSURES.items())
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY)")
 
 # YAML reads the bare word off as false.
 _Tls = Annotated[
@@ -207,12 +206,10 @@ class EngineSettings:
     )
 
     def broken(self) -> Iterator[Broken]:
-        """Yield options that are decided elsewhere, and secrets where others can read them."""
+        """Yield options and variables that must not be given here."""
         for option, what, fix in option_problems(self.options):
             yield Broken(("options", option), what, fix)
-        for name in sorted(filter(_SECRET_NAME.search, self.environment)):
-            what = "looks like a secret; the environment of a unit can be read by others"
-            fix = "use hub.token or serve.api_key with {env|file|command: ...}"
+        for name, what, fix in environment_problems(self.environment):
             yield Broken(("environment", name), what, fix)
 
 

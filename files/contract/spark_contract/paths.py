@@ -131,6 +131,10 @@ class Paths:
         """Return where an engine listens that was started before it had a directory of its own."""
         return self.service_run(service) / Path(ENGINE_SOCKET).name
 
+    def engine_environment(self, release: str) -> Path:
+        """Return the file with the variables of a release's container, for root alone."""
+        return self.run / f"{release}.env"
+
     def traffic(self, service: str) -> Path:
         """Return the file whose existence lets requests through the gateway."""
         return self.service_run(service) / "open"

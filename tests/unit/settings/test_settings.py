@@ -189,6 +189,26 @@ WRONG = {
         "looks like a secret",
         "hub.token",
     ),
+    "loader of the engine": (
+        "engine: {environment: {LD_PRELOAD: /cache/x.so}}",
+        "load or run other code",
+        "into the image",
+    ),
+    "another Python for the engine": (
+        "engine: {environment: {PYTHONPATH: /cache}}",
+        "load or run other code",
+        "into the image",
+    ),
+    "another docker": (
+        "engine: {environment: {DOCKER_HOST: 'tcp://a'}}",
+        "docker and its runtimes",
+        "leave it out",
+    ),
+    "two variables in one": (
+        'engine: {environment: {A: "x\\nLD_PRELOAD=/y"}}',
+        "more than one line",
+        "one line",
+    ),
     "not a mapping": ("- v2", "holds a list", "key: value"),
     "broken YAML": ("serve: {port: 1", "line", "correct the YAML"),
     "key twice": ("model: a\nmodel: b", "'model' is given twice", "correct"),

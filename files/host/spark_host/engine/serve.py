@@ -14,7 +14,7 @@ from spark_contract.release import Release
 from spark_contract.sentences import PHASE
 from spark_contract.units import DIGEST_LABEL, SWITCH
 
-from spark_host.engine import account, cdi, memory, tree
+from spark_host.engine import account, cdi, environment, memory, tree
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system import docker, folders
@@ -74,10 +74,10 @@ def run(name: str, paths: Paths) -> int:
     """Become the engine's ``docker run``; the lock is held for the life of the process."""
     release = load(name, paths)
     argv = docker_argv(release, paths)
-    environment = {**os.environ, **release.engine.env}
     _take_engine_lock(release, paths)
+    environment.write(release, paths)
     log(f"starting {release.container}: {release.image.tag}")
-    os.execvpe("docker", argv, environment)
+    os.execvpe("docker", argv, docker.client_environment())
 
 
 def stop(name: str, paths: Paths) -> int:
@@ -97,6 +97,7 @@ def after_stop(name: str, paths: Paths) -> int:
     if alone:  # before docker is asked, which may take its time
         traffic.close(release.service, paths)
     docker.remove_container(release.container)
+    environment.remove(release, paths)
     if alone:
         _leave_no_socket(release, paths)
     return 0
@@ -114,8 +115,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
     for mount in release.engine.mounts:
         text = f"type=bind,source={mount.source},target={mount.target}"
         argv += ["--mount", text + (",readonly" if mount.read_only else "")]
-    for key in sorted(release.engine.env):
-        argv += ["--env", key]
+    argv += ["--env-file", str(paths.engine_environment(release.name))]
     argv += account.docker_arguments(release)
     argv += docker.gpu_arguments(paths)
     return [*argv, *release.engine.docker_args, release.image.tag, *release.engine.argv]

@@ -127,9 +127,14 @@ def container(name: str, limit_s: float) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def client_environment() -> dict[str, str]:
+    """Return all that the docker client needs to know: no other daemon, no other configuration."""
+    return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/root", "LC_ALL": "C.UTF-8"}
+
+
 def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run the docker client and return what it said; the caller judges the exit code."""
-    return finished(["docker", *words], timeout_s)
+    return finished(["docker", *words], timeout_s, client_environment())
 
 
 def remove_container(name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _LIMIT_S = 20.0
 _DEATH_S = 1.0  # a program that was killed dies within this, or is stuck
@@ -16,7 +16,9 @@ class ProgramSilent(Exception):  # noqa: N818 - named after what happened
     """The program is there but did not end in time: what it knows is unknown, not absent."""
 
 
-def finished(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+def finished(
+    argv: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end and return what it said, in plain English; the caller judges it.
 
     One that is not installed answers like one that failed, with the shell's code 127; one that
@@ -29,7 +31,7 @@ def finished(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess
             text=True,
             errors="replace",
             timeout=limit_s,
-            env=_in_english(),
+            env=environment or _in_english(),
             check=False,
         )
     except FileNotFoundError:
