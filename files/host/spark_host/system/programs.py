@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 _LIMIT_S = 20.0
@@ -42,17 +43,18 @@ def finished(
 
 def beginning_of(argv: Sequence[str], limit_s: float, most_bytes: int) -> str | None:
     """Return what a program prints up to so many bytes; ``None`` when that took too long."""
-    late = threading.Event()
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_in_english()
     ) as child:
         assert child.stdout is not None
-        timer = threading.Timer(limit_s, lambda: (late.set(), child.kill()))
+        timer = threading.Timer(limit_s, child.kill)
         timer.start()
+        begun = time.monotonic()
         said = child.stdout.read(most_bytes)
+        late = time.monotonic() - begun >= limit_s
         timer.cancel()
         child.kill()
-    return None if late.is_set() else said.decode(errors="replace")
+    return None if late else said.decode(errors="replace")
 
 
 def _in_english() -> dict[str, str]:
