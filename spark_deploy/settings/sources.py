@@ -76,8 +76,8 @@ class DownloadSettings:
     )
     look_in: tuple[Annotated[str, about(pattern="^/")], ...] = setting(
         ("/srv/spark/sources", "/root/.cache/huggingface/hub", "/home/*/.cache/huggingface/hub"),
-        "Folders on the host (shell globs) that may hold the bytes already; files are linked or "
-        "copied, never moved.",
+        "Folders on the host (shell globs) that may hold the bytes already; files that "
+        "only root can write to are linked, others copied, none is moved.",
         uniqueItems=True,
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -107,3 +109,29 @@ def found(tree: Path) -> SourceReceipt | CheckpointReceipt | None:
         return parse((tree / RECEIPT_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError, DocumentError):
         return None
+
+
+def exposed(tree: Path) -> str | None:
+    """Say which part of a tree somebody else could change after it was proven; ``None``: none.
+
+    A hard link into somebody's home shares its owner and mode, so both are looked at.
+    """
+    for place, folders, names in os.walk(tree):
+        inside = (Path(place) / name for name in (*names, *folders))
+        for path in (Path(place), *inside):
+            why = why_not_ours(path)
+            if why is not None:
+                return f"{path} {why}"
+    return None
+
+
+def why_not_ours(path: Path) -> str | None:
+    """Say why a file or folder is not root's alone to write (or ours); ``None`` when it is."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        return "is a link"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to account {status.st_uid}, who could change it"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written to by others than its owner"
+    return None

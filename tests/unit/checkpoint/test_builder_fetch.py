@@ -108,6 +108,27 @@ def test_a_file_that_its_owner_keeps_to_himself_is_copied_for_all_to_read(
     assert not any("file-1" in path for path, _, _ in hub.requests)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+@pytest.mark.parametrize(
+    ("owner", "mode"), [(65534, 0o644), (65534, 0o444), (0, 0o664), (0, 0o666)]
+)
+def test_a_file_that_somebody_else_could_write_to_is_copied(
+    order, hub, source, tmp_path, owner, mode
+):
+    theirs = tmp_path / "home/blob"
+    theirs.parent.mkdir()
+    theirs.write_bytes((source / "file-1.bin").read_bytes())
+    os.chown(theirs, owner, owner)
+    theirs.chmod(mode)
+    run_tool("fetch", order(look_in=[str(theirs.parent)]))
+    fetched = tmp_path / "out/file-1.bin"
+    assert not os.path.samefile(theirs, fetched)
+    assert (fetched.stat().st_uid, fetched.stat().st_mode & 0o022) == (0, 0)
+    theirs.write_bytes(b"something else")
+    assert contents(tmp_path / "out") == contents(source)
+    assert not any("file-1" in path for path, _, _ in hub.requests)
+
+
 @pytest.mark.parametrize("place", ["file-1.bin", "other-name"])
 def test_a_hub_cache_is_used_through_its_blobs(order, hub, source, tmp_path, place):
     cache = tmp_path / "cache/models--lab--tiny"

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
+from spark_contract.job import ReceiptProof
 from spark_contract.release import Release
 from spark_host.engine import account, serve
+from spark_host.engine import tree as tree_of_engine
+from spark_host.jobs import jobs
 from stub_host import Host, release_data
 
 from tests.receipts import source_receipt
@@ -56,6 +59,48 @@ def test_a_cache_that_root_filled_becomes_the_engines_and_links_in_it_lead_nowhe
     for path in (cache, cache / "triton", cache / "triton/kernel"):
         assert path.stat().st_uid == NOBODY.pw_uid
     assert outside.stat().st_uid == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+@pytest.mark.parametrize("user", ["nobody", None])
+@pytest.mark.parametrize(
+    "what", ["model.safetensors", "receipt.json", "", "more", "more/tokenizer"]
+)
+@pytest.mark.parametrize(("owner", "mode"), [(NOBODY.pw_uid, 0o755), (0, 0o775), (0, 0o757)])
+def test_a_tree_that_somebody_else_could_write_to_starts_no_engine_and_is_made_anew(
+    host: Host, tmp_path: Path, what: str, owner: int, mode: int, user: str | None
+) -> None:
+    tree = tmp_path / "tree"
+    (tree / "more").mkdir(mode=0o755, parents=True)
+    (tree / "model.safetensors").write_bytes(b"x")
+    (tree / "more/tokenizer").write_bytes(b"x")
+    (tree / "receipt.json").write_text(source_receipt("d"))
+    release = host.release(
+        tree={"path": str(tree), "digest": "d"},
+        engine={**release_data()["engine"], "user": user},
+    )
+    held = ReceiptProof(str(tree / "receipt.json"), "d")
+    assert tree_of_engine.problem(release) is None
+    assert jobs._receipt_holds(held)
+
+    os.chown(tree / what, owner, 0)
+    (tree / what).chmod(mode)
+
+    problem = tree_of_engine.problem(release)
+    assert problem is not None
+    assert str(tree / what).rstrip("/") in str(problem)
+    assert "run the deploy again" in str(problem)
+    # The job that makes the tree is done only while nobody else can change what it proved.
+    assert not jobs._receipt_holds(held)
+
+
+def test_a_link_in_a_tree_is_refused(host: Host, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir(mode=0o755)
+    (tree / "receipt.json").write_text(source_receipt("d"))
+    (tree / "model.safetensors").symlink_to("/etc/hostname")
+    release = host.release(tree={"path": str(tree), "digest": "d"})
+    assert "is a link" in str(tree_of_engine.problem(release))
 
 
 @pytest.mark.parametrize(("what", "mode"), [("model.safetensors", 0o600), ("", 0o700)])

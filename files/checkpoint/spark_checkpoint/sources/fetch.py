@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from spark_contract.files import now, sync, write_all
 from spark_contract.orders import FetchFile, FetchPlan
-from spark_contract.receipts import ReceiptFile, SourceReceipt
+from spark_contract.receipts import ReceiptFile, SourceReceipt, why_not_ours
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
@@ -95,7 +95,11 @@ def _missing_files(order: _Order) -> list[FetchFile]:
     missing = []
     for file in order.plan.files:
         path = order.tree_dir / file.path
-        if not path.is_file() or path.stat().st_size != file.size_bytes:
+        if (
+            not path.is_file()
+            or path.stat().st_size != file.size_bytes
+            or why_not_ours(path) is not None
+        ):
             missing.append(file)
             continue
         if file.sha256 is not None:
@@ -133,10 +137,12 @@ def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
         try:
             if not path.stat().st_mode & stat.S_IROTH:
                 raise PermissionError(errno.EPERM, "not for everybody to read", str(path))
+            if why_not_ours(path) is not None:
+                raise PermissionError(errno.EPERM, "others could change it later", str(path))
             os.link(path, target)
         except OSError:
-            # Another filesystem, one without hard links, or a file that its owner keeps from the
-            # engine's account: copy, and trust only the copy.
+            # Another filesystem, one without hard links, a file that its owner keeps from the
+            # engine's account or could write to later: copy, and trust only the copy.
             content = copy_hashed(path, order.part(file), order.content(file))
             if content.mismatch() is not None:
                 return False

@@ -15,16 +15,18 @@ from spark_host.system.log import Report
 
 
 def problem(release: Release) -> HostToolError | None:
-    """Return why the tree is not the release's, by its receipt alone."""
-    receipt = receipts.found(Path(release.tree.path))
+    """Return why the tree is not the release's, by its receipt, or not root's alone to write."""
+    where, path = f"tree {release.tree.path}", Path(release.tree.path)
+    receipt = receipts.found(path)
     found = None if receipt is None else receipt.digest
-    if found == release.tree.digest:
-        return None
-    return HostToolError(
-        f"tree {release.tree.path}",
-        f"receipt digest is {found!r}, the release wants {release.tree.digest!r}",
-        "run the deploy again",
-    )
+    if found != release.tree.digest:
+        what = f"receipt digest is {found!r}, the release wants {release.tree.digest!r}"
+        return HostToolError(where, what, "run the deploy again")
+    exposed = receipts.exposed(path)
+    if exposed is not None:
+        fix = "run the deploy again: it makes the tree anew from files that are root's"
+        return HostToolError(where, exposed, fix)
+    return None
 
 
 def prove(release: Release, report: Report) -> None:

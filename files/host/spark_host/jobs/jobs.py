@@ -69,7 +69,13 @@ def _users_of(tree: Path, paths: Paths) -> list[str]:
 def _receipt_holds(proof: ReceiptProof) -> bool:
     tree = Path(proof.tree)
     receipt = receipts.found(tree)
-    return receipt is not None and receipt.digest == proof.digest and receipt.is_whole(tree)
+    return (
+        receipt is not None
+        and receipt.digest == proof.digest
+        and receipt.is_whole(tree)
+        # Proven once says nothing of what others can change since.
+        and receipts.exposed(tree) is None
+    )
 
 
 def run(digest12: str, paths: Paths) -> int:
