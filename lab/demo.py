@@ -77,12 +77,25 @@ def _pyinfra(deploy: str, *arguments: str, env: dict[str, str] | None = None) ->
 
 
 def _bootstrap(info: dict[str, Any]) -> None:
-    """Answer the password question from a file, since nobody sits at the terminal."""
-    password = next(guest["password"] for guest in info["guests"] if guest["bootstrap"])
-    with tempfile.NamedTemporaryFile("w", prefix="spark-", suffix=".password") as file:
-        file.write(password + "\n")
-        file.flush()
-        _pyinfra("deploys/bootstrap.py", "-y", env={"SPARK_BOOTSTRAP_PASSWORD_FILE": file.name})
+    """Answer both questions from files, since nobody sits at the terminal."""
+    guest = next(guest for guest in info["guests"] if guest["bootstrap"])
+    with (
+        tempfile.NamedTemporaryFile("w", prefix="spark-", suffix=".password") as password,
+        tempfile.NamedTemporaryFile("w", prefix="spark-", suffix=".host-keys") as host_keys,
+    ):
+        for file, text in ((password, guest["password"]), (host_keys, _host_key(guest))):
+            file.write(f"{text}\n")
+            file.flush()
+        given = {
+            "SPARK_BOOTSTRAP_PASSWORD_FILE": password.name,
+            "SPARK_BOOTSTRAP_HOST_KEYS_FILE": host_keys.name,
+        }
+        _pyinfra("deploys/bootstrap.py", "-y", env=given)
+
+
+def _host_key(guest: dict[str, Any]) -> str:
+    """Return the key of a guest as the lab made it, which is how a person at the machine sees it."""
+    return f"{guest['ip']} {guest['host_key']}"
 
 
 def _curl(info: dict[str, Any], guest: dict[str, Any], path: str, body: str = "") -> Any:

@@ -30,12 +30,14 @@ from spark_deploy.inventory.host_keys import (
     CONNECT_TIMEOUT_S,
     Endpoint,
     Seen,
+    is_named,
     look,
     problems_of,
     record,
 )
 
 PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
+HOST_KEYS_FILE_VARIABLE = "SPARK_BOOTSTRAP_HOST_KEYS_FILE"
 CONTACT_KEY = "spark_deploy_contact"  # in pyinfra's data of a host
 
 _USUAL_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -114,7 +116,6 @@ def prepare(
     hosts: Mapping[str, Mapping[str, Any]],
     *,
     asked: Asked,
-    agree: bool = False,
     confirm: Callable[[str], str] = input,
 ) -> dict[str, dict[str, Any]]:
     """Record host keys, find out who needs a password and ask for it once.
@@ -122,7 +123,6 @@ def prepare(
     Args:
         hosts: pyinfra's data of each host (``ssh_hostname``, ``ssh_user``, ...).
         asked: the password of this run, shared by all its groups.
-        agree: record new host keys without a question (``-y``).
         confirm: reads the answer about new host keys.
 
     Returns:
@@ -136,7 +136,7 @@ def prepare(
         return {}
     with ThreadPoolExecutor(max_workers=16) as pool:
         seen = list(pool.map(look, endpoints))
-    _trust(seen, agree=agree, confirm=confirm)
+    _trust(seen, confirm)
     reachable = [item.endpoint for item in seen if item.state != "unreachable"]
     with ThreadPoolExecutor(max_workers=16) as pool:
         accesses = dict(zip((e.host for e in reachable), pool.map(try_key, reachable), strict=True))
@@ -161,7 +161,11 @@ def _endpoint(host: str, data: Mapping[str, Any]) -> Endpoint:
     )
 
 
-def _trust(seen: Sequence[Seen], *, agree: bool, confirm: Callable[[str], str]) -> None:
+def _trust(seen: Sequence[Seen], confirm: Callable[[str], str]) -> None:
+    """Record new host keys that a person saw, or brought along; ``-y`` agrees to none.
+
+    A password goes to whoever shows the key, so nobody must be able to skip the look at it.
+    """
     changed = problems_of(seen)
     if changed:
         raise SettingsError(changed)
@@ -170,12 +174,18 @@ def _trust(seen: Sequence[Seen], *, agree: bool, confirm: Callable[[str], str]) 
         return
     for item in new:
         _say(f"{item.endpoint.host} ({item.entry_name}) shows the host key {item.fingerprint}")
-    if not agree:
-        if not sys.stdin.isatty():
-            raise SettingsError.one(
-                "host keys", "are new and nobody is there to agree", "add -y, or run in a terminal"
-            )
-        if confirm(f"record {'it' if len(new) == 1 else 'them'}? [y/N] ").strip().lower() != "y":
+    brought = os.environ.get(HOST_KEYS_FILE_VARIABLE)
+    unseen = [item for item in new if not (brought and is_named(item, brought))]
+    if unseen and not sys.stdin.isatty():
+        raise SettingsError.one(
+            f"host key of {', '.join(item.endpoint.host for item in unseen)}",
+            "is new and nobody is there to agree, which -y does not do",
+            f"run in a terminal, or set {HOST_KEYS_FILE_VARIABLE} to a known_hosts file with the "
+            "key as the machine itself shows it",
+        )
+    if unseen:
+        many = "it" if len(unseen) == 1 else "them"
+        if confirm(f"record {many}? [y/N] ").strip().lower() != "y":
             raise SettingsError.one("host keys", "were not agreed to", "compare them and run again")
     record(new)
     for path in sorted({str(item.path) for item in new}):

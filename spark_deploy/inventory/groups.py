@@ -116,7 +116,7 @@ def _first_contact(
     from spark_deploy.inventory.bootstrap import Asked, prepare
 
     asked = _of_this_run("password", Asked)
-    return list(prepare(data, asked=asked, agree=bool(arguments.get("yes"))).items())
+    return list(prepare(data, asked=asked).items())
 
 
 def _of_this_run(what: str, make: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from paramiko import HostKeys, PKey, SSHException, Transport
 from paramiko.hostkeys import HostKeyEntry
 from pyinfra.connectors.sshuserclient.client import SSHClient, get_host_keys
 
-from spark_deploy.errors import Problem
+from spark_deploy.errors import Problem, SettingsError
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -117,6 +117,26 @@ def problems_of(seen: Sequence[Seen]) -> list[Problem]:
         for item in seen
         if item.state == "changed"
     ]
+
+
+def is_named(item: Seen, file: str) -> bool:
+    """Return whether a known_hosts file names exactly the key that a host showed.
+
+    Raises:
+        SettingsError: The file cannot be read, or has another key for the host.
+    """
+    path = Path(file).expanduser()
+    try:
+        named = HostKeys(str(path)).lookup(item.entry_name) or {}
+    except OSError as error:
+        fix = "name a readable known_hosts file"
+        raise SettingsError.one(str(path), str(error.strerror), fix) from error
+    key = named.get(item.key.get_name()) if item.key else None
+    if named and key != item.key:
+        what = f"shows the host key {item.fingerprint}, {path} has another"
+        fix = "compare with the machine itself: someone may stand between"
+        raise SettingsError.one(item.endpoint.host, what, fix)
+    return key is not None
 
 
 def record(seen: Sequence[Seen]) -> None:

@@ -30,9 +30,16 @@ class NewHost:
         self.password = root / "password"
         self.password.touch(mode=0o600)
         self.password.write_text(self.about["password"] + "\n")
+        # What a person reads at the machine.
+        self.host_keys = root / "host_keys"
+        self.host_keys.write_text(f"{self.about['ip']} {self.about['host_key']}\n")
 
-    def bootstrap(self, *arguments: str, password: Path | None = None) -> Run:
+    def bootstrap(
+        self, *arguments: str, password: Path | None = None, compared: bool = True
+    ) -> Run:
         env = {"SPARK_BOOTSTRAP_PASSWORD_FILE": str(password)} if password else {}
+        if compared:
+            env["SPARK_BOOTSTRAP_HOST_KEYS_FILE"] = str(self.host_keys)
         return self.site.deploy(*arguments, deploy="deploys/bootstrap.py", env=env)
 
     def console(self, command: str) -> str:
@@ -44,6 +51,16 @@ class NewHost:
 def new_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewHost]:
     yield NewHost(tmp_path_factory.mktemp("site"))
     lab("down", GUEST)
+
+
+def test_a_host_key_that_nobody_compared_is_sent_no_password(new_host: NewHost) -> None:
+    run = new_host.bootstrap(password=new_host.password, compared=False)
+    assert run.exit_code != 0
+    assert "which -y does not do" in run.stderr
+    assert not new_host.known_hosts.exists()
+    # Its own log says who knocked: nobody tried a password.
+    said = new_host.console("journalctl -u ssh -o cat --no-pager")
+    assert "password" not in said.lower()
 
 
 def test_a_wrong_password_changes_nothing(new_host: NewHost, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(hosts: dict[str, dict[str, Any]], ask: Any = None) -> dict[str, dict[str, Any]]:
     asked = bootstrap.Asked(ask) if ask else bootstrap.Asked()
-    return bootstrap.prepare(hosts, asked=asked, agree=True)
+    return bootstrap.prepare(hosts, asked=asked, confirm=lambda _: "y")
 
 
 def contact_in(data: dict[str, dict[str, Any]], name: str) -> bootstrap.Contact:
@@ -53,10 +53,15 @@ def new_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict
     """Two hosts that want a password; one host that is ready; key and known_hosts in tmp_path."""
     monkeypatch.setattr(bootstrap, "takes_password", lambda e, password: password != "wrong")
     (tmp_path / "id.pub").write_text("ssh-ed25519 AAAA ann@desk\n")
+    names = ("spark-1", "spark-2", "ready")
+    keys = {f"{name}.example.test": new_key() for name in names}
     monkeypatch.setattr(
         bootstrap,
         "look",
-        lambda e: Seen(e, e.hostname, Path(e.known_hosts), "new", new_key(), None),
+        lambda e: Seen(e, e.hostname, Path(e.known_hosts), "new", keys[e.hostname], None),
+    )
+    (tmp_path / "host_keys").write_text(
+        "".join(f"{HostKeyEntry([name], key).to_line()}" for name, key in keys.items())
     )
     monkeypatch.setattr(
         bootstrap,
@@ -70,7 +75,7 @@ def new_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict
             "ssh_key": str(tmp_path / "id"),
             "ssh_known_hosts_file": str(tmp_path / "known_hosts"),
         }
-        for name in ("spark-1", "spark-2", "ready")
+        for name in names
     }
 
 
@@ -133,7 +138,7 @@ def test_a_second_group_does_not_ask_again(new_hosts) -> None:
     asked = []
     password = bootstrap.Asked(lambda text: asked.append(text) or "x")
     for name in ("spark-1", "spark-2"):
-        bootstrap.prepare({name: new_hosts[name]}, agree=True, asked=password)
+        bootstrap.prepare({name: new_hosts[name]}, asked=password, confirm=lambda _: "y")
     assert len(asked) == 1
     assert "ann on spark-1" in asked[0]
 
@@ -145,16 +150,63 @@ def test_new_keys_that_nobody_agrees_to_are_not_recorded(new_hosts, tmp_path: Pa
     assert not (tmp_path / "known_hosts").exists()
 
 
-def test_without_a_terminal_the_way_to_give_a_password_is_named(new_hosts, monkeypatch) -> None:
+@pytest.fixture
+def _pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", type("Pipe", (), {"isatty": lambda self: False})())
+
+
+@pytest.fixture
+def _compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The keys of the new hosts, as a person read them at the machines."""
+    monkeypatch.setenv(bootstrap.HOST_KEYS_FILE_VARIABLE, str(tmp_path / "host_keys"))
+
+
+@pytest.mark.usefixtures("_pipe")
+def test_no_password_goes_to_a_host_whose_key_nobody_saw(
+    new_hosts, monkeypatch, tmp_path: Path
+) -> None:
+    (tmp_path / "password").write_text("secret\n")
+    monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
+    for contact in ("try_key", "takes_password"):
+        monkeypatch.setattr(bootstrap, contact, lambda *_: pytest.fail("was contacted"))
+    # As `-y` has it: nobody is asked.
+    with pytest.raises(SettingsError, match="which -y does not do") as refused:
+        bootstrap.prepare(
+            new_hosts, asked=bootstrap.Asked(), confirm=lambda _: pytest.fail("asked")
+        )
+    assert bootstrap.HOST_KEYS_FILE_VARIABLE in str(refused.value)
+    assert not (tmp_path / "known_hosts").exists()
+
+
+@pytest.mark.usefixtures("_pipe", "_compared")
+def test_a_key_that_was_brought_along_is_recorded_and_another_one_is_refused(
+    new_hosts, monkeypatch, tmp_path: Path
+) -> None:
+    (tmp_path / "password").write_text("secret\n")
+    monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
+    asked = bootstrap.Asked()
+    bootstrap.prepare(new_hosts, asked=asked, confirm=lambda _: pytest.fail("asked"))
+    assert (tmp_path / "known_hosts").read_text().count("\n") == 3
+
+    (tmp_path / "known_hosts").unlink()
+    lines = (tmp_path / "host_keys").read_text().splitlines()
+    others = HostKeyEntry(["spark-1.example.test"], new_key()).to_line()
+    (tmp_path / "host_keys").write_text("\n".join([others.strip(), *lines[1:]]) + "\n")
+    with pytest.raises(SettingsError, match="someone may stand between"):
+        bootstrap.prepare(new_hosts, asked=asked, confirm=lambda _: "y")
+    assert not (tmp_path / "known_hosts").exists()
+
+
+@pytest.mark.usefixtures("_pipe", "_compared")
+def test_without_a_terminal_the_way_to_give_a_password_is_named(new_hosts) -> None:
     with pytest.raises(SettingsError, match=bootstrap.PASSWORD_FILE_VARIABLE):
         prepare(new_hosts)
 
 
+@pytest.mark.usefixtures("_pipe", "_compared")
 def test_a_password_file_serves_where_there_is_no_terminal(
     new_hosts, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr("sys.stdin", type("Pipe", (), {"isatty": lambda self: False})())
     (tmp_path / "password").write_text("pass word\nsecond line\n")
     monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
     data = prepare(new_hosts)
@@ -162,6 +214,7 @@ def test_a_password_file_serves_where_there_is_no_terminal(
     assert contact_in(data, "spark-2").password.unmask() == "pass word"
 
 
+@pytest.mark.usefixtures("_compared")
 def test_debug_output_shows_stars_for_the_password(new_hosts, monkeypatch, tmp_path) -> None:
     (tmp_path / "password").write_text("geheim\n")
     monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
@@ -169,6 +222,7 @@ def test_debug_output_shows_stars_for_the_password(new_hosts, monkeypatch, tmp_p
     assert "geheim" not in f"{data!r} {data} {contact_in(data, 'spark-1')!r}"
 
 
+@pytest.mark.usefixtures("_compared")
 def test_hosts_that_are_ready_ask_nobody(new_hosts) -> None:
     def nobody(_: str) -> str:
         raise AssertionError("asked")
