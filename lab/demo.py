@@ -94,7 +94,7 @@ def _bootstrap(info: dict[str, Any]) -> None:
 
 
 def _host_key(guest: dict[str, Any]) -> str:
-    """Return the key of a guest as the lab made it, which is how a person at the machine sees it."""
+    """Return the key of a guest as the lab made it, and as a person at the machine sees it."""
     return f"{guest['ip']} {guest['host_key']}"
 
 

@@ -28,8 +28,10 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from spark_contract.files import write_pieces
 
 from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.payload.name_constraints import constraints, missing, permitted
 from spark_deploy.planning.types import GatewayPlan
 
 _Loaded = TypeVar("_Loaded")
@@ -153,11 +155,12 @@ def why_not(
 
 def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
     """Return a new key with a certificate of the private CA, which is made when there is none."""
-    authority = _authority(ca_dir) or _make_authority(ca_dir)
+    authority = _widened(_authority(ca_dir) or _make_authority(ca_dir, names), names, ca_dir)
     key = ec.generate_private_key(ec.SECP256R1())
     end = min(now() + timedelta(days=days), authority.certificate.not_valid_after_utc)
     builder = (
-        _builder(names[0], end)
+        # Not the name itself: without a DNS name beside it, clients would take it for one.
+        _builder(_name(f"gateway of {names[0]}"), end)
         .issuer_name(authority.certificate.subject)
         .public_key(key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -200,15 +203,48 @@ def _authority(ca_dir: str) -> _Authority | None:
     return _Authority(certificate, key)
 
 
-def _make_authority(ca_dir: str) -> _Authority:
+def _make_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
     """Make the CA's folder in one step, so that there is a whole one or none."""
     folder = Path(ca_dir).expanduser()
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}"
-    certificate = (
-        _builder(subject, now() + timedelta(days=CA_DAYS))
-        .issuer_name(_name(subject))
+    subject = _name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")
+    certificate = _self_signed(key, subject, now() + timedelta(days=CA_DAYS), names)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    (made / CA_FILE).write_bytes(certificate.public_bytes(Encoding.PEM))
+    with open(os.open(made / CA_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as to:
+        to.write(_pem(key))
+    made.rename(folder)
+    return _Authority(certificate, key)
+
+
+def _widened(authority: _Authority, names: Sequence[str], ca_dir: str) -> _Authority:
+    """Return the CA with leave to sign for these names, too: same key, same name, same end.
+
+    Clients with the earlier file still trust the hosts that it was made for.
+    """
+    before = authority.certificate
+    if not missing(before, names):
+        return authority
+    certificate = _self_signed(
+        authority.key,
+        before.subject,
+        before.not_valid_after_utc,
+        [*(permitted(before) or ()), *names],
+    )
+    path = ca_path(ca_dir)
+    write_pieces(path, [certificate.public_bytes(Encoding.PEM)])
+    return _Authority(certificate, authority.key)
+
+
+def _self_signed(
+    key: ec.EllipticCurvePrivateKey, subject: x509.Name, end: datetime, names: Sequence[str]
+) -> x509.Certificate:
+    return (
+        _builder(subject, end)
+        .issuer_name(subject)
         .public_key(key.public_key())
+        .add_extension(constraints(names), critical=True)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(
             x509.KeyUsage(
@@ -221,19 +257,12 @@ def _make_authority(ca_dir: str) -> _Authority:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )  # fmt: skip
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    (made / CA_FILE).write_bytes(certificate.public_bytes(Encoding.PEM))
-    with open(os.open(made / CA_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as to:
-        to.write(_pem(key))
-    made.rename(folder)
-    return _Authority(certificate, key)
 
 
-def _builder(subject: str, end: datetime) -> x509.CertificateBuilder:
+def _builder(subject: x509.Name, end: datetime) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
-        .subject_name(_name(subject))
+        .subject_name(subject)
         .serial_number(x509.random_serial_number())
         # Clocks of hosts and clients differ a little.
         .not_valid_before(now() - timedelta(hours=1))

@@ -164,3 +164,82 @@ def test_a_gateway_without_a_name_cannot_have_a_certificate(tmp_path):
     plan = gateway_plan(found["@local"].settings, "@local")
     said(check_gateway(plan), "serve.address", "nobody said")
     assert check_gateway(dataclasses.replace(plan, address="spark.example.org")) == []
+
+
+def signed_by(ca: Path, name: str, folder: Path) -> Path:
+    """Return a certificate that whoever stole the CA's key made with openssl."""
+    key, request, leaf, more = (folder / f"stolen.{end}" for end in ("key", "csr", "pem", "ext"))
+    openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+            "-subj", "/CN=x", "-keyout", key, "-out", request)  # fmt: skip
+    more.write_text(f"subjectAltName={name}\nextendedKeyUsage=serverAuth\n")
+    openssl("x509", "-req", "-in", request, "-CA", ca / "ca.pem", "-CAkey", ca / "ca-key.pem",
+            "-CAcreateserial", "-days", "30", "-extfile", more, "-out", leaf)  # fmt: skip
+    return leaf
+
+
+def verified(ca: Path, leaf: Path) -> str:
+    done = subprocess.run(
+        ["openssl", "verify", "-purpose", "sslserver", "-CAfile", str(ca / "ca.pem"), str(leaf)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("DNS:bank.example.com", "DNS:example.org", "DNS:other.example.org", "DNS:com"),
+        *("IP:10.0.0.8", "IP:192.0.2.7", "IP:2001:db8::1", "DNS:invalid"),
+    ],
+)
+def test_a_stolen_ca_signs_for_no_name_but_those_of_its_hosts(tmp_path, name):
+    ca = tmp_path / "ca"
+    issue(NAMES, str(ca))
+    assert "permitted subtree violation" in verified(ca, signed_by(ca, name, tmp_path))
+    assert verified(ca, signed_by(ca, f"DNS:{NAMES[0]}", tmp_path)).endswith(": OK\n")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(["spark-1"], ["10.0.0.9"], ["fd00::9"], ["*.lab.example.org", "lab.example.org"]),
+        ["Spark.Example.org"],
+    ],
+)
+def test_hosts_of_every_kind_of_name_are_covered(tmp_path, names):
+    ca, leaf = tmp_path / "ca", tmp_path / "leaf.pem"
+    leaf.write_bytes(issue(names, str(ca)).certificate)
+    assert verified(ca, leaf).endswith(": OK\n")
+    other = signed_by(ca, "DNS:bank.example.com,IP:192.0.2.9", tmp_path)
+    assert "permitted subtree violation" in verified(ca, other)
+
+
+def test_another_host_widens_the_same_ca_and_the_hosts_before_stay_trusted(tmp_path):
+    ca, first, second = tmp_path / "ca", tmp_path / "first.pem", tmp_path / "second.pem"
+    made = issue(NAMES, str(ca))
+    first.write_bytes(made.certificate)
+    key, before = (ca / "ca-key.pem").read_bytes(), (ca / "ca.pem").read_bytes()
+    issue(NAMES, str(ca))
+    assert (ca / "ca.pem").read_bytes() == before  # nothing new to sign for
+
+    second.write_bytes(issue(["spark-2.example.org"], str(ca)).certificate)
+    assert (ca / "ca-key.pem").read_bytes() == key
+    for leaf in (first, second):
+        assert verified(ca, leaf).endswith(": OK\n")
+    assert why_not(made.certificate, public(made.key), NAMES, str(ca)) == ""
+    # Clients that have the earlier file go on with the hosts that it was made for.
+    (ca / "ca.pem").write_bytes(before)
+    assert verified(ca, first).endswith(": OK\n")
+    assert "permitted subtree violation" in verified(ca, second)
+
+
+def test_a_ca_that_was_made_without_limits_goes_on_as_it_is(tmp_path, monkeypatch):
+    ca, leaf = tmp_path / "ca", tmp_path / "leaf.pem"
+    ca.mkdir(mode=0o700)
+    openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+            "-subj", "/CN=earlier CA", "-days", "900", "-addext", "keyUsage=critical,keyCertSign",
+            "-keyout", ca / "ca-key.pem", "-out", ca / "ca.pem")  # fmt: skip
+    before = (ca / "ca.pem").read_bytes()
+    leaf.write_bytes(issue(NAMES, str(ca)).certificate)
+    assert (ca / "ca.pem").read_bytes() == before
+    assert verified(ca, leaf).endswith(": OK\n")
