@@ -190,7 +190,9 @@ class Guest:
 
     def metrics(self) -> str:
         """Return the running engine's own counters, from its socket."""
-        return self.run("curl -sS --unix-socket /run/spark/engines/main/engine.sock http://engine/metrics")
+        return self.run(
+            "curl -sS --unix-socket /run/spark/engines/main/engine.sock http://engine/metrics"
+        )
 
     def names(self) -> list[str]:
         """Return the served model names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def problems_of(
         where: names the file that set a key path.
         renamed: keys of earlier forms, and how the same is written now: a guess would mislead.
     """
-    validator = jsonschema.Draft202012Validator(schema)
+    validator = _Validator(schema)
     for error in sorted(validator.iter_errors(data), key=lambda e: dotted(tuple(e.absolute_path))):
         path = tuple(error.absolute_path)
         if error.validator == "additionalProperties" and isinstance(error.schema, dict):
@@ -58,6 +59,20 @@ def problems_of(
         else:
             place = f"{where(path)}: {dotted(path)}" if path else where(path)
             yield Problem(place, _say(error), _advise(error))
+
+
+def _matches(
+    validator: Any, pattern: str, instance: Any, schema: Mapping[str, Any]
+) -> Iterator[jsonschema.ValidationError]:
+    """Match as JSON schema means it: ``$`` is the end of the text, no newline comes before it."""
+    whole = re.sub(r"(?<!\\)\$", r"\\Z", pattern)
+    if isinstance(instance, str) and not re.search(whole, instance):
+        yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+_Validator = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
+    jsonschema.Draft202012Validator, {"pattern": _matches}
+)
 
 
 def closest(word: str, known: Sequence[str]) -> str | None:

@@ -127,7 +127,7 @@ def is_named(item: Seen, file: str) -> bool:
     """
     path = Path(file).expanduser()
     try:
-        named = HostKeys(str(path)).lookup(item.entry_name) or {}
+        named: Mapping[str, PKey] = HostKeys(str(path)).lookup(item.entry_name) or {}
     except OSError as error:
         fix = "name a readable known_hosts file"
         raise SettingsError.one(str(path), str(error.strerror), fix) from error

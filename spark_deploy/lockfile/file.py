@@ -30,6 +30,19 @@ def read_lock(path: Path) -> Lock:
     return convert(Lock, data)
 
 
+def checked(lock: Lock) -> Lock:
+    """Return a lock made of answers of others, if it has the form that is demanded of the file.
+
+    Raises:
+        LockError: A hub or registry answered what must not reach a host.
+    """
+    data, where = typed(lock, nulls=False), "the answer of the hub or registry"
+    problems = list(problems_of(data, load_schema("lock"), lambda key: where))
+    if problems:
+        raise LockError(problems)
+    return lock
+
+
 def write_lock(path: Path, lock: Lock) -> None:
     """Write the lock in one step: a reader sees the old file or the new one."""
     data = typed(lock, nulls=False)

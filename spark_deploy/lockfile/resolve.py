@@ -9,7 +9,7 @@ from pathlib import Path
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.lockfile import hub, registry
-from spark_deploy.lockfile.file import read_lock, write_lock
+from spark_deploy.lockfile.file import checked, read_lock, write_lock
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource
 from spark_deploy.settings.read_secret import read_secret
 from spark_deploy.settings.types import Settings
@@ -80,7 +80,7 @@ def resolve(lock: Lock, wanted: Names, settings: Settings, say: Say) -> Lock:
     """Ask hub and registries for ``wanted`` and return the lock with the answers."""
     sources = [_source(name, settings, say) for name in sorted(wanted.sources)]
     images = [_image(name, settings, say) for name in sorted(wanted.images)]
-    return lock.also(sources, images)
+    return checked(lock.also(sources, images))
 
 
 def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource:

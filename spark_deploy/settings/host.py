@@ -10,9 +10,15 @@ from typing import Annotated, Any, Literal
 
 from spark_deploy.documents.declare import GIB, Gib, Text, about, setting
 from spark_deploy.settings.rules import Broken
+from spark_deploy.settings.sinks import (
+    ADDRESS,
+    FOLDER,
+    LOGIN,
+    PACKAGE,
+    Packages,
+    is_the_system_s,
+)
 from spark_deploy.settings.sources import RepositoryNames
-
-_FOLDER = r"^/[^\s]*[^\s/]$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class BaseSettings:
     Switched off again, only the driver's hold and protect_login are taken back; the rest stays.
     """
 
-    packages: tuple[Text, ...] = setting(
+    packages: Packages = setting(
         ("ca-certificates", "curl", "jq", "nginx-light", "pciutils", "python3"),
         "Packages of the distribution that our tools need.",
         uniqueItems=True,
@@ -83,7 +89,7 @@ class CudaSettings:
     version: str = setting(
         "13.0", "Toolkit version that must be there; quote it.", pattern=r"^[0-9]+\.[0-9]+$"
     )
-    package: str = setting("cuda-toolkit-13-0", "Package that installs it.")
+    package: str = setting("cuda-toolkit-13-0", "Package that installs it.", pattern=PACKAGE)
     repositories: RepositoryNames = setting(
         (),
         "Names from `repositories` to add before the toolkit is installed; unused when it is "
@@ -96,10 +102,10 @@ class CudaSettings:
 class DockerSettings:
     """Container engine and NVIDIA runtime; kept when present."""
 
-    packages: tuple[Text, ...] = setting(
+    packages: Packages = setting(
         ("docker.io",), "Installed when no engine is there.", uniqueItems=True
     )
-    toolkit_packages: tuple[Text, ...] = setting(
+    toolkit_packages: Packages = setting(
         ("nvidia-container-toolkit",),
         "Installed when the NVIDIA runtime is not there.",
         uniqueItems=True,
@@ -140,24 +146,28 @@ class PathSettings:
     /etc/spark, /var/lib/spark, /usr/local/lib/spark.
     """
 
-    models_dir: str = setting("/srv/spark/models", "Built checkpoints.", pattern=_FOLDER)
+    models_dir: str = setting("/srv/spark/models", "Built checkpoints.", pattern=FOLDER)
     sources_dir: str = setting(
         "/srv/spark/sources",
         "Verified source trees. On the same filesystem as models_dir, base shards are linked "
         "instead of copied.",
-        pattern=_FOLDER,
+        pattern=FOLDER,
     )
     cache_dir: str = setting(
-        "/srv/spark/cache", "Compile caches of the engine, one per image.", pattern=_FOLDER
+        "/srv/spark/cache", "Compile caches of the engine, one per image.", pattern=FOLDER
     )
     docker_dir: str = setting(
         "/var/lib/docker",
         "Where the container engine keeps images; used by the disk plan only.",
-        pattern=_FOLDER,
+        pattern=FOLDER,
     )
 
     def broken(self) -> Iterator[Broken]:
-        """Yield folders that lie inside each other."""
+        """Yield folders that are not ours to fill, and such that lie inside each other."""
+        for key in ("models_dir", "sources_dir", "cache_dir"):
+            if is_the_system_s(getattr(self, key)):
+                what = f"{getattr(self, key)} is the system's, or others than root may write there"
+                yield Broken((key,), what, "name a folder of root's own, such as /srv/spark/models")
         paths = ((getattr(self, field.name), field.name) for field in dataclasses.fields(self))
         for (path, key), (other, other_key) in itertools.pairwise(sorted(paths)):
             if other == path or other.startswith(path + "/"):
@@ -169,8 +179,10 @@ class PathSettings:
 class SshSettings:
     """How to reach a host; null leaves it to ~/.ssh/config."""
 
-    hostname: Text | None = setting(None, "Address, when the inventory name does not resolve.")
-    user: Text | None = setting(None, "Login user.")
+    hostname: str | None = setting(
+        None, "Address, when the inventory name does not resolve.", pattern=ADDRESS
+    )
+    user: str | None = setting(None, "Login user.", pattern=LOGIN)
     port: int | None = setting(None, "SSH port.", minimum=1, maximum=65535)
     key_file: Text | None = setting(None, "Private key on the controller.")
     config_file: Text | None = setting(None, "Another file than ~/.ssh/config.")

@@ -20,6 +20,7 @@ from spark_deploy.documents.declare import convert
 from spark_deploy.documents.files import load_schema, read_mapping
 from spark_deploy.documents.schema_check import KeyPath, dotted, problems_of
 from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.settings.sinks import control_characters
 from spark_deploy.settings.types import Settings
 
 
@@ -149,7 +150,16 @@ def _host_settings(
         return _origin(layers, path)
 
     schema = load_schema("settings", checkout=checkout)
-    found = list(problems_of(data, schema, where))
+    found = [
+        Problem(
+            f"{where(place)}: {dotted(place)}",
+            "holds a line break or another control character",
+            "write it in one line",
+        )
+        for place in control_characters(data)
+        if place[:2] != ("engine", "options")  # JSON text, and an argument of its own
+    ]
+    found += problems_of(data, schema, where)
     settings = typing.cast(Settings, None if found else convert(Settings, data))
     if not found:
         catalog = functools.partial(catalog_names, checkout=checkout)

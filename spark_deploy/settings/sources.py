@@ -7,10 +7,10 @@ from typing import Annotated
 
 from pydantic.json_schema import SkipJsonSchema
 
-from spark_deploy.documents.declare import Mib, Text, about, needed, of_key, setting
+from spark_deploy.documents.declare import Mib, about, needed, of_key, setting
 from spark_deploy.settings.secrets import SecretRef
+from spark_deploy.settings.sinks import COMPONENT, GLOB, SUITE, URL
 
-URL = r"^https?://[^\s]*[^\s/]$"
 REPOSITORY_NAME = "^[a-z0-9][a-z0-9._-]*$"
 
 RepositoryNames = tuple[Annotated[str, about(pattern=REPOSITORY_NAME)], ...]
@@ -20,11 +20,13 @@ RepositoryNames = tuple[Annotated[str, about(pattern=REPOSITORY_NAME)], ...]
 class RegistrySettings:
     """How image registries are reached."""
 
-    insecure: tuple[Annotated[str, about(pattern=r"^[^/\s]+:[0-9]+$")], ...] = setting(
-        (),
-        "Registries spoken to over plain HTTP, as host:port.",
-        uniqueItems=True,
-        examples=[["192.168.1.10:5000"]],
+    insecure: tuple[Annotated[str, about(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]+$")], ...] = (
+        setting(
+            (),
+            "Registries spoken to over plain HTTP, as host:port.",
+            uniqueItems=True,
+            examples=[["192.168.1.10:5000"]],
+        )
     )
 
 
@@ -74,7 +76,7 @@ class DownloadSettings:
         minimum=0,
         maximum=30,
     )
-    look_in: tuple[Annotated[str, about(pattern="^/")], ...] = setting(
+    look_in: tuple[Annotated[str, about(pattern=GLOB)], ...] = setting(
         ("/srv/spark/sources", "/root/.cache/huggingface/hub", "/home/*/.cache/huggingface/hub"),
         "Folders on the host (shell globs) that may hold the bytes already; files that "
         "only root can write to are linked, others copied, none is moved.",
@@ -88,8 +90,8 @@ class RepositorySettings:
 
     name: SkipJsonSchema[str] = of_key()
     url: str = needed("Base URL.", pattern=URL)
-    suite: Text = needed("Suite, or ./ for a flat repository.")
-    components: tuple[Text, ...] = needed(
+    suite: str = needed("Suite, or ./ for a flat repository.", pattern=SUITE)
+    components: tuple[Annotated[str, about(pattern=COMPONENT)], ...] = needed(
         "Components; empty for a flat repository.", uniqueItems=True
     )
     key_url: str = needed("Where the signing key lies.", pattern=URL)

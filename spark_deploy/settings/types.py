@@ -34,6 +34,7 @@ from spark_deploy.settings.serving import (
     ServeSettings,
     WatchSettings,
 )
+from spark_deploy.settings.sinks import BELOW, CONTAINER
 from spark_deploy.settings.sources import (
     REPOSITORY_NAME,
     DownloadSettings,
@@ -78,11 +79,12 @@ class Settings:
     memory: MemorySettings = section(MemorySettings, heading="Memory: one pool for CPU and GPU")
     watch: WatchSettings = section(WatchSettings)
     check: CheckSettings = section(CheckSettings)
-    lock_file: Text = setting(
+    lock_file: str = setting(
         "spark.lock.yml",
         "Path of the lock, relative to the folder that holds the inventory's group_vars. The lock "
         "turns names into commits and digests.",
         heading="Where things come from",
+        pattern=BELOW,
         examples=["spark.lock.yml"],
     )
     locked: Literal["first-use", "required"] = setting(
@@ -127,7 +129,7 @@ class Settings:
         "deploy reboot such hosts, one after the other, each proven again before the next. A cause "
         "that stays is not tried twice.",
     )
-    takeover: tuple[Text, ...] = setting(
+    takeover: tuple[Annotated[str, about(pattern=CONTAINER)], ...] = setting(
         (),
         "Containers of others (by name) that a run may stop and disable because they hold the GPU "
         "memory.",

@@ -49,10 +49,10 @@ def mount_unit(path: str) -> str:
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.:]")
 DIGEST12 = "[0-9a-f]{12}"
-RELEASE_NAME = re.compile(rf"^(?P<service>[a-z0-9][a-z0-9-]*)-{DIGEST12}$")
+RELEASE_NAME = re.compile(rf"^(?P<service>[a-z0-9][a-z0-9-]*)-{DIGEST12}\Z")
 # Trees we made: only what carries an identity is ours to move or to remove.
-TREE_NAME = re.compile(rf"^.+-{DIGEST12}$")
-CACHE_NAME = re.compile(rf"^{DIGEST12}-mtp\d+$")
+TREE_NAME = re.compile(rf"^.+-{DIGEST12}\Z")
+CACHE_NAME = re.compile(rf"^{DIGEST12}-mtp\d+\Z")
 
 # Of images that we build: the digest of what went into them.
 DIGEST_LABEL = "spark.digest"

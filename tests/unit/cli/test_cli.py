@@ -9,7 +9,7 @@ from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.lockfile.file import write_lock
-from spark_deploy.settings.load import load_hosts
+from spark_deploy.settings.load import HostSettings, load_hosts
 from tests.unit.planning.plans import made_up_lock
 
 
@@ -124,8 +124,10 @@ def test_the_plan_says_what_the_proof_will_ask(spark_deploy):
         assert part in line
 
 
-def test_without_one_there_it_is_that_of_the_checkout(spark_deploy, lock_path):
-    code, out, err = spark_deploy("manifest", "--json", "--data", f"lock_file={lock_path}")
+def test_without_one_there_it_is_that_of_the_checkout(spark_deploy, lock_path, monkeypatch):
+    # The checkout's own folder holds no lock of made-up names.
+    monkeypatch.setattr(HostSettings, "lock_path", lock_path)
+    code, out, err = spark_deploy("manifest", "--json")
     assert (code, err) == (0, "")
     [(host, owned)] = json.loads(out).items()
     assert host == "spark-1"

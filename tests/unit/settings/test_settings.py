@@ -206,8 +206,8 @@ WRONG = {
     ),
     "two variables in one": (
         'engine: {environment: {A: "x\\nLD_PRELOAD=/y"}}',
-        "more than one line",
-        "one line",
+        "a line break",
+        "in one line",
     ),
     "not a mapping": ("- v2", "holds a list", "key: value"),
     "broken YAML": ("serve: {port: 1", "line", "correct the YAML"),

@@ -12,7 +12,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
 
-_USABLE = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}$")
+_USABLE = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 
 
 def make(settings: Gateway, paths: Paths) -> None:

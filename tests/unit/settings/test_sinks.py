@@ -1,0 +1,133 @@
+"""Settings whose text would mean something else where it ends: each is refused, by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spark_deploy.errors import LockError, SettingsError
+from spark_deploy.lockfile import hub, resolve
+from spark_deploy.lockfile.types import Lock, LockedSource, SourceFile
+from spark_deploy.settings.load import load_hosts
+
+KEY = "0" * 64
+REPOSITORY = {"url": "https://a.example", "suite": "noble", "components": ["main"],
+              "key_url": "https://a.example/k", "key_sha256": KEY}  # fmt: skip
+
+
+def repository(**changes: object) -> dict[str, object]:
+    return {"repositories": {"vendor": {**REPOSITORY, **changes}}}
+
+
+def nested(key: str, value: object) -> dict[str, object]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # type: ignore[return-value]
+
+
+FOLDERS = ("paths.models_dir", "paths.sources_dir", "paths.cache_dir")
+HOSTILE = [
+    # A line of its own in an apt source, a unit, nginx, sudoers.
+    *(repository(suite=text) for text in ("noble\nTrusted: yes", "noble\n", "a b", "-x", "")),
+    *(repository(components=[text]) for text in ("main\nSigned-By:", "main\n", "a b", "[x]", "")),
+    *(repository(url=text) for text in ("https://a\nx", "https://a/x\n", "ftp://a", "https://a b")),
+    *(repository(key_url=text) for text in ("https://a/$(id)", "https://a/`id`", "https://a/'x")),
+    *(repository(key_sha256=text) for text in (KEY + "\n", KEY[1:])),
+    {"repositories": {"vendor\n": REPOSITORY}},
+    # An option of apt-get, a file, a shell.
+    *(nested("base.packages", [text]) for text in ("-oAPT::Get::x=1", "--reinstall", "./x.deb")),
+    *(nested("base.packages", [text]) for text in ("/x.deb", "curl;id", "curl jq", "curl\n", "")),
+    *(nested("docker.packages", [text]) for text in ("-oAPT::x=y", "$(id)", "docker.io\n")),
+    *(nested("docker.toolkit_packages", [text]) for text in ("-o", "a&&b")),
+    *(nested("cuda.package", text) for text in ("-oDpkg::x=y", "cuda\n", "a b", "")),
+    nested("cuda.version", "13.0\n"),
+    # More than one field of --mount, a unit's specifier, a folder that is not ours.
+    *(nested(key, f"/data/a{text}") for key in FOLDERS for text in (",readonly", "%h", ":ro")),
+    *(nested(key, f"/data/a{text}") for key in FOLDERS for text in ("\n", "'b", '"', "$x", "\\x")),
+    *(nested(key, text) for key in FOLDERS for text in ("/tmp", "/etc/spark/x", "/usr/lib/x")),
+    *(nested(key, text) for key in FOLDERS for text in ("/home/ann/models", "/root/x", "/run/x")),
+    *(nested(key, text) for key in FOLDERS for text in ("/", "/srv", "/var", "/data/../etc/x")),
+    *(nested(key, text) for key in FOLDERS for text in ("/var/lib/spark/x", "/dev/shm/x", "x")),
+    *(nested("downloads.look_in", [text]) for text in ("/a\n", "/a b", "/$(id)", "/a/../etc")),
+    # A file anywhere on the controller.
+    *(nested("lock_file", text) for text in ("/etc/cron.d/x", "../x.yml", "a/../../x", "x\n")),
+    # Names in command lines and documents.
+    *(nested("takeover", [text]) for text in ("-f", "a b", "a;b", "--all", "a\n")),
+    *(nested("allow_memory_holders", [text]) for text in ("a\nb", "a\0")),
+    *(nested("docker.users", [text]) for text in ("ann\n", "-G", "ann,root")),
+    *(nested("serve.names", [text]) for text in ("a\n", "-a", "a b")),
+    *(nested("serve.address", text) for text in ("a\n", "a b", "a;b")),
+    *(nested("serve.tls_names", [text]) for text in ("a\n", "a b", "")),
+    *(nested("ssh.hostname", text) for text in ("-oProxyCommand=id", "a\n", "a b")),
+    *(nested("ssh.user", text) for text in ("-oProxyCommand=id", "a\n", "a b", "")),
+    *(nested("images.engine", text) for text in ("a:b\n", "-v", "a b", "a;b")),
+    *(nested("hub.endpoint", text) for text in ("https://a\n", "https://a b", "file:///etc")),
+    *(nested("hub.mirrors", [text]) for text in ("https://a\n", "https://")),
+    *(nested("registries.insecure", [text]) for text in ("a:1\n", 'a":1', "a,b:1")),
+    *(nested("expect.os_id", text) for text in ("ubuntu\n",)),
+    *(nested("model", text) for text in ("lab-stub\n", "../x", "-x")),
+    *(nested("releases.rollback_to", text) for text in ("main-0123456789ab\n", "-x")),
+    *(nested("engine.environment", {text: "x"}) for text in ("A\n", "A=B", "a", "A B")),
+    *(nested("engine.options", {text: 1}) for text in ("seed\n", "-x", "a b")),
+    nested("docker.daemon", {"log-opts": {"max-size": "1m\n"}}),
+]
+GOOD = [
+    repository(suite="./", components=[]),
+    repository(suite="noble-updates/main", components=["main", "non-free-firmware"]),
+    nested("base.packages", ["g++", "libc6:arm64", "nginx-light=1.24.0-2ubuntu7", "python3.12"]),
+    *(nested("paths.models_dir", text) for text in ("/data", "/mnt/disk-2/models", "/srv/x/m")),
+    nested("downloads.look_in", ["/home/*/.cache/huggingface/hub", "/data/[ab]?"]),
+    nested("lock_file", "locks/spark.lock.yml"),
+    nested("hub.endpoint", "https://hub.example.org:8443/api"),
+    nested("ssh.hostname", "fe80::1%eth0"),
+    nested("ssh.user", "ann.b"),
+    nested("takeover", ["old-vllm_1"]),
+]
+
+
+def load(tmp_path: Path, settings: object) -> None:
+    (tmp_path / "group_vars").mkdir(exist_ok=True)
+    (tmp_path / "group_vars/all.yml").write_text(yaml.safe_dump(settings))
+    load_hosts({"spark": ["spark-1"]}, root=tmp_path)
+
+
+@pytest.mark.parametrize("settings", HOSTILE, ids=lambda settings: repr(settings)[:70])
+def test_a_hostile_value_is_refused_before_any_host_is_touched(tmp_path, settings) -> None:
+    with pytest.raises(SettingsError):
+        load(tmp_path, settings)
+
+
+@pytest.mark.parametrize("settings", GOOD, ids=lambda settings: repr(settings)[:70])
+def test_what_people_write_is_taken(tmp_path, settings) -> None:
+    load(tmp_path, settings)
+
+
+def test_there_are_so_many_of_them() -> None:
+    assert len(HOSTILE) >= 132
+
+
+GOOD_FILE = SourceFile("model.safetensors", 1, "a" * 64, None)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LockedSource("org/repo", "main", "a" * 40 + "\n", (GOOD_FILE,)),
+        LockedSource("org/repo", "main", "main", (GOOD_FILE,)),
+        LockedSource("org/repo", "main", "a" * 40, (SourceFile("../x", 1, "a" * 64, None),)),
+        LockedSource("org/repo", "main", "a" * 40, (SourceFile("/etc/x", 1, "a" * 64, None),)),
+        LockedSource("org/repo", "main", "a" * 40, (SourceFile("a\nb", 1, "a" * 64, None),)),
+        LockedSource("org/repo", "main", "a" * 40, (SourceFile("x", 1, "a" * 64 + "\n", None),)),
+        LockedSource("org/repo", "main", "a" * 40, (SourceFile("x", -1, "a" * 64, None),)),
+    ],
+)
+def test_what_a_hub_answers_is_held_against_the_lock_s_form_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, source: LockedSource
+) -> None:
+    monkeypatch.setattr(hub, "look_up", lambda *_: source)
+    names = resolve.Names(frozenset({("org/repo", "main")}), frozenset())
+    settings = next(iter(load_hosts({"spark": ["spark-1"]}, root=Path("/nowhere")).values()))
+    with pytest.raises(LockError, match="org/repo"):
+        resolve.resolve(Lock.of(), names, settings.settings, lambda _: None)
