@@ -46,6 +46,13 @@ static void fail_at_start(void) {
         }
 }
 
+static bool keep(size_t bytes) {
+    static char *volatile kept; /* or the compiler sees that nobody reads it, and keeps nothing */
+    kept = malloc(bytes);
+    if (kept) memset(kept, 1, bytes);
+    return kept;
+}
+
 static void *misbehave(void *unused) {
     const char *text = getenv("STUB_FAULT_AFTER_S");
     double after_s = text ? atof(text) : 2, passed_s = 0;
@@ -56,13 +63,16 @@ static void *misbehave(void *unused) {
             fflush(stdout);
             _exit(1);
         }
-        if (fault("leak") && passed_s >= after_s) {
-            size_t step = 16 << 20;
-            char *kept = malloc(step);
-            if (kept) memset(kept, 1, step);
-        }
+        if (fault("leak") && passed_s >= after_s) keep(16 << 20);
     }
     return unused;
+}
+
+/* Weights that are larger than anybody planned: 4 GiB at some 1.5 GiB/s, the rest of a load after it. */
+static void load(void) {
+    for (int step = 0; step < 256 && fault("greedy-load") && keep(16 << 20); step++) usleep(10000);
+    usleep((useconds_t)(config.load_s * 1e6));
+    while (fault("never-ready")) usleep(200000);
 }
 
 static void log_start(int argc, char **argv) {
@@ -98,8 +108,7 @@ int main(int argc, char **argv) {
     }
     log_start(argc, argv);
     fail_at_start();
-    usleep((useconds_t)(config.load_s * 1e6));
-    while (fault("never-ready")) usleep(200000);
+    load();
     if (listen(listener, 128)) {
         perror("listen");
         return 1;

@@ -153,12 +153,20 @@ def _details(one: dict[str, Any]) -> Iterator[str]:
         yield f"  live     {said if live.get('ok') else 'no answer: ' + str(live.get('detail'))}"
     if one["memory"]:
         free, total = (gib(one["memory"][key]) for key in ("available_bytes", "total_bytes"))
-        yield f"  memory   {free} of {total} available, {one['restarts'] or 0} restarts"
+        least = _least_at_start(one["proof"])
+        yield f"  memory   {free} of {total} available{least}, {one['restarts'] or 0} restarts"
     yield from _intentions(one)
     for job in one["jobs"]:
         yield f"  job      {_job(job)}"
     for event in one["events"][-3:]:
         yield f"  event    {event.get('at')} {event.get('kind')}: {event.get('text')}"
+
+
+def _least_at_start(proof: dict[str, Any]) -> str:
+    start = proof.get("start_memory")
+    if not start:
+        return ""
+    return f" (least at its start {gib(start['lowest_bytes'])}, floor {gib(start['floor_bytes'])})"
 
 
 def _intentions(one: dict[str, Any]) -> Iterator[str]:

@@ -177,8 +177,8 @@ class EngineSettings:
     max_sequences: int | None = setting(None, "Requests computed at the same time.", minimum=1)
     memory_fraction: float | None = setting(
         None,
-        "Share of memory.total_gib the engine may take in all; above 0.85 desktop systems start "
-        "to swap.",
+        "Share of memory.total_gib the engine may take in all; above 0.82 hosts were reported to "
+        "thrash or freeze.",
         exclusiveMinimum=0,
         maximum=0.95,
     )
@@ -259,7 +259,8 @@ class MemorySettings:
     )
     floor_bytes: Gib = setting(
         4 * GIB,
-        "The watch stops the engine when less memory than this is available, before the host dies.",
+        "Less available memory than this, while the engine starts or serves, and it is stopped "
+        "before the host dies.",
         key="floor_gib",
         minimum=0,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tests.faults.bench import HOST, A, Bench
+from tests.faults.bench import HOST, A, B, Bench
 
 UNIT = f"spark-serve@{A}.service"
 WATCH = f"spark-watch@{A}.service"
@@ -118,6 +118,40 @@ def test_a_starving_host_is_saved_by_stopping_the_engine(bench: Bench) -> None:
     assert restarts(bench) == 1
     assert run_of(bench) != before
     assert [event["kind"] for event in events(bench)] == ["starving"]
+
+
+def test_an_engine_that_loads_more_than_the_host_can_give_goes_back_to_the_old_release(
+    bench: Bench,
+) -> None:
+    bench.good(A)
+    before = run_of(bench)
+    bench.release(B, memory=room_below(bench), engine__env={"STUB_FAULT": "greedy-load"})
+
+    result = bench.switch(B)
+
+    assert (result["state"], result["serving"]) == ("rolled-back", A), result
+    assert (result["failed_phase"], result["times_s"]["start"] < 20) == ("start", True), result
+    assert result["reason"].startswith("memory: ")
+    assert "the floor is" in result["reason"]
+    assert "while it started; fix: lower engine.memory_fraction" in result["reason"]
+    assert [event["kind"] for event in events(bench)] == ["starving"]
+    # It was tried once, and left nothing.
+    assert bench.run(f"systemctl show -p NRestarts --value spark-serve@{B}") == "0"
+    bench.serves(A)
+    assert run_of(bench) != before
+    told = bench.told(A)["proof"]["start_memory"]
+    assert told["floor_bytes"] == 1 << 27
+    assert told["lowest_bytes"] > 1 << 30
+
+
+def test_an_engine_that_loads_too_much_at_every_start_ends_at_the_start_limit(bench: Bench) -> None:
+    with_three_starts(bench, memory=room_below(bench))
+    misbehave(bench, "greedy-load")
+    bench.run("docker kill spark-" + A)
+    ended_by_the_limit(bench)
+    starving = [event for event in events(bench) if event["kind"] == "starving"]
+    assert len(starving) == SHORT["burst"] - 1  # the first start was well
+    assert bench.guest.call("GET", "/health")[0] == 503
 
 
 def test_an_engine_that_leaks_after_every_start_ends_at_the_start_limit(bench: Bench) -> None:

@@ -31,6 +31,15 @@ class FullCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class StartMemory:
+    """The least memory that was available on the host while an engine started."""
+
+    lowest_bytes: int
+    after_s: float  # since the engine's container was started
+    floor_bytes: int  # below it the engine would have been stopped
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """What the last check of a release found, bound to one run of its unit."""
 
@@ -49,6 +58,7 @@ class Proof:
     stubbed: tuple[str, ...]
     last_full: FullCheck | None = None
     bench: dict[str, Any] | None = None  # a measurement of the speed
+    start_memory: StartMemory | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def failed(self) -> list[Finding]:

@@ -103,6 +103,14 @@ def test_status_says_how_soon_a_later_turn_began_where_the_proof_asked(tmp_path)
         assert (f"\n  prefix   {said}\n" in shown(tmp_path, found)) is ok
 
 
+def test_status_says_how_little_memory_the_start_left(tmp_path):
+    found = document()
+    start = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}
+    found["releases"][0]["proof"]["start_memory"] = start
+    said = "16.0 GiB available (least at its start 9.0 GiB, floor 4.0 GiB), 2 restarts"
+    assert said in shown(tmp_path, found)
+
+
 def test_status_says_who_stopped_a_service_and_that_it_was_rolled_back(tmp_path):
     found = document()
     service = found["services"]["main"]

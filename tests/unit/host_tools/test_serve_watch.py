@@ -22,7 +22,7 @@ STALL_S = 120
 @pytest.fixture
 def judge(host: Host) -> Judge:
     release = host.release(watch={"stall_s": STALL_S, "interval_s": 10})
-    return Judge(releases.load(release.name, host.paths).watch, floor_bytes=1)
+    return Judge(releases.load(release.name, host.paths).watch)
 
 
 def seen(*, running: int = 1, prompt: int = 0, generated: int = 0, usage: float = 0.1) -> Metrics:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,14 @@ from spark_contract.sentences import PHASE, PREFIX_REUSE, STAND_IN, WAITED
 from spark_host.check import answers, evidence, images, long_text
 from spark_host.check.probe import CheckError, Probe
 from spark_host.engine.client import Engine, EngineError
+from spark_host.engine.memory import GIB
 from spark_host.gateway import traffic
 from spark_host.records import boot, proof
 from spark_host.system import stored as releases
 from spark_host.system import systemd
 from spark_host.system.log import Report
 from spark_host.system.ports import Host
+from spark_host.watch.guard import StartGuard
 
 _PROGRESS_S = 5.0
 
@@ -75,17 +79,25 @@ def check(
     level: str,
     report: Report,
     invocation_id: str | None = None,
+    *,
+    at_start: bool = False,
 ) -> Proof:
     """Check a release's engine and keep the proof, which is returned as it was written.
 
-    It is bound to the run that is named, else to the one that systemd names.
+    It is bound to the run that is named, else to the one that systemd names. Of an engine that is
+    just being started the host's memory is guarded meanwhile: no watch does that yet.
     """
-    before = invocation_id or systemd.invocation(release.serve_unit) or ""
-    probe = Probe(release, Engine.of(release, host.paths), lambda: read_log(release, before))
-    findings = [_ready(probe, report)]
-    if findings[0].ok:
-        probe.before = _metrics_or_none(probe)
-        findings += _run_all(probe, level, report)
+    guard = StartGuard(release, host.paths) if at_start else None
+    with guard or nullcontext():
+        before = invocation_id or systemd.invocation(release.serve_unit) or ""
+        probe = Probe(release, Engine.of(release, host.paths), lambda: read_log(release, before))
+        findings = [_ready(probe, report, lambda: guard.starved if guard else None)]
+        if findings[0].ok:
+            probe.before = _metrics_or_none(probe)
+            findings += _run_all(probe, level, report)
+    if guard is not None:
+        findings.insert(0, _memory(guard))
+        report(_line(findings[0]))
     after = invocation_id or systemd.invocation(release.serve_unit) or ""
     if after != before:
         findings.append(Finding("same run", False, "the engine was restarted meanwhile", 0.0))
@@ -103,6 +115,7 @@ def check(
         engine={"version": probe.engine_version},
         portable=release.check.portable,
         stubbed=tuple(sorted(key for key, value in versions.items() if STAND_IN in value)),
+        start_memory=guard.seen if guard else None,
     )
     keep(result, host, report)
     return result
@@ -150,7 +163,21 @@ def _line(finding: Finding) -> str:
     return f"{verdict} {finding.name}: {finding.detail} ({finding.seconds:.2f} s)"
 
 
-def _ready(probe: Probe, report: Report) -> Finding:
+def _memory(guard: StartGuard) -> Finding:
+    """Say how much memory the start left; the first of the findings, for it explains the others."""
+    if guard.starved is not None:
+        return Finding("memory", False, guard.starved, 0.0)
+    seen = guard.seen
+    text = "not looked at"
+    if seen is not None:
+        text = (
+            f"{seen.lowest_bytes / GIB:.1f} GiB or more were available while it started "
+            f"(least after {seen.after_s:.0f} s, floor {seen.floor_bytes / GIB:.1f} GiB)"
+        )
+    return Finding("memory", seen is not None, text, 0.0)
+
+
+def _ready(probe: Probe, report: Report, ended: Callable[[], str | None]) -> Finding:
     """Wait until the engine listens and is healthy; show what it is doing meanwhile."""
     start = time.monotonic()
     limit_s = probe.release.timeouts.start_s
@@ -165,7 +192,7 @@ def _ready(probe: Probe, report: Report) -> Finding:
             reason = f"/health answers HTTP {status}"
         except EngineError as error:
             reason = str(error)
-        gone = _unit_gone(probe.release)
+        gone = ended() or _unit_gone(probe.release)
         if gone or waited > limit_s:
             what = gone or f"not ready after {limit_s:.0f} s: {reason}"
             finding = Finding("ready", False, what, round(waited, 3))
@@ -232,7 +259,9 @@ def main(words: list[str], paths: Paths) -> int:
     release = releases.load(given[0] if given else _only_active(host), paths)
     level = next((name for name in reversed(proof.LEVELS) if f"--{name}" in flags), "full")
     stream = sys.stderr if "--json" in flags else sys.stdout
-    result = check(release, host, level, lambda line: print(line, file=stream, flush=True))
+    at_start = "--at-start" in flags
+    say = functools.partial(print, file=stream, flush=True)
+    result = check(release, host, level, say, at_start=at_start)
     if "--json" in flags:
         json.dump(documents.plain(result), sys.stdout, indent=1)
         print()
@@ -240,7 +269,7 @@ def main(words: list[str], paths: Paths) -> int:
         failed = ", ".join(finding.name for finding in result.failed)
         verdict = f"failed: {failed}" if failed else "proven"
         print(f"{release.name}: {level} check {verdict}", flush=True)
-    if "--at-start" in flags and result.ok and boot.opens_at_start(release, host):
+    if at_start and result.ok and boot.opens_at_start(release, host):
         traffic.open_for(release, paths)
     return 0 if result.ok else 1
 

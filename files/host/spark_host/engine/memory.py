@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
@@ -13,6 +14,7 @@ from spark_host.system import docker
 from spark_host.system.log import Report
 
 GIB = 1 << 30
+_LOW_SAMPLES = 2  # in a row: one may be a moment
 
 
 def meminfo(path: Path | None = None) -> dict[str, int]:
@@ -30,6 +32,27 @@ def meminfo(path: Path | None = None) -> dict[str, int]:
 def available_bytes() -> int:
     """Return what a new process could get: MemAvailable."""
     return meminfo()["MemAvailable"]
+
+
+@dataclass(slots=True)
+class Floor:
+    """The memory that has to stay available beside an engine, and the least that was."""
+
+    bytes: int
+    lowest_bytes: int | None = None
+    low_samples: int = 0
+
+    def broken(self, available: int) -> str | None:
+        """Take note of a sample; return why the host counts as starving, or ``None``."""
+        if self.lowest_bytes is None or available < self.lowest_bytes:
+            self.lowest_bytes = available
+        self.low_samples = self.low_samples + 1 if available < self.bytes else 0
+        if self.low_samples < _LOW_SAMPLES:
+            return None
+        return (
+            f"{available / GIB:.2f} GiB of memory are available, "
+            f"the floor is {self.bytes / GIB:.2f} GiB"
+        )
 
 
 def problem(needed_bytes: int) -> HostToolError | None:

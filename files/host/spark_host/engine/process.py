@@ -14,6 +14,7 @@ from pathlib import Path
 from spark_host.system import docker
 
 _ANSWER_S = 5.0
+_KILL_S = 20.0
 
 
 def hold(container: str) -> int | None:
@@ -41,6 +42,18 @@ def kill(handle: int) -> None:
         signal.pidfd_send_signal(handle, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def end(container: str, handle: int | None) -> str:
+    """End a container by the handle of its first process; without one docker is asked to.
+
+    Returns what stood in the way, or ``""``.
+    """
+    if handle is not None:
+        kill(handle)
+        return ""
+    said = docker.client("kill", container, timeout_s=_KILL_S)
+    return f"docker kill: {said.stderr.strip()}" if said.returncode != 0 else ""
 
 
 def _is_of(pid: int, container_id: str) -> bool:

@@ -76,15 +76,24 @@ def read(release: str, host: Host) -> Proof | None:
 
 
 def write(proof: Proof, host: Host) -> None:
-    """Keep a proof; a passed quick check does not replace a passed full one of the same run."""
+    """Keep a proof; a passed quick check does not replace a passed full one of the same run.
+
+    What was seen while the run started is kept as long as its proofs are.
+    """
     before = read(proof.release, host)
     full = before.last_full if before else None
     if proof.ok and proof.level != "quick":
         full = FullCheck(proof.invocation_id, proof.checked_at, proof.versions)
-    same_run = before is not None and before.ok and before.invocation_id == proof.invocation_id
-    if proof.ok and proof.level == "quick" and same_run:
+    same_run = before is not None and before.invocation_id == proof.invocation_id
+    if before and before.ok and proof.ok and proof.level == "quick" and same_run:
         return
-    kept = replace(proof, last_full=full, bench=before.bench if before else None)
+    start = before.start_memory if before and same_run else None
+    kept = replace(
+        proof,
+        last_full=full,
+        bench=before.bench if before else None,
+        start_memory=proof.start_memory or start,
+    )
     host.disk.write(host.paths.proof(proof.release), kept)
 
 

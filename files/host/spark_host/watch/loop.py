@@ -20,10 +20,10 @@ from spark_contract.release import Release, Watch
 
 from spark_host.engine import process
 from spark_host.engine.client import Engine, EngineError, SilentError
-from spark_host.engine.memory import GIB, available_bytes
+from spark_host.engine.memory import Floor, available_bytes
 from spark_host.engine.metrics import Metrics
 from spark_host.gateway import gateway
-from spark_host.system import docker, systemd
+from spark_host.system import systemd
 from spark_host.system.stored import load
 from spark_host.watch import sensors
 from spark_host.watch.sensors import Thermometer
@@ -33,7 +33,6 @@ _SENSORS_EVERY_S = 20.0  # nvidia-smi starts anew each time, and heat is slow
 _ANSWER_S = 5.0
 # So many in a row, beside the time: a watch that was itself held up may look once in a long while.
 _SILENT_LOOKS = 3
-_LOW_SAMPLES = 2  # in a row: one may be a moment
 _NOTE_S = 2.0
 _UNIT_ENDS_S = 20.0
 _writing = threading.Lock()
@@ -41,13 +40,11 @@ _writing = threading.Lock()
 
 @dataclass(slots=True)
 class Judge:
-    """Turns samples into a verdict; keeps the little history that takes."""
+    """Turns looks at the engine into a verdict; keeps the little history that takes."""
 
     plan: Watch
-    floor_bytes: int
     moved_at_s: float | None = None
     last_progress: tuple[float, ...] = ()
-    low_samples: int = 0
     silent_since_s: float | None = None
     silent_looks: int = 0
 
@@ -55,8 +52,9 @@ class Judge:
         """Take note that the engine let a question for its metrics wait; return why it is wedged.
 
         No engine that starts is looked at: systemd starts the watch once the unit has passed its
-        check. The metrics come from the process that sends every token to its client, so nobody
-        is served meanwhile; a box under load answers late, but not for as long as a stall takes.
+        check, which guards the memory until then (guard.py). The metrics come from the process
+        that sends every token to its client, so nobody is served meanwhile; a box under load
+        answers late, but not for as long as a stall takes.
         """
         if self.silent_since_s is None:
             self.silent_since_s = now_s
@@ -90,22 +88,12 @@ class Judge:
             f"for {flat_s:.0f} s"
         )
 
-    def starving(self, available: int) -> str | None:
-        """Return why the host counts as starving, or ``None``."""
-        self.low_samples = self.low_samples + 1 if available < self.floor_bytes else 0
-        if self.low_samples < _LOW_SAMPLES:
-            return None
-        return (
-            f"{available / GIB:.2f} GiB of memory are available, "
-            f"the floor is {self.floor_bytes / GIB:.2f} GiB"
-        )
-
 
 def run(name: str, paths: Paths) -> int:
     """Watch a release until its unit ends (systemd stops the watch with it)."""
     release = load(name, paths)
     engine = Engine.of(release, paths)
-    judge = Judge(release.watch, release.memory.floor_bytes)
+    judge, floor = Judge(release.watch), Floor(release.memory.floor_bytes)
     held = None
     over = threading.Event()
     threading.Thread(target=_look_beside, args=(release, paths, over), daemon=True).start()
@@ -113,10 +101,10 @@ def run(name: str, paths: Paths) -> int:
         while True:
             if held is None:
                 held = process.hold(release.container)
-            reason = judge.starving(available_bytes())
+            reason = floor.broken(available_bytes())
             if reason is not None:
                 act(release, "starving", reason, held, paths)
-                judge.low_samples = 0
+                floor.low_samples = 0
             reason = _wedged(engine, judge)
             if reason is not None:
                 act(release, "stalled", reason, held, paths)
@@ -164,12 +152,11 @@ def act(release: Release, kind: str, reason: str, held: int | None, paths: Paths
     note = threading.Thread(target=event, args=(release, kind, text, paths), daemon=True)
     note.start()
     note.join(_NOTE_S)
-    problem = ""
-    if held is not None:
-        process.kill(held)
-    else:
-        said = docker.client("kill", release.container, timeout_s=20)
-        problem = f"docker kill: {said.stderr.strip()}" if said.returncode != 0 else ""
+    kill_unit_after(process.end(release.container, held), release, paths)
+
+
+def kill_unit_after(problem: str, release: Release, paths: Paths) -> None:
+    """Kill the unit of an engine that could not be ended, or that goes on without it."""
     if not problem:
         time.sleep(_UNIT_ENDS_S)
         problem = f"its unit goes on after {_UNIT_ENDS_S:.0f} s"

@@ -1,0 +1,91 @@
+"""The guard of an engine's start: while weights load, hosts die.
+
+Loading, profiling, graph capture and warm-up each allocate many GiB within seconds, and a host that
+runs out of them answers nobody any more. So the memory is looked at four times a second from the
+start of the container until its release is proven, by threads of their own: neither docker, nor a
+disk, nor an engine that is asked a question may hold up a look.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+from spark_contract.paths import Paths
+from spark_contract.records import StartMemory
+from spark_contract.release import Release
+
+from spark_host.engine import process
+from spark_host.engine.memory import Floor, available_bytes
+from spark_host.watch import loop
+
+_EVERY_S = 0.25
+_NOTE_S = 2.0
+_FIX = (
+    "lower engine.memory_fraction (or pin engine.kv_cache_gib), "
+    "or stop what else holds memory on this host"
+)
+
+
+class StartGuard:
+    """Keeps the floor of the host's memory during a block; ends the engine below it."""
+
+    def __init__(self, release: Release, paths: Paths):
+        self._release, self._paths = release, paths
+        self._floor = Floor(release.memory.floor_bytes)
+        self._over, self._told = threading.Event(), threading.Event()
+        self._began = time.monotonic()
+        self._lowest_after_s = 0.0
+        self._held: int | None = None
+        self.starved: str | None = None
+        """Why the engine was ended; ``None`` while there is memory enough."""
+
+    def __enter__(self) -> StartGuard:
+        for work in (self._look, self._hold):
+            threading.Thread(target=work, daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        if self.starved is not None:  # this process may end now
+            self._told.wait(_NOTE_S)
+
+    @property
+    def seen(self) -> StartMemory | None:
+        """The least memory that was available, and when; ``None`` before the first look."""
+        lowest = self._floor.lowest_bytes
+        if lowest is None:
+            return None
+        return StartMemory(lowest, round(self._lowest_after_s, 1), self._floor.bytes)
+
+    def _look(self) -> None:
+        while not self._over.is_set():
+            before = self._floor.lowest_bytes
+            reason = self._floor.broken(available_bytes())
+            if self._floor.lowest_bytes != before:
+                self._lowest_after_s = time.monotonic() - self._began
+            if reason is not None:
+                self._end(reason)
+                return
+            self._over.wait(_EVERY_S)
+
+    def _hold(self) -> None:
+        """Get hold of the container's first process, once docker has made it."""
+        while self._held is None and not self._over.is_set():
+            self._held = process.hold(self._release.container)
+            self._over.wait(_EVERY_S)
+
+    def _end(self, reason: str) -> None:
+        stopped = f"{reason} (memory.floor_gib): the engine was stopped while it started"
+        # Before anything is written: at the speed at which weights load a disk is too slow.
+        problem = process.end(self._release.container, self._held)
+        self.starved = f"{stopped}; fix: {_FIX}"
+        loop.event(self._release, "starving", stopped, self._paths)
+        self._told.set()
+        loop.kill_unit_after(problem, self._release, self._paths)
