@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(CHECKOUT))
+sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
 from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
 from spark_contract.patterns import count  # noqa: E402
+from spark_host.check.table import AROUND, CHECKS  # noqa: E402
 
 from spark_deploy.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.catalog.model import Model  # noqa: E402
@@ -138,6 +139,21 @@ def profiles_page() -> Iterator[str]:
         yield f"| {' | '.join(cell(one) for one in cells)} |"
 
 
+def checks_page() -> Iterator[str]:
+    """Yield the page of every check of a server."""
+    yield "<!-- generated from files/host/spark_host/check/table.py by `make docs` -->"
+    yield "# Checks of a server"
+    yield from ("", CHECKS_BEFORE, "")
+    yield "| check | from | weight | what breaks it | how a right server could still fail it |"
+    yield "|---|---|---|---|---|"
+    around = [(name, level, "must", broken, right) for name, level, broken, right in AROUND]
+    asked = [
+        (one.name, one.level, one.weight, one.broken_by, one.right_and_failing) for one in CHECKS
+    ]
+    for name, level, weight, broken, right in [*around, *asked]:
+        yield f"| {name} | {level} | `{weight}` | {cell(broken)} | {cell(right)} |"
+
+
 def _profile(name: str) -> Iterator[str]:
     shown = catalog().profile(name, Settings().model)
     yield from ("", f"## {name}", "", f"{shown.summary}.", "")
@@ -254,12 +270,24 @@ and runtime took then and what we estimate. The figure that decides is what a ru
 the plan's is for choosing and refusing before the first byte.
 """.strip()
 
+CHECKS_BEFORE = """
+`must` is what a broken server fails and a right one never does: it fails a start, and sends a
+change back. `warn` is what a right server may show as well: it is told by the deploy and by
+`status`, stands in the proof, and ends nothing. Where the last column says so, one part of a check
+weighs less than the rest. An engine that answers with an error fails whatever is asked.
+
+`quick` is asked at every start, `full` when a release is proven, `deep` by `spark-check --deep`. A
+question with `thinking: off` in a model's file is one that any instruct model answers at once; the
+first of them is asked at every start. With `thinking: on` the model may think, and may be wrong.
+""".strip()
+
 FILES: dict[str, Callable[[], Iterator[str]]] = {
     **{f"schema/{name}.schema.json": functools.partial(schema_file, name) for name in DOCUMENTS},
     "group_vars/all.yml": all_yml,
     "docs/reference/settings.md": settings_page,
     "docs/reference/models.md": models_page,
     "docs/reference/profiles.md": profiles_page,
+    "docs/reference/checks.md": checks_page,
 }
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ void count_token(int index) {
     if (!width || index % (width + 1) || fault("no-drafts")) return;
     atomic_fetch_add(&counted.drafts, 1);
     long before = atomic_fetch_add(&counted.draft_tokens, width);
-    if (!fault("low-acceptance"))
-        atomic_fetch_add(&counted.accepted_tokens, (before + width) * 4 / 5 - before * 4 / 5);
+    int fifths = fault("low-acceptance") ? 0 : fault("some-drafts") ? 1 : 4;
+    atomic_fetch_add(&counted.accepted_tokens, (before + width) * fifths / 5 - before * fifths / 5);
 }
 
 static void metric(buffer *b, const char *kind, const char *name, long number) {

@@ -145,7 +145,12 @@ class Question:
 
     prompt: str = needed("What is asked.")
     expect: str = needed("Regular expression the answer must match.")
-    max_tokens: int = setting(512, "Longest answer.", minimum=1)
+    max_tokens: int = setting(512, "Longest answer, with what is thought before it.", minimum=1)
+    thinking: bool = setting(
+        False,
+        "on: the model may think before it answers, and a wrong answer is a warning. off: any "
+        "instruct model answers it at once, and a server that does not is broken.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +158,8 @@ class ModelCheck:
     """Questions with answers that can be checked."""
 
     questions: tuple[Question, ...] = needed(
-        "Each is asked greedily and judged by a regular expression.", minItems=1
+        "Each is asked greedily and judged by a regular expression; the first at every start.",
+        minItems=1,
     )
     copy: tuple[Text, ...] = setting((), "Strings the model must repeat exactly.", uniqueItems=True)
     tool_call: bool = setting(False, "Demand a tool call.")
@@ -204,3 +210,7 @@ class Model:
             yield one._replace(key=("tensors", *one.key))
         for one in self.architecture.broken():
             yield one._replace(key=("architecture", *one.key))
+        if self.check.questions[0].thinking:
+            what = "the first question is asked at every start, and this one needs thinking"
+            fix = "put one first that any instruct model answers with thinking: off"
+            yield Broken(("check", "questions"), what, fix)

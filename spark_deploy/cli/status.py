@@ -145,6 +145,8 @@ def _details(one: dict[str, Any]) -> Iterator[str]:
         for check in one["proof"].get("checks", ()):
             if check["name"] == PREFIX_REUSE and check["ok"]:  # what prefix caching is for
                 yield f"  prefix   {check['detail']}"
+            if not check["ok"] and check.get("weight") == "warn":
+                yield f"  warned   {check['name']}: {check['detail']}"
         for text in one["proof"].get("speed", ()):
             yield f"  speed    {text.removeprefix(SPEED)}"
     if one["live"]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spark_deploy.errors import Problem
+from spark_deploy.facts.machine.memory import Memory
 from spark_deploy.facts.machine.survey import Survey
+from spark_deploy.planning.budget.memory import START_MARGIN
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight.verdict import Verdict
 
@@ -94,7 +97,8 @@ def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             "memory",
             f"{memory.total_bytes / GIB:.1f} GiB in all, the plan counts on "
             f"{needs.memory_total_min_bytes / GIB:.1f} GiB",
-            "choose a smaller model or profile for this host",
+            f"set memory.total_gib to {_floor(memory.total_bytes / GIB, 1)} for this host, "
+            "and plan again",
         )
     # While our own engine runs its memory is spoken for; a rollout waits for it to come back.
     if not survey.serving and memory.available_bytes < needs.memory_needed_bytes:
@@ -102,5 +106,16 @@ def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             "memory",
             f"{memory.available_bytes / GIB:.1f} GiB available, the engine needs "
             f"{needs.memory_needed_bytes / GIB:.1f} GiB to start",
-            "stop what holds it (named above where it can be told), or choose a smaller profile",
+            "stop what holds it (named above where it can be told), or lower "
+            f"engine.memory_fraction to {_fitting_fraction(memory)} for this host "
+            "(engine.kv_cache_gib where the cache is pinned)",
         )
+
+
+def _fitting_fraction(memory: Memory) -> float:
+    """Return the largest share of the pool with which an engine could start now."""
+    return _floor(memory.available_bytes / (memory.total_bytes * START_MARGIN), 2)
+
+
+def _floor(number: float, digits: int) -> float:
+    return math.floor(number * 10.0**digits) / 10.0**digits

@@ -46,7 +46,6 @@ PLANTS = {
     "forbidden log line": _misbehaving("log-forbidden", "start"),
     "wrong arithmetic": _misbehaving("wrong-arithmetic", "check"),
     "copies with a typo": _misbehaving("copy-typo", "check"),
-    "unsteady answers": _misbehaving("unsteady", "check"),
     "crash during the check": Plant(
         "check",
         {

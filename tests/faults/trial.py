@@ -114,7 +114,7 @@ class Trial:
         data["engine"]["env"] |= {"STUB_LOG": "spark plugin is on", **env}
         data["timeouts"] |= {"start_s": 30, "stop_s": 5, "drain_s": 2}
         data["check"] |= {
-            "timeout_s": 15, "bench": None, "image": True, "parallel": 3, "acceptance_floor": 0.5,
+            "timeout_s": 15, "bench": None, "image": True, "acceptance_floor": 0.5,
             "prefix": {"block_tokens": 100}, "conversation": True, "repeat": True,
             "log_required": ["spark plugin is on"], "log_forbidden": ["setting cudagraph_mode="],
         }  # fmt: skip

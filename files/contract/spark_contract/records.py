@@ -13,12 +13,13 @@ from spark_contract.documents import OPTIONAL, key, older, plain
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found."""
+    """What one check found; one that is not ``ok`` and weighs ``warn`` is told and ends nothing."""
 
     name: str
     ok: bool
     detail: str
     seconds: float
+    weight: Literal["must", "warn"] = field(default="must", metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,13 @@ class Proof:
 
     @property
     def failed(self) -> list[Finding]:
-        """The checks that were not passed."""
-        return [finding for finding in self.checks if not finding.ok]
+        """The checks that a right server passes, and this one did not."""
+        return [one for one in self.checks if not one.ok and one.weight == "must"]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """The checks that were not passed, as may happen to a right server."""
+        return [one for one in self.checks if not one.ok and one.weight == "warn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +165,7 @@ class Rollout:
     failed_phase: str | None = None
     log_tail: tuple[str, ...] = ()
     bench: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = field(default=(), metadata=OPTIONAL)  # of the check, in sentences
     previous: str | None = None
     serving: str | None = None
     ended_at: str | None = None

@@ -92,6 +92,7 @@ class Question:
     prompt: str
     expect: str
     max_tokens: int
+    thinking: bool = field(default=False, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,11 @@ class CheckPlan:
     portable: bool
     metrics_required: dict[str, Any]
     bench: Bench | None
+
+    @property
+    def plain_questions(self) -> tuple[Question, ...]:
+        """Those that any instruct model answers without thinking; the first at every start."""
+        return tuple(one for one in self.questions if not one.thinking)
 
     def __post_init__(self) -> None:
         """Refuse what is no regular expression before an engine is started for it."""

@@ -128,6 +128,8 @@ def report(host: Host, release: str, found: Rollout) -> bool:
     if found.state == "switched":
         times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in found.times_s.items())
         host.log(f"serves {release} ({times})")
+        for line in found.warnings:
+            host.log_styled(f"warning of its check: {line}", fg="yellow")
         for line in found.bench:
             host.log_styled(line, fg=None if line.startswith(SPEED) else "yellow")
         return True

@@ -131,7 +131,8 @@ def check_plan(
         timeout_s=settings.check.timeout_s,
         max_model_len=context_tokens(model, profile),
         questions=tuple(
-            Question(one.prompt, one.expect, one.max_tokens) for one in model.check.questions
+            Question(one.prompt, one.expect, one.max_tokens, one.thinking)
+            for one in model.check.questions
         ),
         copy=tuple(model.check.copy),
         tool_call=model.check.tool_call and model.parsers.tool_call is not None,

@@ -103,6 +103,13 @@ def test_status_says_how_soon_a_later_turn_began_where_the_proof_asked(tmp_path)
         assert (f"\n  prefix   {said}\n" in shown(tmp_path, found)) is ok
 
 
+def test_status_names_what_the_check_warned_of(tmp_path):
+    found = document()
+    warning = {"name": "repeat", "ok": False, "detail": "two texts", "weight": "warn"}
+    found["releases"][0]["proof"]["checks"].append(warning)
+    assert "\n  warned   repeat: two texts\n" in shown(tmp_path, found)
+
+
 def test_status_says_how_little_memory_the_start_left(tmp_path):
     found = document()
     start = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import long_text, runner
+from spark_host.engine.client import Engine
 from spark_host.records import proof
 from spark_host.system import systemd
 from stub_host import Host
@@ -22,6 +24,10 @@ def failed(result: Proof) -> dict[str, str]:
     return {item.name: item.detail for item in result.failed}
 
 
+def warned(result: Proof) -> dict[str, str]:
+    return {item.name: item.detail for item in result.warnings}
+
+
 def test_a_sound_engine_passes_every_check(host: Host) -> None:
     release = host.release()
     host.started(release)
@@ -33,6 +39,10 @@ def test_a_sound_engine_passes_every_check(host: Host) -> None:
     assert result.engine == {"version": "0.0.0+stub"}
 
 
+EXACT = [
+    {"prompt": "What is the capital of France?", "expect": "Paris", "max_tokens": 32},
+    {"prompt": "What is 7823 * 4519?", "expect": "35352137", "max_tokens": 32},
+]
 # The fault, the one check it violates, and words of what that check says.
 VIOLATIONS = [
     ("wrong-name", "served names", "serves the names ['other', 'other']"),
@@ -42,8 +52,6 @@ VIOLATIONS = [
     ("wrong-arithmetic", "answers", "was answered '35352138'"),
     ("copy-typo", "copy", "asked to repeat"),
     ("stream-cut", "stream", "broke"),
-    ("unsteady", "repeat", "the same greedy request gave"),
-    ("no-tool", "tool call", "no tool was called"),
     ("tool-types", "tool call", "days='3', not the number 3"),
     ("reasoning-mixed", "reasoning", "thinking is mixed into the answer"),
     ("forgets", "conversation", "in turn 2 of a conversation"),
@@ -53,9 +61,16 @@ VIOLATIONS = [
     ("low-acceptance", "acceptance", "the floor is 50%"),
     ("blind", "image", "a picture that is all blue was called 'Red'"),
     ("no-drafts", "acceptance", "switched off"),
-    ("needle-lost", "needle", "was not found"),
     ("no-cache-info", "metrics", "no sample of vllm:cache_config_info carries"),
     ("unhealthy-later", "health", "HTTP 503 after the check"),
+]
+# What a right server may show as well.
+DOUBTS = [
+    ("unsteady", "repeat", "the same greedy request gave"),
+    ("no-tool", "tool call", "no tool was called"),
+    ("needle-lost", "needle", "was not found"),
+    ("needle-lost", "prefix reuse", "turn 1 of a long conversation was answered"),
+    ("some-drafts", "acceptance", "the floor is 50%"),
 ]
 # A broken engine can show in the first two at any level, the others stand around the questions; all
 # have tests of their own below.
@@ -72,24 +87,89 @@ def test_a_fault_fails_the_check_made_for_it(
     host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, violated: str, sentence: str
 ) -> None:
     # The faults of one kind of answer must not show in another check: each question stands alone.
-    exact = [
-        {"prompt": "What is the capital of France?", "expect": "Paris", "max_tokens": 32},
-        {"prompt": "What is 7823 * 4519?", "expect": "35352137", "max_tokens": 32},
-    ]
     alone = {
         "wrong-arithmetic": ("conversation", "parallel", "repeat"),
-        "unsteady": ("copy",),
         "stream-cut": ("parallel",),
     }
     leave_out(monkeypatch, *alone.get(fault, ()))
     changes = {} if violated == "prefix reuse" else {"check__prefix": None}
     monkeypatch.setattr(long_text, "_COUNTER_WAIT_S", 0.3)
-    release = host.release(check__questions=exact, **changes)
+    release = host.release(check__questions=EXACT, **changes)
     host.started(release, fault)
     problems = failed(check(host, release))
     others = {"acceptance"} if fault == "no-drafts" else set()
     assert set(problems) - others <= {violated}
     assert sentence in problems[violated]
+
+
+@pytest.mark.parametrize(("fault", "doubted", "sentence"), DOUBTS)
+def test_what_a_right_server_may_show_is_told_and_fails_nothing(
+    host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, doubted: str, sentence: str
+) -> None:
+    leave_out(monkeypatch, *{"unsteady": ("conversation",)}.get(fault, ()))
+    changes = {} if doubted == "prefix reuse" else {"check__prefix": None}
+    release = host.release(check__questions=EXACT, **changes)
+    host.started(release, fault)
+
+    result = check(host, release, "full" if doubted == "prefix reuse" else "deep")
+
+    assert (result.ok, failed(result), set(warned(result))) == (True, {}, {doubted})
+    assert sentence in warned(result)[doubted]
+    kept = proof.read(release.name, host.here)
+    assert kept is not None
+    assert warned(kept) == warned(result)
+
+
+def test_a_question_with_thinking_is_asked_so_and_weighs_a_warning(host: Host) -> None:
+    product = {**EXACT[1], "thinking": True}
+    release = host.release(check__questions=[EXACT[0], product], check__prefix=None)
+    host.started(release, "wrong-arithmetic")
+
+    result = check(host, release)
+
+    assert (result.ok, set(warned(result))) == (True, {"answers"})
+    assert "was answered '35352138'" in warned(result)["answers"]
+    # At a start nothing is asked that takes thinking, whatever the order.
+    release = host.release(check__questions=[product, EXACT[0]], check__prefix=None)
+    [first] = [one for one in check(host, release, "quick").checks if one.name == "first answer"]
+    assert "capital of France" in first.detail
+
+
+def test_the_engine_is_told_whether_to_think(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+    chat = Engine.chat
+
+    def noted(self: Engine, body: dict[str, Any], timeout_s: float) -> Any:
+        thinks = body["chat_template_kwargs"]["enable_thinking"]
+        asked.append((body["messages"][0]["content"], thinks))
+        return chat(self, body, timeout_s)
+
+    monkeypatch.setattr(Engine, "chat", noted)
+    leave_out(monkeypatch, "reasoning")
+    product = {**EXACT[1], "thinking": True}
+    release = host.release(check__questions=[EXACT[0], product], check__prefix=None)
+    host.started(release)
+    check(host, release)
+
+    assert {thinks for text, thinks in asked if text == product["prompt"]} == {True}
+    assert {thinks for text, thinks in asked if text != product["prompt"]} == {False}
+
+
+def test_an_error_of_the_engine_is_never_a_warning(host: Host) -> None:
+    release = host.release(check__questions=[EXACT[0], {**EXACT[1], "thinking": True}])
+    host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_PIECE_S="0.05")
+    result = check(host, release)
+    assert not result.ok
+    assert warned(result) == {}
+
+
+def test_a_check_says_why_it_weighs_what_it_weighs() -> None:
+    for item in runner.CHECKS:
+        assert item.broken_by, item.name
+        never = item.right_and_failing.startswith("cannot")
+        assert never <= (item.weight == "must"), item.name
+        # A part that a right server may fail is told as a warning, or the whole check is one.
+        assert never or item.weight == "warn" or "told as a warning" in item.right_and_failing
 
 
 def test_requests_at_once_are_streams(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +182,7 @@ def test_requests_at_once_are_streams(host: Host, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_check_there_is_has_an_engine_that_violates_it() -> None:
-    violated = {name for _, name, _ in VIOLATIONS}
+    violated = {name for _, name, _ in [*VIOLATIONS, *DOUBTS]}
     assert violated | ELSEWHERE == {"ready", *(item.name for item in runner.CHECKS), "same run"}
 
 

@@ -16,7 +16,7 @@ from spark_deploy.settings.types import Settings
 
 DECLARATION = "spark_deploy/settings/serving.py"
 WRITTEN = {"docs/reference/settings.md", "group_vars/all.yml", "schema/settings.schema.json"}
-PARTS = ("spark_deploy", "files/contract", "docs", "group_vars", "schema", "catalog")
+PARTS = ("spark_deploy", "files/contract", "files/host", "docs", "group_vars", "schema", "catalog")
 # Placed behind the watch's interval; the second place is the code that uses it.
 MADE_UP = '    nap_s: int = setting(7, "Seconds of a nap.", minimum=1)\n'
 USE = """

@@ -6,11 +6,12 @@ import re
 import time
 from typing import Any
 
-from spark_host.check.probe import CheckError, Probe, short, user
+from spark_host.check.probe import CheckError, Probe, short
 from spark_host.engine.client import EngineError
 from spark_host.engine.metrics import Metrics
 
 _DRAFTS_WANTED = 60
+_ALMOST_NONE = 0.1  # a drafter without weights serves like that; a slow one is no broken server
 _COUNTER_WAIT_S = 10.0
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 _DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
@@ -77,7 +78,7 @@ def acceptance(probe: Probe) -> str:
     limit = max(16, min(128, probe.plan.max_model_len // 4))
     for question in (probe.plan.questions * 8)[:8]:
         # Text of some length: the first tokens after a prompt say little about the drafter.
-        probe.chat([user(question.prompt)], limit)
+        probe.say(question.prompt, limit, thinking=question.thinking)
         after = probe.metrics()
         if after.total(_DRAFTED) is None:
             raise CheckError("the engine has no counters of speculation: it is switched off")
@@ -89,9 +90,8 @@ def acceptance(probe: Probe) -> str:
         raise CheckError("not one token was drafted")
     rate = accepted / drafted
     if not rate >= floor:
-        raise CheckError(
-            f"{rate:.0%} of {drafted:.0f} drafted tokens were accepted, the floor is {floor:.0%}"
-        )
+        what = f"{rate:.0%} of {drafted:.0f} drafted tokens were accepted, the floor is {floor:.0%}"
+        raise CheckError(what, None if rate < _ALMOST_NONE else "warn")
     return f"{rate:.0%} of {drafted:.0f} drafted tokens were accepted (floor {floor:.0%})"
 
 

@@ -14,11 +14,12 @@ _COLOURS = (("red", (220, 20, 20)), ("blue", (20, 20, 220)))
 
 
 def image(probe: Probe) -> str:
-    """Plain pictures are told apart: a model that only guesses gets one of them wrong."""
-    for colour, rgb in _COLOURS:
-        answer = content(probe.chat([_question(rgb)], 64))
+    """Plain pictures are told apart: a server that sees nothing says the same of all."""
+    said = [content(probe.chat([_question(rgb)], 64)) for _, rgb in _COLOURS]
+    for (colour, _), answer in zip(_COLOURS, said, strict=True):
         if not re.search(rf"\b{colour}\b", answer, re.IGNORECASE):
-            raise CheckError(f"a picture that is all {colour} was called {short(answer)}")
+            what = f"a picture that is all {colour} was called {short(answer)}"
+            raise CheckError(what, None if len(set(said)) == 1 else "warn")
     return f"{len(_COLOURS)} pictures were named by their colour"
 
 

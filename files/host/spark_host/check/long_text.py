@@ -51,7 +51,9 @@ def prefix_reuse(probe: Probe) -> str:
             )
         if _NUMBER not in answer.text:
             said = short(answer.text)
-            raise CheckError(f"turn {turn} of a long conversation was answered {said}")
+            what = f"turn {turn} of a long conversation was answered {said}"
+            # Nothing of turn 1 comes from the cache: there it is the model that did not find it.
+            raise CheckError(what, "warn" if turn == 1 else None)
         messages.append({"role": "assistant", "content": answer.text})
         waits.append(answer.wait_s)
         if turn > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from spark_contract.release import CheckPlan, Release
 
@@ -13,10 +13,19 @@ from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.metrics import Metrics
 
 Message = dict[str, Any]
+Weight = Literal["must", "warn"]
 
 
 class CheckError(Exception):
-    """The engine violates what is checked; the message is a plain sentence."""
+    """The engine violates what is checked; the message is a plain sentence.
+
+    It weighs what its check does, unless a ``weight`` says otherwise: a right server may show a
+    part of what a check looks at, and one that answers with an error is broken whoever asks.
+    """
+
+    def __init__(self, text: str, weight: Weight | None = None):
+        super().__init__(text)
+        self.weight = weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +94,10 @@ class Probe:
             answer = self.engine.chat(self.body(messages, max_tokens, **more), self.left_s)
         except EngineError as error:
             waited = time.monotonic() - start
-            limit = f"; the check's {self.plan.timeout_s:g} s are over" if self.out_of_time else ""
-            raise CheckError(f"no usable answer after {waited:.1f} s: {error}{limit}") from error
+            late = self.out_of_time
+            limit = f"; the check's {self.plan.timeout_s:g} s are over" if late else ""
+            what = f"no usable answer after {waited:.1f} s: {error}{limit}"
+            raise CheckError(what, None if late else "must") from error
         try:
             choice = answer["choices"][0]
             self.tokens_seen += int(answer["usage"]["completion_tokens"])
@@ -129,9 +140,10 @@ class Probe:
         except EngineError as error:
             raise CheckError(f"/metrics: {error}") from error
 
-    def say(self, prompt: str, max_tokens: int) -> str:
+    def say(self, prompt: str, max_tokens: int, *, thinking: bool = False) -> str:
         """Return the text of the answer to one prompt."""
-        return content(self.chat([user(prompt)], max_tokens))
+        more = {"chat_template_kwargs": {"enable_thinking": thinking}}
+        return content(self.chat([user(prompt)], max_tokens, **more))
 
 
 def user(text: str) -> Message:

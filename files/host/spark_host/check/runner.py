@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import Finding, Proof
 from spark_contract.release import Release, service_of
-from spark_contract.sentences import PHASE, PREFIX_REUSE, STAND_IN, WAITED
+from spark_contract.sentences import PHASE, STAND_IN, WAITED
 
-from spark_host.check import answers, evidence, images, long_text
 from spark_host.check.probe import CheckError, Probe
+from spark_host.check.table import CHECKS, Check
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
 from spark_host.gateway import traffic
@@ -33,44 +32,6 @@ from spark_host.system.ports import Host
 from spark_host.watch.guard import StartGuard
 
 _PROGRESS_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check: from which level on it runs, and when the release asks for it."""
-
-    name: str
-    level: str
-    run: Callable[[Probe], str]
-    wanted: Callable[[Probe], bool] = lambda _: True
-
-
-CHECKS = (
-    Check("served names", "quick", evidence.served_names),
-    Check("context length", "quick", evidence.context_length),
-    Check(
-        "log lines",
-        "quick",
-        evidence.log_lines,
-        lambda p: bool(p.plan.log_required or p.plan.log_forbidden),
-    ),
-    Check("first answer", "quick", answers.first_answer, lambda p: bool(p.plan.questions)),
-    Check("answers", "full", answers.all_answers, lambda p: len(p.plan.questions) > 1),
-    Check("copy", "full", answers.copies, lambda p: bool(p.plan.copy)),
-    Check("stream", "full", answers.stream, lambda p: bool(p.plan.questions)),
-    Check("repeat", "full", answers.repeats, lambda p: p.plan.repeat),
-    Check("tool call", "full", answers.tool_call, lambda p: p.plan.tool_call),
-    Check("reasoning", "full", answers.reasoning, lambda p: p.plan.reasoning),
-    Check("conversation", "full", answers.conversation, lambda p: p.plan.conversation),
-    Check("parallel", "full", answers.parallel, lambda p: bool(p.plan.questions)),
-    Check("image", "full", images.image, lambda p: p.plan.image),
-    Check(PREFIX_REUSE, "full", long_text.prefix_reuse, lambda p: p.plan.prefix is not None),
-    Check("acceptance", "full", evidence.acceptance, lambda p: p.plan.acceptance_floor is not None),
-    Check("needle", "deep", long_text.needle, lambda p: p.plan.needle is not None),
-    Check("counters", "quick", evidence.counters_move, lambda p: bool(p.plan.questions)),
-    Check("metrics", "quick", evidence.metrics_required, lambda p: bool(p.plan.metrics_required)),
-    Check("health", "quick", evidence.healthy),
-)
 
 
 def check(
@@ -91,7 +52,7 @@ def check(
     with guard or nullcontext():
         before = invocation_id or systemd.invocation(release.serve_unit) or ""
         probe = Probe(release, Engine.of(release, host.paths), lambda: read_log(release, before))
-        findings = [_ready(probe, report, lambda: guard.starved if guard else None)]
+        findings = [_ready(probe, report, lambda: _stopped(guard))]
         if findings[0].ok:
             probe.before = _metrics_or_none(probe)
             findings += _run_all(probe, level, report)
@@ -108,7 +69,7 @@ def check(
         digest=release.digest,
         invocation_id=before,
         level=level,
-        ok=all(finding.ok for finding in findings),
+        ok=all(finding.ok or finding.weight == "warn" for finding in findings),
         checked_at=host.clock.now(),
         checks=tuple(findings),
         versions=versions,
@@ -142,7 +103,7 @@ def _run_all(probe: Probe, level: str, report: Report) -> list[Finding]:
             continue
         findings.append(_run_one(item, probe))
         report(_line(findings[-1]))
-        if probe.out_of_time and not findings[-1].ok:
+        if probe.out_of_time and not findings[-1].ok and findings[-1].weight == "must":
             report("the rest is not asked: an engine that takes this long is not sound")
             break
     return findings
@@ -151,16 +112,21 @@ def _run_all(probe: Probe, level: str, report: Report) -> list[Finding]:
 def _run_one(item: Check, probe: Probe) -> Finding:
     start = time.monotonic()
     probe.until_s = start + probe.plan.timeout_s
+    ok, weight = True, item.weight
     try:
-        ok, detail = True, item.run(probe)
+        detail = item.run(probe)
     except CheckError as error:
-        ok, detail = False, str(error)
-    return Finding(item.name, ok, detail, round(time.monotonic() - start, 3))
+        ok, detail, weight = False, str(error), error.weight or item.weight
+    return Finding(item.name, ok, detail, round(time.monotonic() - start, 3), weight)
 
 
 def _line(finding: Finding) -> str:
-    verdict = "ok  " if finding.ok else "FAIL"
+    verdict = "ok  " if finding.ok else {"must": "FAIL", "warn": "warn"}[finding.weight]
     return f"{verdict} {finding.name}: {finding.detail} ({finding.seconds:.2f} s)"
+
+
+def _stopped(guard: StartGuard | None) -> str | None:
+    return "the engine was stopped" if guard and guard.starved else None
 
 
 def _memory(guard: StartGuard) -> Finding:
@@ -267,7 +233,9 @@ def main(words: list[str], paths: Paths) -> int:
         print()
     else:
         failed = ", ".join(finding.name for finding in result.failed)
+        warned = ", ".join(finding.name for finding in result.warnings)
         verdict = f"failed: {failed}" if failed else "proven"
+        verdict += f" (warned of: {warned})" if warned else ""
         print(f"{release.name}: {level} check {verdict}", flush=True)
     if at_start and result.ok and boot.opens_at_start(release, host):
         traffic.open_for(release, paths)

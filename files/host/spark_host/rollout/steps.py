@@ -157,6 +157,7 @@ def _why_not_started(release: Release, state: UnitState, host: Host) -> str:
 def check(release: Release, host: Host, record: Record) -> None:
     """Run the full check on a release that runs."""
     result = host.check.full(release, host, record.report)
+    record.set(warnings=tuple(f"{one.name}: {one.detail}" for one in result.warnings))
     if not result.ok:
         record.set(log_tail=log_tail(release, host))
         raise TrialError(_failures(result))
