@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
 from spark_vllm import SUPPORTED_ENGINES
 from wheel_sources import fetch
 
+from spark_deploy.planning.serving.serve import PREFILL_LINES
 from spark_deploy.settings.engine_options import JUDGED_OPTIONS, OWNED_OPTIONS, option_problems
 
+LINEAR = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
 ARGUMENTS = "vllm/engine/arg_utils.py"
 PARSER = "vllm/utils/argparse_utils.py"
 OF_THE_SERVER = {
@@ -62,6 +65,18 @@ def test_every_decided_option_exists_in_an_engine_we_support(version: str) -> No
     own = {name for names in spellings(version) for name in names}
     only_newer = {"device-memory-utilization"} if version == "0.30.0" else set()
     assert {*OWNED_OPTIONS, *JUDGED_OPTIONS} - OF_THE_SERVER - only_newer - own == set()
+
+
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+def test_the_prefill_kernel_can_be_chosen_and_is_named_in_the_log(version: str) -> None:
+    assert {"gdn-prefill-backend"} in list(spellings(version))
+    text = (fetch(version, {LINEAR}) / LINEAR).read_text()
+    assert '"Using %s GDN prefill kernel (requested=%s, head_k_dim=%s)."' in text
+    for backend, pattern in PREFILL_LINES.items():
+        chosen = re.search(rf'"{backend}": "([^"]+)",', text)
+        assert chosen is not None
+        said = f"Using {chosen[1]} GDN prefill kernel (requested={backend}, head_k_dim=128)."
+        assert re.search(pattern, said)
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)

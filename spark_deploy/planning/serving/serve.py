@@ -37,6 +37,7 @@ from spark_deploy.planning.serving.argv import (
 )
 from spark_deploy.planning.serving.gateway import SERVICE
 from spark_deploy.planning.types import CheckpointPlan, ImagePlan, MemoryPlan, SourcePlan
+from spark_deploy.settings.engine_options import canonical
 from spark_deploy.settings.types import Settings
 
 _RESTART_DELAY_S = 60
@@ -46,6 +47,10 @@ _STOPPING_STEPS = 3  # ExecStop, the signals, ExecStopPost: likewise
 # A prompt shows in the counters only when all of it was read. Far below what a Spark can do (3,317
 # tokens/s were published for two of them at 2K), because reading slows down as the context grows.
 _SLOWEST_PROMPT_TOKENS_PER_S = 1000
+PREFILL_LINES = {
+    "triton": r"Using Triton/FLA GDN prefill kernel \(requested=triton\b",
+    "flashinfer": r"Using FlashInfer GDN prefill kernel \(requested=flashinfer\b",
+}
 _FINITE_LINE = r"spark: all numbers of \d+ tensors and the logits of \d+ heads of \w+ are finite"
 _PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
 
@@ -121,6 +126,7 @@ def check_plan(
         required.append(plugin_line(model))
     if plugin and profile.tree_needs_plugin:
         required.append(_FINITE_LINE)
+    required += prefill_line(model, profile)
     if portable:
         required.append(_PORTABLE_LINE)
     elif plugin:
@@ -151,6 +157,13 @@ def check_plan(
         metrics_required=dict(profile.check.metrics_required),
         bench=Bench(settings.check.bench_s, settings.check.bench_worse_percent),
     )
+
+
+def prefill_line(model: Model, profile: Profile) -> list[str]:
+    """Return the pattern of the line in which the engine names the prefill kernel it was told."""
+    told = {canonical(name): value for name, value in profile.options.items()}
+    line = PREFILL_LINES.get(str(told.get("gdn-prefill-backend")))
+    return [line] if line and model.architecture.linear_layers else []
 
 
 def plugin_line(model: Model) -> str:
