@@ -63,6 +63,7 @@ class Machine:
     """The units and engines of a host, and its time."""
 
     broken: dict[str, str] = field(default_factory=dict)  # release -> at which step it fails
+    doubts: str = ""  # what the full check warns of
     documents: dict[Path, Any] = field(default_factory=dict)
     links: set[str] = field(default_factory=set)  # units that start with the host
     units: dict[str, Unit] = field(default_factory=dict)
@@ -165,9 +166,11 @@ class Machine:
     def proof(self, release: Release, level: str, ok: bool, host: Any) -> Proof:
         """Write what a check found, by the tools' own rules."""
         run = self.unit(release.serve_unit).run
-        finding = Finding("answers", ok, "it answers" if ok else "it is wrong", 1.0)
+        findings = [Finding("answers", ok, "it answers" if ok else "it is wrong", 1.0)]
+        if self.doubts and level == "full":
+            findings.append(Finding("repeat", False, self.doubts, 1.0, "warn"))
         result = Proof(
-            release.name, release.digest, run, level, ok, host.clock.now(), (finding,),
+            release.name, release.digest, run, level, ok, host.clock.now(), tuple(findings),
             self.versions(), {"version": "1"}, False, (),
         )  # fmt: skip
         quiet, self.quiet = self.quiet, self.quiet or level == "quick"  # in another process

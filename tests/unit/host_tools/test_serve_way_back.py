@@ -309,3 +309,12 @@ def test_a_speed_that_cannot_be_kept_undoes_no_change(model: Model) -> None:
     steps.take_over(measured, host, record)
     assert "no speed was measured: [Errno 28] No space left on device" in record.data.bench[0]
     assert model.serves() == A
+
+
+def test_what_a_right_server_may_show_is_told_of_a_change_that_is_done() -> None:
+    model = Model()
+    model.doubts = "two texts"
+    model.deploy(A)
+    told = model.outcome(A)
+    assert (told.state, told.serving, told.warnings) == ("switched", A, ("repeat: two texts",))
+    assert (told.reason, told.failed_phase) == (None, None)

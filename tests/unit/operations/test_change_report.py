@@ -59,6 +59,11 @@ def test_an_interrupted_change_does_not_claim_that_nothing_serves() -> None:
     ]
 
 
+def test_a_change_that_went_well_tells_what_its_check_warned_of() -> None:
+    well, lines = said(state="switched", serving=NEW, warnings=("repeat: two texts",))
+    assert (well, lines[1:]) == (True, ["warning of its check: repeat: two texts"])
+
+
 def test_a_change_that_went_well_tells_its_times_and_its_speed() -> None:
     times, bench = {"start": 61.25, "check": 3.0}, ["speed: 30.1 tokens/s", "slower than before"]
     assert said(state="switched", serving=NEW, times_s=times, bench=bench) == (

@@ -5,11 +5,13 @@ import pytest
 import yaml
 
 from spark_deploy.catalog.load import read_catalog
+from spark_deploy.cli.plan import lines
 from spark_deploy.planning.budget.memory import GIB, cache_shape, plan_memory
 from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.planning.effective import effective_profile
+from spark_deploy.planning.resolve import pair_of
 from spark_deploy.settings.load import load_hosts
-from tests.unit.planning.plans import CATALOG, FIXTURE, LARGE, problems, settings_of
+from tests.unit.planning.plans import CATALOG, FIXTURE, LARGE, plan_of, problems, settings_of
 
 
 def profile_with(name, **changes):
@@ -226,3 +228,17 @@ def test_the_cache_of_the_122b_is_about_as_large_as_the_published_one(
     )
     planned = plan_memory(LARGE, profile, settings_of())
     assert planned.kv_tokens / 4 == pytest.approx(published_tokens, rel=apart)
+
+
+def test_the_plan_says_what_the_memory_beside_the_engine_is_for():
+    plan, settings = plan_of(), settings_of()
+    text = "\n".join(lines(plan, *pair_of(settings, CATALOG)))
+    left = re.search(r"\+ left ([\d.]+) GiB", text)
+    told = re.search(
+        r"left for the system and other programs ([\d.]+) GiB \(memory.reserve_gib\), "
+        r"for peaks of a start and the file cache ([\d.]+) GiB; "
+        r"with less than 4.0 GiB available the engine is stopped \(memory.floor_gib\)",
+        text,
+    )
+    assert float(left[1]) == pytest.approx(float(told[1]) + float(told[2]), abs=0.11)
+    assert float(left[1]) >= 0.2 * 119.7 - 0.1
