@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -154,6 +155,24 @@ def test_without_a_handle_docker_is_asked_and_the_memory_is_looked_at_meanwhile(
     assert time.monotonic() - begun < 2.5
     assert result.failed[0].name == "memory"
     assert killed == [("kill", release.container)]
+
+
+def test_an_engine_that_may_not_be_killed_directly_is_ended_by_docker(
+    host: Host, meminfo: Path, held: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    def client(*words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        host.engines[-1].kill()
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refused)
+    monkeypatch.setattr(docker, "client", client)
+    release = loading(host)
+    leave(meminfo, 1)
+
+    assert check_at_start(host, release).failed[0].name == "memory"
 
 
 def test_a_unit_that_goes_on_without_its_engine_is_killed(

@@ -12,6 +12,7 @@ import signal
 from pathlib import Path
 
 from spark_host.system import docker
+from spark_host.system.log import log
 
 _ANSWER_S = 5.0
 _KILL_S = 20.0
@@ -45,13 +46,17 @@ def kill(handle: int) -> None:
 
 
 def end(container: str, handle: int | None) -> str:
-    """End a container by the handle of its first process; without one docker is asked to.
+    """End a container by the handle of its first process; else docker is asked to.
 
     Returns what stood in the way, or ``""``.
     """
     if handle is not None:
-        kill(handle)
-        return ""
+        try:
+            kill(handle)
+        except PermissionError as error:  # whatever keeps us from it, docker may
+            log(f"{container} is not ended by its process: {error}")
+        else:
+            return ""
     said = docker.client("kill", container, timeout_s=_KILL_S)
     return f"docker kill: {said.stderr.strip()}" if said.returncode != 0 else ""
 
