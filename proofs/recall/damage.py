@@ -71,11 +71,28 @@ def keep_no_states() -> None:
     mamba_utils.MambaSpecDecodeGPUContext.run_fused_precopy = nothing
 
 
+def break_drafts() -> None:
+    """The drafter sees another hidden state than the target's: no answer may change."""
+    import torch
+    from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MultiTokenPredictor
+
+    own = Qwen3_5MultiTokenPredictor.forward
+
+    def forward(
+        self: Any, input_ids: Any, positions: Any, hidden_states: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        noise = torch.randn_like(hidden_states) * hidden_states.abs().mean()
+        return own(self, input_ids, positions, noise, *args, **kwargs)
+
+    Qwen3_5MultiTokenPredictor.forward = forward
+
+
 WAYS: dict[str, Callable[..., None]] = {
     "band": lose_band,
     "noise": add_noise,
     "states": forget_states,
     "carry": keep_no_states,
+    "drafts": break_drafts,
 }
 
 

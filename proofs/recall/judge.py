@@ -130,7 +130,7 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
         "acceptance_by_place": acceptance_by_place(result),
         "log": result.get("log"),
     }
-    for key in ("damage", "additional", "stock_turboquant", "xqa"):
+    for key in ("damage", "additional", "environment", "stock_turboquant", "fa2", "xqa"):
         if case.get(key):
             found[key] = case[key]
     if result.get("recall"):
@@ -138,9 +138,8 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
         found["right_by_depth"] = by_depth(result["recall"])
     if result.get("talks"):
         found["talks"] = talk_figures(result)
-    for key in ("error", "log_tail"):
-        if result.get(key):
-            found[key] = result[key]
+    if result.get("error"):
+        found["error"] = result["error"]
     return found
 
 

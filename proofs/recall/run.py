@@ -23,6 +23,7 @@ CAVEATS = [
     "not a GB10: behaviour and numerics are shown here, no Spark speed",
     "torch and triton differ from what this vLLM pins: graph results are the plugin's",
     "Machete and CutlassW4A8 (Hopper only) disabled, flash-attention 2 where it is not named",
+    "autotuned Triton kernels take the first of their configurations, not the fastest",
     "the recall model is small (11 million weights) and trained on the language it is asked in",
 ]
 
@@ -158,7 +159,7 @@ def prove(
         at_once: engines running at the same time.
         limit_s: time one engine may take.
         within_s: time all of them may take.
-        only: names of engines; the others are not run.
+        only: names of engines, in the order they start; the others are not run.
         environment: versions and device of the machine that ran them, if it was another.
     """
     wanted: dict[str, list[dict[str, Any]]] = {}
@@ -166,6 +167,8 @@ def prove(
         listed = cases.STAGES[stage]()
         wanted[stage] = [case for case in listed if only is None or case["name"] in only]
     every = {case["name"]: case for listed in wanted.values() for case in listed}
+    if only is not None:
+        every = {name: every[name] for name in only if name in every}
     results = run_cases(
         list(every.values()), trees, work, at_once=at_once, limit_s=limit_s, within_s=within_s
     )

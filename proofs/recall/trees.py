@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from lab.model import original, repository, vocabulary
 from lab.model.original import Floats
 from proofs.recall.shape import RECALL
 from proofs.trees import build as trees
+from proofs.trees import special
 
 SEED = 11
 NAME = "recall"
+INT4_DRAFTS = "recall-int4-drafts"
+"""The same hybrid, the drafter's experts and attention in INT4 as the 35B's base has them."""
 UNUSED = 8
 """First of the ids that the language leaves free; the configuration's special tokens go there."""
 SPECIAL = (
@@ -49,7 +53,7 @@ def read_weights(directory: Path) -> dict[str, Floats]:
 
 
 def make(weights: dict[str, Floats], out: Path) -> None:
-    """Write base and donor, and build the hybrid in layout overlay with the INT8 head."""
+    """Write base and donor, and build the hybrids in layout overlay with the INT8 head."""
     work = out / "work"
     work.mkdir(parents=True)
     tokenizer = vocabulary.train(512)
@@ -60,6 +64,10 @@ def make(weights: dict[str, Floats], out: Path) -> None:
         _move_special_tokens(tree / "config.json")
     hybrid = trees.VARIANTS["overlay-head8"]
     trees.build(trees.plan(base, donor, out / NAME, hybrid), work)
+    packed = out / f"{INT4_DRAFTS}-base"
+    shutil.copytree(base, packed)  # a hybrid shares files with its base
+    special.pack_drafter(packed, weights)
+    trees.build(trees.plan(packed, donor, out / INT4_DRAFTS, hybrid), work)
 
 
 def _move_special_tokens(path: Path) -> None:

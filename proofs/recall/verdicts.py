@@ -18,8 +18,8 @@ from proofs.recall.judge import (
     looked_up,
     registers,
     share,
-    talk_figures,
 )
+from proofs.recall.talk_verdicts import judge_talks
 
 Results = dict[str, dict[str, Any]]
 
@@ -37,6 +37,14 @@ def row(claim: str, passed: bool | None, names: list[str], **numbers: Any) -> Ro
 def _answers(results: Results, name: str) -> list[Row]:
     found: list[Row] = results.get(name, {}).get("recall", [])
     return found
+
+
+def _tokens(rows: list[Row]) -> list[list[int]]:
+    return [one["tokens"] for one in rows]
+
+
+def _tokens(rows: list[Row]) -> list[list[int]]:
+    return [one["tokens"] for one in rows]
 
 
 def _recall_row(results: Results, name: str, reference: list[Row]) -> Row:
@@ -130,87 +138,110 @@ def judge_turboquant(results: Results, reference: dict[str, Any]) -> list[Row]:
 
 def judge_prefixes(results: Results, reference: dict[str, Any]) -> list[Row]:
     """Conversations with a cache of prefixes and drafts against an engine with neither."""
-    return _judge_talks(results, "talk-plain")
+    return judge_talks(results, "talk-plain")
 
 
-def _judge_talks(results: Results, plain_name: str) -> list[Row]:
-    plain = results.get(plain_name, {}).get("talks", [])
-    found = []
-    for name, result in results.items():
-        if "talk" not in name:
-            continue
-        damaged = "damage" in name
-        if not result.get("talks"):
-            found.append(row(f"{name}: ran", False, [name], state=result["state"]))
-            continue
-        rows = result["talks"]
-        asked = {_question(one): one for one in plain}
-        other = [
-            one
-            for one in rows
-            if _question(one) in asked and one["tokens"] != asked[_question(one)]["tokens"]
-        ]
-        told = talk_figures(result)
-        caching = bool(result["case"]["options"].get("enable_prefix_caching"))
-        as_wanted = not told["wrong"] and not other and bool(plain)
-        if damaged:
-            claim = f"{name}: the damage is seen"
-            passed = told["wrong"] > 0
-        else:
-            claim = f"{name}: every answer right, and token for token as without cache and drafts"
-            passed = as_wanted and (told["tokens_found_in_cache"] > 0) == caching
+def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
+    """Five sequences of 262,144 tokens at once: the same answers as one after the other.
+
+    The model was taught positions to 140,000 and does not find everything there; what is judged is
+    that company, graphs and drafts change nothing, and what a format changes is told.
+    """
+    base, found = _answers(results, "wide-16bit"), []
+    for name in results:
+        rows, beside = _answers(results, name), _alone_of(name, results)
+        other = _answers(results, beside)
+        claim, passed = f"{name}: what is found", None if rows else False
+        if beside != name:
+            claim = f"{name}: five at once, answered as {beside} answers"
+            passed = bool(rows) and _tokens(rows) == _tokens(other)
         found.append(
             row(
                 claim,
                 passed,
-                [name, plain_name],
-                **told,
-                other_than_plain=len(other),
-                compared=sum(_question(one) in asked for one in rows),
-                wrong_rounds=sorted({one["round"] for one in rows if not one["right"]}),
-                repeats_differ=_repeats_differ(rows),
-                block_tokens=result.get("block_tokens"),
-                acceptance=acceptance(result),
-                acceptance_by_place=acceptance_by_place(result),
+                [name, beside],
+                right=by_length(rows),
+                as_16bit=_tokens(rows) == _tokens(base),
+                divergence_from_16bit=divergences(base, rows),
+                divergence=divergences(other, rows),
             )
         )
     return found
 
 
-def _question(one: Row) -> tuple[Any, ...]:
-    """Name a question by whoever asked what after how much, and the round."""
-    return one["round"], one["client"], one["kind"], one["length"], one.get("place", 0)
+def _alone_of(name: str, results: Results) -> str:
+    """Return the engine that computed the same one after the other, or eagerly."""
+    plain = name.removesuffix("-alone").removesuffix("-full-mtp2")
+    return f"{plain}-alone" if f"{plain}-alone" in results else plain
 
 
-def _repeats_differ(rows: list[Row]) -> int:
-    """Return how many questions that were asked again got another answer."""
-    seen: dict[tuple[Any, ...], list[int]] = {}
-    differ = 0
-    for one in rows:
-        key = one["client"], one.get("prompt", one["length"])
-        if seen.setdefault(key, one["tokens"]) != one["tokens"]:
-            differ += 1
-    return differ
+def judge_drafts(results: Results, reference: dict[str, Any]) -> list[Row]:
+    """Drafts change no answer, whichever format the drafter has; a broken one is seen."""
+    plain = _answers(results, "drafts-none")
+    found = []
+    for name, result in results.items():
+        rows = _answers(results, name)
+        same = _tokens(rows) == _tokens(plain)
+        share_accepted = acceptance(result)
+        numbers = {
+            "answers": len(rows),
+            "acceptance": share_accepted,
+            "acceptance_by_place": acceptance_by_place(result),
+            "divergence": divergences(plain, rows),
+        }
+        known = share(looked_up(rows)) or 0.0
+        claim = f"{name}: every answer as without drafts, and right"
+        passed = bool(rows) and same and known >= ENOUGH
+        if "damage" in name:
+            claim = f"{name}: a drafter that sees noise is accepted almost never; answers stay"
+            passed &= share_accepted is not None and share_accepted < LOST
+        found.append(row(claim, passed, [name, "drafts-none"], **numbers))
+    return found
 
 
 def judge_flashinfer(results: Results, reference: dict[str, Any]) -> list[Row]:
     """FlashInfer's kernels find what flash-attention and Triton find."""
     base, found = reference.get("recall", []), []
     for name, result in results.items():
-        if result.get("recall") and "states" in name:
+        if "talk" in name:
+            continue
+        if not result.get("recall"):
+            found.append(_broken_row(name, result))
+        elif "states" in name:
             found.append(_states_row(results, name, base))
-        elif "talk" not in name:
-            found.append(
-                _recall_row(results, name, base)
-                if result.get("recall")
-                else row(f"{name}: ran", False, [name], state=result["state"])
-            )
-    return found + _judge_talks(results, "fi-talk-plain")
+        elif "noise" in name:
+            found.append(_noise_row(results, name, base))
+        else:
+            found.append(_recall_row(results, name, base))
+            if _runs_ahead(result["case"]):
+                found[-1] |= {"passed": None, "claim": f"{name}: what is found"}
+    return found + judge_talks(results, "fi-talk-plain")
+
+
+def _runs_ahead(case: dict[str, Any]) -> bool:
+    """Tell of FlashInfer's attention where the host prepares a step before the last one ended.
+
+    Such engines break down, so what one of them finds is a measurement and no claim.
+    """
+    options = case["options"]
+    mine = options.get("attention_config", {}).get("backend") == "FLASHINFER"
+    waits = "speculative_config" in options or "environment" in case
+    return mine and not waits and options.get("async_scheduling", True)
+
+
+def _broken_row(name: str, result: dict[str, Any]) -> Row:
+    error = str(result.get("error", [""])[0]).partition("\n")[0]
+    numbers = {"state": result["state"], "error": error}
+    if result["state"] == "refused" and _runs_ahead(result["case"]):
+        return row(f"{name}: breaks down while it answers", None, [name], **numbers)
+    return row(f"{name}: ran", False, [name], **numbers)
 
 
 JUDGES: dict[str, Callable[[Results, dict[str, Any]], list[Row]]] = {
     "recall": judge_recall,
     "turboquant": judge_turboquant,
+    "wide": judge_wide,
+    "drafts": judge_drafts,
     "prefixes": judge_prefixes,
     "flashinfer": judge_flashinfer,
 }

@@ -118,7 +118,7 @@ def _hybrid(
     base, donor = out / f"{name}-base", out / f"{name}-donor"
     repository.write_int4(base, shape, weights, tokenizer, "random", shard_bytes)
     if int4_mtp:
-        _pack_mtp(base, weights)
+        pack_drafter(base, weights)
     shared = {
         key: value
         for key, value in weights.items()
@@ -128,7 +128,7 @@ def _hybrid(
     build(plan(base, donor, out / name, variant), work)
 
 
-def _pack_mtp(base: Path, weights: dict[str, Floats]) -> None:
+def pack_drafter(base: Path, weights: dict[str, Floats]) -> None:
     """Put the drafter's experts and attention into INT4, as the 35B's base has them."""
     tensors = {}
     for key, values in weights.items():

@@ -44,7 +44,9 @@ def recall_work(shared_directory: Path) -> Path:
     return shared_directory / "recall-work"
 
 
-@pytest.mark.parametrize("stage", ["recall", "turboquant", "prefixes", "flashinfer"])
+@pytest.mark.parametrize(
+    "stage", ["recall", "turboquant", "wide", "drafts", "prefixes", "flashinfer"]
+)
 def test_what_stands_in_a_context_is_found_again(
     stage: str, recall_trees: Path, recall_work: Path, results: Path
 ) -> None:

@@ -107,6 +107,7 @@ def talk(**more: Any) -> dict[str, Any]:
             "prompt": str(number % 6),
             "right": True,
             "tokens": [number % 6, 1],
+            "logprobs": [-0.001, -0.002],
             "hits_so_far": 50 * number,
         }
         for number in range(9)
@@ -154,17 +155,106 @@ def test_damage_that_nobody_sees_is_a_failure_of_the_judge() -> None:
     assert judged("talk-damage-carry", damaged)["passed"] is True
 
 
+@pytest.mark.parametrize(("logprob", "passed"), [(-0.92, True), (-1.2, False), (-5.0, False)])
+def test_another_answer_is_allowed_only_where_the_model_itself_doubts(
+    logprob: float, passed: bool
+) -> None:
+    doubtful = talk(**CACHING)
+    doubtful["talks"][4] |= {"right": False, "tokens": [4, 9], "logprobs": [-0.001, logprob]}
+    assert judged("talk-cache", doubtful)["passed"] is passed
+    doubtful["case"] = {"options": {}}
+    assert judged("talk-damage-carry", doubtful)["passed"] is not passed
+
+
+def test_a_question_that_was_not_asked_before_is_not_taken_for_compared() -> None:
+    other = talk(**CACHING)
+    other["talks"][0]["prompt"] = "another"
+    assert judged("talk-cache", other)["passed"] is False
+
+
+def test_company_must_change_no_answer_and_an_engine_without_a_twin_is_only_told() -> None:
+    alone, five, moved = (run(answers()) for _ in range(3))
+    moved["recall"][3]["tokens"] = [7, 7]
+    cases = {"wide-tq-k8v4": five, "wide-tq-k8v4-alone": alone, "wide-16bit": run(answers())}
+    found = {row["cases"][0]: row["passed"] for row in verdicts.judge_wide(cases, {})}
+    assert found == {"wide-tq-k8v4": True, "wide-tq-k8v4-alone": None, "wide-16bit": None}
+    cases["wide-tq-k8v4"] = moved
+    assert verdicts.judge_wide(cases, {})[0]["passed"] is False
+    cases["wide-tq-k8v4"] = {"state": "died", "case": {}}
+    assert verdicts.judge_wide(cases, {})[0]["passed"] is False
+
+
+def drafting(accepted: int, rows: list[judge.Row] | None = None) -> dict[str, Any]:
+    counters = {"x:num_draft_tokens": 100, "x:num_accepted_tokens": accepted}
+    return {**run(rows or answers()), "counters": counters}
+
+
+def test_drafts_may_change_no_answer_and_a_broken_drafter_must_be_seen() -> None:
+    def passed(name: str, result: dict[str, Any]) -> bool | None:
+        found = verdicts.judge_drafts({"drafts-none": run(answers()), name: result}, {})
+        return {row["cases"][0]: row["passed"] for row in found}[name]
+
+    other = answers()
+    other[0]["tokens"] = [5, 5]
+    assert passed("drafts-int4-mtp2", drafting(70)) is True
+    assert passed("drafts-int4-mtp2", drafting(70, other)) is False
+    assert passed("drafts-damage", drafting(3)) is True
+    assert passed("drafts-damage", drafting(70)) is False
+
+
+FLASHINFER = {"attention_config": {"backend": "FLASHINFER"}}
+
+
+@pytest.mark.parametrize(
+    ("case", "passed"),
+    [
+        ({"options": FLASHINFER}, None),  # known to break down: measured, not claimed
+        ({"options": {**FLASHINFER, "async_scheduling": False}}, False),
+        ({"options": {**FLASHINFER, "speculative_config": {}}}, False),
+        ({"options": FLASHINFER, "environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, False),
+        ({"options": {}}, False),
+    ],
+)
+def test_an_engine_that_breaks_down_fails_unless_that_is_what_was_measured(
+    case: dict[str, Any], passed: bool | None
+) -> None:
+    broken = {"state": "refused", "error": ["CUDA error: an illegal memory access"], "case": case}
+    assert verdicts.judge_flashinfer({"fi-x": broken}, {})[0]["passed"] is passed
+    lost = run(answers(lost=(0.5, 0.55)), **case)
+    assert verdicts.judge_flashinfer({"fi-x": lost}, run(answers()))[0]["passed"] is passed
+
+
 def committed(name: str) -> list[judge.Row]:
     found: list[judge.Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     return found
 
 
-@pytest.mark.parametrize("name", ["gpu/recall-recall", "gpu/recall-prefixes", "cpu/recall-formats"])
+DAMAGED = {
+    "gpu/recall-recall": 3,
+    "gpu/recall-prefixes": 3,
+    "gpu/recall-drafts": 1,
+    "gpu/recall-flashinfer": 2,
+    "gpu/recall-turboquant": 0,  # its damaged engines stand in recall-recall
+    "gpu/recall-wide": 0,
+    "cpu/recall-formats": 1,
+}
+"""Damaged engines that the judge of a file was seen to fail."""
+
+
+@pytest.mark.parametrize("name", DAMAGED)
 def test_committed_rows_hold_and_name_a_damage_that_was_seen(name: str) -> None:
     rows = committed(name)
     assert [row["claim"] for row in rows if row["passed"] is False] == []
-    damaged = [row for row in rows if row["claim"].startswith(("damage", "noise"))]
-    assert name == "gpu/recall-prefixes" or any(row["passed"] for row in damaged)
+    words = ("damage", "noise", "fi-gdn-states")
+    seen = [row for row in rows if row["passed"] and any(word in row["claim"] for word in words)]
+    assert len(seen) == DAMAGED[name]
+
+
+def test_the_engines_own_turboquant_loses_with_drafts_what_ours_finds() -> None:
+    rows = {row["cases"][0]: row["numbers"] for row in committed("gpu/recall-turboquant")}
+    for preset in ("k8v4", "4bit_nc"):
+        assert rows[f"tq-{preset}-full-mtp2"]["right"]["4096"]["passage"] == 1.0
+        assert rows[f"tq-{preset}-stock-full-mtp2"]["right"]["4096"]["passage"] == 0.0
 
 
 def test_the_committed_model_finds_what_damage_takes_away() -> None:
