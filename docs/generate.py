@@ -132,10 +132,16 @@ def profiles_page() -> Iterator[str]:
         yield from _profile(name)
     yield from _compared()
     yield from ("", "## Guard rails", "")
-    yield "Combinations that are refused (or warned of) before a host is touched."
-    yield from ("", "| rule | effect | why | instead | source |", "|---|---|---|---|---|")
+    yield (
+        "Combinations that are refused (or warned of) before a host is touched. *Measured here*: a "
+        "result file shows it, on a GPU that is not a Spark's; *read in source*; *reported* by "
+        "others only."
+    )
+    yield from ("", "| rule | effect | why | instead | known | from |", "|---|---|---|---|---|---|")
     for rail in catalog().rails:
-        cells = (f"`{rail.rule}`", rail.effect, rail.reason, rail.fix, rail.source)
+        known = {"measured": "*measured here*", "read": "*read in source*"}
+        told = known.get(rail.evidence, "*reported*")
+        cells = (f"`{rail.rule}`", rail.effect, rail.reason, rail.fix, told, rail.source)
         yield f"| {' | '.join(cell(one) for one in cells)} |"
 
 
@@ -177,7 +183,7 @@ def _profile(name: str) -> Iterator[str]:
     if not shown.proven:
         yield from ("", "Nothing is proven of it yet.")
         return
-    yield from ("", "| proven by this project, on one H200 | result |", "|---|---|")
+    yield from ("", "| proven by this project, on one H200 or H100 | result |", "|---|---|")
     for row in shown.proven:
         yield f"| {cell(row.what)} | [{row.result}](../../benchmarks/results/gpu/{row.result}) |"
 

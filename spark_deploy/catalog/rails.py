@@ -63,6 +63,9 @@ class GuardRail:
     effect: Literal["refuse", "warn"] = needed("refuse the plan or warn in it.")
     reason: str = needed("What would happen, in a sentence.")
     fix: str = needed("What to do instead.")
+    evidence: Literal["measured", "read", "reported"] = needed(
+        "measured: a result file of ours shows it; read: in source; reported: by others only."
+    )
     source: str = needed("Where this is known from.")
 
 

@@ -24,13 +24,15 @@ _DRAFT_OPTIONS = {
 }
 # The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0013.
 _COUNTED_CACHE_AS_USED = 24
+# The first vLLM whose cached prefixes were asked with drafts: recall-prefixes.json.
+_PREFIXES_WITH_DRAFTS = 33
 
 
 def facts_of(
     model: Model, profile: Profile, memory: MemoryPlan, settings: Settings
 ) -> dict[str, Any]:
     """Return what rules may speak about, of the arguments the engine would really get."""
-    image = settings.images.get(model.image.role, "")
+    minor = _minor_version(settings.images.get(model.image.role, ""))
     options = meaning(profile.options)
     attention = _mapping(options.get("attention-config"))
     own = _mapping(_mapping(options.get("additional-config")).get("spark"))
@@ -64,7 +66,8 @@ def facts_of(
         "deep_gemm": _deep_gemm(profile, options),
         "formats": " ".join(formats).lower(),
         "online_quantisation": "quantization-config" in options,
-        "engine_counts_cache_as_used": _counts_cache_as_used(image),
+        "engine_counts_cache_as_used": minor is not None and minor <= _COUNTED_CACHE_AS_USED,
+        "engine_prefixes_unproven": minor is not None and minor < _PREFIXES_WITH_DRAFTS,
         "expose": settings.serve.expose,
         "tls": settings.serve.tls,
         "plugin": profile.plugin,
@@ -80,11 +83,11 @@ def facts_of(
     }
 
 
-def _counts_cache_as_used(image: str) -> bool:
-    """Tell by the tag whether the engine is too old; a tag without vLLM's version tells nothing."""
+def _minor_version(image: str) -> int | None:
+    """Return N of vLLM 0.N by the tag; a tag without vLLM's version tells nothing."""
     tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
     found = re.match(r"v?0\.(\d+)\b", tag)
-    return found is not None and int(found[1]) <= _COUNTED_CACHE_AS_USED
+    return int(found[1]) if found else None
 
 
 def _expert_width(model: Model, options: Mapping[str, Any]) -> int:

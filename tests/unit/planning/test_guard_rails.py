@@ -1,4 +1,6 @@
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,7 @@ CALM = {
     "formats": "org/model-int4",
     "online_quantisation": False,
     "engine_counts_cache_as_used": False,
+    "engine_prefixes_unproven": False,
     "expose": "loopback",
     "tls": "off",
     "plugin": True,
@@ -54,14 +57,21 @@ STOCK = {"plugin": False, "tree_needs_plugin": False}
 TRIPS = {
     "turboquant-with-drafts": {**TQ, **STOCK, "speculation_tokens": 2},
     "turboquant-with-several-sequences": {**TQ, **STOCK, "max_sequences": 2},
-    "turboquant-with-prefix-caching": {**TQ, "prefix_caching": True},
+    "turboquant-with-prefix-caching": {**TQ, **STOCK, "prefix_caching": True},
     "turboquant-with-attention-backend": {**TQ, "has_attention_backend": True},
     "turboquant-on-the-old-runner": {**TQ, "old_runner": True},
     "turboquant-three-bit-keys": {"kv_cache": "turboquant_3bit_nc", "max_sequences": 1},
     "drafts-with-prefix-caching": {"speculation_tokens": 2, "prefix_caching": True},
+    "drafts-with-prefix-caching-in-older-engines": {
+        "speculation_tokens": 2,
+        "prefix_caching": True,
+        "engine_prefixes_unproven": True,
+    },
     "prefix-block-above-step": {"prefix_caching": True, "max_batched_tokens": 2048},
     "fp8-cache": {"kv_cache": "fp8", "piecewise_graphs": True},
+    "fp8-cache-without-drafts": {"kv_cache": "fp8", "piecewise_graphs": True},
     "fp8-cache-with-full-graphs": {"kv_cache": "fp8"},
+    "flashinfer-without-drafts": {"attention_backend": "FLASHINFER"},
     "flashinfer-decode": {"attention_backend": "FLASHINFER", "has_attention_backend": True},
     "memory-fraction-high": {"memory_fraction": 0.89},
     "memory-fraction-unsafe": {"memory_fraction": 0.91},
@@ -105,6 +115,34 @@ def test_each_rail_alone_catches_its_own_combination_and_spares_a_calm_one(rule)
     else:
         with pytest.raises(Exception, match=f"guard rail {rule}"):
             apply_rails([rail], facts)
+
+
+RESULTS = Path(__file__).parents[3] / "benchmarks/results/gpu"
+
+
+def test_what_is_called_measured_names_a_result_file_that_is_there():
+    measured = [rail for rail in RAILS if rail.evidence == "measured"]
+    for rail in measured:
+        named = re.findall(r"[\w./-]+\.json", rail.source)
+        assert named, rail.rule
+        assert all((RESULTS / Path(name).name).exists() for name in named), rail.rule
+    assert {rail.rule for rail in measured} >= {"flashinfer-without-drafts", "experts-of-one-group"}
+
+
+@pytest.mark.parametrize(
+    ("image", "unproven"),
+    [
+        ("vllm/vllm-openai:v0.33.0", False),
+        ("vllm/vllm-openai:v0.34.1", False),
+        ("vllm/vllm-openai:v0.32.0", True),
+        ("registry.lan/engine:ours", False),  # says nothing of its version
+    ],
+)
+def test_engines_older_than_the_measured_one_keep_drafts_and_prefixes_apart(image, unproven):
+    settings = settings_of(**{"images.engine": image})
+    profile = CATALOG.profile("agent", "large")
+    facts = facts_of(LARGE, profile, plan_memory(LARGE, profile, settings), settings)
+    assert facts["engine_prefixes_unproven"] is unproven
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_parallel_size_that_is_no_whole_number_is_said_not_raised(value):
             {"attention-backend": "FLASHINFER", "enforce-eager": True, "no-enforce-eager": True},
             FLASHINFER,
         ),
-        ("agent", {"spec-method": "mtp", "spec_tokens": 2}, "drafts-with-prefix-caching"),
+        ("agent", {"spec-method": "mtp", "spec_tokens": 2}, "drafts-by-option"),
         ("agent", {"spec-method": "mtp", "spec_tokens": "2"}, "drafts-by-option"),
         ("base", {"spec-method": "dflash", "spec-model": "org/draft"}, "dflash"),
         ("base", {"spec_model": "org/draft"}, "draft-of-another-model"),
