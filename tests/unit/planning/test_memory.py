@@ -1,10 +1,14 @@
 import dataclasses
+import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
 from spark_deploy.catalog.load import read_catalog
+from spark_deploy.catalog.model import LinearAttention
+from spark_deploy.catalog.profile import KvCache, Speculation
 from spark_deploy.cli.plan import lines
 from spark_deploy.planning.budget.memory import GIB, cache_shape, plan_memory
 from spark_deploy.planning.budget.weights import weights_of
@@ -47,6 +51,40 @@ def test_cache_blocks_are_those_of_the_engine(dtype, block_tokens):
     )
     shape = cache_shape(LARGE.architecture, profile)
     assert shape.block_tokens == block_tokens
+
+
+RECALL = dataclasses.replace(
+    LARGE.architecture,
+    layers=4,
+    full_attention_every=2,
+    kv_heads=2,
+    head_width=256,
+    linear_attention=LinearAttention(key_heads=2, value_heads=8, head_width=128),
+)
+RESULTS = Path(__file__).parents[3] / "benchmarks/results/gpu"
+
+
+def measured_blocks(stage):
+    """Yield name, options and block of every engine of a result file that kept Triton's prefill."""
+    for name, run in json.loads((RESULTS / f"recall-{stage}.json").read_text())["runs"].items():
+        if run["block_tokens"] and "additional" not in run:
+            yield name, run["options"], run["block_tokens"]
+
+
+@pytest.mark.parametrize("stage", ["recall", "turboquant", "wide", "drafts", "prefixes"])
+def test_cache_blocks_are_those_that_running_engines_made(stage):
+    planned, measured = {}, {}
+    for name, options, block_tokens in measured_blocks(stage):
+        drafts = options.get("speculative_config", {}).get("num_speculative_tokens")
+        profile = profile_with(
+            "base",
+            kv_cache=KvCache(dtype=options.get("kv_cache_dtype", "auto")),
+            speculation=Speculation(method="mtp", tokens=drafts) if drafts else None,
+            prefix_caching=bool(options.get("enable_prefix_caching")),
+        )
+        planned[name], measured[name] = cache_shape(RECALL, profile).block_tokens, block_tokens
+    assert planned == measured
+    assert len(measured) > 5
 
 
 def test_drafts_add_a_layer_to_the_cache_and_states_to_each_request():
