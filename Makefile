@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine host faults gpu gpu-plans demo lab-up lab-down plan docs golden lock-requirements release
+.PHONY: help venv test check fmt unit engine host faults gpu gpu-plans kernels demo lab-up lab-down plan docs golden lock-requirements release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -65,6 +65,9 @@ gpu-plans: venv ## write into build/plans what `make gpu` serves with; the CUDA 
 GPU_PYTHON ?= python3
 gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
+
+kernels: ## the head's kernels compiled for a Spark, no GPU; GPU_PYTHON needs torch, triton, pytest
+	PYTHONPATH=files/image $(GPU_PYTHON) -m pytest tests/unit/plugin/test_head_for_a_spark.py
 
 demo: venv ## two virtual hosts from nothing to a proven model server, with real vLLM (root)
 	$(PY) -m lab demo
