@@ -125,6 +125,7 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
         "options": case.get("options"),
         "load_s": result.get("load_s"),
         "block_tokens": result.get("block_tokens"),
+        "cache_tokens": result.get("cache_tokens"),
         "flash_attention": result.get("flash_attention", "2"),
         "acceptance": acceptance(result),
         "acceptance_by_place": acceptance_by_place(result),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import Any
 from proofs.recall import cases, judge, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
+CACHE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 CAVEATS = [
     "not a GB10: behaviour and numerics are shown here, no Spark speed",
     "torch and triton differ from what this vLLM pins: graph results are the plugin's",
@@ -110,6 +112,8 @@ def read(case: dict[str, Any], work: Path) -> dict[str, Any]:
             if any(word in line for word in telling) and "/" not in line.split("] ", 1)[-1][:200]
         }
     )[:40]
+    room = CACHE.search(text)
+    found["cache_tokens"] = int(room[1].replace(",", "")) if room else None
     if found["state"] in ("died", "refused"):
         found["log_tail"] = text[-2500:]
     return found
