@@ -27,8 +27,9 @@ PARALLEL := -q --numprocesses auto --dist worksteal
 
 test: venv ## unit tests and the lab tests of the whole path, from nothing (root)
 	$(PY) -m lab prepare --engine none --engine-trees
-	@# The real engine's image and the training of its model go on beside the unit tests.
-	@$(PY) -m lab prepare --engine cpu >/dev/null & prepared=$$!; \
+	@# The real engine's image, the training of its model and the base of another release go on
+	@# beside the unit tests.
+	@$(PY) -m lab prepare --engine cpu --flavour awkward >/dev/null & prepared=$$!; \
 	  $(PY) -m pytest $(PARALLEL) -m "not engine" tests/unit tests/engine; unit=$$?; \
 	  wait $$prepared && exit $$unit
 	$(PY) -m pytest --durations=12 -m gate tests/host tests/faults
@@ -72,8 +73,9 @@ kernels: ## the head's kernels compiled for a Spark, no GPU; GPU_PYTHON needs to
 demo: venv ## two virtual hosts from nothing to a proven model server, with real vLLM (root)
 	$(PY) -m lab demo
 
-lab-up: venv ## bring up the virtual lab with two hosts (root)
-	$(PY) -m lab up 2
+FLAVOUR ?=
+lab-up: venv ## bring up the virtual lab with two hosts (root); FLAVOUR=lived-in makes them look so
+	$(PY) -m lab up 2 $(addprefix --flavour ,$(FLAVOUR))
 
 lab-down: venv ## take the virtual lab down (root)
 	$(PY) -m lab down

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab.content import content_key
@@ -38,6 +38,11 @@ class Archive:
 OS_ARCHIVE = Archive("lab-os", "lab", "os", preconfigured=True)
 VENDOR_ARCHIVE = Archive("lab-vendor", "vendor", "vendor", preconfigured=False)
 ARCHIVES = (OS_ARCHIVE, VENDOR_ARCHIVE)
+
+
+def of_flavour(name: str) -> Archive:
+    """Return the archive that guests of a flavour know instead of the usual one."""
+    return replace(OS_ARCHIVE, directory=f"flavour-{name}")
 
 
 def release_options(archive: Archive, deb_arch: str) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lab import cgroup, mounts
-from lab.guest import Guest
+from lab.guest import ENGINE_DIRS, Guest
 from lab.network import namespace
 from lab.shell import run
 
@@ -31,7 +31,7 @@ def nspawn_argv(guest: Guest, cgroup_bind: Path | None) -> list[str]:
 
     ``cgroup_bind`` is the prepared v1 tree; a v2 machine leaves the delegation to nspawn.
     """
-    binds = [f"--bind={guest.disk}/docker:/var/lib/docker"]
+    binds = [f"--bind={guest.disk}/{name}:/var/lib/{name}" for name in ENGINE_DIRS]
     if cgroup_bind is not None:
         binds.append(f"--bind={cgroup_bind}:/sys/fs/cgroup")
     return [

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lab import boot, demo, faults, guest, lifecycle, record, servers, supervise
+from lab import boot, demo, faults, flavour, guest, lifecycle, record, servers, supervise
 from lab.code import use_copied_code
 from lab.errors import LabError
 from lab.guest import Guest
@@ -23,8 +23,9 @@ def _up(paths: LabPaths, options: argparse.Namespace) -> int:
     bootstrap = frozenset(guest_names(options.bootstrap_guest or []))
     names = guest_names(options.guests)
     guests = lifecycle.up(
-        paths, names, fresh=options.fresh, bootstrap=bootstrap, engine=options.engine
-    )
+        paths, names, fresh=options.fresh, bootstrap=bootstrap, engine=options.engine,
+        flavour=options.flavour,
+    )  # fmt: skip
     _print_guests(guests)
     print(f"lab up in {time.monotonic() - started:.1f} s; state in {paths.state}")
     return 0
@@ -40,7 +41,7 @@ def _prepare(paths: LabPaths, options: argparse.Namespace) -> int:
     started = time.monotonic()
     lifecycle.up(
         paths, [], fresh=False, bootstrap=frozenset(), engine=options.engine,
-        engine_trees=options.engine_trees,
+        engine_trees=options.engine_trees, flavour=options.flavour,
     )  # fmt: skip
     print(f"lab prepared in {time.monotonic() - started:.1f} s; state in {paths.state}")
     return 0
@@ -59,6 +60,7 @@ def _down(paths: LabPaths, options: argparse.Namespace) -> int:
 def _status(paths: LabPaths, options: argparse.Namespace) -> int:
     for one in record.all_guests(paths):
         kind = "bootstrap" if one.spec().bootstrap else "normal"
+        kind += f" {one.flavour}" if one.flavour else ""
         print(f"{one.name}  {one.ip}  {guest.state(one)}  {kind}")
     for name, server in servers.SERVERS.items():
         running = "running" if servers.pid_of(paths, name) else "stopped"
@@ -153,12 +155,16 @@ def _parser() -> argparse.ArgumentParser:
                     help="this guest starts like a new Spark: password only")  # fmt: skip
     up.add_argument("--engine", choices=["none", "stub", "cpu"], default="stub",
                     help="engine images to have in the registry")  # fmt: skip
+    up.add_argument("--flavour", choices=flavour.names(), default="", metavar="NAME",
+                    help="what the hosts look like: " + ", ".join(flavour.names()))  # fmt: skip
     up.set_defaults(run=_up)
 
     ready = commands.add_parser("prepare", help="have everything that guests need, and no guest")
     ready.add_argument("--engine", choices=["none", "stub", "cpu"], default="cpu")
     ready.add_argument("--engine-trees", action="store_true",
                        help="unpack the real engine already, whose image comes later")  # fmt: skip
+    ready.add_argument("--flavour", choices=flavour.names(), default="", metavar="NAME",
+                       help="have the base of this flavour as well")  # fmt: skip
     ready.set_defaults(run=_prepare)
 
     down = commands.add_parser("down", help="power guests off; without names the whole lab")

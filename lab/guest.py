@@ -21,6 +21,8 @@ from lab.paths import LabPaths, guest_index, guest_ip
 from lab.shell import run
 
 DISK_GIB = 24  # sparse: costs what is written
+# Of /var/lib: what container engines stack overlays in cannot lie on an overlay itself.
+ENGINE_DIRS = ("docker", "containerd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,12 @@ class Guest:
         return self.home / "root"
 
     @property
+    def flavour(self) -> str:
+        """The flavour it was made of, ``""`` for a plain one."""
+        path = self.home / "flavour"
+        return path.read_text() if path.exists() else ""
+
+    @property
     def console(self) -> Path:
         """What its console printed."""
         return self.home / "console.log"
@@ -91,7 +99,7 @@ class Guest:
         return (self.home / "guest.json").exists()
 
 
-def create(guest: Guest, spec: GuestSpec) -> None:
+def create(guest: Guest, spec: GuestSpec, *, flavour: str = "") -> None:
     """Make the guest's disk; its spec, written last, says that the disk is whole."""
     _forget(guest)
     for directory in (guest.disk, guest.root, guest.home / "cg", guest.home / "cg2"):
@@ -100,8 +108,10 @@ def create(guest: Guest, spec: GuestSpec) -> None:
         file.truncate(DISK_GIB << 30)
     run(["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1", guest.disk_image])
     mounts.mount_disk(guest.disk_image, guest.disk)
-    for name in ("upper", "work", "docker"):
+    for name in ("upper", "work"):
         (guest.disk / name).mkdir()
+    # Beside the spec, which other versions of this code read too.
+    (guest.home / "flavour").write_text(flavour)
     (guest.home / "guest.json").write_text(json.dumps(asdict(spec)))
 
 
@@ -109,6 +119,8 @@ def mount_root(guest: Guest) -> None:
     """Mount the guest's disk and its root filesystem over the base."""
     if not os.path.ismount(guest.disk):
         mounts.mount_disk(guest.disk_image, guest.disk)
+    for name in ENGINE_DIRS:
+        (guest.disk / name).mkdir(exist_ok=True)
     if os.path.ismount(guest.root):
         return
     layers = f"lowerdir={guest.spec().base},upperdir={guest.disk}/upper,workdir={guest.disk}/work"

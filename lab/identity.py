@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from lab import cgroup
-from lab.archive import ARCHIVES
+from lab.archive import OS_ARCHIVE, of_flavour
 from lab.guest import Guest, GuestSpec
 from lab.paths import HOST_IP, USER, LabPaths
 from lab.shell import run
@@ -35,6 +35,8 @@ def write_identity(guest: Guest) -> None:
         # On v1 a guest hears nothing when a delegated cgroup becomes empty: stopping the user
         # manager (at each log-out, and at reboot) would take its whole timeout of two minutes.
         (etc / "systemd/system/user@.service").symlink_to("/dev/null")
+    for key in (etc / "ssh").glob("ssh_host_*"):  # of a base that all its guests have them from
+        key.write_bytes(key.read_bytes())  # onto the guest's own disk, where they are looked for
     _write_sources(guest)
     sshd = etc / "ssh/sshd_config.d/10-lab.conf"
     sshd.parent.mkdir(exist_ok=True)
@@ -47,18 +49,14 @@ def write_identity(guest: Guest) -> None:
 
 
 def _write_sources(guest: Guest) -> None:
-    """Configure the archives a delivered system knows; their keys are in place as well."""
+    """Configure the archive a delivered system knows; its key is in place as well."""
     keyrings = guest.root / "etc/apt/keyrings"
     keyrings.mkdir(parents=True, exist_ok=True)
-    for archive in ARCHIVES:
-        if not archive.preconfigured:
-            continue
-        key = keyrings / f"{archive.name}.asc"
-        shutil.copy(guest.paths.apt / archive.directory / "archive-key.asc", key)
-        source = (
-            f"deb [signed-by=/etc/apt/keyrings/{key.name}] {archive.url} {archive.suite} main\n"
-        )
-        (guest.root / f"etc/apt/sources.list.d/{archive.name}.list").write_text(source)
+    known = of_flavour(guest.flavour) if guest.flavour else OS_ARCHIVE
+    key = keyrings / f"{known.name}.asc"
+    shutil.copy(guest.paths.apt / known.directory / "archive-key.asc", key)
+    source = f"deb [signed-by=/etc/apt/keyrings/{key.name}] {known.url} {known.suite} main\n"
+    (guest.root / f"etc/apt/sources.list.d/{known.name}.list").write_text(source)
 
 
 def _open_for_the_lab(guest: Guest) -> None:

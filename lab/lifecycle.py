@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lab import (
     cgroup,
+    flavoured,
     guest,
     identity,
     mounts,
@@ -24,11 +25,14 @@ from lab import (
 )
 from lab.distribution import this_distribution
 from lab.errors import LabError
+from lab.flavour import OWNER_DONE
+from lab.flavour import read as read_flavour
 from lab.guest import Guest
 from lab.paths import LabPaths
-from lab.shell import kept_open
+from lab.shell import kept_open, run
 
 BOOT_TIMEOUT_S = 60
+OWNER_TIMEOUT_S = 180
 
 
 @contextmanager
@@ -56,18 +60,21 @@ def up(
     bootstrap: frozenset[str],
     engine: str,
     engine_trees: bool = False,
+    flavour: str = "",
 ) -> list[Guest]:
     """Have the named guests running and reachable; running ones are left alone."""
     guests = [Guest(paths, name) for name in names]
     with lab_lock(paths):
         ground = stock.prepare(paths, engine_trees=engine_trees or engine == "cpu")
+        base = _base(paths, ground, flavour)
         for one in guests:
             if fresh:
                 guest.destroy(one)
-            _up_one(one, ground.base, bootstrap=one.name in bootstrap)
+            _up_one(one, base, bootstrap=one.name in bootstrap, flavour=flavour)
         for one in guests:
             wait_until_reachable(one)
-        _prune_bases(paths, ground.base)
+            wait_for_owner(one)
+        _prune_bases(paths, {ground.base, base})
         record.write_record(paths, ground.distribution)
     # Images and models can take minutes; other commands need not wait for them.
     with lab_lock(paths, "stock.lock"):
@@ -76,7 +83,19 @@ def up(
     return guests
 
 
-def _up_one(one: Guest, base: Path, *, bootstrap: bool) -> None:
+def _base(paths: LabPaths, ground: stock.Ground, name: str) -> Path:
+    """Return what new guests stand on: the plain base, or that of the flavour."""
+    if not name:
+        return ground.base
+    return flavoured.base(paths, ground.distribution, read_flavour(name))
+
+
+def _up_one(one: Guest, base: Path, *, bootstrap: bool, flavour: str) -> None:
+    if flavour and one.exists() and one.flavour != flavour:
+        raise LabError(
+            one.name, f"is {one.flavour or 'plain'} and not {flavour}",
+            f"make it anew: `lab up {one.name} --fresh --flavour {flavour}`",
+        )  # fmt: skip
     if guest.state(one) == "running":
         if bootstrap and not one.spec().bootstrap:
             raise LabError(
@@ -86,7 +105,8 @@ def _up_one(one: Guest, base: Path, *, bootstrap: bool) -> None:
         return
     guest.clean(one)
     if not one.exists():
-        guest.create(one, identity.new_spec(one.name, base, bootstrap=bootstrap))
+        spec = identity.new_spec(one.name, base, bootstrap=bootstrap)
+        guest.create(one, spec, flavour=flavour)
     guest.mount_root(one)
     if not (one.home / "identity").exists():
         identity.write_identity(one)
@@ -117,12 +137,33 @@ def wait_until_reachable(one: Guest, timeout_s: float = BOOT_TIMEOUT_S) -> None:
     )  # fmt: skip
 
 
-def _prune_bases(paths: LabPaths, current: Path) -> None:
-    """Delete bases that no guest stands on any more."""
-    used = {Path(one.spec().base) for one in record.all_guests(paths)} | {current}
-    for tree in paths.cache.glob("base-*"):
-        if tree not in used:
-            shutil.rmtree(tree)
+def wait_for_owner(one: Guest, timeout_s: float = OWNER_TIMEOUT_S) -> None:
+    """Wait until what the owner of a host of this flavour did, once, is done.
+
+    Raises:
+        LabError: it failed, or takes too long.
+    """
+    unit, done = "lab-owner.service", one.root / OWNER_DONE
+    if not (one.root / "etc/systemd/system" / unit).exists():
+        return
+    deadline = time.monotonic() + timeout_s
+    ask = guest.enter_argv(one, ["systemctl", "show", "-p", "ActiveState", "--value", unit])
+    while not done.exists():
+        if (state := run(ask).strip()) == "failed" or time.monotonic() > deadline:
+            words = ["journalctl", "-u", unit, "-n", "15", "-o", "cat", "--no-pager"]
+            said = run(guest.enter_argv(one, words))
+            raise LabError(f"{one.name} {unit}", f"{state}\n{said}", "mend owner.sh of its flavour")
+        time.sleep(0.2)
+
+
+def _prune_bases(paths: LabPaths, current: set[Path]) -> None:
+    """Delete bases that no guest stands on any more; of a flavour its newest is kept."""
+    used = {Path(one.spec().base) for one in record.all_guests(paths)} | current
+    flavours = {tree.name.rpartition("-")[0] for tree in current} - {"base"}
+    for pattern in ("base-*", *(f"{flavour}-*" for flavour in flavours)):
+        for tree in paths.cache.glob(pattern):
+            if tree not in used:
+                shutil.rmtree(tree)
 
 
 def down(paths: LabPaths, names: Sequence[str], *, delete: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from lab.content import cached, content_key
@@ -53,23 +54,61 @@ def build_stub(paths: LabPaths, package: str) -> Path:
     return cached(paths.cache / "stubs" / key / name, make)
 
 
-def download(paths: LabPaths, distribution: Distribution, tree: Path) -> Path:
-    """Return a directory with what ``tree`` lacks of OFFERED, from the machine's own mirror."""
-    offered = tuple(dict.fromkeys([*OFFERED, *docker_packages()]))
+@dataclass(frozen=True, slots=True)
+class More:
+    """What a flavour of guests needs of the mirror beyond OFFERED."""
+
+    words: tuple[str, ...] = ()  # as apt takes them: ``name`` or ``name/suite``
+    suites: tuple[str, ...] = ()  # asked instead of what this machine's apt asks; the first counts
+
+
+def download(
+    paths: LabPaths, distribution: Distribution, tree: Path, *, more: More | None = None
+) -> Path:
+    """Return a directory with what ``tree`` lacks of OFFERED and ``more``, from the mirror."""
+    asked = more or More()
+    own = not asked.suites
+    docker = docker_packages() if own else DOCKER
+    chosen = {word.partition("/")[0] for word in asked.words if "/" in word}
+    names = (name for name in (*OFFERED, *docker, *asked.words) if name not in chosen)
+    offered = tuple(dict.fromkeys(names))
     key = content_key(distribution.codename, distribution.mirror, tree.name, offered)
 
     def make(target: Path) -> None:
         (target / "partial").mkdir(parents=True)
-        run(
-            [
-                "apt-get", "-q", "-y", "--no-install-recommends", "--download-only",
-                "-o", f"Dir::State::status={tree}/var/lib/dpkg/status",
-                "-o", f"Dir::Cache::archives={target}",
-                "-o", "APT::Sandbox::User=root",
-                "install", *offered,
-            ]
-        )  # fmt: skip
+        options = [
+            "-o", f"Dir::State::status={tree}/var/lib/dpkg/status",
+            "-o", "APT::Sandbox::User=root",
+        ]  # fmt: skip
+        if asked.suites:
+            options += _other_suites(paths, distribution, asked.suites)
+            run(["apt-get", "-q", *options, "update"])
+        where = ["-o", f"Dir::Cache::archives={target}"]
+        common = ["-q", "-y", "--no-install-recommends", "--download-only"]
+        run(["apt-get", *common, *options, *where, "install", *offered])
         shutil.rmtree(target / "partial")
         (target / "lock").unlink(missing_ok=True)
 
     return cached(paths.cache / f"debs-{key}", make)
+
+
+def _other_suites(
+    paths: LabPaths, distribution: Distribution, suites: tuple[str, ...]
+) -> list[str]:
+    """Return apt options that look at these suites of the mirror instead of the machine's own."""
+    home = paths.cache / f"apt-{'-'.join(suites)}"
+    for part in ("state/lists/partial", "cache/archives/partial", "parts"):
+        (home / part).mkdir(parents=True, exist_ok=True)
+    signed = "[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]"
+    lines = (f"deb {signed} {distribution.mirror} {suite} main\n" for suite in suites)
+    (home / "sources.list").write_text("".join(lines))
+    pairs = {
+        "Dir::State": home / "state",
+        "Dir::Cache": home / "cache",
+        "Dir::Etc::SourceList": home / "sources.list",
+        "Dir::Etc::SourceParts": home / "parts",
+        "Dir::Etc::Preferences": home / "none",
+        "Dir::Etc::PreferencesParts": home / "parts",
+        "APT::Default-Release": suites[0],
+    }
+    return [word for name, value in pairs.items() for word in ("-o", f"{name}={value}")]

@@ -82,9 +82,14 @@ def bootstrap(paths: LabPaths, distribution: Distribution) -> Path:
     return cached(paths.cache / f"bootstrap-{key}", make)
 
 
+def base_place(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
+    """Return where the configured base over ``tree`` is, or would be."""
+    key = content_key(tree.name, [deb.name for deb in stub_debs], trees=_made_by(stub_debs))
+    return paths.cache / f"base-{key}"
+
+
 def base(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
     """Return the configured base over ``tree`` with the stand-in packages installed."""
-    key = content_key(tree.name, [deb.name for deb in stub_debs], trees=_made_by(stub_debs))
 
     def make(target: Path) -> None:
         run(["cp", "-a", "--reflink=auto", tree, target])
@@ -93,7 +98,7 @@ def base(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
         _install_stubs(target, stub_debs)
         _configure(target)
 
-    return cached(paths.cache / f"base-{key}", make)
+    return cached(base_place(paths, tree, stub_debs), make)
 
 
 def _made_by(stub_debs: Sequence[Path]) -> list[Path]:

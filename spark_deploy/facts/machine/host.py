@@ -75,12 +75,12 @@ def parse(sections: Sections) -> HostIdentity:
 
 
 def newest(versions: list[str], like: str = "") -> str:
-    """Return the newest version of the flavour of ``like`` (``-nvidia``), else an empty string.
+    """Return the newest version with the ending of ``like`` (``-nvidia``), else an empty string.
 
     A ``-generic`` kernel beside a running ``-nvidia`` one is not a pending update.
     """
-    flavour = like.rpartition("-")[2] if "-" in like else ""
-    same = [v for v in versions if not flavour or v.endswith(f"-{flavour}")]
+    ending = like.rpartition("-")[2] if "-" in like else ""
+    same = [v for v in versions if not ending or v.endswith(f"-{ending}")]
     return max(same, key=version_key, default="")
 
 

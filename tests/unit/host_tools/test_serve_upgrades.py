@@ -32,7 +32,7 @@ def test_a_whole_host_waits_for_nothing(root: Path) -> None:
     assert upgrades.reboot_pending(root) == ""
 
 
-def test_a_newer_kernel_of_the_same_flavour_waits_for_a_reboot(root: Path) -> None:
+def test_a_newer_kernel_with_the_same_ending_waits_for_a_reboot(root: Path) -> None:
     (root / "boot/vmlinuz-6.17.0-1021-nvidia").touch()
     assert upgrades.reboot_pending(root) == (
         "kernel 6.17.0-1021-nvidia is installed, 6.17.0-1014-nvidia is running"

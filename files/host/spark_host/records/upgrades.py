@@ -56,9 +56,9 @@ def reboot_pending(root: Path = Path("/")) -> str:
         names = sorted(set(named.read_text().split())) if named.exists() else []
         return f"/run/reboot-required is set ({', '.join(names) or 'no package named'})"
     running = os.uname().release
-    flavour = running.rpartition("-")[2]
+    ending = running.rpartition("-")[2]
     kernels = [path.name.partition("-")[2] for path in (root / "boot").glob("vmlinuz-*")]
-    newest = max((k for k in kernels if k.endswith(f"-{flavour}")), key=_numbers, default="")
+    newest = max((k for k in kernels if k.endswith(f"-{ending}")), key=_numbers, default="")
     if newest and _numbers(newest) > _numbers(running):
         return f"kernel {newest} is installed, {running} is running"
     return _driver_pending(root)

@@ -1,0 +1,106 @@
+"""Hosts as their owners have them: whatever they look like, they come to serve, and stay theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lab import flavour
+from lab.flavour import Flavour
+from tests.host.belongings import Belongings, changes, look
+from tests.labkit import SPARE, Guest, Site, guest_named, info, lab
+from tests.runs import Run
+
+NAME = SPARE[0]
+IN_THE_GATE = "awkward"
+QUESTION = "What is the capital of France?"
+
+
+@dataclass
+class Theirs:
+    """A host of one flavour, from its first boot to what the first deploy made of it."""
+
+    flavour: Flavour
+    site: Site
+    guest: Guest
+    before: Belongings
+    doctor_new: str
+    doctor_ready: tuple[int, str]
+    first: Run
+
+    def belongings(self) -> Belongings:
+        return look(self.guest.run, self.flavour.owned_units)
+
+
+def flavours() -> list[object]:
+    """Return every flavour on disk; one of them is part of the gate."""
+    return [
+        pytest.param(name, marks=[pytest.mark.gate] if name == IN_THE_GATE else [])
+        for name in flavour.names()
+    ]
+
+
+@pytest.fixture(scope="module", params=flavours())
+def theirs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Theirs]:
+    chosen = flavour.read(request.param)
+    lab("up", NAME, "--fresh", "--bootstrap-guest", NAME, "--flavour", chosen.name)
+    before = look(
+        lambda command: lab("ssh", "--root", NAME, command).rstrip("\n"), chosen.owned_units
+    )
+    root: Path = tmp_path_factory.mktemp("site")
+    site = Site(root, hosts=[NAME])
+    site.choose(model="lab-stub", profile="v2")
+    (root / "host_vars").mkdir()
+    (root / f"host_vars/{NAME}.yml").write_text(yaml.safe_dump(dict(chosen.settings)))
+    doctor_new = "".join(site.tool("doctor")[1])
+    password = root / "password"
+    password.touch(mode=0o600)
+    about = next(guest for guest in info()["guests"] if guest["name"] == NAME)
+    password.write_text(about["password"] + "\n")
+    bootstrapped = site.deploy(
+        deploy="deploys/bootstrap.py", env={"SPARK_BOOTSTRAP_PASSWORD_FILE": str(password)}
+    )
+    assert bootstrapped.exit_code == 0, bootstrapped.stderr[-4000:]
+    doctor_ready = site.tool("doctor")
+    first = site.deploy()
+    yield Theirs(chosen, site, guest_named(NAME), before, doctor_new, doctor_ready, first)
+    lab("down", NAME)
+
+
+def test_doctor_finds_a_healthy_host_before_anything_is_changed(theirs: Theirs) -> None:
+    assert "bootstrap" in theirs.doctor_new
+    code, said = theirs.doctor_ready
+    assert code == 0, said
+
+
+def test_the_first_deploy_serves(theirs: Theirs) -> None:
+    assert theirs.first.exit_code == 0, f"{theirs.first.failed}\n{theirs.first.stderr[-6000:]}"
+    assert theirs.guest.answers(QUESTION, "Paris")
+
+
+def test_the_second_deploy_changes_nothing(theirs: Theirs) -> None:
+    theirs.site.deploy().must_have_changed_nothing()
+
+
+def test_what_belongs_to_the_owner_is_as_it_was(theirs: Theirs) -> None:
+    assert changes(theirs.before, theirs.belongings()) == []
+
+
+def test_it_serves_again_after_a_reboot_and_the_rest_is_as_it_was(theirs: Theirs) -> None:
+    theirs.guest.reboot(seconds=120)
+    unit = theirs.guest.wait("systemctl is-active 'spark-serve@*' && echo", seconds=60)
+    theirs.guest.wait("systemctl is-active docker")
+    assert unit
+    theirs.guest.wait(
+        "curl -sf -o /dev/null -H \"Authorization: Bearer $(cat /etc/spark/api-key)\" "
+        "http://127.0.0.1:8000/v1/models", seconds=120,
+    )  # fmt: skip
+    assert theirs.guest.answers(QUESTION, "Paris")
+    assert changes(theirs.before, theirs.belongings(), rebooted=True) == []
+    theirs.site.deploy().must_have_changed_nothing()
