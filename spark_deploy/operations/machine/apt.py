@@ -199,20 +199,33 @@ def _update(host: Host) -> None:
             host.log(f"apt-get update: {line}")
 
 
+# A unit made of a script that a removed package left behind is nobody's.
+_MASK = """\
+case $(systemctl show -p FragmentPath --value {name}) in
+"" | /run/systemd/generator*) ln -s /dev/null {directory}/{name} && {mark}=yes ;;
+esac"""
+_UNMASK = """\
+if [ -n "${mark}" ]; then
+  rm -f {directory}/{name}; systemctl daemon-reload
+  systemctl disable {name} 2>/dev/null
+fi"""
+
+
 def _install_script(names: str, quiet_services: Sequence[str]) -> str:
     """Install in one script on the host, so that a lost connection cannot stop it half way.
 
     A masked unit is not started by its package; the mask goes again at once, and the enabling
-    that packages do by default with it.
+    that packages do by default with it. A unit that the host has already is its owner's: such a
+    one is neither masked nor disabled.
     """
     quiet = [shlex.quote(service) for service in quiet_services]
-    lines = [f"ln -s /dev/null {UNITS_DIR}/{name} 2>/dev/null" for name in quiet]
+    each = [
+        {"name": name, "mark": f"masked_{number}", "directory": UNITS_DIR}
+        for number, name in enumerate(quiet)
+    ]
+    lines = [_MASK.format(**words) for words in each]
     lines.append(f"{_APT} --no-install-recommends --no-remove install {names}; rc=$?")
-    for name in quiet:
-        lines.append(
-            f"rm -f {UNITS_DIR}/{name}; systemctl daemon-reload; "
-            f"systemctl disable {name} 2>/dev/null"
-        )
+    lines += [_UNMASK.format(**words) for words in each]
     lines.append("exit $rc")
     return "\n".join(lines)
 

@@ -66,6 +66,10 @@ def directories(plan: BasePlan) -> tuple[str, ...]:
     return (paths.models_dir, paths.sources_dir, paths.cache_dir, *ours, TOOLS_DIR)
 
 
+# Any of these brings the program that our gateway runs with a configuration of its own.
+NGINX = ("nginx", "nginx-core", "nginx-full", "nginx-extras", "nginx-light")
+
+
 def wanted_packages(plan: BasePlan) -> tuple[str, ...]:
     """List the packages of the plan and of what it switches on."""
     return (*plan.packages, *(["earlyoom"] if plan.earlyoom else []))
@@ -75,7 +79,7 @@ def state_of(plan: BasePlan) -> Base:
     """Read what the host has of everything in ``plan``; one command for all operations."""
     return read(
         BaseState,
-        packages=wanted_packages(plan),
+        packages=(*wanted_packages(plan), *NGINX),
         directories=directories(plan),
         files=(
             HOLD_PATH,
@@ -92,6 +96,8 @@ def packages(plan: BasePlan) -> Commands:
     """Have every package of ``plan`` installed; what is there is never upgraded."""
     present = state_of(plan).packages
     missing = [package for package in wanted_packages(plan) if package not in present]
+    if not present.keys().isdisjoint(NGINX):  # its owner's choice, used as it is
+        missing = [package for package in missing if package not in NGINX]
     if not missing:
         host.noop(f"{len(wanted_packages(plan))} packages are installed")
         return

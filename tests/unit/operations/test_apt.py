@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from spark_deploy.operations.machine import apt, docker_engine
@@ -96,3 +98,38 @@ def test_each_way_a_container_misses_the_gpu_has_its_own_words(capture: str, wor
     problem = docker_engine.explained(output, "image@sha256:00")
     assert words in problem.what
     assert problem.fix
+
+
+STUB = """#!/bin/sh
+echo "$(basename $0) $*" >>LOG
+case "$*" in *FragmentPath*) echo "OWNED" ;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("unit", "ours"),
+    [
+        ("", True),
+        ("/run/systemd/generator.late/nginx.service", True),
+        ("/etc/systemd/system/nginx.service", False),
+        ("/usr/lib/systemd/system/nginx.service", False),
+    ],
+)
+def test_a_service_of_the_owner_is_neither_masked_nor_disabled(tmp_path, unit: str, ours: bool):
+    units, tools, log = tmp_path / "units", tmp_path / "bin", tmp_path / "log"
+    units.mkdir()
+    tools.mkdir()
+    for name in ("systemctl", "apt-get"):
+        (tools / name).write_text(STUB.replace("LOG", str(log)).replace("OWNED", unit))
+        (tools / name).chmod(0o755)
+    if not ours:
+        (units / "nginx.service").write_text("[Service]\n")
+    script = apt._install_script("nginx-light", ["nginx.service"])
+    subprocess.run(
+        ["sh", "-c", script.replace("/etc/systemd/system", str(units))],
+        env={"PATH": f"{tools}:/usr/bin:/bin"}, check=True,
+    )  # fmt: skip
+    assert (units / "nginx.service").exists() is not ours
+    said = log.read_text()
+    assert "install nginx-light" in said
+    assert ("systemctl disable nginx.service" in said) is ours
