@@ -59,7 +59,7 @@ def refusal(
         f"{gib(runtime_bytes(model, profile))} and the KV cache of one request of "
         f"{context_tokens(model, profile):,} tokens are "
         f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
-        f"{gib(memory.total_bytes)} ({gib(memory.reserve_bytes)} stay reserved)"
+        f"{gib(memory.total_bytes)} ({gib(settings.kept_bytes)} stay reserved)"
     )
     levers = list(_levers(model, profile, settings, catalog, fits))
     ways = ways_to_fit(levers, settings, fits)

@@ -103,6 +103,7 @@ def _needs(
         **_fields(settings.expect),
         takeover=settings.takeover,
         allow_memory_holders=settings.allow_memory_holders,
+        allow_containers=tuple(settings.allow_containers),
         ports=(settings.serve.port,),
         disk_needed_bytes=needed_by_path(disk),
         disk_reserve_bytes=settings.disk.reserve_bytes,
@@ -140,6 +141,7 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
         repositories=_repositories(settings, docker.repositories),
         daemon=daemon,
         users=docker.users,
+        allow_containers=tuple(settings.allow_containers),
         check_image=locked_image(model, settings, lock, "gpu_check").pinned,
     )
 

@@ -35,6 +35,7 @@ class NeedsPlan(ExpectSettings):
 
     takeover: tuple[str, ...]  # containers we may stop
     allow_memory_holders: tuple[str, ...]  # process names that may keep memory
+    allow_containers: tuple[str, ...] = ()  # that serve models or hold the GPU and may stay
     ports: tuple[int, ...]  # must be free or ours
     disk_needed_bytes: tuple[tuple[str, int], ...]  # (path, bytes still to be written at peak)
     disk_reserve_bytes: int
@@ -89,6 +90,7 @@ class DockerPlan:
     check_image: str  # pinned reference; a container of it must print a line starting "GPU"
     receipt_path: str = GPU_RECEIPT
     users: tuple[str, ...] = ()  # in the group docker
+    allow_containers: tuple[str, ...] = ()  # that may come up with docker
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from spark_deploy.errors import Problem
@@ -9,10 +10,48 @@ from spark_deploy.facts.machine.survey import Survey
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight.verdict import Verdict
 
+GIB = 1 << 30
+
 
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Look for half-done updates and missing rights."""
-    return Verdict(tuple(_problems(survey)), tuple(_warnings(survey)))
+    problems, warnings = [*_problems(survey)], [*_warnings(survey)]
+    if survey.gpu.torn_score and needs.updates != "ignore":
+        (problems if needs.updates == "require" else warnings).append(_torn(survey))
+    for names, serious in _half_installed(survey):
+        (problems if serious else warnings).append(names)
+    return Verdict(tuple(problems), tuple(warnings))
+
+
+# Half of one of these is a host whose engine may not start, or whose installations fail.
+_NEEDED = re.compile(
+    r"docker|containerd|runc|(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|libc-bin|nginx"
+)
+
+
+def _half_installed(survey: Survey) -> Iterator[tuple[Problem, bool]]:
+    """Yield the half-installed packages that an engine stands on, and apart from them the others.
+
+    Hosts are delivered with half-installed language packs; they serve all the same.
+    """
+    fix = "run `dpkg --configure -a` and `apt-get -f install` on the host"
+    needed = [name for name in survey.broken_packages if _NEEDED.match(name)]
+    others = [name for name in survey.broken_packages if name not in needed]
+    if needed:
+        yield Problem("packages", f"half installed: {', '.join(needed)}", fix), True
+    if others:
+        what = f"half installed: {', '.join(others)}; the engine does not need them"
+        yield Problem("packages", what, fix), False
+
+
+def _torn(survey: Survey) -> Problem:
+    return Problem(
+        "updates",
+        f"the vendor's update is not whole: torn score {survey.gpu.torn_score:g} against "
+        f"{survey.gpu.torn_name or 'its set'}",
+        "finish it with the DGX Dashboard (or apt full-upgrade) and reboot; expect.updates says "
+        "what it means here",
+    )
 
 
 def _problems(survey: Survey) -> Iterator[Problem]:
@@ -21,19 +60,6 @@ def _problems(survey: Survey) -> Iterator[Problem]:
             "sudo",
             f"{survey.user} cannot become root without a password",
             "run `pyinfra INVENTORY deploys/bootstrap.py` once",
-        )
-    if survey.broken_packages:
-        yield Problem(
-            "packages",
-            f"half installed: {', '.join(survey.broken_packages)}",
-            "run `dpkg --configure -a` and `apt-get -f install` on the host",
-        )
-    if survey.gpu.torn_score:
-        yield Problem(
-            "updates",
-            f"the vendor's update is torn: {survey.gpu.torn_score} packages differ from "
-            f"{survey.gpu.torn_name or 'the set'}",
-            "finish it with the DGX Dashboard (or apt full-upgrade) and reboot",
         )
     if survey.docker_silent == "active":
         yield Problem(
@@ -49,6 +75,14 @@ def _warnings(survey: Survey) -> Iterator[Problem]:
             "docker",
             f"its unit is {survey.docker_silent}; containers of others cannot be told yet",
             "nothing to do: it is started, and looked at again then",
+        )
+    memory = survey.memory
+    if memory.cma_free_bytes > memory.cma_total_bytes:
+        yield Problem(
+            "kernel",
+            f"{survey.identity.kernel} keeps {memory.cma_free_bytes / GIB:.1f} GiB from every "
+            "program (CmaFree is above CmaTotal in /proc/meminfo: kexec handover)",
+            "boot with kho=off, or with a 6.17 kernel, to have them back",
         )
     if survey.identity.reboot_pending:
         yield Problem(

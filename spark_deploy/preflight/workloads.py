@@ -24,17 +24,20 @@ def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     return Verdict(tuple(problems), tuple(warnings))
 
 
-def in_the_way(containers: Sequence[Container]) -> tuple[Container, ...]:
+def in_the_way(
+    containers: Sequence[Container], allowed: Sequence[str] = ()
+) -> tuple[Container, ...]:
     """List engine containers of others that run, or that docker may start again."""
     return tuple(
         container
         for container in containers
         if container.is_engine and not container.ours and (container.alive or container.comes_back)
+        if container.name not in allowed
     )
 
 
 def _containers(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
-    for container in in_the_way(survey.containers):
+    for container in in_the_way(survey.containers, needs.allow_containers):
         if container.name in needs.takeover:
             continue
         yield Problem(
@@ -42,7 +45,8 @@ def _containers(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             f"another engine ({container.image}) is {container.state}, restart: "
             f"{container.restart}; two engines do not fit into the memory",
             f"stop it (`docker update --restart=no {container.name}; docker stop "
-            f"{container.name}`), or add it to takeover: to have that done",
+            f"{container.name}`), or add it to takeover: to have that done, or to "
+            "allow_containers: with the GiB it may take",
         )
 
 
@@ -70,11 +74,20 @@ def _tailnet(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
 
 def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[tuple[Problem, bool]]:
     """Yield each foreign holder and whether it is serious even when memory suffices."""
-    takeover = {c.id for c in survey.containers if c.name in needs.takeover or c.ours}
-    on_gpu = {app.pid: app.name for app in survey.gpu.compute_apps}
+    named = {*needs.takeover, *needs.allow_containers}
+    known_containers = {c.id for c in survey.containers if c.name in named or c.ours}
+    on_gpu = {
+        app.pid: app.name
+        for app in survey.gpu.compute_apps
+        if app.container_id not in known_containers
+    }
     known: dict[int, str] = {process.pid: process.name for process in survey.processes}
     for process in survey.processes:
-        if process.ours or process.container_id in takeover or _allowed(needs, process.name):
+        if (
+            process.ours
+            or process.container_id in known_containers
+            or _allowed(needs, process.name)
+        ):
             continue
         uses = " and the GPU" if process.pid in on_gpu else ""
         yield (

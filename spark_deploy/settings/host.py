@@ -42,6 +42,11 @@ class ExpectSettings:
     dgx_release: Literal["require", "warn", "ignore"] = setting(
         "warn", "What a missing /etc/dgx-release means."
     )
+    updates: Literal["require", "warn", "ignore"] = setting(
+        "warn",
+        "What a vendor's update means that was not finished (the torn score of "
+        "nvidia-spark-ota-check is above 0): a server in use often shows one and serves.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

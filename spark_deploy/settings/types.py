@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from spark_deploy.documents.declare import Text, about, knowing_keys, section, setting
+from spark_deploy.documents.declare import Gib, Text, about, knowing_keys, section, setting
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.settings.host import (
     BaseSettings,
@@ -142,6 +142,12 @@ class Settings:
         uniqueItems=True,
         examples=[["gnome-shell"]],
     )
+    allow_containers: dict[str, Annotated[Gib, about(minimum=0)]] = setting(
+        dict,
+        "Containers of others (by name) that serve models or hold the GPU and may stay, with the "
+        "GiB each may take; the engine gets that much less, beside memory.reserve_gib.",
+        examples=[{"comfyui": 12}],
+    )
     base: BaseSettings = section(BaseSettings, heading="What a host gets")
     cuda: CudaSettings = section(CudaSettings)
     docker: DockerSettings = section(DockerSettings)
@@ -149,6 +155,11 @@ class Settings:
     paths: PathSettings = section(PathSettings)
     ssh: SshSettings = section(SshSettings, heading="How to reach a host")
     sudo: bool = setting(True, "The login user is not root.")
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return what the engine must leave: the reserve, and what other containers may take."""
+        return self.memory.reserve_bytes + sum(self.allow_containers.values())
 
     @property
     def ready_pairs(self) -> tuple[PairSettings, ...]:

@@ -165,9 +165,9 @@ REFUSED = {
         "port 8000: python3",
     ),
     "a package is half installed": (
-        "sed -i '/^Package: jq$/,/^Status:/s/^Status:.*/Status: install ok half-configured/' "
+        "sed -i '/^Package: runc$/,/^Status:/s/^Status:.*/Status: install ok half-configured/' "
         "/var/lib/dpkg/status",
-        "half installed: jq",
+        "half installed: runc",
     ),
 }
 HEALED = {

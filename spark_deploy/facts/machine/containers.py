@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# No environment and no command line: both carry other people's keys.
+# No environment but one word, and no command line: both carry other people's keys.
 _FIELDS = {
     "id": ".Id",
     "name": ".Name",
@@ -19,7 +19,16 @@ _FIELDS = {
     "requests": ".HostConfig.DeviceRequests",
     "labels": ".Config.Labels",
 }
-_FORMAT = "{" + ",".join(f'"{key}":{{{{json {path}}}}}' for key, path in _FIELDS.items()) + "}"
+# A list that ends in null, because a variable that is not set prints nothing.
+_VISIBLE = (
+    '{{range .Config.Env}}{{$words := split . "="}}'
+    '{{if eq (index $words 0) "NVIDIA_VISIBLE_DEVICES"}}{{json (index $words 1)}},{{end}}{{end}}'
+)
+_FORMAT = (
+    "{"
+    + ",".join(f'"{key}":{{{{json {path}}}}}' for key, path in _FIELDS.items())
+    + f',"visible":[{_VISIBLE}null]}}'
+)
 
 SCRIPT = rf"""
 echo '== containers'
@@ -99,7 +108,8 @@ def parse(lines: Iterable[str]) -> tuple[Container, ...]:
                 image=row["image"],
                 state=row["state"],
                 restart=row["restart"] or "no",
-                uses_gpu=row["runtime"] == "nvidia" or _asks_for_gpu(row["requests"]),
+                uses_gpu=_asks_for_gpu(row["requests"])
+                or (row["runtime"] == "nvidia" and _is_given_gpu(row.get("visible") or [None])),
                 labels=row["labels"] or {},
             )
         )
@@ -109,6 +119,11 @@ def parse(lines: Iterable[str]) -> tuple[Container, ...]:
 def silent(lines: Iterable[str]) -> str:
     """Return the state of the unit whose daemon did not answer; "" when it did."""
     return next((line.split(" ")[1] for line in lines if line.startswith("unreachable ")), "")
+
+
+def _is_given_gpu(visible: Sequence[str | None]) -> bool:
+    """Whether NVIDIA's runtime, often the default one, has anything to do for this container."""
+    return visible[0] not in (None, "", "void", "none")
 
 
 def _asks_for_gpu(requests: object) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from spark_deploy.facts.machine.memory import container_id
 from spark_deploy.facts.sections import Sections
 
 SCRIPT = r"""
@@ -23,6 +24,11 @@ if command -v nvidia-smi >/dev/null 2>&1; then
   echo '== compute-apps'
   timeout 30 nvidia-smi --query-compute-apps=pid,process_name --format=csv,noheader 2>/dev/null
 fi
+echo '== compute-cgroups'
+command -v nvidia-smi >/dev/null 2>&1 &&
+for pid in $(timeout 30 nvidia-smi --query-compute-apps=pid --format=csv,noheader 2>/dev/null); do
+  echo "$pid $(awk -F: 'length($3) > length(p) {p = $3} END {print p}' "/proc/$pid/cgroup")"
+done
 echo '== torn'
 if command -v nvidia-spark-ota-check >/dev/null 2>&1; then
   timeout 60 nvidia-spark-ota-check torn-score 2>&1
@@ -55,6 +61,7 @@ class ComputeApp:
 
     pid: int
     name: str
+    container_id: str = ""  # of the container it runs in
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class GpuState:
     smi_says: str  # what nvidia-smi printed when it did not work
     gpus: tuple[Gpu, ...]
     compute_apps: tuple[ComputeApp, ...]
-    torn_score: int | None  # packages off the vendor's set; None: tool absent or could not tell
+    torn_score: float | None  # how far off the vendor's set; None: tool absent or could not tell
     torn_name: str
     driver_branches: tuple[str, ...]  # of installed driver packages: ("580",)
 
@@ -85,14 +92,21 @@ def parse(sections: Sections) -> GpuState:
         smi=smi,
         smi_says=says,
         gpus=gpus,
-        compute_apps=tuple(
-            ComputeApp(int(pid), name.strip())
-            for pid, _, name in (line.partition(",") for line in sections.get("compute-apps", ()))
-            if pid.strip().isdigit()
-        ),
+        compute_apps=parse_apps(sections),
         torn_score=torn_score,
         torn_name=torn_name,
         driver_branches=driver_branches(sections.get("driver-packages", ())),
+    )
+
+
+def parse_apps(sections: Sections) -> tuple[ComputeApp, ...]:
+    """Read which processes use the GPU, and in which containers they run."""
+    groups = dict([*line.split(maxsplit=1), ""][:2] for line in sections.get("compute-cgroups", ()))
+    apps = (line.partition(",") for line in sections.get("compute-apps", ()))
+    return tuple(
+        ComputeApp(int(pid), name.strip(), container_id(groups.get(pid.strip(), "")))
+        for pid, _, name in apps
+        if pid.strip().isdigit()
     )
 
 
@@ -119,13 +133,13 @@ def module_version(text: str) -> str:
     return found.group(1) if found else ""
 
 
-def parse_torn(lines: Sequence[str]) -> tuple[int | None, str]:
-    """Read ``nvidia-spark-ota-check torn-score``: how many packages are off the vendor's set."""
+def parse_torn(lines: Sequence[str]) -> tuple[float | None, str]:
+    """Read ``nvidia-spark-ota-check torn-score``: how far the host is off the vendor's set."""
     try:
         answer = json.loads("\n".join(lines))
     except ValueError:
         return None, ""
-    if not isinstance(answer, dict) or not isinstance(answer.get("torn"), int):
+    if not isinstance(answer, dict) or not isinstance(answer.get("torn"), (int, float)):
         return None, ""
     return answer["torn"], str(answer.get("name", ""))
 

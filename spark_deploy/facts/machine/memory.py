@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spark_deploy.facts.sections import Sections
 
 SCRIPT = r"""
-echo '== meminfo'; grep -E '^(MemTotal|MemAvailable):' /proc/meminfo
+echo '== meminfo'; grep -E '^(MemTotal|MemAvailable|CmaTotal|CmaFree):' /proc/meminfo
 echo '== processes'
 ps -eo pid=,rss=,comm= --sort=-rss | head -n 40 | while read -r pid rss name; do
   [ "$rss" -ge 1048576 ] || break
@@ -29,6 +29,8 @@ class Memory:
 
     total_bytes: int
     available_bytes: int
+    cma_total_bytes: int
+    cma_free_bytes: int  # above the total where the kernel's handover keeps memory to itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,19 @@ class Process:
 
     @property
     def container_id(self) -> str:
-        """Full id of the container it runs in (docker, cgroup v1 or v2, both drivers), or ""."""
-        found = re.search(r"[0-9a-f]{64}", self.cgroup)
-        return found.group(0) if found else ""
+        """Full id of the container it runs in, or ""."""
+        return container_id(self.cgroup)
 
     @property
     def ours(self) -> bool:
         """Whether one of our own units holds it."""
         return is_ours(self.cgroup)
+
+
+def container_id(cgroup: str) -> str:
+    """Find a container's id in a cgroup path (docker, cgroup v1 or v2, both drivers)."""
+    found = re.search(r"[0-9a-f]{64}", cgroup)
+    return found.group(0) if found else ""
 
 
 def is_ours(cgroup: str) -> bool:
@@ -64,7 +71,8 @@ def parse_memory(sections: Sections) -> Memory:
         match = re.match(r"(\w+):\s+(\d+) kB", line)
         if match:
             kib[match.group(1)] = int(match.group(2))
-    return Memory(kib.get("MemTotal", 0) * 1024, kib.get("MemAvailable", 0) * 1024)
+    keys = ("MemTotal", "MemAvailable", "CmaTotal", "CmaFree")
+    return Memory(*(kib.get(key, 0) * 1024 for key in keys))
 
 
 def parse_processes(lines: Iterable[str]) -> tuple[Process, ...]:

@@ -128,7 +128,7 @@ def running(plan: DockerPlan) -> Commands:
             "see `systemctl status docker` and the load of the host, then run again",
         )
     if not state.active:
-        yield FunctionCommand(docker_engine.start, [question(plan)], {})
+        yield FunctionCommand(docker_engine.start, [plan.allow_containers], {})
         return
     keys = not_in_effect(wanted_keys(plan, state), state)
     if not keys:

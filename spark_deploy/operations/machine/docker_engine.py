@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyinfra.api.host import Host
@@ -48,7 +48,7 @@ systemctl start docker.socket && systemctl start docker.service && up"""
 
 
 @host_command
-def start(state: State, host: Host, question: Mapping[str, Any]) -> bool:
+def start(state: State, host: Host, allowed: Sequence[str]) -> bool:
     """Enable and start the engine, and see that its daemon answers.
 
     Preflight could not look at containers while the daemon was down, and docker starts those
@@ -56,7 +56,8 @@ def start(state: State, host: Host, question: Mapping[str, Any]) -> bool:
     """
     _bring_up(host, "systemctl enable --now docker")
     lines = run(host, sections.script("exec 2>/dev/null", containers.SCRIPT), timeout_s=60)
-    strangers = workloads.in_the_way(containers.parse(sections.split(lines)["containers"]))
+    found = containers.parse(sections.split(lines)["containers"])
+    strangers = workloads.in_the_way(found, allowed)
     if strangers:
         fix = "run again: preflight takes it over where takeover: names it, else stop it first"
         raise Refused(

@@ -57,7 +57,7 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
     states = shape.state_blocks * profile.limits.max_sequences
     return MemoryPlan(
         total_bytes=memory.total_bytes,
-        reserve_bytes=memory.reserve_bytes,
+        reserve_bytes=settings.kept_bytes,
         weights_bytes=weights,
         drafter_bytes=drafter,
         vision_bytes=vision_bytes(model, profile),
@@ -79,7 +79,7 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     budget = budget_bytes(profile, settings, fixed)
     shape = cache_shape(model.architecture, profile)
     request = shape.request_blocks(context_tokens(model, profile)) * shape.block_bytes
-    room = settings.memory.total_bytes - settings.memory.reserve_bytes
+    room = settings.memory.total_bytes - settings.kept_bytes
     return max(fixed + request - budget, budget - room)
 
 
@@ -88,7 +88,7 @@ def budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
     memory = settings.memory
     if profile.kv_cache.size_bytes:
         return fixed_bytes + profile.kv_cache.size_bytes
-    room = memory.total_bytes - memory.reserve_bytes
+    room = memory.total_bytes - settings.kept_bytes
     fraction = min(
         profile.limits.memory_fraction, math.floor(room / memory.total_bytes * 100) / 100
     )

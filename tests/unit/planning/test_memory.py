@@ -126,6 +126,13 @@ def test_a_larger_reserve_lowers_the_fraction_the_engine_gets():
     assert plan.needed_bytes < 0.77 * plan.total_bytes
 
 
+def test_what_other_containers_may_take_is_taken_off_the_engine_s_share():
+    model, profile = LARGE, profile_with("v2")
+    allowed = settings_of(allow_containers={"comfyui": 12.5, "tts": 5.5})
+    reserved = settings_of(**{"memory.reserve_gib": 30})  # 12 of them by default
+    assert plan_memory(model, profile, allowed) == plan_memory(model, profile, reserved)
+
+
 def test_a_pinned_cache_decides_the_fraction():
     settings = settings_of(**{"engine.kv_cache_gib": 10})
     profile = effective_profile(profile_with("v2"), settings)

@@ -123,15 +123,46 @@ def test_a_user_without_free_sudo_is_sent_to_bootstrap() -> None:
     one(problems(survey(sudo=["no", "ann"])), "ann cannot become root", "bootstrap")
 
 
-def test_a_torn_vendor_update_is_refused() -> None:
-    one(
-        problems(survey(torn={"capture": "nvidia-spark-ota-check--torn-score--03.txt"})),
-        "3 packages differ from OTA2.2",
-    )
+@pytest.mark.parametrize(
+    ("rule", "refused", "warned"), [("require", 1, 0), ("warn", 0, 1), ("ignore", 0, 0)]
+)
+@pytest.mark.parametrize("score", ["1", "2.6", "3", "6"])
+def test_a_torn_vendor_update_is_judged_by_the_rule(
+    rule: str, refused: int, warned: int, score: str
+) -> None:
+    torn = survey(torn=[f'{{"name": "OTA2.2", "torn": {score}}}'])
+    found = problems(torn, updates=rule), warnings(torn, updates=rule)
+    assert (len(found[0]), len(found[1])) == (refused, warned)
+    assert all(f"torn score {score} against OTA2.2" in line for line in (*found[0], *found[1]))
 
 
-def test_half_installed_packages_are_refused() -> None:
-    one(problems(survey(dpkg_audit=["bad:", " libx  something"])), "libx", "dpkg --configure -a")
+@pytest.mark.parametrize("score", ["0", "0.0", '"?"'])
+def test_a_whole_set_of_the_vendor_is_not_spoken_of(score: str) -> None:
+    whole = survey(torn=[f'{{"name": "OTA2.2", "torn": {score}}}'])
+    assert problems(whole, updates="require") == warnings(whole) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["docker.io", "libnvidia-compute-580", "linux-image-6.17", "libc6"]
+)
+def test_half_installed_packages_that_an_engine_stands_on_are_refused(name: str) -> None:
+    found = problems(survey(dpkg_audit=["bad:", f" {name}  something", " language-pack-de  x"]))
+    one(found, f"half installed: {name}\n", "dpkg --configure -a")
+
+
+def test_half_installed_packages_of_others_are_a_warning() -> None:
+    # As a Spark comes out of its box.
+    seen = survey(dpkg_audit=["not configured:", " language-pack-gnome-de-base  translations"])
+    assert problems(seen) == []
+    one(warnings(seen), "language-pack-gnome-de-base", "does not need")
+
+
+def test_memory_that_the_kernel_keeps_to_itself_is_told_with_the_cure() -> None:
+    kept = ["MemTotal: 117849088 kB", "MemAvailable: 112984064 kB", "CmaTotal: 0 kB"]
+    seen = survey(meminfo=[*kept, "CmaFree: 9748480 kB"])
+    assert problems(seen) == []
+    one(warnings(seen), "9.3 GiB", "kho=off")
+    assert warnings(survey(meminfo=[*kept[:2], "CmaTotal: 131072 kB", "CmaFree: 118784 kB"])) == []
 
 
 def test_a_daemon_that_is_down_is_a_warning_and_one_that_hangs_a_problem() -> None:
@@ -168,6 +199,29 @@ def test_an_engine_that_stays_stopped_is_nobodys_business() -> None:
 def test_a_container_we_may_take_over_is_no_problem() -> None:
     container = OLLAMA.replace("STATE", "running").replace("RESTART", "always")
     assert problems(survey(containers=[container]), takeover=("ollama",)) == []
+
+
+ON_GPU = (
+    '{"id":"ID","name":"/images","image":"my/flux:1","state":"running","restart":"always",'
+    '"runtime":"nvidia","requests":null,"labels":null,"visible":["all",null]}'
+).replace("ID", "c0" * 32)
+
+
+def test_a_container_that_may_stay_is_no_problem_nor_is_what_runs_in_it() -> None:
+    seen = survey(
+        containers=[ON_GPU],
+        compute_apps=["77, python3"],
+        compute_cgroups=[f"77 /system.slice/docker-{'c0' * 32}.scope"],
+        processes=[f"77 2097152 /system.slice/docker-{'c0' * 32}.scope python3"],
+    )
+    assert any("container images" in line for line in problems(seen))
+    assert problems(seen, allow_containers=("images",)) == []
+    assert warnings(seen, allow_containers=("images",)) == []
+
+
+def test_neighbours_without_the_gpu_are_nobodys_business_where_nvidia_is_the_default() -> None:
+    qdrant = ON_GPU.replace("images", "qdrant").replace('"all",', "")
+    assert problems(survey(containers=[qdrant])) == []
 
 
 def test_our_own_engine_is_no_stranger() -> None:
@@ -283,7 +337,7 @@ def test_everything_is_said_at_once() -> None:
     seen = survey(
         sudo=["no", "ann"],
         smi=[],
-        dpkg_audit=[" libx  broken"],
+        dpkg_audit=[" libc6  broken"],
         containers=[OLLAMA.replace("STATE", "running").replace("RESTART", "always")],
         meminfo=["MemTotal: 125513944 kB", "MemAvailable: 1000 kB"],
     )

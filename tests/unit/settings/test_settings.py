@@ -105,6 +105,11 @@ WRONG = {
         "serve.prot: unknown key",
         "did you mean serve.port?",
     ),
+    "a container that takes less than nothing": (
+        "allow_containers: {comfyui: -1}",
+        "allow_containers.comfyui",
+        "",
+    ),
     "a user that is none": (
         'docker: {users: ["ann; reboot"]}',
         "docker.users[0]",
