@@ -32,6 +32,7 @@ def nspawn_argv(guest: Guest, cgroup_bind: Path | None) -> list[str]:
     ``cgroup_bind`` is the prepared v1 tree; a v2 machine leaves the delegation to nspawn.
     """
     binds = [f"--bind={guest.disk}/{name}:/var/lib/{name}" for name in ENGINE_DIRS]
+    binds += [f"--bind={point}:/{point.name}" for _, point in guest.more_disks]
     if cgroup_bind is not None:
         binds.append(f"--bind={cgroup_bind}:/sys/fs/cgroup")
     return [

@@ -49,6 +49,7 @@ class Flavour:
     stand_ins: tuple[str, ...] = ()  # of lab/stubs, installed
     unpacked: tuple[str, ...] = ()  # of lab/stubs, half installed: dpkg --audit names them
     units: tuple[str, ...] = ()  # of its files, enabled
+    disks: tuple[str, ...] = ()  # further ones; ``data`` is mounted at ``/data``
     locale: str = ""
     cloned_host_key: bool = False  # all guests of the flavour show one SSH host key
     settings: Mapping[str, Any] = field(default_factory=dict)  # what its owner has to choose

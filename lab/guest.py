@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,6 +68,11 @@ class Guest:
         return self.home / "disk"
 
     @property
+    def more_disks(self) -> list[tuple[Path, Path]]:
+        """Images of its further disks, and where each is mounted; ``data`` is its ``/data``."""
+        return [(image, image.with_suffix("")) for image in sorted(self.home.glob("disks/*.img"))]
+
+    @property
     def root(self) -> Path:
         """Where its root filesystem is mounted."""
         return self.home / "root"
@@ -99,14 +104,15 @@ class Guest:
         return (self.home / "guest.json").exists()
 
 
-def create(guest: Guest, spec: GuestSpec, *, flavour: str = "") -> None:
+def create(guest: Guest, spec: GuestSpec, *, flavour: str = "", disks: Sequence[str] = ()) -> None:
     """Make the guest's disk; its spec, written last, says that the disk is whole."""
     _forget(guest)
     for directory in (guest.disk, guest.root, guest.home / "cg", guest.home / "cg2"):
         directory.mkdir(parents=True)
-    with guest.disk_image.open("wb") as file:
-        file.truncate(DISK_GIB << 30)
-    run(["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1", guest.disk_image])
+    _make_disk(guest.disk_image)
+    for name in disks:
+        (guest.home / "disks" / name).mkdir(parents=True)
+        _make_disk(guest.home / f"disks/{name}.img")
     mounts.mount_disk(guest.disk_image, guest.disk)
     for name in ("upper", "work"):
         (guest.disk / name).mkdir()
@@ -115,10 +121,19 @@ def create(guest: Guest, spec: GuestSpec, *, flavour: str = "") -> None:
     (guest.home / "guest.json").write_text(json.dumps(asdict(spec)))
 
 
+def _make_disk(image: Path) -> None:
+    with image.open("wb") as file:
+        file.truncate(DISK_GIB << 30)
+    run(["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1", image])
+
+
 def mount_root(guest: Guest) -> None:
     """Mount the guest's disk and its root filesystem over the base."""
     if not os.path.ismount(guest.disk):
         mounts.mount_disk(guest.disk_image, guest.disk)
+    for image, point in guest.more_disks:
+        if not os.path.ismount(point):
+            mounts.mount_disk(image, point)
     for name in ENGINE_DIRS:
         (guest.disk / name).mkdir(exist_ok=True)
     if os.path.ismount(guest.root):
@@ -202,7 +217,8 @@ def clean(guest: Guest) -> None:
     """Leave no process, mount, namespace or cgroup of the guest; its disk stays."""
     cgroup.kill(guest.name)
     mounts.unmount_below(guest.home)
-    mounts.wait_for_loop(guest.disk_image)
+    for image in (guest.disk_image, *(image for image, _ in guest.more_disks)):
+        mounts.wait_for_loop(image)
     network.disconnect(guest.name)
     cgroup.remove(guest.name)
     for lock in Path("/run/systemd/nspawn/locks").glob(f"*{guest.name}*"):

@@ -106,7 +106,8 @@ def _up_one(one: Guest, base: Path, *, bootstrap: bool, flavour: str) -> None:
     guest.clean(one)
     if not one.exists():
         spec = identity.new_spec(one.name, base, bootstrap=bootstrap)
-        guest.create(one, spec, flavour=flavour)
+        disks = read_flavour(flavour).disks if flavour else ()
+        guest.create(one, spec, flavour=flavour, disks=disks)
     guest.mount_root(one)
     if not (one.home / "identity").exists():
         identity.write_identity(one)

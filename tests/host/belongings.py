@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Where owners keep their work. What is new there is ours or a package's; what was there stays.
-PLACES = "/etc /home /root /srv /opt /usr/local /var/spool/cron"
+PLACES = "/etc /home /root /srv /opt /usr/local /data"
 
 # The only files of before that a deploy may change, and why.
 OURS_TO_CHANGE = {

@@ -1,0 +1,2 @@
+# Nobody has typed anything yet: the host came out of its box.
+:
