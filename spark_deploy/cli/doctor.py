@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pyinfra.api.host import Host
@@ -16,6 +16,7 @@ from spark_deploy.operations.machine.preflight import question
 from spark_deploy.planning.budget.memory import gib
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight import judge
+from spark_deploy.preflight.together import same_host_key
 
 
 def run(options: argparse.Namespace) -> int:
@@ -23,7 +24,9 @@ def run(options: argparse.Namespace) -> int:
     hosts = listed(options)
     needs = {host.name: _needs(host) for host in hosts}
     answers = look(hosts, lambda host, one: _ask(host, needs[one.name]))
-    found = [verdict_of(one, needs[one.host.name]) for one in answers]
+    surveys = {one.host.name: one.value for one in answers if one.value is not None}
+    twins = same_host_key(surveys)
+    found = [verdict_of(one, needs[one.host.name], twins) for one in answers]
     answer(options, found, map(lines, found))
     return 0 if all(one["reachable"] and not one["problems"] for one in found) else 1
 
@@ -47,7 +50,9 @@ def _ask(host: Host, needs: NeedsPlan) -> Survey | None:
     return found
 
 
-def verdict_of(said: Answer[Survey], needs: NeedsPlan) -> dict[str, Any]:
+def verdict_of(
+    said: Answer[Survey], needs: NeedsPlan, twins: Mapping[str, Problem]
+) -> dict[str, Any]:
     """Return the verdict on one host as plain data."""
     survey = said.value
     if survey is None:
@@ -56,7 +61,11 @@ def verdict_of(said: Answer[Survey], needs: NeedsPlan) -> dict[str, Any]:
     return {
         **plain_answer(said),
         "problems": [_plain(problem) for problem in verdict.problems],
-        "warnings": [_plain(problem) for problem in verdict.warnings],
+        "warnings": [
+            _plain(problem)
+            for problem in (*verdict.warnings, twins.get(said.host.name))
+            if problem is not None
+        ],
         "stubbed": list(survey.stubbed),
         "looks": dict(_looks(survey, needs)),
     }

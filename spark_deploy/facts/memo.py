@@ -45,6 +45,16 @@ def read(fact: type[FactBase[T]], **arguments: Any) -> T:
     return value
 
 
+def answers_of(fact: type[FactBase[T]]) -> dict[str, T]:
+    """Return what the hosts of this run have said so far in this stage, by name."""
+    return {
+        one.name: value
+        for one, answers in _answers.items()
+        for (stage, asked, _), (_, value) in answers.items()
+        if asked is fact and stage == state.current_stage
+    }
+
+
 def commands_executed(on: Host) -> int:
     """Count the operations that ran a command on this host so far."""
     operations = state.ops[on].values()

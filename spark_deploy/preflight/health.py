@@ -80,8 +80,8 @@ def _warnings(survey: Survey) -> Iterator[Problem]:
     if memory.cma_free_bytes > memory.cma_total_bytes:
         yield Problem(
             "kernel",
-            f"{survey.identity.kernel} keeps {memory.cma_free_bytes / GIB:.1f} GiB from every "
-            "program (CmaFree is above CmaTotal in /proc/meminfo: kexec handover)",
+            f"{survey.identity.kernel} counts {memory.cma_free_bytes / GIB:.1f} GiB as free that "
+            "the GPU cannot have (CmaFree is above CmaTotal in /proc/meminfo: kexec handover)",
             "boot with kho=off, or with a 6.17 kernel, to have them back",
         )
     if survey.identity.reboot_pending:

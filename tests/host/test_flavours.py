@@ -44,6 +44,16 @@ def flavours() -> list[object]:
     ]
 
 
+def site_of(root: Path, hosts: list[str], of: Flavour) -> Site:
+    """Return a repository whose owner chose what hosts of this flavour need."""
+    site = Site(root, hosts=hosts)
+    site.choose(model="lab-stub", profile="v2")
+    (root / "host_vars").mkdir()
+    for name in hosts:
+        (root / f"host_vars/{name}.yml").write_text(yaml.safe_dump(dict(of.settings)))
+    return site
+
+
 @pytest.fixture(scope="module", params=flavours())
 def theirs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -54,10 +64,7 @@ def theirs(
         lambda command: lab("ssh", "--root", NAME, command).rstrip("\n"), chosen.owned_units
     )
     root: Path = tmp_path_factory.mktemp("site")
-    site = Site(root, hosts=[NAME])
-    site.choose(model="lab-stub", profile="v2")
-    (root / "host_vars").mkdir()
-    (root / f"host_vars/{NAME}.yml").write_text(yaml.safe_dump(dict(chosen.settings)))
+    site = site_of(root, [NAME], chosen)
     doctor_new = "".join(site.tool("doctor")[1])
     password = root / "password"
     password.touch(mode=0o600)
@@ -104,3 +111,13 @@ def test_it_serves_again_after_a_reboot_and_the_rest_is_as_it_was(theirs: Theirs
     assert theirs.guest.answers(QUESTION, "Paris")
     assert changes(theirs.before, theirs.belongings(), rebooted=True) == []
     theirs.site.deploy().must_have_changed_nothing()
+
+
+def test_hosts_cloned_from_one_disk_are_told_of_their_common_host_key(tmp_path: Path) -> None:
+    cloned = next(one for one in map(flavour.read, flavour.names()) if one.cloned_host_key)
+    lab("up", *SPARE, "--fresh", "--flavour", cloned.name)
+    code, said = site_of(tmp_path, [*SPARE], cloned).tool("doctor")
+    lab("down", *SPARE)
+    assert code == 0, said
+    for name in SPARE:
+        assert f"warning   SSH host key: is also that of {name}" in said

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pyinfra.api.facts import FactBase
 
-from spark_deploy.facts.sections import Sections, key_values
+from spark_deploy.facts.sections import Sections, first, key_values
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -25,6 +25,8 @@ for device in /sys/bus/pci/devices/*; do
 done
 echo '== kernels'
 for image in /boot/vmlinuz-*; do [ -e "$image" ] && echo "${image##*/vmlinuz-}"; done
+echo '== host-key'
+ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub 2>/dev/null | cut -d' ' -f2
 echo '== reboot'; [ -e /run/reboot-required ] && { echo required; cat /run/reboot-required.pkgs; }
 """
 
@@ -40,6 +42,7 @@ class HostIdentity:
     os_name: str
     dgx_release: dict[str, str]  # empty: no /etc/dgx-release
     pci: tuple[str, ...]  # vendor:device of each function, as lspci -n prints it
+    host_key: str  # fingerprint of the key that SSH shows; "" where there is none
     newest_kernel: str  # newest installed; "" when /boot shows none
     reboot_required: bool
     reboot_packages: tuple[str, ...]
@@ -68,6 +71,7 @@ def parse(sections: Sections) -> HostIdentity:
         os_name=os_release.get("PRETTY_NAME", ""),
         dgx_release=key_values(sections.get("dgx-release", ())),
         pci=tuple(sections.get("pci", ())),
+        host_key=first(sections, "host-key"),
         newest_kernel=newest(list(sections.get("kernels", ())), like=kernel),
         reboot_required=bool(reboot),
         reboot_packages=tuple(sorted({line for line in reboot[1:] if line})),

@@ -30,7 +30,7 @@ class Memory:
     total_bytes: int
     available_bytes: int
     cma_total_bytes: int
-    cma_free_bytes: int  # above the total where the kernel's handover keeps memory to itself
+    cma_free_bytes: int  # above the total: free by count, but kept for the kernel's handover
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from pyinfra.api.operation import operation
 from pyinfra.context import host, state
 
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
-from spark_deploy.facts.memo import read
+from spark_deploy.facts.memo import answers_of, read
 from spark_deploy.operations.commands import is_predicted, log
 from spark_deploy.operations.host_errors import Commands, Refused, host_errors, show
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight import judge
+from spark_deploy.preflight.together import same_host_key
 from spark_deploy.preflight.workloads import in_the_way
 
 
@@ -46,7 +47,8 @@ def fit_host(needs: NeedsPlan) -> None:
     if verdict.problems:
         raise Refused(*verdict.problems)
     if state.is_executing:
-        for warning in verdict.warnings:
+        twins = same_host_key(answers_of(HostSurvey))
+        for warning in (*verdict.warnings, *(p for name, p in twins.items() if name == host.name)):
             show(host, f"warning: {warning}", colour="yellow")
     if survey.stubbed:
         log(f"stubbed on this host: {', '.join(survey.stubbed)}")

@@ -11,6 +11,7 @@ import yaml
 
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.preflight import judge
+from spark_deploy.preflight.together import same_host_key
 from tests.unit.facts.test_facts import output_of
 from tests.unit.operations.test_operations import NEEDS
 
@@ -157,12 +158,22 @@ def test_half_installed_packages_of_others_are_a_warning() -> None:
     one(warnings(seen), "language-pack-gnome-de-base", "does not need")
 
 
-def test_memory_that_the_kernel_keeps_to_itself_is_told_with_the_cure() -> None:
-    kept = ["MemTotal: 117849088 kB", "MemAvailable: 112984064 kB", "CmaTotal: 0 kB"]
+def test_memory_that_is_free_only_by_count_is_told_with_the_cure() -> None:
+    kept = ["MemTotal: 127601228 kB", "MemAvailable: 120639488 kB", "CmaTotal: 0 kB"]
     seen = survey(meminfo=[*kept, "CmaFree: 9748480 kB"])
     assert problems(seen) == []
     one(warnings(seen), "9.3 GiB", "kho=off")
     assert warnings(survey(meminfo=[*kept[:2], "CmaTotal: 131072 kB", "CmaFree: 118784 kB"])) == []
+
+
+def test_hosts_that_show_one_ssh_host_key_are_told_of_each_other() -> None:
+    key, other = (survey(host_key=[f"SHA256:{word}"]) for word in ("one", "other"))
+    without = survey(host_key=[])
+    found = same_host_key({"a": key, "b": other, "c": key, "d": without, "e": without})
+    assert {name: problem.what for name, problem in found.items()} == {
+        "a": "is also that of c",
+        "c": "is also that of a",
+    }
 
 
 def test_a_daemon_that_is_down_is_a_warning_and_one_that_hangs_a_problem() -> None:
