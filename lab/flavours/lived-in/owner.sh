@@ -3,10 +3,11 @@ systemctl reset-failed nginx
 systemctl restart nginx
 usermod -aG docker spark
 
-# Three servers that have nothing to do with models' memory, and two that are switched off.
+# Three servers that have nothing to do with models' memory, two that are switched off, and one
+# that has the GPU and shall keep it.
 tar -C / -c bin/busybox | docker import --change 'ENTRYPOINT ["/bin/busybox"]' - base:1
 image() { printf 'FROM base:1\nCMD ["sleep", "1000000"]\n' | DOCKER_BUILDKIT=0 docker build -q -t "$1" -; }
-for name in qdrant/qdrant:v1.15.1 postgres:17 ghcr.io/open-webui/open-webui:main n8nio/n8n:1.100.1; do
+for name in qdrant/qdrant:v1.15.1 postgres:17 ghcr.io/open-webui/open-webui:main n8nio/n8n:1.100.1 my/comfyui:1; do
   image "$name"
 done
 run="docker run -d --stop-timeout 1"
@@ -15,6 +16,7 @@ $run --name postgres --restart unless-stopped -v /srv/postgres:/var/lib/postgres
 $run --name open-webui --restart always -v open-webui:/app/backend/data -p 3000:8080 ghcr.io/open-webui/open-webui:main
 $run --name n8n --restart unless-stopped n8nio/n8n:1.100.1
 docker stop n8n
+$run --name comfyui --restart unless-stopped -e NVIDIA_VISIBLE_DEVICES=all my/comfyui:1
 docker create --name nightly --restart on-failure postgres:17
 
 # Files that shadow Python's own modules for whoever runs it in this directory.
