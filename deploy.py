@@ -7,8 +7,10 @@ it is right, so a second run changes nothing and a killed run is finished by the
 from pyinfra.context import host, state
 
 from roles import base, cuda, docker, preflight, service, tools, work
+from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.operations.service.uninstall import asked_of
 from spark_deploy.payload.content import read_payload
 from spark_deploy.planning.serving.release import release_files_of, unit_files_of
 from spark_deploy.planning.work.jobs import discard_jobs_of, jobs_of, ready_jobs_of
@@ -19,7 +21,7 @@ jobs, release = jobs_of(plan, payload.image_context), plan.serve.name
 
 service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
-base.apply(plan=plan.base)
+base.apply(plan=plan.base, asked=asked_of(known_of(host).found.settings))
 tools.apply(
     plan=plan.tools,
     files=payload.tools,

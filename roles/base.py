@@ -5,12 +5,19 @@ from __future__ import annotations
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.operations.machine import base
+from spark_deploy.operations.service.uninstall import noted
 from spark_deploy.planning.types import BasePlan
 
 
 @deploy("Base")
-def apply(*, plan: BasePlan) -> None:
-    """Have the packages and directories everything after this needs, on a host that stays awake."""
+def apply(*, plan: BasePlan, asked: str) -> None:
+    """Have the packages and directories everything after this needs, on a host that stays awake.
+
+    Args:
+        plan: which.
+        asked: what is noted of the host before it is changed.
+    """
+    noted(name="Note what the host was before", plan=plan, asked=asked)
     # First: a damaged file in apt.conf.d stops every installation after it.
     base.driver_hold(name="Hold driver packages in unattended upgrades", plan=plan)
     base.packages(name="Install packages", plan=plan)

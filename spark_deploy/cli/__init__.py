@@ -11,20 +11,20 @@ from collections.abc import Sequence
 COMMANDS = {
     "plan": "print what a deploy would make of each host; no host is touched",
     "lock": "look up the commits and digests behind the names in use and write them down",
-    "manifest": "list everything a deploy owns on each host",
+    "manifest": "list everything of ours on each host, by its own word",
     "status": "show what each host serves, how well it is proven and what differs from the plan",
     "doctor": "look at hosts without changing them and say what speaks against a deploy",
     "stop": "take hosts out of service until someone starts them; reboots and deploys respect it",
     "start": "put stopped hosts back into service with their last proven release",
     "connect": "show how to talk to each server: URL, model name, key; no host is touched",
 }
-_HOST_COMMANDS = {"status", "doctor", "stop", "start"}
+_HOST_COMMANDS = {"status", "doctor", "stop", "start", "manifest"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 fine, 1 something is wrong, 2 bad usage)."""
     options = _parser().parse_args(arguments)
-    if options.command in _HOST_COMMANDS:
+    if options.command in _HOST_COMMANDS and not getattr(options, "planned", False):
         # Hosts are asked at the same time; must happen before anything opens a socket.
         from gevent import monkey
 
@@ -58,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
                 "--estimate",
                 action="store_true",
                 help="ask no hub: sizes from the architecture, identities left open",
+            )
+        if name == "manifest":
+            command.add_argument(
+                "--planned", action="store_true", help="what a deploy would own; asks no host"
             )
         if name == "lock":
             command.add_argument(

@@ -19,6 +19,8 @@ from spark_deploy.settings.host import BaseSettings, ExpectSettings, PathSetting
 from spark_deploy.settings.secrets import SecretRef
 from spark_deploy.settings.sources import DownloadSettings, HubSettings, RepositorySettings
 
+SUDOERS_PATH = "/etc/sudoers.d/90-spark-deploy"
+
 
 @dataclass(frozen=True, slots=True)
 class PayloadIdentity:
@@ -60,7 +62,7 @@ class BootstrapPlan:
     """What a new host gets, so that it never asks for a password again."""
 
     public_key: str  # one line of authorized_keys
-    sudoers_path: str = "/etc/sudoers.d/90-spark-deploy"
+    sudoers_path: str = SUDOERS_PATH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

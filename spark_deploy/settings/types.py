@@ -42,6 +42,7 @@ from spark_deploy.settings.sources import (
     RegistrySettings,
     RepositorySettings,
 )
+from spark_deploy.settings.uninstall import UninstallSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class Settings:
     docker: DockerSettings = section(DockerSettings)
     disk: DiskSettings = section(DiskSettings)
     paths: PathSettings = section(PathSettings)
+    uninstall: UninstallSettings = section(UninstallSettings)
     ssh: SshSettings = section(SshSettings, heading="How to reach a host")
     sudo: bool = setting(True, "The login user is not root.")
 

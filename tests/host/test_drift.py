@@ -29,7 +29,7 @@ FILE_CHANGES = {
 
 def manifest(site: Site, guest: Guest) -> list[Owned]:
     """Ask the command that people use for everything we own on a host."""
-    looked = site.look("manifest", "--limit", guest.name, "--json")
+    looked = site.look("manifest", "--planned", "--limit", guest.name, "--json")
     assert looked.returncode == 0, looked.stderr
     found: list[Owned] = json.loads(looked.stdout)[guest.name]
     return found

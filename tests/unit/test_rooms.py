@@ -30,6 +30,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/host/spark_host/jobs", ""),
         ("files/host/spark_host/rollout", ""),
         ("files/host/spark_host/prune", ""),
+        ("files/host/spark_host/uninstall", ""),
         ("files/host/spark_host/status.py", ""),
         ("files/host/spark_host/__main__.py", ""),
         # The builder of checkpoints.

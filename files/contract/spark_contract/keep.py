@@ -1,8 +1,8 @@
-"""What pruning must leave on a host, as the controller says it, and what ``prune`` answers."""
+"""What pruning must leave on a host, and what an uninstall takes: controllers ask, hosts answer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +36,58 @@ class Pruning:
     kept: dict[str, str]  # release -> why
     not_ours: tuple[str, ...]  # beside ours
     problems: tuple[str, ...]  # what could not be removed
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the settings of a host would make there, and how much of it shall go."""
+
+    models_dir: str
+    sources_dir: str
+    cache_dir: str
+    files: tuple[str, ...]  # ours alone, wherever they lie
+    shared_files: tuple[str, ...]  # somebody may have had them before
+    daemon_json: str
+    daemon_keys: tuple[str, ...]  # keys in it that are ours
+    masked: tuple[str, ...]
+    packages: tuple[str, ...]
+    engine_packages: tuple[str, ...]  # Docker
+    gpu_packages: tuple[str, ...]  # the NVIDIA toolkit, CUDA
+    docker_users: tuple[str, ...]
+    access_files: tuple[str, ...]  # how this project logs in
+    models: bool  # trees and sources go, too
+    engine: bool  # what was installed of Docker and CUDA goes, too
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A host as it was before the first deploy changed it."""
+
+    at: str
+    packages: tuple[str, ...]
+    groups: tuple[str, ...]
+    masked: tuple[str, ...]
+    boot_target: str
+    docker_members: tuple[str, ...]
+    images: tuple[str, ...]  # ids
+    directories: tuple[str, ...]  # of those that a deploy, or a package of it, may make
+    files: dict[str, str | None] = field(default_factory=dict)  # of `shared_files`
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One thing of ours on a host; with ``stays`` it is left there, for that reason."""
+
+    kind: str
+    name: str
+    size_bytes: int = 0
+    stays: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """Everything of ours on a host, in the order in which it goes."""
+
+    noted_at: str | None  # when `Before` was written; None: nobody did
+    things: tuple[Thing, ...]
+    problems: tuple[str, ...] = ()  # what could not be removed

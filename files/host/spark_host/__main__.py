@@ -22,6 +22,7 @@ from spark_host.rollout.ports import this_host
 from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.system.stored import default_paths
+from spark_host.uninstall import uninstall
 from spark_host.watch import loop
 
 Words = list[str]
@@ -58,6 +59,10 @@ def _stop_service(words: Words, paths: Paths) -> int:
     return boot.stop_service(_one(words), by, Host(paths))
 
 
+def _leaving(verb: str) -> Verb:
+    return lambda words, paths: uninstall.main(verb, _one(words), paths)
+
+
 VERBS: dict[str, tuple[Verb, str]] = {
     "status": (status.main, "[--live]: everything about this host as JSON"),
     "check": (runner.main, "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine"),
@@ -79,6 +84,9 @@ VERBS: dict[str, tuple[Verb, str]] = {
         "SERVICE [--to RELEASE] [--dry]: go back to a proven release",
     ),
     "prune": (prune.main, "[--dry] KEEP: remove what no kept release needs; KEEP is JSON"),
+    "note": (_leaving("note"), "WANTED: write down what the host is before it is changed"),
+    "manifest": (_leaving("manifest"), "WANTED: list everything of ours, and what would stay"),
+    "uninstall": (_leaving("uninstall"), "WANTED: remove what is ours; WANTED is JSON"),
     "stop-service": (_stop_service, "SERVICE [--by WHO]: stop it until someone starts it again"),
     "start-service": (
         _of_one(lambda name, paths: boot.start_service(name, Host(paths))),

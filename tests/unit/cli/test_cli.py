@@ -109,7 +109,7 @@ def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spar
         "from spark_deploy.inventory.groups import group_from as _g\n"
         'spark = _g("spark", hosts=["mine"], file=__file__)\n'
     )
-    code, out, err = spark_deploy("manifest")
+    code, out, err = spark_deploy("manifest", "--planned")
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "mine"
     for command in ("spark-check", "spark-host"):
@@ -127,7 +127,7 @@ def test_the_plan_says_what_the_proof_will_ask(spark_deploy):
 def test_without_one_there_it_is_that_of_the_checkout(spark_deploy, lock_path, monkeypatch):
     # The checkout's own folder holds no lock of made-up names.
     monkeypatch.setattr(HostSettings, "lock_path", lock_path)
-    code, out, err = spark_deploy("manifest", "--json")
+    code, out, err = spark_deploy("manifest", "--planned", "--json")
     assert (code, err) == (0, "")
     [(host, owned)] = json.loads(out).items()
     assert host == "spark-1"
@@ -138,7 +138,7 @@ def test_an_inventory_of_a_lab_that_is_not_up_names_the_command_that_brings_it_u
     spark_deploy, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("SPARK_LAB_DIR", str(tmp_path))
-    code, _, err = spark_deploy("manifest", str(CHECKOUT / "inventory/lab.py"))
+    code, _, err = spark_deploy("manifest", "--planned", str(CHECKOUT / "inventory/lab.py"))
     assert code == 1
     [target] = re.findall(r"fix: bring it up: `make (\S+)`", err)
     assert re.search(rf"^{target}:", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)

@@ -1,0 +1,16 @@
+"""Take this project off hosts: `--dry` shows what goes and what stays, with bytes.
+
+Models stay unless `--data uninstall.models=true`; Docker and CUDA stay unless a deploy installed
+them and `--data uninstall.engine=true`. What others made or installed is left alone.
+"""
+
+from pyinfra.context import host, state
+
+from roles import uninstall
+from spark_deploy.inventory.known import known_of
+from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.operations.service.uninstall import asked_of
+
+no_delay(state, host)
+
+uninstall.apply(asked=asked_of(known_of(host).found.settings))

@@ -1,0 +1,13 @@
+"""Take this project off a host."""
+
+from __future__ import annotations
+
+from pyinfra.api.deploy import deploy
+
+from spark_deploy.operations.service.uninstall import uninstalled
+
+
+@deploy("Uninstall")
+def apply(*, asked: str) -> None:
+    """Remove what is ours, and say what stays."""
+    uninstalled(name="Remove what is ours", asked=asked)

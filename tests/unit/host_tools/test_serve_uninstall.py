@@ -1,0 +1,228 @@
+"""What is ours and may go: never what was there before, what others need, or what is unknown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_contract.keep import Before, Wanted
+from spark_contract.paths import Paths
+from spark_host.system import docker, systemd
+from spark_host.uninstall import before as past
+from spark_host.uninstall import ours, packages, shared
+
+DAEMON_JSON = "/etc/docker/daemon.json"
+
+
+def wanted(**more: Any) -> Wanted:
+    given: dict[str, Any] = {
+        "models_dir": "/srv/m", "sources_dir": "/srv/s", "cache_dir": "/srv/c",
+        "files": (), "shared_files": (DAEMON_JSON,), "daemon_json": DAEMON_JSON,
+        "daemon_keys": ("runtimes", "log-opts"), "masked": (), "packages": ("jq", "nginx-light"),
+        "engine_packages": ("docker.io",),
+        "gpu_packages": (), "docker_users": (), "access_files": (),
+        "models": False, "engine": False,
+    }  # fmt: skip
+    return Wanted(**{**given, **more})
+
+
+def was(**more: Any) -> Before:
+    given: dict[str, Any] = {
+        "at": "then", "packages": ("libc6",), "groups": (), "masked": (), "boot_target": "",
+        "docker_members": (), "images": (), "directories": (), "files": {},
+    }  # fmt: skip
+    return Before(**{**given, **more})
+
+
+class Apt:
+    """Packages with what each depends on; those of ``by_hand`` nobody removes by the way."""
+
+    def __init__(self, *by_hand: str, **needs: tuple[str, ...]):
+        self.needs = {name.replace("_", "-"): of for name, of in needs.items()}
+        self.by_hand = set(by_hand)
+
+    def told(self, *argv: str) -> str:
+        if argv[0] == "dpkg-query":
+            if argv[-1] in self.needs:
+                return "10\n"
+            return "".join(f"ii  {name}\n" for name in self.needs)
+        if argv[0] == "apt-mark":
+            return f"{argv[2]}\n" if argv[2] in self.by_hand else ""
+        names = [word for word in argv[argv.index("purge") + 1 :]]
+        gone = self._with_those_that_need(set(names))
+        if "--auto-remove" in argv:
+            while more := self._unneeded(gone):
+                gone |= more
+        return "".join(f"Purg {name} [1]\n" for name in sorted(gone))
+
+    def _with_those_that_need(self, gone: set[str]) -> set[str]:
+        while more := {n for n, of in self.needs.items() if set(of) & gone} - gone:
+            gone = gone | more
+        return gone
+
+    def _unneeded(self, gone: set[str]) -> set[str]:
+        left = {n: of for n, of in self.needs.items() if n not in gone}
+        needed = {one for of in left.values() for one in of}
+        return {n for n in left if n not in needed and n not in self.by_hand}
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systemd, "state", lambda *words: {"ActiveState": "inactive"})
+
+
+def judged(
+    monkeypatch: pytest.MonkeyPatch,
+    apt: Apt,
+    before: Before | None,
+    containers: tuple[str, ...] = (),
+    **more: Any,
+) -> dict[str, str]:
+    monkeypatch.setattr(past, "told", apt.told)
+    monkeypatch.setattr(packages, "told", apt.told)
+    in_the_way = ours.Others(containers, (), frozenset()).in_the_way(wanted())
+    found = packages.things(wanted(**more), before, in_the_way)
+    return {thing.name: thing.stays for thing in found}
+
+
+HERE = {"jq": ("libjq1",), "libjq1": (), "nginx_light": (), "docker_io": ("runc",), "runc": ()}
+BY_HAND = ("jq", "nginx-light", "docker.io")
+
+
+def apt(**more: tuple[str, ...]) -> Apt:
+    made = Apt(*BY_HAND, **{**HERE, **more})
+    made.needs["docker.io"] = made.needs.pop("docker-io")
+    made.needs |= {"libc6": ()}
+    made.by_hand |= {"libc6"}
+    return made
+
+
+@pytest.mark.usefixtures("quiet")
+def test_packages_go_with_what_came_along_and_dockers_stay_unless_asked_for(monkeypatch):
+    found = judged(monkeypatch, apt(), was())
+    assert {name for name, stays in found.items() if not stays} == {"jq", "libjq1", "nginx-light"}
+    assert "--data uninstall.engine=true" in found["docker.io"]
+    asked = judged(monkeypatch, apt(), was(), engine=True)
+    assert {"docker.io", "runc"} <= {name for name, stays in asked.items() if not stays}
+
+
+@pytest.mark.usefixtures("quiet")
+def test_what_was_there_before_is_not_even_listed(monkeypatch):
+    found = judged(monkeypatch, apt(), was(packages=("jq", "libjq1", "libc6")))
+    assert "jq" not in found
+    assert "libjq1" not in found
+
+
+@pytest.mark.usefixtures("quiet")
+def test_what_somebody_installed_later_keeps_what_it_needs(monkeypatch):
+    later = apt(theirs=("jq",))
+    later.by_hand.add("theirs")
+    found = judged(monkeypatch, later, was())
+    assert found["jq"] == "theirs needs it"
+    assert "libjq1" not in found
+    assert "theirs" not in found
+
+
+def test_a_web_server_that_somebody_started_stays(monkeypatch):
+    monkeypatch.setattr(systemd, "state", lambda *words: {"UnitFileState": "enabled"})
+    assert judged(monkeypatch, apt(), was())["nginx-light"] == "nginx.service is in use"
+
+
+@pytest.mark.usefixtures("quiet")
+def test_docker_stays_while_others_have_containers(monkeypatch):
+    found = judged(monkeypatch, apt(), was(), containers=("db",), engine=True)
+    assert found["docker.io"] == "containers of others are there: db"
+    assert "runc" not in found
+
+
+@pytest.mark.usefixtures("quiet")
+def test_without_a_note_of_what_was_there_no_package_goes(monkeypatch):
+    found = judged(monkeypatch, apt(), None, engine=True)
+    assert set(found) == {"jq", "nginx-light", "docker.io"}
+    assert all(found.values())
+
+
+def place(root: Path, text: str) -> Paths:
+    path = root / DAEMON_JSON.lstrip("/")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return Paths(root)
+
+
+@pytest.fixture
+def no_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docker, "is_up", lambda: False)
+
+
+OURS = {"log-opts": {"max-size": "50m"}, "runtimes": {"nvidia": {}}}
+
+
+@pytest.mark.usefixtures("no_docker")
+def test_daemon_json_is_byte_for_byte_what_it_was(tmp_path):
+    first = '{"log-opts": {"max-size": "7m"},\n   "dns": ["1.1.1.1"]}'
+    paths = place(tmp_path, json.dumps({"dns": ["1.1.1.1"], **OURS}))
+    before = was(files={DAEMON_JSON: first})
+    [thing] = shared.things(wanted(), before, "", paths)
+    assert (thing.name, thing.stays) == (DAEMON_JSON, "")
+    shared.restore(DAEMON_JSON, wanted(), before, paths)
+    assert (tmp_path / DAEMON_JSON.lstrip("/")).read_text() == first
+    assert shared.things(wanted(), before, "", paths) == []
+
+
+@pytest.mark.usefixtures("no_docker")
+def test_what_its_owner_wrote_into_daemon_json_since_stays(tmp_path):
+    paths = place(tmp_path, json.dumps({"mtu": 9000, **OURS}))
+    before = was(files={DAEMON_JSON: None})
+    shared.restore(DAEMON_JSON, wanted(), before, paths)
+    assert json.loads((tmp_path / DAEMON_JSON.lstrip("/")).read_text()) == {"mtu": 9000}
+    assert shared.things(wanted(), before, "", paths) == []
+
+
+@pytest.mark.usefixtures("no_docker")
+def test_a_daemon_json_that_nobody_noted_stays_unless_a_deploy_kept_the_first(tmp_path):
+    paths = place(tmp_path, json.dumps(OURS))
+    [thing] = shared.things(wanted(), None, "", paths)
+    assert "was not noted" in thing.stays
+    aside = paths.below(shared.kept_aside(wanted()))
+    aside.write_text("{}")
+    assert [(t.name, t.stays) for t in shared.things(wanted(), None, "", paths)] == [
+        (DAEMON_JSON, ""),
+        (str(aside), ""),
+    ]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_host_is_noted_once_and_never_after_a_deploy(tmp_path, monkeypatch):
+    paths = Paths(tmp_path)
+    monkeypatch.setattr(systemd, "show", lambda *words: {})
+    monkeypatch.setattr(past, "told", lambda *argv: "ii  jq\n")
+    assert past.note(wanted(), paths)
+    first = past.noted(paths)
+    assert first is not None
+    assert first.packages == ("jq",)
+    monkeypatch.setattr(past, "told", lambda *argv: "ii  jq\nii  later\n")
+    assert not past.note(wanted(), paths)
+    assert past.noted(paths) == first
+    # What a version before notes were taken deployed to.
+    old = Paths(tmp_path / "old")
+    old.state.mkdir(parents=True)
+    assert not past.note(wanted(), old)
+    assert past.noted(old) is None
+
+
+def test_a_folder_of_somebody_elses_under_our_names_is_not_ours(tmp_path):
+    for name in ("etc/spark/conf", "etc/spark/releases", "usr/local/lib/spark/jars"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "etc/systemd/system").mkdir(parents=True)
+    (tmp_path / "etc/systemd/system/spark-master.service").touch()
+    (tmp_path / "etc/systemd/system/spark-serve@.service").touch()
+    paths = Paths(tmp_path)
+    found = [*ours._config(paths), *ours._tools(paths), *ours._units(paths)]
+    assert {Path(thing.name).name: thing.stays for thing in found} == {
+        "conf": "not made by us",
+        "releases": "",
+        "jars": "not made by us",
+        "spark-serve@.service": "",
+    }

@@ -1,0 +1,31 @@
+"""Tools that come with the question run from memory and leave nothing on a host."""
+
+import subprocess
+
+from spark_deploy.payload.sent import sent_command, sent_tools
+
+
+def run(*words, cwd):
+    return subprocess.run(
+        ["sh", "-c", sent_command(*words)],
+        input=sent_tools(), capture_output=True, text=True, cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "/nowhere", "SPARK_ROOT": str(cwd)},
+    )  # fmt: skip
+
+
+def test_the_tools_run_without_being_there_and_leave_no_file(tmp_path):
+    done = run("help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "spark-host manifest" in done.stderr
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_mistake_is_one_line_that_says_where_and_how_to_mend_it(tmp_path):
+    done = run("manifest", "{}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: manifest: cannot be read: models_dir: missing; fix:")
+
+
+def test_the_python_of_the_folder_it_is_run_in_is_not_used(tmp_path):
+    (tmp_path / "spark_host.py").write_text("raise SystemExit('theirs')")
+    assert run("help", cwd=tmp_path).returncode == 0
