@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine host faults gpu gpu-plans kernels demo lab-up lab-down plan docs golden lock-requirements release
+.PHONY: help venv test check fmt unit engine host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge plan docs golden lock-requirements release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -73,12 +73,18 @@ kernels: ## the head's kernels compiled for a Spark, no GPU; GPU_PYTHON needs to
 demo: venv ## two virtual hosts from nothing to a proven model server, with real vLLM (root)
 	$(PY) -m lab demo
 
+demo-fast: venv ## the same with a stub engine, in a few minutes (root)
+	$(PY) -m lab demo --engine stub
+
 FLAVOUR ?=
 lab-up: venv ## bring up the virtual lab with two hosts (root); FLAVOUR=lived-in makes them look so
 	$(PY) -m lab up 2 $(addprefix --flavour ,$(FLAVOUR))
 
 lab-down: venv ## take the virtual lab down (root)
 	$(PY) -m lab down
+
+lab-purge: venv ## take the lab down and give back its disks and caches (root)
+	$(PY) -m lab down --purge
 
 plan: venv ## print the plan of the hosts in inventory/spark.py; touches no host
 	.venv/bin/spark-deploy plan

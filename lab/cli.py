@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -50,11 +51,23 @@ def _prepare(paths: LabPaths, options: argparse.Namespace) -> int:
 def _down(paths: LabPaths, options: argparse.Namespace) -> int:
     with lifecycle.lab_lock(paths):
         names = guest_names(options.guests)
-        lifecycle.down(paths, names, delete=options.delete)
+        if names and options.purge:
+            raise LabError("lab down", "--purge is about the whole lab", "name no guest")
+        lifecycle.down(paths, names, delete=options.delete or options.purge)
         left = [] if names else lifecycle.leftovers(paths)
     for line in left:
         print(f"left over: {line}", file=sys.stderr)
+    if options.purge and not left:
+        _purge(paths)
     return 1 if left else 0
+
+
+def _purge(paths: LabPaths) -> None:
+    """Give back what the lab has on the disk; nothing of it is mounted any more."""
+    held = sum(file.lstat().st_blocks * 512 for file in paths.state.rglob("*"))
+    shutil.rmtree(paths.state)
+    print(f"{held / 1e9:.1f} GB given back: {paths.state} is gone")
+    print("what stays: .venv of this checkout, and Debian packages that the lab installed")
 
 
 def _status(paths: LabPaths, options: argparse.Namespace) -> int:
@@ -118,6 +131,7 @@ def _demo(paths: LabPaths, options: argparse.Namespace) -> int:
                 paths, names, fresh=True, bootstrap=frozenset(names[1:]), engine=options.engine
             )
         ),
+        options.engine,
     )
     return 0
 
@@ -170,6 +184,8 @@ def _parser() -> argparse.ArgumentParser:
     down = commands.add_parser("down", help="power guests off; without names the whole lab")
     down.add_argument("guests", nargs="*", metavar="NAME")
     down.add_argument("--delete", action="store_true", help="forget their disks as well")
+    down.add_argument("--purge", action="store_true",
+                      help="the whole lab, with disks and everything it keeps")  # fmt: skip
     down.set_defaults(run=_down)
 
     commands.add_parser("status", help="guests, servers, faults").set_defaults(run=_status)

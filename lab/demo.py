@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lab import bad_switch
 from lab.errors import LabError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -24,17 +26,21 @@ INVENTORY = "inventory/lab.py"
 HOSTS = ("lab-1", "lab-2")
 # The lab may know others, from what was tried before; they may be down.
 _LIMITS = [word for name in HOSTS for word in ("--limit", name)]
-QUESTION = "What is the capital of France?"
+QUESTION = bad_switch.QUESTION
+# Measured from nothing: what the lab's folder holds at the end, and the environment beside it.
+_NEEDED_BYTES = {"stub": 4_500_000_000, "cpu": 18_000_000_000}
+_MINUTES = {"stub": "2 to 5", "cpu": "10 to 20"}
 
 T = TypeVar("T")
 
 
-def run(state_dir: Path, up: Callable[[], None]) -> None:
+def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
     """Bring the lab up, deploy, ask, deploy again, and say how to go on.
 
     Args:
         state_dir: where the lab keeps ``lab.json``.
         up: brings up two fresh hosts, the second one as new as a Spark out of the box.
+        engine: ``cpu``, the real one on this machine's processor, or ``stub``.
 
     Raises:
         LabError: a step failed; the message says which and how to look closer.
@@ -48,13 +54,17 @@ def run(state_dir: Path, up: Callable[[], None]) -> None:
         times.append((title, time.monotonic() - started))
         return result
 
+    model = [] if engine == "cpu" else ["--data", "model=lab-stub"]
+    _say_what_it_takes(state_dir, engine)
     step("Two virtual hosts", up)
     info = json.loads((state_dir / "lab.json").read_text())
     info["guests"] = [guest for guest in info["guests"] if guest["name"] in HOSTS]
     step("Bootstrap: password login becomes key login", lambda: _bootstrap(info))
-    step("Deploy: from bare hosts to proven servers", lambda: _pyinfra("deploy.py", "-y"))
+    step("Deploy: from bare hosts to proven servers", lambda: _pyinfra("deploy.py", *model, "-y"))
     step(f"Ask each host: {QUESTION}", lambda: _ask_all(info))
-    changed = step("Deploy again", _again)
+    changed = step("Deploy again", lambda: _again(model))
+    title = "A bad switch: an engine that answers garbage is refused, and no client sees it"
+    step(title, lambda: _bad_switch(info, model))
     print("\n" + "\n".join(f"{seconds:8.1f} s  {title}" for title, seconds in times))
     print(f"{sum(seconds for _, seconds in times):8.1f} s  in all")
     print(f"\n{changed} changed" + ("" if changed == 0 else " (should be 0)"))
@@ -136,15 +146,51 @@ def _ask(info: dict[str, Any], guest: dict[str, Any]) -> None:
     print(f"  answer: {answered['choices'][0]['message']['content'].strip()!r}", flush=True)
 
 
-def _again() -> int:
+def _again(model: list[str]) -> int:
     done = subprocess.run(
-        [_tool("pyinfra"), INVENTORY, "deploy.py", *_LIMITS, "-y", "--json"],
+        [_tool("pyinfra"), INVENTORY, "deploy.py", *_LIMITS, *model, "-y", "--json"],
         cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     if done.returncode != 0:
         raise LabError("deploy.py", "the second run failed", "read the lines above")
     operations = json.loads(done.stdout)["results"]["operations"]
     return sum(1 for operation in operations if operation["success"] or operation["error"])
+
+
+def _say_what_it_takes(state_dir: Path, engine: str) -> None:
+    """Say before anything is done what comes onto this machine, and refuse a disk that is full."""
+    needed, there = _NEEDED_BYTES[engine], state_dir if state_dir.exists() else Path("/")
+    held = sum(file.lstat().st_blocks * 512 for file in state_dir.rglob("*"))
+    free = shutil.disk_usage(there).free
+    print(
+        f"This makes two virtual hosts with systemd, Docker and "
+        f"{'the real vLLM on the CPU' if engine == 'cpu' else 'a stub engine'}, in {state_dir}.\n"
+        f"  disk      {needed / 1e9:.0f} GB in all, {held / 1e9:.1f} GB of it there; "
+        f"{free / 1e9:.0f} GB free\n"
+        f"  time      {_MINUTES[engine]} minutes from nothing on two cores\n"
+        "  packages  for virtual hosts, where missing: systemd-container, debootstrap and others,\n"
+        "            each named when it is installed\n"
+        "  undo      make lab-purge",
+        flush=True,
+    )
+    if free < needed - held:
+        what = f"{free / 1e9:.1f} GB free, {(needed - held) / 1e9:.1f} GB needed"
+        raise LabError(str(there), what, "free some, or set SPARK_LAB_DIR to another disk")
+
+
+def _bad_switch(info: dict[str, Any], model: list[str]) -> None:
+    ssh, guest = info["ssh"], info["guests"][0]
+    login = [
+        "ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={ssh['known_hosts']}",
+        "-o", "BatchMode=yes", f"{ssh['user']}@{guest['ip']}",
+    ]  # fmt: skip
+
+    def deploy(*words: str) -> subprocess.CompletedProcess[bytes]:
+        argv = [INVENTORY, "deploy.py", "--limit", guest["name"], *model, *words, "-y"]
+        print("$", shlex.join(["pyinfra", *argv]), flush=True)
+        return subprocess.run([_tool("pyinfra"), *argv], cwd=CHECKOUT, check=False)
+
+    bad_switch.show(login, deploy)
 
 
 def _say_how_to_go_on(info: dict[str, Any]) -> None:
@@ -155,5 +201,5 @@ The lab stays up.
   look into it     .venv/bin/python -m lab ssh {guest["name"]}
   switch profile   set `profile: v2-tq` in group_vars/lab.yml, then
                    .venv/bin/pyinfra {INVENTORY} deploy.py -y
-  take it down     make lab-down
+  take it down     make lab-down; all of it, with its disks and caches: make lab-purge
 """)
