@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from spark_deploy.bench.result import BenchResult
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.rails import GuardRails
@@ -23,6 +24,7 @@ DOCUMENTS = {
     "profile": Profile,
     "guard_rails": GuardRails,
     "lock": Lock,
+    "bench": BenchResult,
 }
 WIDTH = 100
 TYPES = {"string": "text", "object": "mapping", "array": "list", "boolean": "true/false"}

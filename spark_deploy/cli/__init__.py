@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": "look at hosts without changing them and say what speaks against a deploy",
     "stop": "take hosts out of service until someone starts them; reboots and deploys respect it",
     "start": "put stopped hosts back into service with their last proven release",
+    "bench": "measure what hosts serve, through their gateways; --compare puts results together",
     "connect": "show how to talk to each server: URL, model name, key; no host is touched",
 }
 _HOST_COMMANDS = {"status", "doctor", "stop", "start", "manifest"}
@@ -59,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="ask no hub: sizes from the architecture, identities left open",
             )
+        if name == "bench":
+            importlib.import_module("spark_deploy.cli.bench").add_options(command)
         if name == "manifest":
             command.add_argument(
                 "--planned", action="store_true", help="what a deploy would own; asks no host"

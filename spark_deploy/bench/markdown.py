@@ -1,0 +1,122 @@
+"""A result, or several beside each other, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from spark_deploy.bench.prompts import SEEDS
+from spark_deploy.bench.result import BenchResult, Cell
+
+PROTOCOLS = {
+    "seeds": "five prompts, one after the other, greedy; tokens of the usage block over wall time; "
+    "second run, the first one warms up",
+    "llama-benchy": "llama-benchy {version}: means over its runs, all clients "
+    "together; counts tokens of the stream",
+}
+
+
+def text_of(results: Sequence[BenchResult]) -> str:
+    """Return the report; several results become columns, the first one is compared against."""
+    return "\n".join(_lines(results)) + "\n"
+
+
+def _lines(results: Sequence[BenchResult]) -> Iterator[str]:
+    yield f"# {' against '.join(dict.fromkeys(one.title for one in results))}"
+    yield ""
+    for one in results:
+        yield f"- {one.at}: {one.served.release}, {one.served.image}"
+        yield from (f"- note: {note}" for note in one.notes)
+    yield ""
+    if any(one.answers for one in results):
+        yield from ("## Protocol: seeds", "", PROTOCOLS["seeds"], "")
+        yield from table(seeds_table(results))
+    if any(one.cells for one in results):
+        versions = ", ".join(dict.fromkeys(one.llama_benchy or "?" for one in results if one.cells))
+        yield from ("## Protocol: llama-benchy", "")
+        yield from (PROTOCOLS["llama-benchy"].format(version=versions), "")
+        yield from table(grid_table(results))
+    yield from ("## The host meanwhile", "")
+    yield from table(host_table(results))
+
+
+Rows = list[list[str]]
+
+
+def names_of(results: Sequence[BenchResult]) -> list[str]:
+    """Name each result as shortly as tells them apart."""
+    served = [one.served for one in results]
+    names = [one.profile for one in served]
+    if len({one.model for one in served}) > 1:
+        names = [f"{one.model} {name}" for one, name in zip(served, names, strict=True)]
+    if len({one.host for one in served}) > 1:
+        names = [f"{name} on {one.host}" for one, name in zip(served, names, strict=True)]
+    if len(set(names)) < len(names):
+        names = [f"{name}, {one.at}" for one, name in zip(results, names, strict=True)]
+    return names
+
+
+def seeds_table(results: Sequence[BenchResult]) -> Rows:
+    """Return tokens per second by prompt, with the change against the first result."""
+    rows = [["tok/s", *names_of(results)]]
+    found = [{answer.prompt: answer for answer in one.warm()} for one in results]
+    for prompt in SEEDS:
+        speeds = [one[prompt.name].tokens_per_s if prompt.name in one else None for one in found]
+        rows.append([f"{prompt.name} {prompt.tokens}", *_against_first(speeds)])
+    firsts = [min((answer.first_token_s for answer in one.warm()), default=None) for one in results]
+    rows.append(["first token, s (best)", *(_figure(value, 2) for value in firsts)])
+    return rows
+
+
+def grid_table(results: Sequence[BenchResult]) -> Rows:
+    """Return decode speed by depth and clients."""
+    rows = [["tok/s at depth, clients", *names_of(results)]]
+    cases = sorted({(c.depth_tokens, c.concurrency) for one in results for c in one.cells})
+    for depth, clients in cases:
+        cells = [cell_of(one, depth, clients) for one in results]
+        speeds = [cell.decode_tokens_per_s if cell else None for cell in cells]
+        rows.append([f"{depth}, {clients}", *_against_first(speeds)])
+    return rows
+
+
+def cell_of(result: BenchResult, depth: int, clients: int) -> Cell | None:
+    """Return one case of a result."""
+    cells = (c for c in result.cells if (c.depth_tokens, c.concurrency) == (depth, clients))
+    return next(cells, None)
+
+
+def host_table(results: Sequence[BenchResult]) -> Rows:
+    """Return memory, heat and acceptance."""
+    rows = [["", *names_of(results)]]
+    least = [min((s.available_bytes for s in one.samples), default=None) for one in results]
+    gigabytes = (value / 1e9 if value is not None else None for value in least)
+    rows.append(["least memory available, GB", *(_figure(value, 1) for value in gigabytes)])
+    for title, name in (("hottest, °C", "temperature_c"), ("most power, W", "power_w")):
+        most = [
+            max((v for s in one.samples if (v := getattr(s, name)) is not None), default=None)
+            for one in results
+        ]
+        rows.append([title, *(_figure(value, 0) for value in most)])
+    shares = (one.acceptance_fraction for one in results)
+    rows.append(["drafts accepted", *("-" if s is None else f"{s:.0%}" for s in shares)])
+    return rows
+
+
+def table(rows: Rows) -> Iterator[str]:
+    """Yield a Markdown table."""
+    yield "| " + " | ".join(rows[0]) + " |"
+    yield "|---" + "|---:" * (len(rows[0]) - 1) + "|"
+    for row in rows[1:]:
+        yield "| " + " | ".join(row) + " |"
+    yield ""
+
+
+def _against_first(values: Sequence[float | None]) -> list[str]:
+    first, texts = values[0], [_figure(value, 1) for value in values]
+    for at, value in enumerate(values[1:], 1):
+        if first and value is not None:
+            texts[at] += f" ({(value / first - 1) * 100:+.0f} %)"
+    return texts
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
