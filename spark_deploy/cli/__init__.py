@@ -17,8 +17,12 @@ COMMANDS = {
     "stop": "take hosts out of service until someone starts them; reboots and deploys respect it",
     "start": "put stopped hosts back into service with their last proven release",
     "bench": "measure what hosts serve, through their gateways; --compare puts results together",
+    "logs": "what engines, gateways, watches and jobs print; -f goes on as lines come",
+    "uninstall": "take this project off hosts; prints the pyinfra line that it runs",
     "connect": "show how to talk to each server: URL, model name, key; no host is touched",
 }
+# What they take beside hosts stands in their own modules.
+_WITH_OPTIONS = ("bench", "logs", "uninstall")
 _HOST_COMMANDS = {"status", "doctor", "stop", "start", "manifest"}
 
 
@@ -60,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="ask no hub: sizes from the architecture, identities left open",
             )
-        if name == "bench":
-            importlib.import_module("spark_deploy.cli.bench").add_options(command)
+        if name in _WITH_OPTIONS:
+            importlib.import_module(f"spark_deploy.cli.{name}").add_options(command)
         if name == "manifest":
             command.add_argument(
                 "--planned", action="store_true", help="what a deploy would own; asks no host"
