@@ -18,11 +18,12 @@ COMMANDS = {
     "start": "put stopped hosts back into service with their last proven release",
     "bench": "measure what hosts serve, through their gateways; --compare puts results together",
     "logs": "what engines, gateways, watches and jobs print; -f goes on as lines come",
+    "top": "what each host is doing now: requests, tok/s, acceptance, cache, memory, heat",
     "uninstall": "take this project off hosts; prints the pyinfra line that it runs",
     "connect": "show how to talk to each server: URL, model name, key; no host is touched",
 }
 # What they take beside hosts stands in their own modules.
-_WITH_OPTIONS = ("bench", "logs", "uninstall")
+_WITH_OPTIONS = ("bench", "logs", "top", "uninstall")
 _HOST_COMMANDS = {"status", "doctor", "stop", "start", "manifest"}
 
 

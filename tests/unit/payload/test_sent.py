@@ -27,5 +27,6 @@ def test_a_mistake_is_one_line_that_says_where_and_how_to_mend_it(tmp_path):
 
 
 def test_the_python_of_the_folder_it_is_run_in_is_not_used(tmp_path):
-    (tmp_path / "spark_host.py").write_text("raise SystemExit('theirs')")
+    for name in ("spark_host", "base64", "tarfile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('theirs')")
     assert run("help", cwd=tmp_path).returncode == 0

@@ -1,0 +1,60 @@
+"""What a host is doing is told by rates between two looks, and nothing is made up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from spark_deploy.cli import top
+
+
+def look(at: float, tokens: int, drafted: int = 0, accepted: int = 0) -> str:
+    return (
+        f"at {at}\n"
+        'vllm:num_requests_running{engine="0",model_name="m"} 2.0\n'
+        'vllm:num_requests_waiting{engine="0",model_name="m"} 1.0\n'
+        f'vllm:generation_tokens_total{{engine="0"}} {tokens}.0\n'
+        f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {drafted}.0\n'
+        f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+        "memory 7000000\ngpu 61,48.2\nend\n"
+    )
+
+
+def shown(text: str) -> list[str]:
+    now = top.now_of("spark-1", list(top.read_looks(text.splitlines())))
+    return list(top.table([now]))[1].split()
+
+
+def test_speed_and_acceptance_are_those_between_two_looks():
+    told = shown(look(10, 1000, 100, 80) + look(12, 1100, 200, 160))
+    assert told == ["spark-1", "2", "1", "50.0", "80%", "25%", "7.2", "61", "48"]
+
+
+def test_an_engine_that_began_anew_has_no_speed():
+    assert shown(look(10, 1000) + look(12, 10))[3] == "-"
+
+
+def test_a_host_without_an_engine_is_still_a_host():
+    text = "at 1\nmemory 7000000\ngpu [N/A],[N/A]\nend\n"
+    assert shown(text) == ["spark-1", "-", "-", "-", "-", "-", "7.2", "-", "-"]
+
+
+def test_a_look_that_was_cut_short_is_none():
+    assert list(top.read_looks(look(1, 5).splitlines()[:-1])) == []
+
+
+@pytest.mark.parametrize(("script", "code"), [("print(TEXT)", 0), ("raise SystemExit(255)", 1)])
+def test_one_look_is_printed_and_a_host_that_cannot_be_asked_is_red(
+    monkeypatch, tmp_path, capsys, script, code
+):
+    (tmp_path / "ssh").write_text(f"TEXT = {look(1, 5) + look(3, 25)!r}\n{script}\n")
+    one = SimpleNamespace(name="a", data={"_sudo": False})
+    monkeypatch.setattr(top, "listed", lambda options: [one])
+    monkeypatch.setattr(top, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
+    assert top.run(SimpleNamespace(once=True, json=True)) == code
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["tokens_per_s"] == (10.0 if code == 0 else None)
