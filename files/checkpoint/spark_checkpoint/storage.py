@@ -21,6 +21,7 @@ from spark_checkpoint.errors import GateRefused, TransferFailed
 
 # Small enough to stay in a core's cache between reading, hashing and writing.
 COPY_BYTES = 256 << 10
+_LET_GO_BYTES = 8 << 20
 # Threads that hash, copy or quantise side by side; more of them wait for memory or the disk.
 WORKERS = min(4, os.cpu_count() or 1)
 _JSON_WORDS = 4096
@@ -67,8 +68,37 @@ def _json_pieces(document: Mapping[str, Any]) -> Iterator[bytes]:
     yield b"\n"
 
 
+class Passed:
+    """Lets go of a file's pages behind its reader or writer: the memory is for the engine.
+
+    The kernel would keep a whole tree for a next reader, who comes when the memory is gone.
+    """
+
+    def __init__(self, fd: int, offset: int = 0):
+        self._fd = fd
+        self._begin = self._step_begin = self._position = offset
+
+    def go(self, count_bytes: int) -> None:
+        """Pass the next bytes."""
+        self._position += count_bytes
+        if self._position - self._step_begin >= _LET_GO_BYTES:
+            # Two steps at once: the first time written pages only begin their way to the disk, and
+            # what lies across the end of a step is kept.
+            self._let_go(max(self._begin, self._step_begin - _LET_GO_BYTES))
+            self._step_begin = self._position
+
+    def all(self) -> None:
+        """Let go of everything that was passed; what was written has to be on the disk."""
+        self._let_go(self._begin)
+
+    def _let_go(self, begin: int) -> None:
+        os.posix_fadvise(self._fd, begin, self._position - begin, os.POSIX_FADV_DONTNEED)
+
+
 def file_bytes(path: Path, offset: int = 0, size_bytes: int | None = None) -> Iterator[memoryview]:
     """Yield the bytes of a file, or of a span of it; each piece takes the place of the one before.
+
+    They do not stay in memory.
 
     Raises:
         TransferFailed: The file ends inside of the span.
@@ -77,9 +107,12 @@ def file_bytes(path: Path, offset: int = 0, size_bytes: int | None = None) -> It
     buffer = memoryview(bytearray(min(left, COPY_BYTES)))
     with path.open("rb", buffering=0) as file, named(file.fileno()):
         file.seek(offset)
+        passed = Passed(file.fileno(), offset)
         while left and (count := file.readinto(buffer[:left])):
             yield buffer[:count]
+            passed.go(count)
             left -= count
+        passed.all()
     if left and size_bytes is not None:
         raise TransferFailed(str(path), "became shorter while it was read", "run again")
 

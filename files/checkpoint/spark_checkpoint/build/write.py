@@ -22,7 +22,7 @@ from spark_checkpoint.format.header import DTYPE_BITS, emit_header
 from spark_checkpoint.format.pieces import Piece, PieceHasher, Proof
 from spark_checkpoint.format.tree import Span
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.storage import COPY_BYTES, Stamp, file_bytes, stamp_of
+from spark_checkpoint.storage import COPY_BYTES, Passed, Stamp, file_bytes, stamp_of
 
 
 class Written(NamedTuple):
@@ -47,6 +47,7 @@ class ProvenSource:
         self._fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._stamp = stamp_of(self._fd)
+        self._passed = Passed(self._fd)
 
     def close(self) -> None:
         """Close the file."""
@@ -69,6 +70,7 @@ class ProvenSource:
     def finish(self) -> None:
         """Prove what no span needed and refuse a file that moved meanwhile."""
         self._skip_to(self._size_bytes)
+        self._passed.all()
         if stamp_of(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
             raise GateRefused(
                 str(self._path), "was changed while it was read", "leave the base alone, run again"
@@ -95,6 +97,7 @@ class ProvenSource:
             self._hasher.update(part)
             self._position += count
             yield part
+            self._passed.go(count)
         if end == self._piece_begin + self._pieces[-1].size_bytes:
             self._compare()
 
@@ -116,6 +119,7 @@ class HashingFile:
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._hasher = PieceHasher()
+        self._passed = Passed(self._fd)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
@@ -125,6 +129,7 @@ class HashingFile:
     def append(self, data: bytes | memoryview) -> None:
         """Append bytes of a piece that is hashed elsewhere; ``know`` it when it is whole."""
         write_all(self._fd, data)
+        self._passed.go(len(data))
 
     def know(self, piece: Piece) -> None:
         """Take over the hash of the piece that was just appended."""
@@ -133,6 +138,7 @@ class HashingFile:
     def finish(self) -> Written:
         """Flush to the disk and return what was written."""
         sync(self._fd)
+        self._passed.all()
         return Written(stamp_of(self._fd), self._hasher.pieces())
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from spark_checkpoint.receipt import vouched, write_receipt
 from spark_checkpoint.sources.lookup import ContentHash, candidates, copy_hashed, hash_into
 from spark_checkpoint.sources.responses import RangeIgnored
 from spark_checkpoint.sources.transport import Transport
-from spark_checkpoint.storage import clear, refuse_without_room, stamp_of
+from spark_checkpoint.storage import Passed, clear, refuse_without_room, stamp_of
 from spark_checkpoint.verify.making import make_tree
 
 
@@ -222,14 +222,17 @@ def _grow(order: _Order, file: FetchFile, url: str, part: Path) -> ContentHash:
         if present:
             hash_into(part, content, order.progress.skip)
             os.lseek(fd, present, os.SEEK_SET)
+        passed = Passed(fd, present)
         pieces = order.transport.stream(url, present, file.size_bytes, file.size_bytes)
         for number, piece in enumerate(pieces):
             if number == 0:
                 _check_promise(order.transport, file, url)
             content.update(piece)
             write_all(fd, piece)
+            passed.go(len(piece))
             order.progress.add(len(piece))
         sync(fd)
+        passed.all()
     finally:
         os.close(fd)
     return content

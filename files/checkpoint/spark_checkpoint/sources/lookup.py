@@ -13,7 +13,7 @@ from spark_contract.orders import FetchFile
 
 from spark_checkpoint.format.pieces import PieceHasher, Proof
 from spark_checkpoint.progress import note
-from spark_checkpoint.storage import file_bytes
+from spark_checkpoint.storage import Passed, file_bytes
 
 # A folder tree above this is somebody's home, not a model store; looking on would take minutes.
 _ENTRY_LIMIT = 200_000
@@ -97,11 +97,14 @@ def hash_into(
 def copy_hashed(path: Path, target: Path, content: ContentHash) -> ContentHash:
     """Copy a file and hash what was copied."""
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    passed = Passed(fd)
     try:
         for part in file_bytes(path):
             content.update(part)
             write_all(fd, part)
+            passed.go(len(part))
         sync(fd)
+        passed.all()
     finally:
         os.close(fd)
     return content
