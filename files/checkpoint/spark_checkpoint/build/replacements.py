@@ -33,7 +33,7 @@ from spark_checkpoint.format.numbers import (
 from spark_checkpoint.format.tree import Span, Tree
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import WORKERS
-from spark_checkpoint.verify.gates import SCALE, WEIGHT
+from spark_checkpoint.verify.gates import FP8, SCALE, WEIGHT, scale_of
 
 _T = TypeVar("_T")
 
@@ -49,7 +49,7 @@ def _weight_rows(base: Tree, name: str, block: tuple[int, int]) -> Iterator[Floa
     """Yield a base weight as float32, one row of blocks at a time, whether 16-bit or FP8."""
     tensor = base.tensor(name)
     columns = tensor.shape[1]
-    if tensor.dtype == "F8_E4M3":
+    if tensor.dtype == FP8:
         grid = base.tensor(scale_of(name))
         scales = floats(read_span(base.span(scale_of(name))), grid.dtype, grid.shape)
         yield from fp8_rows(base.span(name), scales, columns, block)
@@ -142,7 +142,7 @@ class Surgery:
             lost += float((error * error).sum(dtype="f8"))
             power += float((weights * weights).sum(dtype="f8"))
         tensors = [
-            NewTensor(module + WEIGHT, "F8_E4M3", shape, span),
+            NewTensor(module + WEIGHT, FP8, shape, span),
             NewTensor(module + SCALE, "BF16", grid, self.stage.append(b"".join(scales))),
         ]
         return tensors, (lost / power) ** 0.5 if power else 0.0
@@ -165,11 +165,6 @@ class Surgery:
 
         with ThreadPoolExecutor(WORKERS) as pool:
             return list(pool.map(one, self.modules))
-
-
-def scale_of(weight_name: str) -> str:
-    """Return the name of the block scales of an FP8 weight."""
-    return weight_name.removesuffix(WEIGHT) + SCALE
 
 
 def _error_report(errors: Sequence[float]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +97,11 @@ def read_tree(directory: Path) -> Tree:
         index = read_index(directory)
         known = {name: name for name in index or ()}
         shards = {name: read_header(directory / name, known) for name in names}
+    return tree_of(directory, shards, index)
+
+
+def tree_of(directory: Path, shards: dict[str, Header], index: Mapping[str, str] | None) -> Tree:
+    """Return a tree by its headers, in natural order, and refuse what contradicts itself."""
     owner: dict[str, str] = {}
     holders: dict[str, list[str]] = {}
     for shard, header in shards.items():
@@ -154,7 +159,7 @@ def _read(path: Path) -> bytes:
         raise GateRefused(str(path), "is missing", "fetch the source again") from error
 
 
-def _check_index(directory: Path, index: dict[str, str], shards: dict[str, Header]) -> None:
+def _check_index(directory: Path, index: Mapping[str, str], shards: dict[str, Header]) -> None:
     for name, shard in index.items():
         if shard not in shards:
             raise GateRefused(

@@ -19,6 +19,7 @@ from spark_checkpoint.format.header import SIXTEEN_BIT, Tensor
 MTP_PREFIX = "mtp."
 WEIGHT = ".weight"
 SCALE = ".weight_scale_inv"
+FP8 = "F8_E4M3"
 
 # What a whole group of missing or surplus names usually means, by a part of the names.
 _CAUSES = {
@@ -60,6 +61,11 @@ def same_names(where: str, what: str, found: Iterable[str], expected: Iterable[s
         ", ".join(parts),
         "use the locked commits, or correct the model's tensor patterns after `inspect`",
     )
+
+
+def scale_of(weight_name: str) -> str:
+    """Return the name of the block scales of an FP8 weight."""
+    return weight_name.removesuffix(WEIGHT) + SCALE
 
 
 def donor_unmatched(donor: Iterable[str], base: Container[str], swap: Iterable[str]) -> set[str]:
@@ -117,7 +123,7 @@ def fp8_fits(
     rows, columns = shape
     scale_shape = (-(-rows // block[0]), -(-columns // block[1]))
     expected: list[tuple[str, Tensor, frozenset[str], tuple[int, ...]]] = [
-        (WEIGHT, weight, frozenset({"F8_E4M3"}), shape),
+        (WEIGHT, weight, frozenset({FP8}), shape),
         (SCALE, scale, frozenset({"BF16", "F32"}), scale_shape),
     ]
     for suffix, tensor, dtypes, shape in expected:
