@@ -13,7 +13,7 @@ from spark_deploy.documents.declare import Gib, Text, needed, section, setting
 from spark_deploy.settings.engine_environment import environment_problems
 from spark_deploy.settings.engine_options import option_problems
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.serving import ENVIRONMENT_NAMES, OPTION_NAMES
+from spark_deploy.settings.serving import ENVIRONMENT_NAMES, MAX_SEQUENCES, OPTION_NAMES
 
 # What a model's changes may depend on, in the words of the guard rails.
 TRAITS: dict[str, Callable[[Profile], Any]] = {
@@ -88,7 +88,9 @@ class Limits:
     max_context_tokens: int | None = setting(
         None, "Longest prompt plus answer; null for the model's native context.", minimum=64
     )
-    max_sequences: int = needed("Requests computed at the same time.", minimum=1)
+    max_sequences: int = needed(
+        "Requests computed at the same time.", minimum=1, maximum=MAX_SEQUENCES
+    )
     max_batched_tokens: int = needed(
         "Tokens of one engine step; more speeds up prompts and needs memory.", minimum=1
     )

@@ -14,9 +14,9 @@ from spark_contract.documents import plain
 
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.inventory.groups import read_inventory
 from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.plans import payload_identity
+from spark_deploy.inventory.reading import read_inventory
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import resolve, wanted_by
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile

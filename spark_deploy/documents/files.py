@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.documents.plain_data import odd_values
+from spark_deploy.documents.schema_check import dotted
 from spark_deploy.errors import Problem
 
 
@@ -23,6 +25,10 @@ class _NoDuplicates(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key is a list or a mapping, not a word", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} is given twice", key_node.start_mark
@@ -45,12 +51,21 @@ def read_mapping(path: Path, *, shown: str) -> tuple[dict[str, Any], list[Proble
         where = f"{shown} line {mark.line + 1}" if mark else shown
         what = getattr(error, "problem", None) or "is not YAML"
         return {}, [Problem(where, str(what), "correct the YAML of that line or the one above")]
+    except RecursionError:
+        return {}, [Problem(shown, "nests too deeply", "write fewer levels")]
+    except (ValueError, OverflowError, AttributeError, KeyError) as error:
+        # Of a value that PyYAML makes: a 13th month, a number of a megabyte, `!!bool maybe`.
+        return {}, [Problem(shown, f"holds a value that is none: {error}", "put it in quotes")]
     if data is None:
         return {}, []
     if not isinstance(data, dict):
         what = f"holds a {type(data).__name__}, not keys and values"
         return {}, [Problem(shown, what, "write one `key: value` a line")]
-    return {str(key): value for key, value in data.items()}, []
+    if odd := [
+        Problem(f"{shown}: {dotted(path)}", what, fix) for path, what, fix in odd_values(data)
+    ]:
+        return {}, odd
+    return data, []
 
 
 def load_schema(name: str, *, checkout: Path = CHECKOUT) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import jsonschema
 
+from spark_deploy.documents.plain_data import KeyPath, odd_values
 from spark_deploy.errors import Problem
 
-KeyPath = tuple[str | int, ...]
 _TYPES = {
     "string": "text",
     "integer": "a whole number",
@@ -46,6 +46,9 @@ def problems_of(
         where: names the file that set a key path.
         renamed: keys of earlier forms, and how the same is written now: a guess would mislead.
     """
+    if odd := list(odd_values(data)):
+        yield from (Problem(f"{where(path)}: {dotted(path)}", *said) for path, *said in odd)
+        return
     validator = _Validator(schema)
     for error in sorted(validator.iter_errors(data), key=lambda e: dotted(tuple(e.absolute_path))):
         path = tuple(error.absolute_path)
@@ -127,13 +130,48 @@ def _say(error: jsonschema.ValidationError) -> str:
 
 
 def _advise(error: jsonschema.ValidationError) -> str:
+    """Say what to do first, then what the key means."""
     schema = error.schema if isinstance(error.schema, dict) else {}
-    text = str(schema.get("description", "see the schema's description of this key"))
-    if error.validator == "type" and isinstance(error.instance, (int, float)):
-        kinds: Any = error.validator_value
-        if kinds == "string" or "string" in kinds:
+    text = _action(error, schema)
+    about = str(schema.get("description", ""))
+    return f"{text}. {about}" if about else text
+
+
+def _action(error: jsonschema.ValidationError, schema: dict[str, Any]) -> str:
+    limit: Any = error.validator_value
+    if error.validator == "type":
+        kinds = [limit] if isinstance(limit, str) else list(limit)
+        if "string" in kinds and isinstance(error.instance, (int, float)):
             return f'write it in quotes: "{error.instance}"'
-    examples = schema.get("examples")
-    if examples:
-        text += f" Example: {json.dumps(examples[0], ensure_ascii=False)}"
-    return text
+        kind = " or ".join(_TYPES[name] for name in kinds)
+        return f"write {kind}{_limits(schema)}{_example(schema)}"
+    if error.validator == "enum":
+        guess = closest(str(error.instance), [str(item) for item in limit])
+        return f"did you mean {guess}?" if guess else "use one of those"
+    if error.validator == "required":
+        there: Any = error.instance
+        missing = [name for name in limit if name not in there]
+        return f"add {', '.join(missing)}"
+    actions = {
+        "minimum": f"use {limit} or more",
+        "exclusiveMinimum": f"use more than {limit}",
+        "maximum": f"use {limit} or less",
+        "uniqueItems": "name each once",
+        "minLength": "write something, or leave the key out",
+        "minItems": "name at least one",
+        "maxProperties": "keep one key",
+        "minProperties": "give one key",
+    }
+    return actions.get(str(error.validator), "write it in another form") + _example(schema)
+
+
+def _limits(schema: dict[str, Any]) -> str:
+    least, most = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+    if least is not None and most is not None:
+        return f" from {least} to {most}"
+    return f" of {least} or more" if least is not None else ""
+
+
+def _example(schema: dict[str, Any]) -> str:
+    examples = schema.get("examples") or []
+    return f", such as {json.dumps(examples[0], ensure_ascii=False)}" if examples else ""

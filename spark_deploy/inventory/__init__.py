@@ -1,5 +1,6 @@
 """pyinfra's side: inventory files, first contact, connections, one plan a host."""
 
+from spark_deploy.inventory.command_line import check_inventory
 from spark_deploy.inventory.groups import group_from
 
-__all__ = ["group_from"]
+__all__ = ["check_inventory", "group_from"]

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import json
 import os
-import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,10 +20,16 @@ import click
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.inventory.command_line import (
+    check_patterns,
+    command_line,
+    overrides,
+)
 from spark_deploy.inventory.known import KEY, Known
+from spark_deploy.inventory.names import host_problems, stray_files
 from spark_deploy.payload.certificates import check_gateway
+from spark_deploy.payload.content import supported_engines
 from spark_deploy.planning.resolve import problems_of
 from spark_deploy.planning.serving.gateway import gateway_plan
 from spark_deploy.settings.load import HostSettings, load_hosts
@@ -63,11 +67,11 @@ def groups_from(
 ) -> dict[str, Group]:
     """Return several pyinfra groups; in the file: ``globals().update(_groups_from(...))``."""
     _make_importable()
-    arguments = _command_line()
-    _check_patterns(arguments, groups, Path(file).stem)
-    found = load_hosts(
-        groups, root=vars_root(file), overrides=_overrides(arguments), generated=generated
-    )
+    arguments = command_line()
+    if wrong := list(host_problems(groups, file=file)):
+        raise SettingsError(wrong)
+    check_patterns(arguments, groups, Path(file).stem)
+    found = _loaded(groups, file, overrides(arguments), generated)
     extra = host_data or {}
     found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
     catalog = _of_this_run("catalog", read_catalog)
@@ -79,10 +83,29 @@ def groups_from(
         for host, one in found.items()
     }
     if _is_bootstrap(arguments):
-        chosen = _chosen(arguments, groups, Path(file).stem)
+        chosen = chosen_hosts(arguments, groups, Path(file).stem)
         for host, further in _first_contact({host: data[host] for host in chosen}, arguments):
             data[host].update(further)
     return {group: ([(host, data[host]) for host in hosts], {}) for group, hosts in groups.items()}
+
+
+def _loaded(
+    groups: Mapping[str, Sequence[str]],
+    file: str,
+    chosen: Mapping[str, Any],
+    generated: Mapping[str, Any] | None,
+) -> dict[str, HostSettings]:
+    """Return the settings of all hosts; files that nobody reads are told with their mistakes."""
+    root = vars_root(file)
+    problems = list(stray_files(groups, root=root, file=file))
+    found: dict[str, HostSettings] = {}
+    try:
+        found = load_hosts(groups, root=root, overrides=chosen, generated=generated)
+    except SettingsError as error:
+        problems += error.problems
+    if problems:
+        raise SettingsError(problems)
+    return found
 
 
 def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
@@ -90,7 +113,7 @@ def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
     return any(Path(name).parts[-2:] == ("deploys", "bootstrap.py") for name in operations[:1])
 
 
-def _chosen(
+def chosen_hosts(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> list[str]:
     """List the hosts that --limit and --exclude leave, as pyinfra will."""
@@ -170,90 +193,11 @@ def _data(found: HostSettings) -> dict[str, Any]:
     return {**data, **{key: value for key, value in connection.items() if value is not None}}
 
 
-def read_inventory(
-    path: Path,
-    *,
-    data: Sequence[str] = (),
-    limit: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> dict[str, dict[str, Any]]:
-    """Run an inventory file outside pyinfra and return pyinfra's data of each chosen host."""
-    if not path.is_file():
-        fix = "name an inventory file, such as inventory/spark.py"
-        raise SettingsError.one(str(path), "is not a file", fix)
-    # What pyinfra would have been called with; inventory files look nowhere else.
-    with click.Context(click.Command("spark-deploy")) as context:
-        context.params.update(inventory=str(path), data=data, limit=limit, exclude=exclude)
-        names = runpy.run_path(str(path))
-    groups = {
-        name: value
-        for name, value in names.items()
-        if not name.startswith("_") and isinstance(value, tuple)
-    }
-    hosts = {host: more for members, _ in groups.values() for host, more in members}
-    members = {name: [host for host, _ in value[0]] for name, value in groups.items()}
-    chosen = _chosen({"limit": limit, "exclude": exclude}, members, path.stem)
-    return {host: hosts[host] for host in chosen}
-
-
-def _command_line() -> dict[str, Any]:
-    """Return the command line of pyinfra or of `spark-deploy`; empty when used from elsewhere."""
-    context = click.get_current_context(silent=True)
-    if context is None or "inventory" not in context.params:
-        return {}
-    return dict(context.params)
-
-
-def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    pairs = [item.partition("=") for item in arguments.get("data") or ()]
-    bad = [f"{key}{sign}{value}" for key, sign, value in pairs if not sign]
-    if bad:
-        raise SettingsError.one(f"--data {bad[0]}", "has no value", "write --data key=value")
-    return {key: _value(text) for key, _, text in pairs if not _is_pyinfra(key)}
-
-
-def _value(text: str) -> Any:
-    """Read a value of ``--data`` by the rules of pyinfra: true, false, number, JSON, else text."""
-    if text.lower() in {"true", "false"}:
-        return text.lower() == "true"
-    for read in (int, json.loads):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _is_pyinfra(key: str) -> bool:
-    """Tell pyinfra's own data (``ssh_user``, ``_sudo``) from settings."""
-    return key.startswith(("_", "ssh_"))
-
-
-def _check_patterns(
-    arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
-) -> None:
-    """Refuse patterns that match nothing: pyinfra would do nothing and exit 0."""
-    names = [host for hosts in groups.values() for host in hosts]
-    known = [*groups, *names]
-    problems = []
-    for option in ("limit", "exclude"):
-        for pattern in arguments.get(option) or ():
-            if pattern in {"all", stem, *groups} or fnmatch.filter(names, pattern):
-                continue
-            guess = closest(pattern, known)
-            fix = f"did you mean {guess}?" if guess else f"known: {', '.join(known)}"
-            problems.append(Problem(f"--{option} {pattern}", "matches no host or group", fix))
-    if arguments.get("no_wait"):
-        problems.append(Problem("--no-wait", "would hide failures", "leave it out"))
-    if problems:
-        raise SettingsError(problems)
-
-
 def _check_pairs(found: Iterable[HostSettings], catalog: Catalog) -> None:
     """Refuse settings that cannot work together, for all hosts at once."""
     problems: list[Problem] = []
     for host in found:
-        problems += problems_of(host.settings, catalog)
+        problems += problems_of(host.settings, catalog, supported_engines())
         problems += check_gateway(gateway_plan(host.settings, host.host))
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))

@@ -57,6 +57,15 @@ def look_up(text: str, *, arch: str, insecure: Sequence[str] = ()) -> LockedImag
     The digest is the one the tag names: that of the list of platforms when there is one, so the
     same lock serves every architecture. The size is that of the wanted platform.
     """
+    try:
+        return _ask(text, arch, insecure)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        what = f"the answer is not that of a registry ({type(error).__name__}: {error})"
+        fix = "correct the image's address; a proxy may have answered in the registry's place"
+        raise LockError.one(f"image {text}", what, fix) from error
+
+
+def _ask(text: str, arch: str, insecure: Sequence[str]) -> LockedImage:
     reference = parse_reference(text)
     scheme = "http" if reference.host in insecure else "https"
     client = _Client(f"{scheme}://{reference.host}/v2/{reference.name}", text)
@@ -116,8 +125,13 @@ class _Client:
             fix = "use a registry that can be read without a login"
             raise LockError.one(f"image {self._shown}", "the registry wants a login", fix)
         query = urllib.parse.urlencode(fields)
-        with urllib.request.urlopen(f"{realm}?{query}", timeout=_TIMEOUT_S) as answer:
-            data = json.load(answer)
+        try:
+            with urllib.request.urlopen(f"{realm}?{query}", timeout=_TIMEOUT_S) as answer:
+                data = json.load(answer)
+        except OSError as error:
+            what = f"{realm} gives no token: {getattr(error, 'reason', error)}"
+            fix = "use an image that can be read without a login, or check the network"
+            raise LockError.one(f"image {self._shown}", what, fix) from error
         return str(data.get("token") or data.get("access_token"))
 
     def _refused(self, error: urllib.error.HTTPError) -> LockError:

@@ -5,6 +5,7 @@ The plan is pure and gets only the digests; operations get the content.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import os
@@ -96,6 +97,19 @@ def read_payload() -> Payload:
             and ".egg-info/" not in file.path
         ),
     )
+
+
+@functools.cache
+def supported_engines() -> tuple[str, ...]:
+    """Return the versions of vLLM that our plugin knows, as it states them itself."""
+    text = (FILES / "image" / "spark_vllm" / "__init__.py").read_text("utf-8")
+    [found] = (
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED_ENGINES"
+    )
+    versions: tuple[str, ...] = ast.literal_eval(found)
+    return versions
 
 
 def _unit(file: ManagedFile) -> ManagedFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.rails import GuardRail, all_hold
+from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.planning.types import MemoryPlan
-from spark_deploy.settings.engine_options import meaning, whole
+from spark_deploy.settings.engine_options import DEVICE_OPTIONS, meaning, whole
 from spark_deploy.settings.types import Settings
 
 _FORMAT_OPTIONS = ("quantization", "quantization-config", "hf-overrides")
@@ -61,6 +63,8 @@ def facts_of(
         "eager": options.get("enforce-eager") is True,
         "piecewise_graphs": _mapping(options.get("compilation-config")).get("cudagraph_mode")
         == "PIECEWISE",
+        "devices": math.prod(whole(options.get(name)) or 1 for name in DEVICE_OPTIONS),
+        "executor": str(options.get("distributed-executor-backend") or "").lower(),
         "pipeline_stages": int(options.get("pipeline-parallel-size") or 1),
         "expert_width_per_device": _expert_width(model, options),
         "deep_gemm": _deep_gemm(profile, options),
@@ -122,6 +126,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def apply_rails(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the warnings, or raise one error with every refusal."""
+    _refuse_unknown(rails, facts)
     hits = [rail for rail in rails if all_hold(rail.applies, facts)]
     refused = [
         Problem(
@@ -135,3 +140,18 @@ def apply_rails(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> tuple[s
     if refused:
         raise PlanError(refused)
     return tuple(f"{rail.rule}: {rail.reason}; {rail.fix} ({rail.source})" for rail in hits)
+
+
+def _refuse_unknown(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> None:
+    """Refuse rails about facts that nobody states: they would never hold."""
+    problems = []
+    for rail in rails:
+        others = (one["below_fact"] for one in rail.applies.values() if "below_fact" in one)
+        for name in (*rail.applies, *others):
+            if name not in facts:
+                guess = closest(name, list(facts))
+                fix = f"did you mean {guess}?" if guess else f"known: {', '.join(sorted(facts))}"
+                where = f"catalog/guard_rails.yml: {rail.rule}: {name}"
+                problems.append(Problem(where, "is no fact of a release", fix))
+    if problems:
+        raise PlanError(problems)

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
-from spark_deploy.errors import Problem, SparkError
+from spark_deploy.errors import PlanError, Problem, SparkError
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.planning.budget.memory import missing_bytes, plan_memory
 from spark_deploy.planning.effective import effective_profile
 from spark_deploy.planning.fit import refusal
 from spark_deploy.planning.guard_rails import apply_rails, facts_of
+from spark_deploy.planning.limits import engine_problems, limit_problems
 from spark_deploy.planning.types import MemoryPlan, PayloadIdentity
 from spark_deploy.planning.work.checkpoint import refuse_impossible_trees
 from spark_deploy.settings.types import Settings
@@ -56,11 +58,16 @@ def resolve(settings: Settings, catalog: Catalog) -> Resolved:
     return found
 
 
-def problems_of(settings: Settings, catalog: Catalog) -> list[Problem]:
-    """Return why these settings can never be planned; empty when they can. Needs no lock."""
-    problems = _problems(settings, catalog)
+def problems_of(
+    settings: Settings, catalog: Catalog, engines: Collection[str] | None = None
+) -> list[Problem]:
+    """Return why these settings can never be planned; empty when they can. Needs no lock.
+
+    ``engines`` are the versions of vLLM that the plugin knows; without, images are not judged.
+    """
+    problems = _problems(settings, catalog, engines)
     for pair in settings.ready_pairs:
-        for problem in _problems(settings.of_pair(pair), catalog):
+        for problem in _problems(settings.of_pair(pair), catalog, engines):
             where = f"keep_ready {pair.model} with {pair.profile}: {problem.where}"
             problems.append(Problem(where, problem.what, problem.fix))
     return problems
@@ -76,6 +83,8 @@ def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
     """Load, resolve, refuse, weigh, judge by the rails; ``None`` when memory does not suffice."""
     model, profile = pair_of(settings, catalog)
     refuse_impossible_trees(model, profile, settings)
+    if beyond := list(limit_problems(model, profile)):
+        raise PlanError(beyond)
     if missing_bytes(model, profile, settings) > 0:
         return None
     memory = plan_memory(model, profile, settings)
@@ -90,9 +99,13 @@ def _fits(settings: Settings, catalog: Catalog) -> bool:
         return False
 
 
-def _problems(settings: Settings, catalog: Catalog) -> list[Problem]:
+def _problems(
+    settings: Settings, catalog: Catalog, engines: Collection[str] | None
+) -> list[Problem]:
     try:
-        resolve(settings, catalog)
+        found = resolve(settings, catalog)
     except SparkError as error:
         return list(error.problems)
-    return []
+    if engines is None:
+        return []
+    return list(engine_problems(found.model, found.profile, settings, engines))

@@ -8,6 +8,7 @@ a guard rail judges must not pass under such a spelling.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,6 +45,8 @@ JUDGED_OPTIONS = (
     "attention-backend",
     "attention-config",
     "compilation-config",
+    "data-parallel-size",
+    "distributed-executor-backend",
     "enable-expert-parallel",
     "enforce-eager",
     "hf-overrides",
@@ -51,7 +54,9 @@ JUDGED_OPTIONS = (
     "linear-backend",
     "load-format",
     "moe-backend",
+    "nnodes",
     "pipeline-parallel-size",
+    "prefill-context-parallel-size",
     "quantization-config",
     "spec-method",
     "spec-model",
@@ -59,7 +64,18 @@ JUDGED_OPTIONS = (
     "speculative-config",
     "tensor-parallel-size",
 )
-_WHOLE_NUMBERS = ("pipeline-parallel-size", "tensor-parallel-size")
+# How many processes, each with a GPU of its own, the engine would start.
+DEVICE_OPTIONS = (
+    "data-parallel-size",
+    "nnodes",
+    "pipeline-parallel-size",
+    "prefill-context-parallel-size",
+    "tensor-parallel-size",
+)
+# Folders of the engine's container: the tree, its cache, and what images bring along.
+_IN_CONTAINER = re.compile(r"/(model|cache|vllm-workspace|usr|opt|etc|dev|tmp)(/|$)")
+_PATH = re.compile(r"(/|~/|\.{1,2}/).*|[^{}\s]+\.(jinja2?|py)")
+_NO_FILES = ("root-path", "middleware", "allowed-origins")  # begin with / as addresses do
 
 
 def canonical(name: str) -> str:
@@ -77,8 +93,24 @@ def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]
             yield option, "is decided elsewhere", OWNED_OPTIONS[name]
         elif meant and name not in JUDGED_OPTIONS:
             yield option, f"is taken by the engine for {meant[0]}", f"write {meant[0]} in full"
-        elif name in _WHOLE_NUMBERS and value is not None and whole(value) is None:
+        elif name in DEVICE_OPTIONS and value is not None and whole(value) is None:
             yield option, f"{value!r} is no whole number", "write a number such as 1"
+        elif name not in _NO_FILES and (file := _file_of_nobody(structure(value))):
+            what = f"{file} would not be found: no file of yours is in the engine's container"
+            fix = "name one of the image (/vllm-workspace/...) or the tree (/model/...), or drop it"
+            yield option, what, fix
+
+
+def _file_of_nobody(value: Any) -> str | None:
+    """Return the first path in a value that is neither in the image nor in a mount."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return next(filter(None, map(_file_of_nobody, value)), None)
+    # `name=/path,...` as for adapters.
+    words = re.split(r"[=,\s]", value) if isinstance(value, str) and "{" not in value else ()
+    paths = (word for word in words if _PATH.fullmatch(word) and not _IN_CONTAINER.match(word))
+    return next(paths, None)
 
 
 def meaning(options: Mapping[str, Any]) -> dict[str, Any]:

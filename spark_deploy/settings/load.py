@@ -18,7 +18,8 @@ from typing import Any
 from spark_deploy.checkout import CHECKOUT, catalog_names
 from spark_deploy.documents.declare import convert
 from spark_deploy.documents.files import load_schema, read_mapping
-from spark_deploy.documents.schema_check import KeyPath, dotted, problems_of
+from spark_deploy.documents.plain_data import KeyPath
+from spark_deploy.documents.schema_check import dotted, problems_of
 from spark_deploy.errors import Problem, SettingsError
 from spark_deploy.settings.sinks import control_characters
 from spark_deploy.settings.types import Settings

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from spark_deploy.documents.schema_check import KeyPath
+from spark_deploy.documents.plain_data import KeyPath
 
 
 class Broken(NamedTuple):

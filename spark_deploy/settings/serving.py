@@ -18,6 +18,8 @@ from spark_deploy.settings.secrets import GENERATED, OwnSecret
 CATALOG_NAME = r"^[a-z0-9][a-z0-9._-]*$"
 ENVIRONMENT_NAMES = {"pattern": "^[A-Z_][A-Z0-9_]*$"}
 OPTION_NAMES = {"pattern": "^[a-z][a-z0-9_-]*$"}
+# Above this no host of one GPU gains anything, and the engine captures graphs up to it.
+MAX_SEQUENCES = 1024
 _FILE = "^(/|~/).+$"
 _AUDIENCES = ", ".join(f"{one.audience or 'nobody'} ({name})" for name, one in EXPOSURES.items())
 
@@ -174,7 +176,9 @@ class EngineSettings:
     max_context_tokens: int | None = setting(
         None, "Longest prompt plus answer, in tokens.", minimum=64
     )
-    max_sequences: int | None = setting(None, "Requests computed at the same time.", minimum=1)
+    max_sequences: int | None = setting(
+        None, "Requests computed at the same time.", minimum=1, maximum=MAX_SEQUENCES
+    )
     memory_fraction: float | None = setting(
         None,
         "Share of memory.total_gib the engine may take in all; above 0.82 hosts were reported to "

@@ -63,8 +63,8 @@ def test_a_plan_names_the_unit_with_its_limits_and_what_the_disk_takes_in_all(sp
         (("--profile", "v3"), "'v3' is not a profile"),
         (("--limit", "spark-9"), "matches no host or group"),
         (("--data", "serve.port=x"), "is not a whole number"),
-        (("nothing.py",), "is not a file"),
-        (("--inventory", "nothing.py"), "is not a file"),
+        (("nothing.py",), "is not an inventory file"),
+        (("--inventory", "nothing.py"), "is not an inventory file"),
     ],
 )
 def test_a_mistake_is_one_message_with_a_fix(spark_deploy, arguments, message):

@@ -285,7 +285,7 @@ def test_what_sudo_says_is_told_apart(output: str, words: str) -> None:
 )
 def test_only_hosts_of_this_run_are_contacted(options, chosen) -> None:
     groups = {"spark": ["spark-1", "spark-2"], "heads": ["head"]}
-    assert inventory._chosen(options, groups, "site") == chosen
+    assert inventory.chosen_hosts(options, groups, "site") == chosen
 
 
 def test_no_other_deploy_makes_a_first_contact() -> None:

@@ -125,7 +125,7 @@ def test_values_of_the_command_line_are_read_as_pyinfra_reads_them():
     # pyinfra_cli patches the interpreter when imported: not in this process.
     script = (
         "import sys; from pyinfra_cli.util import parse_cli_arg as theirs\n"
-        "from spark_deploy.inventory.groups import _value as ours\n"
+        "from spark_deploy.inventory.command_line import _value as ours\n"
         "print([text for text in sys.argv[1:] if repr(ours(text)) != repr(theirs(text))])"
     )
     done = subprocess.run(

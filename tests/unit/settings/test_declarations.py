@@ -81,7 +81,7 @@ def test_a_new_setting_is_typed_in_one_place_and_used_in_another(checkout, tmp_p
     default, chosen, *refusal = run(checkout, "-c", USE, str(own)).splitlines()
     assert (default, chosen) == ("7", "9")
     assert "group_vars/a.yml: watch.nap_s: 0 is below 1" in "".join(refusal)
-    assert "fix: Seconds of a nap." in "".join(refusal)
+    assert "fix: use 1 or more. Seconds of a nap." in "".join(refusal)
 
 
 def test_all_yml_says_what_the_declarations_say():

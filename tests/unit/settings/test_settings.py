@@ -214,6 +214,35 @@ WRONG = {
         "a line break",
         "in one line",
     ),
+    "too many at once": ("engine: {max_sequences: 5000}", "5000 is above 1024", "use 1024 or less"),
+    "a template that nobody mounts": (
+        "engine: {options: {chat-template: /home/me/chat.jinja}}",
+        "/home/me/chat.jinja would not be found",
+        "/vllm-workspace/...",
+    ),
+    "a template beside the inventory": (
+        "engine: {options: {chat-template: chat.jinja}}",
+        "chat.jinja would not be found",
+        "/vllm-workspace/...",
+    ),
+    "an adapter that nobody mounts": (
+        "engine: {options: {lora-modules: sql=/data/sql}}",
+        "/data/sql would not be found",
+        "/vllm-workspace/...",
+    ),
+    "infinite": ("memory: {total_gib: .inf}", "memory.total_gib: inf is no number", "finite"),
+    "not a number": ("engine: {memory_fraction: .nan}", "memory_fraction: nan is no", "finite"),
+    "not a number for the engine": ("engine: {options: {seed: .nan}}", "seed: nan is no", "finite"),
+    "a date": ("profile: 2026-01-31", "2026-01-31 is a date", 'quotes: "2026-01-31"'),
+    "a 13th month": ("profile: 2026-13-31", "holds a value that is none", "put it in quotes"),
+    "a key that is a list": ("? [a]\n: 1", "a key is a list or a mapping", "correct the YAML"),
+    "itself": ("serve: &a {x: *a}", "holds itself", "no alias of itself"),
+    "too deep": (
+        f"engine: {{options: {{a: {'[' * 600 + ']' * 600}}}}}",
+        "too deeply",
+        "fewer levels",
+    ),
+    "half a character": ('model: "\\ud800"', "half a character", "write the text anew"),
     "not a mapping": ("- v2", "holds a list", "key: value"),
     "broken YAML": ("serve: {port: 1", "line", "correct the YAML"),
     "key twice": ("model: a\nmodel: b", "'model' is given twice", "correct"),
@@ -278,6 +307,21 @@ def test_every_group_vars_file_of_the_checkout_loads(root):
                 "key_sha256": "0" * 64,
             }
         assert load(root, generated=generated)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "{chat-template: /vllm-workspace/examples/tool_chat_template_hermes.jinja}",
+        "{chat-template: /model/chat_template.jinja}",
+        "{chat-template: '{{ messages }}'}",
+        "{root-path: /v1}",
+        "{otlp-traces-endpoint: 'http://collector:4317/v1'}",
+    ],
+)
+def test_files_of_the_image_and_of_the_tree_are_taken_and_so_is_what_is_no_file(root, options):
+    write(root, "group_vars/spark.yml", f"engine: {{options: {options}}}\n")
+    assert load(root)
 
 
 def test_undot_and_merge_build_nested_mappings():
