@@ -28,10 +28,10 @@ tools.apply(
     units=unit_files_of(payload.units),
 )
 # Downloads and the build need no container engine: they start now and go on beside the rest.
-work.fetch(jobs=jobs, release=release)
+work.fetch(jobs=jobs, release=release, token=plan.hub_token, proxy=plan.proxy)
 work.build(jobs=jobs, release=release)
 cuda.apply(plan=plan.cuda)
-docker.apply(plan=plan.docker)
+docker.apply(plan=plan.docker, proxy=plan.proxy)
 work.image(jobs=jobs, release=release)
 service.serve(
     plan=plan.serve,

@@ -5,16 +5,20 @@ from __future__ import annotations
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.operations.machine import docker
+from spark_deploy.operations.service.proxy import proxied_docker, proxied_jobs
 from spark_deploy.planning.types import DockerPlan
+from spark_deploy.settings.sources import ProxySettings
 
 
 @deploy("Docker")
-def apply(*, plan: DockerPlan) -> None:
+def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
     """Have containers that see the GPU; the factory's engine and its settings are kept."""
     docker.repositories(name="Add package repositories", plan=plan)
     docker.engine(name="Install engine and NVIDIA toolkit", plan=plan)
     docker.daemon_config(name="Merge daemon.json", plan=plan)
     docker.running(name="Run the engine with our keys", plan=plan)
+    proxied_jobs(name="Have the proxy where docker finds it", proxy=proxy)
+    proxied_docker(name="Pull images through the proxy", proxy=proxy)
     docker.users(name="Let users use docker", plan=plan)
     docker.cdi_specification(name="Keep CDI with the driver", plan=plan)
     docker.gpu_container(name="Prove the GPU in a container", plan=plan)

@@ -10,8 +10,12 @@ from collections.abc import Callable, Sequence
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.operations.loop import each
+from spark_deploy.operations.service.hub_token import hub_token
 from spark_deploy.operations.service.jobs import job, prepared
+from spark_deploy.operations.service.proxy import proxied_jobs
 from spark_deploy.planning.work.jobs import Work, ready_name
+from spark_deploy.settings.secrets import SecretRef
+from spark_deploy.settings.sources import ProxySettings
 
 _REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before
 
@@ -26,8 +30,12 @@ def _start(
 
 
 @deploy("Sources")
-def fetch(*, jobs: Sequence[Work], release: str) -> None:
+def fetch(
+    *, jobs: Sequence[Work], release: str, token: SecretRef | None, proxy: ProxySettings
+) -> None:
     """Fetch the model's repositories, each file checked against the lock."""
+    proxied_jobs(name="Have the proxy where jobs find it", proxy=proxy)
+    hub_token(name="Have the hub's token where jobs find it", token=token)
     _start(jobs, release, ("fetch",), lambda one: f"Fetch {one.job.title.removeprefix('fetch ')}")
 
 

@@ -69,6 +69,7 @@ def plan_host(request: Request) -> HostPlan:
         ready=ready,
         releases_kept=settings.releases.keep,
         hub_token=settings.hub.token,
+        proxy=settings.proxy,
     )
 
 

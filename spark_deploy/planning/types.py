@@ -6,7 +6,7 @@ are seconds. Paths are paths on the host, as text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spark_contract.gateway import Gateway
@@ -17,7 +17,12 @@ from spark_contract.release import Release
 from spark_deploy.lockfile.types import LockedSource
 from spark_deploy.settings.host import BaseSettings, ExpectSettings, PathSettings
 from spark_deploy.settings.secrets import SecretRef
-from spark_deploy.settings.sources import DownloadSettings, HubSettings, RepositorySettings
+from spark_deploy.settings.sources import (
+    DownloadSettings,
+    HubSettings,
+    ProxySettings,
+    RepositorySettings,
+)
 
 SUDOERS_PATH = "/etc/sudoers.d/90-spark-deploy"
 
@@ -243,3 +248,6 @@ class HostPlan(PairPlan):
     ready: tuple[PairPlan, ...] = ()  # other pairs to have ready
     releases_kept: int = 0  # ways back that pruning leaves
     hub_token: SecretRef | None = None  # for gated repositories; never part of a digest
+    proxy: ProxySettings = field(
+        default_factory=ProxySettings
+    )  # of jobs and image pulls; never part of a digest

@@ -51,6 +51,36 @@ class HubSettings:
     )
 
 
+# A login in it would be read by everybody who reads the settings.
+_PROXY = r"^https?://[^@\s/]+/?$"
+_ProxyUrl = Annotated[str, about(pattern=_PROXY)] | SecretRef | None
+_PROXY_MEANING = (
+    "Proxy for {0} addresses: http://HOST:PORT without a login, or where the controller reads "
+    "one with a login: {{env: NAME}}, {{file: PATH}} or {{command: [PROGRAM, ARGUMENT]}}; null for "
+    "none."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySettings:
+    """The way out of hosts that have no other: downloads of jobs, and image pulls."""
+
+    http: _ProxyUrl = setting(None, _PROXY_MEANING.format("http"))
+    https: _ProxyUrl = setting(
+        None, _PROXY_MEANING.format("https"), examples=["http://proxy.example.org:3128"]
+    )
+    direct: tuple[Annotated[str, about(pattern=r"^[^\s,]+$")], ...] = setting(
+        ("localhost", "127.0.0.1", "::1"),
+        "Names, domains and addresses that are reached without the proxy (no_proxy).",
+        uniqueItems=True,
+    )
+
+    @property
+    def used(self) -> bool:
+        """Whether there is a proxy at all."""
+        return self.http is not None or self.https is not None
+
+
 @dataclass(frozen=True, slots=True)
 class DownloadSettings:
     """How hosts fetch model files."""
@@ -65,7 +95,7 @@ class DownloadSettings:
     tries: int = setting(
         8,
         "Attempts without a new byte before a download, or a build that reads from the hub, gives "
-        "up; the next run goes on from there.",
+        "up a mirror, and after outage_s the hub; the next run goes on from there.",
         minimum=1,
         maximum=100,
     )
@@ -75,6 +105,13 @@ class DownloadSettings:
         "about a minute).",
         minimum=0,
         maximum=30,
+    )
+    outage_s: float = setting(
+        6 * 3600.0,
+        "Seconds without a new byte that jobs keep asking the hub, every 30 seconds at most: a "
+        "line that is broken for hours costs these hours and nothing else. 0: only tries counts.",
+        minimum=0,
+        maximum=7 * 86400,
     )
     look_in: tuple[Annotated[str, about(pattern=GLOB)], ...] = setting(
         ("/srv/spark/sources", "/root/.cache/huggingface/hub", "/home/*/.cache/huggingface/hub"),

@@ -39,6 +39,7 @@ from spark_deploy.settings.sources import (
     REPOSITORY_NAME,
     DownloadSettings,
     HubSettings,
+    ProxySettings,
     RegistrySettings,
     RepositorySettings,
 )
@@ -106,6 +107,7 @@ class Settings:
     registries: RegistrySettings = section(RegistrySettings)
     hub: HubSettings = section(HubSettings)
     downloads: DownloadSettings = section(DownloadSettings)
+    proxy: ProxySettings = section(ProxySettings)
     repositories: Annotated[dict[str, RepositorySettings], knowing_keys("name")] = setting(
         dict,
         "Signed apt repositories by name; cuda.repositories and docker.repositories choose among "

@@ -32,6 +32,8 @@ class Wire:
     """How patiently and how widely the network is used."""
 
     tries: int = 8  # attempts without progress, then the next source or the end
+    # The hub itself is asked for at least so long without a new byte: lines break for hours.
+    outage_s: float = field(default=0.0, metadata=OPTIONAL)
     backoff_s: float = 1.0  # before the second try; doubles up to 30
     # Sent to the hub's own host only: not to peers and mirrors, not to where the hub redirects.
     token_file: str | None = field(default=None, metadata=OPTIONAL)
@@ -44,6 +46,7 @@ class Wire:
         _in_range("tries", self.tries, 1, 100)
         _in_range("parallel", self.parallel, 1, 64)
         _in_range("backoff_s", self.backoff_s, 0)
+        _in_range("outage_s", self.outage_s, 0)
         _in_range("timeout_s", self.timeout_s, 0.1)
         _in_range("rate_limit_bytes_per_s", self.rate_limit_bytes_per_s or 1, 1)
 

@@ -11,7 +11,8 @@ CONFIG_DIR = "/etc/spark"
 RELEASES_DIR = f"{CONFIG_DIR}/releases"
 GATEWAY_DIR = f"{CONFIG_DIR}/gateway"
 API_KEY = f"{CONFIG_DIR}/api-key"
-HUB_TOKEN = f"{CONFIG_DIR}/hub-token"  # 0600; only its path enters a job
+HUB_TOKEN = f"{CONFIG_DIR}/hub-token"  # 0600; systemd hands it to the jobs that need it
+PROXY = f"{CONFIG_DIR}/proxy.env"  # 0600, it may hold a password; of jobs and of docker's daemon
 STATE_DIR = "/var/lib/spark"
 JOBS_DIR = f"{STATE_DIR}/jobs"
 PROOFS_DIR = f"{STATE_DIR}/proofs"
@@ -36,6 +37,11 @@ def job_dir(digest: str) -> str:
 def engine_dir(service: str) -> str:
     """Return the directory in which a service's engine makes its socket."""
     return f"{ENGINES_DIR}/{service}"
+
+
+def hub_token_of(unit: str) -> str:
+    """Return where a unit that loads the hub's token as a credential finds it (systemd.exec(5))."""
+    return f"/run/credentials/{unit}/hub-token"
 
 
 @dataclass(frozen=True, slots=True)

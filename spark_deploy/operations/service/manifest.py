@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from spark_contract.gateway import GATEWAY_USER
 from spark_contract.job import ImageProof, Job, ReceiptProof
-from spark_contract.paths import CURRENT_TOOLS, PROOFS_DIR, SITE, TOOLS_DIR
+from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, PROOFS_DIR, PROXY, SITE, TOOLS_DIR
 
 from spark_deploy.facts.machine.docker import DAEMON_JSON
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.machine.base import HOLD_PATH, SLEEP_TARGETS, directories
+from spark_deploy.operations.service.proxy import PULLS_THROUGH
 from spark_deploy.payload.content import Payload
 from spark_deploy.payload.host_protection import earlyoom_file, guarantee_files
 from spark_deploy.planning.serving.argv import ENGINE_USER
@@ -84,6 +85,11 @@ def _tools(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
 
 
 def _artefacts(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
+    if plan.hub_token:
+        yield Owned("state", HUB_TOKEN, "Sources | Have the hub's token where jobs find it", 0o600)
+    if plan.proxy.used:
+        yield Owned("state", PROXY, "Sources | Have the proxy where jobs find it", 0o600)
+        yield from _files((PULLS_THROUGH,), "Docker | Pull images through the proxy")
     for job in (work.job for work in jobs_of(plan, payload.image_context)):
         if job.unless:
             continue  # a base not kept leaves the host

@@ -107,6 +107,7 @@ def _order(
             url=f"{hub.endpoint}/{donor.repo}/resolve/{donor.commit}",
             tries=downloads.tries,
             backoff_s=downloads.retry_pause_s,
+            outage_s=downloads.outage_s,
             token_file=HUB_TOKEN if hub.token else None,
         )
         if donor

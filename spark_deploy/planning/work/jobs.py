@@ -6,14 +6,14 @@ The formats are the contract with the host tools: ``job.json`` (files/host), ``f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spark_contract import units
 from spark_contract.documents import text_of
 from spark_contract.job import AbsentProof, ImageProof, Job, ReceiptProof
-from spark_contract.orders import FetchFile, FetchPlan
-from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, job_dir
+from spark_contract.orders import DonorUrl, FetchFile, FetchPlan
+from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, hub_token_of, job_dir
 from spark_contract.units import DIGEST_LABEL
 
 from spark_deploy.documents.digest import digest_of
@@ -33,6 +33,7 @@ class Work:
 
     job: Job
     inputs: tuple[ManagedFile, ...] = ()
+    asks_with_token: bool = False  # the hub wants to know who asks
 
     def files(self) -> tuple[ManagedFile, ...]:
         """Return job.json, its inputs, and the unit's ordering."""
@@ -49,7 +50,13 @@ class Work:
         if isinstance(self.job.proof, ReceiptProof):
             # Else a boot without that disk would fill the root's.
             text += needs_mounts(self.job.proof.receipt)
-        return f"[Unit]\n{text}"
+        text = f"[Unit]\n{text}"
+        # Where a unit names a credential, the file must be there: only jobs that need it do.
+        return (
+            f"{text}[Service]\nLoadCredential=hub-token:{HUB_TOKEN}\n"
+            if self.asks_with_token
+            else text
+        )
 
 
 def needs_mounts(*paths: str) -> str:
@@ -94,11 +101,12 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
         ),
         pieces=tree is not None and tree.order.layout == "full",
         look_in=downloads.look_in,
-        token_file=HUB_TOKEN if hub.token else None,
+        token_file=hub_token_of(units.JOB.of(digest[:12])) if hub.token else None,
         parallel=downloads.parallel,
         rate_limit_bytes_per_s=downloads.rate_limit_bytes_per_s,
         tries=downloads.tries,
         backoff_s=downloads.retry_pause_s,
+        outage_s=downloads.outage_s,
     )
     job = Job(
         digest=digest,
@@ -111,7 +119,8 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
         after=(),
         unless=unless,
     )
-    return Work(job, (ManagedFile(f"{where}/fetch.json", text_of(order).encode()),))
+    files = (ManagedFile(f"{where}/fetch.json", text_of(order).encode()),)
+    return Work(job, files, asks_with_token=hub.token is not None)
 
 
 def checkpoint_job(plan: CheckpointPlan, fetched: Job) -> Work:
@@ -128,7 +137,12 @@ def checkpoint_job(plan: CheckpointPlan, fetched: Job) -> Work:
         total_bytes=plan.output_bytes,
         after=(fetched.digest12,),
     )
-    return Work(job, (ManagedFile(f"{where}/plan.json", text_of(plan.order).encode()),))
+    order, donor = plan.order, plan.order.donor
+    with_token = isinstance(donor, DonorUrl) and donor.token_file is not None
+    if isinstance(donor, DonorUrl) and with_token:
+        order = replace(order, donor=replace(donor, token_file=hub_token_of(job.unit)))
+    files = (ManagedFile(f"{where}/plan.json", text_of(order).encode()),)
+    return Work(job, files, asks_with_token=with_token)
 
 
 def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:

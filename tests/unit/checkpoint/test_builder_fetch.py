@@ -1,10 +1,12 @@
 """The verified fetcher against a hub on localhost."""
 
+import base64
 import contextlib
 import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +202,30 @@ def test_a_proxy_is_asked_unless_the_environment_names_the_host_as_none_of_its_o
     assert done.returncode == 0, done.stderr
     assert bool(proxy.requests) is not bypassed
     assert contents(tmp_path / "out") == contents(source)
+
+
+def test_a_proxy_with_a_login_is_asked_with_it_and_no_message_shows_it(order, hub, tmp_path):
+    with Hub(hub.root) as proxy:
+        urls = [f"http://hub.invalid/{REPOSITORY}"]
+        address = proxy.url.replace("http://", "http://ann:pass%20word@")
+        environment = {**tool_environment(), "http_proxy": address, "no_proxy": ""}
+        command = [sys.executable, "-m", "spark_checkpoint", "fetch", str(order(urls=urls))]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        asked = {
+            value
+            for _, headers, _ in proxy.requests
+            for name, value in headers.items()
+            if name.lower() == "proxy-authorization"
+        }
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / "out")
+    assert asked == {"Basic " + base64.b64encode(b"ann:pass word").decode()}
+    gone = subprocess.run(
+        [*command[:-1], str(order(urls=urls, tries=1))],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert gone.returncode == 4
+    assert "pass" not in done.stderr + done.stdout + gone.stderr + gone.stdout
 
 
 def test_small_files_known_by_their_git_hash_are_proven_too(order, source, tmp_path):

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -30,6 +31,9 @@ class LabHub:
         self.run_dir.mkdir(parents=True)
         self.ports = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.ports[0]}"
+        self.start()
+
+    def start(self):
         command = [sys.executable, "-c", SERVE, self.store, self.run_dir, *self.ports]
         self.process = subprocess.Popen([str(part) for part in command], cwd=ROOT)
         deadline = time.monotonic() + 20
@@ -137,9 +141,51 @@ def test_a_hub_that_cuts_every_answer_is_named_with_what_it_does(scene):
     scene.hub.fault("truncate", match="*.safetensors")
     done = scene.fetch(check=False)
     assert done.returncode == 4
-    assert re.search(r"\.safetensors: no progress in \d+ tries, last: ", done.stderr)
+    assert re.search(r"\.safetensors: no progress in \d+ tries and \d+ s, last: ", done.stderr)
     assert re.search(r"the connection ended \d+ bytes early; fix: ", done.stderr)
     assert not scene.base_dir.exists()
+
+
+def test_a_line_that_breaks_for_longer_than_all_tries_is_waited_out(scene):
+    """Files of an earlier try are kept: the hub sends each byte of them once."""
+    scene.hub.fault("truncate", match="*.safetensors")
+    assert scene.fetch(check=False, tries=2).returncode == 4
+    sent = scene.hub.answers()
+    (scene.hub.run_dir / "hub-fault.json").unlink()
+    scene.hub.process.kill()
+    scene.hub.process.wait()
+    assert scene.fetch(check=False, tries=2).returncode == 4  # without patience that is the end
+    back = threading.Timer(2.0, scene.hub.start)
+    back.start()
+    done = scene.fetch(tries=2, outage_s=60)
+    back.join()
+    assert "for 1 more minutes" in done.stderr
+    expected = file_entries(scene.hub.store / "lab/tiny-int4" / BASE_COMMIT)
+    assert file_entries(scene.base_dir) == expected
+    later = scene.hub.answers()[len(sent) :]
+    assert any(line["range"] and not line["range"].startswith("bytes=0-") for line in later)
+
+
+def test_an_outage_ends_at_its_limit_and_says_so(scene):
+    scene.hub.process.kill()
+    scene.hub.process.wait()
+    began = time.monotonic()
+    done = scene.fetch(check=False, tries=2, outage_s=1.5)
+    assert done.returncode == 4
+    assert re.search(r"no progress in \d+ tries and [1-9] s, last: ", done.stderr)
+    assert "run again: it goes on from here" in done.stderr
+    assert time.monotonic() - began >= 1.5
+
+
+def test_nobody_waits_for_a_mirror_as_long_as_for_the_hub(scene):
+    source = scene.hub.store / "lab/tiny-int4" / BASE_COMMIT
+    part = f"lab/tiny-int4/resolve/{BASE_COMMIT}/"
+    urls = [f"http://127.0.0.1:{free_port()}/{part}", f"{scene.hub.url}/{part}"]
+    order = fetch_order(source, scene.base_dir, urls, commit=BASE_COMMIT, tries=2, outage_s=600)
+    (scene.root / "fetch.json").write_text(json.dumps(order))
+    began = time.monotonic()
+    run_tool("fetch", scene.root / "fetch.json")
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(("mode", "code"), [("truncate", 0), ("expire", 0), ("no-range", 4)])

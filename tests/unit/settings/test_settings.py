@@ -243,6 +243,11 @@ WRONG = {
         "fewer levels",
     ),
     "half a character": ('model: "\\ud800"', "half a character", "write the text anew"),
+    "a proxy with a login in the open": (
+        "proxy: {https: 'http://ann:word@proxy:3128'}",
+        "proxy.https",
+        "where the controller reads one with a login",
+    ),
     "not a mapping": ("- v2", "holds a list", "key: value"),
     "broken YAML": ("serve: {port: 1", "line", "correct the YAML"),
     "key twice": ("model: a\nmodel: b", "'model' is given twice", "correct"),

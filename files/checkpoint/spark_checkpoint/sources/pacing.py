@@ -50,24 +50,33 @@ class RateLimit:
 
 
 class Attempt:
-    """Counts tries without progress and pauses between them."""
+    """Counts tries without progress and pauses between them.
 
-    def __init__(self, url: str, wire: Wire, cancelled: threading.Event):
+    Args:
+        url: what is read.
+        wire: how patient to be.
+        cancelled: set when another part failed for good.
+        outage_s: try for at least so long, however many tries that takes.
+    """
+
+    def __init__(self, url: str, wire: Wire, cancelled: threading.Event, outage_s: float):
         self._url, self._wire, self._cancelled = url, wire, cancelled
-        self._failures = 0
+        self._outage_s = outage_s
+        self.progressed()
 
     def progressed(self) -> None:
         """Begin counting anew: bytes arrived."""
-        self._failures = 0
+        self._failures, self._progressed_at = 0, time.monotonic()
 
     def failed(self, error: Exception) -> None:
         """Pause before the next try, or give up."""
         self._failures += 1
         reason = str(error) or type(error).__name__
-        if self._failures >= self._wire.tries:
+        waited_s = time.monotonic() - self._progressed_at
+        if self._failures >= self._wire.tries and waited_s >= self._outage_s:
             raise TransferFailed(
                 self._url,
-                f"no progress in {self._failures} tries, last: {reason}",
+                f"no progress in {self._failures} tries and {waited_s:.0f} s, last: {reason}",
                 "check the network, then run again: it goes on from here",
             ) from error
         pause_s = min(_PAUSE_LIMIT_S, self._wire.backoff_s * 2 ** (self._failures - 1))
@@ -75,7 +84,9 @@ class Attempt:
         pause_s *= random.uniform(0.5, 1.0)
         if isinstance(error, Again):
             pause_s = max(pause_s, error.pause_s)
-        note(f"retry: {self._url}: {reason}; again in {pause_s:.1f} s")
+        left_s = max(0.0, self._outage_s - waited_s)
+        until = f", for {left_s / 60:.0f} more minutes" if left_s > _PAUSE_LIMIT_S else ""
+        note(f"retry: {self._url}: {reason}; again in {pause_s:.1f} s{until}")
         if self._cancelled.wait(pause_s):
             raise cancelled(self._url) from error
 

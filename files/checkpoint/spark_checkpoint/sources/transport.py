@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urljoin
+from urllib.parse import unquote, urljoin
 
 from spark_contract.orders import Wire
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
 from urllib3.connection import port_by_scheme
 from urllib3.exceptions import HTTPError
-from urllib3.util import parse_url
+from urllib3.util import make_headers, parse_url
 
 from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
 from spark_checkpoint.sources.pacing import Again, Attempt, RateLimit, cancelled
@@ -118,7 +118,7 @@ class Transport:
             TransferFailed: no progress in as many tries as the order allows.
         """
         position = begin
-        attempt = Attempt(url, self._wire, self._cancelled)
+        attempt = self._attempt(url)
         while position < end:
             try:
                 for piece in self._read_range(url, position, end, total_bytes):
@@ -129,8 +129,13 @@ class Transport:
             except _FAILURES as error:
                 attempt.failed(error)
 
+    def _attempt(self, url: str) -> Attempt:
+        # Mirrors and peers are given up for the next source; after the hub there is none.
+        outage_s = self._wire.outage_s if _origin_of(url) in self._trusted else 0.0
+        return Attempt(url, self._wire, self._cancelled, outage_s)
+
     def _until_answered(self, url: str, once: Callable[[], T]) -> T:
-        attempt = Attempt(url, self._wire, self._cancelled)
+        attempt = self._attempt(url)
         while True:
             try:
                 return once()
@@ -248,11 +253,23 @@ def _pools(wire: Wire) -> dict[str, PoolManager]:
         if scheme in port_by_scheme
     }
     pools = {
-        scheme: ProxyManager(proxy, maxsize=wire.parallel, timeout=wire.timeout_s, ssl_context=tls)
+        scheme: ProxyManager(
+            proxy,
+            proxy_headers=_login(proxy),
+            maxsize=wire.parallel,
+            timeout=wire.timeout_s,
+            ssl_context=tls,
+        )
         for scheme, proxy in proxies.items()
     }
     direct = PoolManager(maxsize=wire.parallel, timeout=wire.timeout_s, ssl_context=tls)
     return {"": direct, **pools}
+
+
+def _login(proxy: str) -> dict[str, str]:
+    """Return the header that a proxy with a login in its address is asked with."""
+    login = parse_url(proxy).auth
+    return dict(make_headers(proxy_basic_auth=unquote(login))) if login else {}
 
 
 def _redirected(address: str, location: str) -> str:

@@ -1,0 +1,131 @@
+"""A proxy for jobs and image pulls: its password in a file of root alone, docker restarted once."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyinfra.api.command import StringCommand
+
+from spark_deploy.errors import SettingsError
+from spark_deploy.facts.files import FileStates
+from spark_deploy.facts.machine.proxy import DaemonProxy
+from spark_deploy.managed import FileState, ManagedFile
+from spark_deploy.operations.service import proxy
+from spark_deploy.settings.secrets import SecretRef
+from spark_deploy.settings.sources import ProxySettings
+from tests.unit.operations.test_operations import FakeHost, on
+
+FILE = "/etc/spark/proxy.env"
+PASSWORD = "canary-5d1f"
+OPEN = ProxySettings(http="http://proxy:3128")
+NONE = ProxySettings()
+DROP_IN = proxy.PULLS_THROUGH
+
+
+class Host(FakeHost):
+    """A host with files, and a docker that runs with a proxy or another."""
+
+    def __init__(self, *files: ManagedFile, daemon: str = "same"):
+        super().__init__({})
+        self.files = {file.path: FileState(file.mode, "root:root", file.sha256) for file in files}
+        self.daemon = daemon
+
+    def get_fact(self, fact: Any, **arguments: Any) -> Any:
+        if fact is DaemonProxy:
+            return self.daemon
+        assert fact is FileStates
+        return {path: self.files[path] for path in arguments["paths"] if path in self.files}
+
+
+def commands(host: Host, operation: Any, settings: ProxySettings) -> list[StringCommand]:
+    with on(host):
+        return list(operation._inner(settings))
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> ProxySettings:
+    (tmp_path / "proxy").write_text(f"http://ann:{PASSWORD}@proxy:3128\n")
+    return ProxySettings(https=SecretRef(file=str(tmp_path / "proxy")), direct=("lan", "10.0.0.1"))
+
+
+def test_a_password_travels_on_standard_input_into_a_file_of_root_alone(secret):
+    [command] = commands(Host(), proxy.proxied_jobs, secret)
+    assert PASSWORD not in repr(command) + str(command)
+    sent = base64.b64decode(command.connector_arguments["_stdin"])
+    with tarfile.open(fileobj=io.BytesIO(sent)) as tar:
+        text = tar.extractfile("0").read().decode()  # type: ignore[union-attr]
+    address = f"http://ann:{PASSWORD}@proxy:3128"
+    assert text.splitlines() == [
+        f"https_proxy={address}", f"HTTPS_PROXY={address}", "no_proxy=lan,10.0.0.1",
+        "NO_PROXY=lan,10.0.0.1",
+    ]  # fmt: skip
+    assert f"put 0 600 {FILE}" in str(command)
+
+
+def test_a_second_run_changes_nothing_and_no_proxy_takes_the_file_away(secret):
+    there = Host(proxy.proxy_file(secret))
+    assert commands(there, proxy.proxied_jobs, secret) == []
+    [command] = commands(there, proxy.proxied_jobs, NONE)
+    assert str(command) == f"rm -f -- {FILE}"
+    assert commands(Host(), proxy.proxied_jobs, NONE) == []
+
+
+def test_docker_is_restarted_where_it_runs_with_another_proxy_and_only_there():
+    placed, restarted = commands(Host(daemon="differs"), proxy.proxied_docker, OPEN)
+    assert proxy.DROP_IN in str(placed)
+    assert "systemctl restart docker.service" in str(restarted)
+    [restarted] = commands(Host(DROP_IN, daemon="differs"), proxy.proxied_docker, OPEN)
+    assert "systemctl restart docker.service" in str(restarted)
+    assert commands(Host(DROP_IN), proxy.proxied_docker, OPEN) == []
+
+
+def test_a_proxy_that_the_owner_gave_docker_stays_unless_ours_was_there():
+    assert commands(Host(daemon="differs"), proxy.proxied_docker, NONE) == []
+    removed, restarted = commands(Host(DROP_IN), proxy.proxied_docker, NONE)
+    assert str(removed) == f"rm -f -- {proxy.DROP_IN}"
+    assert "systemctl restart docker.service" in str(restarted)
+
+
+@pytest.mark.parametrize(
+    "address", ['http://a:b"c@p:1', "http://a:b c@p:1", "proxy:3128", "http://a:b\\c@p"]
+)
+def test_what_systemd_would_read_otherwise_is_refused_without_being_shown(tmp_path, address):
+    (tmp_path / "proxy").write_text(address)
+    settings = ProxySettings(http=SecretRef(file=str(tmp_path / "proxy")))
+    with pytest.raises(SettingsError) as caught:
+        commands(Host(), proxy.proxied_jobs, settings)
+    assert "proxy.http" in str(caught.value)
+    assert address not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inside", "said"),
+    [(OPEN, "same"), (ProxySettings(http="http://x:1"), "differs"), (NONE, "differs")],
+)
+def test_the_fact_compares_a_process_with_the_file_and_tells_neither(tmp_path, inside, said):
+    """Asked of a process of ours in the daemon's place."""
+    file = tmp_path / "proxy.env"
+    file.write_bytes(proxy.proxy_file(OPEN).content)
+    clean = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+    lines = proxy.proxy_file(inside).content.decode().splitlines() if inside.used else []
+    daemon = subprocess.Popen(
+        ["sleep", "60"], env={**clean, **dict(line.split("=", 1) for line in lines)}
+    )
+    (tmp_path / "systemctl").write_text(f"#!/bin/sh\necho {daemon.pid}\n")
+    (tmp_path / "systemctl").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", "-c", DaemonProxy().command(str(file))],
+        capture_output=True, text=True, env={**clean, "PATH": path}, check=True,
+    )  # fmt: skip
+    daemon.kill()
+    daemon.wait()
+    assert DaemonProxy().process(done.stdout.splitlines()) == said
+    assert done.stdout == f"{said}\n"
