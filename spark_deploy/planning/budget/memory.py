@@ -18,7 +18,7 @@ from spark_deploy.settings.types import Settings
 
 GIB = 1024**3
 # The engine checks against the total of the GPU driver, about 2 % above MemTotal.
-_START_MARGIN = 1.02
+START_MARGIN = 1.02
 # (key bits, value bits, bytes of scales) of one head and token.
 _TURBOQUANT = {
     "turboquant_k8v4": (8, 4, 4),
@@ -66,7 +66,7 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
         block_tokens=shape.block_tokens,
         kv_tokens=max(blocks - states, 0) // shape.attention_groups * shape.block_tokens,
         full_context_users=round(blocks / shape.request_blocks(context), 2),
-        needed_bytes=round(budget * _START_MARGIN),
+        needed_bytes=round(budget * START_MARGIN),
         floor_bytes=memory.floor_bytes,
         # Rounded up when the cache is pinned: the engine refuses to start on a budget too small.
         memory_fraction=math.ceil(round(budget / memory.total_bytes * 100, 6)) / 100,
