@@ -18,7 +18,7 @@ from spark_deploy.planning.budget.memory import gib
 from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.serving.release import document
-from spark_deploy.planning.types import CheckpointPlan, GatewayPlan, HostPlan
+from spark_deploy.planning.types import CheckpointPlan, GatewayPlan, HostPlan, MemoryPlan
 
 
 def run(options: argparse.Namespace) -> int:
@@ -107,11 +107,22 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         f"{gib(memory.drafter_bytes)} + runtime {gib(memory.graphs_bytes)} + KV cache "
         f"{gib(memory.kv_cache_bytes)} + left {gib(left)}",
     )
+    yield _row("", _left_for(memory, left))
     context = plan.serve.check.max_model_len
     yield _row(
         "",
         f"KV cache of {memory.kv_tokens:,} tokens has room for {memory.full_context_users:.1f} "
         f"requests of {context:,}; {profile.limits.max_sequences} are computed at once",
+    )
+
+
+def _left_for(memory: MemoryPlan, left: int) -> str:
+    """Say what the memory beside the engine is for."""
+    peaks = left - memory.reserve_bytes
+    return (
+        f"left for the system and other programs {gib(memory.reserve_bytes)} (memory.reserve_gib), "
+        f"for peaks of a start and the file cache {gib(peaks)}; with less than "
+        f"{gib(memory.floor_bytes)} available the engine is stopped (memory.floor_gib)"
     )
 
 

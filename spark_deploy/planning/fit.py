@@ -30,7 +30,7 @@ from spark_deploy.settings.types import Settings
 _WAYS = 3
 _LEAST_RESERVE_GIB = 8
 _LEAST_CONTEXT_TOKENS = 8192
-_USUAL_FRACTION = 0.85
+_USUAL_FRACTION = 0.8
 
 Change = Callable[[Settings], Settings]
 Fits = Callable[[Settings], bool]

@@ -58,7 +58,7 @@ def test_v2_drafts_two_tokens_and_never_caches_prefixes():
     drafts = json.loads(value_of(arguments, "--speculative-config"))
     assert drafts == {"method": "mtp", "num_speculative_tokens": 2}
     assert "--no-enable-prefix-caching" in arguments
-    assert value_of(arguments, "--gpu-memory-utilization") == "0.85"
+    assert value_of(arguments, "--gpu-memory-utilization") == "0.8"
 
 
 def test_v2_tq_compresses_the_cache_of_four_sequences_with_drafts():

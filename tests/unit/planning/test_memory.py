@@ -114,7 +114,7 @@ def test_the_parts_add_up_and_never_exceed_the_pool():
     for profile in ("v2", "v2-tq", "base"):
         plan = plan_memory(LARGE, profile_with(profile), settings)
         used = plan.weights_bytes + plan.drafter_bytes + plan.graphs_bytes + plan.kv_cache_bytes
-        assert used == pytest.approx(0.85 * plan.total_bytes, abs=1)
+        assert used == pytest.approx(0.8 * plan.total_bytes, abs=1)
         assert used + plan.reserve_bytes <= plan.total_bytes
         assert plan.total_bytes < 120 * GIB, "never plan with the number on the box"
 
@@ -146,7 +146,7 @@ def test_turboquant_holds_more_tokens_than_sixteen_bit():
     settings = settings_of()
     model = LARGE
     tokens = {p: plan_memory(model, profile_with(p), settings).kv_tokens for p in ("v2", "v2-tq")}
-    assert tokens["v2-tq"] > 2.5 * tokens["v2"] > 3_000_000
+    assert tokens["v2-tq"] > 2.5 * tokens["v2"] > 2_400_000
 
 
 def test_vision_is_paid_for_and_shown():
@@ -233,7 +233,7 @@ def changed_by(way):
         ),
         (
             {"engine.memory_fraction": 0.55},
-            ["raise engine.memory_fraction to 0.85", "choose model small"],
+            ["raise engine.memory_fraction to 0.8", "choose model small"],
         ),
         ({"memory.reserve_gib": 110}, ["lower memory.reserve_gib to 41"]),
     ],

@@ -261,6 +261,24 @@ def test_a_process_that_holds_memory_is_named_when_memory_does_not_suffice() -> 
     assert "57.2 GiB available" in found[1]
 
 
+def test_too_little_memory_names_the_setting_with_which_the_engine_could_start() -> None:
+    seen = survey(meminfo=["MemTotal: 125513944 kB", "MemAvailable: 96000000 kB"])
+    needed = 97 << 30
+    one(
+        problems(seen, memory_needed_bytes=needed),
+        "91.6 GiB available, the engine needs 97.0 GiB to start",
+        "lower engine.memory_fraction to 0.74 for this host",
+    )
+    # What is named suffices: this share of the pool, and the engine's own margin.
+    assert 0.74 * 1.02 * 125513944 <= 96000000 < 0.75 * 1.02 * 125513944
+
+
+def test_a_smaller_pool_than_planned_names_the_setting_of_its_size() -> None:
+    seen = survey(meminfo=["MemTotal: 119000000 kB", "MemAvailable: 115000000 kB"])
+    fix = "set memory.total_gib to 113.4 for this host"
+    one(problems(seen, memory_total_min_bytes=117 << 30), "113.5 GiB in all", fix)
+
+
 def test_a_process_that_holds_memory_is_a_warning_when_memory_suffices() -> None:
     seen = survey(processes=["9 2097152 /user.slice/x gnome-shell"])
     assert problems(seen) == []
