@@ -29,7 +29,8 @@ _HOST_COMMANDS = {"status", "doctor", "stop", "start", "manifest"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 fine, 1 something is wrong, 2 bad usage)."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser(words).parse_args(words)
     if options.command in _HOST_COMMANDS and not getattr(options, "planned", False):
         # Hosts are asked at the same time; must happen before anything opens a socket.
         from gevent import monkey
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spark-deploy", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="ask no hub: sizes from the architecture, identities left open",
             )
-        if name in _WITH_OPTIONS:
+        if name in _WITH_OPTIONS and name in words:  # imports may open sockets: see main
             importlib.import_module(f"spark_deploy.cli.{name}").add_options(command)
         if name == "manifest":
             command.add_argument(

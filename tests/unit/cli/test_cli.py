@@ -120,7 +120,7 @@ def test_the_plan_says_what_the_proof_will_ask(spark_deploy):
     code, out, err = spark_deploy("plan", "--estimate", "--data", "engine.vision=true")
     assert (code, err) == (0, "")
     [line] = [line for line in out.splitlines() if line.startswith("  check ")]
-    for part in ("3 questions", "tool call", "a growing conversation", "pictures", "acceptance"):
+    for part in ("5 questions", "tool call", "a growing conversation", "pictures", "acceptance"):
         assert part in line
 
 

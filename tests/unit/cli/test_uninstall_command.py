@@ -39,4 +39,4 @@ def test_a_red_run_is_red(monkeypatch, capsys):
 def test_an_inventory_that_is_not_there_is_said_and_nothing_runs(monkeypatch, capsys):
     monkeypatch.setattr(uninstall.subprocess, "run", lambda *words, **more: 1 / 0)
     assert main(["uninstall", "/nowhere.py"]) == 1
-    assert "/nowhere.py: is not a file" in capsys.readouterr().err
+    assert "/nowhere.py: is not an inventory file" in capsys.readouterr().err

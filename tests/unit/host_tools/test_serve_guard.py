@@ -122,7 +122,7 @@ def test_the_memory_is_guarded_until_the_last_question_is_answered(
 ) -> None:
     release = loading(host, load_s="0")
     # It answers, and so slowly that the memory goes while it is asked.
-    (host.paths.service_run("main") / "stub-fault").write_text("wedge")
+    (host.paths.engine_run("main") / "stub-fault").write_text("wedge")
     later(0.6, meminfo, 1)
 
     result = check_at_start(host, release)
