@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tests.labkit import Guest, Site
 from tests.runs import Run
-from tests.traces import footprint
 
 # Move it at each release, to the commit of the one that was just made.
 COMMIT = "e2e31aaad0e692abb4bcbb39cfee1fe6e469e5c8"
@@ -55,25 +54,6 @@ class Upgraded:
         run = self.site.deploy(dry=dry, deploy=deploy, env=environment(self.site.checkout))
         assert run.exit_code == 0, f"{run.failed}\n{run.stderr[-4000:]}"
         return run
-
-    def done_by_systemd(self) -> str:
-        """Return every line that systemd wrote about units of ours: starts, reloads, ends."""
-        return self.guest.run("journalctl -q -o short-unix -u 'spark-*' _PID=1")
-
-    def processes(self) -> str:
-        """Return what runs, by systemd's and Docker's word."""
-        return self.guest.run(
-            "systemctl list-units --plain --no-legend --state=active,activating,failed 'spark-*' | "
-            "cut -d' ' -f1 | sort | xargs systemctl show -p Id,ActiveState,InvocationID,MainPID,"
-            "NRestarts,ExecMainStartTimestampMonotonic,NeedDaemonReload; "
-            "pgrep -a nginx; docker ps -aq --no-trunc | "
-            "xargs docker inspect -f '{{.Id}} {{.Name}} {{.State.Pid}} {{.State.StartedAt}}'"
-        )
-
-    def kept(self) -> str:
-        """Return every file of ours on the host but the tools themselves."""
-        lines = footprint(self.guest).splitlines()
-        return "\n".join(line for line in lines if not line.startswith(TOOLS))
 
     def proven(self) -> bool:
         """Return whether the proof is of the engine's present run."""

@@ -73,5 +73,3 @@ def test_the_way_back_leads_to_what_the_release_before_deployed(changed: Changed
     assert back.changed == [f"Rollback | Go back on {NAME}"]
     assert host.guest.release() == changed.first
     assert host.proven()
-    host.site.choose(checkpoint={"layout": "overlay"})
-    host.deploy().must_have_changed_nothing()

@@ -157,8 +157,10 @@ def test_a_line_that_breaks_for_longer_than_all_tries_is_waited_out(scene):
     assert scene.fetch(check=False, tries=2).returncode == 4  # without patience that is the end
     back = threading.Timer(2.0, scene.hub.start)
     back.start()
-    done = scene.fetch(tries=2, outage_s=60)
-    back.join()
+    try:
+        done = scene.fetch(tries=2, outage_s=60)
+    finally:
+        back.join()
     assert "for 1 more minutes" in done.stderr
     expected = file_entries(scene.hub.store / "lab/tiny-int4" / BASE_COMMIT)
     assert file_entries(scene.base_dir) == expected
