@@ -14,6 +14,7 @@ from spark_deploy.catalog.model import Architecture, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.planning.budget.weights import Weights, weights_of
 from spark_deploy.planning.types import MemoryPlan
+from spark_deploy.settings.engine_options import meaning
 from spark_deploy.settings.types import Settings
 
 GIB = 1024**3
@@ -143,7 +144,9 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
     attention = model.attention_layers + (model.mtp_layers if drafts else 0)
     smaller, larger = sorted((attention, model.linear_layers or attention))
     size = larger if larger < 1.25 * smaller else smaller
-    block_tokens = max(1, math.ceil(_state_bytes(model, drafts) / layer_bytes / 16)) * 16
+    multiple = _block_multiple(model, profile)
+    pages = math.ceil(_state_bytes(model, drafts) / layer_bytes / multiple)
+    block_tokens = max(1, pages) * multiple
     # With prefix caching a request also holds the state at the last block's edge.
     states = (2 if profile.prefix_caching else 1) + drafts
     return CacheShape(
@@ -152,6 +155,18 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
         attention_groups=math.ceil(attention / size),
         state_blocks=math.ceil(model.linear_layers / size) * states,
     )
+
+
+def _block_multiple(model: Architecture, profile: Profile) -> int:
+    """Return what a block is a multiple of.
+
+    Where prefixes are kept, FlashInfer's prefill of linear layers hands its states out every 64
+    tokens; the engine takes that prefill on a Spark by itself, for heads of 128.
+    """
+    net, chosen = model.linear_attention, meaning(profile.options).get("gdn-prefill-backend")
+    by_flashinfer = net is not None and net.head_width == 128 and chosen != "triton"
+    keeps = profile.prefix_caching and profile.engine_mode == "native"
+    return 64 if keeps and by_flashinfer else 16
 
 
 def _layer_bytes_per_token(model: Architecture, dtype: str) -> int:

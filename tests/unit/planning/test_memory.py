@@ -65,26 +65,43 @@ RESULTS = Path(__file__).parents[3] / "benchmarks/results/gpu"
 
 
 def measured_blocks(stage):
-    """Yield name, options and block of every engine of a result file that kept Triton's prefill."""
+    """Yield name, options, kernel of the prefill and block of every engine of a result file."""
     for name, run in json.loads((RESULTS / f"recall-{stage}.json").read_text())["runs"].items():
-        if run["block_tokens"] and "additional" not in run:
-            yield name, run["options"], run["block_tokens"]
+        prefill = run.get("additional", {}).get("gdn_prefill_backend", "triton")
+        if run["block_tokens"]:
+            yield name, run["options"], prefill, run["block_tokens"]
 
 
-@pytest.mark.parametrize("stage", ["recall", "turboquant", "wide", "drafts", "prefixes"])
+@pytest.mark.parametrize(
+    "stage", ["recall", "turboquant", "wide", "drafts", "prefixes", "flashinfer"]
+)
 def test_cache_blocks_are_those_that_running_engines_made(stage):
     planned, measured = {}, {}
-    for name, options, block_tokens in measured_blocks(stage):
+    for name, options, prefill, block_tokens in measured_blocks(stage):
         drafts = options.get("speculative_config", {}).get("num_speculative_tokens")
         profile = profile_with(
             "base",
             kv_cache=KvCache(dtype=options.get("kv_cache_dtype", "auto")),
             speculation=Speculation(method="mtp", tokens=drafts) if drafts else None,
             prefix_caching=bool(options.get("enable_prefix_caching")),
+            options={"gdn-prefill-backend": prefill},
         )
         planned[name], measured[name] = cache_shape(RECALL, profile).block_tokens, block_tokens
     assert planned == measured
     assert len(measured) > 5
+
+
+@pytest.mark.parametrize(
+    ("model", "by_flashinfer", "by_triton"), [("large", 2112, 2096), ("small", 1088, 1056)]
+)
+def test_kept_prefixes_make_blocks_multiples_of_64_unless_triton_is_chosen(
+    model, by_flashinfer, by_triton
+):
+    architecture = CATALOG.model(model).architecture
+    agent = CATALOG.profile("agent", model)
+    chosen = dataclasses.replace(agent, options={"gdn_prefill_backend": "triton"})
+    assert cache_shape(architecture, agent).block_tokens == by_flashinfer
+    assert cache_shape(architecture, chosen).block_tokens == by_triton
 
 
 def test_drafts_add_a_layer_to_the_cache_and_states_to_each_request():
