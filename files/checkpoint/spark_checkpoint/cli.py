@@ -1,4 +1,4 @@
-"""The command line: fetch, build, verify, discard, inspect. Exit codes are in errors.py."""
+"""The command line: fetch, build, verify, discard, hold, inspect. Exit codes are in errors.py."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from spark_contract import files
+from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, FetchPlan, Wire
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputRefused, TransferFailed
 from spark_checkpoint.inspect.discard import discard
+from spark_checkpoint.inspect.held import hold
 from spark_checkpoint.inspect.inspection import hold_against, open_subject, report, text_of
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.fetch import fetch
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         arguments = _parser().parse_args(argv)
-        with Progress(quiet=arguments.command == "inspect") as progress:
+        with Progress(quiet=arguments.command in ("inspect", "hold")) as progress:
             return _run(arguments, progress)
     except HostToolError as error:
         return _fail(str(error), error.exit_code)
@@ -72,7 +74,7 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> int:
     elif arguments.command == "discard":
         discard(arguments.base, arguments.tree, progress)
     else:
-        return _inspect(arguments)
+        return _look(arguments)
     progress.finish()
     return 0
 
@@ -89,9 +91,12 @@ def read_build_plan(path: Path) -> BuildPlan:
     return plan
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
+def _look(arguments: argparse.Namespace) -> int:
     wire = Wire(token_file=arguments.token_file, parallel=8)
     subject = open_subject(arguments.place, arguments.endpoint, wire)
+    if arguments.command == "hold":
+        print(json.dumps(plain(hold(subject, read_build_plan(arguments.plan)))), flush=True)
+        return 0
     data = report(subject)
     print(json.dumps(data, indent=2) if arguments.json else text_of(data), flush=True)
     if arguments.plan is not None:
@@ -100,7 +105,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(ERROR + " ".join(message.split()), file=sys.stderr, flush=True)
+    # Names are other people's: none of them moves a terminal's cursor.
+    line = "".join(sign if sign.isprintable() else "?" for sign in " ".join(message.split()))
+    print(ERROR + line, file=sys.stderr, flush=True)
     return code
 
 
@@ -138,10 +145,17 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("discard", help="remove the base of a full tree, after proving it")
     one.add_argument("base", type=Path, metavar="BASE_DIR")
     one.add_argument("--tree", type=Path, required=True, metavar="DIR", help="made from this base")
+    one = commands.add_parser("hold", help="hold a plan's base and donor against it, by headers")
+    one.add_argument("plan", type=Path, metavar="PLAN.json")
+    _place(one)
     one = commands.add_parser("inspect", help="print what a tree or repository holds")
-    one.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
+    _place(one)
     one.add_argument("--plan", type=Path, help="PLAN.json to hold the names against")
-    one.add_argument("--endpoint", help="hub address (default: HF_ENDPOINT, then the public hub)")
-    one.add_argument("--token-file", help="file holding a hub token")
     one.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
+    parser.add_argument("--endpoint", help="hub address (default: HF_ENDPOINT, or the public hub)")
+    parser.add_argument("--token-file", help="file holding a hub token")

@@ -1,5 +1,7 @@
 """What the builder of trees is told: ``fetch.json`` and ``plan.json``, from controller to host.
 
+``Held`` is what it answers when it holds names against an order before any bytes are fetched.
+
 A class that cannot be what it says refuses itself, so both sides stop at the same mistakes.
 """
 
@@ -239,6 +241,26 @@ class BuildPlan:
     def compares_with_donor(self) -> bool:
         """Whether a donor's FP8 weights are held against the base's, taken or not."""
         return self.shared_experts in WITH_DONOR
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSource:
+    """A repository whose headers were read: its names, counted, and a digest of what they say."""
+
+    tensors: int
+    headers_sha256: str  # over name, dtype and shape of all that was looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Base and donor of a build, found to be what its order says, by their headers alone."""
+
+    base: HeldSource
+    donor: HeldSource | None
+    swapped_modules: int
+    mtp_tensors: int
+    mtp_from_donor: int
+    received_bytes: int
 
 
 def is_inside(path: str) -> bool:

@@ -50,6 +50,7 @@ class Subject:
     index: Mapping[str, str] | None
     config: Mapping[str, Any]
     receipt: str
+    received_bytes: int = 0  # over the network
 
 
 def open_subject(text: str, endpoint: str | None, wire: Wire) -> Subject:
@@ -199,6 +200,7 @@ def _open_repository(endpoint: str, name: str, revision: str, wire: Wire) -> Sub
         index=index,
         config=config,
         receipt=f"none (read {files.transport.received_bytes} bytes of headers)",
+        received_bytes=files.transport.received_bytes,
     )
 
 

@@ -26,6 +26,8 @@ from spark_checkpoint.sources.transport import Transport
 # read half as much again as headers are large.
 _LENGTH_BYTES = 8
 _INDEX_LIMIT_BYTES = 256 << 20
+# Of one repository, index and all headers: several times what 280,000 names take.
+_LIMIT_BYTES = 512 << 20
 
 
 def _may_be_asked_for(name: str) -> bool:
@@ -78,6 +80,9 @@ class UrlFiles:
         url = self.url(shard)
         size, first = self.transport.read_start(url, _LENGTH_BYTES)
         end = _LENGTH_BYTES + header_json_bytes(first, size, url)
+        if self.transport.received_bytes + end > _LIMIT_BYTES:
+            what = f"its headers and those before come to more than {_LIMIT_BYTES} bytes"
+            raise GateRefused(url, what, "check the repository")
         raw = self.transport.read(url, _LENGTH_BYTES, end, size)
         with self._parsing:
             return parse_header(raw, size, url)

@@ -16,6 +16,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urljoin
@@ -244,9 +245,15 @@ def _origin_of(url: str) -> tuple[str, str, int]:
     return parts.scheme, parts.host, parts.port or port_by_scheme[parts.scheme]
 
 
+@cache
+def _tls() -> ssl.SSLContext:
+    """Return the trusted certificates, which take a tenth of a second to read."""
+    return ssl.create_default_context()
+
+
 def _pools(wire: Wire) -> dict[str, PoolManager]:
     """Return the connections by scheme where the environment names a proxy; "" goes directly."""
-    tls = ssl.create_default_context()
+    tls = _tls()
     proxies = {
         scheme: proxy if "://" in proxy else f"http://{proxy}"
         for scheme, proxy in urllib.request.getproxies().items()
