@@ -8,13 +8,14 @@ from pathlib import Path
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import LockError
+from spark_deploy.inventory.held import hold_if_told, open_questions
 from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.resolve import Names, resolve, wanted_by
 from spark_deploy.lockfile.types import Lock
 
 
 def run(options: argparse.Namespace) -> int:
-    """Lock what is missing, or look up names anew; each lock file once."""
+    """Lock what is missing, or look up names anew, and hold them; each lock file once."""
     by_path: dict[Path, list[Listed]] = {}
     for host in listed(options):
         by_path.setdefault(host.settings.lock_path, []).append(host)
@@ -37,14 +38,24 @@ def _lock_file(path: Path, hosts: list[Listed], options: argparse.Namespace) -> 
         if todo.names and not options.check:
             lock = resolve(lock, todo, settings, say)
     if options.check:
-        for name in sorted(done):
-            say(f"{path.name}: {name} is not locked")
-    elif lock == before:
+        lacks = {f"{name} is not locked" for name in done} or _open_names(hosts, lock)
+        for what in sorted(lacks):
+            say(f"{path.name}: {what}")
+        return len(lacks)
+    for host in hosts:
+        lock = hold_if_told(host.settings.settings, host.catalog, lock, say)
+    if lock == before:
         say(f"{path}: nothing to write, {len(lock.sources) + len(lock.images)} names are locked")
     else:
         write_lock(path, lock)
         say(f"{path}: written ({_difference(before, lock)})")
-    return len(done)
+    return 0
+
+
+def _open_names(hosts: list[Listed], lock: Lock) -> set[str]:
+    """Say of which builds nobody held the names against the catalog."""
+    asked = (open_questions(host.settings.settings, host.catalog, lock) for host in hosts)
+    return {f"names of {one.build} are not held" for found in asked for one, _ in found}
 
 
 def _named(wanted: Names, names: list[str]) -> Names:
@@ -67,7 +78,7 @@ def _refuse_unknown(names: list[str] | None, hosts: list[Listed]) -> None:
 
 
 def _difference(before: Lock, after: Lock) -> str:
-    old, new = ({**lock.sources, **lock.images} for lock in (before, after))
+    old, new = ({**lock.sources, **lock.images, **lock.names} for lock in (before, after))
     added = len(set(new) - set(old))
     moved = sum(1 for name in set(new) & set(old) if new[name] != old[name])
     return f"{added} added, {moved} moved"

@@ -10,7 +10,9 @@ from spark_contract.release import Release
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.cli.hosts import OPEN_COMMIT, answer, listed, planned
+from spark_deploy.cli.hosts import OPEN_COMMIT, Listed, answer, listed, planned, say
+from spark_deploy.inventory.held import hold_if_told
+from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import size
 from spark_deploy.lockfile.types import LockedSource
 from spark_deploy.planning.budget.disk import disk_total
@@ -25,12 +27,21 @@ def run(options: argparse.Namespace) -> int:
     """Print the plans of the chosen hosts."""
     hosts = listed(options)
     plans = [planned(host, estimate=options.estimate) for host in hosts]
+    for host in () if options.estimate else hosts:
+        hold(host)
     texts = (
         lines(plan, *pair_of(host.settings.settings, host.catalog))
         for plan, host in zip(plans, hosts, strict=True)
     )
     answer(options, [document(plan) for plan in plans], texts)
     return 0
+
+
+def hold(host: Listed) -> None:
+    """Hold the names of what a host builds against the catalog, where the lock has not seen it."""
+    path = host.settings.lock_path
+    lock = host.looked_up.get(path) or read_lock(path)
+    host.looked_up[path] = hold_if_told(host.settings.settings, host.catalog, lock, say)
 
 
 def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:

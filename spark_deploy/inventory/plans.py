@@ -7,6 +7,7 @@ import threading
 from pyinfra import logger
 from pyinfra.api.host import Host
 
+from spark_deploy.inventory.held import held_for
 from spark_deploy.inventory.known import known_of
 from spark_deploy.lockfile.resolve import locked_for
 from spark_deploy.payload.content import SITE_REQUIREMENTS, read_payload
@@ -34,6 +35,7 @@ def plan_for(host: Host) -> HostPlan:
     found, catalog = known.found, known.catalog
     with _locking:
         lock = locked_for(found.settings, catalog, found.lock_path, logger.info)
+        lock = held_for(found.settings, catalog, found.lock_path, lock, logger.info)
     plan = plan_host(Request(host.name, found.settings, catalog, lock, payload_identity()))
     for warning in plan.warnings:
         logger.warning(f"[{host.name}] {warning}")

@@ -13,13 +13,16 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import ModelInfo
+from spark_contract import documents
+from spark_contract.documents import DocumentError
+from spark_contract.orders import FetchFile
 
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.types import LockedSource, SourceFile
 
 _TIMEOUT_S = 30
 _COMMIT = re.compile("[0-9a-f]{40}")
-_SHA256 = re.compile("[0-9a-f]{64}")
+_MOST_BYTES = 1 << 50  # no file is larger
 
 
 def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
@@ -43,7 +46,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
         fix = "correct the name, or set hub.token when it is private"
         raise LockError.one(where, "no such repository", fix) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
-        what = f"the hub cannot be asked: {type(error).__name__}: {str(error).splitlines()[0]}"
+        what = f"the hub cannot be asked: {type(error).__name__}: {_shown(error)}"
         fix = "check hub.endpoint and the network of this machine, then run again"
         raise LockError.one(where, what, fix) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -53,7 +56,13 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
 
 def _no_hub(where: str, why: str) -> LockError:
     fix = "correct hub.endpoint; a proxy may have answered in the hub's place"
-    return LockError.one(where, f"the answer is not that of a hub ({why})", fix)
+    return LockError.one(where, f"the answer is not that of a hub ({_shown(why)})", fix)
+
+
+def _shown(words: object) -> str:
+    """Return other people's words as part of one line, which moves no terminal's cursor."""
+    first = (str(words).strip().splitlines() or ["no reason given"])[0]
+    return "".join(sign if sign.isprintable() else "?" for sign in first)[:300]
 
 
 def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSource:
@@ -64,31 +73,28 @@ def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSour
             continue
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         if sibling.size is None or (sha256 is None and sibling.blob_id is None):
-            what = f"says neither size nor hash of {sibling.rfilename}"
+            what = f"says neither size nor hash of {_shown(sibling.rfilename)}"
             raise LockError.one(where, what, "set hub.endpoint to a hub that does")
-        git_sha1 = None if sha256 else sibling.blob_id
-        one = SourceFile(sibling.rfilename, sibling.size, sha256, git_sha1)
-        if not _is_file(one):
-            raise _no_hub(where, f"it describes a file as {one}")
-        files.append(one)
+        files.append(_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
     if not info.sha or not files:
         raise LockError.one(where, "the hub names no commit or no files", "check the repository")
-    if not _is(_COMMIT, info.sha):
+    if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
         raise _no_hub(where, f"it names the commit {info.sha}")
+    if len({file.path for file in files}) != len(files):
+        raise _no_hub(where, "it names a file twice")
     files.sort(key=lambda file: file.path)
     return LockedSource(repo, revision, info.sha, tuple(files))
 
 
-def _is_file(file: SourceFile) -> bool:
-    size = file.size_bytes
-    return (
-        isinstance(file.path, str)
-        and isinstance(size, int)
-        and not isinstance(size, bool)
-        and size >= 0
-        and _is(_SHA256 if file.sha256 else _COMMIT, file.sha256 or file.git_sha1)
-    )
-
-
-def _is(pattern: re.Pattern[str], value: object) -> bool:
-    return isinstance(value, str) and pattern.fullmatch(value) is not None
+def _file(
+    where: str, path: object, size_bytes: object, sha256: object, git_sha1: object
+) -> SourceFile:
+    """Return a file that a host can be told to fetch: the order's own rules decide."""
+    named = {"sha256": sha256} if sha256 else {"git_sha1": git_sha1}
+    try:
+        one = documents.read(FetchFile, {"path": path, "size_bytes": size_bytes, **named})
+    except DocumentError as error:
+        raise _no_hub(where, str(error)) from error
+    if one.size_bytes > _MOST_BYTES or not one.path.isprintable():
+        raise _no_hub(where, f"it names {one.path!r} of {one.size_bytes} bytes")
+    return SourceFile(one.path, one.size_bytes, one.sha256, one.git_sha1)

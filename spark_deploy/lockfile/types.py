@@ -15,6 +15,7 @@ from spark_deploy.documents.declare import knowing_keys, needed, of_key, setting
 from spark_deploy.documents.digest import digest_of
 
 _GIT_HASH = "^[0-9a-f]{40}$"
+_SHA256 = "^[0-9a-f]{64}$"
 _ONE_HASH: JsonDict = {"oneOf": [{"required": ["sha256"]}, {"required": ["git_sha1"]}]}
 
 
@@ -67,6 +68,27 @@ class LockedImage:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldNames:
+    """Sources of a build whose names and shapes were held against the catalog, by their headers."""
+
+    build: SkipJsonSchema[str] = of_key()
+    question: str = needed("Digest of what was asked, commits and sets.", pattern=_SHA256)
+    base: str = needed("Repository and commit of the base.", pattern="^.+@[0-9a-f]{40}$")
+    donor: str | SkipJsonSchema[None] = setting(
+        None, "Repository and commit of the donor.", pattern="^.+@[0-9a-f]{40}$"
+    )
+    base_tensors: int = setting(0, "Names that the base has.", minimum=0)
+    base_headers: str = setting("", "Digest of their dtypes and shapes.", pattern=_SHA256)
+    donor_tensors: int = setting(0, "Names of the donor that a build may ask for.", minimum=0)
+    donor_headers: str | SkipJsonSchema[None] = setting(
+        None, "Digest of the dtypes and shapes of what it takes.", pattern=_SHA256
+    )
+    swapped_modules: int = setting(0, "Modules whose weights are compared or replaced.", minimum=0)
+    mtp_tensors: int = setting(0, "Names of the drafter.", minimum=0)
+    mtp_from_donor: int = setting(0, "Of these, names that only the donor has.", minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
 class Lock:
     """Names and their identities; written by `spark-deploy lock`."""
 
@@ -77,17 +99,47 @@ class Lock:
     images: Annotated[dict[str, LockedImage], knowing_keys("reference")] = needed(
         "Container images by reference."
     )
+    names: Annotated[dict[str, HeldNames], knowing_keys("build")] = setting(
+        dict, "What was found of the names of each build, before its sources are downloaded."
+    )
 
     @classmethod
-    def of(cls, sources: Iterable[LockedSource] = (), images: Iterable[LockedImage] = ()) -> Lock:
+    def of(
+        cls,
+        sources: Iterable[LockedSource] = (),
+        images: Iterable[LockedImage] = (),
+        names: Iterable[HeldNames] = (),
+    ) -> Lock:
         """Return a lock, sorted by name; of two entries with one name the later counts."""
         by_repo = {source.repo: source for source in sources}
         by_reference = {image.reference: image for image in images}
-        return cls(1, dict(sorted(by_repo.items())), dict(sorted(by_reference.items())))
+        # What was found of a commit that is locked no more says nothing.
+        locked = {f"{source.repo}@{source.commit}" for source in by_repo.values()} | {None}
+        by_build = {one.build: one for one in names if {one.base, one.donor} <= locked}
+        return cls(
+            schema_version=1,
+            sources=dict(sorted(by_repo.items())),
+            images=dict(sorted(by_reference.items())),
+            names=dict(sorted(by_build.items())),
+        )
 
-    def also(self, sources: Iterable[LockedSource], images: Iterable[LockedImage]) -> Lock:
+    def also(
+        self,
+        sources: Iterable[LockedSource] = (),
+        images: Iterable[LockedImage] = (),
+        names: Iterable[HeldNames] = (),
+    ) -> Lock:
         """Return this lock with more entries; a name that is there already is replaced."""
-        return Lock.of([*self.sources.values(), *sources], [*self.images.values(), *images])
+        return Lock.of(
+            [*self.sources.values(), *sources],
+            [*self.images.values(), *images],
+            [*self.names.values(), *names],
+        )
+
+    def holds(self, asked: HeldNames) -> bool:
+        """Return whether this very question was answered."""
+        found = self.names.get(asked.build)
+        return found is not None and found.question == asked.question
 
     def source(self, repo: str, revision: str) -> LockedSource | None:
         """Return the locked commit of ``repo`` at ``revision``, if there is one."""

@@ -92,7 +92,8 @@ def read_build_plan(path: Path) -> BuildPlan:
 
 
 def _look(arguments: argparse.Namespace) -> int:
-    wire = Wire(token_file=arguments.token_file, parallel=8)
+    # Somebody waits for it; nothing is lost by asking again.
+    wire = Wire(token_file=arguments.token_file, parallel=8, tries=3)
     subject = open_subject(arguments.place, arguments.endpoint, wire)
     if arguments.command == "hold":
         print(json.dumps(plain(hold(subject, read_build_plan(arguments.plan)))), flush=True)

@@ -248,10 +248,10 @@ def test_a_lock_that_does_not_pin_everything_is_refused(tmp_path, change, what):
         read_lock(path)
 
 
-def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, tmp_path):
+def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, hub, tmp_path):
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "group_vars/here.yml").write_text(
-        f"model: lab-tiny\nhub: {{endpoint: 'http://{server}'}}\n"
+        f"model: lab-tiny\nhub: {{endpoint: '{hub.url}'}}\n"
         f"registries: {{insecure: ['{server}']}}\n"
         f"images: {{engine: '{server}/lab/engine:many', gpu_check: '{server}/lab/check:plain'}}\n"
     )
@@ -266,11 +266,17 @@ def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, tmp_path)
         "assert plan_for(host).sources[0].locked.commit == '1' * 40\n"
     )
     command = [sys.executable, "-m", "pyinfra", "inventory.py", "deploy.py", "-y"]
-    for asked in (4, 0):
+    for first in (True, False):
         Server.asked.clear()
+        hub.requests.clear()
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        assert ("lab/tiny-int4: main is commit 111111111111, 5.0 kB" in done.stderr) == bool(asked)
+        assert ("lab/tiny-int4: main is commit 111111111111, 3.0 MB" in done.stderr) == first
+        assert ("names of lab/tiny-int4 and " in done.stderr) == first
         # The list of platforms and the manifest behind it count as one name.
-        assert len({path.split("?")[0] for path in Server.asked}) == (asked and asked + 1)
-    assert len(read_lock(tmp_path / "spark.lock.yml").images) == 2
+        assert len(set(Server.asked)) == (3 if first else 0)
+        listings = {path for path, _, _ in hub.requests if path.startswith("/api/")}
+        assert len(listings) == (3 if first else 0)
+        assert bool(hub.requests) == first
+    lock = read_lock(tmp_path / "spark.lock.yml")
+    assert (len(lock.images), len(lock.names)) == (2, 1)

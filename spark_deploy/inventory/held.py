@@ -1,0 +1,74 @@
+"""Names before bytes: what a host builds from is held against the catalog before it is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from spark_contract.orders import BuildPlan
+
+from spark_deploy.catalog.types import Catalog
+from spark_deploy.lockfile import names
+from spark_deploy.lockfile.file import write_lock
+from spark_deploy.lockfile.types import HeldNames, Lock
+from spark_deploy.planning.resolve import pair_of
+from spark_deploy.planning.work.checkpoint import checkpoint_plan
+from spark_deploy.settings.types import Settings
+
+Say = Callable[[str], None]
+
+
+def open_questions(
+    settings: Settings, catalog: Catalog, lock: Lock
+) -> Iterator[tuple[HeldNames, BuildPlan]]:
+    """Yield every build of a host whose names the lock says nothing of; its sources are locked."""
+    for one in (settings, *(settings.of_pair(pair) for pair in settings.ready_pairs)):
+        plan = checkpoint_plan(*pair_of(one, catalog), one, lock)
+        if plan is not None:
+            asked = names.question(plan.order, plan.base.locked, plan.donor)
+            if not lock.holds(asked):
+                yield asked, plan.order
+
+
+def hold_names(settings: Settings, catalog: Catalog, lock: Lock, say: Say) -> Lock:
+    """Return the lock with what was found of every build; the hub is asked for what is open.
+
+    Raises:
+        HubSilent: The hub did not send the headers.
+        LockError: Base or donor are not what the catalog says.
+    """
+    for asked, order in open_questions(settings, catalog, lock):
+        found = names.hold(asked, order, settings.hub)
+        lock = lock.also(names=[found])
+        say(f"  {asked.build}: {_found(found)} are as the catalog says")
+    return lock
+
+
+def hold_if_told(settings: Settings, catalog: Catalog, lock: Lock, say: Say) -> Lock:
+    """Return what ``hold_names`` does; a hub that is silent is said, and asked the next time."""
+    try:
+        return hold_names(settings, catalog, lock, say)
+    except names.HubSilent as error:
+        say(f"names are not held against the catalog yet: {error.problems[0].line}")
+        return lock
+
+
+def held_for(settings: Settings, catalog: Catalog, path: Path, lock: Lock, say: Say) -> Lock:
+    """Return the lock for a deploy, with new findings written down where that is allowed."""
+    if settings.locked == "required":
+        for asked, _ in open_questions(settings, catalog, lock):
+            say(f"{path.name}: names of {asked.build} are not held yet: run `spark-deploy lock`")
+        return lock
+    held = hold_if_told(settings, catalog, lock, say)
+    if held != lock:
+        write_lock(path, held)
+    return held
+
+
+def _found(held: HeldNames) -> str:
+    """Say whose names were looked at: ``464 names of ORG/BASE and 80 of ORG/DONOR``."""
+    counted = [(held.base_tensors, held.base), (held.donor_tensors, held.donor)]
+    base, *donor = (
+        f"{count:,} names of {place.split('@')[0]}" for count, place in counted if place
+    )
+    return " and ".join([base, *donor])

@@ -1,0 +1,98 @@
+"""A hub on this machine with lab-tiny's repositories: right names and shapes, and no weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from spark_contract.patterns import expand_all
+
+from spark_deploy.catalog.load import read_catalog
+
+CATALOG = read_catalog()
+TENSORS = CATALOG.model("lab-tiny").tensors
+BASE, DONOR = "lab/tiny-int4", "lab/tiny-fp8"
+COMMITS = {BASE: "1" * 40, DONOR: "2" * 40}
+BITS = {"BF16": 16, "F16": 16, "I32": 32, "F8_E4M3": 8}
+Entries = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def modules() -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+    """Return the swapped modules with the shapes of weight and scales."""
+    return {
+        module: (part.weight, part.scale)
+        for part in TENSORS.donor_shapes
+        for module in expand_all([part.modules])
+    }
+
+
+def base_entries() -> Entries:
+    """Return what the base's headers must say."""
+    found: Entries = {}
+    for name in sorted(expand_all(TENSORS.base) | expand_all(TENSORS.mtp)):
+        found[name] = ("I32" if name.endswith(("qweight", "qzeros")) else "BF16", (1,))
+    for module, (weight, _) in modules().items():
+        found[f"{module}.weight"] = ("BF16", weight)
+    found["lm_head.weight"] = ("BF16", (1024, 256))
+    return found
+
+
+def donor_entries() -> Entries:
+    """Return what the donor's headers must say."""
+    found: Entries = {name: ("BF16", (1,)) for name in sorted(expand_all(TENSORS.donor_unmatched))}
+    for module, (weight, scale) in modules().items():
+        found[f"{module}.weight"] = ("F8_E4M3", weight)
+        found[f"{module}.weight_scale_inv"] = ("BF16", scale)
+    return found
+
+
+def write_repository(root: Path, repo: str, entries: Entries, commit: str | None = None) -> Path:
+    """Write a repository of two shards below the root of a hub; return its folder."""
+    commit = commit or COMMITS[repo]
+    folder = root / repo / "resolve" / commit
+    folder.mkdir(parents=True, exist_ok=True)
+    index: dict[str, str] = {}
+    for number in range(2):
+        name = f"model-0000{number + 1}-of-00002.safetensors"
+        some = dict(list(entries.items())[number::2])
+        write_shard(folder / name, some)
+        index.update(dict.fromkeys(some, name))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    config = {
+        "model_type": "tiny",
+        "quantization_config": {"quant_method": "auto-round", "bits": 4},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    siblings = [sibling(path) for path in sorted(folder.iterdir())]
+    for revision in ("main", commit):
+        listing = root / "api/models" / repo / "revision" / revision
+        listing.parent.mkdir(parents=True, exist_ok=True)
+        listing.write_text(json.dumps({"id": repo, "sha": commit, "siblings": siblings}))
+    return folder
+
+
+def sibling(path: Path) -> dict[str, object]:
+    data = path.read_bytes()
+    told: dict[str, object] = {"rfilename": path.name, "size": len(data), "blobId": "b" * 40}
+    if path.suffix == ".safetensors":
+        digest = hashlib.sha256(data).hexdigest()
+        told["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 130}
+    return told
+
+
+def write_shard(path: Path, entries: Entries) -> None:
+    """Write a header, and a hole where the weights would be."""
+    document, position = {}, 0
+    for name, (dtype, shape) in entries.items():
+        size = BITS[dtype] // 8
+        for edge in shape:
+            size *= edge
+        document[name] = {
+            "dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]
+        }  # fmt: skip
+        position += size
+    raw = json.dumps(document).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + position)

@@ -1,0 +1,285 @@
+"""What a host builds from is held against the catalog before its bytes are ordered."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_contract.patterns import expand_all
+
+from spark_deploy.cli import main
+from spark_deploy.errors import LockError
+from spark_deploy.inventory.held import held_for, hold_names
+from spark_deploy.lockfile import hub as lookup
+from spark_deploy.lockfile import names
+from spark_deploy.lockfile.file import read_lock, write_lock
+from spark_deploy.lockfile.types import Lock, LockedImage
+from spark_deploy.settings.load import load_hosts
+from spark_deploy.settings.secrets import SecretRef
+from spark_deploy.settings.types import Settings
+from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.lockfile.hub_trees import (
+    BASE,
+    CATALOG,
+    COMMITS,
+    DONOR,
+    TENSORS,
+    base_entries,
+    donor_entries,
+    modules,
+    write_repository,
+)
+
+BUILD = "lab-tiny, shared experts fp8-donor, head int8-g128"
+
+
+@pytest.fixture
+def settings(hub: Hub, tmp_path: Path) -> Settings:
+    overrides = {"model": "lab-tiny", "hub.endpoint": hub.url}
+    return load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
+
+
+@pytest.fixture
+def lock(hub: Hub) -> Lock:
+    sources = [lookup.look_up(hub.url, repo, "main", None) for repo in (BASE, DONOR)]
+    hub.requests.clear()
+    return Lock.of(sources)
+
+
+def asked(hub: Hub, repo: str) -> list[tuple[str, str]]:
+    """Return the shards asked for, with the range."""
+    return [
+        (path, headers.get("Range", "all"))
+        for path, headers, _ in hub.requests
+        if path.startswith(f"/{repo}/") and path.endswith(".safetensors")
+    ]
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def test_names_are_counted_and_digested_in_the_lock_and_asked_for_once(
+    hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    held = hold_names(settings, CATALOG, lock, said.append)
+    found = held.names[BUILD]
+    base, mtp = expand_all(TENSORS.base), expand_all(TENSORS.mtp)
+    assert found.base == f"{BASE}@{COMMITS[BASE]}"
+    assert found.donor == f"{DONOR}@{COMMITS[DONOR]}"
+    assert (found.base_tensors, found.mtp_tensors) == (len(base | mtp), len(mtp))
+    assert (found.swapped_modules, found.mtp_from_donor) == (len(modules()), 0)
+    assert said == [
+        f"  {BUILD}: 464 names of {BASE} and {found.donor_tensors} names of {DONOR} are as the "
+        "catalog says"
+    ]
+    write_lock(tmp_path / "spark.lock.yml", held)
+    assert read_lock(tmp_path / "spark.lock.yml") == held
+    hub.requests.clear()
+    assert hold_names(settings, CATALOG, held, quiet) == held
+    assert hub.requests == []
+
+
+def test_no_byte_of_a_weight_is_asked_for(hub: Hub, settings: Settings, lock: Lock) -> None:
+    hold_names(settings, CATALOG, lock, quiet)
+    for repo in (BASE, DONOR):
+        assert asked(hub, repo)
+        for path, wanted in asked(hub, repo):
+            data = (hub.root / path.lstrip("/")).read_bytes()
+            header_ends = 8 + int.from_bytes(data[:8], "little")
+            assert int(wanted.rpartition("-")[2]) < header_ends < len(data)
+
+
+def without(part: str) -> Callable[[dict[str, Any]], None]:
+    return lambda entries: entries.pop(next(name for name in entries if part in name))
+
+
+def turned(entries: dict[str, Any]) -> None:
+    name = f"{next(iter(modules()))}.weight"
+    dtype, shape = entries[name]
+    entries[name] = (dtype, shape[::-1])
+
+
+WRONG = {
+    "the base lost a name": (BASE, without(".self_attn."), "base tensors: 422 names, expected 423"),
+    "the base has another shape": (BASE, turned, "the plan's donor_shapes say"),
+    "the donor lost a scale": (DONOR, without("_proj.weight_scale_inv"), "missing 1"),
+    "the donor has another shape": (DONOR, turned, "the plan's donor_shapes say"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_not_as_the_catalog_says_is_refused_and_nothing_is_written(
+    hub: Hub, wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    repo, change, words = WRONG[wrong]
+    entries = base_entries() if repo == BASE else donor_entries()
+    change(entries)
+    write_repository(hub.root, repo, entries)
+    here = inventory(tmp_path, hub, monkeypatch)
+    for command in ("lock", "plan"):
+        assert main([command, "inventory.py"]) == 1
+        said = capsys.readouterr().err
+        assert words in said
+        assert "\n  fix: " in said
+        assert "Traceback" not in said
+    assert not (here / "spark.lock.yml").exists()
+
+
+def inventory(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write an inventory of one host that builds lab-tiny, and go there."""
+    from spark_deploy.checkout import CHECKOUT
+    from spark_deploy.lockfile import registry
+
+    here = folder / "here"
+    (here / "group_vars").mkdir(parents=True)
+    (here / "group_vars/lab.yml").write_text(
+        f"model: lab-tiny\nhub: {{endpoint: '{hub.url}'}}\nlocked: first-use\n"
+    )
+    (here / "inventory.py").write_text(
+        f"import sys as _sys; _sys.path.insert(0, {str(CHECKOUT)!r})\n"
+        "from spark_deploy.inventory.groups import group_from as _group_from\n"
+        'lab = _group_from("lab", hosts=["spark-1"], file=__file__)\n'
+    )
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(
+        registry, "look_up", lambda text, **_: LockedImage(text, f"sha256:{'0' * 64}", 1)
+    )
+    return here
+
+
+def test_lock_writes_what_plan_then_need_not_ask(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = inventory(tmp_path, hub, monkeypatch)
+    assert main(["lock", "inventory.py", "--check"]) == 1
+    assert main(["lock", "inventory.py"]) == 0
+    assert BUILD in read_lock(here / "spark.lock.yml").names
+    assert main(["lock", "inventory.py", "--check"]) == 0
+    hub.requests.clear()
+    capsys.readouterr()
+    assert main(["plan", "inventory.py"]) == 0
+    assert (hub.requests, capsys.readouterr().err) == ([], "")
+
+
+def test_a_lock_from_before_is_read_checked_and_completed(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = inventory(tmp_path, hub, monkeypatch)
+    assert main(["lock", "inventory.py"]) == 0
+    path = here / "spark.lock.yml"
+    whole = path.read_text()
+    old = whole[: whole.index("names:\n")]
+    path.write_text(old)
+    capsys.readouterr()
+    assert main(["lock", "inventory.py", "--check"]) == 1
+    assert f"spark.lock.yml: names of {BUILD} are not held" in capsys.readouterr().err
+    assert main(["plan", "inventory.py"]) == 0
+    assert f"{BUILD}: 464 names of {BASE} and " in capsys.readouterr().err
+    assert path.read_text() == old
+    assert main(["lock", "inventory.py"]) == 0
+    assert path.read_text() == whole
+
+
+def test_another_commit_is_asked_again_and_the_old_finding_goes(
+    hub: Hub, settings: Settings, lock: Lock
+) -> None:
+    held = hold_names(settings, CATALOG, lock, quiet)
+    write_repository(hub.root, BASE, base_entries(), commit="3" * 40)
+    moved = held.also([lookup.look_up(hub.url, BASE, "main", None)])
+    assert moved.names == {}
+    again = hold_names(settings, CATALOG, moved, quiet)
+    assert again.names[BUILD].base == f"{BASE}@{'3' * 40}"
+    assert again.names[BUILD].base_headers == held.names[BUILD].base_headers
+
+
+def test_another_catalog_is_another_question(hub: Hub, settings: Settings, lock: Lock) -> None:
+    held = hold_names(settings, CATALOG, lock, quiet)
+    model = CATALOG.model("lab-tiny")
+    sets = dataclasses.replace(model.tensors, base=(*model.tensors.base, "model.new.weight"))
+    changed = dataclasses.replace(model, tensors=sets)
+    catalog = dataclasses.replace(CATALOG, models={**CATALOG.models, "lab-tiny": changed})
+    with pytest.raises(LockError, match=r"missing 1 \(1 x model\.new\.weight\)"):
+        hold_names(settings, catalog, held, quiet)
+
+
+def test_a_deploy_writes_findings_down_and_is_not_stopped_by_a_silent_hub(
+    hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
+) -> None:
+    path, said = tmp_path / "spark.lock.yml", []
+    hub.fault = lambda handler, path, data: handler.answer(404, b"") or True
+    assert held_for(settings, CATALOG, path, lock, said.append) == lock
+    assert not path.exists()
+    [line] = said
+    assert line.startswith("names are not held against the catalog yet: ")
+    assert "the server answers 404" in line
+    hub.fault = None
+    assert held_for(settings, CATALOG, path, lock, said.append) == read_lock(path)
+    assert BUILD in read_lock(path).names
+
+
+def test_where_locks_are_required_nobody_is_asked_and_the_way_is_named(
+    hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    strict = dataclasses.replace(settings, locked="required")
+    assert held_for(strict, CATALOG, tmp_path / "spark.lock.yml", lock, said.append) == lock
+    assert hub.requests == []
+    assert said == [f"spark.lock.yml: names of {BUILD} are not held yet: run `spark-deploy lock`"]
+
+
+def test_a_profile_that_builds_nothing_holds_nothing(
+    hub: Hub, settings: Settings, lock: Lock
+) -> None:
+    base = dataclasses.replace(settings, profile="base")
+    assert hold_names(base, CATALOG, lock, quiet) == lock
+    assert hub.requests == []
+
+
+def test_the_token_reaches_the_hub_and_no_command_line_no_lock_and_no_file_that_stays(
+    hub: Hub, settings: Settings, lock: Lock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary, seen, folders = "hf_canary0123456789", [], []
+    monkeypatch.setenv("CANARY_TOKEN", canary)
+    real = subprocess.run
+
+    def run(argv: list[str], **more: Any) -> Any:
+        folders.append(more["cwd"])
+        seen.extend([*argv, (more["cwd"] / "plan.json").read_text()])
+        assert (more["cwd"] / "token").stat().st_mode & 0o777 == 0o600
+        return real(argv, **more)
+
+    monkeypatch.setattr(names.subprocess, "run", run)
+    secret = dataclasses.replace(settings.hub, token=SecretRef(env="CANARY_TOKEN"))
+    held = hold_names(dataclasses.replace(settings, hub=secret), CATALOG, lock, seen.append)
+    write_lock(tmp_path / "spark.lock.yml", held)
+    seen.append((tmp_path / "spark.lock.yml").read_text())
+    given = {headers.get("Authorization") for _, headers, _ in hub.requests}
+    assert given == {f"Bearer {canary}"}
+    assert not [text for text in seen if canary in text]
+    assert not any(os.path.exists(folder) for folder in folders)
+
+
+def test_a_python_file_in_the_folder_of_work_is_not_run(
+    hub: Hub, settings: Settings, lock: Lock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('a file of the folder was run')\n")
+    monkeypatch.chdir(tmp_path)
+    assert BUILD in hold_names(settings, CATALOG, lock, quiet).names
+
+
+def test_a_reader_that_dies_is_one_clear_line(
+    settings: Settings, lock: Lock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr(names.subprocess, "run", lambda *_, **__: killed)
+    with pytest.raises(LockError, match="the reader of its headers ended with -9") as caught:
+        hold_names(settings, CATALOG, lock, quiet)
+    assert len(caught.value.problems) == 1

@@ -1,0 +1,153 @@
+"""Whatever a hub answers, locking ends with one problem in one line, or with a valid lock."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from spark_deploy.errors import LockError
+from spark_deploy.lockfile import hub as lookup
+from spark_deploy.lockfile.file import read_lock, write_lock
+from spark_deploy.lockfile.types import Lock
+from tests.unit.checkpoint.builder_hub import Hub
+
+REPO = "lab/tiny"
+ANSWER: dict[str, Any] = {
+    "id": REPO,
+    "sha": "1" * 40,
+    "siblings": [
+        {"rfilename": "config.json", "size": 9, "blobId": "b" * 40},
+        {
+            "rfilename": "model.safetensors",
+            "size": 5000,
+            "blobId": "c" * 40,
+            "lfs": {"sha256": "d" * 64, "size": 5000, "pointerSize": 130},
+        },
+    ],
+    "tags": [],
+    "gated": False,
+    "lastModified": "2026-01-01T00:00:00.000Z",
+    "safetensors": {"parameters": {"BF16": 1}, "total": 1},
+}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+BOMBS = (b"", b"null", b"[]", b"{}", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"\xff\xfe")
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> bytes:
+    """Return the answer with one of its values, at any depth, replaced by anything or gone."""
+    document = json.loads(json.dumps(ANSWER))
+    place: Any = document
+    while True:
+        keys = list(place) if isinstance(place, dict) else range(len(place))
+        key = draw(st.sampled_from(keys))
+        if not isinstance(place[key], dict | list) or not place[key] or draw(st.booleans()):
+            break
+        place = place[key]
+    if draw(st.booleans()):
+        place[key] = draw(ANYTHING)
+    else:
+        del place[key]
+    return json.dumps(document).encode()
+
+
+def odd(**changes: Any) -> bytes:
+    """Return the answer with other values of the large file."""
+    [small, large] = json.loads(json.dumps(ANSWER["siblings"]))
+    return json.dumps({**ANSWER, "siblings": [small, {**large, **changes}]}).encode()
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    with Hub(tmp_path_factory.mktemp("hub")) as running:
+        listing = running.root / "api/models" / REPO / "revision/main"
+        listing.parent.mkdir(parents=True)
+        listing.write_text(json.dumps(ANSWER))
+        yield running
+
+
+@settings(max_examples=250)
+@given(answer=answers() | st.sampled_from(BOMBS))
+@example(answer=odd(size=-1))
+@example(answer=odd(size=2**80))
+@example(answer=odd(size="5000"))
+@example(answer=odd(size=True))
+@example(answer=odd(size=5000.0))
+@example(answer=odd(lfs={"sha256": "d" * 63, "size": 5000, "pointerSize": 130}))
+@example(answer=odd(lfs={"sha256": None, "size": 5000, "pointerSize": 130}))
+@example(answer=odd(lfs={"size": 5000}))
+@example(answer=odd(lfs=[]))
+@example(answer=odd(blobId=7, lfs=None))
+@example(answer=odd(rfilename="../../etc/passwd"))
+@example(answer=odd(rfilename="/etc/passwd"))
+@example(answer=odd(rfilename=None))
+@example(answer=odd(rfilename="a\x1b[2Jb", size=-1))
+@example(answer=odd(rfilename="config.json"))
+@example(answer=odd(rfilename="receipt.json"))
+@example(answer=json.dumps({**ANSWER, "sha": "main"}).encode())
+@example(answer=json.dumps({**ANSWER, "sha": 7}).encode())
+@example(answer=json.dumps({**ANSWER, "siblings": {"a": 1}}).encode())
+@example(answer=json.dumps({**ANSWER, "id": "other/repo"}).encode())
+def test_an_answer_is_a_valid_lock_or_one_line(hub: Hub, answer: bytes) -> None:
+    hub.fault = lambda handler, path, data: handler.serve(answer) or True
+    path = hub.root / "spark.lock.yml"
+    try:
+        found = lookup.look_up(hub.url, REPO, "main", None)
+    except LockError as error:
+        [problem] = error.problems
+        assert problem.where
+        assert problem.fix
+        assert len(problem.line) < 600
+        assert re.fullmatch(r"[^\n]+", problem.line)
+        assert problem.line.isprintable()
+        return
+    # What is taken is a lock that can be read again, word for word.
+    write_lock(path, Lock.of([found]))
+    assert read_lock(path).sources == {REPO: found}
+    assert all(type(file.size_bytes) is int for file in found.files)
+    assert len({file.path for file in found.files}) == len(found.files)
+    assert not any(Path(file.path).is_absolute() or ".." in file.path for file in found.files)
+
+
+def hang_up(handler: Any) -> None:
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def say_nothing(handler: Any) -> None:
+    time.sleep(1)
+
+
+def say_too_little(handler: Any) -> None:
+    handler.answer(200, b"{", announced=5000)
+    hang_up(handler)
+
+
+def refuse_with_escapes(handler: Any) -> None:
+    handler.answer(500, b"\x1b[2J", {"X-Error-Message": "over\x1b[2Jhere"})
+
+
+@pytest.mark.parametrize("act", [hang_up, say_nothing, say_too_little, refuse_with_escapes])
+def test_a_hub_that_ends_in_the_middle_is_one_line(
+    hub: Hub, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "_TIMEOUT_S", 0.3)
+    hub.fault = lambda handler, path, data: act(handler) or True
+    with pytest.raises(LockError, match="the hub cannot be asked: ") as caught:
+        lookup.look_up(hub.url, REPO, "main", None)
+    [problem] = caught.value.problems
+    assert problem.line.isprintable()
