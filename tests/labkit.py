@@ -314,6 +314,19 @@ class Site:
             document = {"unreadable": text}
         return Run(process.returncode, document, stderr, time.monotonic() - began, silence)
 
+    def bootstrap(self, name: str) -> Run:
+        """Make a key login of a guest's password login, as one who has compared its host key."""
+        about = next(guest for guest in info()["guests"] if guest["name"] == name)
+        password, host_keys = self.root / "password", self.root / "host_keys"
+        password.touch(mode=0o600)
+        password.write_text(about["password"] + "\n")
+        host_keys.write_text(f"{about['ip']} {about['host_key']}\n")
+        given = {
+            "SPARK_BOOTSTRAP_PASSWORD_FILE": str(password),
+            "SPARK_BOOTSTRAP_HOST_KEYS_FILE": str(host_keys),
+        }
+        return self.deploy(deploy="deploys/bootstrap.py", env=given)
+
     def look_command(self, command: str, *arguments: str) -> list[str]:
         """Return the ``spark-deploy`` command line a user types; it only looks."""
         return [

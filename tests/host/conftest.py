@@ -56,17 +56,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     site = Site(root, hosts=[FIRST, SECOND])
     site.choose(**USUAL)
     looks = look_at_bare_hosts(site)
-    password = root / "password"
-    password.touch(mode=0o600)
-    bootstrap_guest = next(guest for guest in info()["guests"] if guest["name"] == SECOND)
-    password.write_text(bootstrap_guest["password"] + "\n")
-    host_keys = root / "host_keys"
-    host_keys.write_text(f"{bootstrap_guest['ip']} {bootstrap_guest['host_key']}\n")
-    given = {
-        "SPARK_BOOTSTRAP_PASSWORD_FILE": str(password),
-        "SPARK_BOOTSTRAP_HOST_KEYS_FILE": str(host_keys),
-    }
-    bootstrapped = site.deploy(deploy="deploys/bootstrap.py", env=given)
+    bootstrapped = site.bootstrap(SECOND)
     assert bootstrapped.exit_code == 0, bootstrapped.stderr[-4000:]
     bare = Bare(*looks, site.deploy(dry=True))
     first = site.deploy()

@@ -12,7 +12,7 @@ import yaml
 from lab import flavour
 from lab.flavour import Flavour
 from tests.host.belongings import Belongings, changes, look
-from tests.labkit import SPARE, Guest, Site, guest_named, info, lab
+from tests.labkit import SPARE, Guest, Site, guest_named, lab
 from tests.runs import Run
 
 NAME = SPARE[0]
@@ -66,13 +66,7 @@ def theirs(
     root: Path = tmp_path_factory.mktemp("site")
     site = site_of(root, [NAME], chosen)
     doctor_new = "".join(site.tool("doctor")[1])
-    password = root / "password"
-    password.touch(mode=0o600)
-    about = next(guest for guest in info()["guests"] if guest["name"] == NAME)
-    password.write_text(about["password"] + "\n")
-    bootstrapped = site.deploy(
-        deploy="deploys/bootstrap.py", env={"SPARK_BOOTSTRAP_PASSWORD_FILE": str(password)}
-    )
+    bootstrapped = site.bootstrap(NAME)
     assert bootstrapped.exit_code == 0, bootstrapped.stderr[-4000:]
     doctor_ready = site.tool("doctor")
     first = site.deploy()
