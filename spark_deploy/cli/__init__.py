@@ -11,6 +11,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "plan": "print what a deploy would make of each host; no host is touched",
     "lock": "look up the commits and digests behind the names in use and write them down",
+    "inspect": "print what a repository holds and which models it would do for, by headers alone",
     "manifest": "list everything of ours on each host, by its own word",
     "status": "show what each host serves, how well it is proven and what differs from the plan",
     "doctor": "look at hosts without changing them and say what speaks against a deploy",
@@ -23,7 +24,7 @@ COMMANDS = {
     "connect": "show how to talk to each server: URL, model name, key; no host is touched",
 }
 # What they take beside hosts stands in their own modules.
-_WITH_OPTIONS = ("bench", "logs", "top", "uninstall")
+_WITH_OPTIONS = ("bench", "inspect", "logs", "top", "uninstall")
 _HOST_COMMANDS = {"status", "doctor", "stop", "start", "manifest"}
 
 
@@ -59,6 +60,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        if name in _WITH_OPTIONS and name in words:  # imports may open sockets: see main
+            importlib.import_module(f"spark_deploy.cli.{name}").add_options(command)
         _hosts(command)
         if name == "plan":
             command.add_argument(
@@ -66,8 +69,6 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
                 action="store_true",
                 help="ask no hub: sizes from the architecture, identities left open",
             )
-        if name in _WITH_OPTIONS and name in words:  # imports may open sockets: see main
-            importlib.import_module(f"spark_deploy.cli.{name}").add_options(command)
         if name == "manifest":
             command.add_argument(
                 "--planned", action="store_true", help="what a deploy would own; asks no host"

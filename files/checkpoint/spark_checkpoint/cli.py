@@ -20,6 +20,7 @@ from spark_contract.orders import RECIPE_VERSION, BuildPlan, FetchPlan, Wire
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputRefused, TransferFailed
 from spark_checkpoint.inspect.discard import discard
+from spark_checkpoint.inspect.fits import fits
 from spark_checkpoint.inspect.held import hold
 from spark_checkpoint.inspect.inspection import hold_against, open_subject, report, text_of
 from spark_checkpoint.progress import Progress, note
@@ -99,17 +100,22 @@ def _look(arguments: argparse.Namespace) -> int:
         print(json.dumps(plain(hold(subject, read_build_plan(arguments.plan)))), flush=True)
         return 0
     data = report(subject)
-    print(json.dumps(data, indent=2) if arguments.json else text_of(data), flush=True)
+    data["against"] = [fits(subject, read_build_plan(path)) for path in arguments.against]
+    text = json.dumps(data, indent=2) if arguments.json else _printable(text_of(data))
+    print(text, flush=True)
     if arguments.plan is not None:
         note(f"{subject.place}: {hold_against(subject, read_build_plan(arguments.plan))}")
     return 0
 
 
 def _fail(message: str, code: int) -> int:
-    # Names are other people's: none of them moves a terminal's cursor.
-    line = "".join(sign if sign.isprintable() else "?" for sign in " ".join(message.split()))
-    print(ERROR + line, file=sys.stderr, flush=True)
+    print(ERROR + _printable(" ".join(message.split())), file=sys.stderr, flush=True)
     return code
+
+
+def _printable(text: str) -> str:
+    """Return a text with names in it that are other people's: none moves a terminal's cursor."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -152,6 +158,10 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("inspect", help="print what a tree or repository holds")
     _place(one)
     one.add_argument("--plan", type=Path, help="PLAN.json to hold the names against")
+    one.add_argument(
+        "--against", type=Path, action="append", default=[], metavar="PLAN.json",
+        help="say as which part it fits into this plan; may be given often",
+    )  # fmt: skip
     one.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

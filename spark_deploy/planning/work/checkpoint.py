@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from spark_contract.documents import plain
 from spark_contract.orders import RECIPE_VERSION, Base, BuildPlan, DonorShape, DonorUrl
@@ -97,7 +98,7 @@ def _order(
 
     The name carries no profile: profiles that want the same tree share one.
     """
-    tensors, hub, downloads = model.tensors, settings.hub, settings.downloads
+    hub, downloads = settings.hub, settings.downloads
     order = BuildPlan(
         digest="0" * 64,
         recipe_version=RECIPE_VERSION,
@@ -112,14 +113,7 @@ def _order(
         )
         if donor
         else None,
-        swap=tensors.swap,
-        block_shape=tensors.block_shape,
-        base_tensors=tensors.base,
-        donor_unmatched=tensors.donor_unmatched,
-        donor_shapes=tuple(
-            DonorShape(part.modules, part.weight, part.scale) for part in tensors.donor_shapes
-        ),
-        mtp_tensors=tensors.mtp,
+        **exact_sets(model),
         shared_experts=profile.shared_experts,
         head=profile.checkpoint_head,
         layout=profile.layout,
@@ -135,6 +129,21 @@ def _order(
         }
     )
     return replace(order, digest=digest, out=f"{order.out}-{digest[:12]}")
+
+
+def exact_sets(model: Model) -> dict[str, Any]:
+    """Return what an order says of a model's names and shapes."""
+    tensors = model.tensors
+    return {
+        "swap": tensors.swap,
+        "block_shape": tensors.block_shape,
+        "base_tensors": tensors.base,
+        "donor_unmatched": tensors.donor_unmatched,
+        "donor_shapes": tuple(
+            DonorShape(part.modules, part.weight, part.scale) for part in tensors.donor_shapes
+        ),
+        "mtp_tensors": tensors.mtp,
+    }
 
 
 def output_bytes(model: Model, profile: Profile, base_bytes: int) -> int:

@@ -212,17 +212,19 @@ def test_whatever_a_hub_answers_there_is_one_line_and_no_traceback(stage, data):
         answer = data.draw(changed_in_one_place(real) | BOMBS)
     odd = f"/{target.relative_to(hub.root)}"
     hub.fault = lambda handler, path, _: path == odd and (handler.serve(answer) or True)
-    said, told = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(told):
-        code = cli.main(["hold", str(plan), PLACE, "--endpoint", hub.url])
-    lines = said.getvalue().splitlines()
-    if code == 0:
-        assert lines == []
-        assert set(json.loads(told.getvalue())) >= {"base", "donor"}
-    else:
-        assert code in (2, 3, 4)
-        assert len(lines) == 1
-        assert re.fullmatch(r"error: \S.*: .+; fix: .+", lines[0])
-        assert lines[0].isprintable()
-        assert len(lines[0]) < 2000
-        assert told.getvalue() == ""
+    for command in (["hold", str(plan), PLACE], ["inspect", PLACE, "--against", str(plan)]):
+        said, told = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(told):
+            code = cli.main([*command, "--endpoint", hub.url])
+        lines = said.getvalue().splitlines()
+        assert all(line.isprintable() for line in told.getvalue().splitlines())
+        if code == 0:
+            assert lines == []
+            assert told.getvalue() != ""
+        else:
+            assert code in (2, 3, 4)
+            assert len(lines) == 1
+            assert re.fullmatch(r"error: \S.*: .+; fix: .+", lines[0])
+            assert lines[0].isprintable()
+            assert len(lines[0]) < 2000
+            assert told.getvalue() == ""

@@ -16,7 +16,7 @@ from spark_contract.patterns import expand_all
 from spark_checkpoint.errors import GateRefused, InputRefused
 from spark_checkpoint.format.groups import groups
 from spark_checkpoint.format.header import Header, read_header
-from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, read_index, read_json
+from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, files_of, read_index, read_json
 from spark_checkpoint.inspect.anatomy import (
     examine,
     plain_name,
@@ -31,6 +31,9 @@ from spark_checkpoint.verify.verify import read_receipt_line
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _REPOSITORY = re.compile(r"([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(?:@([A-Za-z0-9._-]+))?")
 _SMALL_BYTES = 64 << 20
+# Of a quantization_config, what says how weights are stored.
+_QUANTIZATION = frozenset({"quant_method", "bits", "group_size", "sym", "data_type", "fmt",
+                           "packing_format", "activation_scheme", "weight_block_size"})  # fmt: skip
 # What a tree of a plan is called, by what replaces its shared experts.
 _KINDS = {
     "fp8-donor": "hybrid",
@@ -50,6 +53,7 @@ class Subject:
     index: Mapping[str, str] | None
     config: Mapping[str, Any]
     receipt: str
+    files: Mapping[str, int | None]  # sizes, of repositories as the hub says them
     received_bytes: int = 0  # over the network
 
 
@@ -98,15 +102,30 @@ def report(subject: Subject) -> dict[str, Any]:
         "unknown_to_shards": groups(found.unknown_to_shards),
         "fp8_weights_without_scales": groups(scales_missing(found)),
         "block_name_to_quantize": quantization.get("block_name_to_quantize"),
+        "quantization": {
+            key: value
+            for key, value in quantization.items()
+            if key in _QUANTIZATION and isinstance(value, str | int | float)
+        },
+        "files": [
+            {
+                "path": path,
+                "bytes": size,
+                "tensors": len(subject.shards[path].tensors) if path in subject.shards else None,
+            }
+            for path, size in sorted(subject.files.items())
+        ],
     }
 
 
 def text_of(data: Mapping[str, Any]) -> str:
     """Lay the report out for a person."""
+    stated = ", ".join(f"{key} {value}" for key, value in data["quantization"].items())
     lines = [
         f"{data['place']}",
         f"  model      {data['model'] or 'config.json names no type'}",
         f"  recipe     {data['recipe']}",
+        f"  quantised  {stated or 'config.json says nothing of it'}",
         f"  receipt    {data['receipt']}",
         f"  layers     {data['layers']} ({data['linear_layers']} linear attention), "
         f"{data['experts']} experts, hidden {data['hidden']}",
@@ -128,7 +147,26 @@ def text_of(data: Mapping[str, Any]) -> str:
         "fp8_weights_without_scales": "FP8 weights without block scales",
     }
     found = [f"  {text}: {data[key]}" for key, text in remarks.items() if data[key]]
-    return "\n".join(lines + (["", *found] if found else []))
+    lines += ["", *found] if found else []
+    lines += ["", f"  {'file':<50}{'tensors':>10}{'bytes':>18}"]
+    lines += [
+        f"  {row['path']:<50}{_counted(row['tensors']):>10}{_counted(row['bytes']):>18}"
+        for row in data["files"]
+    ]
+    if data.get("against"):
+        lines += ["", f"  {'held against':<24}{'as':<10}"]
+        # What fits comes first; the groups of names that differ stand in the JSON.
+        rows = sorted(data["against"], key=lambda row: not row["fits"])
+        lines += [
+            f"  {row['plan']:<24}{row['part']:<10}{'fits: ' if row['fits'] else 'no: '}"
+            f"{row['why'].split(' (')[0]}"
+            for row in rows
+        ]
+    return "\n".join(lines)
+
+
+def _counted(number: int | None) -> str:
+    return "-" if number is None else str(number)
 
 
 def hold_against(subject: Subject, plan: BuildPlan) -> str:
@@ -175,12 +213,14 @@ def _open_directory(directory: Path) -> Subject:
         index=read_index(directory),
         config=read_json(config) if config.exists() else {},
         receipt=read_receipt_line(directory),
+        files={name: (directory / name).stat().st_size for name in files_of(directory)},
     )
 
 
 def _open_repository(endpoint: str, name: str, revision: str, wire: Wire) -> Subject:
     files = UrlFiles(f"{endpoint}/{name}/resolve/{revision}/", wire)
-    listing = files.small_json(f"{endpoint}/api/models/{name}/revision/{revision}", _SMALL_BYTES)
+    about = f"{endpoint}/api/models/{name}/revision/{revision}?blobs=true"
+    listing = files.small_json(about, _SMALL_BYTES)
     commit = str(listing.get("sha") or revision)
     # From here on the commit: a push in between must not mix two trees.
     files = UrlFiles(f"{endpoint}/{name}/resolve/{commit}/", wire)
@@ -200,18 +240,20 @@ def _open_repository(endpoint: str, name: str, revision: str, wire: Wire) -> Sub
         index=index,
         config=config,
         receipt=f"none (read {files.transport.received_bytes} bytes of headers)",
+        files=present,
         received_bytes=files.transport.received_bytes,
     )
 
 
-def _listed(listing: Mapping[str, Any], name: str) -> list[str]:
-    """Return the paths a hub's answer lists."""
+def _listed(listing: Mapping[str, Any], name: str) -> dict[str, int | None]:
+    """Return the files a hub's answer lists, with the sizes it says."""
     siblings = listing.get("siblings")
     if isinstance(siblings, list):
-        paths = [item.get("rfilename") for item in siblings if isinstance(item, dict)]
-        found = [path for path in paths if isinstance(path, str)]
+        items = [item for item in siblings if isinstance(item, dict)]
+        sizes = {item.get("rfilename"): item.get("size") for item in items}
+        found = {path: size for path, size in sizes.items() if isinstance(path, str)}
         if len(found) == len(siblings):
-            return found
+            return {path: size if type(size) is int else None for path, size in found.items()}
     raise GateRefused(
         name, "has no list of files in the hub's answer", "check the endpoint and the repository"
     )

@@ -1,0 +1,58 @@
+"""``spark-deploy inspect``: what a repository holds, and which models of the catalog it is for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from spark_contract.documents import text_of
+from spark_contract.orders import WITH_DONOR, Base, BuildPlan, DonorDir, Scheme
+
+from spark_deploy.catalog.model import Model
+from spark_deploy.cli.hosts import listed
+from spark_deploy.lockfile.names import workplace
+from spark_deploy.planning.work.checkpoint import exact_sets
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Declare what this command takes beside an inventory."""
+    command.add_argument("place", metavar="ORG/NAME[@REVISION]")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the headers of a repository say; no byte of its weights is read."""
+    # Hosts of an inventory may differ in hub and catalog: the first one's are asked.
+    host = listed(options)[0]
+    with workplace(host.settings.settings.hub) as builder:
+        words = ["--json"] if options.json else []
+        for model in host.catalog.models.values():
+            for order in _orders(model):
+                name = f"{model.name}.{order.shared_experts}.json"
+                (builder.folder / name).write_text(text_of(order), encoding="utf-8")
+                words += ["--against", name]
+        print(builder.ask("inspect", *words, options.place), end="")
+    return 0
+
+
+def _orders(model: Model) -> Iterator[BuildPlan]:
+    """Yield an order for each part that a repository could be of a model."""
+    yield _order(model, "keep")
+    if model.sources.hybrid is not None:
+        yield _order(model, "fp8-base")
+    if model.sources.donor is not None:
+        yield _order(model, "fp8-donor")
+
+
+def _order(model: Model, scheme: Scheme) -> BuildPlan:
+    return BuildPlan(
+        digest="0" * 64,
+        name=model.name,
+        base=Base("/base", None),
+        donor=DonorDir("/donor") if scheme in WITH_DONOR else None,
+        **exact_sets(model),
+        shared_experts=scheme,
+        head="keep",
+        layout="full",
+        out=f"/tree/{model.name}",
+        extra={},
+    )

@@ -1,0 +1,136 @@
+"""``spark-deploy inspect``: a repository for people, by its headers, and what the catalog says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli import main
+from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.lockfile.hub_trees import (
+    BASE,
+    CATALOG,
+    DONOR,
+    TENSORS,
+    base_entries,
+    donor_entries,
+    write_repository,
+)
+
+# Models that are lab-tiny by their names and shapes.
+TINY = {name for name, model in CATALOG.models.items() if model.tensors == TENSORS}
+
+
+@pytest.fixture
+def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an inventory that names the hub."""
+    (tmp_path / "here/group_vars").mkdir(parents=True)
+    (tmp_path / "here/group_vars/lab.yml").write_text(f"hub: {{endpoint: '{hub.url}'}}\n")
+    (tmp_path / "here/inventory.py").write_text(
+        f"import sys as _sys; _sys.path.insert(0, {str(CHECKOUT)!r})\n"
+        "from spark_deploy.inventory.groups import group_from as _group_from\n"
+        'lab = _group_from("lab", hosts=["spark-1"], file=__file__)\n'
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def verdicts(capsys: pytest.CaptureFixture[str], place: str) -> dict[tuple[str, str], str | None]:
+    """Return model and part → why a repository does not fit, None where it does."""
+    assert main(["inspect", place, "inventory.py", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["against"]
+    return {(row["plan"], row["part"]): None if row["fits"] else row["why"] for row in rows}
+
+
+def fitting(found: dict[tuple[str, str], str | None]) -> set[tuple[str, str]]:
+    return {key for key, why in found.items() if why is None}
+
+
+def test_every_part_of_every_model_is_held_against_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {
+        (name, part)
+        for name, model in CATALOG.models.items()
+        for part in ("base", "donor", "hybrid")
+        if getattr(model.sources, part) is not None
+    }
+    as_base, as_donor = verdicts(capsys, BASE), verdicts(capsys, DONOR)
+    assert set(as_base) == set(as_donor) == parts
+    assert fitting(as_base) == {(name, "base") for name in TINY}
+    assert fitting(as_donor) == {(name, "donor") for name in TINY}
+    assert "another number of experts or layers" in as_base["qwen3.5-122b", "base"]
+
+
+def test_a_hybrid_is_the_base_with_the_donors_experts(
+    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fp8 = {name: one for name, one in donor_entries().items() if ".shared_expert." in name}
+    swapped = {name: one for name, one in fp8.items() if name.startswith("model.")}
+    write_repository(hub.root, "lab/hybrid", {**base_entries(), **swapped}, commit="4" * 40)
+    found = verdicts(capsys, "lab/hybrid@main")
+    assert fitting(found) == {(name, "hybrid") for name in TINY}
+
+
+def test_a_person_sees_files_kinds_sizes_quantisation_and_what_fits(
+    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", BASE, "inventory.py"]) == 0
+    text = capsys.readouterr().out
+    tree = next((hub.root / BASE).rglob("config.json")).parent
+    for path in tree.iterdir():
+        size = path.stat().st_size
+        assert re.search(rf"^  {re.escape(path.name)} +(\d+|-) +{size}$", text, re.MULTILINE)
+    assert re.search(r"^  routed experts +I32 +\d+ +\d+$", text, re.MULTILINE)
+    assert "  quantised  quant_method auto-round, bits 4\n" in text
+    assert re.search(r"^  lab-tiny +base +fits: the plan's base$", text, re.MULTILINE)
+    assert re.search(r"^  lab-tiny +donor +no: donor weights and scales: ", text, re.MULTILINE)
+    shards = [(p, h["Range"]) for p, h, _ in hub.requests if p.endswith(".safetensors")]
+    for path, wanted in shards:
+        data = (hub.root / path.lstrip("/")).read_bytes()
+        assert int(wanted.rpartition("-")[2]) < 8 + int.from_bytes(data[:8], "little")
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ("lab/none", "the server answers 404"),
+        (f"{BASE}@v9", "the server answers 404"),
+        ("no repository", "is neither a directory nor org/name"),
+        ("--help-me", None),
+    ],
+)
+def test_what_cannot_be_inspected_is_one_problem_with_a_way_out(
+    here: Path, capsys: pytest.CaptureFixture[str], place: str, what: str | None
+) -> None:
+    if what is None:
+        with pytest.raises(SystemExit) as ended:
+            main(["inspect", place, "inventory.py"])
+        assert ended.value.code == 2
+        return
+    assert main(["inspect", place, "inventory.py"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert what in said.err
+    assert said.err.count("\n  fix: ") == 1
+    assert "Traceback" not in said.err
+
+
+def test_names_in_a_repository_do_not_move_the_cursor(
+    hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = {**base_entries(), "\x1b[2Jmodel.\x07weight": ("BF16", (1,))}
+    tree = write_repository(hub.root, "lab/odd", entries, commit="5" * 40)
+    (tree / "a\x1b[31mb.txt").write_text("x")
+    for listing in (hub.root / "api/models/lab/odd/revision").iterdir():
+        told = json.loads(listing.read_text())
+        told["siblings"].append({"rfilename": "a\x1b[31mb.txt", "size": -7})
+        listing.write_text(json.dumps(told))
+    assert main(["inspect", "lab/odd", "inventory.py"]) == 0
+    text = capsys.readouterr().out
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "a?[31mb.txt" in text
