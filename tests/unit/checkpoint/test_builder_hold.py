@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spark_checkpoint import cli
 
+from tests.unit.hostile import hostile
+
 DONOR_COMMIT = "d" * 40
 PLACE = f"lab/base@{BASE_COMMIT}"
 
@@ -146,35 +148,6 @@ def test_a_hub_that_does_not_answer_is_another_failure_than_wrong_names(scene):
 
 # --- hubs that answer anything ------------------------------------------------------------------
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-BOMBS = st.sampled_from(
-    [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"1e999", b"", b"\xff\xfe", b"null", b"{}"]
-)
-
-
-@st.composite
-def changed_in_one_place(draw, data):
-    """Return a document with one of its values, at any depth, replaced by anything or gone."""
-    document = json.loads(data)
-    place = document
-    for _ in range(4):
-        keys = list(place) if isinstance(place, dict) else range(len(place))
-        key = draw(st.sampled_from(keys))
-        if not isinstance(place[key], dict | list) or not place[key] or draw(st.booleans()):
-            break
-        place = place[key]
-    if draw(st.booleans()):
-        place[key] = draw(JSON)
-    else:
-        del place[key]
-    return json.dumps(document).encode()
-
 
 def odd_header(draw, data):
     """Return a shard whose header lies: of its length, or of what is in it."""
@@ -183,7 +156,7 @@ def odd_header(draw, data):
     if draw(st.booleans()):
         lie = draw(st.sampled_from([0, 1, length - 1, length + 1, 10**8, 2**63, 2**64 - 1]))
         return lie.to_bytes(8, "little") + raw + rest
-    raw = draw(changed_in_one_place(raw) | BOMBS)
+    raw = draw(hostile(raw))
     return len(raw).to_bytes(8, "little") + raw + rest
 
 
@@ -209,7 +182,7 @@ def test_whatever_a_hub_answers_there_is_one_line_and_no_traceback(stage, data):
     if target.suffix == ".safetensors":
         answer = odd_header(data.draw, real)
     else:
-        answer = data.draw(changed_in_one_place(real) | BOMBS)
+        answer = data.draw(hostile(real))
     odd = f"/{target.relative_to(hub.root)}"
     hub.fault = lambda handler, path, _: path == odd and (handler.serve(answer) or True)
     for command in (["hold", str(plan), PLACE], ["inspect", PLACE, "--against", str(plan)]):

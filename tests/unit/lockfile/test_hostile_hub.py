@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile import hub as lookup
 from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.types import Lock
 from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.hostile import hostile
 
 REPO = "lab/tiny"
 ANSWER: dict[str, Any] = {
@@ -38,32 +38,6 @@ ANSWER: dict[str, Any] = {
     "lastModified": "2026-01-01T00:00:00.000Z",
     "safetensors": {"parameters": {"BF16": 1}, "total": 1},
 }
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=6),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
-BOMBS = (b"", b"null", b"[]", b"{}", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"\xff\xfe")
-
-
-@st.composite
-def answers(draw: st.DrawFn) -> bytes:
-    """Return the answer with one of its values, at any depth, replaced by anything or gone."""
-    document = json.loads(json.dumps(ANSWER))
-    place: Any = document
-    while True:
-        keys = list(place) if isinstance(place, dict) else range(len(place))
-        key = draw(st.sampled_from(keys))
-        if not isinstance(place[key], dict | list) or not place[key] or draw(st.booleans()):
-            break
-        place = place[key]
-    if draw(st.booleans()):
-        place[key] = draw(ANYTHING)
-    else:
-        del place[key]
-    return json.dumps(document).encode()
 
 
 def odd(**changes: Any) -> bytes:
@@ -82,7 +56,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 @settings(max_examples=250)
-@given(answer=answers() | st.sampled_from(BOMBS))
+@given(answer=hostile(json.dumps(ANSWER).encode()))
 @example(answer=odd(size=-1))
 @example(answer=odd(size=2**80))
 @example(answer=odd(size="5000"))
