@@ -11,8 +11,6 @@ from tests.faults.bench import HOST
 from tests.host.conftest import Fleet
 from tests.labkit import lab
 
-pytestmark = pytest.mark.gate
-
 # Every change of release that was tried, also one tried again under the same name.
 SWITCHES = "find /var/lib/spark/switch -printf '%p %s %T@\\n' | sort"
 
