@@ -250,8 +250,8 @@ def _listed(listing: Mapping[str, Any], name: str) -> dict[str, int | None]:
     siblings = listing.get("siblings")
     if isinstance(siblings, list):
         items = [item for item in siblings if isinstance(item, dict)]
-        sizes = {item.get("rfilename"): item.get("size") for item in items}
-        found = {path: size for path, size in sizes.items() if isinstance(path, str)}
+        listed = [(item.get("rfilename"), item.get("size")) for item in items]
+        found = {path: size for path, size in listed if isinstance(path, str)}
         if len(found) == len(siblings):
             return {path: size if type(size) is int else None for path, size in found.items()}
     raise GateRefused(
