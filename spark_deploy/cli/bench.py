@@ -14,7 +14,7 @@ from spark_contract.documents import DocumentError, parse, plain, text_of
 from spark_deploy.bench import benchy, host, markdown, page, seeds
 from spark_deploy.bench.client import Endpoint
 from spark_deploy.bench.result import BenchResult, Cell
-from spark_deploy.cli.connect import connection_of, ssh_command
+from spark_deploy.cli.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.errors import SparkError
 from spark_deploy.planning.serving.gateway import SERVICE
@@ -87,8 +87,7 @@ def _read(path: Path) -> BenchResult:
 def measured(one: Listed, options: argparse.Namespace, began: str, raw: Path) -> BenchResult:
     """Measure one host; what llama-benchy writes of it goes to ``raw``."""
     connection = connection_of(one)
-    local = one.name.startswith("@")
-    login = host.Login(one.name, () if local else tuple(ssh_command(one)), bool(one.data["_sudo"]))
+    login = login_of(one)
     served, context_tokens = host.served_by(login, SERVICE)
     key = login.told(f"cat {connection.key_path}").strip()
     wanted = options.protocol or ["seeds", "llama-benchy"]

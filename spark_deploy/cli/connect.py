@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pyinfra.api.host import Host
 
+from spark_deploy.bench.host import Login
 from spark_deploy.cli.hosts import Listed, answer, listed, say
 from spark_deploy.cli.looking import look
 from spark_deploy.facts.service.gateway import TailnetAddress
@@ -116,6 +117,12 @@ def _best(plan: GatewayPlan) -> tuple[str, str]:
         if plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
         else urls[-1]
     )
+
+
+def login_of(host: Listed) -> Login:
+    """Return how commands of ours run on a host: here, or over ssh."""
+    local = host.name.startswith("@")
+    return Login(host.name, () if local else tuple(ssh_command(host)), bool(host.data["_sudo"]))
 
 
 def ssh_command(host: Listed) -> list[str]:

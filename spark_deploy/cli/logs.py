@@ -13,8 +13,7 @@ from datetime import datetime
 
 from spark_contract.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
 
-from spark_deploy.bench.host import Login
-from spark_deploy.cli.connect import ssh_command
+from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.hosts import listed, say
 
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
@@ -43,13 +42,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the journals of the chosen hosts, merged by time; 1 when one could not be read."""
-    logins = [
-        Login(
-            one.name, () if one.name.startswith("@") else tuple(ssh_command(one)),
-            bool(one.data["_sudo"]),
-        )
-        for one in listed(options)
-    ]  # fmt: skip
+    logins = [login_of(one) for one in listed(options)]
     script = journal(options.lines, follow=options.follow)
     readers = [
         (login.name, subprocess.Popen(

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from spark_contract.paths import RUN_DIR
 
 from spark_deploy.bench.host import Login
-from spark_deploy.cli.connect import ssh_command
+from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.hosts import listed, say
 from spark_deploy.planning.serving.gateway import SERVICE
 
@@ -71,13 +71,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show the chosen hosts until somebody ends it; 1 when one could not be asked."""
-    logins = [
-        Login(
-            one.name, () if one.name.startswith("@") else tuple(ssh_command(one)),
-            bool(one.data["_sudo"]),
-        )
-        for one in listed(options)
-    ]  # fmt: skip
+    logins = [login_of(one) for one in listed(options)]
     seen: dict[str, list[Look]] = {login.name: [] for login in logins}
     processes = [_follow(login, seen[login.name]) for login in logins]
     try:

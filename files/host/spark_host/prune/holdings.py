@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from spark_contract import receipts
+from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
 from spark_contract.job import ImageProof, Job, JobRun
 from spark_contract.paths import Paths
@@ -170,3 +171,14 @@ def _ran(digest12: str, paths: Paths) -> bool:
     """Tell a job that did the work from one that found it done."""
     last = disk.read(JobRun, paths.job(digest12) / jobs.STATUS)
     return last is not None and last.started_at is not None
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a directory; it is renamed first, so that what is cut short looks whole to nobody."""
+    aside = path
+    if not path.name.endswith(PRUNED):
+        aside = path.with_name(f".{path.name.lstrip('.')}{PRUNED}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        files.sync_directory(path.parent)
+    shutil.rmtree(aside)

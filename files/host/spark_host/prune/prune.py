@@ -22,7 +22,7 @@ from spark_contract.records import Stopped
 from spark_contract.release import service_of
 
 from spark_host.prune import holdings
-from spark_host.prune.holdings import PRUNED, Folder, Image
+from spark_host.prune.holdings import Folder, Image
 from spark_host.records import boot
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
@@ -200,7 +200,7 @@ def remove(going: Going, paths: Paths) -> list[str]:
     for name in going.releases:
         _remove_release(name, paths)
     for folder in going.folders:
-        _remove_folder(folder.path)
+        holdings.remove_folder(folder.path)
     for image in reversed(going.images):
         said = docker.client("rmi", image.reference, timeout_s=600)
         if said.returncode != 0 and "No such image" not in said.stderr:
@@ -210,16 +210,6 @@ def remove(going: Going, paths: Paths) -> list[str]:
         shutil.rmtree(paths.units / f"{units.JOB.of(name)}.d", ignore_errors=True)
     systemd.systemctl("daemon-reload")
     return problems
-
-
-def _remove_folder(path: Path) -> None:
-    aside = path
-    if not path.name.endswith(PRUNED):
-        aside = path.with_name(f".{path.name.lstrip('.')}{PRUNED}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        files.sync_directory(path.parent)
-    shutil.rmtree(aside)
 
 
 def _remove_release(name: str, paths: Paths) -> None:

@@ -15,7 +15,7 @@ from spark_contract.keep import Ours, Thing, Wanted
 from spark_contract.paths import Paths
 from spark_contract.release import service_of
 
-from spark_host.prune.holdings import PRUNED
+from spark_host.prune import holdings
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
 from spark_host.system.log import answer
@@ -55,7 +55,9 @@ def _round(going: list[Thing], wanted: Wanted, paths: Paths) -> list[str]:
         "package": packages.remove,
     }
     each: dict[str, Callable[[str], None]] = {
-        **dict.fromkeys(("tree", "source", "cache"), _delete_tree),
+        **dict.fromkeys(
+            ("tree", "source", "cache"), lambda name: holdings.remove_folder(Path(name))
+        ),
         "container": docker.remove_container,
         "settings": lambda name: shared.restore(name, wanted, before, paths),
         "mask": lambda name: _systemctl("unmask", name),
@@ -95,15 +97,8 @@ def _images(references: list[str]) -> str:
     return ""
 
 
-def _delete_tree(name: str) -> None:
-    """Remove a tree; it is renamed first, so that what is cut short looks whole to nobody."""
-    path = aside = Path(name)
-    if not path.name.endswith(PRUNED):
-        aside = path.with_name(f".{path.name.lstrip('.')}{PRUNED}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        files.sync_directory(path.parent)
-    shutil.rmtree(aside)
+def _remove_tree(name: str) -> None:
+    holdings.remove_folder(Path(name))
 
 
 def _delete(name: str) -> None:
