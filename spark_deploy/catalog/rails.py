@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spark_deploy.documents.declare import Schema, needed
+from spark_deploy.documents.declare import Schema, needed, setting
 
 _COMPARISONS = {
     "is": {"description": "Equal to this value."},
@@ -67,6 +67,9 @@ class GuardRail:
         "measured: a result file of ours shows it; read: in source; reported: by others only."
     )
     source: str = needed("Where this is known from.")
+    may_be_overridden: bool = setting(
+        False, "Whether `override_rails` of a host may name a refusing rail; it warns then."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

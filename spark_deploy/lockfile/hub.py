@@ -18,6 +18,7 @@ from spark_contract.documents import DocumentError
 from spark_contract.orders import FetchFile
 
 from spark_deploy.errors import LockError
+from spark_deploy.lockfile.left_out import parted
 from spark_deploy.lockfile.types import LockedSource, SourceFile
 
 _TIMEOUT_S = 30
@@ -83,7 +84,10 @@ def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSour
     if len({file.path for file in files}) != len(files):
         raise _no_hub(where, "it names a file twice")
     files.sort(key=lambda file: file.path)
-    return LockedSource(repo, revision, info.sha, tuple(files))
+    kept, left_out = parted(where, files)
+    if not kept:
+        raise LockError.one(where, "it holds nothing that is fetched", "check the repository")
+    return LockedSource(repo, revision, info.sha, kept, left_out)
 
 
 def _file(

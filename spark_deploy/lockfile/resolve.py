@@ -89,6 +89,9 @@ def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource
     secret = read_secret(token, setting="hub.token") if token else None
     found = hub.look_up(settings.hub.endpoint, repo, revision, secret)
     say(f"  {repo}: {revision} is commit {found.commit[:12]}, {size(found.size_bytes)}")
+    if found.left_out:
+        first = next(iter(found.left_out.items()))
+        say(f"  {repo}: {len(found.left_out)} files are not fetched, {first[0]}: {first[1]}")
     return found
 
 

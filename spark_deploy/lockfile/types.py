@@ -38,7 +38,10 @@ class LockedSource:
     repo: SkipJsonSchema[str] = of_key()
     revision: str = needed("Branch or tag that was looked up.")
     commit: str = needed("Full commit.", pattern=_GIT_HASH)
-    files: tuple[SourceFile, ...] = needed("Every file of the commit.")
+    files: tuple[SourceFile, ...] = needed("Every file of the commit that is fetched.")
+    left_out: dict[str, str] = setting(
+        dict, "Files of the commit that are not fetched, by path, and why not."
+    )
 
     @property
     def size_bytes(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from spark_deploy.catalog.model import Model
@@ -13,7 +14,7 @@ from spark_deploy.catalog.rails import GuardRail, all_hold
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.planning.types import MemoryPlan
-from spark_deploy.settings.engine_options import DEVICE_OPTIONS, meaning, whole
+from spark_deploy.settings.engine_options import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
 from spark_deploy.settings.types import Settings
 
 _FORMAT_OPTIONS = ("quantization", "quantization-config", "hf-overrides")
@@ -24,6 +25,9 @@ _DRAFT_OPTIONS = {
     "spec-model": "model",
     "spec-tokens": "num_speculative_tokens",
 }
+# Each lets bytes that somebody sent or stored run as Python.
+_UNPICKLING = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+_LOCAL_SOCKETS = ("unix://", "fd://")
 # The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0013.
 _COUNTED_CACHE_AS_USED = 24
 # The first vLLM whose cached prefixes were asked with drafts: recall-prefixes.json.
@@ -83,8 +87,31 @@ def facts_of(
         "tree_needs_plugin": profile.tree_needs_plugin,
         "tree_repeats_names": model.sources.repeats_names and not builds_full,
         "plugins_by_environment": "VLLM_PLUGINS" in profile.environment,
+        "trust_remote_code": options.get("trust-remote-code") not in (None, False),
+        "code_by_option": _names_code(options),
+        "unpickles": any(
+            profile.environment.get(name, "0").strip().lower() not in ("", "0", "false")
+            for name in _UNPICKLING
+        ),
+        "docker_listens": _listens(settings.docker.daemon.get("hosts", ())),
         "old_runner": not profile.environment.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip(" 0"),
     }
+
+
+def _names_code(options: Mapping[str, Any]) -> bool:
+    """Tell whether an option names a class or a file of Python that the engine would run."""
+    compilation = _mapping(options.get("compilation-config"))
+    # A name with a dot in it is one of a module.
+    by_name = (options.get("distributed-executor-backend"), compilation.get("backend"))
+    return any(options.get(name) is not None for name in CODE_OPTIONS) or any(
+        "." in str(value or "") for value in by_name
+    )
+
+
+def _listens(hosts: Any) -> bool:
+    """Tell whether docker's daemon would take orders from others than this machine."""
+    addresses = hosts if isinstance(hosts, (list, tuple)) else (hosts,)
+    return any(not str(address).startswith(_LOCAL_SOCKETS) for address in addresses)
 
 
 def _minor_version(image: str) -> int | None:
@@ -124,22 +151,47 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def apply_rails(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the warnings, or raise one error with every refusal."""
+def apply_rails(
+    rails: Sequence[GuardRail],
+    facts: Mapping[str, Any],
+    overridden: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[str, ...]:
+    """Return the warnings, or raise one error with every refusal.
+
+    Args:
+        rails: the rules.
+        facts: of the planned release.
+        overridden: names of refusing rails that the owner of the host takes on, and why.
+    """
     _refuse_unknown(rails, facts)
     hits = [rail for rail in rails if all_hold(rail.applies, facts)]
-    refused = [
-        Problem(
-            f"model {facts['model']} with profile {facts['profile']}",
-            f"refused by guard rail {rail.rule}: {rail.reason} ({rail.source})",
-            rail.fix,
-        )
-        for rail in hits
-        if rail.effect == "refuse"
-    ]
+    refused = list(_no_overrides(rails, overridden))
+    warnings = []
+    for rail in hits:
+        if rail.effect == "warn":
+            warnings.append(f"{rail.rule}: {rail.reason}; {rail.fix} ({rail.source})")
+        elif rail.rule in overridden:
+            why = overridden[rail.rule]
+            warnings.append(f"{rail.rule} is overridden ({why}): {rail.reason} ({rail.source})")
+        else:
+            fix = f"{rail.fix}, or take it on: override_rails: {{{rail.rule}: WHY}}"
+            where = f"model {facts['model']} with profile {facts['profile']}"
+            what = f"refused by guard rail {rail.rule}: {rail.reason} ({rail.source})"
+            refused.append(Problem(where, what, fix if rail.may_be_overridden else rail.fix))
     if refused:
         raise PlanError(refused)
-    return tuple(f"{rail.rule}: {rail.reason}; {rail.fix} ({rail.source})" for rail in hits)
+    return tuple(warnings)
+
+
+def _no_overrides(rails: Sequence[GuardRail], overridden: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield each override of a rail that is not there, or that nobody may override."""
+    known = [rail.rule for rail in rails if rail.may_be_overridden]
+    for rule in sorted(set(overridden).difference(known)):
+        there = any(rail.rule == rule for rail in rails)
+        what = "is no rail that may be overridden" if there else "is no guard rail"
+        guess = closest(rule, known)
+        fix = f"did you mean {guess}?" if guess else f"these may: {', '.join(known)}"
+        yield Problem(f"override_rails: {rule}", what, fix)
 
 
 def _refuse_unknown(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> None:

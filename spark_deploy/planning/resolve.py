@@ -88,7 +88,8 @@ def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
     if missing_bytes(model, profile, settings) > 0:
         return None
     memory = plan_memory(model, profile, settings)
-    warnings = apply_rails(catalog.rails, facts_of(model, profile, memory, settings))
+    facts = facts_of(model, profile, memory, settings)
+    warnings = apply_rails(catalog.rails, facts, settings.override_rails)
     return Resolved(model, profile, settings, memory, warnings)
 
 

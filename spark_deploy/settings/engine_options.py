@@ -39,8 +39,21 @@ OWNED_OPTIONS = {
     "kv-transfer-config": "leave it out: beginnings would be found again by a way nobody ran here",
     "config": "write its options out: nobody would look at what a file sets",
 }
+# Options that name classes or files of Python for the engine to run.
+CODE_OPTIONS = (
+    "io-processor-plugin",
+    "logits-processors",
+    "middleware",
+    "model-class-overrides",
+    "reasoning-parser-plugin",
+    "scheduler-cls",
+    "tool-parser-plugin",
+    "worker-cls",
+    "worker-extension-cls",
+)
 # Options whose values the guard rails look at: free, but under their whole names only.
 JUDGED_OPTIONS = (
+    *CODE_OPTIONS,
     "additional-config",
     "attention-backend",
     "attention-config",
@@ -58,11 +71,13 @@ JUDGED_OPTIONS = (
     "pipeline-parallel-size",
     "prefill-context-parallel-size",
     "quantization-config",
+    "reasoning-parser",  # begins another one's name
     "spec-method",
     "spec-model",
     "spec-tokens",
     "speculative-config",
     "tensor-parallel-size",
+    "trust-remote-code",
 )
 # How many processes, each with a GPU of its own, the engine would start.
 DEVICE_OPTIONS = (

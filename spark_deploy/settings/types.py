@@ -151,6 +151,14 @@ class Settings:
         "GiB each may take; the engine gets that much less, beside memory.reserve_gib.",
         examples=[{"comfyui": 12}],
     )
+    override_rails: dict[
+        Annotated[str, about(pattern="^[a-z0-9-]+$")], Annotated[Text, about(minLength=8)]
+    ] = setting(
+        dict,
+        "Refusing guard rails that you take on for this host, by name, and why; the plan warns of "
+        "each. Only rails with `may_be_overridden: true` in catalog/guard_rails.yml.",
+        examples=[{"trust-remote-code": "the parser in our image was reviewed in November"}],
+    )
     base: BaseSettings = section(BaseSettings, heading="What a host gets")
     cuda: CudaSettings = section(CudaSettings)
     docker: DockerSettings = section(DockerSettings)

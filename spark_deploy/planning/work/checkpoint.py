@@ -13,6 +13,7 @@ from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import PlanError
+from spark_deploy.lockfile.left_out import why_left_out
 from spark_deploy.lockfile.types import Lock, LockedSource
 from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.planning.types import CheckpointPlan, SourcePlan
@@ -25,12 +26,20 @@ def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
     if found is None:
         fix = "run `spark-deploy lock`, or set locked: first-use"
         raise PlanError.one(f"lock: {repo}", f"revision {revision} is not locked", fix)
+    for file in found.files:
+        if why := why_left_out(file.path):
+            what = f"{file.path} is not fetched any more: {why}"
+            fix = f"run `spark-deploy lock --update {repo}`; the tree is fetched anew without it"
+            raise PlanError.one(f"lock: {repo}", what, fix)
     return found
 
 
 def source_plan(source: LockedSource, settings: Settings) -> SourcePlan:
     """Return the plan to fetch one repository whole."""
     folder = f"{source.repo.replace('/', '--')}-{source.commit[:12]}"
+    if source.left_out:
+        # A tree of an earlier lock with those files is another one.
+        folder += f"-{source.digest[:8]}"
     where = f"{settings.paths.sources_dir}/{folder}"
     return SourcePlan(source, where, settings.hub, settings.downloads)
 

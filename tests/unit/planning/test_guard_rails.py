@@ -53,6 +53,10 @@ CALM = {
     "tree_repeats_names": False,
     "plugins_by_environment": False,
     "old_runner": False,
+    "trust_remote_code": False,
+    "code_by_option": False,
+    "unpickles": False,
+    "docker_listens": False,
 }
 TQ = {"kv_cache": "turboquant_k8v4", "max_sequences": 1}
 STOCK = {"plugin": False, "tree_needs_plugin": False}
@@ -95,6 +99,11 @@ TRIPS = {
     "portable-mode-with-a-plain-tree": {"engine_mode": "portable", "tree_needs_plugin": False},
     "online-fp8-with-the-plugin": {"online_quantisation": True},
     "open-network-without-tls": {"expose": "lan"},
+    "trust-remote-code": {"trust_remote_code": True},
+    "code-by-option": {"code_by_option": True},
+    "insecure-serialisation": {"unpickles": True},
+    "pickled-weights": {"load_format": "pt"},
+    "docker-on-the-network": {"docker_listens": True},
     "engine-that-needs-dropped-caches": {**STOCK, "engine_counts_cache_as_used": True},
 }
 

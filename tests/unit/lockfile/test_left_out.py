@@ -1,0 +1,105 @@
+"""What a repository holds beside weights and texts stays on the hub, and the lock says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spark_deploy.errors import LockError, PlanError
+from spark_deploy.lockfile import hub as lookup
+from spark_deploy.lockfile.file import read_lock, write_lock
+from spark_deploy.lockfile.left_out import why_left_out
+from spark_deploy.lockfile.types import Lock, LockedSource, SourceFile
+from spark_deploy.planning.work.checkpoint import locked_source, source_plan
+from spark_deploy.planning.work.jobs import fetch_job
+from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.planning.plans import settings_of
+
+REPO = "lab/mixed"
+ALWAYS = ["config.json", "tokenizer.json", "chat_template.jinja", "README.md", "merges.txt"]
+RUNS = ["modeling_x.py", "pytorch_model.bin", "sub/training_args.BIN", "x.pt", "lib/libx.so.1"]
+Look = Callable[..., LockedSource]
+
+
+def entry(path: str) -> dict[str, Any]:
+    return {"rfilename": path, "size": 9, "blobId": "b" * 40}
+
+
+@pytest.fixture
+def look_up(tmp_path: Path) -> Iterator[Look]:
+    with Hub(tmp_path / "hub") as hub:
+
+        def ask(*paths: str) -> LockedSource:
+            listing = hub.root / "api/models" / REPO / "revision/main"
+            listing.parent.mkdir(parents=True, exist_ok=True)
+            answer = {"id": REPO, "sha": "1" * 40, "siblings": [entry(path) for path in paths]}
+            listing.write_text(json.dumps({**answer, "tags": [], "gated": False}))
+            return lookup.look_up(hub.url, REPO, "main", None)
+
+        yield ask
+
+
+def test_pickle_and_code_are_not_fetched_and_the_lock_says_which_and_why(
+    look_up: Look, tmp_path: Path
+) -> None:
+    found = look_up(*ALWAYS, "model.safetensors", *RUNS)
+    assert {file.path for file in found.files} == {*ALWAYS, "model.safetensors"}
+    assert found.left_out.keys() == set(RUNS)
+    assert "pickle" in found.left_out["pytorch_model.bin"]
+    assert "code" in found.left_out["modeling_x.py"]
+    path = tmp_path / "spark.lock.yml"
+    write_lock(path, Lock.of([found]))
+    assert read_lock(path).source(REPO, "main") == found
+    assert "modeling_x.py: is code" in path.read_text()
+
+
+def test_no_host_is_told_to_fetch_them(look_up: Look) -> None:
+    settings = settings_of()
+    source = source_plan(look_up("model.safetensors", "config.json", *RUNS), settings)
+    [order] = fetch_job(source).inputs
+    fetched = {file["path"] for file in json.loads(order.content)["files"]}
+    assert fetched == {"model.safetensors", "config.json"}
+
+
+def test_weights_that_exist_only_as_pickle_are_refused_in_one_line(look_up: Look) -> None:
+    with pytest.raises(LockError) as caught:
+        look_up("config.json", "pytorch_model-00001-of-00002.bin", "modeling_x.py")
+    [problem] = caught.value.problems
+    assert "pytorch_model-00001-of-00002.bin" in problem.what
+    assert "pickle" in problem.what
+    assert "safetensors" in problem.fix
+    assert "\n" not in problem.line
+
+
+@pytest.mark.parametrize("path", ["a.PY", "x/y.Pkl", "w.ckpt", "a.tar.py", "liba.so", "go.sh"])
+def test_a_spelling_does_not_help(path: str) -> None:
+    assert why_left_out(path)
+
+
+@pytest.mark.parametrize("path", ["LICENSE", ".gitignore", "py", "a.py.md", "model.bin.index.json"])
+def test_what_nobody_runs_is_fetched(path: str) -> None:
+    assert why_left_out(path) is None
+
+
+def test_a_lock_from_before_with_such_files_is_refused_with_the_way_on() -> None:
+    files = (
+        SourceFile("model.safetensors", 1, sha256="a" * 64),
+        SourceFile("modeling_x.py", 1, git_sha1="b" * 40),
+    )
+    old = Lock.of([LockedSource(REPO, "main", "1" * 40, files)])
+    with pytest.raises(PlanError, match=r"modeling_x\.py is not fetched any more") as caught:
+        locked_source(old, REPO, "main")
+    assert f"lock --update {REPO}" in caught.value.problems[0].fix
+
+
+def test_the_tree_without_them_does_not_take_the_place_of_one_with_them() -> None:
+    weights = (SourceFile("model.safetensors", 1, sha256="a" * 64),)
+    plain = LockedSource(REPO, "main", "1" * 40, weights)
+    parted = LockedSource(REPO, "main", "1" * 40, weights, {"x.py": "is code"})
+    settings = settings_of()
+    assert source_plan(plain, settings).dir.endswith(f"/lab--mixed-{'1' * 12}")
+    assert source_plan(parted, settings).dir != source_plan(plain, settings).dir
