@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge plan docs golden lock-requirements release
+.PHONY: help venv test check fmt unit engine host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -27,8 +27,7 @@ PARALLEL := -q --numprocesses auto --dist worksteal
 
 test: venv ## unit tests and the lab tests of the whole path, from nothing (root)
 	$(PY) -m lab prepare --engine none --engine-trees
-	@# The real engine's image, the training of its model and the base of another release go on
-	@# beside the unit tests.
+	@# The real engine's image and the base of another release go on beside the unit tests.
 	@$(PY) -m lab prepare --engine cpu --flavour awkward >/dev/null & prepared=$$!; \
 	  $(PY) -m pytest $(PARALLEL) -m "not engine" tests/unit tests/engine; unit=$$?; \
 	  wait $$prepared && exit $$unit
@@ -85,6 +84,9 @@ lab-down: venv ## take the virtual lab down (root)
 
 lab-purge: venv ## take the lab down and give back its disks and caches (root)
 	$(PY) -m lab down --purge
+
+lab-model: venv ## train the lab's model anew, into the tree (root, minutes)
+	OMP_WAIT_POLICY=PASSIVE $(PY) -m lab.engine run -m lab.model train
 
 plan: venv ## print the plan of the hosts in inventory/spark.py; touches no host
 	.venv/bin/spark-deploy plan

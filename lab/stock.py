@@ -74,8 +74,7 @@ def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
 def publish_engine(paths: LabPaths, ground: Ground, engine: str) -> None:
     """Have images in the registry and models in the hub.
 
-    ``engine`` is ``none`` (the GPU check alone), ``stub``, or ``cpu``: the real one beside it,
-    and a model trained until it answers.
+    ``engine`` is ``none`` (the GPU check alone), ``stub``, or ``cpu``: the real one beside it.
     """
     made = [recipes.gpu_check(paths, ground.distribution, ground.debs)]
     if engine in ("stub", "cpu") and recipes.STUB_ENGINE_DIR.exists():
@@ -84,6 +83,5 @@ def publish_engine(paths: LabPaths, ground: Ground, engine: str) -> None:
         made.append(recipes.vllm_cpu(paths))
     for recipe in made:
         recipes.publish(paths, recipe)
-    # Not beside the images: the training compiles modules in the tree that is packed there.
     if engine != "none" and models.MODEL_DIR.exists():
-        models.ensure_models(paths, trained=engine == "cpu")
+        models.ensure_models(paths)

@@ -1,13 +1,16 @@
-"""Command line: `python3 -m lab.model build --out HUB [--cache DIR] [--untrained]`."""
+"""Command line: `python3 -m lab.model build --out HUB [--untrained]`, and `train`."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
 import sys
 from pathlib import Path
 
 from lab.errors import LabError
-from lab.model import build
+from lab.model import build, vocabulary, weights
+from lab.model.shape import TINY
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,19 +21,34 @@ def main(arguments: list[str] | None = None) -> int:
     make.add_argument(
         "--out", type=Path, required=True, help="hub directory: ORG/NAME/COMMIT/FILES"
     )
-    make.add_argument("--cache", type=Path, help="directory of trained weights, kept by content")
     make.add_argument(
         "--untrained",
         action="store_true",
-        help="random weights: same names, shapes and files, but no answers; needs no torch",
+        help="random weights: same names, shapes and files, but no answers",
     )
+    train = commands.add_parser(
+        "train", help="make the trained weights anew (minutes; needs torch)"
+    )
+    train.add_argument("--out", type=Path, default=weights.FILE, help="default: %(default)s")
     chosen = parser.parse_args(arguments)
     try:
-        made = build.build(chosen.out, cache=chosen.cache, trained=not chosen.untrained)
+        if chosen.command == "train":
+            return _train(chosen.out)
+        made = build.build(chosen.out, trained=not chosen.untrained)
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print("\n".join(made))
+    return 0
+
+
+def _train(out: Path) -> int:
+    # Before torch is loaded: threads that spin while they wait cost tenfold on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from lab.model import training  # not above: everything else does without torch
+
+    weights.write(out, training.train(TINY, vocabulary.train(TINY.vocabulary)))
+    print(f"{out} {hashlib.sha256(out.read_bytes()).hexdigest()}")
     return 0
 
 

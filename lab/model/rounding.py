@@ -34,9 +34,14 @@ def bf16_bits(values: Floats) -> npt.NDArray[np.uint16]:
     return (rounded >> np.uint32(16)).astype(np.uint16)
 
 
+def bf16_values(bits: npt.NDArray[np.uint16]) -> Floats:
+    """The values of BF16 bit patterns."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def bf16_round(values: Floats) -> Floats:
     """The values that a BF16 tensor really holds."""
-    return (bf16_bits(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bf16_values(bf16_bits(values))
 
 
 def bf16(values: Floats) -> Tensor:
@@ -49,6 +54,30 @@ def float32(values: Floats) -> Tensor:
     return Tensor("F32", values.shape, values.astype("<f4").tobytes())
 
 
+def int4_scales(weight: Floats) -> npt.NDArray[np.float16]:
+    """The scale of each group of 128 inputs: [outputs, groups]."""
+    groups = weight.reshape(weight.shape[0], -1, GROUP)
+    scales: npt.NDArray[np.float16] = np.maximum(np.abs(groups).max(axis=2) / 7.0, 1e-4).astype(
+        np.float16
+    )
+    return scales
+
+
+def int4_codes(weight: Floats, scales: npt.NDArray[np.float16]) -> npt.NDArray[np.int8]:
+    """The code of each weight, -8 to 7."""
+    groups = weight.reshape(*scales.shape, GROUP)
+    codes = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-8, 7).astype(np.int8)
+    shaped: npt.NDArray[np.int8] = codes.reshape(weight.shape)
+    return shaped
+
+
+def int4_values(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float16]) -> Floats:
+    """The weights that codes and scales stand for."""
+    groups = codes.reshape(*scales.shape, GROUP).astype(np.float32)
+    values: Floats = (groups * scales.astype(np.float32)[..., None]).reshape(codes.shape)
+    return values
+
+
 def int4(weight: Floats) -> dict[str, Tensor]:
     """Symmetric INT4 in groups of 128 inputs: `qweight`, `qzeros`, `scales`.
 
@@ -56,11 +85,8 @@ def int4(weight: Floats) -> dict[str, Tensor]:
     `qweight`, zero points of neighbouring *outputs* in `qzeros`.
     """
     outputs, inputs = weight.shape
-    groups = weight.reshape(outputs, inputs // GROUP, GROUP)
-    scales = np.abs(groups).max(axis=2) / 7.0
-    scales = np.maximum(scales, 1e-4).astype(np.float16)
-    codes = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-8, 7) + INT4_ZERO
-    columns = codes.reshape(outputs, inputs).T.astype(np.uint32)
+    scales = int4_scales(weight)
+    columns = (int4_codes(weight, scales) + INT4_ZERO).T.astype(np.uint32)
     zeros = np.full((inputs // GROUP, outputs), INT4_ZERO - 1, dtype=np.uint32)
     return {
         "qweight": _int32(_pack(columns.reshape(inputs // 8, 8, outputs).swapaxes(1, 2))),

@@ -1,7 +1,7 @@
 """The trained model of the lab, asked by another implementation than the one it is served by.
 
 Needs root for the engine's own root directory, or SPARK_VLLM_PYTHON: a Python with torch and
-transformers. Trains the model where the lab has not done so yet (minutes).
+transformers.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from typing import Any
 
 import pytest
 
-from lab.paths import lab_paths
+from lab.model.shape import TINY
+from lab.model.weights import read, recipe_of
 
 REPOSITORY = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    hub = tmp_path_factory.mktemp("trained") / "hub"
-    cache = lab_paths().cache / "model"
-    cache.mkdir(parents=True, exist_ok=True)
+def run(place: Path, *words: str) -> str:
+    """Run the engine's Python, which sees ``place``."""
     python = os.environ.get("SPARK_VLLM_PYTHON")
     command = [python] if python else [sys.executable, "-m", "lab.engine", "run"]
     environment = {
         **os.environ,
-        "SPARK_LAB_ENGINE_BIND": f"{hub.parent}:{cache}",
+        "SPARK_LAB_ENGINE_BIND": str(place),
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONPATH": str(REPOSITORY),
     }
+    done = subprocess.run(
+        [*command, *words], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
-    def run(*words: str) -> str:
-        done = subprocess.run(
-            [*command, *words], cwd=REPOSITORY, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
 
-    run("-m", "lab.model", "build", "--out", str(hub), "--cache", str(cache))
-    return json.loads(run("tests/engine/lab_tiny_reference.py", str(hub)).splitlines()[-1])
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    hub = tmp_path_factory.mktemp("trained") / "hub"
+    run(hub.parent, "-m", "lab.model", "build", "--out", str(hub))
+    said = run(hub.parent, "tests/engine/lab_tiny_reference.py", str(hub))
+    return json.loads(said.splitlines()[-1])
 
 
 def test_every_lesson_is_answered_right_by_the_decoded_hybrid(report: dict[str, Any]) -> None:
@@ -61,3 +62,11 @@ def test_each_kind_of_damage_is_noticed_by_its_answers(report: dict[str, Any]) -
     assert len(wrong_of_asked) == 5
     for damage, (wrong, asked) in wrong_of_asked.items():
         assert wrong >= asked / 4, damage
+
+
+def test_the_recipe_still_makes_a_model_that_knows_its_lessons(tmp_path: Path) -> None:
+    """A training ends only when every answer is ahead of the next best by a margin."""
+    again = tmp_path / "weights.npz"
+    run(tmp_path, "-m", "lab.model", "train", "--out", str(again))
+    assert recipe_of(again) == recipe_of()
+    assert read(TINY, again).keys() == read(TINY).keys()
