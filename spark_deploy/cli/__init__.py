@@ -1,38 +1,44 @@
-"""``spark-deploy``: looking, locking, stopping and starting; pyinfra changes everything else."""
+"""``spark-deploy``: the command line, made of the table in ``commands.py``."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-COMMANDS = {
-    "plan": "print what a deploy would make of each host; no host is touched",
-    "lock": "look up the commits and digests behind the names in use and write them down",
-    "inspect": "print what a repository holds and which models it would do for, by headers alone",
-    "manifest": "list everything of ours on each host, by its own word",
-    "status": "show what each host serves, how well it is proven and what differs from the plan",
-    "doctor": "look at hosts without changing them and say what speaks against a deploy",
-    "stop": "take hosts out of service until someone starts them; reboots and deploys respect it",
-    "start": "put stopped hosts back into service with their last proven release",
-    "bench": "measure what hosts serve, through their gateways; --compare puts results together",
-    "logs": "what engines, gateways, watches and jobs print; -f goes on as lines come",
-    "top": "what each host is doing now: requests, tok/s, acceptance, cache, memory, heat",
-    "uninstall": "take this project off hosts; prints the pyinfra line that it runs",
-    "connect": "show how to talk to each server: URL, model name, key; no host is touched",
-}
-# What they take beside hosts stands in their own modules.
-_WITH_OPTIONS = ("bench", "inspect", "logs", "top", "uninstall")
-_HOST_COMMANDS = {"status", "doctor", "stop", "start", "manifest"}
+import click
+
+from spark_deploy.cli.commands import COMMANDS, Entry, Options, Several, host_options, json_option
+
+_ABOUT = "Turn NVIDIA DGX Sparks into proven model servers: from an SSH login to answers."
+_COMPLETION = """
+bash: spark-deploy completion bash > ~/.local/share/bash-completion/completions/spark-deploy
+
+zsh: spark-deploy completion zsh > a file named _spark-deploy in a folder of $fpath
+
+fish: spark-deploy completion fish > ~/.config/fish/completions/spark-deploy.fish
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 fine, 1 something is wrong, 2 bad usage)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(words).parse_args(words)
-    if options.command in _HOST_COMMANDS and not getattr(options, "planned", False):
+    try:
+        called = _GROUP.main(words, "spark-deploy", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    if not isinstance(called, Options):  # --help, --version: said already
+        return int(called or 0)
+    return _run(called)
+
+
+def _run(options: Options) -> int:
+    """Run a command outside of click's context: an inventory has one of its own."""
+    entry = COMMANDS[options.command]
+    if entry.asks(options):
         # Hosts are asked at the same time; must happen before anything opens a socket.
         from gevent import monkey
 
@@ -42,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # Answers carry the reasons of failed connections; pyinfra would say them a second time.
     logging.getLogger("pyinfra").setLevel(logging.CRITICAL)
-    room = "stop" if options.command == "start" else options.command
-    module = importlib.import_module(f"spark_deploy.cli.{room}")
+    module = importlib.import_module(f"spark_deploy.cli.{entry.module or options.command}")
     try:
         return int(module.run(options))
     except SparkError as error:
@@ -55,44 +60,101 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="spark-deploy", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
-        if name in _WITH_OPTIONS and name in words:  # imports may open sockets: see main
-            importlib.import_module(f"spark_deploy.cli.{name}").add_options(command)
-        _hosts(command)
-        if name == "plan":
-            command.add_argument(
-                "--estimate",
-                action="store_true",
-                help="ask no hub: sizes from the architecture, identities left open",
-            )
-        if name == "manifest":
-            command.add_argument(
-                "--planned", action="store_true", help="what a deploy would own; asks no host"
-            )
-        if name == "lock":
-            command.add_argument(
-                "--update",
-                metavar="NAME",
-                nargs="*",
-                help="look up these names anew; without a name all of them",
-            )
-            command.add_argument("--check", action="store_true", help="write nothing; 1 if missing")
+class _Command(click.Command):
+    """A command of the table; its callback hands on what it was called with."""
+
+    def __init__(self, name: str, entry: Entry) -> None:
+        more = [*(host_options() if entry.about_hosts else []), *([json_option()] * entry.json)]
+        super().__init__(
+            name,
+            params=[*entry.takes, *more],
+            help=entry.does,
+            epilog=_COMPLETION if name == "completion" else None,
+            callback=lambda **values: _options(name, entry, values),
+        )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        several = {word for one in self.params if isinstance(one, Several) for word in one.opts}
+        return super().parse_args(ctx, list(_spread(args, several)))
+
+
+def _spread(words: Iterable[str], several: set[str]) -> Iterator[str]:
+    """Yield ``--depths=0 --depths=4096`` for ``--depths 0 4096``; ``--update=`` for none."""
+    option, given = "", 0
+    for word in [*words, "--"]:
+        if word.startswith("-") and option and not given:
+            yield f"{option}="
+        if word in several:
+            option, given = word, 0
+        elif word.startswith("-"):
+            option = ""
+            yield word
+        elif option:
+            given += 1
+            yield f"{option}={word}"
         else:
-            command.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+            yield word
 
 
-def _hosts(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "inventory", nargs="?", help="inventory file (default: inventory/spark.py)"
-    )
-    command.add_argument("--inventory", dest="inventory_option", metavar="FILE", help="the same")
-    command.add_argument("--limit", "--host", action="append", default=[], metavar="NAME")
-    command.add_argument("--exclude", action="append", default=[], metavar="NAME")
-    command.add_argument("--model", help="plan with this model instead")
-    command.add_argument("--profile", help="plan with this profile instead")
-    command.add_argument("--data", action="append", default=[], metavar="KEY=VALUE")
+def _options(name: str, entry: Entry, values: dict[str, object]) -> Options:
+    found = {key: list(one) if isinstance(one, tuple) else one for key, one in values.items()}
+    if entry.about_hosts:
+        words: list[str] = found.pop("words")  # type: ignore[assignment]  # click's, of nargs=-1
+        files = [word for word in words if _is_inventory(word)]
+        if len(files) > 1 or (files and found["inventory"]):
+            raise click.UsageError(f"one inventory, please: {' '.join(files)}")
+        found["inventory"] = files[0] if files else found["inventory"]
+        limit: list[str] = found["limit"]  # type: ignore[assignment]  # click's, of multiple=True
+        limit += [word for word in words if word not in files]
+    return Options(command=name, **found)
+
+
+def _is_inventory(word: str) -> bool:
+    """Tell an inventory from the name of a host: a file, a list with commas, or this machine."""
+    named_so = word.endswith(".py") or word.startswith("@")
+    return named_so or "," in word or "/" in word or Path(word).is_file()
+
+
+class _Group(click.Group):
+    """The commands of the table, made when they are needed and listed by section."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return _Command(cmd_name, COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for section in dict.fromkeys(entry.section for entry in COMMANDS.values()):
+            with formatter.section(section):
+                formatter.write_dl(
+                    [(name, one.does) for name, one in COMMANDS.items() if one.section == section]
+                )
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("dgx-spark-deploy")
+    except PackageNotFoundError:
+        return "unknown: not installed"
+
+
+def _say_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"spark-deploy {_version()}")
+        context.exit()
+
+
+_GROUP = _Group(
+    "spark-deploy",
+    help=_ABOUT,
+    params=[
+        click.Option(
+            ["--version"], is_flag=True, expose_value=False, is_eager=True, callback=_say_version,
+            help="Print the version and exit.",
+        )
+    ],
+    no_args_is_help=True,
+)  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,41 +13,14 @@ from spark_contract.documents import DocumentError, parse, plain, text_of
 from spark_deploy.bench import benchy, host, markdown, page, seeds
 from spark_deploy.bench.client import Endpoint
 from spark_deploy.bench.result import BenchResult, Cell
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.errors import SparkError
 from spark_deploy.planning.serving.gateway import SERVICE
 
-_OPTIONS = (
-    (("--out",), {"metavar": "DIR", "default": "bench", "help": "folder of the results"}),
-    (
-        ("--protocol",),
-        {
-            "action": "append",
-            "choices": ["seeds", "llama-benchy"],
-            "help": "measure by this one alone (default: both, llama-benchy where it is installed)",
-        },
-    ),
-    (
-        ("--compare",),
-        {"nargs": "+", "metavar": "FILE", "help": "put results beside each other; asks no host"},
-    ),
-    (("--depths",), {"nargs": "+", "type": int, "help": "of llama-benchy"}),
-    (("--clients",), {"nargs": "+", "type": int, "help": "of llama-benchy"}),
-    (("--pp",), {"type": int, "default": benchy.PROMPT_TOKENS, "help": "tokens of its prompts"}),
-    (("--tg",), {"type": int, "default": benchy.ANSWER_TOKENS, "help": "tokens of its answers"}),
-    (("--runs",), {"type": int, "default": benchy.RUNS, "help": "of llama-benchy"}),
-    (("--book-url",), {"metavar": "URL", "help": "the text that llama-benchy makes prompts of"}),
-)
 
-
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Declare what this command takes beside hosts."""
-    for names, keywords in _OPTIONS:
-        command.add_argument(*names, **keywords)
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Measure the chosen hosts one after the other, or compare files."""
     out = Path(options.out)
     if options.compare:
@@ -64,9 +36,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _written(
-    options: argparse.Namespace, results: Sequence[BenchResult], out: Path, name: str
-) -> int:
+def _written(options: Options, results: Sequence[BenchResult], out: Path, name: str) -> int:
     out.mkdir(parents=True, exist_ok=True)
     text = markdown.text_of(results)
     (out / f"{name}.md").write_text(text)
@@ -84,7 +54,7 @@ def _read(path: Path) -> BenchResult:
         raise SparkError.one(str(path), f"is no result of a bench: {error}", fix) from error
 
 
-def measured(one: Listed, options: argparse.Namespace, began: str, raw: Path) -> BenchResult:
+def measured(one: Listed, options: Options, began: str, raw: Path) -> BenchResult:
     """Measure one host; what llama-benchy writes of it goes to ``raw``."""
     connection = connection_of(one)
     login = login_of(one)
@@ -116,7 +86,7 @@ def measured(one: Listed, options: argparse.Namespace, began: str, raw: Path) ->
 
 
 def _grid(
-    options: argparse.Namespace, endpoint: Endpoint, login: host.Login, tree: str,
+    options: Options, endpoint: Endpoint, login: host.Login, tree: str,
     context_tokens: int, notes: list[str], raw: Path,
 ) -> tuple[str | None, tuple[Cell, ...]]:  # fmt: skip
     python = benchy.interpreter()
@@ -129,9 +99,9 @@ def _grid(
     whole = benchy.Grid(
         tuple(options.depths or benchy.DEPTHS),
         tuple(options.clients or benchy.CONCURRENCIES),
-        options.runs,
-        options.pp,
-        options.tg,
+        options.runs or benchy.RUNS,
+        options.pp or benchy.PROMPT_TOKENS,
+        options.tg or benchy.ANSWER_TOKENS,
     )
     grid = whole.fitting(context_tokens)
     if left := [depth for depth in whole.depths if depth not in grid.depths]:

@@ -5,7 +5,6 @@ Only a tailnet's address is asked of the host, when the settings do not say it.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pyinfra.api.host import Host
 
 from spark_deploy.bench.host import Login
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, say
 from spark_deploy.cli.looking import look
 from spark_deploy.facts.service.gateway import TailnetAddress
@@ -46,7 +46,7 @@ class Connection:
     example: str
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print how to talk to the chosen hosts."""
     hosts = listed(options)
     tailnet = _tailnet_addresses(hosts)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pyinfra.api.host import Host
 
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.errors import LockError, Problem
@@ -19,7 +19,7 @@ from spark_deploy.preflight import judge
 from spark_deploy.preflight.together import same_host_key
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print the verdict on the chosen hosts; 1 when a deploy would refuse one of them."""
     hosts = listed(options)
     needs = {host.name: _needs(host) for host in hosts}

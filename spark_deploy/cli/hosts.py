@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from spark_contract.documents import plain
 
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.commands import Options
 from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.plans import payload_identity
 from spark_deploy.inventory.reading import read_inventory
@@ -44,10 +44,9 @@ class Listed:
     looked_up: dict[Path, Lock] = field(default_factory=dict)
 
 
-def listed(options: argparse.Namespace) -> list[Listed]:
+def listed(options: Options) -> list[Listed]:
     """Return the hosts that the command line names."""
-    named = options.inventory or options.inventory_option
-    path = Path(named) if named else default_inventory()
+    path = inventory_of(options)
     data = list(options.data)
     data += [
         f"{key}={getattr(options, key)}" for key in ("model", "profile") if getattr(options, key)
@@ -60,9 +59,11 @@ def listed(options: argparse.Namespace) -> list[Listed]:
     ]
 
 
-def default_inventory() -> Path:
-    """Return ``inventory/spark.py`` of the working directory, else that of the checkout."""
+def inventory_of(options: Options) -> Path:
+    """Return the inventory named, else that of the working directory, else of the checkout."""
     here = Path("inventory/spark.py")
+    if options.inventory:
+        return Path(options.inventory)
     return here if here.is_file() else CHECKOUT / here
 
 
@@ -99,7 +100,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
 
 
 def answer(
-    options: argparse.Namespace,
+    options: Options,
     found: Any,
     texts: Iterable[Iterable[str]],
     *,

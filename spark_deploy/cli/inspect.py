@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 
 from spark_contract.documents import text_of
 from spark_contract.orders import WITH_DONOR, Base, BuildPlan, DonorDir, Scheme
 
 from spark_deploy.catalog.model import Model
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import listed
 from spark_deploy.lockfile.names import workplace
 from spark_deploy.planning.work.checkpoint import exact_sets
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Declare what this command takes beside an inventory."""
-    command.add_argument("place", metavar="ORG/NAME[@REVISION]")
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print what the headers of a repository say; no byte of its weights is read."""
     # Hosts of an inventory may differ in hub and catalog: the first one's are asked.
     host = listed(options)[0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import LockError
@@ -14,7 +14,7 @@ from spark_deploy.lockfile.resolve import Names, resolve, wanted_by
 from spark_deploy.lockfile.types import Lock
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Lock what is missing, or look up names anew, and hold them; each lock file once."""
     by_path: dict[Path, list[Listed]] = {}
     for host in listed(options):
@@ -25,14 +25,15 @@ def run(options: argparse.Namespace) -> int:
     return 1 if options.check and missing else 0
 
 
-def _lock_file(path: Path, hosts: list[Listed], options: argparse.Namespace) -> int:
+def _lock_file(path: Path, hosts: list[Listed], options: Options) -> int:
     before = lock = read_lock(path)
-    _refuse_unknown(options.update, hosts)
+    update = [name for name in options.update if name]
+    _refuse_unknown(update, hosts)
     done: set[str] = set()
     for host in hosts:
         settings = host.settings.settings
         wanted = wanted_by(settings, host.catalog)
-        todo = wanted.missing_in(lock) if options.update is None else _named(wanted, options.update)
+        todo = _named(wanted, update) if options.update else wanted.missing_in(lock)
         todo = todo.without(done)
         done.update(todo.names)
         if todo.names and not options.check:
@@ -67,10 +68,10 @@ def _named(wanted: Names, names: list[str]) -> Names:
     )
 
 
-def _refuse_unknown(names: list[str] | None, hosts: list[Listed]) -> None:
+def _refuse_unknown(names: list[str], hosts: list[Listed]) -> None:
     wanted = (wanted_by(host.settings.settings, host.catalog) for host in hosts)
     known = sorted({name for one in wanted for name in one.names})
-    for name in names or ():
+    for name in names:
         if name not in known:
             guess = closest(name, known)
             fix = f"did you mean {guess}?" if guess else f"in use: {', '.join(known)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ from spark_contract.release import Release
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import OPEN_COMMIT, Listed, answer, listed, planned, say
 from spark_deploy.inventory.held import hold_if_told
 from spark_deploy.lockfile.file import read_lock
@@ -23,7 +23,7 @@ from spark_deploy.planning.serving.release import document
 from spark_deploy.planning.types import CheckpointPlan, GatewayPlan, HostPlan, MemoryPlan
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print the plans of the chosen hosts."""
     hosts = listed(options)
     plans = [planned(host, estimate=options.estimate) for host in hosts]

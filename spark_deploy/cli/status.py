@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
@@ -12,6 +11,7 @@ from spark_contract.documents import plain
 from spark_contract.sentences import PREFIX_REUSE, SPEED
 from spark_contract.status import ReleaseState, Status
 
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.facts.service.serve import HostStatus
@@ -25,7 +25,7 @@ from spark_deploy.planning.types import HostPlan
 from spark_deploy.planning.work.jobs import jobs_of
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print the state of the chosen hosts; 1 when one does not provably serve its plan."""
     answers = look(listed(options), _ask)
     found = [summary_of(one) for one in answers]

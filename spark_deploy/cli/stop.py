@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import getpass
 import shlex
 import socket
@@ -12,13 +11,14 @@ from typing import Any
 from pyinfra.api.host import Host
 from spark_contract.paths import HOST_TOOL
 
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.operations.commands import heartbeat, shell
 from spark_deploy.planning.serving.gateway import SERVICE
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Stop or start the service on the chosen hosts; 1 when one did not obey.
 
     A start serves the last proven release again.

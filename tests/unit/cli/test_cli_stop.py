@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import stop
+from spark_deploy.cli.commands import Options
 
 SERVE = SimpleNamespace(start_timeout_s=1, stop_timeout_s=1)
 LISTED = SimpleNamespace(
@@ -40,7 +40,7 @@ def test_each_host_is_given_its_order_and_what_it_says_is_shown(
     monkeypatch.setattr(
         stop, "look", lambda hosts, ask: [stop.Answer(one, ask(Host(), one)) for one in hosts]
     )
-    assert stop.run(Namespace(command=command, json=False)) == 0
+    assert stop.run(Options(command=command, json=False)) == 0
     assert capsys.readouterr().out == "spark-1: as you say\n"
     assert len(asked) == 1
     assert order in asked[0]

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli import logs
+from spark_deploy.cli import connect
+from spark_deploy.cli.looks import logs
 
 
 def entry(at_us: int, unit: str, text: object) -> str:
@@ -35,7 +36,9 @@ def hosts(monkeypatch, tmp_path):
     data = {"_sudo": False}
     listed = [SimpleNamespace(name=name, data=data) for name in ("a", "b")]
     monkeypatch.setattr(logs, "listed", lambda options: listed)
-    monkeypatch.setattr(logs, "ssh_command", lambda one: [sys.executable, str(tmp_path / one.name)])
+    monkeypatch.setattr(
+        connect, "ssh_command", lambda one: [sys.executable, str(tmp_path / one.name)]
+    )
     return tmp_path
 
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli import top
+from spark_deploy.cli import connect
+from spark_deploy.cli.looks import top
 
 
 def look(at: float, tokens: int, drafted: int = 0, accepted: int = 0) -> str:
@@ -54,7 +55,7 @@ def test_one_look_is_printed_and_a_host_that_cannot_be_asked_is_red(
     (tmp_path / "ssh").write_text(f"TEXT = {look(1, 5) + look(3, 25)!r}\n{script}\n")
     one = SimpleNamespace(name="a", data={"_sudo": False})
     monkeypatch.setattr(top, "listed", lambda options: [one])
-    monkeypatch.setattr(top, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
+    monkeypatch.setattr(connect, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
     assert top.run(SimpleNamespace(once=True, json=True)) == code
     [found] = json.loads(capsys.readouterr().out)
     assert found["tokens_per_s"] == (10.0 if code == 0 else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from spark_contract.paths import RUN_DIR
 
 from spark_deploy.bench.host import Login
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.hosts import listed, say
 from spark_deploy.planning.serving.gateway import SERVICE
@@ -64,12 +64,7 @@ class Now:
     power_w: float | None
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Declare what this command takes beside hosts."""
-    command.add_argument("--once", action="store_true", help="one look, and no more")
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Show the chosen hosts until somebody ends it; 1 when one could not be asked."""
     logins = [login_of(one) for one in listed(options)]
     seen: dict[str, list[Look]] = {login.name: [] for login in logins}
@@ -170,7 +165,7 @@ def now_of(host: str, looks: list[Look]) -> Now:
     )  # fmt: skip
 
 
-def _show(found: list[Now], options: argparse.Namespace) -> None:
+def _show(found: list[Now], options: Options) -> None:
     if options.json:
         print(json.dumps([asdict(one) for one in found]), flush=True)
         return

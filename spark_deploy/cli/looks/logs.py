@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import queue
 import subprocess
@@ -13,6 +12,7 @@ from datetime import datetime
 
 from spark_contract.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
 
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.hosts import listed, say
 
@@ -34,13 +34,7 @@ class Line:
         return f"{at}  {self.host}  {self.part:<7}  {self.text}"
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Declare what this command takes beside hosts."""
-    command.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
-    command.add_argument("-n", "--lines", type=int, default=100, help="so many of the last lines")
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print the journals of the chosen hosts, merged by time; 1 when one could not be read."""
     logins = [login_of(one) for one in listed(options)]
     script = journal(options.lines, follow=options.follow)

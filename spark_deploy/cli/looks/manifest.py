@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
 from spark_contract.keep import Ours
 
+from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.operations.service.manifest import manifest_of
@@ -16,7 +16,7 @@ from spark_deploy.operations.service.uninstall import asked_of, gigabytes, ours_
 from spark_deploy.payload.content import read_payload
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Print what is ours on the chosen hosts; 1 when one gave no answer."""
     if options.planned:
         return _planned(options)
@@ -45,7 +45,7 @@ def _shown(one: Answer[Ours]) -> Iterator[str]:
         yield f"  {size:>9}  {thing.kind:<13} {thing.name}{why}"
 
 
-def _planned(options: argparse.Namespace) -> int:
+def _planned(options: Options) -> int:
     found = {host.name: manifest_of(planned(host), read_payload()) for host in listed(options)}
     texts = (
         [name, *(f"  {entry.kind:<10} {entry.name}" for entry in owned)]

@@ -1,0 +1,195 @@
+"""The table of commands: what each does, what it takes, and which module runs it.
+
+A new command is one entry here and a module with ``run(options) -> int``. The module is imported
+when its command runs, so that help and completion load nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from spark_deploy.checkout import catalog_names
+
+
+class Options(SimpleNamespace):
+    """What a command was called with: one attribute for each option, by its long name.
+
+    Commands about hosts have ``inventory``, ``limit``, ``exclude``, ``model``, ``profile`` and
+    ``data``.
+    """
+
+
+class Several(click.Option):
+    """An option that takes all words up to the next option: ``--compare a.json b.json``."""
+
+    def __init__(self, name: str, **more: Any) -> None:
+        super().__init__([name], multiple=True, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One command."""
+
+    section: str
+    does: str  # for --help: plain words, without markup
+    takes: tuple[click.Parameter, ...] = ()
+    module: str | None = None  # below spark_deploy.cli; None: named as the command
+    # Whether it asks hosts over pyinfra's connections: gevent must come before any socket.
+    asks: Callable[[Options], bool] = lambda options: False
+    about_hosts: bool = True  # takes hosts, an inventory and settings
+    json: bool = True
+
+
+def option(name: str, does: str, **more: Any) -> click.Option:
+    """Return an option with a value."""
+    return click.Option([name], help=does, **more)
+
+
+def flag(name: str, does: str, *also: str) -> click.Option:
+    """Return an option without a value."""
+    return click.Option([*also, name], is_flag=True, help=does)
+
+
+def _names(kind: str) -> Callable[..., list[str]]:
+    return lambda _context, _option, begun: [
+        name for name in catalog_names(kind) if name.startswith(begun)
+    ]
+
+
+def host_options() -> list[click.Parameter]:
+    """Return what every command about hosts takes."""
+    return [
+        click.Argument(["words"], nargs=-1, metavar="[HOST]..."),
+        option("--inventory", "Inventory file; else inventory/spark.py.", metavar="FILE"),
+        click.Option(
+            ["--limit", "--host", "limit"], multiple=True, metavar="NAME",
+            help="Only these hosts or groups; the same as naming them.",
+        ),
+        option("--exclude", "All hosts but these.", multiple=True, metavar="NAME"),
+        option("--model", "Plan with this model instead.", shell_complete=_names("models")),
+        option("--profile", "Plan with this profile instead.", shell_complete=_names("profiles")),
+        option("--data", "Any setting, for this run alone.", multiple=True, metavar="KEY=VALUE"),
+    ]  # fmt: skip
+
+
+def json_option() -> click.Option:
+    """Return the option that every command with an answer takes."""
+    return flag("--json", "Print the answer as JSON.")
+
+
+def _always(_options: Options) -> bool:
+    return True
+
+
+FIRST, LOOK, SERVE, NAMES = "From nothing", "Look", "Change", "Names and files"
+
+_BENCH = (
+    option("--out", "Folder of the results.", metavar="DIR", default="bench"),
+    option(
+        "--protocol",
+        "Measure by this one alone; else by both, llama-benchy where it is installed.",
+        multiple=True,
+        type=click.Choice(["seeds", "llama-benchy"]),
+    ),
+    Several("--compare", metavar="FILE...", help="Put results beside each other; asks no host."),
+    Several("--depths", type=int, metavar="N...", help="Depths of llama-benchy."),
+    Several("--clients", type=int, metavar="N...", help="Concurrent clients of llama-benchy."),
+    option("--pp", "Tokens of its prompts; its own default otherwise.", type=int),
+    option("--tg", "Tokens of its answers; its own default otherwise.", type=int),
+    option("--runs", "How often it measures; its own default otherwise.", type=int),
+    option("--book-url", "The text that llama-benchy makes prompts of.", metavar="URL"),
+)
+
+COMMANDS: dict[str, Entry] = {
+    "plan": Entry(
+        LOOK,
+        "Print what a deploy would make of each host; no host is touched.",
+        (flag("--estimate", "Ask no hub: sizes from the architecture, identities left open."),),
+    ),
+    "status": Entry(
+        LOOK,
+        "Show what each host serves, how well it is proven and what differs from the plan.",
+        asks=_always,
+    ),
+    "doctor": Entry(
+        LOOK,
+        "Look at hosts without changing them and say what speaks against a deploy.",
+        asks=_always,
+    ),
+    "connect": Entry(LOOK, "Show how to talk to each server: URL, model name, key."),
+    "top": Entry(
+        LOOK,
+        "Show what each host is doing now: requests, tok/s, acceptance, cache, memory, heat.",
+        (flag("--once", "One look, and no more."),),
+        module="looks.top",
+    ),
+    "logs": Entry(
+        LOOK,
+        "Print what engines, gateways, watches and jobs print, merged.",
+        (
+            flag("--follow", "Go on as lines come.", "-f"),
+            click.Option(["-n", "--lines"], type=int, default=100, help="How many of the last."),
+        ),
+        module="looks.logs",
+    ),
+    "manifest": Entry(
+        LOOK,
+        "List everything of ours on each host, by its own word.",
+        (flag("--planned", "What a deploy would own; asks no host."),),
+        module="looks.manifest",
+        asks=lambda options: not options.planned,
+    ),
+    "bench": Entry(
+        LOOK, "Measure what hosts serve, through their gateways; compare results.", _BENCH
+    ),
+    "stop": Entry(
+        SERVE,
+        "Take hosts out of service until someone starts them; reboots and deploys respect it.",
+        asks=_always,
+    ),
+    "start": Entry(
+        SERVE,
+        "Put stopped hosts back into service with their last proven release.",
+        module="stop",
+        asks=_always,
+    ),
+    "uninstall": Entry(
+        SERVE,
+        "Take this project off hosts; prints the pyinfra line that it runs.",
+        (
+            flag("--dry", "Say what goes and what stays, do nothing."),
+            flag("--yes", "Ask nothing.", "-y"),
+            flag("--models", "Remove models, too."),
+            flag("--engine", "Remove Docker and CUDA, too, where a deploy put them."),
+        ),
+    ),
+    "lock": Entry(
+        NAMES,
+        "Look up the commits and digests behind the names in use and write them down.",
+        (
+            Several(
+                "--update", metavar="[NAME]...",
+                help="Look up these names anew; without a name all of them.",
+            ),
+            flag("--check", "Write nothing; exit code 1 if something is missing."),
+        ),
+        json=False,
+    ),
+    "inspect": Entry(
+        NAMES,
+        "Print what a repository holds and which models it would do for, by headers alone.",
+        (click.Argument(["place"], metavar="ORG/NAME[@REVISION]"),),
+    ),
+    "completion": Entry(
+        NAMES,
+        "Print what makes a shell complete these commands; help says where it goes.",
+        (click.Argument(["shell"], type=click.Choice(["bash", "zsh", "fish"])),),
+        about_hosts=False,
+        json=False,
+    ),
+}  # fmt: skip

@@ -1,0 +1,96 @@
+"""Words, help and completion: one table for all commands, and nothing heavy before they run."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli import main
+from spark_deploy.cli.commands import COMMANDS
+from spark_deploy.cli.looks import top
+
+
+def run(*words, **environment):
+    command = [sys.executable, "-m", "spark_deploy", *words]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=CHECKOUT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_in_plain_words(name, capsys):
+    assert main([name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert COMMANDS[name].does.split(";")[0][:40] in said
+    assert not re.search(r"``|`|\x1b|\*\*", said)
+    if COMMANDS[name].about_hosts:
+        for option in ("--inventory", "--limit", "--data"):
+            assert re.search(rf"{option}\b.*\S", said)
+
+
+def test_help_lists_every_command_and_loads_no_pyinfra():
+    code = (
+        "import sys; from spark_deploy.cli import main; main(['--help']); main(['plan', '--help']); "
+        "sys.exit(any(m.split('.')[0] in ('pyinfra', 'gevent', 'pydantic') for m in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    listed = re.findall(r"^  (\S+)  +\S", done.stdout, re.M)
+    assert set(COMMANDS) <= set(listed)
+
+
+def test_a_version_is_said():
+    assert re.fullmatch(r"spark-deploy (\d+\.\d+\.\d+\S*|unknown.*)\n", run("--version").stdout)
+
+
+@pytest.mark.parametrize("words", [("nope",), ("plan", "--nope"), ("top", "a.py", "b.py")])
+def test_bad_usage_is_2_with_a_word_about_help(words, capsys):
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert (said.out, "--help" in said.err) == ("", True)
+
+
+def test_a_host_is_named_with_or_without_limit(monkeypatch):
+    seen = []
+    monkeypatch.setattr(top, "run", lambda options: seen.append(options) or 0)
+    assert main(["top", "spark-1", "x/hosts.py", "--limit", "spark-2", "--json"]) == 0
+    [options] = seen
+    assert (options.inventory, options.limit) == ("x/hosts.py", ["spark-2", "spark-1"])
+    assert (options.json, options.once, options.exclude, options.data) == (True, False, [], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (("--depths", "0", "4096", "--json"), [0, 4096]),
+        (("--depths=7",), [7]),
+        ((), []),
+    ],
+)
+def test_an_option_of_several_words_takes_them_all(words, given, monkeypatch):
+    from spark_deploy.cli import bench
+
+    monkeypatch.setattr(bench, "run", lambda options: options.depths != given)
+    assert main(["bench", "spark-1", *words]) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("spark-deploy sta", {"status", "start"}), ("spark-deploy plan --profile v2-", {"v2-tq"})],
+)
+def test_bash_completes_commands_and_names_of_the_catalog(line, expected):
+    words = line.split()
+    done = run(
+        COMP_WORDS=line, COMP_CWORD=str(len(words) - 1), _SPARK_DEPLOY_COMPLETE="bash_complete"
+    )
+    assert expected <= {found.split(",")[1] for found in done.stdout.splitlines()}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_a_script_of_its_own(shell, capsys):
+    assert main(["completion", shell]) == 0
+    assert f"_SPARK_DEPLOY_COMPLETE={shell}_complete" in capsys.readouterr().out
