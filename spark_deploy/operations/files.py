@@ -7,6 +7,7 @@ import io
 import shlex
 import tarfile
 from collections.abc import Generator, Iterable, Sequence
+from pathlib import PurePosixPath
 
 from pyinfra.api.command import StringCommand
 from pyinfra.context import host
@@ -73,3 +74,34 @@ def unpack_script(files: Iterable[ManagedFile]) -> str:
         f"put {number} {file.mode:o} {shlex.quote(file.path)}" for number, file in enumerate(files)
     ]
     return "\n".join(lines)
+
+
+def in_lines(content: bytes) -> str:
+    """Return bytes as text for a command's standard input, in lines of 60 kB."""
+    lines = (content[at : at + 45_000] for at in range(0, len(content), 45_000))
+    return "\n".join(base64.b64encode(line).decode() for line in lines) + "\n"
+
+
+def unzip_script(home: str, sha256: str, receipt: str) -> str:
+    """Return the shell script that unpacks a zip of ``in_lines`` from standard input as ``home``.
+
+    It is received beside its place, in a folder of root alone, and opened only when the host finds
+    the hash that was sent for. pyinfra's own upload goes through a name in ``/tmp`` that any user
+    of the host can foresee.
+    """
+    target, parent = shlex.quote(home), shlex.quote(str(PurePosixPath(home).parent))
+    other = shlex.quote(f"{home}: the bytes that arrived are not those sent")
+    return "\n".join(
+        (
+            f"set -e; cd /; umask 077; mkdir -p -m 0755 {parent}",
+            f"d=$(mktemp -d {parent}/.new-XXXXXX)",
+            "trap 'rm -rf \"$d\"' EXIT",
+            'base64 -d > "$d/zip"',
+            f'if ! echo "{sha256}  $d/zip" | sha256sum --check --status; then',
+            f"  echo {other} >&2; exit 1",
+            "fi",
+            'umask 022; mkdir "$d/home"; python3 -I -m zipfile -e "$d/zip" "$d/home"',
+            f'printf \'%s\\n\' {shlex.quote(receipt)} > "$d/home/.receipt"; sync -f "$d/home"',
+            f'rm -rf {target}; mv -T "$d/home" {target}',
+        )
+    )

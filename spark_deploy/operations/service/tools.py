@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 from collections.abc import Sequence
 
-from pyinfra.api.command import FileUploadCommand, StringCommand
+from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 from spark_contract.paths import CURRENT_TOOLS, SITE, TOOLS_DIR
@@ -13,7 +14,7 @@ from spark_contract.paths import CURRENT_TOOLS, SITE, TOOLS_DIR
 from spark_deploy.facts.service.tools import PythonSite, SymlinkTarget
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import shell
-from spark_deploy.operations.files import place
+from spark_deploy.operations.files import in_lines, place, unzip_script
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.payload.content import ToolFiles, site_archive
 from spark_deploy.planning.types import ToolsPlan
@@ -59,14 +60,8 @@ def python_site(plan: ToolsPlan) -> Commands:
     if site.target == f"{TOOLS_DIR}/{name}" and site.receipt == archive.digest:
         host.noop(f"{name} is in place")
         return
-    upload = f"{TOOLS_DIR}/.{name}.zip"
-    yield FileUploadCommand(str(archive.path), upload)
-    home = shlex.quote(f"{TOOLS_DIR}/{name}")
-    script = (
-        f"set -e; cd /; rm -rf {home}.new {home}; mkdir -p {home}.new; "
-        f"python3 -m zipfile -e {shlex.quote(upload)} {home}.new; "
-        f"printf '%s\\n' {archive.digest} > {home}.new/.receipt; sync -f {home}.new; "
-        f"mv -T {home}.new {home}; rm -f {shlex.quote(upload)}"
-    )
-    yield shell(script)
-    yield _point(SITE, f"{TOOLS_DIR}/{name}")
+    home = f"{TOOLS_DIR}/{name}"
+    content = archive.path.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    yield shell(unzip_script(home, sha256, archive.digest), stdin=in_lines(content))
+    yield _point(SITE, home)
