@@ -23,7 +23,8 @@ venv: .venv/installed ## the controller's Python environment, pinned with hashes
 # `make test` runs what fits into 25 minutes on two cores: all unit tests, what is held against the
 # engine's sources, and the lab tests marked `gate`; `make host faults engine` runs all lab tests.
 # Unit tests go side by side, lab tests share one lab and go alone.
-PARALLEL := -q --numprocesses auto --dist worksteal
+# Half of a test's time is waiting, so there are two of them for each core.
+PARALLEL := -q --numprocesses $(shell expr 2 \* $$(nproc)) --dist worksteal
 
 test: venv ## unit tests and the lab tests of the whole path, from nothing (root)
 	$(PY) -m lab prepare --engine none --engine-trees

@@ -170,6 +170,7 @@ def stage(tmp_path_factory):
         yield hub, order(workshop, hub)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
 def test_whatever_a_hub_answers_there_is_one_line_and_no_traceback(stage, data):

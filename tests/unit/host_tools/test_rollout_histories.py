@@ -131,6 +131,7 @@ def test_killed_at_every_call_and_again_while_it_recovers(name: str) -> None:
             lives_through(story, {number: "kill after", number + later: "kill before"})
 
 
+@pytest.mark.slow
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     story=st.sampled_from(list(STORIES.values())),

@@ -55,6 +55,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield running
 
 
+@pytest.mark.slow
 @settings(max_examples=250)
 @given(answer=hostile(json.dumps(ANSWER).encode()))
 @example(answer=odd(size=-1))
