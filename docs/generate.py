@@ -19,6 +19,7 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
 from spark_contract.patterns import count  # noqa: E402
 from spark_host.check.table import AROUND, CHECKS  # noqa: E402
+from speed import speed_page  # noqa: E402
 
 from spark_deploy.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.catalog.model import Model  # noqa: E402
@@ -293,6 +294,7 @@ FILES: dict[str, Callable[[], Iterator[str]]] = {
     "docs/reference/settings.md": settings_page,
     "docs/reference/models.md": models_page,
     "docs/reference/profiles.md": profiles_page,
+    "docs/reference/speed.md": lambda: speed_page(catalog()),
     "docs/reference/checks.md": checks_page,
 }
 

@@ -19,6 +19,8 @@ from spark_deploy.settings.load import merge
 
 _Data = dict[str, Any]
 _Document = TypeVar("_Document", Model, Profile, GuardRails)
+# What is said of one profile is not true of those that differ from it.
+_OWN_OF_PROFILES = ("summary", "choose_when", "published", "proven")
 
 
 def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
@@ -35,7 +37,7 @@ def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
     for name in catalog_names("profiles", checkout=checkout):
         shown = f"catalog/profiles/{name}.yml"
         try:
-            data = _read(shown, checkout)
+            data = _joined("profiles", name, checkout, own=_OWN_OF_PROFILES)
             plain = _checked(Profile, data, schema, shown, name=name)
         except CatalogError as error:
             broken[f"profiles/{name}",] = error.problems
@@ -53,15 +55,23 @@ def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
 
 def _model(name: str, checkout: Path) -> Model:
     shown = f"catalog/models/{name}.yml"
+    data = _joined("models", name, checkout)
+    return _checked(Model, data, load_schema("model", checkout=checkout), shown, name=name)
+
+
+def _joined(kind: str, name: str, checkout: Path, own: tuple[str, ...] = ()) -> _Data:
+    """Return a file merged into the one it is based on, whose keys ``own`` are left there."""
+    shown = f"catalog/{kind}/{name}.yml"
     data = _read(shown, checkout)
     parent = data.pop("based_on", None)
-    if parent is not None:
-        below = _read(f"catalog/models/{parent}.yml", checkout)
-        if "based_on" in below:
-            what = f"is based on {parent}, which is itself based on another model"
-            raise CatalogError.one(shown, what, f"base it on {below['based_on']} directly")
-        data = merge(below, data, null_keeps=False)
-    return _checked(Model, data, load_schema("model", checkout=checkout), shown, name=name)
+    if parent is None:
+        return data
+    below = _read(f"catalog/{kind}/{parent}.yml", checkout)
+    if "based_on" in below:
+        what = f"is based on {parent}, which is itself based on another"
+        raise CatalogError.one(shown, what, f"base it on {below['based_on']} directly")
+    inherited = {key: value for key, value in below.items() if key not in own}
+    return merge(inherited, data, null_keeps=False)
 
 
 def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:

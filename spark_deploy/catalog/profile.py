@@ -13,7 +13,12 @@ from spark_deploy.documents.declare import Gib, Text, needed, section, setting
 from spark_deploy.settings.engine_environment import environment_problems
 from spark_deploy.settings.engine_options import option_problems
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.serving import ENVIRONMENT_NAMES, MAX_SEQUENCES, OPTION_NAMES
+from spark_deploy.settings.serving import (
+    CATALOG_NAME,
+    ENVIRONMENT_NAMES,
+    MAX_SEQUENCES,
+    OPTION_NAMES,
+)
 
 # What a model's changes may depend on, in the words of the guard rails.
 TRAITS: dict[str, Callable[[Profile], Any]] = {
@@ -33,7 +38,18 @@ class Figure:
 
     what: str = needed("What was measured, and where.")
     value: str = needed("The figure with its unit.")
-    source: str = needed("Who published it.")
+    source: str = needed("Who published it, and the stack that it was measured on.")
+    model: str | None = setting(
+        None,
+        "With tokens_per_s: the model of catalog/models that it is about.",
+        pattern=CATALOG_NAME,
+    )
+    tokens_per_s: float | None = setting(
+        None,
+        "The same figure as a number; the computed speed is held against it.",
+        exclusiveMinimum=0,
+    )
+    requests: int = setting(1, "With tokens_per_s: requests at once, for all of them.", minimum=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +154,12 @@ class Profile:
     """One way of serving: a file of catalog/profiles, with the overrides of a model merged in."""
 
     name: SkipJsonSchema[str]  # of the file
+    based_on: str | SkipJsonSchema[None] = setting(
+        None,
+        "Another profile whose keys this file changes, but for what is published and proven of "
+        "it; one step only.",
+        pattern=CATALOG_NAME,
+    )
     summary: str = needed("What this profile is, in one line.", maxLength=100)
     choose_when: str = needed("Who should take it, in one line.", maxLength=160)
     published: tuple[Figure, ...] = setting(

@@ -17,6 +17,7 @@ from spark_deploy.lockfile.resolve import size
 from spark_deploy.lockfile.types import LockedSource
 from spark_deploy.planning.budget.disk import disk_total
 from spark_deploy.planning.budget.memory import gib
+from spark_deploy.planning.budget.speed import TOLERANCE, Speed, next_lever, speed_of
 from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.serving.release import document
@@ -61,6 +62,7 @@ def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     yield _row("image", f"{plan.image.base}, {size(plan.image.size_bytes)} compressed, {layer}")
     yield from _ready(plan)
     yield from _memory(plan, profile)
+    yield from _speed(plan, model, profile)
     yield from _disk(plan)
     yield _row("engine", shlex.join(["vllm", "serve", *plan.serve.engine.argv]))
     yield from _unit(plan)
@@ -125,6 +127,37 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         f"KV cache of {memory.kv_tokens:,} tokens has room for {memory.full_context_users:.1f} "
         f"requests of {context:,}; {profile.limits.max_sequences} are computed at once",
     )
+
+
+def _speed(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
+    """Say how fast it would be; an engine without the kernels of a Spark is no matter of bytes."""
+    if profile.engine_mode != "native":
+        return
+    shape, most = model.architecture, profile.limits.max_sequences
+    one = speed_of(shape, profile)
+    full = plan.serve.check.max_model_len
+    deep = speed_of(shape, profile, context_tokens=full)
+    said = f"{_range(one)} tokens/s for one request, {_range(deep)} behind {full:,} tokens"
+    if most > 1:
+        said += f", {_range(speed_of(shape, profile, requests=most))} in all for {most}"
+    yield _row("speed", f"{said} (computed, measured on no Spark: docs/reference/speed.md)")
+    largest = sorted(one.parts_s, key=lambda part: -part[1])[:4]
+    shares = ", ".join(f"{name} {seconds / one.step_s:.0%}" for name, seconds in largest)
+    yield _row(
+        "",
+        f"a step takes {one.step_s * 1000:.0f} ms and yields {one.tokens_per_step:.2f} tokens: "
+        f"{shares}",
+    )
+    lever = next_lever(model, profile)
+    told = (
+        f"{lever.setting}, about {lever.gain:.0%} more" if lever else "no setting gains a percent"
+    )
+    yield _row("", f"next lever: {told}")
+
+
+def _range(speed: Speed) -> str:
+    low, high = (speed.tokens_per_s * (1 + side * TOLERANCE) for side in (-1, 1))
+    return f"{low:.0f} to {high:.0f}"
 
 
 def _left_for(memory: MemoryPlan, left: int) -> str:

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from spark_deploy.catalog.profile import KvCache, Limits, Profile
+from spark_deploy.catalog.profile import KvCache, Limits, Profile, Speculation
 from spark_deploy.settings.types import Settings
 
 _Part = TypeVar("_Part", Profile, Limits, KvCache)
+# Of a host that drafts although its profile does not: a drafter without weights gets almost none.
+_ACCEPTANCE_FLOOR = 0.5
 
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
@@ -20,11 +22,25 @@ def effective_profile(profile: Profile, settings: Settings) -> Profile:
     }
     if settings.checkpoint.prebuilt and profile.shared_experts == "fp8-donor":
         profile = dataclasses.replace(profile, shared_experts="fp8-base")
+    if settings.engine.drafts is not None:
+        profile = with_drafts(profile, settings.engine.drafts)
     return dataclasses.replace(
         _put_in(profile, engine),
         limits=_put_in(profile.limits, engine),
         kv_cache=_put_in(profile.kv_cache, {"size_bytes": settings.engine.kv_cache_bytes}),
         layout=settings.checkpoint.layout or profile.layout,
+    )
+
+
+def with_drafts(profile: Profile, tokens: int) -> Profile:
+    """Return the profile with so many drafts, and what its proof then demands."""
+    if not tokens:
+        return dataclasses.replace(profile, speculation=None)
+    floor = profile.check.acceptance_floor or _ACCEPTANCE_FLOOR
+    return dataclasses.replace(
+        profile,
+        speculation=Speculation(method="mtp", tokens=tokens),
+        check=dataclasses.replace(profile.check, acceptance_floor=floor),
     )
 
 

@@ -192,6 +192,19 @@ class EngineSettings:
         key="kv_cache_gib",
         exclusiveMinimum=0,
     )
+    drafts: int | None = setting(
+        None,
+        "Draft tokens of each step, by the model's own MTP layer; 0 switches them off. The proof "
+        "then demands that half of them are accepted.",
+        minimum=0,
+        maximum=3,
+        examples=[1],
+    )
+    head: Literal["keep", "int8-g128", "int8-triton"] | None = setting(
+        None,
+        "The LM head, in the words of a profile's `head`; another tree is built where it needs "
+        "one.",
+    )
     vision: bool | None = setting(
         None, "true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."
     )

@@ -140,12 +140,12 @@ def context_tokens(model: Model, profile: Profile) -> int:
 def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
     """Return the block arithmetic of the cache."""
     drafts = profile.speculation.tokens if profile.speculation else 0
-    layer_bytes = _layer_bytes_per_token(model, profile.kv_cache.dtype)
+    layer_bytes = layer_bytes_per_token(model, profile.kv_cache.dtype)
     attention = model.attention_layers + (model.mtp_layers if drafts else 0)
     smaller, larger = sorted((attention, model.linear_layers or attention))
     size = larger if larger < 1.25 * smaller else smaller
     multiple = _block_multiple(model, profile)
-    pages = math.ceil(_state_bytes(model, drafts) / layer_bytes / multiple)
+    pages = math.ceil(state_bytes(model, drafts) / layer_bytes / multiple)
     block_tokens = max(1, pages) * multiple
     # With prefix caching a request also holds the state at the last block's edge.
     states = (2 if profile.prefix_caching else 1) + drafts
@@ -169,7 +169,8 @@ def _block_multiple(model: Architecture, profile: Profile) -> int:
     return 64 if keeps and by_flashinfer else 16
 
 
-def _layer_bytes_per_token(model: Architecture, dtype: str) -> int:
+def layer_bytes_per_token(model: Architecture, dtype: str) -> int:
+    """Return the bytes of one token in the cache of one layer with full attention."""
     if dtype in _TURBOQUANT:
         key_bits, value_bits, scales = _TURBOQUANT[dtype]
         head = model.head_width * (key_bits + value_bits) // 8 + scales
@@ -178,7 +179,7 @@ def _layer_bytes_per_token(model: Architecture, dtype: str) -> int:
     return 2 * model.kv_heads * model.head_width * width
 
 
-def _state_bytes(model: Architecture, drafts: int) -> int:
+def state_bytes(model: Architecture, drafts: int) -> int:
     """Bytes of one GDN state: FP32 recurrence and the 16-bit tail of the convolution."""
     net = model.linear_attention
     if net is None:

@@ -85,8 +85,14 @@ def _gdn(model: Architecture) -> int:
 
 def _mtp(model: Architecture) -> int:
     """Bytes of the drafter: one layer of full attention and experts, and a joining matrix."""
-    routed = model.experts * 3 * model.hidden * model.expert_width + _attention(model)
+    always, expert = drafter_bytes(model)
+    return round(model.mtp_layers * (always + model.experts * expert))
+
+
+def drafter_bytes(model: Architecture) -> tuple[float, float]:
+    """Bytes of a drafter's layer that every draft reads, and of one of its experts."""
+    scheme = _INT4 if model.mtp_scheme == "int4" else _BF16
     other = 3 * model.hidden * model.shared_expert_width + model.experts * model.hidden
     joining = 2 * model.hidden * model.hidden
-    scheme = _INT4 if model.mtp_scheme == "int4" else _BF16
-    return round(model.mtp_layers * (routed * scheme + other * _BF16 + joining * _BF16))
+    always = _attention(model) * scheme + (other + joining) * _BF16
+    return always, 3 * model.hidden * model.expert_width * scheme

@@ -1,0 +1,105 @@
+"""The page of the computed speed: published figures beside it, and what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from declared import cell
+
+from spark_deploy.catalog.profile import Figure
+from spark_deploy.catalog.types import Catalog
+from spark_deploy.planning.budget.speed import (
+    BANDWIDTH_BYTES_PER_S,
+    FIRST_ACCEPTED,
+    HEADS,
+    LARGE_INT4,
+    LATER_ACCEPTED,
+    LAYER_S,
+    SMALL,
+    TOLERANCE,
+    speed_of,
+)
+from spark_deploy.settings.types import Settings
+
+FITTED = ("base", "hybrid")
+BEFORE = """
+`plan` says how fast a pair would stream, before anything is downloaded. It is arithmetic, and was
+measured on no Spark: a step of decoding waits for memory, so its time is the bytes that it reads
+over the bandwidth, with one efficiency for each kind of kernel and a time for each layer. Two
+numbers were fitted, on the first two stages of the published ladder; all other rows are
+forecasts. The published figures are others', each with its stack, and were measured by nobody
+here. `plan` prints the range of 15 % around what is computed.
+"""
+UNKNOWN = """
+What the arithmetic does not know: how often the tokens of one step choose the same experts (it
+takes them as independent, which makes drafts and many requests look dearer than they are), what a
+TurboQuant cache costs to pack and unpack, which attention backend runs, how often drafts are
+accepted for a given kind of text, the time of prompts, and anything of two Sparks. The published
+v2 had a head kernel that takes longer for three tokens than ours, and FlashInfer attention.
+"""
+ON_H200 = "[measured](engine-proofs.md#lm-head-kernel) on an H200, of its own bandwidth"
+NUMBERS = (
+    ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
+    ("INT4 kernels", f"{LARGE_INT4} of it", "reported of Marlin by the community"),
+    ("states, cache", f"{LARGE_INT4} of it", "taken as INT4 kernels"),
+    ("shared experts, routers, drafter", f"{SMALL} of it", "fitted"),
+    ("each layer", f"{LAYER_S * 1e6:.0f} µs", "fitted"),
+    *((f"LM head, {head}", f"{share} of it", ON_H200) for head, share in HEADS.items()),
+    ("first draft accepted", str(FIRST_ACCEPTED), "published: 95 % of one"),
+    ("each later one, after the one before", str(LATER_ACCEPTED), "published: 80 % of two"),
+)
+
+
+def speed_page(catalog: Catalog) -> Iterator[str]:
+    """Yield the page."""
+    yield "<!-- generated from catalog/profiles by `make docs` -->"
+    yield "# Computed speed"
+    yield BEFORE
+    yield from _compared(catalog)
+    yield ""
+    yield from _steps(catalog)
+    yield from ("", "## Numbers in it", "", "| number | value | from |", "|---|---|---|")
+    for row in NUMBERS:
+        yield f"| {' | '.join(row)} |"
+
+
+def _compared(catalog: Catalog) -> Iterator[str]:
+    yield "| profile, model | requests | published | on | computed | error |"
+    yield "|---|---|---|---|---|---|"
+    missed = []
+    for name, model, figure, published in _published(catalog):
+        shape, profile = catalog.model(model).architecture, catalog.profile(name, model)
+        found = speed_of(shape, profile, requests=figure.requests).tokens_per_s
+        error = found / published - 1
+        told = f"{error:+.1%}" + (" (fitted)" if name in FITTED else "")
+        begun = f"| {name}, {model} | {figure.requests} | {published:g} | {cell(figure.source)}"
+        yield f"{begun} | {found:.1f} | {told} |"
+        missed += [f"{name}, {model}"] if abs(error) > TOLERANCE else []
+    yield ""
+    yield f"More than {TOLERANCE:.0%} off: {', '.join(missed) or 'none'}."
+    yield UNKNOWN.rstrip()
+
+
+def _steps(catalog: Catalog) -> Iterator[str]:
+    model = Settings().model
+    names = dict.fromkeys(name for name, of, *_ in _published(catalog) if of == model)
+    steps = [speed_of(catalog.model(model).architecture, catalog.profile(n, model)) for n in names]
+    yield from ("## Where the time of a step goes", "")
+    yield f"{model}, one request at the beginning of its context, milliseconds."
+    yield from ("", f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}")
+    for part in dict.fromkeys(part for step in steps for part, _ in step.parts_s):
+        times = (dict(step.parts_s).get(part, 0.0) * 1000 for step in steps)
+        yield f"| {part} | {' | '.join(f'{ms:.1f}' for ms in times)} |"
+    yield f"| step | {' | '.join(f'{step.step_s * 1000:.1f}' for step in steps)} |"
+    yield f"| tokens of a step | {' | '.join(f'{step.tokens_per_step:.2f}' for step in steps)} |"
+
+
+def _published(catalog: Catalog) -> list[tuple[str, str, Figure, float]]:
+    """Return profile, model, figure and its number, in the order of the numbers."""
+    found = [
+        (name, figure.model, figure, figure.tokens_per_s)
+        for name in catalog.profile_names
+        for figure in catalog.profile(name, Settings().model).published
+        if figure.model and figure.tokens_per_s
+    ]
+    return sorted(found, key=lambda one: (one[2].requests, one[1], one[3]))
