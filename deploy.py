@@ -8,7 +8,7 @@ from pyinfra.context import host, state
 
 from roles import base, cuda, docker, preflight, service, tools, work
 from spark_deploy.inventory.known import known_of
-from spark_deploy.inventory.plans import plan_for
+from spark_deploy.inventory.plans import plan_for, waves_for
 from spark_deploy.inventory.ssh import no_delay
 from spark_deploy.operations.service.uninstall import asked_of
 from spark_deploy.payload.content import read_payload
@@ -38,6 +38,7 @@ service.serve(
     gateway=plan.gateway,
     jobs=jobs,
     files=release_files_of(plan),
+    waves=waves_for(state),
 )
 service.verify(plan=plan.serve, gateway=plan.gateway)
 # Other pairs come last: they must not keep what serves from its proof.

@@ -8,6 +8,7 @@ from pyinfra.context import host, state
 
 from roles import service
 from spark_deploy.inventory.known import known_of
+from spark_deploy.inventory.plans import waves_for
 from spark_deploy.inventory.ssh import no_delay
 from spark_deploy.planning.serving.gateway import SERVICE
 
@@ -18,4 +19,5 @@ service.rollback(
     service=SERVICE,
     to=settings.releases.rollback_to,
     timeout_s=settings.serve.start_timeout_s * 2 + 600,
+    waves=waves_for(state),
 )

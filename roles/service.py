@@ -10,14 +10,15 @@ from spark_contract.keep import Keep
 from spark_contract.release import Release
 
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.loop import one_by_one
+from spark_deploy.operations.loop import in_waves, one_by_one
 from spark_deploy.operations.service.gateway import configured, new_key
 from spark_deploy.operations.service.jobs import prepared
 from spark_deploy.operations.service.reboots import rebooted
 from spark_deploy.operations.service.releases import pruned, rolled_back, still_proven
-from spark_deploy.operations.service.serve import proven, release_files, rolled_out
+from spark_deploy.operations.service.serve import proven, release_files, rolled_out, started
 from spark_deploy.planning.serving.argv import ENGINE_USER
 from spark_deploy.planning.types import GatewayPlan, NeedsPlan
+from spark_deploy.planning.waves import Wave
 from spark_deploy.planning.work.jobs import Work
 
 
@@ -40,8 +41,9 @@ def serve(
     gateway: GatewayPlan,
     jobs: Sequence[Work],
     files: Sequence[ManagedFile],
+    waves: Sequence[Wave],
 ) -> None:
-    """Prepare everything while the old release answers, then change over host by host."""
+    """Prepare everything while the old release answers, then change over wave by wave."""
     prepared(
         name="Wait until everything is prepared",
         jobs=tuple(work.job for work in jobs),
@@ -51,12 +53,10 @@ def serve(
     release_files(name="Install units and release", plan=plan, files=tuple(files),
                   users=(GATEWAY_USER, ENGINE_USER))  # fmt: skip
     configured(name="Configure the gateway", plan=gateway)
-    for name in one_by_one():
-        rolled_out(
-            name=f"Serve the release on {name}",
-            plan=plan,
-            timeout_s=int(plan.timeouts.start_s) * 2 + 600,
-        )
+    timeout_s = int(plan.timeouts.start_s) * 2 + 600
+    started(name="Serve where nothing is served yet", plan=plan, timeout_s=timeout_s)
+    for wave in in_waves(waves):
+        rolled_out(name=f"Serve the release on {', '.join(wave)}", plan=plan, timeout_s=timeout_s)
 
 
 @deploy("Verify")
@@ -66,10 +66,12 @@ def verify(*, plan: Release, gateway: GatewayPlan) -> None:
 
 
 @deploy("Rollback")
-def rollback(*, service: str, to: str | None, timeout_s: int) -> None:
+def rollback(*, service: str, to: str | None, timeout_s: int, waves: Sequence[Wave]) -> None:
     """Go back to the release before the current one, or to ``to``, proven as in a deploy."""
-    for name in one_by_one():
-        rolled_back(name=f"Go back on {name}", service=service, to=to, timeout_s=timeout_s)
+    for wave in in_waves(waves):
+        rolled_back(
+            name=f"Go back on {', '.join(wave)}", service=service, to=to, timeout_s=timeout_s
+        )
     still_proven(name="Prove what is served", service=service)
 
 

@@ -129,6 +129,18 @@ class Guest:
         (unit,) = self.serving()
         return unit.removeprefix("spark-serve@").removesuffix(".service")
 
+    def changes(self) -> list[tuple[float, float]]:
+        """Return when each change of release began and ended, by systemd's word.
+
+        Times of guests compare: they share a clock.
+        """
+        out = self.run(
+            "journalctl -q -o short-unix _PID=1 | "
+            "grep -E '(Starting|Finished|Failed to start) spark-switch@' | cut -d' ' -f1"
+        )
+        times = [float(word) for word in out.split()]
+        return list(zip(times[::2], times[1::2], strict=True))
+
     def boots(self) -> list[str]:
         """Return the serve units that the next boot starts."""
         out = self.run(

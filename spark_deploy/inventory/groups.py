@@ -74,6 +74,7 @@ def groups_from(
     found = _loaded(groups, file, overrides(arguments), generated)
     extra = host_data or {}
     found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
+    _check_canaries(found)
     catalog = _of_this_run("catalog", read_catalog)
     _check_pairs(found.values(), catalog)
     if arguments:
@@ -191,6 +192,19 @@ def _data(found: HostSettings) -> dict[str, Any]:
         "ssh_strict_host_key_checking": "yes",
     }
     return {**data, **{key: value for key, value in connection.items() if value is not None}}
+
+
+def _check_canaries(found: Mapping[str, HostSettings]) -> None:
+    """Refuse a canary that no host is: all would change as if there were none."""
+    wanted = dict.fromkeys(one.settings.rollout.canary for one in found.values())
+    fix = f"name one of these hosts: {', '.join(found)}"
+    problems = [
+        Problem("rollout.canary", f"'{name}' is no host of this inventory", fix)
+        for name in wanted
+        if name is not None and name not in found
+    ]
+    if problems:
+        raise SettingsError(problems)
 
 
 def _check_pairs(found: Iterable[HostSettings], catalog: Catalog) -> None:

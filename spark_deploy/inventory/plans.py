@@ -6,6 +6,7 @@ import threading
 
 from pyinfra import logger
 from pyinfra.api.host import Host
+from pyinfra.api.state import State
 
 from spark_deploy.inventory.held import held_for
 from spark_deploy.inventory.known import known_of
@@ -14,6 +15,7 @@ from spark_deploy.payload.content import SITE_REQUIREMENTS, read_payload
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.resolve import Request
 from spark_deploy.planning.types import HostPlan, PayloadIdentity
+from spark_deploy.planning.waves import Wave, waves_of
 
 # Hosts run at the same time; the first one asks the hub, the others wait for its answer.
 _locking = threading.Lock()
@@ -27,6 +29,12 @@ def payload_identity() -> PayloadIdentity:
         image_context_digest=payload.image_context_digest,
         python_requirements=SITE_REQUIREMENTS,
     )
+
+
+def waves_for(state: State) -> tuple[Wave, ...]:
+    """Return in which waves the hosts of this run replace what they serve."""
+    chosen = [host for host in state.inventory if state.is_host_in_limit(host)]
+    return waves_of({host.name: known_of(host).found.settings.rollout for host in chosen})
 
 
 def plan_for(host: Host) -> HostPlan:

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from pyinfra.context import host, inventory
 
+from spark_deploy.planning.waves import Wave
+
 T = TypeVar("T")
 
 
@@ -24,4 +26,9 @@ def one_by_one() -> Iterator[str]:
 
     So a fault stops at the first host that it meets.
     """
-    yield from (name for name in each(member.name for member in inventory) if name == host.name)
+    yield from (name for (name,) in in_waves((member.name,) for member in inventory))
+
+
+def in_waves(waves: Iterable[Wave]) -> Iterator[Wave]:
+    """Yield the wave of this host when its turn comes: one operation per wave, in their order."""
+    yield from (wave for wave in each(waves) if host.name in wave)

@@ -62,6 +62,25 @@ class ReleaseSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """How a change goes over several hosts; where nothing is served, all hosts start at once."""
+
+    at_once: Annotated[int, about(minimum=1)] | Literal["all"] = setting(
+        1,
+        "How many hosts replace what they serve at the same time, or all; the next ones follow "
+        "when these are proven, and a failure leaves the rest as they are.",
+        examples=[2, "all"],
+    )
+    canary: str | None = setting(
+        None,
+        "The host that replaces what it serves first and alone, by its name in the inventory; "
+        "null: the first of the inventory.",
+        minLength=1,
+        examples=["spark-1"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServeSettings:
     """Names, gateway and time limits of the service."""
 

@@ -31,6 +31,7 @@ from spark_deploy.settings.serving import (
     MemorySettings,
     PairSettings,
     ReleaseSettings,
+    RolloutSettings,
     ServeSettings,
     WatchSettings,
 )
@@ -75,6 +76,7 @@ class Settings:
         examples=[[{"model": "qwen3.5-122b", "profile": "base"}]],
     )
     releases: ReleaseSettings = section(ReleaseSettings)
+    rollout: RolloutSettings = section(RolloutSettings)
     serve: ServeSettings = section(ServeSettings)
     engine: EngineSettings = section(EngineSettings)
     checkpoint: CheckpointSettings = section(CheckpointSettings)

@@ -50,6 +50,23 @@ def test_a_failing_change_stops_before_the_next_host(fleet: Fleet) -> None:
     assert fleet.guests[1].run(SWITCHES) == spared
 
 
+def test_what_is_served_is_replaced_host_by_host_the_canary_first(fleet: Fleet) -> None:
+    fleet.settle()
+    fleet.site.choose(serve={"names": ["once"]}, rollout={"canary": fleet.guests[1].name})
+    assert fleet.site.deploy().exit_code == 0
+    (second, _), (_, canary) = (guest.changes()[-1] for guest in fleet.guests)
+    assert canary < second
+
+
+def test_as_many_hosts_as_settings_say_are_replaced_at_once(fleet: Fleet) -> None:
+    fleet.settle()
+    fleet.site.choose(serve={"names": ["both"]}, rollout={"at_once": "all"})
+    run = fleet.site.deploy()
+    assert run.exit_code == 0, run.stderr[-3000:]
+    (began, ended), (other_began, other_ended) = (guest.changes()[-1] for guest in fleet.guests)
+    assert max(began, other_began) < min(ended, other_ended)
+
+
 def test_a_power_cut_while_the_candidate_loads_boots_the_old_release(fleet: Fleet) -> None:
     fleet.settle()
     guest = fleet.guests[0]

@@ -25,6 +25,11 @@ def test_bare_hosts_become_proven_servers(fleet: Fleet) -> None:
         assert proven_run(guest)
 
 
+def test_hosts_that_serve_nothing_start_at_the_same_time(fleet: Fleet) -> None:
+    (began, ended), (other_began, other_ended) = (guest.changes()[0] for guest in fleet.guests)
+    assert max(began, other_began) < min(ended, other_ended)
+
+
 def proven_run(guest: Guest) -> str:
     """Return the run of the unit that serves, by systemd's word; its proof must be of this run."""
     release = guest.release()

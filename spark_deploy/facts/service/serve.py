@@ -40,6 +40,13 @@ class HostStatus:
         found = self.told.live if self.told else None
         return found if found and found.release == release else None
 
+    def has_to_lose(self, service: str, release: str) -> bool:
+        """Whether a change to ``release`` would replace what is served, or was proven to be."""
+        state = self.service(service)
+        if state is None:
+            return bool(self.unreadable)
+        return state.active is not None or state.good not in (None, release)
+
     def stopped(self, service: str) -> str:
         """Say who stopped a service on purpose, and since when; "" when nobody did."""
         state = self.service(service)

@@ -16,7 +16,7 @@ from spark_contract.release import Release
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.serve import HostStatus, Status, UserExists
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.commands import log_once
+from spark_deploy.operations.commands import is_predicted, log_once, predict
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.service.rollout import change_to, hold_back
@@ -40,20 +40,52 @@ def release_files(plan: Release, files: Sequence[ManagedFile], users: Sequence[s
 
 @operation()
 @host_errors
-def rolled_out(plan: Release, timeout_s: int) -> Commands:
-    """Serve this release, proven; the one before comes back when that fails."""
+def started(plan: Release, timeout_s: int) -> Commands:
+    """Serve this release where no proven one is replaced: there is nothing to lose by a failure.
+
+    All such hosts start at once, whatever became of others.
+    """
     status = read(Status)
+    if status.has_to_lose(plan.service, plan.name):
+        host.noop("what it serves is replaced in its turn")
+        return
+    why = _needed(plan, status)
+    if why:
+        log_once(f"{plan.name}: {why}")
+        predict(_served(plan))
+        yield change_to(plan.name, timeout_s)
+
+
+def _served(plan: Release) -> str:
+    return f"{plan.name} is served"
+
+
+def _needed(plan: Release, status: HostStatus) -> str:
+    """Say why the host has to change to this release; "" when it has not, which is noted."""
+    if is_predicted(_served(plan)):
+        host.noop("is served by then")
+        return ""
     stopped = status.stopped(plan.service)
     if stopped:
         log_once(stopped, "yellow")
         host.noop(stopped)
-        return
+        return ""
     unknown = status.unknown_versions()
     if unknown:
         log_once(unknown, "yellow")
     why = status.unproven(plan.service, plan.name)
     if not why:
         host.noop(f"{plan.name} is running and proven")
+    return why
+
+
+@operation()
+@host_errors
+def rolled_out(plan: Release, timeout_s: int) -> Commands:
+    """Serve this release, proven; the one before comes back when that fails."""
+    status = read(Status)
+    why = _needed(plan, status)
+    if not why:
         return
     state = status.service(plan.service)
     hold_back(f"left alone on {(state.active if state else None) or 'nothing'}")

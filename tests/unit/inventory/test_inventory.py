@@ -132,3 +132,16 @@ def test_values_of_the_command_line_are_read_as_pyinfra_reads_them():
         [sys.executable, "-c", script, *texts], capture_output=True, text=True, cwd=CHECKOUT
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_canary_that_no_host_is_gets_refused_before_connecting(foreign):
+    vars_of_all = foreign.parent / "group_vars/spark.yml"
+    vars_of_all.write_text("profile: base\nrollout: {canary: spark-9}\n")
+    done = pyinfra(foreign)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "'spark-9' is no host of this inventory" in said
+    assert "name one of these hosts: spark-1, spark-2" in said
+    vars_of_all.write_text("profile: base\nrollout: {canary: spark-2, at_once: all}\n")
+    done = pyinfra(foreign)
+    assert data_of(done.stdout + done.stderr, "spark-2")["rollout"]["canary"] == "spark-2"

@@ -192,6 +192,55 @@ def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() ->
     assert f"group_vars say {RELEASE}" in host.logs[0]
 
 
+OTHER = "main-aaaaaaaaaaaa"
+
+
+class Failed:
+    name, connector = "first", None
+
+
+FAILED = Failed()
+
+
+@pytest.mark.parametrize(
+    ("service", "starts"),
+    [
+        ({"active": None, "good": None}, True),
+        ({"active": None, "good": RELEASE}, True),
+        ({"active": None, "good": OTHER}, False),
+        ({"active": OTHER, "good": OTHER}, False),
+        ({"active": OTHER, "good": None}, False),
+        ({"active": RELEASE, "good": None}, False),
+    ],
+)
+def test_only_a_host_with_nothing_to_lose_starts_beside_the_others(
+    service: dict[str, Any], starts: bool
+) -> None:
+    assert len(outcome(status(**service), serve.started, plan(), 60)) == starts
+
+
+def test_a_first_start_waits_for_no_other_host_and_a_replacement_does() -> None:
+    for service, operation, refused in (
+        ({"active": None, "good": None}, serve.started, False),
+        ({"active": OTHER, "good": OTHER}, serve.rolled_out, True),
+    ):
+        host = status(**service)
+        host.state.inventory = [FAILED]
+        host.state.results = {FAILED: SimpleNamespace(error_ops=1)}
+        [command] = outcome(host, operation, plan(), 60)
+        assert ("because first failed first" in command) == refused
+
+
+def test_a_dry_run_foretells_the_first_start_of_a_host_once() -> None:
+    host = status(active=None, good=None)
+    host.state.is_executing = False
+    with on(host, executing=False) as state:
+        state.inventory.get_host = lambda name: host
+        first = list(serve.started._inner(plan(), 60))
+        second = list(serve.rolled_out._inner(plan(), 60))
+    assert (len(first), second, host.noops) == (1, [], ["is served by then"])
+
+
 def test_a_way_back_is_asked_without_changing_anything() -> None:
     assert "--dry" in WayBack().command("main", None)
     assert "--to main-aaaaaaaaaaaa --dry" in WayBack().command("main", "main-aaaaaaaaaaaa")

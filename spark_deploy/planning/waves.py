@@ -1,0 +1,32 @@
+"""In which waves a change goes over hosts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spark_deploy.settings.serving import RolloutSettings
+
+Wave = tuple[str, ...]
+
+
+def waves_of(rollouts: Mapping[str, RolloutSettings]) -> tuple[Wave, ...]:
+    """Return which hosts change together, wave after wave.
+
+    Canaries come first, each alone; then the others in their order. A wave is as large as the most
+    careful host in it allows.
+
+    Args:
+        rollouts: settings of every host, in the order of the inventory.
+    """
+    canaries = [name for name in rollouts if any(one.canary == name for one in rollouts.values())]
+    waves: list[Wave] = [(name,) for name in canaries]
+    wave: Wave = ()
+    for name in rollouts:
+        if name in canaries:
+            continue
+        limits = [rollouts[member].at_once for member in (*wave, name)]
+        if wave and len(wave) >= min(len(rollouts) if one == "all" else one for one in limits):
+            waves.append(wave)
+            wave = ()
+        wave = (*wave, name)
+    return (*waves, wave) if wave else tuple(waves)
