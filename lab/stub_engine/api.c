@@ -206,7 +206,10 @@ static bool cut_to(char *text, int max_tokens) {
     return true;
 }
 
-static bool complete(int connection, const json *request, bool chat) {
+typedef enum { TEXT, CHAT, MESSAGES } form;
+
+static bool complete(int connection, const json *request, form asked) {
+    bool chat = asked != TEXT;
     static atomic_long ids;
     int turns, earlier;
     char id[32];
@@ -240,14 +243,16 @@ static bool complete(int connection, const json *request, bool chat) {
     a.completion_tokens = tokens_of(a.text) + 1;
     count_prompt(a.prompt_tokens, earlier);
     bool sent;
-    if (json_true(request, "stream"))
+    message m = {a.name, a.text, a.prompt_tokens, a.completion_tokens, !strcmp(a.finish, "length")};
+    if (asked == MESSAGES && json_true(request, "stream")) sent = stream_message(connection, &m);
+    else if (json_true(request, "stream"))
         sent = reply_stream(connection, &a, json_true(json_get(request, "stream_options"), "include_usage"));
     else {
         for (int i = 0; i < a.completion_tokens; i++) {
             count_token(i);
             work();
         }
-        sent = reply_whole(connection, &a);
+        sent = asked == MESSAGES ? reply_message(connection, &m) : reply_whole(connection, &a);
     }
     free(mixed.data);
     free(text);
@@ -264,7 +269,8 @@ static bool generate(int connection, const char *path, const char *body) {
     else {
         atomic_fetch_add(&counted.running, 1);
         while (fault("wedge")) usleep(100000);
-        more = complete(connection, request, !strstr(path, "completions") || strstr(path, "chat"));
+        bool text = strstr(path, "completions") && !strstr(path, "chat");
+        more = complete(connection, request, strstr(path, "messages") ? MESSAGES : text ? TEXT : CHAT);
         atomic_fetch_sub(&counted.running, 1);
     }
     json_free(request);

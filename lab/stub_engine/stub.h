@@ -59,6 +59,15 @@ void count_prompt(int tokens, int earlier); /* earlier: of them in earlier messa
 void count_token(int index); /* the index-th token of an answer */
 void put_metrics(buffer *b);
 
+/* messages.c: Anthropic's form of an answer. */
+typedef struct {
+    const char *model, *text;
+    int input_tokens, output_tokens;
+    bool cut;
+} message;
+bool reply_message(int connection, const message *m);
+bool stream_message(int connection, const message *m);
+
 /* api.c: one request, one answer; false closes the connection. */
 bool serve_request(int connection, const char *method, const char *path, const char *body);
 

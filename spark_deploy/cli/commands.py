@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from spark_deploy.checkout import catalog_names
+from spark_deploy.cli.clients import CLIENTS
 
 
 class Options(SimpleNamespace):
@@ -121,7 +122,17 @@ COMMANDS: dict[str, Entry] = {
         "Look at hosts without changing them and say what speaks against a deploy.",
         asks=_always,
     ),
-    "connect": Entry(LOOK, "Show how to talk to each server: URL, model name, key."),
+    "connect": Entry(
+        LOOK,
+        "Show how to talk to each server: URL, model name, key.",
+        (
+            click.Option(
+                ["--for", "client"], type=click.Choice(list(CLIENTS)),
+                help="What one client needs, ready to use; the key is read, never printed.",
+            ),
+            flag("--tunnel", "Hold the SSH tunnels of these hosts open until interrupted."),
+        ),
+    ),
     "top": Entry(
         LOOK,
         "Show what each host is doing now: requests, tok/s, acceptance, cache, memory, heat.",

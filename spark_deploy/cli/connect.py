@@ -9,14 +9,16 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from pyinfra.api.host import Host
 
 from spark_deploy.bench.host import Login
+from spark_deploy.cli.clients import CLIENTS, QUESTION, Connection
 from spark_deploy.cli.commands import Options
-from spark_deploy.cli.hosts import Listed, answer, listed, say
+from spark_deploy.cli.hosts import Listed, answer, every_name, listed, say
 from spark_deploy.cli.looking import look
+from spark_deploy.cli.tunnels import hold_tunnels
+from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.gateway import TailnetAddress
 from spark_deploy.payload.certificates import ca_path
 from spark_deploy.planning.serving.gateway import (
@@ -29,30 +31,34 @@ from spark_deploy.planning.serving.gateway import (
 from spark_deploy.planning.types import GatewayPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """Everything a client needs for one server."""
-
-    host: str
-    base_url: str
-    users: str  # who reaches base_url
-    model: str
-    names: tuple[str, ...]
-    key_path: str
-    read_key: str  # a command that prints the key
-    tunnel: str | None  # a command that makes the host's own URL work from here
-    ca: str | None  # a file that clients must trust
-    container: str | None  # base URL inside containers of the host
-    example: str
-
-
 def run(options: Options) -> int:
-    """Print how to talk to the chosen hosts."""
+    """Print how to talk to the chosen hosts, for people or for one client; or hold their tunnels.
+
+    Raises:
+        SparkError: a client is to be told of several hosts, or a tunnel ended.
+    """
     hosts = listed(options)
     tailnet = _tailnet_addresses(hosts)
-    found = [connection_of(host, tailnet.get(host.name)) for host in hosts]
-    answer(options, found, map(lines, found))
+    places = {name: place for place, name in enumerate(every_name(options))}
+    found = [connection_of(host, tailnet.get(host.name), places[host.name]) for host in hosts]
+    if options.client:
+        _for_client(options.client, found)
+    elif options.tunnel:
+        hold_tunnels([(one.host, one.base_url, one.tunnel) for one in found if one.tunnel])
+    else:
+        answer(options, found, map(lines, found))
     return 0
+
+
+def _for_client(name: str, found: list[Connection]) -> None:
+    if len(found) != 1:
+        what = f"{len(found)} hosts: {', '.join(one.host for one in found)}"
+        raise SparkError.one(f"--for {name}", what, "name the one that the client shall ask")
+    [one], client = found, CLIENTS[name]
+    print("\n".join(client.text(one)))
+    say(f"use      {client.use}")
+    if one.tunnel:
+        say(f"tunnel   in another terminal: spark-deploy connect {one.host} --tunnel")
 
 
 def _tailnet_addresses(hosts: list[Listed]) -> dict[str, str]:
@@ -75,8 +81,15 @@ def _tailnet_addresses(hosts: list[Listed]) -> dict[str, str]:
     return {one.host.name: one.value for one in answers if one.value}
 
 
-def connection_of(host: Listed, tailnet_address: str | None = None) -> Connection:
-    """Return what a client needs for ``host``."""
+def connection_of(host: Listed, tailnet_address: str | None = None, place: int = 0) -> Connection:
+    """Return what a client needs for ``host``.
+
+    Args:
+        host: the host.
+        tailnet_address: what its tailnet calls it, if that had to be asked.
+        place: of the host in its inventory, from 0. Each has a port of its own here, so that
+            tunnels to all hosts can be open at once.
+    """
     settings = host.settings.settings
     plan = gateway_plan(settings, host.name)
     if tailnet_address:
@@ -86,12 +99,15 @@ def connection_of(host: Listed, tailnet_address: str | None = None) -> Connectio
     login = [] if local else ssh_command(host)
     read_key = shlex.join([*login, *_sudo(host), "cat", plan.settings.key_path])
     base_url, users = _best(plan)
-    inside = base_url == url(plan, LOOPBACK)
+    inside = base_url == url(plan, LOOPBACK) and not local
     # Where the port is taken ssh would go on without it (or with its IPv6 half), and the key would
     # go to whoever has it: so it is to end, and the address is said in full.
-    here = f"{LOOPBACK}:{plan.settings.port}"
-    forward = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", f"{here}:{here}"]
+    port = plan.settings.port + place if inside else plan.settings.port
+    forward = ["-N", "-o", "ExitOnForwardFailure=yes"]
+    forward += ["-L", f"{LOOPBACK}:{port}:{LOOPBACK}:{plan.settings.port}"]
     tunnel = [*login[:1], *forward, *login[1:]]
+    if inside:
+        base_url = base_url.replace(f":{plan.settings.port}/", f":{port}/")
     private = plan.tls is not None and plan.tls.mode == "private-ca"
     ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and private else None
     return Connection(
@@ -102,10 +118,10 @@ def connection_of(host: Listed, tailnet_address: str | None = None) -> Connectio
         names=tuple(names),
         key_path=plan.settings.key_path,
         read_key=read_key,
-        tunnel=None if local or not inside else shlex.join(tunnel),
+        tunnel=shlex.join(tunnel) if inside else None,
         ca=ca,
         container=url(plan, CONTAINER_NAME) if plan.settings.expose == "docker" else None,
-        example=_example(base_url, names[0], read_key, ca),
+        example=example(base_url, names[0], read_key, ca),
     )
 
 
@@ -160,8 +176,9 @@ def _sudo(host: Listed) -> list[str]:
     return ["sudo"] if host.data["_sudo"] else []
 
 
-def _example(base_url: str, model: str, read_key: str, ca: str | None) -> str:
-    body = {"model": model, "messages": [{"role": "user", "content": "What is 7823 * 4519?"}]}
+def example(base_url: str, model: str, read_key: str, ca: str | None) -> str:
+    """Return a line for a shell that asks one question."""
+    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
     trust = f"--cacert {shlex.quote(ca)} " if ca else ""
     # The header goes over standard input: in argv every user of this machine could read the key.
     return (

@@ -59,6 +59,11 @@ def listed(options: Options) -> list[Listed]:
     ]
 
 
+def every_name(options: Options) -> list[str]:
+    """Return the names of all hosts of the inventory, those that were not chosen as well."""
+    return list(read_inventory(inventory_of(options), data=list(options.data)))
+
+
 def inventory_of(options: Options) -> Path:
     """Return the inventory named, else that of the working directory, else of the checkout."""
     here = Path("inventory/spark.py")

@@ -242,3 +242,12 @@ def test_connect_to_this_machine_needs_no_ssh(tmp_path):
     assert (one.tunnel, one.read_key) == (None, "sudo cat /etc/spark/api-key")
     root = connection_of(listed(tmp_path, "@local", {"_sudo": False}))
     assert root.read_key == "cat /etc/spark/api-key"
+
+
+def test_connect_gives_each_host_of_an_inventory_a_port_of_its_own_here(tmp_path):
+    one = connection_of(listed(tmp_path), place=2)
+    assert one.base_url == "http://127.0.0.1:8002/v1"
+    assert "-L 127.0.0.1:8002:127.0.0.1:8000 " in one.tunnel
+    assert "http://127.0.0.1:8002/v1/chat/completions" in one.example
+    network = connection_of(listed(tmp_path, **{"serve.expose": "lan"}), place=2)
+    assert network.base_url == "http://10.0.0.9:8000/v1"

@@ -1,0 +1,88 @@
+"""`spark-deploy connect`: for one client, and tunnels that are held open."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spark_deploy.cli import main
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "inventory").mkdir()
+    (tmp_path / "inventory/spark.py").write_text("spark = ['spark-1', 'spark-2']\n")
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/spark.yml").write_text("model: qwen3.5-35b\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_client_is_told_of_one_host(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["connect", "--for", "env"]) == 1
+    assert "2 hosts: spark-1, spark-2" in capsys.readouterr().err
+
+
+def test_a_host_has_the_same_port_here_whether_it_is_named_alone_or_not(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["connect", "spark-2", "--for", "env"]) == 0
+    told = capsys.readouterr()
+    assert "export OPENAI_BASE_URL=http://127.0.0.1:8001/v1" in told.out
+    assert "spark-deploy connect spark-2 --tunnel" in told.err
+    assert main(["connect"]) == 0
+    assert "http://127.0.0.1:8001/v1 " in capsys.readouterr().out
+
+
+def test_tunnels_of_all_hosts_stay_open_until_interrupted_and_end_with_it(
+    site: Path,
+) -> None:
+    """With an ssh that stays, and writes down that it was ended."""
+    ssh = site / "ssh"
+    ssh.write_text(
+        "#!/bin/bash\ntrap 'echo ended >> $0.log; exit 0' TERM\n"
+        'echo "$*" >> $0.log\nwhile true; do sleep 0.1; done\n'
+    )
+    ssh.chmod(0o755)
+    log = site / "ssh.log"
+    held = start(site)
+    wait(lambda: log.exists() and log.read_text().count("-L 127.0.0.1:") == 2)
+    assert held.poll() is None
+    held.send_signal(signal.SIGINT)
+    _, said = held.communicate(timeout=30)
+    assert held.returncode == 0, said
+    assert "spark-1: http://127.0.0.1:8000/v1\nspark-2: http://127.0.0.1:8001/v1" in said
+    assert log.read_text().count("ended") == 2
+
+
+def test_a_tunnel_that_ends_by_itself_ends_the_command_with_its_host(site: Path) -> None:
+    ssh = site / "ssh"
+    ssh.write_text('#!/bin/sh\ncase "$*" in *spark-2) exit 255;; esac\nexec sleep 60\n')
+    ssh.chmod(0o755)
+    held = start(site)
+    _, said = held.communicate(timeout=30)
+    assert held.returncode == 1
+    assert "spark-2: its tunnel ended with exit code 255" in said
+
+
+def start(site: Path) -> subprocess.Popen[str]:
+    run = "import sys; from spark_deploy.cli import main; sys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", run, "connect", "--tunnel"],
+        env={**os.environ, "PATH": f"{site}:{os.environ['PATH']}"},
+        stderr=subprocess.PIPE, text=True, cwd=site,
+    )  # fmt: skip
+
+
+def wait(done) -> None:
+    for _ in range(300):
+        if done():
+            return
+        time.sleep(0.1)
+    raise AssertionError("not in time")
