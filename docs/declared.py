@@ -13,7 +13,9 @@ import yaml
 from spark_deploy.bench.result import BenchResult
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
+from spark_deploy.catalog.questions import OpenQuestions
 from spark_deploy.catalog.rails import GuardRails
+from spark_deploy.cli.looks.report.document import Report
 from spark_deploy.documents.declare import schema_of, typed
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.types import Settings
@@ -25,6 +27,8 @@ DOCUMENTS = {
     "guard_rails": GuardRails,
     "lock": Lock,
     "bench": BenchResult,
+    "open_questions": OpenQuestions,
+    "report": Report,
 }
 WIDTH = 100
 TYPES = {"string": "text", "object": "mapping", "array": "list", "boolean": "true/false"}

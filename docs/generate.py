@@ -1,7 +1,8 @@
 """Write the generated files; ``--check`` only says whether they are current.
 
 Schemas, group_vars/all.yml and settings.md come from the declarations (declared.py), models.md and
-profiles.md from the catalog and the same arithmetic that plans use.
+profiles.md from the catalog and the same arithmetic that plans use, the tables of what-is-proven.md
+from the open questions and the reports of hosts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
 from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
+from proven import proven_page  # noqa: E402
 from spark_contract.patterns import count  # noqa: E402
 from spark_host.check.table import AROUND, CHECKS  # noqa: E402
 from speed import speed_page  # noqa: E402
@@ -296,6 +298,7 @@ FILES: dict[str, Callable[[], Iterator[str]]] = {
     "docs/reference/profiles.md": profiles_page,
     "docs/reference/speed.md": lambda: speed_page(catalog()),
     "docs/reference/checks.md": checks_page,
+    "docs/reference/what-is-proven.md": functools.partial(proven_page, CHECKOUT),
 }
 
 if __name__ == "__main__":

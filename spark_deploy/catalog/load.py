@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from spark_deploy.catalog.model import RENAMED, Model
 from spark_deploy.catalog.profile import Profile
+from spark_deploy.catalog.questions import OpenQuestions
 from spark_deploy.catalog.rails import GuardRails, all_hold
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT, catalog_names
@@ -18,7 +19,7 @@ from spark_deploy.errors import CatalogError, Problem
 from spark_deploy.settings.load import merge
 
 _Data = dict[str, Any]
-_Document = TypeVar("_Document", Model, Profile, GuardRails)
+_Document = TypeVar("_Document", Model, Profile, GuardRails, OpenQuestions)
 # What is said of one profile is not true of those that differ from it.
 _OWN_OF_PROFILES = ("summary", "choose_when", "published", "proven")
 
@@ -51,6 +52,13 @@ def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
     schema = load_schema("guard_rails", checkout=checkout)
     rails = _checked(GuardRails, _read(shown, checkout), schema, shown).rails
     return Catalog(models, profiles, rails, broken)
+
+
+def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
+    """Return ``catalog/open_questions.yml``."""
+    shown = "catalog/open_questions.yml"
+    schema = load_schema("open_questions", checkout=checkout)
+    return _checked(OpenQuestions, _read(shown, checkout), schema, shown)
 
 
 def _model(name: str, checkout: Path) -> Model:
@@ -100,7 +108,7 @@ def _checked(
     if problems := list(problems_of(data, schema, lambda path: shown, RENAMED)):
         raise CatalogError(problems)
     document = convert(kind, {**data, **of_file})
-    broken = () if isinstance(document, GuardRails) else tuple(document.broken())
+    broken = tuple(document.broken()) if isinstance(document, (Model, Profile)) else ()
     if broken:
         raise CatalogError(
             [Problem(f"{shown}: {dotted(one.key)}", one.what, one.fix) for one in broken]

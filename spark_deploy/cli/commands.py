@@ -122,6 +122,13 @@ COMMANDS: dict[str, Entry] = {
         "Look at hosts without changing them and say what speaks against a deploy.",
         asks=_always,
     ),
+    "report": Entry(
+        LOOK,
+        "Write what hosts show into one redacted file that may be sent to others.",
+        (option("--out", "The file; else spark-report-TIME.md here.", metavar="FILE"),),
+        module="looks.report.command",
+        asks=_always,
+    ),
     "connect": Entry(
         LOOK,
         "Show how to talk to each server: URL, model name, key.",

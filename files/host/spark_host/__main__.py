@@ -10,7 +10,7 @@ from collections.abc import Callable
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.paths import Paths
 
-from spark_host import status
+from spark_host import evidence, status
 from spark_host.check import runner
 from spark_host.engine import serve
 from spark_host.gateway import gateway
@@ -65,6 +65,7 @@ def _leaving(verb: str) -> Verb:
 
 VERBS: dict[str, tuple[Verb, str]] = {
     "status": (status.main, "[--live]: everything about this host as JSON"),
+    "evidence": (evidence.main, "what the running engine shows, fit to be sent to others, as JSON"),
     "check": (runner.main, "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine"),
     "switch": (
         _of_one(lambda name, paths: rollout.roll_out(name, this_host(paths))),

@@ -1,0 +1,66 @@
+"""The tables of what-is-proven.md: from the open questions, and from the reports of Sparks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from declared import cell
+
+from spark_deploy.catalog.load import read_questions
+from spark_deploy.catalog.questions import Part, Question
+from spark_deploy.cli.looks.report.document import Report
+from spark_deploy.cli.looks.report.markdown import read_report
+
+BEGIN = "<!-- generated from catalog/open_questions.yml and reports/ by `make docs` -->"
+END = "<!-- the rest is written by hand -->"
+
+
+def proven_page(checkout: Path) -> Iterator[str]:
+    """Yield the page with its tables made anew."""
+    before, _, rest = (checkout / "docs/reference/what-is-proven.md").read_text().partition(BEGIN)
+    yield before + BEGIN
+    yield from tables(checkout)
+    yield END + rest.partition(END)[2]
+
+
+def tables(checkout: Path) -> Iterator[str]:
+    """Yield what is proven by part, and every open question with its answers."""
+    reports = {
+        path.name: read_report(path, checkout=checkout)
+        for path in sorted((checkout / "reports").glob("*.md"))
+        if path.name != "README.md"
+    }
+    parts = read_questions(checkout).parts
+    yield from ("", "| part | virtual lab | H200, H100 | DGX Spark |", "|---|---|---|---|")
+    for part in parts:
+        row = (part.part, part.lab, part.gpu, _column(part, reports))
+        yield f"| {' | '.join(map(cell, row))} |".replace("|  |", "| |")
+    yield from ("", "## Open questions", "", OPEN, "")
+    yield "| question | how a Spark answers it | answers |"
+    yield "|---|---|---|"
+    for part in parts:
+        for one in part.questions:
+            told = "<br>".join(_told(one, reports)) or "none yet"
+            yield f"| {cell(one.question)} | {cell(one.how)} | {told} |"
+    yield ""
+
+
+OPEN = """
+Only a DGX Spark can answer these. [How an owner has it answer](reports.md): one command, one file.
+""".strip()
+
+
+def _column(part: Part, reports: dict[str, Report]) -> str:
+    answered = sum(1 for one in part.questions if any(_told(one, reports)))
+    return f"{answered} of {len(part.questions)} questions answered" if answered else "not yet"
+
+
+def _told(question: Question, reports: dict[str, Report]) -> Iterator[str]:
+    """Yield what each report of a Spark answers; what lab hosts show does not count."""
+    for name, report in reports.items():
+        for host in report.hosts:
+            for one in host.answers:
+                if host.is_spark and one.id == question.id and one.state != "open":
+                    source = f"[{report.at[:10]}](../../reports/{name})"
+                    yield f"{one.state}: {cell(one.text)} ({source})"

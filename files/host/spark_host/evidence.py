@@ -1,0 +1,132 @@
+"""What a host shows of its engine, for a report that may be sent to others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from spark_contract.evidence import EngineEvidence, Evidence
+from spark_contract.paths import Paths
+from spark_contract.records import Rollout
+from spark_contract.release import Release
+
+from spark_host.check.runner import read_log
+from spark_host.engine import libraries, start_log
+from spark_host.engine.client import Engine, EngineError
+from spark_host.records import boot
+from spark_host.system import docker, programs, stored
+from spark_host.system.log import answer
+from spark_host.system.ports import Host
+from spark_host.watch import sensors
+
+_DMI = ("sys_vendor", "product_name", "bios_vendor", "bios_version", "bios_date")
+_PLAIN = re.compile(r"[\w .,+/()-]{1,80}")
+_VERSION = re.compile(r"[\w.+-]{1,40}")
+_TROUBLE = {
+    "xid": re.compile(r"NVRM: Xid"),
+    "no_memory": re.compile(r"NV_ERR_NO_MEMORY"),
+    "oom_kills": re.compile(r"Out of memory: Killed process|oom-kill:"),
+}
+_KERNEL_LOG_BYTES = 16 << 20
+_KERNEL_LOG_S = 30.0
+
+
+def evidence(host: Host) -> Evidence:
+    """Return everything, of the one engine that runs."""
+    names = stored.names(host.paths)
+    services = sorted({release.service for name in names if (release := host.release(name))})
+    running = next((name for one in services if (name := boot.active(one, host))), None)
+    release = host.release(running) if running else None
+    rollout = host.disk.read(Rollout, host.paths.rollout(release.name)) if release else None
+    reading = sensors.read()
+    gpu = {"celsius": reading.celsius, "power_w": reading.power_w} if reading else {}
+    return Evidence(
+        firmware=firmware(host.paths.root),
+        gpu={name: value for name, value in gpu.items() if value is not None},
+        gpu_container=() if docker.gpu_problem(host.paths) else docker.gpu_arguments(host.paths),
+        kernel_log=kernel_log(),
+        rollout_state=rollout.state if rollout else None,
+        rollout_times_s=dict(rollout.times_s) if rollout else {},
+        engine=_engine(release, host) if release else None,
+    )
+
+
+def _engine(release: Release, host: Host) -> EngineEvidence:
+    run = host.units.invocation(release.serve_unit) or ""
+    said = list(start_log.messages(read_log(release, run)))
+    found = docker.container(release.container, 5) or {}
+    return EngineEvidence(
+        release=release.name,
+        lines=start_log.kernel_lines(said),
+        times_s=start_log.times_s(said),
+        sizes_bytes=start_log.sizes_bytes(said),
+        kv_cache_tokens=start_log.kv_cache_tokens(said),
+        libraries=libraries.of_container(str(found["Id"])) if found.get("Id") else {},
+        **_counted(release, host.paths),
+    )
+
+
+def _counted(release: Release, paths: Paths) -> dict[str, Any]:
+    names = {
+        "drafted_tokens": "vllm:spec_decode_num_draft_tokens_total",
+        "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
+        "generated_tokens": "vllm:generation_tokens_total",
+    }
+    try:
+        metrics = Engine.of(release, paths).metrics()
+    except EngineError:
+        return {}
+    totals = {key: metrics.total(name) for key, name in names.items()}
+    return {key: None if value is None else int(value) for key, value in totals.items()}
+
+
+def firmware(root: Path = Path("/")) -> dict[str, str]:
+    """Return product and versions; serial numbers and identifiers stand in other files."""
+    found = {}
+    for name in _DMI:
+        path = root / "sys/class/dmi/id" / name
+        text = path.read_text(errors="replace").strip() if path.is_file() else ""
+        if _PLAIN.fullmatch(text):
+            found[name] = text
+    return {**found, **_capsules(programs.output_of("fwupdmgr", "get-devices", "--json") or "")}
+
+
+def _capsules(text: str) -> dict[str, str]:
+    """Return the versions of what fwupd updates through UEFI; of other devices nothing."""
+    try:
+        devices = json.loads(text).get("Devices", ())
+    except (ValueError, AttributeError):
+        return {}
+    pairs = (
+        (str(one.get("Name", "")), str(one.get("Version", "")))
+        for one in devices
+        if isinstance(one, dict) and one.get("Plugin") == "uefi_capsule"
+    )
+    return {
+        name: version
+        for name, version in pairs
+        if _PLAIN.fullmatch(name) and _VERSION.fullmatch(version)
+    }
+
+
+def kernel_log() -> dict[str, int]:
+    """Count what the kernel told of the GPU and of memory since the boot."""
+    argv = ["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "cat"]
+    try:
+        said = programs.beginning_of(argv, _KERNEL_LOG_S, _KERNEL_LOG_BYTES)
+    except OSError:
+        said = None
+    return troubles(said or "")
+
+
+def troubles(text: str) -> dict[str, int]:
+    """Count the lines of each kind."""
+    return {name: len(pattern.findall(text)) for name, pattern in _TROUBLE.items()}
+
+
+def main(words: list[str], paths: Paths) -> int:
+    """Run ``evidence``."""
+    answer(evidence(Host(paths)))
+    return 0

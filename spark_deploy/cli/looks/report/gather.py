@@ -1,0 +1,195 @@
+"""Make the report of one host from what it said; what is not chosen here is not told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from spark_contract.evidence import EngineEvidence, Evidence
+from spark_contract.records import Event, Finding, Proof
+from spark_contract.sentences import PREFIX_REUSE
+from spark_contract.status import ReleaseState
+
+from spark_deploy.cli.looks.report.answers import answered
+from spark_deploy.cli.looks.report.document import Checked, HostReport, Judged, Serving, Told, Work
+from spark_deploy.cli.looks.report.redaction import all_redacted
+from spark_deploy.documents.declare import convert, typed
+from spark_deploy.errors import Problem
+from spark_deploy.facts.machine.survey import Survey
+from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.planning.types import HostPlan
+from spark_deploy.preflight import judge
+
+# Checks whose findings are numbers of ours; those of the others quote what was said.
+_IN_NUMBERS = frozenset(
+    {"memory", "context length", "log lines", PREFIX_REUSE, "acceptance", "counters", "health"}
+)
+# Events that are sentences of ours; those of the others may name addresses or quote programs.
+_IN_OUR_WORDS = frozenset({"hot", "cooled", "power", "starving", "stalled"})
+_DGX = ("DGX_NAME", "DGX_PRETTY_NAME", "DGX_SWBUILD_DATE", "DGX_SWBUILD_VERSION",
+        "DGX_OTA_VERSION", "DGX_OTA_DATE")  # fmt: skip
+_REPOSITORY = re.compile(r"^.*/(?=[^/]*$)")  # of an image: its registry may be an owner's
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Everything one host said."""
+
+    survey: Survey
+    status: HostStatus
+    evidence: Evidence | None  # None: its tools are absent, or older than this
+
+
+def host_report(
+    number: int, said: Said, plan: HostPlan, service: str, *, local: bool = False
+) -> HostReport:
+    """Return the report of one host, with its answers, redacted."""
+    survey, shown = said.survey, said.evidence
+    state = said.status.service(service)
+    release = said.status.release(state.active if state else None)
+    found = HostReport(
+        name=f"host-{number}",
+        local=local,
+        machine=_machine(survey, shown),
+        versions=_versions(said, release, shown.engine if shown else None),
+        stand_ins=survey.stubbed,
+        memory_total_bytes=survey.memory.total_bytes,
+        memory_available_bytes=survey.memory.available_bytes,
+        gpu=dict(shown.gpu) if shown else {},
+        gpu_container=shown.gpu_container if shown else (),
+        kernel_log=dict(shown.kernel_log) if shown else {},
+        foreign_containers=sum(not one.ours for one in survey.containers),
+        preflight=tuple(_judged(plan, survey)),
+        jobs=tuple(_jobs(said.status)),
+        notes=tuple(_notes(said)),
+        serving=_serving(release, shown, plan, said.status, service) if release else None,
+        answers=(),
+    )
+    return convert(HostReport, all_redacted(typed(answered(found))))
+
+
+def _machine(survey: Survey, shown: Evidence | None) -> dict[str, str]:
+    who = survey.identity
+    release = {name.lower(): who.dgx_release[name] for name in _DGX if name in who.dgx_release}
+    torn = {} if survey.gpu.torn_score is None else {"torn_score": f"{survey.gpu.torn_score:g}"}
+    return {
+        "architecture": who.arch,
+        "system": f"{who.os_id} {who.os_version}",
+        **release,
+        **torn,
+        **(shown.firmware if shown else {}),
+    }
+
+
+def _versions(
+    said: Said, release: ReleaseState | None, engine: EngineEvidence | None
+) -> dict[str, str]:
+    gpu, proof = said.survey.gpu, release.proof if release else None
+    told = dict(said.status.told.versions) if said.status.told else {}
+    parts = dict(proof.versions) if proof else {}
+    found = {
+        "gpu": ", ".join(one.name for one in gpu.gpus),
+        "driver": gpu.driver_version,
+        "module": gpu.module_version,
+        **{**told, "kernel": said.survey.identity.kernel},
+        "image": _REPOSITORY.sub("", parts.get("image", "")),
+        "plugin": parts.get("plugin", ""),
+        "engine": proof.engine.get("version", "") if proof else "",
+        **(engine.libraries if engine else {}),
+    }
+    return {name: version for name, version in found.items() if version}
+
+
+def _judged(plan: HostPlan, survey: Survey) -> Iterable[Judged]:
+    verdict = judge(plan.needs, survey)
+    yield from (Judged("refused", _subject(one)) for one in verdict.problems)
+    yield from (Judged("warned", _subject(one)) for one in verdict.warnings)
+
+
+def _subject(problem: Problem) -> str:
+    """Return what a problem is about, without the name of a container or a process."""
+    word, _, rest = problem.where.partition(" ")
+    return (
+        word
+        if word in ("container", "process", "port") or rest.startswith("/")
+        else (problem.where if "/" not in problem.where else word)
+    )
+
+
+def _jobs(status: HostStatus) -> Iterable[Work]:
+    for job in status.told.jobs if status.told else ():
+        yield Work(job.kind or "unknown", job.state, job.elapsed_s)
+
+
+def _notes(said: Said) -> Iterable[str]:
+    if not said.status.installed:
+        yield "nothing of ours is installed yet"
+    elif said.evidence is None:
+        yield "its host tools are older than this report: run the deploy again, then this"
+    if said.survey.user:
+        yield "it was looked at without root: sudo asks for a password"
+    if said.status.told and said.status.told.versions_unknown:
+        yield f"no version of {', '.join(said.status.told.versions_unknown)}: no answer in time"
+
+
+def _serving(
+    release: ReleaseState, shown: Evidence | None, plan: HostPlan, status: HostStatus, service: str
+) -> Serving:
+    proof = release.proof
+    engine = shown.engine if shown and shown.engine else EngineEvidence(release.name)
+    same = (release.model, release.profile) == (plan.model, plan.profile)
+    events = status.told.events.get(service, ()) if status.told else ()
+    start = proof.start_memory if proof else None
+    return Serving(
+        model=release.model,
+        profile=release.profile,
+        release=release.name,
+        proven=release.unproven is None,
+        level=_level(proof),
+        checked_at=proof.checked_at if proof else "",
+        started_since=_started_since(proof),
+        portable=bool(proof and proof.portable),
+        restarts=release.restarts,
+        checks=tuple(_checked(one) for one in proof.checks) if proof else (),
+        kernels=engine.lines,
+        start_times_s=dict(engine.times_s),
+        sizes_bytes=dict(engine.sizes_bytes),
+        kv_cache_tokens=engine.kv_cache_tokens,
+        planned_kv_cache_tokens=plan.memory.kv_tokens if same else None,
+        planned_kv_cache_bytes=plan.memory.kv_cache_bytes if same else None,
+        start_lowest_bytes=start.lowest_bytes if start else None,
+        start_floor_bytes=start.floor_bytes if start else None,
+        drafted_tokens=engine.drafted_tokens,
+        accepted_tokens=engine.accepted_tokens,
+        generated_tokens=engine.generated_tokens,
+        speed=_medians(proof.bench if proof else None),
+        rollout_state=shown.rollout_state if shown else None,
+        rollout_times_s=dict(shown.rollout_times_s) if shown else {},
+        events=tuple(_told(one) for one in events),
+    )
+
+
+def _level(proof: Proof | None) -> str:
+    return proof.level if proof else ""
+
+
+def _started_since(proof: Proof | None) -> bool:
+    full = proof.last_full if proof else None
+    return bool(proof and full and full.invocation_id != proof.invocation_id)
+
+
+def _checked(found: Finding) -> Checked:
+    detail = found.detail if found.name in _IN_NUMBERS and found.ok else ""
+    return Checked(found.name, found.ok, found.weight, found.seconds, detail)
+
+
+def _told(event: Event) -> Told:
+    text = event.text if event.kind in _IN_OUR_WORDS else ""
+    return Told(event.at, event.kind, text)
+
+
+def _medians(bench: dict[str, Any] | None) -> dict[str, float]:
+    spreads = ((name, one) for name, one in (bench or {}).items() if isinstance(one, dict))
+    return {name: one["median"] for name, one in spreads if isinstance(one.get("median"), float)}

@@ -1,0 +1,142 @@
+"""What a host shows of a running engine: its own fixed words, numbers, and what it really holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from spark_contract.evidence import Evidence
+from spark_contract.records import Rollout
+from spark_host import evidence
+from spark_host.engine import libraries, start_log
+from spark_host.system import docker, systemd
+from stub_host import RELEASE, Host
+
+from spark_deploy.facts.service.evidence import Evidence as Fact
+
+# Messages as vLLM 0.33 prints them; the prefixes are of captured logs.
+LOG = (Path(__file__).parents[2] / "fixtures/engine-start.log").read_text()
+GIB = 1 << 30
+
+
+def test_a_start_is_read_for_kernels_times_and_sizes() -> None:
+    said = list(start_log.messages(LOG.splitlines()))
+    lines = start_log.kernel_lines(said)
+    assert [line.split()[1] for line in lines] == [
+        "Triton/FLA", "CutlassFp8BlockScaledMMKernel", "FlashInferCutlassNvFp4LinearKernel",
+        "all", "is",
+    ]  # fmt: skip
+    assert lines[-1].endswith("setting cudagraph_mode=PIECEWISE")
+    assert start_log.times_s(said) == {
+        "weights": 410.0, "load": 420.5, "graphs": 22.0, "init": 55.5,
+    }  # fmt: skip
+    assert start_log.sizes_bytes(said) == {
+        "model": int(75.5 * GIB), "kv_cache": int(18.5 * GIB), "graphs": GIB // 2,
+    }  # fmt: skip
+    assert start_log.kv_cache_tokens(said) == 652_465
+
+
+def test_of_the_log_only_whole_messages_of_the_start_are_taken() -> None:
+    said = list(start_log.messages(LOG.splitlines()))
+    assert not [line for line in start_log.kernel_lines(said) if "CANARY" in line]
+
+
+def test_libraries_are_those_that_a_process_has_mapped(tmp_path: Path) -> None:
+    """A real process maps a library; the maps are the kernel's own."""
+    packages = tmp_path / "lib/python3.12/dist-packages"
+    for name in ("flashinfer_python-0.7.2.post1", "torch-2.14.0+cu130", "requests-2.0"):
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+    library = packages / "nvidia/nccl/lib/libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(bytes(9000) + b"NCCL version 2.29.3+cuda13.0\0" + bytes(9000))
+    code = f"import mmap, sys; f = open({str(library)!r}); m = mmap.mmap(f.fileno(), 0, prot=1)"
+    waiting = f"{code}; print('mapped', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", waiting], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "mapped\n"
+        for pid, group in ((child.pid, "0::/docker-c0ffee.scope"), (1, "0::/init.scope")):
+            process = tmp_path / f"proc/{pid}"
+            process.mkdir(parents=True)
+            (process / "cgroup").write_text(f"{group}\n")
+            (process / "maps").symlink_to(f"/proc/{child.pid}/maps")
+            (process / "root").symlink_to("/")
+        found = libraries.of_container("c0ffee", tmp_path / "proc")
+        other = libraries.of_container("c1c1c1", tmp_path / "proc")
+        child.stdin.close()
+    assert (found["nccl"], found["flashinfer"], found["torch"]) == (
+        "2.29.3", "0.7.2.post1", "2.14.0+cu130",
+    )  # fmt: skip
+    assert "requests" not in found
+    assert other == {}
+
+
+@pytest.fixture
+def shown(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Return what the command prints, as the controller reads it."""
+    states = {"ActiveState": "active", "InvocationID": "run-1"}
+    monkeypatch.setattr(systemd, "show", lambda units, _: dict.fromkeys(units, states))
+    monkeypatch.setattr(docker, "container", lambda *_: None)
+
+    def ask() -> Evidence:
+        capsys.readouterr()
+        assert evidence.main([], host.paths) == 0
+        found = Fact().process(capsys.readouterr().out.splitlines())
+        assert found is not None
+        return found
+
+    return ask
+
+
+def test_a_host_without_a_release_shows_no_engine(shown) -> None:
+    found = shown()
+    assert (found.engine, found.rollout_state, found.gpu_container) == (None, None, ())
+
+
+def test_a_running_engine_is_shown_with_its_start_its_counters_and_its_rollout(
+    host: Host, shown
+) -> None:
+    release = host.release()
+    host.started(release)
+    host.here.disk.write(
+        host.paths.rollout(RELEASE),
+        Rollout(RELEASE, state="switched", log_tail=("CANARY",), times_s={"total": 9.5}),
+    )
+    found = shown()
+    assert found.engine.release == RELEASE
+    assert found.engine.generated_tokens == 0
+    assert (found.rollout_state, found.rollout_times_s) == ("switched", {"total": 9.5})
+    assert found.engine.kv_cache_tokens is None or found.engine.kv_cache_tokens > 0
+    assert "CANARY" not in json.dumps(found.rollout_times_s)
+
+
+def test_the_firmware_is_told_without_what_names_one_machine(host: Host) -> None:
+    folder = host.paths.root / "sys/class/dmi/id"
+    folder.mkdir(parents=True)
+    for name, text in {
+        "product_name": "NVIDIA DGX Spark\n", "bios_version": "5.36_0ACUM018\n",
+        "product_serial": "1234567890123\n", "product_uuid": "0\n", "sys_vendor": "\x00odd\n",
+    }.items():  # fmt: skip
+        (folder / name).write_text(text)
+    assert evidence.firmware(host.paths.root) == {
+        "product_name": "NVIDIA DGX Spark", "bios_version": "5.36_0ACUM018",
+    }  # fmt: skip
+
+
+def test_the_kernels_trouble_is_counted_not_quoted() -> None:
+    text = (
+        "NVRM: Xid (PCI:000f:01:00): 119, pid=1, name=CANARY, Timeout\n"
+        "NVRM: nvAssertOkFailedNoLog: Assertion failed: Out of memory [NV_ERR_NO_MEMORY]\n"
+        "NVRM: nvAssertOkFailedNoLog: Assertion failed: Out of memory [NV_ERR_NO_MEMORY]\n"
+        "oom-kill:constraint=CONSTRAINT_NONE\nOut of memory: Killed process 9 (CANARY)\n"
+    )
+    assert evidence.troubles(text) == {"xid": 1, "no_memory": 2, "oom_kills": 2}
+
+
+def test_tools_that_know_no_such_verb_are_told_as_older() -> None:
+    assert Fact().process(["spark-host status [--live]: everything"]) is None
+    assert Fact().process([]) is None

@@ -1,0 +1,122 @@
+"""Nothing that was asked, and nothing that tells one owner from another, gets into a report."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hosts import CHECKS, EVIDENCE, PROOF, report_of, said_of, status_of
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from spark_deploy.catalog.load import read_questions
+from spark_deploy.cli.looks.report.document import Report
+from spark_deploy.cli.looks.report.markdown import file_of
+from spark_deploy.cli.looks.report.redaction import redacted
+
+HEX = st.text("0123456789abcdef", min_size=2, max_size=2)
+MACS = st.lists(HEX, min_size=6, max_size=6).flatmap(
+    lambda parts: st.sampled_from([":".join(parts), "-".join(parts).upper()])
+)
+PUBLIC = st.ip_addresses(v=4, network="93.184.0.0/15").map(str)
+PUBLIC6 = st.ip_addresses(v=6, network="2606:2800::/32").map(str)
+ALNUM = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+TOKENS = st.builds(
+    lambda begin, rest: begin + rest,
+    st.sampled_from(["hf_", "sk-", "ghp_", "nvapi-", "Bearer "]),
+    st.text(ALNUM, min_size=20, max_size=40),
+)
+# As `openssl rand` and Python's secrets make them; they say nothing of themselves.
+KEYS = st.one_of(
+    st.text("0123456789abcdef", min_size=32, max_size=64).filter(
+        lambda key: any(c.isdigit() for c in key)
+    ),
+    st.text(ALNUM + "_-", min_size=43, max_size=43).filter(
+        lambda key: sum(c.isdigit() for c in key) > 4
+    ),
+)
+SERIALS = st.text("0123456789", min_size=10, max_size=13).map("Serial Number: {}".format)
+CANARIES = st.one_of(MACS, PUBLIC, PUBLIC6, TOKENS, KEYS, SERIALS)
+PROMPTS = st.text("abcdefghijklmnop ", min_size=12, max_size=40).map("CANARY {}".format)
+
+
+def whole(said: Any) -> str:
+    return file_of(Report(1, "now", "1.0", (report_of(said),)), read_questions())
+
+
+@given(canary=CANARIES, before=st.sampled_from(["", "it said ", "at="]), after=st.just(" there"))
+def test_a_text_loses_what_is_nobodys_business(canary: str, before: str, after: str) -> None:
+    assert canary.rpartition(" ")[2] not in redacted(f"{before}{canary}{after}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Using Triton/FLA GDN prefill kernel (requested=triton, head_k_dim=128).",
+        "Selected CutlassFp8BlockScaledMMKernel for Fp8PerBlockOnlineLinearMethod",
+        "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN'].",
+        "vllm@sha256:" + "0a" * 32,
+        "main-0123456789ab", "6.17.0-1014-nvidia", "580.159.03", "0.33.0+cu130", "2.29.3",
+        "2026-11-22T12:00:58Z", "5.36_0ACUM018", "NVIDIA DGX Spark", "127.0.0.1",
+        "--device=nvidia.com/gpu=all", "81% of 70 drafted tokens were accepted (floor 50%)",
+    ],
+)  # fmt: skip
+def test_what_a_reader_needs_stays(text: str) -> None:
+    assert redacted(text) == text
+
+
+def test_people_and_logins_go() -> None:
+    assert redacted("https://me:secret@proxy/ of ann@example.org in /home/ann/x") == (
+        "https://<redacted>@proxy/ of <redacted> in /home/<redacted>/x"
+    )
+
+
+# Without shrinking: each example makes a whole report.
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(canary=CANARIES, prompt=PROMPTS)
+def test_no_canary_gets_into_a_report_from_anywhere(canary: str, prompt: str) -> None:
+    """Each text of a host that a person, a program or a vendor fills has a canary in it."""
+    text = f"{prompt} {canary}"
+    quoting = [{**one, "detail": f"{one['detail']} {text}"} for one in CHECKS]
+    quoting += [{"name": "needle", "ok": False, "detail": text},
+                {"name": "acceptance", "ok": False, "detail": text}]  # fmt: skip
+    quoting[3] = CHECKS[3]  # in numbers of ours
+    proof = {**PROOF, "checks": [one for one in quoting if one["name"] != "log lines"]}
+    release = {**status_of()["releases"][0], "proof": proof, "names": [text], "speed": [text]}
+    status = status_of(
+        releases=[release],
+        jobs=[{"title": text, "last_line": text, "log_tail": [text], "result": text}],
+        live={"ok": True, "release": release["name"], "detail": text},
+        events={"main": [{"kind": "gateway", "text": text}, {"kind": "kill", "text": text},
+                         {"kind": "hot", "text": f"the GPU is at 91 °C {canary}"}]},
+        reboot_pending=text,
+    )  # fmt: skip
+    status["services"]["main"]["stopped_by_hand"] = None
+    evidence = copy.deepcopy(EVIDENCE)
+    evidence["firmware"]["bios_version"] = f"5.36 {canary}"
+    evidence["engine"]["lines"].append(f"Using a kernel of {canary}")
+    container = {
+        "id": "c1",
+        "name": f"/{text}",
+        "image": text,
+        "state": "running",
+        "restart": "always",
+        "runtime": "nvidia",
+        "requests": None,
+        "labels": {text: text},
+    }
+    found = whole(
+        said_of(
+            status,
+            evidence,
+            containers=[json.dumps(container)],
+            processes=[f"9001 41572864 /user.slice/x.scope {text}"],
+            tailscale=[canary],
+            **{"dgx-release": [f"DGX_SERIAL_NUMBER={text}", f"DGX_PLATFORM={text}"]},
+        )
+    )
+    for secret in (canary.rpartition(" ")[2], prompt.strip()):
+        assert secret not in found
+    assert "of 4,000 drafted tokens" in found

@@ -1,0 +1,114 @@
+"""A report says what the host shows, answers what is open, and can be read again from its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hosts import EVIDENCE, PLAN, PROOF, RELEASE, report_of, said_of, status_of, survey_of
+
+from spark_deploy.catalog.load import read_questions
+from spark_deploy.cli.looks.report.answers import ANSWERS
+from spark_deploy.cli.looks.report.document import HostReport, Report
+from spark_deploy.cli.looks.report.gather import Said
+from spark_deploy.cli.looks.report.markdown import file_of, read_report
+from spark_deploy.errors import SparkError
+from tests.unit.statuses import told
+
+QUESTIONS = read_questions()
+
+
+def answers_of(host: HostReport) -> dict[str, str]:
+    return {one.id: one.state for one in host.answers}
+
+
+def without(**proof: object) -> Said:
+    release = {**status_of()["releases"][0], "proof": {**PROOF, **proof}}
+    return said_of(status_of(releases=[release]))
+
+
+def test_every_open_question_is_answered_by_a_function_of_its_name() -> None:
+    assert [one.id for one in QUESTIONS.all] == list(ANSWERS)
+
+
+def test_a_spark_that_serves_what_is_proven_answers_nearly_all() -> None:
+    found = answers_of(report_of())
+    assert {name for name, state in found.items() if state == "yes"} == {
+        "deployed", "neighbours", "fetched", "built", "loaded", "answers", "gdn-prefill",
+        "acceptance", "watch", "rollout", "gpu-container", "start-time", "memory-left", "kv-cache",
+        "speed", "heat", "driver-trouble",
+    }  # fmt: skip
+    assert found["needle"] == found["local"] == found["restarted"] == "open"
+
+
+def test_an_answer_says_what_it_was_taken_from() -> None:
+    told_of = {one.id: one.text for one in report_of().answers}
+    assert told_of["acceptance"] == "75.0% of 4,000 drafted tokens since the start"
+    assert told_of["memory-left"] == "least 17.0 GiB, floor 4.0 GiB"
+    assert told_of["kv-cache"].startswith(f"{PLAN.memory.kv_tokens + 1000:,} tokens, planned")
+    assert told_of["speed"] == "one_stream_tokens_per_s 51.5"
+    assert "requested=triton" in told_of["gdn-prefill"]
+
+
+@pytest.mark.parametrize(
+    ("said", "question", "state"),
+    [
+        (without(portable=True), "answers", "open"),
+        (without(level="quick"), "answers", "open"),
+        (without(checks=[{"name": "answers", "ok": False}]), "answers", "no"),
+        (without(checks=[{"name": "log lines", "ok": False}]), "loaded", "no"),
+        (without(invocation_id="run-3"), "restarted", "yes"),
+        (without(start_memory=None), "memory-left", "open"),
+        (said_of(evidence={**EVIDENCE, "kernel_log": {"xid": 2}}), "driver-trouble", "no"),
+        (said_of(evidence={**EVIDENCE, "rollout_state": "rolled-back"}), "rollout", "no"),
+        (said_of(evidence={**EVIDENCE, "engine": None}), "kv-cache", "open"),
+        (said_of(status_of(events={"main": [{"kind": "hot"}]})), "heat", "no"),
+        (said_of(status_of(jobs=[{"kind": "fetch", "state": "failed"}])), "fetched", "no"),
+        (said_of(status_of(services={"main": {}})), "deployed", "open"),
+    ],
+)
+def test_what_a_host_does_not_show_stays_open_and_what_went_wrong_is_a_no(
+    said: Said, question: str, state: str
+) -> None:
+    assert answers_of(report_of(said))[question] == state
+
+
+def test_a_host_with_nothing_of_ours_is_reported_too() -> None:
+    found = report_of(Said(survey_of(), told({}), None))
+    assert found.notes == ("nothing of ours is installed yet",)
+    assert (found.serving, found.is_spark) == (None, True)
+    older = report_of(Said(survey_of(), told(status_of()), None))
+    assert "older than this report" in older.notes[0]
+    assert older.serving is not None
+    assert older.serving.kernels == ()
+
+
+def test_what_a_stand_in_shows_counts_for_no_spark() -> None:
+    assert report_of().is_spark
+    stubbed = report_of(said_of(stubs=["ii  labstub-driver 580.159.03+labstub"]))
+    assert stubbed.stand_ins
+    assert not stubbed.is_spark
+
+
+def test_a_report_is_read_again_from_its_file(tmp_path: Path) -> None:
+    report = Report(1, "2026-11-22T12:00:00Z", "1.0", (report_of(),))
+    path = tmp_path / "a.md"
+    path.write_text(file_of(report, QUESTIONS))
+    assert read_report(path) == report
+    text = path.read_text()
+    assert "| KV cache, counted |" in text
+    assert "| acceptance | ok |" in text
+    assert f"- `{EVIDENCE['engine']['lines'][0]}`" in text
+    for wrong in (text.replace('"at"', '"when"'), text.replace("```json", "```"), "# nothing\n"):
+        path.write_text(wrong)
+        with pytest.raises(SparkError, match=r"a\.md"):
+            read_report(path)
+
+
+def test_a_report_names_the_release_and_never_the_host() -> None:
+    found = report_of()
+    assert found.name == "host-1"
+    assert found.serving is not None
+    assert found.serving.release == RELEASE
+    assert found.versions["image"] == "vllm@sha256:" + "a1" * 32
+    assert found.versions["nccl"] == "2.29.3"
