@@ -15,6 +15,9 @@ def apply(
     *, plan: BootstrapPlan, password: HiddenValue | None, ready: bool, check: FunctionCommand
 ) -> None:
     """Install key and sudo rule, then prove them with a new login."""
-    access.authorized_key(name="Install our key", plan=plan)
-    access.free_sudo(name="Let sudo work without a password", plan=plan, password=password)
+    if plan.account:
+        access.deploy_account(name="Have an account for deploys", plan=plan, password=password)
+    else:
+        access.authorized_key(name="Install our key", plan=plan)
+        access.free_sudo(name="Let sudo work without a password", plan=plan, password=password)
     access.proven_access(name="Prove key and sudo", ready=ready, check=check)

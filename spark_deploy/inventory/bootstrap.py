@@ -13,19 +13,19 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paramiko import AuthenticationException, SSHException
 from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.hiddenvalue import HiddenValue
-from pyinfra.api.host import Host
-from pyinfra.api.state import State
+from pyinfra.api.host import Host, HostData
 from pyinfra.connectors.ssh_util import load_key_with_certificate
 from pyinfra.connectors.sshuserclient.client import SSHClient
 
-from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.errors import SettingsError
+from spark_deploy.facts.machine.access import ACCOUNT
 from spark_deploy.inventory.host_keys import (
     CONNECT_TIMEOUT_S,
     Endpoint,
@@ -35,6 +35,7 @@ from spark_deploy.inventory.host_keys import (
     problems_of,
     record,
 )
+from spark_deploy.inventory.known import KEY, Known
 
 PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
 HOST_KEYS_FILE_VARIABLE = "SPARK_BOOTSTRAP_HOST_KEYS_FILE"
@@ -70,8 +71,8 @@ class Access:
 class Contact:
     """What the role needs to know of one host."""
 
-    endpoint: Endpoint
-    access: Access
+    endpoint: Endpoint  # where deploys log in, from this run on
+    ready: bool  # they do already
     public_key: str
     password: HiddenValue | None
 
@@ -131,24 +132,43 @@ def prepare(
     Raises:
         SettingsError: a host key changed, new keys were not agreed to, or there is nobody to ask.
     """
-    endpoints = [_endpoint(host, data) for host, data in hosts.items() if not needs_none(host)]
+    endpoints = [endpoint(host, data) for host, data in hosts.items() if not needs_none(host)]
     if not endpoints:
         return {}
     with ThreadPoolExecutor(max_workers=16) as pool:
         seen = list(pool.map(look, endpoints))
     _trust(seen, confirm)
     reachable = [item.endpoint for item in seen if item.state != "unreachable"]
-    with ThreadPoolExecutor(max_workers=16) as pool:
-        accesses = dict(zip((e.host for e in reachable), pool.map(try_key, reachable), strict=True))
-    needing = [endpoint for endpoint in reachable if not accesses[endpoint.host].ready]
+    entries = [
+        _entry(found, access, hosts[found.host])
+        for found, access in zip(reachable, _tried(reachable), strict=True)
+    ]
+    accesses = dict(zip((e.host for e in entries), _tried(entries), strict=True))
+    needing = [entry for entry in entries if not accesses[entry.host].ready]
     password = asked.password_of(needing) if needing else None
     _refuse_wrong(password, [e for e in needing if not accesses[e.host].logs_in])
     return {
-        endpoint.host: _data(endpoint, accesses[endpoint.host], password) for endpoint in reachable
+        found.host: _data(found, entry, accesses[entry.host], password)
+        for found, entry in zip(reachable, entries, strict=True)
     }
 
 
-def _endpoint(host: str, data: Mapping[str, Any]) -> Endpoint:
+def _tried(endpoints: Sequence[Endpoint]) -> list[Access]:
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        return list(pool.map(try_key, endpoints))
+
+
+def _entry(found: Endpoint, access: Access, data: Mapping[str, Any]) -> Endpoint:
+    """Return where this run logs in: elsewhere, while the account for deploys is still to make."""
+    if found.user != ACCOUNT or access.ready:
+        return found
+    known = data.get(KEY)
+    first_user = known.found.settings.ssh.first_user if isinstance(known, Known) else None
+    return replace(found, user=first_user)
+
+
+def endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
+    """Return where deploys log in, by pyinfra's data of a host."""
     port = data.get("ssh_port")
     return Endpoint(
         host=host,
@@ -315,15 +335,19 @@ def _refuse_wrong(password: str | None, endpoints: Sequence[Endpoint]) -> None:
     _say(f"{', '.join(refusing)} refuses this password: run again for it with --limit")
 
 
-def _data(endpoint: Endpoint, access: Access, password: str | None) -> dict[str, Any]:
+def _data(found: Endpoint, entry: Endpoint, access: Access, password: str | None) -> dict[str, Any]:
     hidden = None
     if password and not access.ready:
         hidden = HiddenValue(password)  # type: ignore[no-untyped-call]  # pyinfra
-    contact = Contact(endpoint, access, public_key(endpoint.key_file), hidden)
+    ready = access.ready and entry == found
+    contact = Contact(found, ready, public_key(found.key_file), hidden)
+    data: dict[str, Any] = {CONTACT_KEY: contact}
+    if entry != found:
+        data["ssh_user"] = entry.user
     if access.ready:
-        return {CONTACT_KEY: contact}
+        return data
     # Its operations become root by themselves: pyinfra would put the password into an argv.
-    data: dict[str, Any] = {CONTACT_KEY: contact, "_sudo": False}
+    data["_sudo"] = False
     if not access.logs_in:
         # An agent full of keys would use up the attempts the server allows.
         data.update(ssh_password=Password(password), ssh_allow_agent=False, ssh_look_for_keys=False)
@@ -333,18 +357,3 @@ def _data(endpoint: Endpoint, access: Access, password: str | None) -> dict[str,
 def _say(text: str) -> None:
     sys.stderr.write(f"    {text}\n")
     sys.stderr.flush()
-
-
-def prove(state: State, host: Host, endpoint: Endpoint) -> bool:
-    """Log in anew with the key alone, and become root without a password."""
-    access = try_key(endpoint)
-    if access.ready:
-        host.log("our key logs in, sudo asks for nothing")
-        return True
-    what = "our key logs in, but sudo still asks for a password"
-    if not access.logs_in:
-        what = f"our key still does not log in ({access.detail})"
-    fix = "look at `journalctl -u ssh` and /etc/sudoers.d on the host"
-    for line in str(Problem(endpoint.host, what, fix)).splitlines():
-        host.log_styled(line, fg="red")
-    return False

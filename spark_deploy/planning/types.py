@@ -67,6 +67,8 @@ class BootstrapPlan:
     """What a new host gets, so that it never asks for a password again."""
 
     public_key: str  # one line of authorized_keys
+    account: str | None = None  # made for deploys; None: the login user is let in
+    allowed_from: tuple[str, ...] = ()  # empty: where the login comes from
     sudoers_path: str = SUDOERS_PATH
 
 

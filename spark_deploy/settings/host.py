@@ -13,6 +13,7 @@ from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.sinks import (
     ADDRESS,
     FOLDER,
+    FROM,
     LOGIN,
     PACKAGE,
     Packages,
@@ -187,7 +188,25 @@ class SshSettings:
     hostname: str | None = setting(
         None, "Address, when the inventory name does not resolve.", pattern=ADDRESS
     )
-    user: str | None = setting(None, "Login user.", pattern=LOGIN)
+    user: str | None = setting(
+        None,
+        "Login user. spark-deploy is the account that deploys/bootstrap.py makes; any other is one "
+        "that the host has, and bootstrap lets it be root without a password.",
+        pattern=LOGIN,
+    )
+    first_user: str | None = setting(
+        None,
+        "Account that bootstrap logs in with to make spark-deploy; null leaves it to "
+        "~/.ssh/config.",
+        pattern=LOGIN,
+    )
+    allowed_from: tuple[Annotated[str, about(pattern=FROM)], ...] = setting(
+        (),
+        "Addresses that spark-deploy's key is taken from, as sshd reads them; empty: the address "
+        "that this machine shows the host at bootstrap.",
+        uniqueItems=True,
+        examples=[["192.168.1.0/24"]],
+    )
     port: int | None = setting(None, "SSH port.", minimum=1, maximum=65535)
     key_file: Text | None = setting(None, "Private key on the controller.")
     config_file: Text | None = setting(None, "Another file than ~/.ssh/config.")

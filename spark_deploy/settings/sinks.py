@@ -28,6 +28,8 @@ URL = r"^https?://[A-Za-z0-9\[]([A-Za-z0-9._~:/?%&=+@,\[\]-]*[A-Za-z0-9._~%&=+@,
 CONTAINER = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 LOGIN = r"^[A-Za-z_][A-Za-z0-9_.@-]*\$?$"
 ADDRESS = r"^[A-Za-z0-9\[:][A-Za-z0-9._:%\]-]*$"
+FROM = r"^[A-Za-z0-9*?:][A-Za-z0-9.:*?/_-]*$"
+"""An address, network or name of ``from=`` in authorized_keys; no ``!``, comma or quote."""
 
 Packages = tuple[Annotated[str, about(pattern=PACKAGE)], ...]
 

@@ -21,11 +21,7 @@ class NewHost:
         lab("up", GUEST, "--fresh", "--bootstrap-guest", GUEST)
         self.site = Site(root, hosts=[GUEST])
         self.known_hosts = root / "known_hosts"
-        inventory = root / "inventory/lab.py"
-        text = inventory.read_text().replace(
-            '_lab["ssh"]["known_hosts"]', repr(str(self.known_hosts))
-        )
-        inventory.write_text(text)
+        self.known_hosts.unlink()  # nobody has seen it yet
         self.about = next(guest for guest in info()["guests"] if guest["name"] == GUEST)
         self.password = root / "password"
         self.password.touch(mode=0o600)
@@ -45,6 +41,25 @@ class NewHost:
     def console(self, command: str) -> str:
         """Run a command at the machine itself, without SSH."""
         return lab("ssh", "--root", GUEST, command)
+
+    def by_hand(self, user: str) -> subprocess.CompletedProcess[str]:
+        """Log in by the plain client: recorded host key and our key, and become root."""
+        return subprocess.run(
+            ["ssh", "-i", info()["ssh"]["key"], "-o", f"UserKnownHostsFile={self.known_hosts}",
+             "-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes",
+             f"{user}@{self.about['ip']}", "sudo -n id -u"],
+            capture_output=True, text=True, check=False, timeout=30,
+        )  # fmt: skip
+
+    def choose_account(self) -> None:
+        """Have deploys log in with an account of their own, as a new site has it."""
+        folder = self.site.root / "host_vars"
+        folder.mkdir(exist_ok=True)
+        ssh = f"{{user: spark-deploy, first_user: {self.about['user']}}}"
+        (folder / f"{GUEST}.yml").write_text(f"ssh: {ssh}\n")
+
+    def take_back(self, *arguments: str) -> Run:
+        return self.site.deploy(*arguments, deploy="deploys/unbootstrap.py")
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +94,7 @@ def test_one_password_makes_passwords_superfluous(new_host: NewHost) -> None:
     journal = new_host.console("journalctl -o cat --no-pager; cat /etc/sudoers.d/*")
     assert new_host.about["password"] not in journal
     assert new_host.console("visudo -cq && echo valid").strip() == "valid"
-    # By the plain client: the recorded host key, our key and sudo -n are enough.
-    ssh = info()["ssh"]
-    by_hand = subprocess.run(
-        ["ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={new_host.known_hosts}",
-         "-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes",
-         f"{new_host.about['user']}@{new_host.about['ip']}", "sudo -n id -u"],
-        capture_output=True, text=True, check=False, timeout=30,
-    )  # fmt: skip
+    by_hand = new_host.by_hand(new_host.about["user"])
     assert by_hand.stdout.strip() == "0", by_hand.stderr
 
 
@@ -112,3 +120,47 @@ def test_a_host_key_that_changed_is_refused(new_host: NewHost) -> None:
     assert "someone stands between" in run.stderr
     assert "ssh-keygen -f" in run.stderr
     assert new_host.about["host_key"] not in left
+
+
+def test_a_host_bootstrapped_before_gets_an_account_for_deploys_alone(new_host: NewHost) -> None:
+    new_host.choose_account()
+    run = new_host.bootstrap()  # the key of the earlier one does it, without a password
+    assert run.exit_code == 0, run.stderr[-3000:]
+    assert len(run.changed) == 2
+    assert "let another account be root without a password: no longer" in run.stderr
+    assert new_host.by_hand("spark-deploy").stdout.strip() == "0"
+    assert "password is required" in new_host.by_hand(new_host.about["user"]).stderr
+    again = new_host.bootstrap()
+    assert (again.exit_code, again.changed) == (0, [])
+
+
+def test_the_account_s_key_is_refused_from_another_address(new_host: NewHost) -> None:
+    key = Path(info()["ssh"]["key"]).read_text()
+    said = new_host.console(
+        f"umask 077; cat > /root/stolen <<'KEY'\n{key}KEY\n"
+        "ssh -i /root/stolen -o BatchMode=yes -o StrictHostKeyChecking=no -o IdentitiesOnly=yes"
+        " spark-deploy@127.0.0.1 id -u 2>&1; rm -f /root/stolen"
+    )
+    assert "Permission denied" in said
+    assert new_host.console("stat -c %U:%a /var/lib/spark-deploy/.ssh/authorized_keys") == (
+        "root:644\n"
+    )
+
+
+def test_what_was_granted_is_taken_back_and_can_be_granted_again(new_host: NewHost) -> None:
+    dry = new_host.site.deploy(dry=True, deploy="deploys/unbootstrap.py")
+    assert dry.exit_code == 0, dry.stderr[-3000:]
+    assert new_host.by_hand("spark-deploy").stdout.strip() == "0"
+    run = new_host.take_back()
+    assert run.exit_code == 0, run.stderr[-3000:]
+    assert "our key opens nothing here any more" in run.stderr
+    assert "Permission denied" in new_host.by_hand("spark-deploy").stderr
+    left = new_host.console(
+        "ls -d /var/lib/spark-deploy /etc/sudoers.d/90-spark-deploy 2>&1; getent passwd"
+        " spark-deploy; visudo -cq && echo valid"
+    )
+    assert left.count("No such file") == 2
+    assert left.strip().splitlines()[-1] == "valid"
+    again = new_host.bootstrap(password=new_host.password)
+    assert again.exit_code == 0, again.stderr[-3000:]
+    assert new_host.by_hand("spark-deploy").stdout.strip() == "0"

@@ -9,6 +9,10 @@ from pyinfra.api.facts import FactBase
 
 from spark_deploy.facts import sections
 
+ACCOUNT = "spark-deploy"  # made by bootstrap, for deploys alone
+ACCOUNT_HOME = "/var/lib/spark-deploy"
+ACCOUNT_KEYS = f"{ACCOUNT_HOME}/.ssh/authorized_keys"
+
 
 @dataclass(frozen=True, slots=True)
 class Access:
@@ -20,10 +24,13 @@ class Access:
     sudo_free: bool  # sudo asks for no password
     sudo_there: bool
     sudoers: str | None  # our file; None: absent, or not readable without a password
+    came_from: str = ""  # address of this login, as the host sees it
+    account_key: str = ""  # line of authorized_keys with our key, of the account for deploys
+    account_there: bool = False
 
 
 class LoginAccess(FactBase[Access]):
-    """Look at key and sudo of the login user, as that user."""
+    """Look at key and sudo of the login user, as that user, and at the account for deploys."""
 
     def command(self, public_key: str, sudoers_path: str) -> str:
         # Type and body of the key; the comment behind them is anybody's.
@@ -34,6 +41,9 @@ class LoginAccess(FactBase[Access]):
             "echo '== sudo'; command -v sudo >/dev/null && echo there",
             "sudo -n true 2>/dev/null && echo free",
             f"echo '== sudoers'; sudo -n cat {shlex.quote(sudoers_path)} 2>/dev/null",
+            "echo '== from'; echo \"${SSH_CONNECTION%% *}\"",
+            f"echo '== account'; grep -F -- {body} {ACCOUNT_KEYS} 2>/dev/null | head -n 1",
+            f"echo '== account-there'; getent passwd {ACCOUNT}",
         )
 
     def process(self, output: list[str]) -> Access:
@@ -48,4 +58,7 @@ class LoginAccess(FactBase[Access]):
             sudo_free=uid == "0" or "free" in sudo,
             sudo_there="there" in sudo,
             sudoers="\n".join(sudoers) + "\n" if sudoers else None,
+            came_from=sections.first(found, "from").partition("%")[0],
+            account_key=sections.first(found, "account"),
+            account_there=bool(found.get("account-there")),
         )

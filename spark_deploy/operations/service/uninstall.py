@@ -14,6 +14,7 @@ from spark_contract.documents import DocumentError, parse, plain
 from spark_contract.keep import Ours, Thing
 from spark_contract.paths import STATE_DIR
 
+from spark_deploy.facts.machine.access import ACCOUNT_HOME
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.ours import OursOnHost
 from spark_deploy.operations.commands import CommandFailed, heartbeat, log_once, run
@@ -37,7 +38,7 @@ def asked_of(settings: Settings) -> str:
         files=(HOLD_PATH, *(file.path for file in guarantee_files())),
         shared_files=(EARLYOOM_PATH, SPECIFICATION),
         masked=SLEEP_TARGETS,
-        access_files=(SUDOERS_PATH,),
+        access_files=(SUDOERS_PATH, ACCOUNT_HOME),
     )
     return json.dumps(plain(wanted), sort_keys=True)
 

@@ -222,6 +222,27 @@ def test_debug_output_shows_stars_for_the_password(new_hosts, monkeypatch, tmp_p
     assert "geheim" not in f"{data!r} {data} {contact_in(data, 'spark-1')!r}"
 
 
+@pytest.mark.usefixtures("_terminal")
+def test_the_account_for_deploys_is_made_by_the_login_there_is_and_proven_by_its_own(
+    new_hosts, monkeypatch
+) -> None:
+    logins = []
+    ann = bootstrap.Access(logs_in=True, sudo_free=False)
+    none = bootstrap.Access(logs_in=False, sudo_free=False)
+    monkeypatch.setattr(
+        bootstrap, "try_key", lambda e: logins.append(e.user) or (ann if e.user is None else none)
+    )
+    hosts = {"spark-1": {**new_hosts["spark-1"], "ssh_user": "spark-deploy"}}
+    data = prepare(hosts, ask=lambda _: "x")
+    assert logins == ["spark-deploy", None]
+    assert data["spark-1"]["ssh_user"] is None  # whom ~/.ssh/config names
+    assert "ssh_password" not in data["spark-1"]  # a key is enough for that login
+    contact = contact_in(data, "spark-1")
+    assert contact.password.unmask() == "x"
+    assert contact.endpoint.user == "spark-deploy"
+    assert not contact.ready
+
+
 @pytest.mark.usefixtures("_compared")
 def test_hosts_that_are_ready_ask_nobody(new_hosts) -> None:
     def nobody(_: str) -> str:

@@ -1,0 +1,19 @@
+"""Take back what bootstrap granted: the account for deploys or the login user's rule, and our key.
+
+Services go on; whoever deploys again bootstraps again. It ends this controller's way in, so it
+comes after `deploys/uninstall.py`, not before.
+"""
+
+from pyinfra.api.command import FunctionCommand
+from pyinfra.context import host
+
+from roles import unbootstrap
+from spark_deploy.inventory.bootstrap import needs_none
+from spark_deploy.inventory.granted import endpoint_of, plan_of, prove_shut
+
+if needs_none(host.name):
+    host.log("nothing was bootstrapped: no login over ssh leads here")
+else:
+    unbootstrap.apply(
+        plan=plan_of(host), check=FunctionCommand(prove_shut, [endpoint_of(host)], {})
+    )
