@@ -168,6 +168,12 @@ COMMANDS: dict[str, Entry] = {
     "stop": Entry(
         SERVE,
         "Take hosts out of service until someone starts them; reboots and deploys respect it.",
+        (
+            click.Option(
+                ["--for", "period"], metavar="PERIOD",
+                help="Come back after 30m, 1h or 2d by themselves.",
+            ),
+        ),
         asks=_always,
     ),
     "start": Entry(

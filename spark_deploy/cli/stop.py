@@ -14,8 +14,11 @@ from spark_contract.paths import HOST_TOOL
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
+from spark_deploy.errors import SparkError
 from spark_deploy.operations.commands import heartbeat, shell
 from spark_deploy.planning.serving.gateway import SERVICE
+
+_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 
 
 def run(options: Options) -> int:
@@ -26,11 +29,20 @@ def run(options: Options) -> int:
     words = [f"{options.command}-service", SERVICE]
     if options.command == "stop":
         words += ["--by", f"{getpass.getuser()}@{socket.gethostname()}"]
+        words += ["--for", str(_seconds(options.period))] if options.period else []
     answers = look(listed(options), lambda host, one: _order(host, one, words))
     found = [_outcome(one) for one in answers]
     texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in found)
     answer(options, found, texts, between="\n")
     return 0 if all(one["ok"] for one in found) else 1
+
+
+def _seconds(period: str) -> int:
+    number, unit = period[:-1], period[-1:]
+    if not number.isdigit() or not int(number) or unit not in _UNITS_S:
+        fix = "a number and one of m, h, d: --for 90m"
+        raise SparkError.one("--for", f"{period!r} is no period", fix)
+    return int(number) * _UNITS_S[unit]
 
 
 def _order(host: Host, one: Listed, words: Sequence[str]) -> tuple[bool, str]:

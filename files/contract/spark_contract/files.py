@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TypeVar
 
@@ -108,6 +108,7 @@ def load(kind: type[_T], path: Path, absent: str) -> _T:
         raise HostToolError(str(path), f"malformed: {error}", fix, 2) from error
 
 
-def now() -> str:
-    """Return the time in UTC, to the second, as ISO 8601."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+def now(after_s: float = 0) -> str:
+    """Return the time in UTC, to the second, as ISO 8601; or what it will be after some seconds."""
+    at = datetime.now(timezone.utc) + timedelta(seconds=after_s)
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -110,6 +110,7 @@ class Stopped:
     release: str | None  # what served
     at: str
     by: str | None = field(default=None, metadata=OPTIONAL)
+    until: str | None = field(default=None, metadata=OPTIONAL)  # None: until someone starts it
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,11 +52,12 @@ def _begin(name: str, paths: Paths) -> int:
 
 
 def _stop_service(words: Words, paths: Paths) -> int:
-    by = os.environ.get("SUDO_USER", "root")
-    if len(words) == 3 and words[1] == "--by":
-        by = words[2]
-        words = words[:1]
-    return boot.stop_service(_one(words), by, Host(paths))
+    more = dict(zip(words[1::2], words[2::2], strict=False))
+    for_s = more.pop("--for", None)
+    by = more.pop("--by", os.environ.get("SUDO_USER", "root"))
+    if more or len(words) % 2 == 0 or not (for_s or "1").isdigit():
+        raise HostToolError("spark-host stop-service", f"does not take {words}", "see its help", 2)
+    return boot.stop_service(words[0], by, Host(paths), float(for_s) if for_s else None)
 
 
 def _leaving(verb: str) -> Verb:
@@ -88,7 +89,14 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "note": (_leaving("note"), "WANTED: write down what the host is before it is changed"),
     "manifest": (_leaving("manifest"), "WANTED: list everything of ours, and what would stay"),
     "uninstall": (_leaving("uninstall"), "WANTED: remove what is ours; WANTED is JSON"),
-    "stop-service": (_stop_service, "SERVICE [--by WHO]: stop it until someone starts it again"),
+    "stop-service": (
+        _stop_service,
+        "SERVICE [--by WHO] [--for SECONDS]: stop it until someone starts it again, or for a while",
+    ),
+    "start-when-due": (
+        _of_one(lambda name, paths: boot.start_when_due(name, Host(paths))),
+        "SERVICE: start it when a while is over (run by spark-return@SERVICE)",
+    ),
     "start-service": (
         _of_one(lambda name, paths: boot.start_service(name, Host(paths))),
         "SERVICE: start the last proven release again",

@@ -55,8 +55,8 @@ class HostStatus:
         found = state.stopped_by_hand
         who = found.by or "someone on the host"
         return (
-            f"{service} was stopped on purpose by {who} and is down since {found.at}; "
-            "`spark-deploy start` brings it back"
+            f"{service} was stopped on purpose by {who} and is down since {found.at}"
+            f"{f' until {found.until}' if found.until else ''}; `spark-deploy start` brings it back"
         )
 
     def unknown_versions(self) -> str:

@@ -14,6 +14,7 @@ import pytest
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import stop
 from spark_deploy.cli.commands import Options
+from spark_deploy.errors import SparkError
 
 SERVE = SimpleNamespace(start_timeout_s=1, stop_timeout_s=1)
 LISTED = SimpleNamespace(
@@ -24,10 +25,20 @@ LISTED = SimpleNamespace(
 
 
 @pytest.mark.parametrize(
-    ("command", "order"), [("stop", "stop-service main --by "), ("start", "start-service main 2>")]
+    ("command", "period", "order"),
+    [
+        ("stop", None, "stop-service main --by "),
+        ("stop", "90m", " --for 5400 2>"),
+        ("stop", "2d", " --for 172800 2>"),
+        ("start", None, "start-service main 2>"),
+    ],
 )
 def test_each_host_is_given_its_order_and_what_it_says_is_shown(
-    command: str, order: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    period: str | None,
+    order: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked: list[str] = []
 
@@ -40,7 +51,7 @@ def test_each_host_is_given_its_order_and_what_it_says_is_shown(
     monkeypatch.setattr(
         stop, "look", lambda hosts, ask: [stop.Answer(one, ask(Host(), one)) for one in hosts]
     )
-    assert stop.run(Options(command=command, json=False)) == 0
+    assert stop.run(Options(command=command, json=False, period=period)) == 0
     assert capsys.readouterr().out == "spark-1: as you say\n"
     assert len(asked) == 1
     assert order in asked[0]
@@ -55,3 +66,9 @@ def test_both_commands_are_there(command: str, tmp_path: Path) -> None:
     assert done.returncode == 1
     # Nothing else: a warning there says that gevent came too late.
     assert re.fullmatch(r"\S+none.py: is not an inventory file\n  fix: .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("period", ["1", "h", "0h", "-1h", "1w", "1.5h", "1h30m"])
+def test_a_period_that_is_none_is_refused_before_a_host_is_asked(period: str) -> None:
+    with pytest.raises(SparkError, match="is no period"):
+        stop.run(Options(command="stop", json=False, period=period))

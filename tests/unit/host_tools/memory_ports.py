@@ -90,7 +90,7 @@ class MemoryUnits(MemoryPort):
         def effect() -> None:
             if unit == SWITCH.of(release):
                 self.model.asked.append(release)
-            else:
+            elif not unit.endswith(".timer"):
                 self.model.start(unit)
 
         self.model.call(name, effect, refused(f"systemctl start {unit}"))
@@ -169,8 +169,8 @@ class MemoryClock(MemoryPort):
         wait_s = due_s - self.model.at_s if due_s < float("inf") else 0.0
         self.model.call("sleep", lambda: self.model.pass_time(max(seconds, wait_s, 0.5)))
 
-    def now(self) -> str:
-        return f"{int(self.model.at_s):09d}"
+    def now(self, after_s: float = 0) -> str:
+        return f"{int(self.model.at_s + after_s):09d}"
 
 
 class MemoryEngines(MemoryPort):

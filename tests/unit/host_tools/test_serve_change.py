@@ -13,7 +13,7 @@ from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.records import Good, Rollout, Stopped
 from spark_contract.status import Begun, NamedRelease, Rollback
-from spark_contract.units import SWITCH
+from spark_contract.units import RETURN_TIMER, SWITCH
 from spark_host.records import boot
 from spark_host.rollout import recover, request, way_back
 from spark_host.rollout.record import Record
@@ -259,6 +259,54 @@ def test_a_stop_keeps_who_and_when_over_a_second_stop(model: Model) -> None:
     boot.stop_service("main", "ben@laptop", model.host())
     assert model.documents[model.paths.stopped("main")] == first
     assert (first.by, first.release) == ("ann@desk", A)
+
+
+def test_a_stop_for_a_while_ends_by_itself_and_takes_its_timer_along(model: Model) -> None:
+    good(model, A)
+    timer = RETURN_TIMER.of("main")
+    boot.stop_service("main", "ann", model.host(), 3600)
+    assert timer in model.links
+    boot.start_when_due("main", model.host())
+    assert boot.is_stopped("main", model.host()), "an hour is not over at once"
+    model.pass_time(3601)
+    boot.start_when_due("main", model.host())
+    assert boot.active("main", model.host()) == A
+    assert not boot.is_stopped("main", model.host())
+    assert timer not in model.links
+
+
+def test_a_stop_for_good_after_one_for_a_while_is_for_good(model: Model) -> None:
+    good(model, A)
+    boot.stop_service("main", "ann", model.host(), 60)
+    boot.stop_service("main", "ben", model.host())
+    assert RETURN_TIMER.of("main") not in model.links
+    model.pass_time(3600)
+    boot.start_when_due("main", model.host())
+    assert boot.is_stopped("main", model.host())
+
+
+def test_nothing_is_stopped_for_a_while_without_what_brings_it_back(model: Model) -> None:
+    good(model, A)
+    host = model.host()
+    asked: list[str] = []
+
+    def noting(what: str, call: Any) -> Any:
+        return lambda *words: (asked.append(what), call(*words))[1]
+
+    host.units.enable = noting("timer", host.units.enable)  # type: ignore[method-assign]
+    host.disk.write = noting("marker", host.disk.write)  # type: ignore[method-assign]
+    boot.stop_service("main", "ann", host, 60)
+    assert asked == ["timer", "marker"], "cut off in between it would stay down for good"
+
+
+def test_a_start_by_hand_ends_a_stop_for_a_while(model: Model) -> None:
+    good(model, A)
+    boot.stop_service("main", "ann", model.host(), 60)
+    boot.start_service("main", model.host())
+    assert RETURN_TIMER.of("main") not in model.links
+    model.pass_time(3600)
+    assert boot.start_when_due("main", model.host()) == 0
+    assert boot.active("main", model.host()) == A
 
 
 @pytest.mark.parametrize(

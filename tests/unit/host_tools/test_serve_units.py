@@ -36,7 +36,7 @@ def test_systemd_finds_no_fault_in_any_unit(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     for unit in UNITS.iterdir():
-        if unit.suffix in (".service", ".target"):
+        if unit.suffix in (".service", ".target", ".timer"):
             text = unit.read_text().replace(
                 "/usr/local/lib/spark/current/bin/spark-host", str(program)
             )
@@ -46,7 +46,7 @@ def test_systemd_finds_no_fault_in_any_unit(tmp_path: Path) -> None:
     instances = [
         str(tmp_path / path.name.replace("@.", "@main-0123456789ab."))
         for path in UNITS.iterdir()
-        if path.suffix in (".service", ".target")
+        if path.suffix in (".service", ".target", ".timer")
     ]
     said = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *instances],

@@ -7,12 +7,13 @@ from dataclasses import replace
 from spark_contract.errors import HostToolError
 from spark_contract.records import Good, Stopped, WayBack
 from spark_contract.release import Release, service_of
-from spark_contract.units import SERVE
+from spark_contract.units import RETURN_TIMER, SERVE
 
 from spark_host.system.ports import Host
 
 _KEPT = 10
 _STOP_S = 900.0
+_TIMER_S = 60.0
 
 
 def enabled(service: str, host: Host) -> list[str]:
@@ -124,20 +125,42 @@ def active(service: str, host: Host) -> str | None:
     return None
 
 
-def stop_service(service: str, by: str, host: Host) -> int:
-    """Stop a service for good: it stays down over reboots until someone starts it again."""
+def stop_service(service: str, by: str, host: Host, for_s: float | None = None) -> int:
+    """Stop a service: it stays down over reboots until someone starts it again, or for a while."""
     running = active(service, host)
     boots = enabled(service, host)
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     if marker is None or marker.by is None:
         release = running or next(iter(boots), None) or good(service, host).release
         marker = Stopped(release, marker.at if marker else host.clock.now(), by)
+    until = host.clock.now(for_s) if for_s else None
+    if until:  # first, or a cut would leave it down for good
+        host.units.enable(RETURN_TIMER.of(service))
+        host.units.begin(RETURN_TIMER.of(service))
     # The marker alone keeps it down: whatever is interrupted below, no boot starts it.
-    host.disk.write(host.paths.stopped(service), marker)
+    host.disk.write(host.paths.stopped(service), replace(marker, until=until))
+    if marker.until and not until:
+        _forget_return(service, host)
     for name in {*boots, *([running] if running else [])}:
         host.units.stop(SERVE.of(name), _STOP_S)
-    print(f"{service}: stopped; it stays down until someone starts it: spark-deploy start")
+    how_long = f"until {until}, or until" if until else "until"
+    print(f"{service}: stopped; it stays down {how_long} someone starts it: spark-deploy start")
     return 0
+
+
+def start_when_due(service: str, host: Host) -> int:
+    """Start a service that was stopped for a while, once the while is over; asked every minute."""
+    marker = host.disk.read(Stopped, host.paths.stopped(service))
+    if marker is None or marker.until is None:
+        _forget_return(service, host)
+    elif marker.until <= host.clock.now():
+        return start_service(service, host)
+    return 0
+
+
+def _forget_return(service: str, host: Host) -> None:
+    host.units.disable(RETURN_TIMER.of(service))
+    host.units.stop(RETURN_TIMER.of(service), _TIMER_S)
 
 
 def start_service(service: str, host: Host) -> int:
@@ -145,6 +168,8 @@ def start_service(service: str, host: Host) -> int:
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     chosen = good(service, host).release or (marker.release if marker else None)
     host.disk.remove(host.paths.stopped(service))
+    if marker and marker.until:
+        _forget_return(service, host)
     if chosen is None:
         raise HostToolError(service, "no proven release to start", "run the deploy for this host")
     release = host.disk.load(chosen, host.paths)

@@ -21,7 +21,10 @@ from spark_host.system import docker, systemd
 from spark_host.uninstall import before as past
 from spark_host.uninstall import packages, shared
 
-TEMPLATES = (units.GATEWAY, units.WATCH, units.SERVE, units.SWITCH, units.PREPARE, units.JOB)
+TEMPLATES = (
+    units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.WATCH, units.SERVE, units.SWITCH,
+    units.PREPARE, units.JOB,
+)  # fmt: skip
 _OUR_UNIT = re.compile(rf"^({'|'.join(template.name for template in TEMPLATES)})@")
 _OUR_TOOL = re.compile(rf"^\.?(site|current|(site-)?{units.DIGEST12})(\.zip|\.new)?$")
 _COMMANDS = ("spark-check", "spark-host")
