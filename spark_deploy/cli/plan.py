@@ -65,6 +65,7 @@ def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     yield from _speed(plan, model, profile)
     yield from _disk(plan)
     yield _row("engine", shlex.join(["vllm", "serve", *plan.serve.engine.argv]))
+    yield from _cluster(plan.serve)
     yield from _unit(plan)
     yield from _service(plan.serve, plan.gateway)
     for warning in plan.warnings:
@@ -182,6 +183,16 @@ def _disk(plan: HostPlan) -> Iterator[str]:
         f"{size(after_bytes):>9}, at most {size(peak_bytes)} on the way, in all on a "
         "bare host; `doctor` compares with each filesystem",
     )
+
+
+def _cluster(release: Release) -> Iterator[str]:
+    """Say what each member is told beside the rest; a plan made here knows no addresses yet."""
+    title = "cluster"
+    for member in release.cluster.members if release.cluster else ():
+        yield _row(title, f"{member.host}: {shlex.join(member.argv)}")
+        title = ""
+    if release.cluster:
+        yield _row("", "a deploy asks the members for their addresses and names the release anew")
 
 
 def _unit(plan: HostPlan) -> Iterator[str]:

@@ -10,7 +10,7 @@ import fnmatch
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.inventory.clusters import cluster_problems
 from spark_deploy.inventory.command_line import (
     check_patterns,
     command_line,
@@ -76,7 +77,7 @@ def groups_from(
     found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
     _check_canaries(found)
     catalog = _of_this_run("catalog", read_catalog)
-    _check_pairs(found.values(), catalog)
+    _check_pairs(found, catalog)
     if arguments:
         signal.signal(signal.SIGINT, _stop)
     data = {
@@ -207,10 +208,10 @@ def _check_canaries(found: Mapping[str, HostSettings]) -> None:
         raise SettingsError(problems)
 
 
-def _check_pairs(found: Iterable[HostSettings], catalog: Catalog) -> None:
+def _check_pairs(found: Mapping[str, HostSettings], catalog: Catalog) -> None:
     """Refuse settings that cannot work together, for all hosts at once."""
-    problems: list[Problem] = []
-    for host in found:
+    problems = list(cluster_problems(found))
+    for host in found.values():
         problems += problems_of(host.settings, catalog, supported_engines())
         problems += check_gateway(gateway_plan(host.settings, host.host))
     if problems:

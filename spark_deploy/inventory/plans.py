@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from pyinfra import logger
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
+from pyinfra.context import inventory
 
+from spark_deploy.errors import PlanError
+from spark_deploy.facts.machine.fabric import Fabric, Ports
 from spark_deploy.inventory.held import held_for
 from spark_deploy.inventory.known import known_of
 from spark_deploy.lockfile.resolve import locked_for
@@ -44,7 +48,23 @@ def plan_for(host: Host) -> HostPlan:
     with _locking:
         lock = locked_for(found.settings, catalog, found.lock_path, logger.info)
         lock = held_for(found.settings, catalog, found.lock_path, lock, logger.info)
-    plan = plan_host(Request(host.name, found.settings, catalog, lock, payload_identity()))
+    fabric = _fabric(found.settings.cluster.hosts)
+    plan = plan_host(Request(host.name, found.settings, catalog, lock, payload_identity(), fabric))
     for warning in plan.warnings:
         logger.warning(f"[{host.name}] {warning}")
     return plan
+
+
+def _fabric(members: Sequence[str]) -> dict[str, Ports]:
+    """Ask every host of a cluster how it reaches the others.
+
+    Raises:
+        PlanError: one of them is no part of this run.
+    """
+    known = {one.name: one for one in inventory}
+    away = [name for name in members if name not in known or not known[name].connected]
+    if away:
+        what = f"cannot be asked for {', '.join(away)}: not reached, or left out by --limit"
+        fix = "name all members, and have all of them up; they are changed together"
+        raise PlanError.one(f"cluster of {', '.join(members)}", what, fix)
+    return {name: known[name].get_fact(Fabric, _sudo=False) for name in members}

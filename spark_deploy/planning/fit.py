@@ -28,6 +28,7 @@ from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.settings.types import Settings
 
 _WAYS = 3
+_MOST_HOSTS = 8
 _LEAST_RESERVE_GIB = 8
 _LEAST_CONTEXT_TOKENS = 8192
 _USUAL_FRACTION = 0.8
@@ -52,10 +53,11 @@ def refusal(
 
     ``fits`` judges settings the way a plan does.
     """
-    weights, drafter = loaded_bytes(model, profile)
+    weights, drafter = loaded_bytes(model, profile, settings.ranks)
+    where = "one host" if settings.ranks == 1 else f"{settings.ranks} hosts, on each"
     memory = settings.memory
     what = (
-        f"does not fit on one host: weights {gib(weights)}, drafter {gib(drafter)}, runtime "
+        f"does not fit on {where}: weights {gib(weights)}, drafter {gib(drafter)}, runtime "
         f"{gib(runtime_bytes(model, profile))} and the KV cache of one request of "
         f"{context_tokens(model, profile):,} tokens are "
         f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
@@ -65,11 +67,23 @@ def refusal(
     ways = ways_to_fit(levers, settings, fits)
     fix = "; or ".join([*ways, *_smaller_model(model, profile, settings, catalog, fits)][:_WAYS])
     if not ways:
+        together = _hosts_needed(settings, fits)
+        more = f", or {together} hosts that serve it together (cluster.hosts)" if together else ""
         fix = (
             f"no setting makes it fit, its weights alone are {gib(weights)}: "
-            f"{fix or 'choose a smaller model'}, or more hosts that serve it together"
+            f"{fix or 'choose a smaller model'}{more}"
         )
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
+
+
+def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
+    """Return the fewest hosts that can serve the model together as it is."""
+    for count in range(settings.ranks + 1, _MOST_HOSTS + 1):
+        hosts = tuple(f"host-{number}" for number in range(count))
+        cluster = replace(settings.cluster, hosts=hosts)
+        if fits(replace(settings, cluster=cluster)):
+            return count
+    return None
 
 
 def ways_to_fit(levers: Sequence[Lever], settings: Settings, fits: Fits) -> list[str]:

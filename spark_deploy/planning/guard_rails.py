@@ -70,7 +70,8 @@ def facts_of(
         "devices": math.prod(whole(options.get(name)) or 1 for name in DEVICE_OPTIONS),
         "executor": str(options.get("distributed-executor-backend") or "").lower(),
         "pipeline_stages": int(options.get("pipeline-parallel-size") or 1),
-        "expert_width_per_device": _expert_width(model, options),
+        "expert_width_per_device": _expert_width(model, options, settings.ranks),
+        "hosts": settings.ranks,
         "deep_gemm": _deep_gemm(profile, options),
         "formats": " ".join(formats).lower(),
         "online_quantisation": "quantization-config" in options,
@@ -121,12 +122,12 @@ def _minor_version(image: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _expert_width(model: Model, options: Mapping[str, Any]) -> int:
+def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
     """Return how much of one routed expert a device holds."""
     whole = model.architecture.expert_width
     if options.get("enable-expert-parallel") is True:
         return whole  # experts are dealt out, not cut
-    return whole // max(1, int(options.get("tensor-parallel-size") or 1))
+    return whole // max(ranks, int(options.get("tensor-parallel-size") or 1))
 
 
 def _deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:

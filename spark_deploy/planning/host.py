@@ -62,7 +62,13 @@ def plan_host(request: Request) -> HostPlan:
         memory=served.memory,
         disk=disk,
         serve=serve_plan(
-            served.model, served.profile, settings, pair.tree, pair.image, served.memory
+            served.model,
+            served.profile,
+            settings,
+            pair.tree,
+            pair.image,
+            served.memory,
+            request.fabric,
         ),
         gateway=gateway_plan(settings, request.host),
         warnings=served.warnings,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.model import Architecture, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import Problem
 from spark_deploy.planning.budget.memory import context_tokens
@@ -57,3 +57,40 @@ def engine_problems(
         what = f"{image} is engine {found[1]}, which the plugin does not know (known: {known})"
         fix = "name an image of one of these, or choose a profile without the plugin"
         yield Problem(f"images.{model.image.role}", what, fix)
+
+
+_MOST_RANKS = 16
+# INT4 and FP8 scales belong to so many values: a part of a matrix ends where one of them does.
+_GROUP = 128
+
+
+def spread_problems(model: Model, profile: Profile, settings: Settings) -> Iterator[Problem]:
+    """Yield why the model cannot be spread over the hosts of the cluster, and what could."""
+    ranks, shape = settings.ranks, model.architecture
+    group = _GROUP if profile.engine_mode == "native" else 1
+    if ranks == 1 or not (uneven := list(_uneven(shape, ranks, group))):
+        return
+    fitting = [
+        str(n)
+        for n in range(2, _MOST_RANKS + 1)
+        # One group on a rank is what the guard rail experts-of-one-group refuses.
+        if not list(_uneven(shape, n, group)) and shape.expert_width // n > group
+    ]
+    fix = f"name {' or '.join(fitting)} hosts" if fitting else "let each host serve by itself"
+    what = f"{model.name} cannot be cut into {ranks} equal parts: {', '.join(uneven)}"
+    yield Problem("cluster.hosts", what, fix)
+
+
+def _uneven(shape: Architecture, ranks: int, group: int) -> Iterator[str]:
+    """Name what cannot be cut into so many parts that end where a group of scales does."""
+    if shape.kv_heads % ranks and ranks % shape.kv_heads:  # repeated where they are fewer
+        yield f"{shape.kv_heads} heads of keys and values"
+    heads = {"attention heads": shape.attention_heads}
+    if (net := shape.linear_attention) is not None:
+        heads |= {"key heads of linear attention": net.key_heads}
+        heads |= {"value heads of linear attention": net.value_heads}
+    yield from (f"{count} {what}" for what, count in heads.items() if count % ranks)
+    widths = {"routed": shape.expert_width, "shared": shape.shared_expert_width}
+    for what, width in widths.items():
+        if width % (ranks * group):
+            yield f"{what} experts {width} wide in groups of {group}"

@@ -5,19 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import PlanError, Problem, SparkError
+from spark_deploy.facts.machine.fabric import Ports
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.planning.budget.memory import missing_bytes, plan_memory
 from spark_deploy.planning.effective import effective_profile
 from spark_deploy.planning.fit import refusal
 from spark_deploy.planning.guard_rails import apply_rails, facts_of
-from spark_deploy.planning.limits import engine_problems, limit_problems
+from spark_deploy.planning.limits import engine_problems, limit_problems, spread_problems
 from spark_deploy.planning.types import MemoryPlan, PayloadIdentity
 from spark_deploy.planning.work.checkpoint import refuse_impossible_trees
 from spark_deploy.settings.types import Settings
@@ -32,6 +33,8 @@ class Request:
     catalog: Catalog
     lock: Lock
     payload: PayloadIdentity
+    # What the hosts of its cluster said; without, their addresses are left open.
+    fabric: Mapping[str, Ports] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
     """Load, resolve, refuse, weigh, judge by the rails; ``None`` when memory does not suffice."""
     model, profile = pair_of(settings, catalog)
     refuse_impossible_trees(model, profile, settings)
-    if beyond := list(limit_problems(model, profile)):
+    beyond = [*limit_problems(model, profile), *spread_problems(model, profile, settings)]
+    if beyond:
         raise PlanError(beyond)
     if missing_bytes(model, profile, settings) > 0:
         return None

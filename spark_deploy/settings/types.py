@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from spark_deploy.documents.declare import Gib, Text, about, knowing_keys, section, setting
 from spark_deploy.documents.schema_check import closest
+from spark_deploy.settings.cluster import ClusterSettings
 from spark_deploy.settings.host import (
     BaseSettings,
     CudaSettings,
@@ -80,6 +81,7 @@ class Settings:
     serve: ServeSettings = section(ServeSettings)
     engine: EngineSettings = section(EngineSettings)
     checkpoint: CheckpointSettings = section(CheckpointSettings)
+    cluster: ClusterSettings = section(ClusterSettings)
     memory: MemorySettings = section(MemorySettings, heading="Memory: one pool for CPU and GPU")
     watch: WatchSettings = section(WatchSettings)
     check: CheckSettings = section(CheckSettings)
@@ -169,6 +171,11 @@ class Settings:
     uninstall: UninstallSettings = section(UninstallSettings)
     ssh: SshSettings = section(SshSettings, heading="How to reach a host")
     sudo: bool = setting(True, "The login user is not root.")
+
+    @property
+    def ranks(self) -> int:
+        """Return on how many hosts, with a GPU each, the model is spread."""
+        return max(1, len(self.cluster.hosts))
 
     @property
     def kept_bytes(self) -> int:

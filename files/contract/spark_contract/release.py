@@ -164,6 +164,40 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """One host of a cluster, and what its rank of the engine is told beside the others."""
+
+    host: str  # in the inventory
+    address: str  # on the fabric; by it a host knows which of the members it is
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    docker_args: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Hosts that run one engine together, by rank: the first is the head, which answers.
+
+    All of them hold the same release, so its name says that they do.
+    """
+
+    members: tuple[Member, ...]
+    # Only members of the same release have the same: others cannot join by mistake.
+    port: int
+    join_s: float
+
+    @property
+    def head(self) -> Member:
+        """The member that clients talk to."""
+        return self.members[0]
+
+    @property
+    def proven_port(self) -> int:
+        """Where a member lets itself be connected to while it boots and serves this release."""
+        return self.port + 1
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Everything that decides how one service runs."""
 
@@ -181,6 +215,7 @@ class Release:
     restart: Restart
     check: CheckPlan
     watch: Watch
+    cluster: Cluster | None = field(default=None, metadata=OPTIONAL)
     # Made from all of the above, so a plan adds them last.
     name: str = field(default="", metadata=OPTIONAL)
     digest: str = field(default="", metadata=OPTIONAL)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from spark_deploy.catalog.model import Architecture, Model
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.planning.budget.weights import Weights, weights_of
+from spark_deploy.planning.budget.weights import Weights, of_one_rank, weights_of
 from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.engine_options import meaning
 from spark_deploy.settings.types import Settings
@@ -47,12 +47,12 @@ class CacheShape:
 def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPlan:
     """Return the memory plan of a pair that fits (``missing_bytes`` is zero or less)."""
     memory = settings.memory
-    weights, drafter = loaded_bytes(model, profile)
+    weights, drafter = loaded_bytes(model, profile, settings.ranks)
     runtime = runtime_bytes(model, profile)
     fixed = weights + drafter + runtime
     budget = budget_bytes(profile, settings, fixed)
     cache_bytes = budget - fixed
-    shape = cache_shape(model.architecture, profile)
+    shape = cache_shape(of_one_rank(model.architecture, settings.ranks), profile)
     context = context_tokens(model, profile)
     blocks = cache_bytes // shape.block_bytes
     states = shape.state_blocks * profile.limits.max_sequences
@@ -76,9 +76,10 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
 
 def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     """Return what is missing for one request of full length; zero or less when it fits."""
-    fixed = sum(loaded_bytes(model, profile)) + runtime_bytes(model, profile)
+    loaded = loaded_bytes(model, profile, settings.ranks)
+    fixed = sum(loaded) + runtime_bytes(model, profile)
     budget = budget_bytes(profile, settings, fixed)
-    shape = cache_shape(model.architecture, profile)
+    shape = cache_shape(of_one_rank(model.architecture, settings.ranks), profile)
     request = shape.request_blocks(context_tokens(model, profile)) * shape.block_bytes
     room = settings.memory.total_bytes - settings.kept_bytes
     return max(fixed + request - budget, budget - room)
@@ -96,8 +97,11 @@ def budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
     return round(fraction * memory.total_bytes)
 
 
-def loaded_bytes(model: Model, profile: Profile) -> tuple[int, int]:
-    """Return the bytes of the loaded weights and of the drafter."""
+def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, int]:
+    """Return the bytes that one of so many ranks loads: of the weights, and of the drafter.
+
+    Routers and the vision tower are whole on every rank.
+    """
     sizes: Weights = weights_of(model.architecture)
     shared = {
         "keep": sizes.shared_bytes,
@@ -107,9 +111,9 @@ def loaded_bytes(model: Model, profile: Profile) -> tuple[int, int]:
         "int8-g128": sizes.shared_int8_bytes,
     }[profile.shared_experts]
     body = sizes.experts_bytes + sizes.attention_bytes + sizes.embedding_bytes
-    body += sizes.routers_bytes + shared
-    body += sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes
-    drafter = sizes.mtp_bytes if profile.speculation else 0
+    body += shared + (sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes)
+    body = math.ceil(body / ranks) + sizes.routers_bytes
+    drafter = math.ceil(sizes.mtp_bytes / ranks) if profile.speculation else 0
     factor = model.memory.weights_factor
     return round(body * factor) + vision_bytes(model, profile), round(drafter * factor)
 

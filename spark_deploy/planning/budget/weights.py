@@ -6,7 +6,7 @@ Files can hold tensors twice or lack some; what the engine loads follows from th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spark_deploy.catalog.model import Architecture
 
@@ -44,6 +44,20 @@ class Weights:
             + self.vision_bytes
             + self.mtp_bytes
         )
+
+
+def of_one_rank(model: Architecture, ranks: int) -> Architecture:
+    """Return the architecture with the heads that one of so many ranks has of the cache.
+
+    Heads of keys and values are repeated where there are fewer than ranks.
+    """
+    net = model.linear_attention
+    return replace(
+        model,
+        kv_heads=max(1, model.kv_heads // ranks),
+        linear_attention=net
+        and replace(net, key_heads=net.key_heads // ranks, value_heads=net.value_heads // ranks),
+    )
 
 
 def weights_of(model: Architecture) -> Weights:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from spark_contract.patterns import expand_all
 from spark_contract.release import (
@@ -26,6 +28,7 @@ from spark_contract.units import cache_name, release_name
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.documents.digest import digest_of
+from spark_deploy.facts.machine.fabric import Ports
 from spark_deploy.planning.budget.memory import context_tokens
 from spark_deploy.planning.serving.argv import (
     CACHE_MOUNT,
@@ -35,6 +38,7 @@ from spark_deploy.planning.serving.argv import (
     engine_arguments,
     engine_environment,
 )
+from spark_deploy.planning.serving.cluster import spread
 from spark_deploy.planning.serving.gateway import SERVICE
 from spark_deploy.planning.types import CheckpointPlan, ImagePlan, MemoryPlan, SourcePlan
 from spark_deploy.settings.engine_options import canonical
@@ -62,6 +66,7 @@ def serve_plan(
     tree: CheckpointPlan | SourcePlan,
     image: ImagePlan,
     memory: MemoryPlan,
+    fabric: Mapping[str, Ports] = MappingProxyType({}),
 ) -> Release:
     """Return the release of the service, its digest made from its own content."""
     serve = settings.serve
@@ -101,6 +106,8 @@ def serve_plan(
             settings.watch.hot_celsius,
         ),
     )
+    if settings.cluster.hosts:
+        release = spread(release, settings, fabric)
     digest = digest_of(release)
     return replace(release, name=release_name(SERVICE, digest), digest=digest)
 

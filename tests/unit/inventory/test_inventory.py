@@ -145,3 +145,29 @@ def test_a_canary_that_no_host_is_gets_refused_before_connecting(foreign):
     vars_of_all.write_text("profile: base\nrollout: {canary: spark-2, at_once: all}\n")
     done = pyinfra(foreign)
     assert data_of(done.stdout + done.stderr, "spark-2")["rollout"]["canary"] == "spark-2"
+
+
+def test_members_of_a_cluster_are_in_one_group_and_told_the_same(foreign):
+    (foreign.parent / "group_vars/spark.yml").write_text(
+        "model: qwen3.5-122b\ncluster: {hosts: [spark-1, spark-2]}\n"
+    )
+    assert pyinfra(foreign).returncode == 0
+    (foreign.parent / "host_vars").mkdir()
+    (foreign.parent / "host_vars/spark-2.yml").write_text("profile: base\n")
+    done = pyinfra(foreign)
+    assert done.returncode == 1
+    assert "spark-2: profile: differs from that of spark-1, the head of" in done.stderr
+
+
+def test_a_cluster_of_hosts_that_are_not_there_is_refused(foreign):
+    (foreign.parent / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1, spark-9]}\n")
+    done = pyinfra(foreign)
+    assert done.returncode == 1
+    assert "spark-1: cluster.hosts: 'spark-9' is no host of its group" in done.stderr
+    assert "but not spark-2, which is told so too" in done.stderr
+
+
+def test_one_host_is_no_cluster(foreign):
+    (foreign.parent / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1]}\n")
+    done = pyinfra(foreign)
+    assert "cluster.hosts: spark-1 alone is no cluster" in done.stderr

@@ -206,7 +206,7 @@ def test_what_never_fits_names_both_sides_and_the_way_out():
     assert problem.where == "model huge with profile v2"
     assert "weights 194.2 GiB" in problem.what
     assert "no setting makes it fit" in problem.fix
-    assert "choose model large, or more hosts" in problem.fix
+    assert "choose model large, or 4 hosts that serve it together" in problem.fix
 
 
 def changed_by(way):

@@ -14,6 +14,8 @@ from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 
+from spark_host.engine import members
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # The client takes the file line by line, and none that is longer than 64 KiB.
 _MAX_LINE_BYTES = 60_000
@@ -25,7 +27,9 @@ def write(release: Release, paths: Paths) -> Path:
     Raises:
         HostToolError: A variable cannot be told in one line.
     """
-    lines = [_line(name, value) for name, value in sorted(release.engine.env.items())]
+    member = members.own(release, paths)
+    variables = {**release.engine.env, **(member.env if member else {})}
+    lines = [_line(name, value) for name, value in sorted(variables.items())]
     path = paths.engine_environment(release.name)
     files.write_text(path, "".join(lines), 0o600)
     return path

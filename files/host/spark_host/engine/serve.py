@@ -14,7 +14,7 @@ from spark_contract.release import Release
 from spark_contract.sentences import PHASE
 from spark_contract.units import DIGEST_LABEL, SWITCH
 
-from spark_host.engine import account, cdi, environment, memory, tree
+from spark_host.engine import account, cdi, environment, members, memory, tree
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system import docker, folders
@@ -118,7 +118,11 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
     argv += ["--env-file", str(paths.engine_environment(release.name))]
     argv += account.docker_arguments(release)
     argv += docker.gpu_arguments(paths)
-    return [*argv, *release.engine.docker_args, release.image.tag, *release.engine.argv]
+    argv += release.engine.docker_args
+    member = members.own(release, paths)
+    if member is None:
+        return [*argv, release.image.tag, *release.engine.argv]
+    return [*argv, *member.docker_args, release.image.tag, *release.engine.argv, *member.argv]
 
 
 def _take_engine_lock(release: Release, paths: Paths) -> None:

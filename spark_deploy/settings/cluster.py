@@ -1,0 +1,55 @@
+"""Settings of hosts that serve one model together."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spark_deploy.documents.declare import Text, setting
+from spark_deploy.settings.rules import Broken
+
+# What the engine keeps open between hosts: see planning/serving/cluster.py.
+PORTS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """Hosts that serve one model together, each with its part of every layer; null: none."""
+
+    hosts: tuple[Text, ...] = setting(
+        (),
+        "Names in the inventory of the hosts that serve one model together, one rank each; the "
+        "first is the head, which clients talk to. Empty: every host serves by itself. All of "
+        "them need the same choices, so write it into group_vars.",
+        uniqueItems=True,
+        examples=[["spark-1", "spark-2"]],
+    )
+    subnet: str | None = setting(
+        None,
+        "Network over which they reach each other, such as 192.168.100.0/24; its addresses have "
+        "to stay the same. null: the one in which every member has an address on a port with RDMA.",
+        pattern=r"^[0-9.]+/[0-9]+$",
+        examples=["192.168.100.0/24"],
+    )
+    port: int = setting(
+        29500,
+        f"First of the {PORTS} ports among which a release has its own two on the fabric: members "
+        "of different releases never meet. The engine opens others at random; all of them are for "
+        "the members alone.",
+        minimum=1024,
+        maximum=65535 - PORTS,
+    )
+    join_s: int = setting(
+        600, "Seconds a start waits for the other members before it gives up.", minimum=10
+    )
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield what no cluster can be made of."""
+        if len(self.hosts) == 1:
+            what = f"{self.hosts[0]} alone is no cluster"
+            yield Broken(("hosts",), what, "name two hosts or more, or none")
+        try:
+            ipaddress.IPv4Network(self.subnet or "0.0.0.0/0")
+        except ValueError as error:
+            yield Broken(("subnet",), str(error), "write it as in 192.168.100.0/24")

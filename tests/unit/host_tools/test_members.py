@@ -1,0 +1,120 @@
+"""A host of a cluster finds its rank and the other members in the kernel's tables."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+import pytest
+from spark_contract.documents import read
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+from spark_host.engine import environment, members, serve
+from spark_host.system import docker
+from stub_host import release_data
+
+HEAD, WORKER = "192.168.100.10", "192.168.100.11"
+PORT = 29533
+
+
+def member(host: str, address: str, rank: int) -> dict[str, object]:
+    return {
+        "host": host, "address": address, "env": {"VLLM_HOST_IP": address},
+        "argv": ["--nnodes", "2", "--node-rank", str(rank), *["--headless"][:rank]],
+        "docker_args": ["--device=/dev/infiniband"],
+    }  # fmt: skip
+
+
+def clustered() -> Release:
+    cluster = {
+        "members": [member("spark-1", HEAD, 0), member("spark-2", WORKER, 1)],
+        "port": PORT, "join_s": 60,
+    }  # fmt: skip
+    return read(Release, {**release_data(), "cluster": cluster})
+
+
+def digits(address: str, port: int) -> str:
+    number = int.from_bytes(ipaddress.IPv4Address(address).packed, "little")
+    return f"{number:08X}:{port:04X}"
+
+
+def with_tables(
+    root: Path, address: str, connections: list[tuple[str, int, str, int, str]]
+) -> Paths:
+    """Lay down what the kernel of a host shows: its addresses, and connections with a state."""
+    net = root / "proc/net"
+    net.mkdir(parents=True, exist_ok=True)
+    (net / "fib_trie").write_text(
+        "Main:\n  +-- 0.0.0.0/0 3 0 5\n     |-- 127.0.0.1\n        /32 host LOCAL\n"
+        f"     |-- {address}\n        /32 host LOCAL\n     |-- 192.168.100.255\n"
+        "        /32 link BROADCAST\n"
+    )
+    head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt\n"
+    lines = [
+        f"   0: {digits(*one[:2])} {digits(*one[2:4])} {one[4]} 00000000:00000000 00:00000000\n"
+        for one in connections
+    ]
+    (net / "tcp").write_text(head + "".join(lines))
+    (net / "tcp6").write_text(head)
+    return Paths(root)
+
+
+@pytest.mark.parametrize(("address", "rank"), [(HEAD, 0), (WORKER, 1)])
+def test_a_host_is_the_member_whose_address_it_has(tmp_path: Path, address: str, rank: int) -> None:
+    paths = with_tables(tmp_path, address, [])
+    assert members.rank(clustered(), paths) == rank
+    assert members.is_worker(clustered(), paths) == bool(rank)
+
+
+def test_a_host_that_has_no_address_of_the_cluster_starts_nothing(tmp_path: Path) -> None:
+    paths = with_tables(tmp_path, "192.168.100.99", [])
+    with pytest.raises(HostToolError, match=f"0 of its addresses .*spark-2 {WORKER}"):
+        members.rank(clustered(), paths)
+
+
+def test_a_host_that_serves_alone_looks_at_no_table(tmp_path: Path) -> None:
+    alone, paths = read(Release, release_data()), Paths(tmp_path)
+    assert members.rank(alone, paths) == 0
+    assert members.own(alone, paths) is None
+    assert members.missing(alone, paths) == []
+
+
+@pytest.mark.parametrize(
+    ("here", "connections", "missing"),
+    [
+        (HEAD, [], ["spark-2"]),
+        (HEAD, [(HEAD, PORT, WORKER, 40000, "01")], []),
+        (WORKER, [(WORKER, 40000, HEAD, PORT, "01")], []),
+        (WORKER, [], ["spark-1"]),
+        # Asked for, or over already; and one of another release's port.
+        (WORKER, [(WORKER, 40000, HEAD, PORT, "02")], ["spark-1"]),
+        (WORKER, [(WORKER, 40000, HEAD, PORT, "08")], ["spark-1"]),
+        (WORKER, [(WORKER, 40000, HEAD, PORT + 2, "01")], ["spark-1"]),
+    ],
+)
+def test_who_has_joined_is_read_from_connections_through_the_port_of_the_head(
+    tmp_path: Path, here: str, connections: list[tuple[str, int, str, int, str]], missing: list[str]
+) -> None:
+    paths = with_tables(tmp_path, here, connections)
+    assert [one.host for one in members.missing(clustered(), paths)] == missing
+
+
+def test_connections_over_the_newer_table_count_as_well(tmp_path: Path) -> None:
+    paths = with_tables(tmp_path, HEAD, [])
+    local, remote = (f"{'0' * 16}FFFF0000{digits(*end)}" for end in ((HEAD, PORT), (WORKER, 9)))
+    table = tmp_path / "proc/net/tcp6"
+    table.write_text(f"{table.read_text()}   0: {local} {remote} 01 00000000:00000000\n")
+    assert members.missing(clustered(), paths) == []
+
+
+def test_a_rank_is_started_with_what_its_member_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker, "gpu_arguments", lambda paths: [])
+    paths = with_tables(tmp_path, WORKER, [])
+    argv = serve.docker_argv(clustered(), paths)
+    image = argv.index("spark-vllm:stub")
+    assert "--device=/dev/infiniband" in argv[:image]
+    assert argv[-5:] == ["--nnodes", "2", "--node-rank", "1", "--headless"]
+    assert f"VLLM_HOST_IP={WORKER}\n" in environment.write(clustered(), paths).read_text()
