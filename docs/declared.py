@@ -17,6 +17,7 @@ from spark_deploy.catalog.questions import OpenQuestions
 from spark_deploy.catalog.rails import GuardRails
 from spark_deploy.cli.looks.report.document import Report
 from spark_deploy.documents.declare import schema_of, typed
+from spark_deploy.inventory.hosts_file import HostList
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.types import Settings
 
@@ -25,6 +26,7 @@ DOCUMENTS = {
     "model": Model,
     "profile": Profile,
     "guard_rails": GuardRails,
+    "hosts": HostList,
     "lock": Lock,
     "bench": BenchResult,
     "open_questions": OpenQuestions,

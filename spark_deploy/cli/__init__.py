@@ -55,6 +55,9 @@ def _run(options: Options) -> int:
         for problem in error.problems:
             print(problem, file=sys.stderr)
         return 1
+    except (click.Abort, KeyboardInterrupt):
+        print("\nended; nothing more was done", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `spark-deploy plan | head`
         sys.stderr.close()
         return 1

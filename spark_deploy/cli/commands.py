@@ -106,7 +106,33 @@ _BENCH = (
     option("--book-url", "The text that llama-benchy makes prompts of.", metavar="URL"),
 )
 
+_DRY_AND_YES = (
+    flag("--dry", "Say what would change, do nothing."),
+    flag("--yes", "Ask nothing.", "-y"),
+)
+
 COMMANDS: dict[str, Entry] = {
+    "init": Entry(
+        FIRST,
+        "Write a folder of your own: hosts.yml, settings, inventory, lock.",
+        (
+            click.Argument(["folder"], default=".", metavar="[DIR]"),
+            option("--host", "A Spark.", multiple=True, metavar="NAME[=ADDRESS]"),
+            option("--user", "Login user of these hosts; else as ssh does."),
+            flag("--local", "Serve on the machine this runs on."),
+            option("--model", "What to serve.", shell_complete=_names("models")),
+            option("--profile", "How to serve it.", shell_complete=_names("profiles")),
+        ),
+        about_hosts=False,
+        json=False,
+    ),
+    "up": Entry(
+        FIRST,
+        "Make hosts serve what the settings say, proven; asks once, and tells how it goes.",
+        (*_DRY_AND_YES, flag("--verbose", "Show all that pyinfra says.", "-v")),
+        module="changes.up",
+        asks=_always,
+    ),
     "plan": Entry(
         LOOK,
         "Print what a deploy would make of each host; no host is touched.",
@@ -182,15 +208,37 @@ COMMANDS: dict[str, Entry] = {
         module="stop",
         asks=_always,
     ),
+    "rollback": Entry(
+        SERVE,
+        "Go back to the release that served before, proven as in a deploy.",
+        (option("--to", "Go back to this release instead.", metavar="RELEASE"), *_DRY_AND_YES),
+        module="changes.line",
+        json=False,
+    ),
+    "prune": Entry(
+        SERVE,
+        "Remove what no kept release needs; --dry shows each thing and its bytes.",
+        _DRY_AND_YES,
+        module="changes.line",
+        json=False,
+    ),
+    "rotate-key": Entry(
+        SERVE,
+        "Give services a new API key; the old one is refused at once.",
+        _DRY_AND_YES,
+        module="changes.line",
+        json=False,
+    ),
     "uninstall": Entry(
         SERVE,
-        "Take this project off hosts; prints the pyinfra line that it runs.",
+        "Take this project off hosts; --dry shows what goes and what stays.",
         (
-            flag("--dry", "Say what goes and what stays, do nothing."),
-            flag("--yes", "Ask nothing.", "-y"),
             flag("--models", "Remove models, too."),
             flag("--engine", "Remove Docker and CUDA, too, where a deploy put them."),
+            *_DRY_AND_YES,
         ),
+        module="changes.line",
+        json=False,
     ),
     "lock": Entry(
         NAMES,
@@ -203,6 +251,12 @@ COMMANDS: dict[str, Entry] = {
             flag("--check", "Write nothing; exit code 1 if something is missing."),
         ),
         json=False,
+    ),
+    "settings": Entry(
+        NAMES,
+        "Print every setting with its default and its meaning.",
+        module="looks.settings",
+        about_hosts=False,
     ),
     "inspect": Entry(
         NAMES,

@@ -14,6 +14,7 @@ from spark_contract.documents import plain
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.commands import Options
+from spark_deploy.errors import SettingsError
 from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.plans import payload_identity
 from spark_deploy.inventory.reading import read_inventory
@@ -65,11 +66,19 @@ def every_name(options: Options) -> list[str]:
 
 
 def inventory_of(options: Options) -> Path:
-    """Return the inventory named, else that of the working directory, else of the checkout."""
+    """Return the inventory named, else that of the working directory, else of the checkout.
+
+    Raises:
+        SettingsError: there is none; what is installed brings no hosts along.
+    """
     here = Path("inventory/spark.py")
     if options.inventory:
         return Path(options.inventory)
-    return here if here.is_file() else CHECKOUT / here
+    for path in (here, CHECKOUT / here):
+        if path.is_file():
+            return path
+    fix = "spark-deploy init DIR, then call this there; or name a file with --inventory"
+    raise SettingsError.one(str(here), "is not in this folder", fix)
 
 
 def planned(host: Listed, *, estimate: bool = False) -> HostPlan:

@@ -2,5 +2,6 @@
 
 from spark_deploy.inventory.command_line import check_inventory
 from spark_deploy.inventory.groups import group_from
+from spark_deploy.inventory.hosts_file import hosts_of
 
-__all__ = ["check_inventory", "group_from"]
+__all__ = ["check_inventory", "group_from", "hosts_of"]

@@ -6,7 +6,7 @@ import base64
 import io
 import shlex
 import tarfile
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from pathlib import PurePosixPath
 
 from pyinfra.api.command import StringCommand
@@ -16,7 +16,7 @@ from spark_deploy.facts.files import FileStates
 from spark_deploy.managed import ManagedFile, differing
 from spark_deploy.operations.commands import shell
 
-SHOWN = 8  # names of differing files; a first run would fill screens
+SHOWN = 2  # names of differing files; a first run would fill screens
 
 
 def place(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
@@ -28,12 +28,23 @@ def place(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
     wrong = differing(files, states)
     if not wrong:
         return False
-    for file in wrong[:SHOWN]:
-        host.log(f"{file.path}: {'differs' if file.path in states else 'missing'}")
-    if len(wrong) > SHOWN:
-        host.log(f"and {len(wrong) - SHOWN} more files")
+    host.log(reason([file.path for file in wrong], states))
     yield put(wrong)
     return True
+
+
+def reason(paths: Sequence[str], there: Container[str]) -> str:
+    """Say in one line which files are new, and which are there and differ."""
+    parts = []
+    for word, found in (
+        ("new", [path for path in paths if path not in there]),
+        ("changed", [path for path in paths if path in there]),
+    ):
+        if found:
+            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            files = "file" if len(found) == 1 else "files"
+            parts.append(f"{len(found)} {files} {word}: {', '.join(found[:SHOWN])}{more}")
+    return "; ".join(parts)
 
 
 def put(files: Sequence[ManagedFile]) -> StringCommand:

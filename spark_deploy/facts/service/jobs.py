@@ -41,11 +41,12 @@ def progress_text(state: JobState) -> str:
     words = [progress.phase or "working"]
     done, total = progress.bytes, progress.total
     if done is not None and total:
-        words.append(f"{done / 1e9:.2f}/{total / 1e9:.2f} GB ({100 * done / total:.0f} %)")
+        words.append(f"{done / 1e9:.1f} of {total / 1e9:.1f} GB")
     if progress.rate_bytes_per_s:
         words.append(f"{progress.rate_bytes_per_s / 1e6:.0f} MB/s")
     if progress.eta_s is not None:
-        words.append(f"{progress.eta_s} s left")
+        left = progress.eta_s
+        words.append(f"{left} s left" if left < 90 else f"{left / 60:.0f} min left")
     return ", ".join(words)
 
 

@@ -161,15 +161,13 @@ def _wait(state: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool
 def _say(
     host: Host, title: str, state: JobState | None, said: dict[str, tuple[str, float]]
 ) -> None:
-    """Print a job's progress when it changed, and again before people start to wonder."""
+    """Print a job's progress before people start to wonder, and no more often; its end at once."""
     text = "not started" if state is None else f"{state.state}: {progress_text(state)}"
     if state is not None and state.state == "done":
         text = "done"
     last, when = said.get(title, ("", 0.0))
     now = time.monotonic()
-    if text == last and (text == "done" or now - when < HEARTBEAT_S):
-        return
-    if text != last and text != "done" and now - when < POLL_EVERY_S:
+    if text == last == "done" or (text != "done" and now - when < HEARTBEAT_S):
         return
     said[title] = (text, now)
     host.log(f"{title}: {text}")

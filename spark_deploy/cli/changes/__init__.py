@@ -1,0 +1,1 @@
+"""Commands that change hosts: each runs exactly the pyinfra line that it prints."""

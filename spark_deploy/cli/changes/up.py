@@ -1,0 +1,94 @@
+"""``spark-deploy up``: from an SSH login to a proven server, and from one choice to another.
+
+Bootstraps what needs it, says what will happen, asks once, runs exactly the pyinfra line it prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click
+from pyinfra.connectors.sshuserclient.client import get_host_keys
+from rich.console import Console
+from rich.text import Text
+
+from spark_deploy.cli.changes import line
+from spark_deploy.cli.changes.forecast import found_on, planned_all, sentence
+from spark_deploy.cli.changes.screen import watch
+from spark_deploy.cli.commands import Options
+from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.errors import SparkError
+from spark_deploy.inventory.bootstrap import endpoint, needs_none, try_key
+
+
+def run(options: Options) -> int:
+    """Bring the chosen hosts to what the settings say; the exit code is pyinfra's."""
+    hosts = listed(options)
+    named = [host.name for host in hosts] if options.limit or options.exclude else []
+    flags = ["--dry"] if options.dry else ["-y"]
+    words = line.line("up", options, named, flags)
+    if code := _bootstrapped(hosts, options):
+        return code
+    plans = planned_all(hosts)
+    told = [sentence(plans[one.host.name], one) for one in found_on(hosts, plans)]
+    if options.json:
+        print(json.dumps(told, indent=1))
+    else:
+        console = Console(highlight=False)
+        for one, host in zip(told, hosts, strict=True):
+            console.print(Text.assemble((host.name, "bold"), f": {one['text']}"), soft_wrap=True)
+            for warning in plans[host.name].warnings:
+                console.print(Text(f"  WARNING {warning}", "yellow"), soft_wrap=True)
+    if options.dry and not options.verbose:
+        say("every single step, and nothing of it done:")
+        line.show(words)
+        return 0 if all(one["reachable"] for one in told) else 1
+    if not options.dry:
+        _ask(options, any(one["changes"] for one in told))
+    line.show(words)
+    return _run(words, hosts, options)
+
+
+def _run(words: Sequence[str], hosts: Sequence[Listed], options: Options) -> int:
+    if options.verbose:
+        return subprocess.run(line.argv(words), check=False).returncode
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    console = Console(stderr=options.json, highlight=False)
+    names = [host.name for host in hosts]
+    return watch(line.argv(words), names, base / "spark-deploy" / "up.log", console)
+
+
+def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
+    """Let our key in where it is not yet; asks for the password, which is needed once."""
+    remote = [host for host in hosts if not needs_none(host.name)]
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        found = pool.map(lambda host: try_key(endpoint(host.name, host.data)).ready, remote)
+    new = [host.name for host, ready in zip(remote, found, strict=True) if not ready]
+    if not new:
+        return 0
+    if options.dry:
+        raise SparkError.one(
+            ", ".join(new), "does not let our key in yet", "run `spark-deploy up` without --dry"
+        )
+    say(f"{', '.join(new)}: our key is not let in yet; its password is asked for once")
+    words = line.line("bootstrap", options, new, ["-y"])
+    line.show(words)
+    code = subprocess.run(line.argv(words), check=False).returncode
+    get_host_keys.cache.clear()  # what was just recorded counts from now on
+    return code
+
+
+def _ask(options: Options, changes: bool) -> None:
+    """Ask once; nothing to change needs no answer."""
+    if options.yes or not changes:
+        return
+    if not sys.stdin.isatty():
+        fix = "run it in a terminal, or with -y"
+        raise SparkError.one("up", "asks before it changes hosts, and nobody is there", fix)
+    click.confirm("Go on?", abort=True, err=True)

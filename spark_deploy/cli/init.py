@@ -1,0 +1,173 @@
+"""``spark-deploy init``: an owner's repository, ready for ``up``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli import lock
+from spark_deploy.cli.commands import Options
+from spark_deploy.cli.hosts import say
+from spark_deploy.errors import SparkError
+from spark_deploy.inventory.hosts_file import HOSTS_FILE, read_hosts
+from spark_deploy.inventory.names import LOCAL
+from spark_deploy.inventory.reading import read_inventory
+
+PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
+INVENTORY = Path("inventory/spark.py")
+
+INVENTORY_TEXT = '''\
+"""The hosts of hosts.yml, for spark-deploy and pyinfra. Nothing here needs a change."""
+
+from spark_deploy.inventory import hosts_of as _hosts_of
+
+globals().update(_hosts_of(__file__))
+'''
+CONFIG_TEXT = '''\
+"""What pyinfra reads where it is started: an inventory that is not there is refused."""
+
+from spark_deploy.inventory import check_inventory as _check_inventory
+
+_check_inventory()
+'''
+HOSTS_HEAD = """\
+# yaml-language-server: $schema=schema/hosts.schema.json
+# Your Sparks. A name that ssh knows needs nothing behind its colon; else say how to reach it:
+#   spark-2: {address: 192.168.1.22, user: nvidia}
+# "@local" is the machine that spark-deploy itself runs on.
+hosts:
+"""
+SETTINGS_TEXT = """\
+# yaml-language-server: $schema=../schema/settings.schema.json
+# What your Sparks serve. For one host alone: host_vars/NAME.yml, with the same keys.
+model: MODEL
+profile: PROFILE  # one to four people; `agent`: long repeated beginnings; `v2-tq`: long documents
+
+# Have another pair ready, so that a switch needs no download and no build:
+# keep_ready:
+#   - {model: MODEL, profile: agent}
+
+# Who may reach the server: loopback (ssh tunnel), docker, tailscale or lan. It asks for a key.
+# serve: {expose: lan, port: 8000}
+# paths: {models_dir: /data/models}
+# Every setting with its default: `spark-deploy settings`.
+"""
+IGNORED = "/bench/\n/pyinfra-debug.log\n__pycache__/\n.*.new\n"
+
+
+def run(options: Options) -> int:
+    """Write what is not there yet; what is there stays as it is."""
+    folder = Path(options.folder)
+    hosts = _entries(options.host, options.user) if options.host else _hosts_here(folder, options)
+    texts = {
+        Path(HOSTS_FILE): HOSTS_HEAD + "".join(hosts),
+        Path("group_vars/all.yml"): _settings(options.model, options.profile),
+        INVENTORY: INVENTORY_TEXT,
+        Path("config.py"): CONFIG_TEXT,
+        Path(".gitignore"): IGNORED,
+        **{
+            Path(f"schema/{name}.schema.json"): _schema(name) for name in ("hosts", "settings")
+        },
+    }  # fmt: skip
+    for name, text in texts.items():
+        _write(folder / name, text)
+    read_hosts(folder / HOSTS_FILE)
+    read_inventory(folder / INVENTORY)
+    _lock(folder)
+    _say_what_next(folder)
+    return 0
+
+
+def _hosts_here(folder: Path, options: Options) -> list[str]:
+    """Return the hosts of a list that is there, of this machine, or as a person says."""
+    if (folder / HOSTS_FILE).exists():
+        return []
+    here = is_spark()
+    if options.local or (here and not sys.stdin.isatty()):
+        return _entries([LOCAL], None)
+    if not sys.stdin.isatty():
+        fix = "name them: `spark-deploy init DIR --host spark-1=192.168.1.21 --user nvidia`"
+        raise SparkError.one("hosts", "none is named and nobody is there to ask", fix)
+    if here and click.confirm("This machine is a Spark. Serve on it?", default=True, err=True):
+        return _entries([LOCAL], None)
+    said = click.prompt("Your Spark's name or address (several: with blanks)", err=True)
+    user = click.prompt("Login user (empty: as ssh does)", default="", show_default=False, err=True)
+    return _entries(said.split(), user or None)
+
+
+def is_spark() -> bool:
+    """Tell whether this machine says it is a DGX Spark."""
+    try:
+        return "spark" in PRODUCT_NAME.read_text("utf-8").lower()
+    except OSError:
+        return False
+
+
+def _entries(named: Sequence[str], user: str | None) -> list[str]:
+    """Return the lines of hosts.yml for ``NAME`` or ``NAME=ADDRESS`` or ``USER@ADDRESS``."""
+    lines = []
+    for number, one in enumerate(named, start=1):
+        name, _, address = one.partition("=")
+        login = user
+        if not name.startswith("@") and "@" in name + address:
+            login, _, rest = (address or name).partition("@")
+            name, address = (name, rest) if address else (rest, "")
+        if re.fullmatch(r"[\d.]+|.*:.*", name):  # an address makes a poor name
+            name, address = f"spark-{number}", name
+        said = {"address": address, "user": login if name != LOCAL else None}
+        keys = ", ".join(f"{key}: {value}" for key, value in said.items() if value)
+        quoted = f'"{name}"' if name.startswith("@") else name
+        lines.append(f"  {quoted}: {{{keys}}}\n" if keys else f"  {quoted}:\n")
+    return lines
+
+
+def _settings(model: str | None, profile: str | None) -> str:
+    text = SETTINGS_TEXT.replace("MODEL", model or "qwen3.5-122b")
+    return text.replace("PROFILE", profile or "v2")
+
+
+def _schema(name: str) -> str:
+    return (CHECKOUT / f"schema/{name}.schema.json").read_text("utf-8")
+
+
+def _write(path: Path, text: str) -> None:
+    if path.exists():
+        say(f"kept     {path}")
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = "name a folder that may be written"
+        raise SparkError.one(str(path), f"cannot be written: {error.strerror}", fix) from error
+    say(f"written  {path}")
+
+
+def _lock(folder: Path) -> None:
+    """Lock the names in use, where hub and registry answer; a deploy does it otherwise."""
+    inventory = str(folder / INVENTORY)
+    asked = Options(
+        inventory=inventory, limit=[], exclude=[], model=None, profile=None, data=[],
+        update=[], check=False,
+    )  # fmt: skip
+    try:
+        lock.run(asked)
+    except SparkError as error:
+        say(f"not locked yet: {error.problems[0].what}; `up` looks names up when it needs them")
+
+
+def _say_what_next(folder: Path) -> None:
+    for line in _next(folder):
+        print(line)
+
+
+def _next(folder: Path) -> Iterator[str]:
+    into = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    yield f"next: {into}spark-deploy up"
+    yield "      (before that, if you like: `spark-deploy plan`, `spark-deploy doctor`)"

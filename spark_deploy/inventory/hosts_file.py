@@ -1,0 +1,72 @@
+"""``hosts.yml``: the hosts of an inventory as a list for people, read by an inventory file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_deploy.documents.declare import Text, convert, needed, setting
+from spark_deploy.documents.files import load_schema, read_mapping
+from spark_deploy.documents.schema_check import problems_of
+from spark_deploy.errors import SettingsError
+from spark_deploy.inventory.groups import Group, group_from, vars_root
+from spark_deploy.settings.sinks import ADDRESS, LOGIN
+
+HOSTS_FILE = "hosts.yml"
+
+
+@dataclass(frozen=True, slots=True)
+class HostEntry:
+    """How to reach one host; what is left out is left to ~/.ssh/config."""
+
+    address: str | None = setting(
+        None, "Address, where the name is none that ssh knows.", pattern=ADDRESS
+    )
+    user: str | None = setting(None, "Login user.", pattern=LOGIN)
+    port: int | None = setting(None, "SSH port.", minimum=1, maximum=65535)
+    key_file: Text | None = setting(None, "Private key on the controller.")
+
+    def data(self) -> dict[str, Any]:
+        """Return it as pyinfra's data of a host."""
+        found = {
+            "ssh_hostname": self.address,
+            "ssh_user": self.user,
+            "ssh_port": self.port,
+            "ssh_key": self.key_file,
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class HostList:
+    """hosts.yml: names of hosts, and how to reach each; "@local" is the machine this runs on."""
+
+    hosts: dict[str, HostEntry | None] = needed(
+        "By name. A name that ssh knows needs nothing behind its colon.", minProperties=1
+    )
+
+
+def read_hosts(path: Path) -> HostList:
+    """Return the list of hosts.
+
+    Raises:
+        SettingsError: it is not there, or says something wrong; with every mistake.
+    """
+    data, problems = read_mapping(path, shown=path.name)
+    found = problems_of(data, load_schema("hosts"), lambda key: path.name)
+    if problems := problems or list(found):
+        raise SettingsError(problems)
+    return convert(HostList, data)
+
+
+def hosts_of(file: str, group: str = "spark") -> dict[str, Group]:
+    """Return the group of ``hosts.yml``, for ``globals().update(...)`` of an inventory file.
+
+    Args:
+        file: the inventory's ``__file__``; ``hosts.yml`` lies where its ``group_vars`` do.
+        group: its choices may stand in ``group_vars/<group>.yml`` as well as in ``all.yml``.
+    """
+    found = read_hosts(vars_root(file) / HOSTS_FILE).hosts
+    data = {name: entry.data() for name, entry in found.items() if entry}
+    return {group: group_from(group, hosts=list(found), file=file, host_data=data)}

@@ -1,0 +1,111 @@
+"""What is installed from a wheel, outside of any checkout, does what the checkout does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.payload.content import read_payload
+
+pytestmark = pytest.mark.slow
+DIGESTS = (
+    "from spark_deploy.payload.content import read_payload as r; import spark_deploy; "
+    "print(r().tools_digest, r().image_context_digest, spark_deploy.__file__)"
+)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the commands of an environment that has the wheel, and its needs from this one."""
+    root = tmp_path_factory.mktemp("wheel")
+    source = root / "source"
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=CHECKOUT, capture_output=True, text=True, check=True,
+    ).stdout.split("\0")  # fmt: skip
+    for name in filter(None, names):
+        if (CHECKOUT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(CHECKOUT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(root), "."],
+        cwd=source, check=True,
+    )  # fmt: skip
+    shutil.rmtree(source)
+    [wheel] = root.glob("*.whl")
+    venv.create(root / "venv", with_pip=False)
+    python = root / "venv/bin/python"
+    install = [*pip, "--python", str(python), "install", "--no-deps", str(wheel)]
+    # A path of somebody's environment would make pip find this project there already.
+    subprocess.run(install, check=True, cwd=root, env={"PATH": os.environ["PATH"]})
+    site = subprocess.run(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    # As text, a path brings no .pth file of its own: this checkout's editable install stays away.
+    Path(site, "needs.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pyinfra = (Path(sys.executable).with_name("pyinfra")).read_text().splitlines()
+    (root / "venv/bin/pyinfra").write_text("\n".join([f"#!{python}", *pyinfra[1:]]) + "\n")
+    (root / "venv/bin/pyinfra").chmod(0o755)
+    return root / "venv/bin"
+
+
+def run(installed: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(cwd)}
+    return subprocess.run(
+        [str(installed / words[0]), *words[1:]],
+        cwd=cwd, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+
+
+def test_it_sends_hosts_the_same_bytes_as_the_checkout(installed: Path, tmp_path: Path) -> None:
+    tools, image, where = run(installed, "python", "-c", DIGESTS, cwd=tmp_path).stdout.split()
+    here = read_payload()
+    assert (tools, image) == (here.tools_digest, here.image_context_digest)
+    assert str(installed.parent) in where
+
+
+def test_a_folder_of_ones_own_is_made_planned_and_refused_by_it(
+    installed: Path, tmp_path: Path
+) -> None:
+    made = run(installed, "spark-deploy", "init", "own", "--host", "spark-1", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    own = tmp_path / "own"
+    planned = run(installed, "spark-deploy", "plan", "--estimate", "--json", cwd=own)
+    assert planned.returncode == 0, planned.stderr
+    assert [plan["host"] for plan in json.loads(planned.stdout)] == ["spark-1"]
+    assert run(installed, "spark-deploy", "settings", cwd=own).stdout.count("\n") > 100
+    assert run(installed, "spark-deploy", "--version", cwd=own).stdout.startswith("spark-deploy 0")
+
+    (own / "group_vars/all.yml").write_text("modle: x\n")
+    wrong = run(installed, "spark-deploy", "plan", "--estimate", cwd=own)
+    assert wrong.returncode == 1
+    assert "did you mean model?" in wrong.stderr
+
+
+def test_pyinfra_runs_its_deploys_as_far_as_a_host_is_there(
+    installed: Path, tmp_path: Path
+) -> None:
+    assert run(installed, "spark-deploy", "init", "own", "--local", cwd=tmp_path).returncode == 0
+    own = tmp_path / "own"
+    line = run(installed, "spark-deploy", "rotate-key", "--dry", cwd=own)
+    assert line.stderr.splitlines()[0].startswith(str(installed / "pyinfra"))
+    assert "Ready: " in line.stdout + line.stderr, line.stdout + line.stderr
+
+
+def test_without_a_folder_of_ones_own_it_says_how_to_make_one(
+    installed: Path, tmp_path: Path
+) -> None:
+    done = run(installed, "spark-deploy", "plan", "--estimate", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "fix: spark-deploy init" in done.stderr

@@ -1,0 +1,131 @@
+"""A folder of one's own: written once, read by spark-deploy and pyinfra, mistakes by name."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli import init, main
+from spark_deploy.errors import LockError
+
+
+@pytest.fixture(autouse=True)
+def nobody_there(monkeypatch, tmp_path):
+    """No terminal, no hub, and a machine that is no Spark."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(init, "PRODUCT_NAME", tmp_path / "product_name")
+
+    def no_hub(_options):
+        raise LockError.one("hub", "cannot be asked", "look at the network")
+
+    monkeypatch.setattr(init.lock, "run", no_hub)
+
+
+def made(*words: str) -> Path:
+    assert main(["init", "own", *words]) == 0
+    return Path("own")
+
+
+def hosts(folder: Path) -> dict:
+    return yaml.safe_load((folder / "hosts.yml").read_text())["hosts"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--host", "spark-1"), {"spark-1": None}),
+        (("--host", "a=10.0.0.7", "--host", "b", "--user", "nvidia"),
+         {"a": {"address": "10.0.0.7", "user": "nvidia"}, "b": {"user": "nvidia"}}),
+        (("--host", "ann@10.0.0.7"), {"spark-1": {"address": "10.0.0.7", "user": "ann"}}),
+        (("--local",), {"@local": None}),
+    ],
+)  # fmt: skip
+def test_hosts_are_written_as_they_are_named(words, expected, capsys):
+    folder = made(*words)
+    assert hosts(folder) == expected
+    assert "next: cd own && spark-deploy up" in capsys.readouterr().out
+
+
+def test_on_a_spark_it_serves_on_this_machine(tmp_path):
+    (tmp_path / "product_name").write_text("NVIDIA_DGX_Spark\n")
+    assert hosts(made()) == {"@local": None}
+
+
+def test_with_nobody_to_ask_and_no_host_it_says_how_to_name_one(capsys):
+    assert main(["init", "own"]) == 1
+    assert "--host spark-1=192.168.1.21" in capsys.readouterr().err
+    assert not Path("own/hosts.yml").exists()
+
+
+def test_what_is_there_stays(capsys):
+    folder = made("--host", "a", "--profile", "agent")
+    (folder / "group_vars/all.yml").write_text("profile: base\n")
+    (folder / "hosts.yml").write_text("hosts: {b: }\n")
+    made("--host", "c")
+    assert hosts(folder) == {"b": None}
+    assert (folder / "group_vars/all.yml").read_text() == "profile: base\n"
+    assert "kept     own/hosts.yml" in capsys.readouterr().err
+
+
+def test_the_plan_follows_the_settings_that_were_written(capsys, monkeypatch):
+    folder = made("--host", "a=10.0.0.7", "--profile", "agent")
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    assert main(["plan", "--estimate", "--json"]) == 0
+    [plan] = json.loads(capsys.readouterr().out)
+    assert (plan["host"], plan["profile"]) == ("a", "agent")
+
+
+def test_every_setting_it_shows_in_a_comment_is_one(monkeypatch):
+    folder = made("--host", "a")
+    path = folder / "group_vars/all.yml"
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 15
+    # What a person gets who takes the comments away.
+    opened = [line.removeprefix("# ") for line in lines if line.startswith(("# keep", "#   - ",
+              "# serve", "# paths"))]  # fmt: skip
+    path.write_text("\n".join([*lines, *opened]))
+    monkeypatch.chdir(folder)
+    assert main(["plan", "--estimate"]) == 0
+
+
+def test_pyinfra_reads_the_same_hosts_and_refuses_an_inventory_that_is_not_there():
+    folder = made("--host", "a=10.0.0.7", "--user", "nvidia")
+    env = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT}/files/contract"}
+    pyinfra = [str(Path(sys.executable).with_name("pyinfra"))]
+
+    def ask(*words):
+        return subprocess.run(
+            [*pyinfra, *words], cwd=folder, env=env, capture_output=True, text=True
+        )
+
+    shown = ask("inventory/spark.py", "debug-inventory")
+    assert shown.returncode == 0, shown.stderr
+    assert '"ssh_hostname": "10.0.0.7"' in shown.stdout + shown.stderr
+    wrong = ask("inventory/sparks.py", "debug-inventory")
+    assert wrong.returncode != 0
+    assert "did you mean inventory/spark.py?" in wrong.stdout + wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hosts: {a: {adress: 10.0.0.7}}\n", "did you mean hosts.a.address?"),
+        ("hosts: {}\n", "hosts.yml"),
+        ("host: {a: }\n", "did you mean hosts?"),
+        ("hosts:\n  a: {port: 70000}\n", "hosts.yml: hosts.a.port"),
+    ],
+)
+def test_a_mistake_in_the_list_is_named(text, said, monkeypatch, capsys):
+    folder = made("--host", "a")
+    (folder / "hosts.yml").write_text(text)
+    monkeypatch.chdir(folder)
+    assert main(["plan", "--estimate"]) == 1
+    assert said in capsys.readouterr().err

@@ -1,0 +1,243 @@
+"""``up``: what it says before, while and after it runs pyinfra; and that it asks."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from spark_contract.job import JobState, Progress
+from spark_contract.records import Rollout
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.changes import screen, up
+from spark_deploy.cli.changes.forecast import Found, sentence
+from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes
+from spark_deploy.cli.commands import Options
+from spark_deploy.cli.looking import Answer
+from spark_deploy.errors import SparkError
+from spark_deploy.facts.service.jobs import Jobs
+from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.payload.content import read_payload
+from spark_deploy.planning.work.jobs import jobs_of
+from tests.unit.planning.plans import plan_of
+from tests.unit.statuses import told
+
+OLD = "main-aaaaaaaaaaaa"
+
+
+def document(active: str | None, profile: str = "v2") -> dict:
+    """Return what the tools of a host say that serves one release, or none."""
+    release = {
+        "name": OLD, "model": "large", "profile": profile, "names": ["large"], "restarts": 0,
+        "proof": None, "speed": [],
+    }  # fmt: skip
+    service = {
+        "good": active, "enabled": [active] if active else [], "active": active,
+        "stopped_by_hand": None, "traffic_open": True, "gateway": {"active": "active"},
+    }  # fmt: skip
+    return {
+        "releases": [release], "services": {"main": service}, "jobs": [], "reboot_pending": "",
+        "memory": {"total_bytes": 1, "available_bytes": 1}, "live": None, "events": {},
+    }  # fmt: skip
+
+
+def states(plan, state: str, fetched_bytes: int = 0) -> Jobs:
+    works = jobs_of(plan, read_payload().image_context)
+    progress = Progress("download", fetched_bytes, None, None, None)
+    return Jobs(
+        {
+            work.job.digest12: JobState(
+                work.job.digest12, work.job.title, work.job.kind, state, "", None, None,
+                progress, None, (),
+            )
+            for work in works
+        }
+    )  # fmt: skip
+
+
+def said(found: HostStatus, jobs: Jobs | None = None, last: Rollout | None = None) -> str:
+    plan = plan_of("large", "v2")
+    answer = Answer(SimpleNamespace(name="spark-1"), Found(found, jobs or Jobs({}), last))
+    return sentence(plan, answer)["text"]
+
+
+def test_a_new_host_is_told_what_it_fetches():
+    text = said(HostStatus(None))
+    assert text.startswith("new here: will serve large with v2; fetches ")
+    assert "an image of" in text
+    assert "builds the checkpoint" in text
+    assert text.endswith("no figure yet of how long that takes")
+
+
+def test_a_change_of_profile_says_how_long_clients_wait():
+    times = {"drain": 3.0, "stop": 10.0, "memory": 2.0, "start": 300.0, "check": 28.0}
+    last = Rollout(OLD, times_s=times)
+    text = said(told(document(OLD, "agent")), states(plan_of("large", "v2"), "done"), last)
+    assert text == (
+        "agent → v2 (large); nothing to download; engine restarts; clients get 503 for "
+        "about 6 minutes (the last start took 5:40)"
+    )
+
+
+def test_what_a_job_has_already_is_not_counted_again():
+    plan = plan_of("large", "v2")
+    whole = said(told(document(None)), states(plan, "waiting"))
+    part = said(told(document(None)), states(plan, "running", fetched_bytes=10**12))
+    assert " GB of files" in whole
+    assert "of files" not in part
+
+
+def test_a_host_that_serves_its_plan_has_nothing_to_change(monkeypatch):
+    monkeypatch.setattr(HostStatus, "unproven", lambda *_: "")
+    answer = Answer(SimpleNamespace(name="a"), Found(told(document(OLD)), Jobs({}), None))
+    found = sentence(plan_of("large", "v2"), answer)
+    assert (found["text"], found["changes"]) == (
+        "large with v2 is served and proven; nothing of it changes", False,
+    )  # fmt: skip
+
+
+RUN = """\
+--> Connecting to hosts...
+    [a]  Connected
+    [b]  Connected
+--> Starting operation: Base | Install packages
+    [a]  No changes
+    [b]  Success
+
+--> Starting operation: Serve | Wait until everything is prepared
+    [a]  fetch org/a-long-name-of-it: running: download, 31.2 of 72.4 GB, 412 MB/s, 2 min left
+    [a]  Success
+    [b]  No changes
+
+--> Starting operation: Serve | Serve the release on a
+    [a]  rollout of main-aaaaaaaaaaaa: start: waited_s=95 last: (EngineCore) WARNING 11-22 odd
+    [a]  Success
+    [b]  Skipped
+
+--> Starting operation: Serve | Serve the release on b
+    [a]  Skipped
+    [b]  main-bbbbbbbbbbbb: rolled-back in phase check: it answers garbage
+    [b]    now serving: main-aaaaaaaaaaaa
+    [b]  Error: executed 0 commands
+
+--> Starting operation: Verify | Prove what is served
+    [a]  serves x with profile v2 as x at http://127.0.0.1:8000/v1
+    [a]  proof: full check of 2026-11-22T08:01:58Z, 16 checks; one live answer in 0.1 s
+    [a]  Success
+"""
+
+
+def read(text: str, step_s: float = 1.0) -> tuple[Transcript, list[str]]:
+    seen = Transcript({name: HostView(name) for name in ("a", "b")})
+    shown: list[str] = []
+    for number, line in enumerate(text.splitlines()):
+        shown += seen.read(line, number * step_s)
+    return seen, shown
+
+
+def until(part: str) -> Transcript:
+    return read(RUN[: RUN.index(part) + len(part)])[0]
+
+
+def drawn(seen: Transcript, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(screen.rows(seen, 75, width))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_host_is_one_line_of_any_width(width):
+    seen = until("2 min left")
+    lines = drawn(seen, width)
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("a  fetch org/a-")
+    assert lines[0].endswith("download, 31.2 of 72.4 GB, 412 MB/s, 2 min left")
+    assert lines[2].startswith("1:15  model and image")
+
+
+def test_an_engine_that_loads_is_told_by_its_phase_and_not_by_its_log():
+    [a, _, _] = drawn(until("WARNING 11-22 odd"), 100)
+    assert a.split() == ["a", "engine", "engine", "loads,", "1:35"]
+
+
+def test_what_failed_is_said_at_once_with_its_reason():
+    _, shown = read(RUN)
+    assert shown == [
+        "b: FAILED in Serve: Serve the release on b",
+        "  main-bbbbbbbbbbbb: rolled-back in phase check: it answers garbage",
+        "    now serving: main-aaaaaaaaaaaa".replace("    ", "  ", 1),
+    ]
+
+
+def test_the_end_says_of_each_host_what_serves_how_proven_how_long_and_what_changed():
+    seen, _ = read(RUN)
+    text = "\n".join(str(line) for line in screen.ended(seen, 1, 30))
+    assert "a  serves x with profile v2 as x at http://127.0.0.1:8000/v1" in text
+    assert "  proof: full check of 2026-11-22T08:01:58Z" in text
+    assert "b  FAILED in Serve: Serve the release on b" in text
+    assert "  changed 3 of 4 steps" in text
+    assert "took 0:" in text
+    assert "engine 0:" in text
+    assert "red: exit code 1" in text
+
+
+def test_piped_it_says_nothing_twice_and_a_line_each_half_minute(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    seen = until("2 min left")
+    piped = screen._Piped(seen, Console(file=out, width=80))
+    for _ in range(100):
+        now[0] += 1
+        piped.look()
+    assert out.getvalue().splitlines() == [
+        "a: fetch org/a-long-name-of-it: download, 31.2 of 72.4 GB, 412 MB/s, 2 min left",
+        "b: Serve: Wait until everything is prepared",
+    ]
+
+
+def test_it_ends_as_pyinfra_ends_and_keeps_every_word_of_it(tmp_path):
+    script = f"import sys; print({RUN!r}); sys.exit(1)"
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    log = tmp_path / "deep" / "up.log"
+    assert screen.watch([sys.executable, "-c", script], ["a", "b"], log, console) == 1
+    assert RUN.strip() in log.read_text()
+    assert f"everything pyinfra said: {log}" in out.getvalue()
+
+
+def test_what_ends_before_its_first_step_is_said_in_its_own_words(tmp_path):
+    script = "print('--> Loading inventory...\\nhosts.yml: is odd\\n  fix: mend it'); exit(1)"
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    assert screen.watch([sys.executable, "-c", script], ["a"], tmp_path / "up.log", console) == 1
+    assert "hosts.yml: is odd\n  fix: mend it" in out.getvalue()
+
+
+def test_without_a_terminal_it_wants_a_yes_unless_nothing_changes(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    options = Options(yes=False)
+    with pytest.raises(SparkError, match="nobody is there"):
+        up._ask(options, changes=True)
+    up._ask(options, changes=False)
+    up._ask(Options(yes=True), changes=True)
+
+
+def test_a_wrong_inventory_is_red(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "spark_deploy", "up", str(tmp_path / "none.py"), "-y"],
+        cwd=CHECKOUT, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "none.py: is not an inventory file" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5, "0:05"), (52.4, "0:52"), (374, "6:14"), (3723, "1:02:03")]
+)
+def test_times_are_said_as_people_say_them(seconds, text):
+    assert minutes(seconds) == text
