@@ -240,6 +240,13 @@ COMMANDS: dict[str, Entry] = {
         module="changes.line",
         json=False,
     ),
+    "unbootstrap": Entry(
+        SERVE,
+        "Take back what the first login left: our key, the rule for sudo, the account.",
+        _DRY_AND_YES,
+        module="changes.line",
+        json=False,
+    ),
     "lock": Entry(
         NAMES,
         "Look up the commits and digests behind the names in use and write them down.",
@@ -262,11 +269,13 @@ COMMANDS: dict[str, Entry] = {
         NAMES,
         "Print what a repository holds and which models it would do for, by headers alone.",
         (click.Argument(["place"], metavar="ORG/NAME[@REVISION]"),),
+        module="looks.inspect",
     ),
     "completion": Entry(
         NAMES,
         "Print what makes a shell complete these commands; help says where it goes.",
         (click.Argument(["shell"], type=click.Choice(["bash", "zsh", "fish"])),),
+        module="looks.completion",
         about_hosts=False,
         json=False,
     ),

@@ -22,6 +22,7 @@ DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "rollback": ("deploys/rollback.py", {"to": "releases.rollback_to"}),
     "prune": ("deploys/prune.py", {}),
     "rotate-key": ("deploys/rotate_key.py", {}),
+    "unbootstrap": ("deploys/unbootstrap.py", {}),
     "uninstall": (
         "deploys/uninstall.py", {"models": "uninstall.models", "engine": "uninstall.engine"},
     ),

@@ -1,1 +1,1 @@
-"""Commands that look at hosts and change nothing."""
+"""Commands that look, at hosts or at what is published, and change nothing."""
