@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from spark_deploy.bench.result import BenchResult
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.engines import Engines
+from spark_deploy.catalog.model import HybridModel, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.questions import OpenQuestions
 from spark_deploy.catalog.rails import GuardRails
@@ -23,10 +24,12 @@ from spark_deploy.settings.types import Settings
 
 DOCUMENTS = {
     "settings": Settings,
-    "model": Model,
+    "model": HybridModel,
+    "plain_model": PlainModel,
     "profile": Profile,
     "guard_rails": GuardRails,
     "hosts": HostList,
+    "engines": Engines,
     "lock": Lock,
     "bench": BenchResult,
     "open_questions": OpenQuestions,

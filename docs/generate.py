@@ -24,7 +24,7 @@ from spark_host.check.table import AROUND, CHECKS  # noqa: E402
 from speed import speed_page  # noqa: E402
 
 from spark_deploy.catalog.load import read_catalog  # noqa: E402
-from spark_deploy.catalog.model import Model  # noqa: E402
+from spark_deploy.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
 from spark_deploy.catalog.profile import Profile  # noqa: E402
 from spark_deploy.catalog.types import Catalog  # noqa: E402
 from spark_deploy.lockfile.resolve import size  # noqa: E402
@@ -77,11 +77,20 @@ def models_page() -> Iterator[str]:
         "Sizes are computed from the architecture, so they say what the engine loads, not what a "
         "repository happens to store. A new model is one new file in `catalog/models`."
     )
-    for model in catalog().models.values():
-        yield from _model(model)
+    models = catalog().models.values()
+    for model in models:
+        if isinstance(model, HybridModel):
+            yield from _model(model)
+    yield from ("", "## Repositories served as published", "", PLAIN_BEFORE, "")
+    yield "| model | repository | asked for | choose this when | from |"
+    yield "|---|---|---|---|---|"
+    for plain in (model for model in models if isinstance(model, PlainModel)):
+        told = " ".join(plain.imported) or "*ours, for the lab*"
+        cells = (f"`{plain.name}`", f"`{plain.repository}`", plain.task, plain.choose_when, told)
+        yield f"| {' | '.join(cell(one) for one in cells)} |"
 
 
-def _model(model: Model) -> Iterator[str]:
+def _model(model: HybridModel) -> Iterator[str]:
     shape, sizes = model.architecture, weights_of(model.architecture)
     tensors = model.tensors
     yield from ("", f"## {model.name}", "", f"{model.summary}.", "")
@@ -218,8 +227,9 @@ def _served_with(model: Model) -> list[str]:
     return [name for name, settings in pairs if not problems_of(settings, catalog())]
 
 
-def _for_sparks() -> list[Model]:
-    return [model for model in catalog().models.values() if not model.name.startswith("lab-")]
+def _for_sparks() -> list[HybridModel]:
+    models = (one for one in catalog().models.values() if isinstance(one, HybridModel))
+    return [model for model in models if not model.name.startswith("lab-")]
 
 
 def _count(patterns: tuple[str, ...]) -> int:
@@ -246,7 +256,8 @@ def _compared() -> Iterator[str]:
 
 
 def _plan_at_090(dtype: str) -> MemoryPlan:
-    model, profile = catalog().model("qwen3.5-122b"), catalog().profile("v2", "qwen3.5-122b")
+    [model] = (one for one in _for_sparks() if one.name == "qwen3.5-122b")
+    profile = catalog().profile("v2", model.name)
     profile = dataclasses.replace(
         profile,
         kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype),
@@ -261,6 +272,14 @@ PUBLISHED_AT_090 = {
     "auto": (355_000, "1 user"),
     "turboquant_k3v4_nc": (1_400_000, "5 users"),
 }
+
+PLAIN_BEFORE = """
+Files of `kind: plain` name a repository and what its engine needs; profile `plain` serves them.
+Weights, context and cache are read from the repository's own headers and `config.json` at the
+locked commit, and stand in the lock. Those marked *imported* were made from the publishers' own
+pages and recipes and never run by this project. How to add one:
+[add a model](../add-a-model.md).
+""".strip()
 
 COMPARED_BEFORE = """
 Published by the community for Qwen3.5-122B at a memory fraction of 0.90 on vLLM 0.19, with two

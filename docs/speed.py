@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from declared import cell
 
+from spark_deploy.catalog.model import Architecture, HybridModel
 from spark_deploy.catalog.profile import Figure
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.planning.budget.speed import (
@@ -68,7 +69,7 @@ def _compared(catalog: Catalog) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     missed = []
     for name, model, figure, published in _published(catalog):
-        shape, profile = catalog.model(model).architecture, catalog.profile(name, model)
+        shape, profile = _shape(catalog, model), catalog.profile(name, model)
         found = speed_of(shape, profile, requests=figure.requests).tokens_per_s
         error = found / published - 1
         told = f"{error:+.1%}" + (" (fitted)" if name in FITTED else "")
@@ -83,7 +84,7 @@ def _compared(catalog: Catalog) -> Iterator[str]:
 def _steps(catalog: Catalog) -> Iterator[str]:
     model = Settings().model
     names = dict.fromkeys(name for name, of, *_ in _published(catalog) if of == model)
-    steps = [speed_of(catalog.model(model).architecture, catalog.profile(n, model)) for n in names]
+    steps = [speed_of(_shape(catalog, model), catalog.profile(n, model)) for n in names]
     yield from ("## Where the time of a step goes", "")
     yield f"{model}, one request at the beginning of its context, milliseconds."
     yield from ("", f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}")
@@ -92,6 +93,12 @@ def _steps(catalog: Catalog) -> Iterator[str]:
         yield f"| {part} | {' | '.join(f'{ms:.1f}' for ms in times)} |"
     yield f"| step | {' | '.join(f'{step.step_s * 1000:.1f}' for step in steps)} |"
     yield f"| tokens of a step | {' | '.join(f'{step.tokens_per_step:.2f}' for step in steps)} |"
+
+
+def _shape(catalog: Catalog, name: str) -> Architecture:
+    model = catalog.model(name)
+    assert isinstance(model, HybridModel), f"{name}: figures are published of ours alone"
+    return model.architecture
 
 
 def _published(catalog: Catalog) -> list[tuple[str, str, Figure, float]]:

@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spark_deploy.catalog.model import RENAMED, Model
+from spark_deploy.catalog.engines import Engines
+from spark_deploy.catalog.model import RENAMED, AnyModel, HybridModel, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.questions import OpenQuestions
 from spark_deploy.catalog.rails import GuardRails, all_hold
@@ -19,7 +20,9 @@ from spark_deploy.errors import CatalogError, Problem
 from spark_deploy.settings.load import merge
 
 _Data = dict[str, Any]
-_Document = TypeVar("_Document", Model, Profile, GuardRails, OpenQuestions)
+_Document = TypeVar(
+    "_Document", HybridModel, PlainModel, Profile, GuardRails, Engines, OpenQuestions
+)
 # What is said of one profile is not true of those that differ from it.
 _OWN_OF_PROFILES = ("summary", "choose_when", "published", "proven")
 
@@ -51,7 +54,11 @@ def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
     shown = "catalog/guard_rails.yml"
     schema = load_schema("guard_rails", checkout=checkout)
     rails = _checked(GuardRails, _read(shown, checkout), schema, shown).rails
-    return Catalog(models, profiles, rails, broken)
+    shown = "catalog/engines.yml"
+    engines = _checked(
+        Engines, _read(shown, checkout), load_schema("engines", checkout=checkout), shown
+    )
+    return Catalog(models, profiles, rails, engines, broken)
 
 
 def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
@@ -64,7 +71,11 @@ def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
 def _model(name: str, checkout: Path) -> Model:
     shown = f"catalog/models/{name}.yml"
     data = _joined("models", name, checkout)
-    return _checked(Model, data, load_schema("model", checkout=checkout), shown, name=name)
+    # Whatever else it says: only one word chooses the form that the file is checked against.
+    if data.get("kind") == "plain":
+        schema = load_schema("plain_model", checkout=checkout)
+        return _checked(PlainModel, data, schema, shown, name=name)
+    return _checked(HybridModel, data, load_schema("model", checkout=checkout), shown, name=name)
 
 
 def _joined(kind: str, name: str, checkout: Path, own: tuple[str, ...] = ()) -> _Data:
@@ -108,7 +119,7 @@ def _checked(
     if problems := list(problems_of(data, schema, lambda path: shown, RENAMED)):
         raise CatalogError(problems)
     document = convert(kind, {**data, **of_file})
-    broken = tuple(document.broken()) if isinstance(document, (Model, Profile)) else ()
+    broken = tuple(document.broken()) if isinstance(document, (AnyModel, Profile)) else ()
     if broken:
         raise CatalogError(
             [Problem(f"{shown}: {dotted(one.key)}", one.what, one.fix) for one in broken]

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from pydantic.json_schema import SkipJsonSchema
 
+from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.profile import TRAITS
 from spark_deploy.catalog.rails import COMPARISON
 from spark_deploy.catalog.tensor_sets import Tensors
-from spark_deploy.documents.declare import Gib, Text, needed, section, setting
+from spark_deploy.documents.declare import GIB, Gib, Text, needed, section, setting
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.serving import CATALOG_NAME
 
@@ -127,8 +128,9 @@ class ModelImage:
 class ModelMemory:
     """What the engine needs beside weights and KV cache."""
 
-    runtime_bytes: Gib = needed(
-        "Process, GPU context, compiled graphs and activations, in GiB.",
+    runtime_bytes: Gib = setting(
+        4 * GIB,
+        "Process, GPU context, compiled graphs and activations, in GiB; an estimate.",
         key="runtime_gib",
         minimum=0,
     )
@@ -157,9 +159,10 @@ class Question:
 class ModelCheck:
     """Questions with answers that can be checked."""
 
-    questions: tuple[Question, ...] = needed(
-        "Each is asked greedily and judged by a regular expression; the first at every start.",
-        minItems=1,
+    questions: tuple[Question, ...] = setting(
+        (),
+        "Each is asked greedily and judged by a regular expression; the first at every start. "
+        "Without any, those are asked that every model of its task answers.",
     )
     copy: tuple[Text, ...] = setting((), "Strings the model must repeat exactly.", uniqueItems=True)
     tool_call: bool = setting(False, "Demand a tool call.")
@@ -184,8 +187,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """One model: a file of catalog/models."""
+class AnyModel:
+    """What every file of catalog/models says, of whatever kind the model is."""
 
     name: SkipJsonSchema[str]  # of the file
     based_on: str | SkipJsonSchema[None] = setting(
@@ -193,16 +196,32 @@ class Model:
     )
     summary: str = needed("What this model is, in one line.", maxLength=100)
     choose_when: str = needed("Who should take it, in one line.", maxLength=160)
-    sources: Sources = needed()
-    architecture: Architecture = needed()
-    tensors: Tensors = needed()
     parsers: Parsers = section(Parsers)
     image: ModelImage = section(ModelImage)
     memory: ModelMemory = needed()
-    check: ModelCheck = needed()
+    check: ModelCheck = section(ModelCheck)
     changes: tuple[Change, ...] = setting(
         (), "What this model needs otherwise than profiles say; later ones win."
     )
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield what of this file does not fit each other."""
+        if self.check.questions and self.check.questions[0].thinking:
+            what = "the first question is asked at every start, and this one needs thinking"
+            fix = "put one first that any instruct model answers with thinking: off"
+            yield Broken(("check", "questions"), what, fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridModel(AnyModel):
+    """A model whose tree profiles may build: exact sets of names, numbers of its architecture."""
+
+    kind: Literal["hybrid"] = setting(
+        "hybrid", "hybrid: profiles may build a tree of exact sets of names."
+    )
+    sources: Sources = needed()
+    architecture: Architecture = needed()
+    tensors: Tensors = needed()
 
     def broken(self) -> Iterator[Broken]:
         """Yield what of this file does not fit each other."""
@@ -210,7 +229,39 @@ class Model:
             yield one._replace(key=("tensors", *one.key))
         for one in self.architecture.broken():
             yield one._replace(key=("architecture", *one.key))
-        if self.check.questions[0].thinking:
-            what = "the first question is asked at every start, and this one needs thinking"
-            fix = "put one first that any instruct model answers with thinking: off"
-            yield Broken(("check", "questions"), what, fix)
+        # Without slots of its own a class made anew by dataclass has no `super()`.
+        yield from AnyModel.broken(self)
+
+
+Task = Literal["chat", "completion", "embedding", "reranking"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainModel(AnyModel):
+    """A repository that is served as it was published: its files at a commit, and nothing built."""
+
+    kind: Literal["plain"] = needed("plain: a repository that is served as it was published.")
+    repository: str = needed("Repository of the model hub.", pattern=HUB_REPOSITORY)
+    revision: str = setting("main", "Branch, tag or commit that the lock starts from.")
+    task: Task = setting(
+        "chat", "What it is asked for, and what the proof asks. completion: a base model."
+    )
+    vision: bool = setting(
+        False, "It takes pictures; profiles with vision on keep that tower and ask about one."
+    )
+    leave_out: tuple[Text, ...] = setting(
+        (),
+        "Shell patterns of files that are not fetched: other formats of the same weights.",
+        uniqueItems=True,
+    )
+    memory: ModelMemory = section(ModelMemory)
+    imported: tuple[Text, ...] = setting(
+        (),
+        "Where this file's values are from, of a model that this project never ran; none claims a "
+        "speed.",
+    )
+    # What the files' headers and config.json say at the locked commit; nobody writes it.
+    anatomy: SkipJsonSchema[Anatomy | None] = None
+
+
+Model = HybridModel | PlainModel

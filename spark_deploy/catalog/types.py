@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.anatomy import Anatomy
+from spark_deploy.catalog.engines import Engines
+from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.rails import GuardRail
 from spark_deploy.errors import CatalogError, Problem
@@ -18,6 +20,7 @@ class Catalog:
     models: Mapping[str, Model]
     profiles: Mapping[tuple[str, str], Profile]  # (profile, model): as this model wants it
     rails: tuple[GuardRail, ...]
+    engines: Engines
     # What cannot be used stops who names it, nobody else: by file, or by profile and model.
     broken: Mapping[tuple[str, ...], tuple[Problem, ...]] = field(default_factory=dict)
 
@@ -33,6 +36,16 @@ class Catalog:
         if wanted not in self.profiles:
             self._refuse("profiles", name, self.profile_names, (f"profiles/{name}",), wanted)
         return self.profiles[wanted]
+
+    def knowing(self, anatomies: Mapping[str, Anatomy]) -> Catalog:
+        """Return the catalog with what was read of repositories served as published."""
+        models = {
+            name: replace(model, anatomy=anatomies.get(model.repository))
+            if isinstance(model, PlainModel)
+            else model
+            for name, model in self.models.items()
+        }
+        return replace(self, models=models)
 
     @property
     def profile_names(self) -> tuple[str, ...]:

@@ -11,10 +11,13 @@ from typing import Any
 
 from spark_contract.documents import plain
 
+from spark_deploy.catalog.anatomy import Anatomy
+from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.commands import Options
 from spark_deploy.errors import SettingsError
+from spark_deploy.inventory.held import read_repositories
 from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.plans import payload_identity
 from spark_deploy.inventory.reading import read_inventory
@@ -92,6 +95,8 @@ def planned(host: Listed, *, estimate: bool = False) -> HostPlan:
     elif missing.names:
         say("not locked yet, asking the hub (nothing is written; --estimate asks nobody):")
         lock = host.looked_up[path] = resolve(lock, missing, settings, say)
+    if not estimate:
+        lock = host.looked_up[path] = read_repositories(settings, catalog, lock, say)
     return plan_host(Request(host.name, settings, catalog, lock, payload_identity()))
 
 
@@ -101,6 +106,9 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     size_bytes: dict[str | None, int] = {}
     for name in {settings.model, *(pair.model for pair in settings.ready_pairs)}:
         model = catalog.model(name)
+        if isinstance(model, PlainModel):
+            size_bytes[model.repository] = 0  # nobody read it
+            continue
         repositories = (model.sources.base, model.sources.donor, model.sources.hybrid)
         size_bytes |= dict.fromkeys(repositories, weights_of(model.architecture).tree_bytes)
     sources = [
@@ -110,7 +118,9 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
         for repo, revision in missing.sources
     ]
     images = [LockedImage(name, _OPEN_DIGEST, _GUESSED_IMAGE_BYTES) for name in missing.images]
-    return lock.also(sources, images)
+    # Of a repository that nobody read no byte is known, and the plan says so.
+    open_ones = [Anatomy(repository=one.repo, commit=OPEN_COMMIT) for one in sources]
+    return lock.also(sources, images, anatomies=open_ones)
 
 
 def answer(

@@ -8,7 +8,7 @@ from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import LockError
-from spark_deploy.inventory.held import hold_if_told, open_questions
+from spark_deploy.inventory.held import hold_if_told, open_questions, unread
 from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.resolve import Names, resolve, wanted_by
 from spark_deploy.lockfile.types import Lock
@@ -56,7 +56,11 @@ def _lock_file(path: Path, hosts: list[Listed], options: Options) -> int:
 def _open_names(hosts: list[Listed], lock: Lock) -> set[str]:
     """Say of which builds nobody held the names against the catalog."""
     asked = (open_questions(host.settings.settings, host.catalog, lock) for host in hosts)
-    return {f"names of {one.build} are not held" for found in asked for one, _ in found}
+    lacks = {f"names of {one.build} are not held" for found in asked for one, _ in found}
+    read = (unread(host.settings.settings, host.catalog, lock) for host in hosts)
+    return lacks | {
+        f"headers of {one.repository} are not read" for open_ in read for one, _ in open_
+    }
 
 
 def _named(wanted: Names, names: list[str]) -> Names:

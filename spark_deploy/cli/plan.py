@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from spark_contract.release import Release
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import OPEN_COMMIT, Listed, answer, listed, planned, say
@@ -122,7 +122,11 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         f"{gib(memory.kv_cache_bytes)} + left {gib(left)}",
     )
     yield _row("", _left_for(memory, left))
+    for what in memory.unknown:
+        yield _row("", f"NOT KNOWN: {what}; the engine says it at its start")
     context = plan.serve.check.max_model_len
+    if memory.kv_tokens is None:
+        return
     yield _row(
         "",
         f"KV cache of {memory.kv_tokens:,} tokens has room for {memory.full_context_users:.1f} "
@@ -132,7 +136,7 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
 
 def _speed(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     """Say how fast it would be; an engine without the kernels of a Spark is no matter of bytes."""
-    if profile.engine_mode != "native":
+    if profile.engine_mode != "native" or not isinstance(model, HybridModel):
         return
     shape, most = model.architecture, profile.limits.max_sequences
     one = speed_of(shape, profile)

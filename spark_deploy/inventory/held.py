@@ -7,9 +7,13 @@ from pathlib import Path
 
 from spark_contract.orders import BuildPlan
 
+from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.types import Catalog
+from spark_deploy.errors import LockError
 from spark_deploy.lockfile import names
-from spark_deploy.lockfile.file import write_lock
+from spark_deploy.lockfile.anatomy import read_anatomy
+from spark_deploy.lockfile.file import checked, write_lock
+from spark_deploy.lockfile.resolve import size
 from spark_deploy.lockfile.types import HeldNames, Lock
 from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.work.checkpoint import checkpoint_plan
@@ -30,13 +34,34 @@ def open_questions(
                 yield asked, plan.order
 
 
+def unread(settings: Settings, catalog: Catalog, lock: Lock) -> Iterator[tuple[PlainModel, str]]:
+    """Yield every repository served as published whose headers the lock says nothing of."""
+    for one in (settings, *(settings.of_pair(pair) for pair in settings.ready_pairs)):
+        model = catalog.model(one.model)
+        if isinstance(model, PlainModel) and model.repository not in lock.anatomies:
+            locked = lock.source(model.repository, model.revision)
+            if locked is not None:
+                yield model, locked.commit
+
+
+def read_repositories(settings: Settings, catalog: Catalog, lock: Lock, say: Say) -> Lock:
+    """Return the lock with what headers say of repositories that are served as published."""
+    for model, commit in unread(settings, catalog, lock):
+        found = read_anatomy(model, commit, settings.hub)
+        lock = checked(lock.also(anatomies=[found]))
+        say(f"  {model.repository}: {found.architecture or 'no architecture named'}, weights "
+            f"{size(found.weights_bytes)}")  # fmt: skip
+    return lock
+
+
 def hold_names(settings: Settings, catalog: Catalog, lock: Lock, say: Say) -> Lock:
     """Return the lock with what was found of every build; the hub is asked for what is open.
 
     Raises:
         HubSilent: The hub did not send the headers.
-        LockError: Base or donor are not what the catalog says.
+        LockError: Base or donor are not what the catalog says, or a repository is no model.
     """
+    lock = read_repositories(settings, catalog, lock, say)
     for asked, order in open_questions(settings, catalog, lock):
         found = names.hold(asked, order, settings.hub)
         lock = lock.also(names=[found])
@@ -58,6 +83,9 @@ def held_for(settings: Settings, catalog: Catalog, path: Path, lock: Lock, say: 
     if settings.locked == "required":
         for asked, _ in open_questions(settings, catalog, lock):
             say(f"{path.name}: names of {asked.build} are not held yet: run `spark-deploy lock`")
+        for model, _ in unread(settings, catalog, lock):
+            what = f"headers of {model.repository} are not read yet"
+            raise LockError.one(path.name, what, "run `spark-deploy lock` and keep the file")
         return lock
     held = hold_if_told(settings, catalog, lock, say)
     if held != lock:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from spark_deploy.catalog.model import Model, PlainModel
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.lockfile import hub, registry
@@ -49,14 +51,22 @@ def wanted_by(settings: Settings, catalog: Catalog) -> Names:
     for one in (settings, *(settings.of_pair(pair) for pair in settings.ready_pairs)):
         model = catalog.model(one.model)
         profile = catalog.profile(one.profile, one.model)
-        start = model.sources.hybrid if one.checkpoint.prebuilt else model.sources.base
-        # A model without a hybrid is refused by the plan, in better words.
-        sources.add((start or model.sources.base, model.sources.revision))
-        if profile.shared_experts == "fp8-donor" and model.sources.donor:
-            sources.add((model.sources.donor, model.sources.revision))
+        sources.update(_repositories(model, profile, one))
         roles.add(model.image.role)
     images = frozenset(settings.images[role] for role in roles & set(settings.images))
     return Names(frozenset(sources), images)
+
+
+def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield the repositories of one pair, each with its revision."""
+    if isinstance(model, PlainModel):
+        yield model.repository, model.revision
+        return
+    start = model.sources.hybrid if settings.checkpoint.prebuilt else model.sources.base
+    # A model without a hybrid is refused by the plan, in better words.
+    yield start or model.sources.base, model.sources.revision
+    if profile.shared_experts == "fp8-donor" and model.sources.donor:
+        yield model.sources.donor, model.sources.revision
 
 
 def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lock:

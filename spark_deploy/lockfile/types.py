@@ -10,6 +10,7 @@ from pydantic import ConfigDict
 from pydantic.config import JsonDict
 from pydantic.json_schema import SkipJsonSchema
 
+from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.model import HUB_REPOSITORY
 from spark_deploy.documents.declare import knowing_keys, needed, of_key, setting
 from spark_deploy.documents.digest import digest_of
@@ -105,6 +106,11 @@ class Lock:
     names: Annotated[dict[str, HeldNames], knowing_keys("build")] = setting(
         dict, "What was found of the names of each build, before its sources are downloaded."
     )
+    anatomies: Annotated[dict[str, Anatomy], knowing_keys("repository")] = setting(
+        dict,
+        "What headers and config.json of repositories say that are served as published.",
+        propertyNames={"pattern": HUB_REPOSITORY},
+    )
 
     @classmethod
     def of(
@@ -112,6 +118,7 @@ class Lock:
         sources: Iterable[LockedSource] = (),
         images: Iterable[LockedImage] = (),
         names: Iterable[HeldNames] = (),
+        anatomies: Iterable[Anatomy] = (),
     ) -> Lock:
         """Return a lock, sorted by name; of two entries with one name the later counts."""
         by_repo = {source.repo: source for source in sources}
@@ -119,11 +126,15 @@ class Lock:
         # What was found of a commit that is locked no more says nothing.
         locked = {f"{source.repo}@{source.commit}" for source in by_repo.values()} | {None}
         by_build = {one.build: one for one in names if {one.base, one.donor} <= locked}
+        read = {
+            one.repository: one for one in anatomies if f"{one.repository}@{one.commit}" in locked
+        }
         return cls(
             schema_version=1,
             sources=dict(sorted(by_repo.items())),
             images=dict(sorted(by_reference.items())),
             names=dict(sorted(by_build.items())),
+            anatomies=dict(sorted(read.items())),
         )
 
     def also(
@@ -131,12 +142,14 @@ class Lock:
         sources: Iterable[LockedSource] = (),
         images: Iterable[LockedImage] = (),
         names: Iterable[HeldNames] = (),
+        anatomies: Iterable[Anatomy] = (),
     ) -> Lock:
         """Return this lock with more entries; a name that is there already is replaced."""
         return Lock.of(
             [*self.sources.values(), *sources],
             [*self.images.values(), *images],
             [*self.names.values(), *names],
+            [*self.anatomies.values(), *anatomies],
         )
 
     def holds(self, asked: HeldNames) -> bool:

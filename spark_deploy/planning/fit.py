@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import PlanError
@@ -108,11 +108,14 @@ def _smaller_model(
 
     Empty when there is none.
     """
+    if not isinstance(model, HybridModel):
+        return []  # for what somebody chose a repository, another one may be no answer at all
     wanted = context_tokens(model, profile)
     fitting = [
         other
         for other in catalog.models.values()
-        if other.name != model.name
+        if isinstance(other, HybridModel)
+        and other.name != model.name
         and other.architecture.max_context_tokens >= wanted
         and fits(_set(model=other.name)(settings))
     ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.rails import GuardRail, all_hold
 from spark_deploy.documents.schema_check import closest
@@ -17,6 +17,7 @@ from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.engine_options import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
 from spark_deploy.settings.types import Settings
 
+_WIDEST = 1 << 20
 _FORMAT_OPTIONS = ("quantization", "quantization-config", "hf-overrides")
 _KERNEL_OPTIONS = ("linear-backend", "moe-backend", "kernel-config")
 # Each a second spelling of one field of speculative-config.
@@ -44,7 +45,7 @@ def facts_of(
     own = _mapping(_mapping(options.get("additional-config")).get("spark"))
     drafts = _drafts(profile, options)
     builds_full = profile.builds_checkpoint and profile.layout == "full"
-    formats = [model.sources.base, profile.kv_cache.dtype]
+    formats = [*_formats(model), profile.kv_cache.dtype]
     formats += [str(options.get(name, "")) for name in _FORMAT_OPTIONS]
     return {
         "model": model.name,
@@ -86,7 +87,7 @@ def facts_of(
         "vision": profile.vision,
         "load_format": str(options.get("load-format", profile.load_format)).lower(),
         "tree_needs_plugin": profile.tree_needs_plugin,
-        "tree_repeats_names": model.sources.repeats_names and not builds_full,
+        "tree_repeats_names": _repeats_names(model) and not builds_full,
         "plugins_by_environment": "VLLM_PLUGINS" in profile.environment,
         "trust_remote_code": options.get("trust-remote-code") not in (None, False),
         "code_by_option": _names_code(options),
@@ -115,6 +116,20 @@ def _listens(hosts: Any) -> bool:
     return any(not str(address).startswith(_LOCAL_SOCKETS) for address in addresses)
 
 
+def _formats(model: Model) -> list[str]:
+    """Return the words in which a tree says how its weights are stored.
+
+    Of a repository served as published nothing: there is no other tree that rules could prefer.
+    """
+    return [] if isinstance(model, PlainModel) else [model.sources.base]
+
+
+def _repeats_names(model: Model) -> bool:
+    if isinstance(model, PlainModel):
+        return model.anatomy is not None and model.anatomy.repeats_names
+    return model.sources.repeats_names
+
+
 def _minor_version(image: str) -> int | None:
     """Return N of vLLM 0.N by the tag; a tag without vLLM's version tells nothing."""
     tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
@@ -124,7 +139,11 @@ def _minor_version(image: str) -> int | None:
 
 def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
     """Return how much of one routed expert a device holds."""
-    whole = model.architecture.expert_width
+    if isinstance(model, PlainModel):
+        # Where there are no experts, or nobody knows of any, none is too narrow.
+        whole = (model.anatomy.expert_width if model.anatomy else None) or _WIDEST
+    else:
+        whole = model.architecture.expert_width
     if options.get("enable-expert-parallel") is True:
         return whole  # experts are dealt out, not cut
     return whole // max(ranks, int(options.get("tensor-parallel-size") or 1))

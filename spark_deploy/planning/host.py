@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.model import Model, PlainModel
+from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.planning.budget.disk import (
     disk_plan,
@@ -30,7 +31,7 @@ from spark_deploy.planning.types import (
 )
 from spark_deploy.planning.work.checkpoint import (
     checkpoint_plan,
-    locked_source,
+    served_source,
     source_plan,
 )
 from spark_deploy.settings.host import BaseSettings, ExpectSettings
@@ -40,6 +41,7 @@ from spark_deploy.settings.types import Settings
 
 def plan_host(request: Request) -> HostPlan:
     """Return everything there is to do on one host, or raise ``SparkError``."""
+    request = replace(request, catalog=request.catalog.knowing(request.lock.anatomies))
     settings, lock = request.settings, request.lock
     served = resolve(settings, request.catalog)
     pair = pair_plan(served, request)
@@ -82,12 +84,15 @@ def plan_host(request: Request) -> HostPlan:
 def pair_plan(served: Resolved, request: Request) -> PairPlan:
     """Return what one model and profile need on the host."""
     model, profile, settings = served.model, served.profile, served.settings
+    if isinstance(model, PlainModel) and model.anatomy is None:
+        what = "its headers are not read yet, so nobody knows what it takes"
+        fix = "run `spark-deploy lock` while the hub answers"
+        raise PlanError.one(f"lock: {model.repository}", what, fix)
     checkpoint = checkpoint_plan(model, profile, settings, request.lock)
     if checkpoint:
         base = checkpoint.base
     else:
-        locked = locked_source(request.lock, model.sources.base, model.sources.revision)
-        base = source_plan(locked, settings)
+        base = source_plan(served_source(model, request.lock), settings)
     image = image_plan(model, profile, settings, request.lock, request.payload)
     cache = cache_dir(settings, profile, image)
     return PairPlan(model.name, profile.name, (base,), checkpoint, image, cache)

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from spark_deploy.catalog.model import Architecture, Model
+from spark_deploy.catalog.engines import Engines, closest_of, version_of
+from spark_deploy.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import Problem
-from spark_deploy.planning.budget.memory import context_tokens
+from spark_deploy.planning.budget.memory import context_tokens, native_context_tokens
 from spark_deploy.settings.engine_options import meaning
 from spark_deploy.settings.types import Settings
-
-_VERSION = re.compile(r"v?(0\.\d+\.\d+)(?![\d.])")
 
 
 def limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
     """Yield what of the effective profile the model or the engine refuses at its start."""
-    most, wanted = model.architecture.max_context_tokens, context_tokens(model, profile)
-    if wanted > most and not _stretched(meaning(profile.options)):
+    most, wanted = native_context_tokens(model), context_tokens(model, profile)
+    if wanted > most and _knows_context(model) and not _stretched(meaning(profile.options)):
         what = f"{wanted:,} tokens are more than {model.name} was made for ({most:,})"
         fix = f"set engine.max_context_tokens to {most} or less, or leave it out"
         yield Problem("engine.max_context_tokens", what, fix)
-    if profile.speculation and not model.architecture.mtp_layers:
+    if profile.speculation and not _can_draft(model):
         what = f"{model.name} has no MTP layer to draft with"
         fix = "set engine.drafts: 0, or choose a profile without drafts"
         yield Problem(f"profile {profile.name}", what, fix)
@@ -35,6 +33,40 @@ def limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
         )
         fix = f"set engine.max_sequences to {limits.max_batched_tokens} or less"
         yield Problem("engine.max_sequences", what, fix)
+
+
+def architecture_problems(
+    model: Model, profile: Profile, settings: Settings, engines: Engines
+) -> Iterator[Problem]:
+    """Yield why the engine cannot load a repository: it has no class of that name.
+
+    Of an image whose tag tells no version nobody knows; it says so itself, after the download.
+    """
+    if not isinstance(model, PlainModel) or model.anatomy is None:
+        return
+    image, named = settings.images.get(model.image.role, ""), model.anatomy.architecture
+    version, engine = engines.of_image(image)
+    forced = meaning(profile.options).get("model-impl") in ("transformers", "terratorch")
+    if engine is None or not named or forced or engine.lists(named):
+        return
+    others = closest_of(engines.engines, named)
+    fix = f"name an image of vLLM {', '.join(others)}" if others else "choose another repository"
+    what = f"its architecture {named} is not one that vLLM {version} lists"
+    yield Problem(f"model {model.name}", what, f"{fix}, or set engine.options.model-impl")
+
+
+def _can_draft(model: Model) -> bool:
+    """Whether it has layers of its own to draft with, as far as anybody knows."""
+    if isinstance(model, PlainModel):
+        return model.anatomy is None or model.anatomy.drafter_bytes > 0
+    return model.architecture.mtp_layers > 0
+
+
+def _knows_context(model: Model) -> bool:
+    """Whether the longest context of a model is known, not taken for lack of a better one."""
+    if isinstance(model, PlainModel):
+        return model.anatomy is not None and model.anatomy.context_tokens is not None
+    return True
 
 
 def _stretched(options: Mapping[str, Any]) -> bool:
@@ -50,11 +82,10 @@ def engine_problems(
     Other images are judged by the plugin's own check while its layer is built.
     """
     image = settings.images.get(model.image.role, "")
-    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-    found = _VERSION.match(tag)
-    if found and found[1] not in engines and profile.plugin and model.image.plugin:
+    version = version_of(image)
+    if version and version not in engines and profile.plugin and model.image.plugin:
         known = ", ".join(sorted(engines))
-        what = f"{image} is engine {found[1]}, which the plugin does not know (known: {known})"
+        what = f"{image} is engine {version}, which the plugin does not know (known: {known})"
         fix = "name an image of one of these, or choose a profile without the plugin"
         yield Problem(f"images.{model.image.role}", what, fix)
 
@@ -66,7 +97,13 @@ _GROUP = 128
 
 def spread_problems(model: Model, profile: Profile, settings: Settings) -> Iterator[Problem]:
     """Yield why the model cannot be spread over the hosts of the cluster, and what could."""
-    ranks, shape = settings.ranks, model.architecture
+    ranks = settings.ranks
+    if isinstance(model, PlainModel):
+        if ranks > 1:
+            what = f"{model.name} is served as published, which is by one host here"
+            yield Problem("cluster.hosts", what, "let each host serve by itself")
+        return
+    shape = model.architecture
     group = _GROUP if profile.engine_mode == "native" else 1
     if ranks == 1 or not (uneven := list(_uneven(shape, ranks, group))):
         return

@@ -18,7 +18,12 @@ from spark_deploy.planning.budget.memory import missing_bytes, plan_memory
 from spark_deploy.planning.effective import effective_profile
 from spark_deploy.planning.fit import refusal
 from spark_deploy.planning.guard_rails import apply_rails, facts_of
-from spark_deploy.planning.limits import engine_problems, limit_problems, spread_problems
+from spark_deploy.planning.limits import (
+    architecture_problems,
+    engine_problems,
+    limit_problems,
+    spread_problems,
+)
 from spark_deploy.planning.types import MemoryPlan, PayloadIdentity
 from spark_deploy.planning.work.checkpoint import refuse_impossible_trees
 from spark_deploy.settings.types import Settings
@@ -87,6 +92,7 @@ def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
     model, profile = pair_of(settings, catalog)
     refuse_impossible_trees(model, profile, settings)
     beyond = [*limit_problems(model, profile), *spread_problems(model, profile, settings)]
+    beyond += architecture_problems(model, profile, settings, catalog.engines)
     if beyond:
         raise PlanError(beyond)
     if missing_bytes(model, profile, settings) > 0:

@@ -193,11 +193,12 @@ class MemoryPlan:
     graphs_bytes: int
     kv_cache_bytes: int
     block_tokens: int  # one cache block holds one GDN state, so it is this many tokens
-    kv_tokens: int
-    full_context_users: float  # blocks there are / blocks one request of full length takes
+    kv_tokens: int | None  # None: nobody knows what a token takes, or nothing is kept
+    full_context_users: float | None  # blocks there are / blocks of one request of full length
     needed_bytes: int  # MemAvailable required before start
     floor_bytes: int  # spark-watch stops the engine below this
     memory_fraction: float  # as handed to the engine
+    unknown: tuple[str, ...] = ()  # what could not be computed, and why
 
 
 @dataclass(frozen=True, slots=True)

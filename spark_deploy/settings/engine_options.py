@@ -32,6 +32,7 @@ OWNED_OPTIONS = {
     "max-num-batched-tokens": "set limits.max_batched_tokens in a profile of your own",
     "kv-cache-dtype": "set kv_cache.dtype in a profile of your own",
     "enable-prefix-caching": "set prefix_caching in a profile of your own, or choose agent",
+    "runner": "set task in the model's file, of kind: plain",
     "quantization": "leave it out: the checkpoint names its own",
     "hf-token": "set hub.token",
     "cpu-offload-gb": "leave it out: CPU and GPU share one pool, and nobody would count it",

@@ -1,4 +1,4 @@
-"""The command line: fetch, build, verify, discard, hold, inspect. Exit codes are in errors.py."""
+"""The command line: fetch, build, verify and what only looks. Exit codes are in errors.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ from typing import NoReturn
 from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
-from spark_contract.orders import RECIPE_VERSION, BuildPlan, FetchPlan, Wire
+from spark_contract.orders import (
+    CONFIG,
+    GENERATION,
+    RECIPE_VERSION,
+    TOKENIZER,
+    BuildPlan,
+    FetchPlan,
+    Wire,
+)
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputRefused, TransferFailed
+from spark_checkpoint.inspect.describe import describe
 from spark_checkpoint.inspect.discard import discard
 from spark_checkpoint.inspect.fits import fits
 from spark_checkpoint.inspect.held import hold
@@ -44,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         arguments = _parser().parse_args(argv)
-        with Progress(quiet=arguments.command in ("inspect", "hold")) as progress:
+        with Progress(quiet=arguments.command in ("inspect", "hold", "describe")) as progress:
             return _run(arguments, progress)
     except HostToolError as error:
         return _fail(str(error), error.exit_code)
@@ -95,6 +104,13 @@ def read_build_plan(path: Path) -> BuildPlan:
 def _look(arguments: argparse.Namespace) -> int:
     # Somebody waits for it; nothing is lost by asking again.
     wire = Wire(token_file=arguments.token_file, parallel=8, tries=3)
+    if arguments.command == "describe":
+        subject = open_subject(
+            arguments.place, arguments.endpoint, wire, leave_out=arguments.leave_out,
+            documents=(CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,),
+        )  # fmt: skip
+        print(json.dumps(plain(describe(subject))), flush=True)
+        return 0
     subject = open_subject(arguments.place, arguments.endpoint, wire)
     if arguments.command == "hold":
         print(json.dumps(plain(hold(subject, read_build_plan(arguments.plan)))), flush=True)
@@ -155,6 +171,10 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("hold", help="hold a plan's base and donor against it, by headers")
     one.add_argument("plan", type=Path, metavar="PLAN.json")
     _place(one)
+    one = commands.add_parser("describe", help="print what an engine would load, and config.json")
+    _place(one)
+    one.add_argument("--leave-out", action="append", default=[], metavar="PATTERN")
+    one.add_argument("--all-documents", action="store_true", help="tokenizer and generation, too")
     one = commands.add_parser("inspect", help="print what a tree or repository holds")
     _place(one)
     one.add_argument("--plan", type=Path, help="PLAN.json to hold the names against")

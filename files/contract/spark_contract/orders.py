@@ -263,6 +263,22 @@ class Held:
     received_bytes: int
 
 
+# Documents of a repository that describe it, beside the headers of its weights.
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a repository says of itself: sums of its headers, and its small documents."""
+
+    commit: str
+    parts: dict[str, dict[str, int]]  # text, vision and drafter: bytes by dtype
+    tensors: int
+    repeats_names: bool
+    files: dict[str, int | None]  # sizes, as the hub says them
+    documents: dict[str, dict[str, Any]]  # by name, those there are
+
+
 def is_inside(path: str) -> bool:
     """Return whether a relative path stays in its tree, and is written the plain way."""
     relative = PurePosixPath(path)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from spark_contract.documents import text_of
 from spark_contract.orders import WITH_DONOR, Base, BuildPlan, DonorDir, Scheme
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.model import HybridModel
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import listed
 from spark_deploy.lockfile.names import workplace
@@ -21,7 +21,7 @@ def run(options: Options) -> int:
     with workplace(host.settings.settings.hub) as builder:
         words = ["--json"] if options.json else []
         for model in host.catalog.models.values():
-            for order in _orders(model):
+            for order in _orders(model) if isinstance(model, HybridModel) else ():
                 name = f"{model.name}.{order.shared_experts}.json"
                 (builder.folder / name).write_text(text_of(order), encoding="utf-8")
                 words += ["--against", name]
@@ -29,7 +29,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def _orders(model: Model) -> Iterator[BuildPlan]:
+def _orders(model: HybridModel) -> Iterator[BuildPlan]:
     """Yield an order for each part that a repository could be of a model."""
     yield _order(model, "keep")
     if model.sources.hybrid is not None:
@@ -38,7 +38,7 @@ def _orders(model: Model) -> Iterator[BuildPlan]:
         yield _order(model, "fp8-donor")
 
 
-def _order(model: Model, scheme: Scheme) -> BuildPlan:
+def _order(model: HybridModel, scheme: Scheme) -> BuildPlan:
     return BuildPlan(
         digest="0" * 64,
         name=model.name,

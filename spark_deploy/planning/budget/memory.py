@@ -8,10 +8,11 @@ a request takes pages for its context in the attention group and one state in ea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from spark_deploy.catalog.model import Architecture, Model
+from spark_deploy.catalog.model import Architecture, HybridModel, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
+from spark_deploy.planning.budget import plain
+from spark_deploy.planning.budget.shape import CacheShape, group_layers
 from spark_deploy.planning.budget.weights import Weights, of_one_rank, weights_of
 from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.engine_options import meaning
@@ -29,21 +30,6 @@ _TURBOQUANT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """The hybrid KV cache of one model and profile."""
-
-    block_tokens: int
-    block_bytes: int  # of one block over the layers of one group
-    attention_groups: int
-    state_blocks: int  # blocks that one request needs for its GDN states
-
-    def request_blocks(self, tokens: int) -> int:
-        """Blocks of one request of this length."""
-        pages = self.attention_groups * math.ceil(tokens / self.block_tokens)
-        return pages + self.state_blocks
-
-
 def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPlan:
     """Return the memory plan of a pair that fits (``missing_bytes`` is zero or less)."""
     memory = settings.memory
@@ -52,10 +38,9 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
     fixed = weights + drafter + runtime
     budget = budget_bytes(profile, settings, fixed)
     cache_bytes = budget - fixed
-    shape = cache_shape(of_one_rank(model.architecture, settings.ranks), profile)
+    shape = shape_of(model, profile, settings.ranks)
     context = context_tokens(model, profile)
-    blocks = cache_bytes // shape.block_bytes
-    states = shape.state_blocks * profile.limits.max_sequences
+    sequences = profile.limits.max_sequences
     return MemoryPlan(
         total_bytes=memory.total_bytes,
         reserve_bytes=settings.kept_bytes,
@@ -64,14 +49,19 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
         vision_bytes=vision_bytes(model, profile),
         graphs_bytes=runtime,
         kv_cache_bytes=cache_bytes,
-        block_tokens=shape.block_tokens,
-        kv_tokens=max(blocks - states, 0) // shape.attention_groups * shape.block_tokens,
-        full_context_users=round(blocks / shape.request_blocks(context), 2),
+        block_tokens=shape.block_tokens if shape else 0,
+        kv_tokens=shape.held_tokens(cache_bytes, sequences, context) if shape else None,
+        full_context_users=_requests(shape, cache_bytes, context) if shape else None,
         needed_bytes=round(budget * START_MARGIN),
         floor_bytes=memory.floor_bytes,
         # Rounded up when the cache is pinned: the engine refuses to start on a budget too small.
         memory_fraction=math.ceil(round(budget / memory.total_bytes * 100, 6)) / 100,
+        unknown=plain.unknown(model, profile) if isinstance(model, PlainModel) else (),
     )
+
+
+def _requests(shape: CacheShape, cache_bytes: int, context: int) -> float:
+    return round(cache_bytes // shape.block_bytes / shape.request_blocks(context), 2)
 
 
 def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
@@ -79,8 +69,12 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     loaded = loaded_bytes(model, profile, settings.ranks)
     fixed = sum(loaded) + runtime_bytes(model, profile)
     budget = budget_bytes(profile, settings, fixed)
-    shape = cache_shape(of_one_rank(model.architecture, settings.ranks), profile)
-    request = shape.request_blocks(context_tokens(model, profile)) * shape.block_bytes
+    shape = shape_of(model, profile, settings.ranks)
+    # Of a cache that nobody knows, what is left is all there is; the engine says at its start
+    # whether a request fits.
+    request = (
+        shape.request_blocks(context_tokens(model, profile)) * shape.block_bytes if shape else 0
+    )
     room = settings.memory.total_bytes - settings.kept_bytes
     return max(fixed + request - budget, budget - room)
 
@@ -102,6 +96,8 @@ def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, i
 
     Routers and the vision tower are whole on every rank.
     """
+    if isinstance(model, PlainModel):
+        return plain.loaded_bytes(model, profile)
     sizes: Weights = weights_of(model.architecture)
     shared = {
         "keep": sizes.shared_bytes,
@@ -120,6 +116,8 @@ def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, i
 
 def vision_bytes(model: Model, profile: Profile) -> int:
     """Return what the vision tower takes of the weights; it is never quantised."""
+    if isinstance(model, PlainModel):
+        return plain.vision_bytes(model, profile)
     return model.architecture.vision_bytes if profile.vision else 0
 
 
@@ -130,7 +128,7 @@ def runtime_bytes(model: Model, profile: Profile) -> int:
     are computed.
     """
     work = 0
-    if profile.kv_cache.dtype in _TURBOQUANT:
+    if profile.kv_cache.dtype in _TURBOQUANT and isinstance(model, HybridModel):
         shape = model.architecture
         work = 4 * shape.kv_heads * shape.head_width * context_tokens(model, profile)
     return model.memory.runtime_bytes + work
@@ -138,7 +136,21 @@ def runtime_bytes(model: Model, profile: Profile) -> int:
 
 def context_tokens(model: Model, profile: Profile) -> int:
     """Return the longest request: the profile's limit, or the model's native context."""
-    return profile.limits.max_context_tokens or model.architecture.max_context_tokens
+    return profile.limits.max_context_tokens or native_context_tokens(model)
+
+
+def native_context_tokens(model: Model) -> int:
+    """Return the longest context that the model was made for."""
+    if isinstance(model, PlainModel):
+        return plain.context_tokens(model)
+    return model.architecture.max_context_tokens
+
+
+def shape_of(model: Model, profile: Profile, ranks: int = 1) -> CacheShape | None:
+    """Return the block arithmetic of a model's cache; ``None`` when it is not known."""
+    if isinstance(model, PlainModel):
+        return plain.cache_shape(model, profile)
+    return cache_shape(of_one_rank(model.architecture, ranks), profile)
 
 
 def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
@@ -146,8 +158,7 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
     drafts = profile.speculation.tokens if profile.speculation else 0
     layer_bytes = layer_bytes_per_token(model, profile.kv_cache.dtype)
     attention = model.attention_layers + (model.mtp_layers if drafts else 0)
-    smaller, larger = sorted((attention, model.linear_layers or attention))
-    size = larger if larger < 1.25 * smaller else smaller
+    size = group_layers([attention, model.linear_layers])
     multiple = _block_multiple(model, profile)
     pages = math.ceil(state_bytes(model, drafts) / layer_bytes / multiple)
     block_tokens = max(1, pages) * multiple

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spark_deploy.catalog.model import Architecture, Model
+from spark_deploy.catalog.model import Architecture, HybridModel
 from spark_deploy.catalog.profile import Profile, Speculation
 from spark_deploy.planning.budget.memory import layer_bytes_per_token, state_bytes
 from spark_deploy.planning.budget.weights import drafter_bytes, weights_of
@@ -79,7 +79,7 @@ def experts_touched(model: Architecture, tokens: int) -> float:
     return model.experts * float(1 - left_out**tokens)
 
 
-def next_lever(model: Model, profile: Profile) -> Lever | None:
+def next_lever(model: HybridModel, profile: Profile) -> Lever | None:
     """Return the change of one setting that would gain most, if any gains a percent."""
     now = speed_of(model.architecture, profile).tokens_per_s
     levers = [
@@ -90,7 +90,7 @@ def next_lever(model: Model, profile: Profile) -> Lever | None:
     return best if best and best.gain >= _WORTH else None
 
 
-def _changes(model: Model, profile: Profile) -> Iterator[tuple[str, Profile]]:
+def _changes(model: HybridModel, profile: Profile) -> Iterator[tuple[str, Profile]]:
     drafts = profile.speculation.tokens if profile.speculation else 0
     if model.architecture.mtp_layers and drafts < MOST_DRAFTS:
         more = Speculation(method="mtp", tokens=drafts + 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from spark_contract.paths import ENGINE_SOCKET
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import context_tokens
@@ -81,7 +81,8 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "kv-cache-dtype": None if profile.kv_cache.dtype == "auto" else profile.kv_cache.dtype,
         "load-format": "spark_portable" if portable else profile.load_format,
         "enable-prefix-caching": profile.prefix_caching,
-        "language-model-only": None if profile.vision else True,
+        "language-model-only": None if profile.vision or not _may_see(model) else True,
+        "runner": "pooling" if _pools(model) else None,
         "reasoning-parser": model.parsers.reasoning,
         "enable-auto-tool-choice": True if model.parsers.tool_call else None,
         "tool-call-parser": model.parsers.tool_call,
@@ -89,6 +90,14 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         and {"method": drafts.method, "num_speculative_tokens": drafts.tokens},
         **_further_options(profile),
     }
+
+
+def _may_see(model: Model) -> bool:
+    return not isinstance(model, PlainModel) or model.vision
+
+
+def _pools(model: Model) -> bool:
+    return isinstance(model, PlainModel) and model.task in ("embedding", "reranking")
 
 
 def _further_options(profile: Profile) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from spark_contract.release import (
 )
 from spark_contract.units import cache_name, release_name
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.asked import questions_of
+from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.facts.machine.fabric import Ports
@@ -129,7 +130,7 @@ def check_plan(
     required = list(profile.check.log_required)
     forbidden = list(profile.check.log_forbidden)
     portable = plugin and profile.engine_mode == "portable"
-    if plugin and profile.shared_experts.startswith("fp8"):
+    if plugin and isinstance(model, HybridModel) and profile.shared_experts.startswith("fp8"):
         required.append(plugin_line(model))
     if plugin and profile.tree_needs_plugin:
         required.append(_FINITE_LINE)
@@ -145,7 +146,7 @@ def check_plan(
         max_model_len=context_tokens(model, profile),
         questions=tuple(
             Question(one.prompt, one.expect, one.max_tokens, one.thinking)
-            for one in model.check.questions
+            for one in questions_of(model)
         ),
         copy=tuple(model.check.copy),
         tool_call=model.check.tool_call and model.parsers.tool_call is not None,
@@ -154,7 +155,7 @@ def check_plan(
         conversation=model.check.conversation,
         # Only for `spark-check --deep`: reading so much takes minutes.
         needle=Needle(context_tokens(model, profile) * 3 // 4),
-        image=profile.vision and model.architecture.vision_bytes > 0,
+        image=profile.vision and _sees(model),
         acceptance_floor=profile.check.acceptance_floor if profile.speculation else None,
         # The first turn must fill a block: only whole blocks are found again.
         prefix=Prefix(memory.block_tokens) if profile.check.prefix_reuse else None,
@@ -166,14 +167,21 @@ def check_plan(
     )
 
 
+def _sees(model: Model) -> bool:
+    if isinstance(model, HybridModel):
+        return model.architecture.vision_bytes > 0
+    return model.vision
+
+
 def prefill_line(model: Model, profile: Profile) -> list[str]:
     """Return the pattern of the line in which the engine names the prefill kernel it was told."""
     told = {canonical(name): value for name, value in profile.options.items()}
     line = PREFILL_LINES.get(str(told.get("gdn-prefill-backend")))
-    return [line] if line and model.architecture.linear_layers else []
+    nets = isinstance(model, HybridModel) and model.architecture.linear_layers > 0
+    return [line] if line and nets else []
 
 
-def plugin_line(model: Model) -> str:
+def plugin_line(model: HybridModel) -> str:
     """Return the pattern of the line in which the plugin states the exact sets it found."""
     names = expand_all(model.tensors.swap)
     modules = {name.replace(".gate_proj", ".gate_up_proj") for name in names}

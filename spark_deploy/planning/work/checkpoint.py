@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from spark_contract.documents import plain
 from spark_contract.orders import RECIPE_VERSION, Base, BuildPlan, DonorShape, DonorUrl
 from spark_contract.paths import HUB_TOKEN
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import PlanError
@@ -34,6 +35,19 @@ def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
     return found
 
 
+def served_source(model: Model, lock: Lock) -> LockedSource:
+    """Return the repository that is served as it is, without the files that nobody reads."""
+    if not isinstance(model, PlainModel):
+        return locked_source(lock, model.sources.base, model.sources.revision)
+    found = locked_source(lock, model.repository, model.revision)
+    kept = tuple(
+        file
+        for file in found.files
+        if not any(fnmatch.fnmatchcase(file.path, pattern) for pattern in model.leave_out)
+    )
+    return replace(found, files=kept)
+
+
 def source_plan(source: LockedSource, settings: Settings) -> SourcePlan:
     """Return the plan to fetch one repository whole."""
     folder = f"{source.repo.replace('/', '--')}-{source.commit[:12]}"
@@ -47,6 +61,9 @@ def source_plan(source: LockedSource, settings: Settings) -> SourcePlan:
 def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) -> None:
     """Raise one error for a tree that cannot be built, or not kept as the settings wish."""
     where = f"profile {profile.name}"
+    if isinstance(model, PlainModel) and (profile.builds_checkpoint or profile.plugin):
+        what = f"is for trees of our own; {model.name} is served as it was published"
+        raise PlanError.one(where, what, "choose profile plain, or one of your own like it")
     if settings.checkpoint.prebuilt:
         _refuse_no_hybrid(model, profile)
     if not settings.checkpoint.keep_base:
@@ -66,7 +83,7 @@ def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) 
 def _refuse_no_hybrid(model: Model, profile: Profile) -> None:
     where = f"model {model.name} with profile {profile.name}: checkpoint.prebuilt"
     without = "set checkpoint.prebuilt: false"
-    if model.sources.hybrid is None:
+    if isinstance(model, PlainModel) or model.sources.hybrid is None:
         what = "this model names no prebuilt hybrid"
         raise PlanError.one(where, what, f"name one in its sources.hybrid, or {without}")
     if profile.shared_experts != "fp8-base":
@@ -81,7 +98,7 @@ def checkpoint_plan(
     model: Model, profile: Profile, settings: Settings, lock: Lock
 ) -> CheckpointPlan | None:
     """Return the plan of the tree to build; ``None`` when the base is served as it is."""
-    if not profile.builds_checkpoint:
+    if not profile.builds_checkpoint or isinstance(model, PlainModel):
         return None
     repo = (settings.checkpoint.prebuilt and model.sources.hybrid) or model.sources.base
     base = source_plan(locked_source(lock, repo, model.sources.revision), settings)
@@ -97,7 +114,7 @@ def checkpoint_plan(
 
 
 def _order(
-    model: Model,
+    model: HybridModel,
     profile: Profile,
     settings: Settings,
     base: SourcePlan,
@@ -140,7 +157,7 @@ def _order(
     return replace(order, digest=digest, out=f"{order.out}-{digest[:12]}")
 
 
-def exact_sets(model: Model) -> dict[str, Any]:
+def exact_sets(model: HybridModel) -> dict[str, Any]:
     """Return what an order says of a model's names and shapes."""
     tensors = model.tensors
     return {
@@ -155,7 +172,7 @@ def exact_sets(model: Model) -> dict[str, Any]:
     }
 
 
-def output_bytes(model: Model, profile: Profile, base_bytes: int) -> int:
+def output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
     """Return the new bytes the builder writes: replaced tensors, or the whole tree."""
     sizes = weights_of(model.architecture)
     new = old = 0
@@ -169,7 +186,7 @@ def output_bytes(model: Model, profile: Profile, base_bytes: int) -> int:
     return new if profile.layout == "overlay" else base_bytes - old + new
 
 
-def _donor(model: Model, profile: Profile, lock: Lock) -> LockedSource | None:
+def _donor(model: HybridModel, profile: Profile, lock: Lock) -> LockedSource | None:
     if profile.shared_experts not in ("fp8-donor", "fp8-base"):
         return None
     if model.sources.donor is None:

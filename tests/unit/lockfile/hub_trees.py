@@ -47,7 +47,13 @@ def donor_entries() -> Entries:
     return found
 
 
-def write_repository(root: Path, repo: str, entries: Entries, commit: str | None = None) -> Path:
+def write_repository(
+    root: Path,
+    repo: str,
+    entries: Entries,
+    commit: str | None = None,
+    config: dict[str, object] | None = None,
+) -> Path:
     """Write a repository of two shards below the root of a hub; return its folder."""
     commit = commit or COMMITS[repo]
     folder = root / repo / "resolve" / commit
@@ -59,7 +65,7 @@ def write_repository(root: Path, repo: str, entries: Entries, commit: str | None
         write_shard(folder / name, some)
         index.update(dict.fromkeys(some, name))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    config = {
+    config = config or {
         "model_type": "tiny",
         "quantization_config": {"quant_method": "auto-round", "bits": 4},
     }

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.load import read_catalog
+from spark_deploy.catalog.model import HybridModel, PlainModel
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import PlanError, Problem
@@ -55,6 +57,9 @@ def shipped() -> Iterator[tuple[str, str, HostPlan | PlanError]]:
     images = {model.image.role: f"registry.example/{model.image.role}:1"
               for model in catalog.models.values()}  # fmt: skip
     for model, profile in itertools.product(catalog.models, catalog.profile_names):
+        # The profile for any repository and the models of ours have nothing to say to each other.
+        if (profile == "plain") != isinstance(catalog.models[model], PlainModel):
+            continue
         found = dataclasses.replace(
             default, model=model, profile=profile, images={**images, **default.images}
         )
@@ -83,17 +88,20 @@ def made_up_lock(settings: Settings, catalog: Catalog) -> Lock:
     bytes_of = {
         repo: weights_of(model.architecture).tree_bytes
         for model in catalog.models.values()
+        if isinstance(model, HybridModel)
         for repo in (model.sources.base, model.sources.donor, model.sources.hybrid)
     }
     sources = [
-        LockedSource(repo, revision, sha("sha1", repo), _files(repo, bytes_of[repo]))
+        LockedSource(repo, revision, sha("sha1", repo), _files(repo, bytes_of.get(repo, 0)))
         for repo, revision in sorted(wanted.sources)
     ]
     images = [
         LockedImage(name, f"sha256:{sha('sha256', name)}", 9_800_000_000)
         for name in sorted(wanted.images)
     ]
-    return Lock.of(sources, images)
+    # What no catalog says: repositories served as published are as nobody has read them.
+    read = [Anatomy(repository=one.repo, commit=one.commit) for one in sources]
+    return Lock.of(sources, images, anatomies=read)
 
 
 def sha(kind: str, words: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spark_deploy.catalog.model import Model
+from spark_deploy.catalog.model import HybridModel, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.declare import GIB, convert, schema_of, typed
@@ -97,6 +97,9 @@ def test_sizes_are_shown_as_people_type_them():
     assert Settings().memory.reserve_bytes == 12 * GIB
 
 
-@pytest.mark.parametrize(("document", "hidden"), [(Model, "name"), (Profile, "engine_mode")])
+HIDDEN = [(HybridModel, "name"), (PlainModel, "anatomy"), (Profile, "engine_mode")]
+
+
+@pytest.mark.parametrize(("document", "hidden"), HIDDEN)
 def test_what_a_file_cannot_say_is_in_no_schema(document, hidden):
     assert hidden not in schema_of(document, "x")["properties"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,26 @@ class Subject:
     receipt: str
     files: Mapping[str, int | None]  # sizes, of repositories as the hub says them
     received_bytes: int = 0  # over the network
+    documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # config.json and more
 
 
-def open_subject(text: str, endpoint: str | None, wire: Wire) -> Subject:
-    """Read a directory, or the headers of a repository ``org/name[@revision]``."""
+def open_subject(
+    text: str,
+    endpoint: str | None,
+    wire: Wire,
+    *,
+    leave_out: Sequence[str] = (),
+    documents: Sequence[str] = (CONFIG_NAME,),
+) -> Subject:
+    """Read a directory, or the headers of a repository ``org/name[@revision]``.
+
+    Args:
+        text: the place.
+        endpoint: of the hub.
+        wire: how it is asked.
+        leave_out: shell patterns of a repository's files that are not looked at.
+        documents: small documents to read of a repository, where it has them.
+    """
     directory = Path(text)
     if directory.is_dir():
         return _open_directory(directory)
@@ -68,7 +85,7 @@ def open_subject(text: str, endpoint: str | None, wire: Wire) -> Subject:
             text, "is neither a directory nor org/name[@revision]", "check the spelling"
         )
     base = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-    return _open_repository(base, match[1], match[2] or "main", wire)
+    return _open_repository(base, match[1], match[2] or "main", wire, leave_out, documents)
 
 
 def report(subject: Subject) -> dict[str, Any]:
@@ -217,31 +234,45 @@ def _open_directory(directory: Path) -> Subject:
     )
 
 
-def _open_repository(endpoint: str, name: str, revision: str, wire: Wire) -> Subject:
+def _open_repository(
+    endpoint: str,
+    name: str,
+    revision: str,
+    wire: Wire,
+    leave_out: Sequence[str],
+    documents: Sequence[str],
+) -> Subject:
     files = UrlFiles(f"{endpoint}/{name}/resolve/{revision}/", wire)
     about = f"{endpoint}/api/models/{name}/revision/{revision}?blobs=true"
     listing = files.small_json(about, _SMALL_BYTES)
     commit = str(listing.get("sha") or revision)
     # From here on the commit: a push in between must not mix two trees.
     files = UrlFiles(f"{endpoint}/{name}/resolve/{commit}/", wire)
-    present = _listed(listing, name)
+    present = {
+        path: size
+        for path, size in _listed(listing, name).items()
+        if not any(fnmatch.fnmatchcase(path, pattern) for pattern in leave_out)
+    }
     shards = [path for path in present if path.endswith(".safetensors") and "/" not in path]
     if not shards:
         raise GateRefused(name, "lists no .safetensors file", "check the repository")
     with ThreadPoolExecutor(wire.parallel) as pool:
         headers = dict(zip(shards, pool.map(files.header, shards), strict=True))
     index = files.index() if INDEX_NAME in present else None
-    config = (
-        files.small_json(files.url(CONFIG_NAME), _SMALL_BYTES) if CONFIG_NAME in present else {}
-    )
+    read = {
+        path: files.small_json(files.url(path), _SMALL_BYTES)
+        for path in documents
+        if path in present
+    }
     return Subject(
         place=f"{name}@{commit}",
         shards=headers,
         index=index,
-        config=config,
+        config=read.get(CONFIG_NAME, {}),
         receipt=f"none (read {files.transport.received_bytes} bytes of headers)",
         files=present,
         received_bytes=files.transport.received_bytes,
+        documents=read,
     )
 
 

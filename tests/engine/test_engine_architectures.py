@@ -1,0 +1,96 @@
+"""``catalog/engines.yml`` against the registry in the sources of every supported engine.
+
+``ENGINES=write pytest tests/engine/test_engine_architectures.py`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+from spark_vllm import SUPPORTED_ENGINES
+from wheel_sources import RELEASES, fetch
+
+from spark_deploy.catalog.load import read_catalog
+from spark_deploy.checkout import CHECKOUT
+
+REGISTRY = "vllm/model_executor/models/registry.py"
+FILE = CHECKOUT / "catalog/engines.yml"
+GENERATES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+POOLS = (
+    "_EMBEDDING_MODELS",
+    "_LATE_INTERACTION_MODELS",
+    "_REWARD_MODELS",
+    "_TOKEN_CLASSIFICATION_MODELS",
+    "_SEQUENCE_CLASSIFICATION_MODELS",
+)
+HEAD = """\
+# yaml-language-server: $schema=../schema/engines.schema.json
+#
+# Architectures that each supported engine lists; another one is refused before a byte is fetched.
+# Do not edit: `ENGINES=write pytest tests/engine/test_engine_architectures.py` writes it.
+"""
+
+
+def tables(version: str) -> dict[str, set[str]]:
+    """Return the keys of each table of the registry, by its name."""
+    found: dict[str, set[str]] = {}
+    for node in ast.parse((fetch(version, {REGISTRY}) / REGISTRY).read_text()).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Dict):
+            keys = (key.value for key in value.keys if isinstance(key, ast.Constant))
+            found[target.id] = {str(key) for key in keys}
+    return found
+
+
+def names(version: str, groups: tuple[str, ...]) -> list[str]:
+    found = tables(version)
+    return sorted(set().union(*(found[group] for group in groups)), key=str.lower)
+
+
+def lines() -> Iterator[str]:
+    yield from (*HEAD.splitlines(), "engines:")
+    for version in SUPPORTED_ENGINES:
+        release = RELEASES[version]
+        wheel = f"{release.project} {release.version}, {release.platform}"
+        yield f"  {version}:"
+        yield f"    source: {REGISTRY} of the wheel {wheel}, sha256 {release.sha256[:12]}"
+        for key, groups in (("generates", GENERATES), ("pools", POOLS)):
+            text = textwrap.fill(
+                ", ".join(names(version, groups)), 92, initial_indent=" " * 6,
+                subsequent_indent=" " * 6, break_long_words=False,
+            )  # fmt: skip
+            yield from (f"    {key}: [", *text.splitlines(), "    ]")
+
+
+def test_the_data_is_what_the_sources_list() -> None:
+    text = "\n".join(lines()) + "\n"
+    if os.environ.get("ENGINES") == "write":
+        FILE.write_text(text, encoding="utf-8")
+    assert FILE.read_text("utf-8") == text, "run with ENGINES=write and review the difference"
+
+
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+def test_no_table_of_served_models_is_forgotten(version: str) -> None:
+    """A new table of the registry is a question to a person, not an architecture refused."""
+    beside = {
+        "_SPECULATIVE_DECODING_MODELS",
+        "_TRANSFORMERS_BACKEND_MODELS",
+        "_VLLM_MODELS",
+        "_PREVIOUSLY_SUPPORTED_MODELS",
+        "_OOT_SUPPORTED_MODELS",
+    }
+    found = {name for name, keys in tables(version).items() if name.isupper() and keys}
+    assert found - beside == {*GENERATES, *POOLS} & found
+
+
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+def test_the_catalog_knows_every_supported_engine(version: str) -> None:
+    engine = read_catalog().engines.engines[version]
+    assert engine.lists("LlamaForCausalLM")
+    assert engine.lists("BertModel")
+    assert not engine.lists("NobodyForCausalLM")

@@ -1,0 +1,216 @@
+"""What a repository served as published takes: weights by headers, cache by config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from spark_contract.orders import Described
+
+from spark_deploy.catalog.anatomy import Anatomy
+from spark_deploy.catalog.model import PlainModel
+from spark_deploy.errors import LockError
+from spark_deploy.inventory.held import held_for, hold_names, unread
+from spark_deploy.lockfile import hub as lookup
+from spark_deploy.lockfile.anatomy import anatomy_of
+from spark_deploy.lockfile.file import checked, read_lock, write_lock
+from spark_deploy.lockfile.types import Lock
+from spark_deploy.settings.load import load_hosts
+from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.hostile import hostile
+from tests.unit.lockfile.hub_trees import CATALOG, write_repository
+
+REPO, COMMIT = "org/tiny-qwen3", "3" * 40
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 100, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    "sliding_window": None, "use_sliding_window": False,
+}  # fmt: skip
+ENTRIES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "model.embed_tokens.weight": ("BF16", (100, 64)),
+    "model.layers.0.mlp.down_proj.weight": ("F8_E4M3", (64, 64)),
+    "model.layers.2.eh_proj.weight": ("BF16", (10, 10)),
+    "model.visual.patch_embed.weight": ("BF16", (7, 10)),
+    "mtp.fc.weight": ("BF16", (3, 10)),
+}
+MODEL = PlainModel(
+    name="tiny", kind="plain", summary="Tiny", choose_when="tests", repository=REPO,
+)  # fmt: skip
+CATALOG_OF_ONE = dataclasses.replace(
+    CATALOG,
+    models={**CATALOG.models, "tiny": MODEL},
+    profiles={**CATALOG.profiles, ("plain", "tiny"): CATALOG.profile("plain", "lab-tiny")},
+)
+
+
+def described(config: Any, parts: dict[str, dict[str, int]] | None = None) -> Described:
+    return Described(COMMIT, parts or {"text": {"BF16": 8}}, 1, False, {}, {"config.json": config})
+
+
+def read(**changes: Any) -> Anatomy:
+    config = {key: value for key, value in {**QWEN3, **changes}.items() if value != "gone"}
+    return anatomy_of(REPO, described(config))
+
+
+def asked(hub: Hub, tmp_path: Path, **more: Any) -> Any:
+    overrides = {"model": "lab-tiny", "hub.endpoint": hub.url, **more}
+    found = load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
+    return dataclasses.replace(found, model="tiny", profile="plain")
+
+
+def test_weights_are_summed_by_part_and_type_and_kept_in_the_lock(hub: Hub, tmp_path: Path) -> None:
+    config = {**QWEN3, "num_nextn_predict_layers": 1}
+    write_repository(hub.root, REPO, ENTRIES, COMMIT, config)
+    lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
+    hub.requests.clear()
+    lock = hold_names(asked(hub, tmp_path), CATALOG_OF_ONE, lock, lambda text: None)
+    found = lock.anatomies[REPO]
+    assert found.weights == {"BF16": 100 * 64 * 2, "F8_E4M3": 64 * 64}
+    assert (found.vision_bytes, found.drafter_bytes) == (140, 200 + 60)
+    assert found.architecture == "Qwen3ForCausalLM"
+    # Headers alone: what a range asks for ends where the weights begin.
+    for path, headers, _ in hub.requests:
+        if path.endswith(".safetensors"):
+            data = (hub.root / path.lstrip("/")).read_bytes()
+            ends = 8 + int.from_bytes(data[:8], "little")
+            assert int(headers["Range"].rpartition("-")[2]) < ends
+    write_lock(tmp_path / "spark.lock.yml", lock)
+    assert read_lock(tmp_path / "spark.lock.yml") == lock
+    # Of another commit nothing is known.
+    moved = dataclasses.replace(lock.sources[REPO], commit="4" * 40)
+    assert lock.also([moved]).anatomies == {}
+
+
+def test_a_deploy_that_may_not_lock_refuses_what_nobody_read(hub: Hub, tmp_path: Path) -> None:
+    write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
+    lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
+    wanted = asked(hub, tmp_path, locked="required")
+    assert [model.name for model, _ in unread(wanted, CATALOG_OF_ONE, lock)] == ["tiny"]
+    with pytest.raises(LockError, match="are not read yet"):
+        held_for(wanted, CATALOG_OF_ONE, tmp_path / "spark.lock.yml", lock, lambda text: None)
+
+
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "deepseek_v3"}
+NET = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+    "model_type": "qwen3_next",
+}  # fmt: skip
+MAMBA = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "M-*E", "num_hidden_layers": 4,
+    "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
+    "conv_kernel": 4, "mamba_ssm_cache_dtype": "float32",
+}  # fmt: skip
+# What each kind of layer keeps, worked out by hand: (kind, layers, token, window, state).
+KEPT = {
+    "full": ({}, [("full", 2, 2 * 2 * 32 * 2, 0, 0)]),
+    "no head_dim": ({"head_dim": "gone"}, [("full", 2, 2 * 2 * 16 * 2, 0, 0)]),
+    "sliding": (
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
+        [("full", 1, 256, 0, 0), ("sliding", 1, 256, 128, 0)],
+    ),
+    "latent": (MLA, [("latent", 2, 576 * 2, 0, 0)]),
+    "delta net": (NET, [("full", 1, 256, 0, 0), ("state", 1, 0, 0, 4 * 8 * 8 * 4 + 3 * 64 * 2)]),
+    "mamba": (
+        MAMBA,
+        [("full", 1, 256, 0, 0), ("state", 1, 0, 0, 4 * 8 * 16 * 4 + 3 * (32 + 64) * 2)],
+    ),
+    "inside": (
+        {"num_hidden_layers": "gone", "text_config": {**QWEN3, "num_hidden_layers": 3}},
+        [("full", 3, 256, 0, 0)],
+    ),
+    "encoder": ({"model_type": "bert"}, []),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_the_cache_follows_from_the_kinds_of_layers(kind: str) -> None:
+    changes, wanted = KEPT[kind]
+    found = read(**changes)
+    kept = [
+        (one.kind, one.layers, one.token_bytes, one.window_tokens, one.state_bytes)
+        for one in found.cache
+    ]
+    assert kept == wanted
+    assert found.cache_unknown == ""
+
+
+UNKNOWN = {
+    "another type of model": ({"model_type": "nobody"}, "layers of nobody are not known here"),
+    "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "'odd' are of no kind"),
+    "layers that do not add up": ({"layer_types": ["full_attention"]}, "names 1 layers of 2"),
+    "a detail": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers, whose bytes"),
+    "a number is missing": ({"num_attention_heads": "gone"}, "says no num_attention_heads"),
+    "no layers": ({"num_hidden_layers": 0}, "says no num_hidden_layers"),
+}
+
+
+@pytest.mark.parametrize("why", UNKNOWN)
+def test_what_is_not_known_is_said_and_not_guessed(why: str) -> None:
+    changes, said = UNKNOWN[why]
+    found = read(**changes)
+    assert said in found.cache_unknown
+    assert found.cache == ()
+
+
+IMPOSSIBLE = ({"num_hidden_layers": -3}, {"head_dim": 2**80}, {"num_key_value_heads": "8"},
+              {"max_position_embeddings": 4096.5}, {"hidden_size": True})  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE, ids=str)
+def test_numbers_that_no_model_has_are_refused_in_one_line(changes: dict[str, Any]) -> None:
+    with pytest.raises(LockError) as refused:
+        read(**changes)
+    [problem] = refused.value.problems
+    [name] = changes
+    assert problem.what.startswith(f"{name} is ")
+    assert "\n" not in problem.what
+
+
+EVERYTHING = {
+    **QWEN3,
+    **NET,
+    **MAMBA,
+    "layer_types": ["full_attention"] * 4,
+    "quantization_config": {"quant_method": "fp8", "bits": 8},
+    "text_config": MLA,
+}
+
+
+@settings(max_examples=200)
+@given(text=hostile(json.dumps(QWEN3).encode()) | hostile(json.dumps(EVERYTHING).encode()))
+@example(text=json.dumps({**QWEN3, "architectures": [["a"]]}).encode())
+@example(text=json.dumps({**QWEN3, "architectures": "LlamaForCausalLM"}).encode())
+@example(text=json.dumps({**QWEN3, "layer_types": [7, None]}).encode())
+@example(text=json.dumps({**QWEN3, "num_hidden_layers": 2**31}).encode())
+@example(text=json.dumps({**QWEN3, "num_attention_heads": 2**31, "hidden_size": 1}).encode())
+@example(text=json.dumps({**QWEN3, "quantization_config": [1]}).encode())
+@example(text=json.dumps({**QWEN3, "model_type": "q\x1b[2Jwen"}).encode())
+def test_any_configuration_is_read_or_refused_in_one_line(text: bytes) -> None:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        return  # the reader of the headers refuses it: test_hostile_hub.py
+    if not isinstance(config, dict):
+        return
+    try:
+        found = anatomy_of(REPO, described(config))
+    except LockError as error:
+        [problem] = error.problems
+        assert problem.line.isprintable()
+        return
+    # What is not refused is one that the lock can hold, and printable.
+    source = lookup._locked("here", REPO, "main", _Info)
+    lock = checked(Lock.of([source], anatomies=[found]))
+    assert str(lock.anatomies[REPO]).isprintable()
+
+
+class _Info:
+    sha = COMMIT
+    siblings = (type("S", (), {"rfilename": "config.json", "size": 1, "lfs": None,
+                               "blob_id": "b" * 40}),)  # fmt: skip
