@@ -28,7 +28,7 @@ tools.apply(
     units=unit_files_of(payload.units),
 )
 # Downloads and the build need no container engine: they start now and go on beside the rest.
-work.fetch(jobs=jobs, release=release, token=plan.hub_token, proxy=plan.proxy)
+work.fetch(jobs=jobs, release=release, token=plan.hub_token, proxy=plan.proxy, fleet=plan.fleet)
 work.build(jobs=jobs, release=release)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)
@@ -46,5 +46,6 @@ work.ready(
     jobs=ready_jobs_of(plan, payload.image_context),
     service=plan.serve.service,
 )
+work.close()
 # Only now: other pairs may need the base, and its tree has been proven by what it serves.
 work.discard(jobs=discard_jobs_of(plan), release=release)

@@ -13,9 +13,10 @@ from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.hub_token import hub_token
 from spark_deploy.operations.service.jobs import job, prepared
 from spark_deploy.operations.service.proxy import proxied_jobs
+from spark_deploy.operations.service.share import closed, lent, surveyed
 from spark_deploy.planning.work.jobs import Work, ready_name
 from spark_deploy.settings.secrets import SecretRef
-from spark_deploy.settings.sources import ProxySettings
+from spark_deploy.settings.sources import FleetSettings, ProxySettings
 
 _REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before
 
@@ -31,11 +32,18 @@ def _start(
 
 @deploy("Sources")
 def fetch(
-    *, jobs: Sequence[Work], release: str, token: SecretRef | None, proxy: ProxySettings
+    *,
+    jobs: Sequence[Work],
+    release: str,
+    token: SecretRef | None,
+    proxy: ProxySettings,
+    fleet: FleetSettings,
 ) -> None:
-    """Fetch the model's repositories, each file checked against the lock."""
+    """Fetch the model's repositories, each file checked against the lock; hosts lend them."""
     proxied_jobs(name="Have the proxy where jobs find it", proxy=proxy)
     hub_token(name="Have the hub's token where jobs find it", token=token)
+    surveyed(name="See which files the hosts have", jobs=tuple(jobs), release=release, fleet=fleet)
+    lent(name="Lend the other hosts what they lack", jobs=tuple(jobs), fleet=fleet)
     _start(jobs, release, ("fetch",), lambda one: f"Fetch {one.job.title.removeprefix('fetch ')}")
 
 
@@ -62,6 +70,12 @@ def ready(*, jobs: Sequence[Work], service: str) -> None:
         jobs=tuple(work.job for work in jobs),
         release=target,
     )
+
+
+@deploy("Sources")
+def close() -> None:
+    """Lend the other hosts nothing any more."""
+    closed(name="Lend nothing any more")
 
 
 @deploy("Sources")

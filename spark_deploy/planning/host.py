@@ -78,6 +78,7 @@ def plan_host(request: Request) -> HostPlan:
         releases_kept=settings.releases.keep,
         hub_token=settings.hub.token,
         proxy=settings.proxy,
+        fleet=settings.fleet,
     )
 
 

@@ -19,6 +19,7 @@ from spark_deploy.settings.host import BaseSettings, ExpectSettings, PathSetting
 from spark_deploy.settings.secrets import SecretRef
 from spark_deploy.settings.sources import (
     DownloadSettings,
+    FleetSettings,
     HubSettings,
     ProxySettings,
     RepositorySettings,
@@ -254,3 +255,4 @@ class HostPlan(PairPlan):
     proxy: ProxySettings = field(
         default_factory=ProxySettings
     )  # of jobs and image pulls; never part of a digest
+    fleet: FleetSettings = field(default_factory=FleetSettings)  # never part of a digest

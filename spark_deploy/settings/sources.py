@@ -122,6 +122,26 @@ class DownloadSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """How the hosts of one run lend each other what they have fetched."""
+
+    share: bool = setting(
+        True,
+        "While a host of a run lacks files of a model that another one has or fetches, they are "
+        "lent: the hub sends them once. Read-only, over plain HTTP with a key of the run, and "
+        "closed when the run ends.",
+    )
+    address: str | None = setting(
+        None,
+        "Address of this host at which the others fetch from it, best on the fastest network. "
+        "null: the one that it was logged in at.",
+        pattern="^[0-9a-fA-F.:]+$",
+        examples=["192.168.100.11"],
+    )
+    port: int = setting(8010, "Port at which it lends.", minimum=1024, maximum=65535)
+
+
+@dataclass(frozen=True, slots=True)
 class RepositorySettings:
     """One signed apt repository."""
 

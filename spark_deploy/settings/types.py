@@ -40,6 +40,7 @@ from spark_deploy.settings.sinks import BELOW, CONTAINER
 from spark_deploy.settings.sources import (
     REPOSITORY_NAME,
     DownloadSettings,
+    FleetSettings,
     HubSettings,
     ProxySettings,
     RegistrySettings,
@@ -111,6 +112,7 @@ class Settings:
     registries: RegistrySettings = section(RegistrySettings)
     hub: HubSettings = section(HubSettings)
     downloads: DownloadSettings = section(DownloadSettings)
+    fleet: FleetSettings = section(FleetSettings)
     proxy: ProxySettings = section(ProxySettings)
     repositories: Annotated[dict[str, RepositorySettings], knowing_keys("name")] = setting(
         dict,

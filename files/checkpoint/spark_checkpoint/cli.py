@@ -15,6 +15,7 @@ from typing import NoReturn
 from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
+from spark_contract.gateway import CopyPlan
 from spark_contract.orders import (
     CONFIG,
     GENERATION,
@@ -78,7 +79,8 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> int:
         # numpy comes with it, which nothing else needs.
         from spark_checkpoint.build.build import build
 
-        build(read_build_plan(arguments.plan), progress)
+        copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
+        build(read_build_plan(arguments.plan), progress, copies)
     elif arguments.command == "verify":
         verify_tree(arguments.dir, progress, full=arguments.full)
     elif arguments.command == "discard":
@@ -156,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("order", type=Path, metavar="FETCH.json")
     one = commands.add_parser("build", help="build the checkpoint of a plan")
     one.add_argument("plan", type=Path, metavar="PLAN.json")
+    one.add_argument("--or-copy", type=Path, metavar="COPY.json", help="hosts that have it")
     one = commands.add_parser("verify", help="check a tree against its receipt")
     one.add_argument("dir", type=Path, metavar="DIR")
     depth = one.add_mutually_exclusive_group()

@@ -156,11 +156,6 @@ def room_left(path: Path) -> str:
     return f"{free}{files} are free on {place}"
 
 
-def partial_dir(out: Path) -> Path:
-    """Return where ``out`` grows before it is renamed; the same on every try."""
-    return out.parent / f".{out.name}.partial"
-
-
 @contextmanager
 def sole_use(directory: Path) -> Iterator[None]:
     """Hold a lock on ``directory`` (made when missing) that dies with this process."""

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
 from spark_contract.documents import OPTIONAL, DocumentError
+from spark_contract.gateway import Peers
 
 RECEIPT_NAME = "receipt.json"
 # Of the builder. Raise it exactly when the bytes of a built tree change for the same plan; a
@@ -86,7 +87,8 @@ class FetchPlan(Wire):
     commit: str
     out: str  # appears complete or not at all
     files: tuple[FetchFile, ...]
-    urls: tuple[str, ...]  # a file's path is appended; peers and mirrors first, the hub last
+    urls: tuple[str, ...]  # a file's path is appended; mirrors first, the hub last
+    peers: Peers | None = field(default=None, metadata=OPTIONAL)  # asked before all of these
     pieces: bool  # hash every 4 MiB too, so that a build in layout full reads each byte once
     look_in: tuple[str, ...]  # globs of directories on this host, searched before any download
     token_file: str | None

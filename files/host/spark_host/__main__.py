@@ -13,7 +13,7 @@ from spark_contract.paths import Paths
 from spark_host import evidence, status
 from spark_host.check import runner
 from spark_host.engine import serve
-from spark_host.gateway import gateway
+from spark_host.gateway import gateway, share
 from spark_host.jobs import jobs
 from spark_host.prune import prune
 from spark_host.records import boot
@@ -109,6 +109,10 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "gateway-new-key": (
         _of_one(gateway.new_key),
         "SERVICE: replace its API key, the old one is refused",
+    ),
+    "share": (
+        lambda words, paths: share.run(paths),
+        "lend files of trees to other hosts (run by spark-share@trees)",
     ),
     "watch": (_of_one(loop.run), "RELEASE: watch its engine (run by spark-watch@RELEASE)"),
     "job": (jobs.main, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),

@@ -25,6 +25,7 @@ from spark_deploy.operations.commands import HEARTBEAT_S, shell
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.reconnect import run_reconnecting
+from spark_deploy.operations.service.share import knowing_peers
 from spark_deploy.planning.work.jobs import Work
 
 POLL_EVERY_S = 2.0
@@ -62,7 +63,7 @@ def job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         refuse(f"{host.name}: {spec.title}", progress_text(state), "run again when it answers")
     if spec.kind == "fetch" and not host.state.is_executing:  # told once, before a dry run's end
         host.log(f"{spec.title}: not on this host, {spec.total_bytes or 0} bytes to fetch")
-    yield from place((*work.files(), _pulled_in(spec, release)))
+    yield from place((*knowing_peers(work).files(), _pulled_in(spec, release)))
     yield shell(
         f"{_link(target)}; "
         # What an earlier attempt left would read as the outcome of this one.

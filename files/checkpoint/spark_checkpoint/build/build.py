@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.files import now
+from spark_contract.gateway import CopyPlan
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
 from spark_contract.receipts import CheckpointReceipt
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.build.base_hashes import base_proofs, compare_duplicates
 from spark_checkpoint.build.config import result_config, usable
+from spark_checkpoint.build.copied import copied
 from spark_checkpoint.build.disk_room import peak_bytes
 from spark_checkpoint.build.gated import Gated, donor_tensors, gate
 from spark_checkpoint.build.grafting import graft_mtp
@@ -36,16 +38,18 @@ from spark_checkpoint.verify.expected import HEAD
 from spark_checkpoint.verify.making import make_tree
 
 
-def build(plan: BuildPlan, progress: Progress) -> bool:
-    """Build the plan's tree; return False when it was already there."""
+def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
+    """Build the plan's tree, or copy it from a peer; return False when it was already there."""
     report: dict[str, Any] = {}
 
     def write(work: Path, tree_dir: Path) -> None:
+        if copies is not None and copied(copies, plan, tree_dir, progress):
+            return
         # Sources are let go of before the result is read again: names of a large model fill memory.
         report.update(_write_tree(plan, work, tree_dir, progress))
 
     made = make_tree(plan, f"plan {plan.digest[:12]}", progress, write)
-    if made and plan.layout == "full":
+    if made and report and plan.layout == "full":
         base_bytes = report["rebuild_fetch_bytes"]["base"]
         note(f"{plan.out_dir}: stands alone; without its base a rebuild fetches {base_bytes} bytes")
     return made

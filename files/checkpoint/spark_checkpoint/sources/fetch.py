@@ -27,6 +27,7 @@ from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import vouched, write_receipt
 from spark_checkpoint.sources.lookup import ContentHash, candidates, copy_hashed, hash_into
+from spark_checkpoint.sources.peers import Peers
 from spark_checkpoint.sources.responses import RangeIgnored
 from spark_checkpoint.sources.transport import Transport
 from spark_checkpoint.storage import Passed, clear, refuse_without_room, stamp_of
@@ -39,6 +40,7 @@ class _Order:
 
     plan: FetchPlan
     transport: Transport
+    peers: Peers
     progress: Progress
     tree_dir: Path
     parts_dir: Path
@@ -58,9 +60,10 @@ def fetch(plan: FetchPlan, progress: Progress) -> bool:
     """Have the plan's tree on this host; return False when it was already there."""
 
     def write(work: Path, tree_dir: Path) -> None:
-        # The last source is the hub itself: peers and mirrors before it see no token.
+        # The last source is the hub itself: mirrors before it see no token.
         transport = Transport(plan, plan.urls[-1:])
-        _write_tree(_Order(plan, transport, progress, tree_dir, work / "parts"))
+        peers = Peers(plan, transport.stop)
+        _write_tree(_Order(plan, transport, peers, progress, tree_dir, work / "parts"))
 
     return make_tree(plan, f"{plan.name} at {plan.commit[:12]}", progress, write)
 
@@ -172,11 +175,13 @@ def _download_all(order: _Order, missing: list[FetchFile]) -> None:
 
 def _download(order: _Order, file: FetchFile) -> None:
     """Bring one file from the first source that has the right bytes."""
+    if file.size_bytes and order.peers.bring(file.path, partial(_download_from, order, file)):
+        return
     failures: list[BuilderError] = []
     for base in order.plan.urls:
         url = base.rstrip("/") + "/" + quote(file.path)
         try:
-            _download_from(order, file, url)
+            _download_from(order, file, order.transport, url)
             return
         except (GateRefused, TransferFailed) as error:
             failures.append(error)
@@ -188,20 +193,20 @@ def _download(order: _Order, file: FetchFile) -> None:
     raise (refused or failures)[-1]
 
 
-def _download_from(order: _Order, file: FetchFile, url: str) -> None:
+def _download_from(order: _Order, file: FetchFile, transport: Transport, url: str) -> None:
     part = order.part(file)
     resumed = _size_or_zero(part) > 0
     try:
-        content = _grow(order, file, url, part)
+        content = _grow(order, file, transport, url, part)
         if content.mismatch() and resumed:
             # A power cut can leave a .part whose blocks never reached the disk.
             note(f"resume: {file.path}: the earlier part was damaged, fetching it whole")
             _discard(order, part)
-            content = _grow(order, file, url, part)
+            content = _grow(order, file, transport, url, part)
     except RangeIgnored:
         note(f"resume: {url} cannot continue, fetching it whole")
         _discard(order, part)
-        content = _grow(order, file, url, part)
+        content = _grow(order, file, transport, url, part)
     if (wrong := content.mismatch()) is not None:
         _discard(order, part)
         raise GateRefused(url, wrong, "lock the repository again, or use another source")
@@ -211,7 +216,9 @@ def _download_from(order: _Order, file: FetchFile, url: str) -> None:
     order.proofs[file.path] = content.proof()
 
 
-def _grow(order: _Order, file: FetchFile, url: str, part: Path) -> ContentHash:
+def _grow(
+    order: _Order, file: FetchFile, transport: Transport, url: str, part: Path
+) -> ContentHash:
     """Hash what is there and append the rest."""
     content = order.content(file)
     fd = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
@@ -223,10 +230,10 @@ def _grow(order: _Order, file: FetchFile, url: str, part: Path) -> ContentHash:
             hash_into(part, content, order.progress.skip)
             os.lseek(fd, present, os.SEEK_SET)
         passed = Passed(fd, present)
-        pieces = order.transport.stream(url, present, file.size_bytes, file.size_bytes)
+        pieces = transport.stream(url, present, file.size_bytes, file.size_bytes)
         for number, piece in enumerate(pieces):
             if number == 0:
-                _check_promise(order.transport, file, url)
+                _check_promise(transport, file, url)
             content.update(piece)
             write_all(fd, piece)
             passed.go(len(piece))

@@ -52,9 +52,24 @@ class Promise:
 class Transport:
     """A client for one order; its methods may be called from several threads."""
 
-    def __init__(self, wire: Wire, trusted_urls: tuple[str, ...]):
+    def __init__(
+        self,
+        wire: Wire,
+        trusted_urls: tuple[str, ...],
+        *,
+        direct: bool = False,
+        stop: threading.Event | None = None,
+    ):
+        """Make a client.
+
+        Args:
+            wire: how patient to be.
+            trusted_urls: whose hosts may see the token.
+            direct: whatever proxy there is knows no way to these hosts.
+            stop: set when reads shall end soon; one of its own when left out.
+        """
         self._wire = wire
-        self._pools = _pools(wire)
+        self._pools = _pools(wire, {} if direct else urllib.request.getproxies())
         self._limit = RateLimit(wire.rate_limit_bytes_per_s)
         self._token = _read_token(wire.token_file)
         try:
@@ -64,12 +79,12 @@ class Transport:
         self._lock = threading.Lock()
         self._locations: dict[str, str] = {}
         self._promises: dict[str, Promise] = {}
-        self._cancelled = threading.Event()
+        self.stop = stop or threading.Event()
         self.received_bytes = 0
 
     def cancel(self) -> None:
         """Let every read of every thread end soon; what was received stays."""
-        self._cancelled.set()
+        self.stop.set()
 
     def promise(self, url: str) -> Promise | None:
         """Return what the hub said of a file that was asked for already."""
@@ -78,6 +93,14 @@ class Transport:
     def read(self, url: str, begin: int, end: int, total_bytes: int | None = None) -> bytes:
         """Return the bytes of a small range; fewer when the file ends before ``end``."""
         return b"".join(self.stream(url, begin, end, total_bytes))
+
+    def has(self, url: str) -> bool:
+        """Return whether a file of at least a byte is there now; nothing is tried again."""
+        try:
+            self._open(url, (0, 1)).close()
+        except (TransferFailed, *_FAILURES):
+            return False
+        return True
 
     def read_start(self, url: str, count_bytes: int) -> tuple[int, bytes]:
         """Return a file's size and its first bytes, from one request."""
@@ -133,7 +156,7 @@ class Transport:
     def _attempt(self, url: str) -> Attempt:
         # Mirrors and peers are given up for the next source; after the hub there is none.
         outage_s = self._wire.outage_s if _origin_of(url) in self._trusted else 0.0
-        return Attempt(url, self._wire, self._cancelled, outage_s)
+        return Attempt(url, self._wire, self.stop, outage_s)
 
     def _until_answered(self, url: str, once: Callable[[], T]) -> T:
         attempt = self._attempt(url)
@@ -160,7 +183,7 @@ class Transport:
             if left < 0:
                 raise TransferFailed(url, "sent more bytes than asked for", "use another source")
             yield piece
-            if self._cancelled.is_set():
+            if self.stop.is_set():
                 raise cancelled(url)
         if left:
             raise Again(f"the connection ended {left} bytes early")
@@ -251,12 +274,12 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _pools(wire: Wire) -> dict[str, PoolManager]:
+def _pools(wire: Wire, proxies_known: Mapping[str, str]) -> dict[str, PoolManager]:
     """Return the connections by scheme where the environment names a proxy; "" goes directly."""
     tls = _tls()
     proxies = {
         scheme: proxy if "://" in proxy else f"http://{proxy}"
-        for scheme, proxy in urllib.request.getproxies().items()
+        for scheme, proxy in proxies_known.items()
         if scheme in port_by_scheme
     }
     pools = {

@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from spark_contract.gateway import growing_dir, growing_tree
 from spark_contract.orders import BuildPlan, FetchPlan
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import load_receipt
-from spark_checkpoint.storage import clear, partial_dir, publish, sole_use
+from spark_checkpoint.storage import clear, publish, sole_use
 from spark_checkpoint.verify.verify import verify_tree
 
 
@@ -30,7 +31,7 @@ def make_tree(
         write: Given a work directory and a tree to make in it, writes that tree with its receipt.
             What else it leaves in the work directory is there again when it is interrupted.
     """
-    work = partial_dir(plan.out_dir)
+    work = growing_dir(plan.out_dir)
     if _is_there(plan, what, progress):
         shutil.rmtree(work, ignore_errors=True)
         return False
@@ -38,7 +39,7 @@ def make_tree(
         # Another process may have finished just before this one had the lock.
         if _is_there(plan, what, progress):
             return False
-        tree_dir = work / "tree"
+        tree_dir = growing_tree(plan.out_dir)
         write(work, tree_dir)
         verify_tree(tree_dir, progress, full=False)
         publish(tree_dir, plan.out_dir)

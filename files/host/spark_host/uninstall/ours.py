@@ -11,7 +11,7 @@ from typing import Any
 
 from spark_contract import files, units
 from spark_contract.errors import HostToolError
-from spark_contract.gateway import GATEWAY_USER
+from spark_contract.gateway import GATEWAY_USER, SHARE_KEY, SHARE_SETTINGS
 from spark_contract.keep import Before, Ours, Thing, Wanted
 from spark_contract.paths import API_KEY, CONFIG_DIR, GATEWAY_DIR, HUB_TOKEN, RELEASES_DIR, Paths
 from spark_contract.records import GpuProof
@@ -22,15 +22,15 @@ from spark_host.uninstall import before as past
 from spark_host.uninstall import packages, shared
 
 TEMPLATES = (
-    units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.WATCH, units.SERVE, units.SWITCH,
-    units.PREPARE, units.JOB,
+    units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.SHARE, units.WATCH, units.SERVE,
+    units.SWITCH, units.PREPARE, units.JOB,
 )  # fmt: skip
 _OUR_UNIT = re.compile(rf"^({'|'.join(template.name for template in TEMPLATES)})@")
 _OUR_TOOL = re.compile(rf"^\.?(site|current|(site-)?{units.DIGEST12})(\.zip|\.new)?$")
 _COMMANDS = ("spark-check", "spark-host")
 _SYSUSERS = "/etc/sysusers.d/spark.conf"
 USERS = (GATEWAY_USER, "spark-engine")
-_CONFIG = (RELEASES_DIR, GATEWAY_DIR, API_KEY, HUB_TOKEN)
+_CONFIG = (RELEASES_DIR, GATEWAY_DIR, API_KEY, HUB_TOKEN, SHARE_SETTINGS, SHARE_KEY)
 _RECORDS = frozenset(
     ["jobs", "proofs", "receipts", "switch", "requests", "rollback", "good", "stopped", "events"]
 )

@@ -1,0 +1,111 @@
+"""Takes a finished tree from a peer instead of building it again.
+
+The peer's receipt is known by its hash, which came over another way; every byte is then held
+against that receipt on this host. What is the base's own is linked to the base here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import quote
+
+from spark_contract import receipts
+from spark_contract.documents import DocumentError
+from spark_contract.files import sync, write_all
+from spark_contract.gateway import CopyPlan, FinishedTree, of_tree
+from spark_contract.orders import RECEIPT_NAME, BuildPlan, Wire
+from spark_contract.receipts import CheckpointReceipt, ReceiptFile
+
+from spark_checkpoint.errors import BuilderError, GateRefused
+from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.receipt import write_receipt
+from spark_checkpoint.sources.transport import Transport
+from spark_checkpoint.storage import Passed, clear, refuse_without_room
+from spark_checkpoint.verify.verify import verify_tree
+
+_RECEIPT_LIMIT_BYTES = 64 << 20
+_FIX = "it is built here instead"
+
+
+def copied(order: CopyPlan, plan: BuildPlan, tree_dir: Path, progress: Progress) -> bool:
+    """Have the plan's tree in ``tree_dir`` from a peer, proven; return False when none gave it."""
+    for one in order.trees:
+        tree_dir.mkdir(exist_ok=True)
+        clear(tree_dir)
+        try:
+            _copy(one, order, plan, tree_dir, progress)
+            return True
+        except BuilderError as error:
+            note(f"copy: {error}")
+    clear(tree_dir)
+    tree_dir.rmdir()
+    return False
+
+
+def _copy(
+    one: FinishedTree, order: CopyPlan, plan: BuildPlan, tree_dir: Path, progress: Progress
+) -> None:
+    wire = Wire(tries=2, token_file=order.key_file, timeout_s=10)
+    transport = Transport(wire, (one.url,), direct=True)
+    files = f"{of_tree(one.url, order.digest)}/files/"
+    receipt = _receipt(transport, files + RECEIPT_NAME, one.receipt_sha256, plan)
+    sent = [file for file in receipt.files if not _linked(file, plan, tree_dir)]
+    size_bytes = sum(file.size_bytes for file in sent)
+    refuse_without_room(tree_dir, size_bytes, f"copying {plan.name}")
+    progress.phase("copy", size_bytes)
+    for file in sent:
+        _stream(transport, files + quote(file.path), file, tree_dir / file.path, progress)
+    write_receipt(tree_dir, replace(receipt, plan=plan))
+    # No file has the stat that the peer's receipt knows, so each is hashed.
+    verify_tree(tree_dir, progress, full=False)
+    note(f"{plan.out_dir}: copied from {one.url}")
+
+
+def _receipt(transport: Transport, url: str, sha256: str, plan: BuildPlan) -> CheckpointReceipt:
+    """Return the receipt at an address if it is the one that was told of."""
+    raw = transport.read_whole(url, _RECEIPT_LIMIT_BYTES)
+    if hashlib.sha256(raw).hexdigest() != sha256:
+        raise GateRefused(url, "is another receipt than the one told of", _FIX)
+    try:
+        receipt = receipts.parse(raw)
+    except DocumentError as error:
+        raise GateRefused(url, f"is no receipt ({error})", _FIX) from error
+    if not isinstance(receipt, CheckpointReceipt) or receipt.digest != plan.digest:
+        raise GateRefused(url, "is of another tree", _FIX)
+    # The stat of a file here says nothing of what was seen there.
+    files = tuple(replace(file, inode=None, modified_ns=None) for file in receipt.files)
+    return replace(receipt, files=files)
+
+
+def _linked(file: ReceiptFile, plan: BuildPlan, tree_dir: Path) -> bool:
+    """Link a file of the base, if it is one and the base has it here."""
+    if file.link_of is None:
+        return False
+    target = tree_dir / file.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link((plan.base_dir / file.path).resolve(), target)
+    except OSError as error:
+        note(f"copy: {file.path}: not linked to the base ({error.strerror}), copied")
+        return False
+    return True
+
+
+def _stream(
+    transport: Transport, url: str, file: ReceiptFile, target: Path, progress: Progress
+) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        passed = Passed(fd)
+        for piece in transport.stream(url, 0, file.size_bytes, file.size_bytes):
+            write_all(fd, piece)
+            passed.go(len(piece))
+            progress.add(len(piece))
+        sync(fd)
+        passed.all()
+    finally:
+        os.close(fd)

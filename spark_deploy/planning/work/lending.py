@@ -1,0 +1,95 @@
+"""Which host lends which tree to whom: one fetches, the others take from it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from spark_contract.documents import parse, text_of
+from spark_contract.gateway import CopyPlan, FinishedTree, Peers, SharedTree
+from spark_contract.job import ReceiptProof
+from spark_contract.orders import FetchPlan
+
+from spark_deploy.managed import ManagedFile
+from spark_deploy.planning.work.jobs import Work
+
+State = Literal["there", "under way", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A host of the run, with the trees that it has or shall have."""
+
+    name: str
+    url: str  # where it lends
+    trees: dict[str, State]  # by digest
+    receipts: dict[str, str] = field(default_factory=dict)  # sha256 of those of built trees
+
+
+def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
+    """Return the trees of jobs that peers can use: of those that are built only whole ones."""
+    return tuple(
+        SharedTree(
+            digest=work.job.proof.digest,
+            dir=work.job.proof.tree,
+            job=work.job.digest12,
+            unfinished=work.job.kind == "fetch",
+        )
+        for work in jobs
+        if isinstance(work.job.proof, ReceiptProof)
+    )
+
+
+def wanted_of(me: str, members: Sequence[Member]) -> frozenset[str]:
+    """Return the trees of a host that another one lacks."""
+    mine = next(one.trees for one in members if one.name == me)
+    return frozenset(
+        digest
+        for digest in mine
+        for other in members
+        if other.name != me and other.trees.get(digest, "there") != "there"
+    )
+
+
+def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
+    """Return where a host asks for a tree, in that order.
+
+    First who has it, beginning with another one for each asker. Then who is at it, and of those
+    that begin now the ones before this host, the nearest first: so none waits for one that waits
+    for it, and the first of all goes to the hub.
+    """
+    place = [one.name for one in members].index(me)
+
+    def among(state: State, some: Sequence[Member]) -> list[str]:
+        return [one.url for one in some if one.name != me and one.trees.get(digest) == state]
+
+    there = among("there", members)
+    turn = place % len(there) if there else 0
+    at_it = among("under way", members)
+    before = among("missing", members[:place])
+    return (*there[turn:], *there[:turn], *at_it, *reversed(before))
+
+
+def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
+    """Return a job that knows which hosts have what it makes."""
+    proof = work.job.proof
+    if not isinstance(proof, ReceiptProof):
+        return work
+    urls = peers_of(me, proof.digest, members)
+    if work.job.kind == "fetch" and urls:
+        return replace(work, inputs=tuple(_naming(file, Peers(urls)) for file in work.inputs))
+    receipts = {one.url: one.receipts.get(proof.digest) for one in members}
+    there = tuple(FinishedTree(url, known) for url in urls if (known := receipts[url]))
+    return _or_copied(work, CopyPlan(proof.digest, there)) if there else work
+
+
+def _naming(file: ManagedFile, peers: Peers) -> ManagedFile:
+    order = replace(parse(FetchPlan, file.content.decode()), peers=peers)
+    return replace(file, content=text_of(order).encode())
+
+
+def _or_copied(work: Work, order: CopyPlan) -> Work:
+    file = ManagedFile(f"{work.job.dir}/copy.json", text_of(order).encode())
+    job = replace(work.job, argv=(*work.job.argv, "--or-copy", file.path))
+    return replace(work, job=job, inputs=(*work.inputs, file))

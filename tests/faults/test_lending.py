@@ -1,0 +1,171 @@
+"""Bytes cross the line to the hub once: hosts lend each other what they fetched.
+
+Three guests of the lab; `SPARK_LENDING_GUESTS` names others. The hub's own log says what it sent,
+and `tc` makes links slow, so that there is a middle to break something in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.labkit import STATE, Guest, Site, guest_named, lab
+
+NAMES = os.environ.get("SPARK_LENDING_GUESTS", "lab-16 lab-17 lab-18").split()
+ACCESS_LOG = STATE / "run" / "hub-access.jsonl"
+BLOB = re.compile(r"/blobs/([0-9a-f]{64})\?")
+SHARE = "spark-share@trees.service"
+# 12.6 MB come in several seconds.
+SLOW = "16mbit"
+
+
+class Sent:
+    """What the hub sent of large files since this was made, by its own log."""
+
+    def __init__(self) -> None:
+        self._begun = ACCESS_LOG.stat().st_size
+        self._sizes = {
+            hashlib.sha256(path.read_bytes()).hexdigest(): path.stat().st_size
+            for path in (STATE / "hub/lab/tiny-int4").glob("*/*")
+        }
+
+    def to(self, guest: Guest) -> list[tuple[int, int]]:
+        """Return first and last byte of every answer to this guest."""
+        with ACCESS_LOG.open() as lines:
+            lines.seek(self._begun)
+            asked = [json.loads(line) for line in lines]
+        found = []
+        for one in asked:
+            blob = BLOB.match(one["path"])
+            if blob and blob[1] in self._sizes and one["client"] == guest.ip:
+                last = self._sizes[blob[1]] - 1
+                words = (one["range"] or f"bytes=0-{last}")[6:].split("-")
+                found.append((int(words[0]), min(int(words[1]), last)))
+        return found
+
+    def bytes_to(self, guest: Guest) -> int:
+        return sum(last - first + 1 for first, last in self.to(guest))
+
+
+class Three:
+    """Two hosts, and a third that comes later."""
+
+    def __init__(self, site: Site):
+        self.site = site
+        self.guests = [guest_named(name) for name in NAMES]
+
+    def only(self, *guests: Guest) -> None:
+        self.site.hosts[:] = [guest.name for guest in guests]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
+    lab("up", *NAMES, "--fresh", "--engine", "stub")
+    site = Site(tmp_path_factory.mktemp("site"), hosts=list(NAMES))
+    site.choose(model="lab-stub", profile="base")
+    yield Three(site)
+    for name in NAMES:
+        lab("down", name)
+
+
+@contextmanager
+def slow(guest: Guest, *match: str, rate: str = SLOW) -> Iterator[None]:
+    """Have what matches arrive at a guest slowly; the rest, its login too, is as fast as ever."""
+    link = f"veth-{guest.name}"
+    for words in (
+        ["qdisc", "add", "dev", link, "root", "handle", "1:", "htb", "default", "1"],
+        ["class", "add", "dev", link, "parent", "1:", "classid", "1:1", "htb", "rate", "10gbit"],
+        ["class", "add", "dev", link, "parent", "1:", "classid", "1:3", "htb", "rate", rate],
+        ["filter", "add", "dev", link, "parent", "1:", "protocol", "ip", "u32", *match,
+         "flowid", "1:3"],
+    ):  # fmt: skip
+        subprocess.run(["tc", *words], check=True, timeout=20)
+    try:
+        yield
+    finally:
+        subprocess.run(["tc", "qdisc", "del", "dev", link, "root"], check=True, timeout=20)
+
+
+def tree(guest: Guest) -> str:
+    """Return every file that was fetched, with its hash."""
+    return guest.run("cd /srv/spark/sources/*--tiny-int4-*; find . -type f ! -name receipt.json "
+                     "-print0 | sort -z | xargs -0 sha256sum")  # fmt: skip
+
+
+def closed(guest: Guest) -> bool:
+    left = guest.run("ls /etc/spark/share.json /etc/spark/share-key 2>/dev/null || :")
+    return left == "" and guest.unit(SHARE, "ActiveState")["ActiveState"] != "active"
+
+
+def part(guest: Guest) -> int:
+    """Return the size of the largest file that grows."""
+    return int(guest.run("find /srv/spark/sources -name '*.part' -printf '%s\\n' 2>/dev/null "
+                         "| sort -n | tail -1 | grep . || echo 0"))  # fmt: skip
+
+
+def test_two_new_hosts_cost_one_copy(three: Three, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, _ = three.guests
+    three.only(first, second)
+    sent = Sent()
+
+    with slow(first, "match", "ip", "src", "10.77.0.1", "match", "ip", "sport", "8083", "0xffff"):
+        run = three.site.deploy()
+
+    assert run.exit_code == 0, run.stderr[-5000:]
+    one_copy = sum(last - begin + 1 for begin, last in set(sent.to(first)))
+    with capsys.disabled():
+        print(f"\nhub sent {sent.bytes_to(first)} and {sent.bytes_to(second)} bytes")  # noqa: T201
+    assert sent.bytes_to(first) == one_copy > 12_000_000
+    assert sent.bytes_to(second) == 0
+    assert tree(first) == tree(second)
+    assert all(closed(guest) for guest in (first, second))
+    three.site.deploy().must_have_changed_nothing()
+
+
+def test_a_host_that_comes_later_takes_everything_from_those_there(three: Three) -> None:
+    first, _, third = three.guests
+    three.only(*three.guests)
+    sent = Sent()
+
+    run = three.site.deploy()
+
+    assert run.exit_code == 0, run.stderr[-5000:]
+    assert [sent.bytes_to(guest) for guest in three.guests] == [0, 0, 0]
+    assert tree(third) == tree(first)
+    assert all(closed(guest) for guest in three.guests)
+    three.site.deploy().must_have_changed_nothing()
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_file_costs_what_is_left(three: Three) -> None:
+    first, _, third = three.guests
+    three.only(first, third)
+    third.run("rm -rf /srv/spark/sources/*")
+    sent = Sent()
+
+    with slow(third, "match", "ip", "src", first.ip, "match", "ip", "sport", "8010", "0xffff"):
+        process = three.site.start()
+        try:
+            deadline = time.monotonic() + 200
+            while part(third) < 300_000:
+                assert time.monotonic() < deadline
+            lab("break", "host-down", first.name)
+            third.wait("ls /srv/spark/sources/*--tiny-int4-*/receipt.json", seconds=180)
+        finally:
+            lab("break", "host-down", first.name, "--heal")
+            process.communicate(timeout=600)
+
+    ranges = sent.to(third)
+    assert any(begin > 0 for begin, _ in ranges)
+    assert 0 < sent.bytes_to(third) < 12_000_000
+    assert tree(third) == tree(first)
+    again = three.site.deploy()
+    assert again.exit_code == 0, again.stderr[-5000:]
+    assert all(closed(guest) for guest in (first, third))

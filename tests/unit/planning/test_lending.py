@@ -1,0 +1,132 @@
+"""One host fetches, the others take from it: who asks whom."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from spark_contract.documents import parse
+from spark_contract.gateway import CopyPlan, FinishedTree, Peers
+from spark_contract.orders import FetchPlan
+
+from spark_deploy.planning.work.jobs import Work, jobs_of
+from spark_deploy.planning.work.lending import (
+    Member,
+    State,
+    peers_of,
+    shared_trees,
+    wanted_of,
+    with_peers,
+)
+from tests.unit.planning.plans import plan_of
+
+TREE = "f" * 64
+
+
+def members(states: str) -> list[Member]:
+    """Return hosts a, b, ... of which each has the tree (+), is at it (~) or lacks it (-)."""
+    said: dict[str, State] = {"+": "there", "~": "under way", "-": "missing"}
+    return [
+        Member(name, name, {TREE: said[s]}) for name, s in zip("abcdefgh", states, strict=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("states", "asked"),
+    [
+        ("----", {"a": "", "b": "a", "c": "ba", "d": "cba"}),
+        ("-+--", {"a": "b", "c": "ba", "d": "bca"}),
+        ("++--", {"c": "ab", "d": "bac"}),
+        ("-~-", {"a": "b", "c": "ba"}),
+        ("+~-", {"c": "ab"}),
+        ("-", {"a": ""}),
+    ],
+)
+def test_those_who_have_a_tree_are_asked_before_those_who_are_at_it(
+    states: str, asked: dict[str, str]
+) -> None:
+    hosts = members(states)
+    assert {name: "".join(peers_of(name, TREE, hosts)) for name in asked} == asked
+
+
+@pytest.mark.parametrize("states", ["----", "-+--", "-----", "+-------", "~--"])
+def test_no_host_that_begins_waits_for_one_that_waits_for_it(states: str) -> None:
+    hosts = members(states)
+    waits = {
+        one.name: {
+            url for url in peers_of(one.name, TREE, hosts)
+            if next(other for other in hosts if other.name == url).trees[TREE] == "missing"
+        }
+        for one in hosts
+        if one.trees[TREE] == "missing"
+    }  # fmt: skip
+    done: set[str] = set()
+    while len(done) < len(waits):
+        free = {name for name, on in waits.items() if name not in done and on <= done}
+        assert free
+        done |= free
+    assert sum(not peers_of(name, TREE, hosts) for name in waits) <= 1
+
+
+def test_those_who_have_a_tree_are_asked_by_turns() -> None:
+    first = {peers_of(name, TREE, members("+++---"))[0] for name in "def"}
+    assert first == {"a", "b", "c"}
+
+
+def test_a_tree_is_lent_only_while_another_host_lacks_it() -> None:
+    assert wanted_of("a", members("++")) == frozenset()
+    assert wanted_of("a", members("+-")) == {TREE}
+    assert wanted_of("b", members("+-")) == frozenset()
+    other = Member("b", "b", {"e" * 64: "missing"})
+    assert wanted_of("a", [*members("+"), other]) == frozenset()
+
+
+WORKS = jobs_of(plan_of("large", "v2"), ())
+FETCH, BUILD, IMAGE = WORKS
+
+
+def pair(state: State, receipts: dict[str, str]) -> list[Member]:
+    """Return a peer whose trees are all in one state, and a host that has none."""
+    trees = {one.digest: state for one in shared_trees(WORKS)}
+    return [
+        Member("peer", "http://peer:1", trees, receipts),
+        Member("me", "", dict.fromkeys(trees, "missing")),
+    ]
+
+
+def digest_of_tree(work: Work) -> str:
+    [tree] = shared_trees([work])
+    return tree.digest
+
+
+def test_an_order_to_fetch_names_peers_and_nothing_else_of_it_changes() -> None:
+    told = with_peers(FETCH, "me", pair("under way", {}))
+    [file] = told.inputs
+    assert told.job == FETCH.job
+    assert parse(FetchPlan, file.content.decode()).peers == Peers(("http://peer:1",))
+    plain, named = json.loads(FETCH.inputs[0].content), json.loads(file.content)
+    assert named.pop("peers") == {"urls": ["http://peer:1"]}
+    assert plain == named
+
+
+def test_a_tree_is_copied_from_a_peer_only_with_the_hash_of_its_receipt() -> None:
+    digest = digest_of_tree(BUILD)
+    told = with_peers(BUILD, "me", pair("there", {digest: "a" * 64}))
+    plan, copy = told.inputs
+    assert plan == BUILD.inputs[0]
+    assert told.job.digest == BUILD.job.digest
+    assert told.job.argv == (*BUILD.job.argv, "--or-copy", copy.path)
+    order = parse(CopyPlan, copy.content.decode())
+    assert order == CopyPlan(digest, (FinishedTree("http://peer:1", "a" * 64),))
+    assert with_peers(BUILD, "me", pair("there", {})) is BUILD
+
+
+def test_work_that_no_peer_has_done_stays_as_it_is() -> None:
+    alone = pair("there", {})[1:]
+    assert all(with_peers(work, "me", alone) is work for work in WORKS)
+    assert with_peers(IMAGE, "me", pair("there", {})) is IMAGE
+
+
+def test_of_what_is_built_only_whole_trees_are_lent() -> None:
+    assert [tree.unfinished for tree in shared_trees(WORKS)] == [True, False]
+    assert [tree.job for tree in shared_trees(WORKS)] == [FETCH.job.digest12, BUILD.job.digest12]
