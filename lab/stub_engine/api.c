@@ -277,6 +277,15 @@ static bool generate(int connection, const char *path, const char *body) {
     return more;
 }
 
+static bool pool(int connection, const char *path, const char *body) {
+    json *request = json_parse(body);
+    if (!request) return reply_error(connection, 400, "the request is not JSON");
+    buffer b = {0};
+    count_prompt(put_pooled(&b, request, path), 0);
+    json_free(request);
+    return reply_json(connection, 200, &b);
+}
+
 static bool reply_text(int connection, int status, const char *type, const char *text) {
     buffer b = {0};
     put(&b, "%s", text);
@@ -308,6 +317,9 @@ bool serve_request(int connection, const char *method, const char *path, const c
         "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/invocations"};
     for (size_t i = 0; post && i < sizeof generating / sizeof *generating; i++)
         if (!strcmp(path, generating[i])) return generate(connection, path, body);
+    static const char *const pooling[] = {"/v1/embeddings", "/v1/rerank"};
+    for (size_t i = 0; post && i < sizeof pooling / sizeof *pooling; i++)
+        if (!strcmp(path, pooling[i])) return pool(connection, path, body);
     /* Open doors of the real engine: answered here, so that a test sees whether they are shut. */
     static const char *const open[] = {"/tokenize", "/detokenize", "/load", "/docs", "/openapi.json", "/ping"};
     for (size_t i = 0; i < sizeof open / sizeof *open; i++)

@@ -68,6 +68,9 @@ typedef struct {
 bool reply_message(int connection, const message *m);
 bool stream_message(int connection, const message *m);
 
+/* pooled.c: embeddings and rankings. */
+int put_pooled(buffer *b, const json *request, const char *path);
+
 /* api.c: one request, one answer; false closes the connection. */
 bool serve_request(int connection, const char *method, const char *path, const char *body);
 

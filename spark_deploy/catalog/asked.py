@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_deploy.catalog.model import Model, ModelCheck, Question
+from spark_deploy.catalog.model import Model, PlainModel, Question
 
 # Room for a model that cannot be told not to think.
 _TOKENS = 1024
@@ -25,8 +25,16 @@ _CHAT = (
     ),
 )
 
+# A base model goes on with a text.
+_COMPLETION = (
+    Question(prompt="The capital of France is the city of", expect=r"^\W*Paris\b", max_tokens=8),
+    Question(prompt="Monday, Tuesday, Wednesday, Thursday,", expect=r"^\W*Friday\b", max_tokens=8),
+    Question(prompt="1, 2, 3, 4, 5, 6,", expect=r"^\W*7\b", max_tokens=8),
+)
+_OF_TASK = {"chat": _CHAT, "completion": _COMPLETION, "embedding": (), "reranking": ()}
+
 
 def questions_of(model: Model) -> tuple[Question, ...]:
-    """Return what a model is asked: its own questions, else those of its kind."""
-    check: ModelCheck = model.check
-    return check.questions or _CHAT
+    """Return what a model is asked: its own questions, else those of its task."""
+    task = model.task if isinstance(model, PlainModel) else "chat"
+    return model.check.questions or _OF_TASK[task]

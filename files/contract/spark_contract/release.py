@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from spark_contract import units
 from spark_contract.documents import OPTIONAL
@@ -138,6 +138,10 @@ class CheckPlan:
     portable: bool
     metrics_required: dict[str, Any]
     bench: Bench | None
+    task: Literal["chat", "completion", "embedding", "reranking"] = field(
+        default="chat", metadata=OPTIONAL
+    )
+    width: int | None = field(default=None, metadata=OPTIONAL)  # numbers of an embedding
 
     @property
     def plain_questions(self) -> tuple[Question, ...]:

@@ -26,7 +26,7 @@ from spark_contract.release import (
 from spark_contract.units import cache_name, release_name
 
 from spark_deploy.catalog.asked import questions_of
-from spark_deploy.catalog.model import HybridModel, Model
+from spark_deploy.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.facts.machine.fabric import Ports
@@ -141,6 +141,7 @@ def check_plan(
         forbidden.append(r"spark portable mode")
     if plugin:
         forbidden += [r"Failed to load plugin", r"weight_scale_inv.* not found"]
+    pools = isinstance(model, PlainModel) and model.task in ("embedding", "reranking")
     return CheckPlan(
         timeout_s=settings.check.timeout_s,
         max_model_len=context_tokens(model, profile),
@@ -151,10 +152,10 @@ def check_plan(
         copy=tuple(model.check.copy),
         tool_call=model.check.tool_call and model.parsers.tool_call is not None,
         reasoning=model.check.reasoning and model.parsers.reasoning is not None,
-        repeat=model.check.repeat,
+        repeat=model.check.repeat and not pools,
         conversation=model.check.conversation,
         # Only for `spark-check --deep`: reading so much takes minutes.
-        needle=Needle(context_tokens(model, profile) * 3 // 4),
+        needle=None if pools else Needle(context_tokens(model, profile) * 3 // 4),
         image=profile.vision and _sees(model),
         acceptance_floor=profile.check.acceptance_floor if profile.speculation else None,
         # The first turn must fill a block: only whole blocks are found again.
@@ -163,8 +164,24 @@ def check_plan(
         log_forbidden=tuple(forbidden),
         portable=portable,
         metrics_required=dict(profile.check.metrics_required),
-        bench=Bench(settings.check.bench_s, settings.check.bench_worse_percent),
+        bench=_bench(model, settings),
+        task=model.task if isinstance(model, PlainModel) else "chat",
+        width=_width(model),
     )
+
+
+def _bench(model: Model, settings: Settings) -> Bench | None:
+    """Return how the speed is measured, which is of chats."""
+    if isinstance(model, PlainModel) and model.task != "chat":
+        return None
+    return Bench(settings.check.bench_s, settings.check.bench_worse_percent)
+
+
+def _width(model: Model) -> int | None:
+    """Return how many numbers an embedding has; a layer behind the model may make it another."""
+    if not isinstance(model, PlainModel) or model.task != "embedding":
+        return None
+    return model.anatomy.width if model.anatomy else None
 
 
 def _sees(model: Model) -> bool:

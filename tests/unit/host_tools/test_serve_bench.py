@@ -70,7 +70,7 @@ def test_an_engine_that_works_for_others_is_not_measured(host: Host) -> None:
     release = released(host)
     engine = host.started(release, STUB_PIECE_S="0.0005")
     body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 3000}
-    stranger = threading.Thread(target=lambda: engine.chat(body, 20))
+    stranger = threading.Thread(target=lambda: engine.ask("/v1/chat/completions", body, 20))
     stranger.start()
     with pytest.raises(measure.NotMeasuredError, match="worked for others"):
         measure.measure(release, host.paths, 0.5, print)

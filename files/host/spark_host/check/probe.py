@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from spark_contract.release import CheckPlan, Release
 
-from spark_host.engine.client import Engine, EngineError
+from spark_host.engine.client import CHAT, COMPLETION, Engine, EngineError
 from spark_host.engine.metrics import Metrics
 
 Message = dict[str, Any]
@@ -71,8 +71,18 @@ class Probe:
         """Whether this check has used up its time."""
         return time.monotonic() >= self.until_s
 
+    @property
+    def path(self) -> str:
+        """Where text is asked for: a base model goes on with a text and knows no roles."""
+        return COMPLETION if self.plan.task == "completion" else CHAT
+
     def body(self, messages: list[Message], max_tokens: int, **more: Any) -> dict[str, Any]:
-        """Return a greedy chat request; thinking is off unless ``more`` says otherwise."""
+        """Return a greedy request; thinking is off unless ``more`` says otherwise."""
+        if self.path == COMPLETION:
+            more.pop("chat_template_kwargs", None)
+            prompt = "\n".join(str(one["content"]) for one in messages)
+            asked = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens}
+            return {**asked, "temperature": 0, "seed": 1, **more}
         return {
             "model": self.model,
             "messages": messages,
@@ -91,7 +101,9 @@ class Probe:
         """
         start = time.monotonic()
         try:
-            answer = self.engine.chat(self.body(messages, max_tokens, **more), self.left_s)
+            answer = self.engine.ask(
+                self.path, self.body(messages, max_tokens, **more), self.left_s
+            )
         except EngineError as error:
             waited = time.monotonic() - start
             late = self.out_of_time
@@ -101,7 +113,7 @@ class Probe:
         try:
             choice = answer["choices"][0]
             self.tokens_seen += int(answer["usage"]["completion_tokens"])
-            message = dict(choice["message"])
+            message = dict(choice.get("message") or {"content": choice["text"]})
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise CheckError(f"the answer lacks {error}") from error
         message["finish_reason"] = choice.get("finish_reason")
@@ -117,10 +129,10 @@ class Probe:
         start, wait_s = time.monotonic(), 0.0
         text, finished, usage = "", None, None
         try:
-            for event in self.engine.stream_chat(body, self.left_s):
+            for event in self.engine.stream_chat(body, self.left_s, self.path):
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
-                    text += choice.get("delta", {}).get("content") or ""
+                    text += choice.get("delta", {}).get("content") or choice.get("text") or ""
                     finished = choice.get("finish_reason") or finished
                 if text and not wait_s:
                     wait_s = time.monotonic() - start

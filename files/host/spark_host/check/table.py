@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from spark_contract.sentences import PREFIX_REUSE
 
-from spark_host.check import answers, evidence, images, long_text
+from spark_host.check import answers, evidence, images, long_text, pooled
 from spark_host.check.probe import Probe, Weight
 
 
@@ -103,6 +103,23 @@ CHECKS = (
         lambda p: p.plan.image,
     ),
     Check(
+        "embedding", "quick", pooled.embedding, "must",
+        "damaged weights, another pooling than the model's, numbers that are none",
+        "cannot: the one text says what the other says, the third is about something else",
+        lambda p: p.plan.task == "embedding",
+    ),
+    Check(
+        "embedding beside others", "full", pooled.embedding_repeat, "must",
+        "texts of one request that get into each other's numbers", NEVER,
+        lambda p: p.plan.task == "embedding",
+    ),
+    Check(
+        "ranking", "quick", pooled.ranking, "must",
+        "damaged weights, a head that is not loaded: documents in no order",
+        "cannot: the one document answers the question, the other is about something else",
+        lambda p: p.plan.task == "reranking",
+    ),
+    Check(
         PREFIX_REUSE, "full", long_text.prefix_reuse, "must",
         "prefix caching that is off, or gives back what was not asked",
         "it does not find the number in turn 1, which no cache has a part in: told as a warning",
@@ -123,7 +140,7 @@ CHECKS = (
     Check(
         "counters", "quick", evidence.counters_move, "must",
         "metrics that stand still, by which the watch would not see a stall", NEVER,
-        lambda p: bool(p.plan.plain_questions),
+        lambda p: bool(p.plan.plain_questions) or p.plan.task in ("embedding", "reranking"),
     ),
     Check(
         "metrics", "quick", evidence.metrics_required, "must",

@@ -28,6 +28,7 @@ from spark_host.system import folders, sockets
 _ANSWER_BYTES = 16 << 20
 _METRICS_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 16
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 class EngineError(Exception):
@@ -123,17 +124,19 @@ class Engine:
         """Send ``POST path`` with a JSON body."""
         return self._request("POST", path, body, timeout_s)
 
-    def chat(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a chat request; anything but 200 is an error."""
-        reply = self.post("/v1/chat/completions", body, timeout_s)
+    def ask(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Return the answer to a request; anything but 200 is an error."""
+        reply = self.post(path, body, timeout_s)
         if reply.status != 200:
             raise EngineError(f"HTTP {reply.status}: {reply.body[:200].decode(errors='replace')}")
         return reply.json()
 
-    def stream_chat(self, body: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
-        """Yield the events of a streamed chat answer; fail unless it ends with ``[DONE]``."""
+    def stream_chat(
+        self, body: dict[str, Any], timeout_s: float, path: str = CHAT
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed answer; fail unless it ends with ``[DONE]``."""
         deadline = time.monotonic() + timeout_s
-        connection, response = self._open("POST", "/v1/chat/completions", body, deadline)
+        connection, response = self._open("POST", path, body, deadline)
         try:
             if response.status != 200:
                 raise EngineError(f"HTTP {response.status}")

@@ -43,6 +43,7 @@ WAYS = (
     Way("POST", "/v1/messages"),
     Way("POST", "/v1/messages/count_tokens"),
     Way("POST", "/v1/embeddings"),
+    Way("POST", "/v1/rerank"),
     Way("GET", "/v1/models"),
     Way("GET", "/v1/models/", _MODEL),
 )

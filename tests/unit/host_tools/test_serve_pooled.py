@@ -1,0 +1,85 @@
+"""Checks of servers that answer with numbers, and of base models: each fails by its fault."""
+
+from __future__ import annotations
+
+import pytest
+from spark_contract.records import Proof
+from spark_contract.release import Release
+from spark_host.check import runner
+from stub_host import Host
+
+PLAIN = {
+    "questions": [], "copy": [], "tool_call": False, "reasoning": False, "repeat": False,
+    "conversation": False, "image": False, "needle": None, "prefix": None,
+    "acceptance_floor": None, "metrics_required": {},
+}  # fmt: skip
+EMBEDDING = {"task": "embedding", "width": 128}
+RANKING = {"task": "reranking"}
+
+
+def release_of(host: Host, asked: dict[str, object]) -> Release:
+    return host.release(**{f"check__{key}": value for key, value in {**PLAIN, **asked}.items()})
+
+
+def check(host: Host, release: Release, level: str = "deep") -> Proof:
+    return runner.check(release, host.here, level, print, invocation_id="run-1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [(EMBEDDING, {"embedding", "embedding beside others"}), (RANKING, {"ranking"})],
+    ids=["embedding", "ranking"],
+)
+def test_a_sound_server_passes_and_is_asked_for_numbers_alone(
+    host: Host, asked: dict[str, object], names: set[str]
+) -> None:
+    release = release_of(host, asked)
+    host.started(release)
+    result = check(host, release)
+    assert result.ok, result.failed
+    around = {"ready", "served names", "context length", "log lines", "counters", "health"}
+    assert {item.name for item in result.checks} == names | around
+    # A start is not opened on a health answer alone.
+    quick = {item.name for item in check(host, release, "quick").checks}
+    assert quick & names == {next(iter(sorted(names)))}
+
+
+VIOLATIONS = [
+    (EMBEDDING, "garbage", "embedding", "is not nearer to its like"),
+    (EMBEDDING, "nan", "embedding", "no finite number"),
+    ({**EMBEDDING, "width": 96}, "", "embedding", "128 numbers, the model's width is 96"),
+    (EMBEDDING, "mixes-up", "embedding beside others", "another embedding beside others"),
+    (RANKING, "garbage", "ranking", "the document that answers scored 1.000, the other 1.000"),
+    (EMBEDDING, "counters-flat", "counters", "moved by 0"),
+]
+
+
+@pytest.mark.parametrize(("asked", "fault", "violated", "sentence"), VIOLATIONS)
+def test_a_fault_fails_the_check_made_for_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch, asked: dict[str, object], fault: str,
+    violated: str, sentence: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("spark_host.check.evidence._COUNTER_WAIT_S", 0.3)
+    release = release_of(host, asked)
+    host.started(release, fault)
+    failed = {item.name: item.detail for item in check(host, release).failed}
+    assert sentence in failed[violated]
+
+
+def test_a_base_model_goes_on_with_a_text_and_is_sent_no_roles(host: Host) -> None:
+    asked = [{"prompt": "The capital of France is", "expect": "^Paris$", "max_tokens": 8}]
+    release = release_of(host, {"task": "completion", "questions": asked, "repeat": True})
+    host.started(release)
+    result = check(host, release)
+    assert result.ok, result.failed
+    assert {"first answer", "stream", "repeat", "parallel"} <= {one.name for one in result.checks}
+    log = host.log.read_text()
+    assert "POST /v1/completions" in log
+    assert "/v1/chat/completions" not in log
+
+
+def test_a_base_model_that_says_something_else_is_not_proven(host: Host) -> None:
+    asked = [{"prompt": "The capital of France is", "expect": "^Paris$", "max_tokens": 8}]
+    release = release_of(host, {"task": "completion", "questions": asked})
+    host.started(release, "garbage")
+    assert [item.name for item in check(host, release, "quick").failed] == ["first answer"]
