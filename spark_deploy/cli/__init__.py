@@ -53,7 +53,9 @@ def _run(options: Options) -> int:
         return int(module.run(options))
     except SparkError as error:
         for problem in error.problems:
-            print(problem, file=sys.stderr)
+            where, *fix = str(problem).splitlines()
+            click.secho(where, fg="red", err=True)  # without colours where nobody sees them
+            click.echo("\n".join(fix), err=True)
         return 1
     except (click.Abort, KeyboardInterrupt):
         print("\nended; nothing more was done", file=sys.stderr)

@@ -136,7 +136,10 @@ COMMANDS: dict[str, Entry] = {
     "plan": Entry(
         LOOK,
         "Print what a deploy would make of each host; no host is touched.",
-        (flag("--estimate", "Ask no hub: sizes from the architecture, identities left open."),),
+        (
+            flag("--estimate", "Ask no hub: sizes from the architecture, identities left open."),
+            flag("--verbose", "Show files, unit and the engine's arguments as well.", "-v"),
+        ),
     ),
     "status": Entry(
         LOOK,

@@ -133,6 +133,10 @@ def answer(
     """Print what a command found: as JSON, or as the lines of each host for people."""
     if options.json:
         print(json.dumps(plain(found), indent=1))
+    elif sys.stdout.isatty():
+        from spark_deploy.cli.looks.paper import show
+
+        show(between.join("\n".join(text) for text in texts).splitlines())
     else:
         print(between.join("\n".join(text) for text in texts))
 

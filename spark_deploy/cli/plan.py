@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Iterator
 
@@ -11,6 +12,8 @@ from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import OPEN_COMMIT, Listed, answer, listed, planned, say
+from spark_deploy.cli.looks.brief import brief
+from spark_deploy.cli.looks.brief import row as _row
 from spark_deploy.inventory.held import hold_if_told
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import size
@@ -31,11 +34,20 @@ def run(options: Options) -> int:
     for host in () if options.estimate else hosts:
         hold(host)
     texts = (
-        lines(plan, *pair_of(host.settings.settings, host.catalog))
+        _text(plan, *pair_of(host.settings.settings, host.catalog), verbose=options.verbose)
         for plan, host in zip(plans, hosts, strict=True)
     )
     answer(options, [document(plan) for plan in plans], texts)
     return 0
+
+
+def _text(plan: HostPlan, model: Model, profile: Profile, *, verbose: bool) -> Iterator[str]:
+    yield from brief(plan, profile)
+    if verbose:
+        yield from lines(plan, model, profile)
+        return
+    yield from itertools.islice(_speed(plan, model, profile), 1)
+    yield _row("more", "with -v: what is fetched, built and started, with which arguments")
 
 
 def hold(host: Listed) -> None:
@@ -46,8 +58,8 @@ def hold(host: Listed) -> None:
 
 
 def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
-    """Yield the plan of one host as lines for people; the profile is as this host serves it."""
-    yield f"{plan.host}: {plan.model} with {plan.profile}, release {plan.serve.name}"
+    """Yield every part of the plan of one host; the profile is as this host serves it."""
+    yield _row("release", plan.serve.name)
     yield _row("model", model.summary)
     yield _row("profile", profile.summary)
     for source in plan.sources:
@@ -68,12 +80,6 @@ def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     yield from _cluster(plan.serve)
     yield from _unit(plan)
     yield from _service(plan.serve, plan.gateway)
-    for warning in plan.warnings:
-        yield _row("WARNING", warning)
-
-
-def _row(title: str, text: str) -> str:
-    return f"  {title:<11} {text}"
 
 
 def _identity(commit: str) -> str:

@@ -88,7 +88,8 @@ def no_inventory(named: str) -> SettingsError:
     path = Path(named)
     folders = dict.fromkeys((path.parent, path.parent / "inventory", Path("inventory")))
     there = sorted({str(one) for folder in folders for one in folder.glob("[!_]*.py")})
-    guess = closest(named, there)
+    same = [one for one in there if Path(one).name == path.name]  # of another folder
+    guess = same[0] if same else closest(named, there)
     fix = (
         f"did you mean {guess}?" if guess else "name an inventory file, such as inventory/spark.py"
     )

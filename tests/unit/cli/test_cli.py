@@ -27,9 +27,9 @@ def spark_deploy(capsys, monkeypatch, tmp_path):
 
 
 def test_a_plan_needs_neither_host_nor_hub_when_it_estimates(spark_deploy):
-    code, out, _ = spark_deploy("plan", "--estimate", "--profile", "v2-tq")
+    code, out, _ = spark_deploy("plan", "-v", "--estimate", "--profile", "v2-tq")
     assert code == 0
-    for part in ("turboquant_k8v4", "(estimated, not locked)", "KV cache of", "release main-"):
+    for part in ("turboquant_k8v4", "(estimated, not locked)", "KV cache of", "release     main-"):
         assert part in out
 
 
@@ -40,7 +40,7 @@ def test_a_plan_as_json_is_a_list_with_one_entry_for_each_host(spark_deploy):
 
 
 def test_a_plan_names_the_unit_with_its_limits_and_what_the_disk_takes_in_all(spark_deploy):
-    _, text, _ = spark_deploy("plan", "--estimate")
+    _, text, _ = spark_deploy("plan", "-v", "--estimate")
     _, out, _ = spark_deploy("plan", "--estimate", "--json")
     [plan] = json.loads(out)
     unit = plan["unit"]["name"]
@@ -117,7 +117,7 @@ def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spar
 
 
 def test_the_plan_says_what_the_proof_will_ask(spark_deploy):
-    code, out, err = spark_deploy("plan", "--estimate", "--data", "engine.vision=true")
+    code, out, err = spark_deploy("plan", "-v", "--estimate", "--data", "engine.vision=true")
     assert (code, err) == (0, "")
     [line] = [line for line in out.splitlines() if line.startswith("  check ")]
     for part in ("5 questions", "tool call", "a growing conversation", "pictures", "acceptance"):

@@ -1,0 +1,58 @@
+"""A plan in the words of who asks for it: does it fit, how long, where, and what is odd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spark_deploy.catalog.profile import Profile
+from spark_deploy.lockfile.resolve import size
+from spark_deploy.planning.budget.disk import disk_total
+from spark_deploy.planning.budget.memory import gib
+from spark_deploy.planning.serving.gateway import base_urls
+from spark_deploy.planning.types import HostPlan
+
+RATES_MB_PER_S = (25, 100)  # of a line of 200 Mbit/s, and of one of a gigabit
+
+
+def brief(plan: HostPlan, profile: Profile) -> Iterator[str]:
+    """Yield the answers first; a plan that does not fit is refused before it is one."""
+    where = ", ".join(f"{url} ({who})" for url, who in base_urls(plan.gateway))
+    yield f"{plan.host}: {plan.model} with {plan.profile} fits"
+    yield row("serves", f"{', '.join(plan.serve.names)} at {where}")
+    yield row("fetches", _fetches(plan))
+    peak_bytes, after_bytes = disk_total(plan.disk)
+    yield row("disk", f"{size(after_bytes)} in all, at most {size(peak_bytes)} on the way")
+    yield row("memory", _memory(plan, profile))
+    for warning in plan.warnings:
+        yield row("WARNING", warning)
+
+
+def row(title: str, text: str) -> str:
+    """Return a line of a plan: what it is about, and what is said of that."""
+    return f"  {title:<11} {text}"
+
+
+def _fetches(plan: HostPlan) -> str:
+    files = sum(source.size_bytes for source in plan.sources)
+    image = plan.image.size_bytes
+    slow, fast = (_minutes((files + image) / rate / 1e6) for rate in RATES_MB_PER_S)
+    built = "; then the checkpoint is built there" if plan.checkpoint else ""
+    return (
+        f"{size(files)} of files and an image of {size(image)}, what is not there yet of it: at "
+        f"most {fast} at 100 MB/s, {slow} at 25 MB/s{built}"
+    )
+
+
+def _minutes(seconds: float) -> str:
+    return f"{max(1, round(seconds / 60))} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _memory(plan: HostPlan, profile: Profile) -> str:
+    memory = plan.memory
+    engine = memory.weights_bytes + memory.drafter_bytes + memory.graphs_bytes
+    left = memory.total_bytes - engine - memory.kv_cache_bytes
+    return (
+        f"engine {gib(engine)}, KV cache {gib(memory.kv_cache_bytes)} (room for "
+        f"{memory.full_context_users:.1f} requests of {plan.serve.check.max_model_len:,} tokens; "
+        f"{profile.limits.max_sequences} at once), left for all else {gib(left)}"
+    )

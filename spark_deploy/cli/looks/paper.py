@@ -1,0 +1,57 @@
+"""Lines for people on a terminal: wrapped under their own column, and what is wrong stands out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.text import Text
+
+_TITLE = re.compile(r"^(?:\S+: | *\S+(?: \S+)? {2,}| {2,})")
+_STYLES = {
+    "REFUSED": "bold red",
+    "FAILED": "bold red",
+    "WARNING": "bold yellow",
+    "warning": "bold yellow",
+}
+
+
+def show(lines: Iterable[str], console: Console | None = None) -> None:
+    """Print lines at the width of the terminal."""
+    paper = console or Console(highlight=False)
+    for line in lines:
+        for text in wrapped(line, paper.width):
+            paper.print(styled(text), no_wrap=True, overflow="ignore", crop=False)
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """Return a line as several of at most ``width``; words longer than that stay whole.
+
+    What follows stands below where the text began, behind its title.
+    """
+    if len(line) <= width:
+        return [line]
+    title = _TITLE.match(line)
+    indent = min(len(title[0]) if title and line.startswith(" ") else 4, width // 2)
+    found, rest = [], line
+    while len(rest) > width:
+        cut = rest.rfind(" ", indent + 1, width + 1)
+        if cut <= indent:
+            cut = rest.find(" ", indent + 1)
+        if cut < 0:
+            break
+        found.append(rest[:cut].rstrip())
+        rest = " " * indent + rest[cut:].lstrip()
+    return [*found, rest] if rest.strip() else found
+
+
+def styled(line: str) -> Text:
+    """Return a line whose first word, or whose warning, can be seen from afar."""
+    text = Text(line)
+    if not line.startswith(" ") and ": " in line:
+        text.stylize("bold", 0, line.index(": "))
+    for word, style in _STYLES.items():
+        if re.match(rf"\s*{word}\b", line):
+            text.stylize(style, line.index(word), line.index(word) + len(word))
+    return text

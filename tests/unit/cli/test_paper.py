@@ -1,0 +1,63 @@
+"""Lines at every width: nothing lost, nothing wider, and what is wrong can be seen."""
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from spark_deploy.cli import main
+from spark_deploy.cli.looks.paper import show, styled, wrapped
+
+WORDS = st.lists(st.text("abcdef.,-/", min_size=1, max_size=12), min_size=1, max_size=40)
+
+
+@given(WORDS, st.sampled_from([80, 100, 160]), st.sampled_from(["", "  serves      ", "host: "]))
+def test_a_wrapped_line_keeps_every_word_and_is_no_wider(words, width, title):
+    line = title + " ".join(words)
+    found = wrapped(line, width)
+    assert " ".join(found).split() == line.split()
+    assert max(map(len, found)) <= width
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_plan_stands_in_its_columns_at_every_width(width, capsys):
+    assert main(["plan", "--estimate"]) == 0
+    text = capsys.readouterr().out
+    out = io.StringIO()
+    show(text.splitlines(), Console(file=out, width=width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(lines).split() == text.split()
+    follow_up = [line for line in lines if line.startswith("   ")]
+    assert all(line.startswith(" " * 14) for line in follow_up)
+
+
+def test_a_word_that_is_wider_than_the_screen_stays_whole():
+    assert wrapped(f"  engine  {'x' * 90} --flag", 80)[-2:] == [f"  engine  {'x' * 90}",
+                                                              "          --flag"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [("  REFUSED   disk: full", "REFUSED"), ("  WARNING     odd", "WARNING")],
+)
+def test_what_is_wrong_stands_out(line, word):
+    [span] = styled(line).spans
+    assert line[span.start : span.end] == word
+    assert "bold" in str(span.style)
+
+
+def test_the_plan_answers_first_and_keeps_units_and_arguments_for_verbose(capsys):
+    assert main(["plan", "--estimate"]) == 0
+    brief = capsys.readouterr().out
+    assert main(["plan", "--estimate", "--verbose"]) == 0
+    whole = capsys.readouterr().out
+    first, second = brief.splitlines()[:2]
+    assert first == "spark-1: qwen3.5-122b with v2 fits"
+    assert "http://127.0.0.1:8000/v1" in second
+    assert "min at 100 MB/s" in brief
+    for part in ("vllm serve", "spark-serve@", "StartLimitBurst"):
+        assert part in whole
+        assert part not in brief
