@@ -22,6 +22,8 @@ _TYPES = {
     "object": "a mapping",
     "null": "null",
 }
+# The login of a URL, up to its last @: a password may hold any other character.
+_LOGIN = re.compile(r'(?<=://)[^\s"]*@')
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -102,6 +104,7 @@ def _all_keys(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _say(error: jsonschema.ValidationError) -> str:
     value = json.dumps(error.instance, default=str, ensure_ascii=False)
+    value = _LOGIN.sub("...@", value)  # messages are pasted into issues, and kept in logs
     value = value if len(value) <= 60 else value[:57] + "..."
     limit: Any = error.validator_value
     if error.validator == "type":

@@ -1,7 +1,7 @@
 """pyinfra's side: inventory files, first contact, connections, one plan a host."""
 
-from spark_deploy.inventory.command_line import check_inventory
 from spark_deploy.inventory.groups import group_from
 from spark_deploy.inventory.hosts_file import hosts_of
+from spark_deploy.inventory.reading import check_inventory
 
 __all__ = ["check_inventory", "group_from", "hosts_of"]

@@ -70,17 +70,19 @@ def check_patterns(
         raise SettingsError(problems)
 
 
-def check_inventory() -> None:
-    """Refuse an inventory that is none, for a ``config.py``: pyinfra reads that first.
+def named_inventory() -> str:
+    """Return the inventory that the command line names.
 
-    pyinfra itself would go on without a host, change nothing and exit 0.
+    Raises:
+        SettingsError: it looks like a file, and is none.
     """
     named = str(command_line().get("inventory") or "")
     if not named or Path(named).exists() or "," in named or "@" in named:
-        return
+        return named
     looks_like_file = "/" in named or named.endswith(".py")
     if looks_like_file or not (_is_host(named) or _is_module(named)):
         raise no_inventory(named)
+    return named
 
 
 def no_inventory(named: str) -> SettingsError:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.inventory.command_line import no_inventory
+from spark_deploy.inventory.command_line import named_inventory, no_inventory
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.known import KEY
 
@@ -36,11 +36,29 @@ def read_inventory(
         groups = _with_settings({"hosts": listed} if listed else _run(path), path)
     hosts = {host: more for members, _ in groups.values() for host, more in members}
     if not hosts:
-        fix = "list hosts in it, as inventory/spark.py does"
-        raise SettingsError.one(str(path), "names no host", fix)
+        raise _no_host(path)
     members = {name: [host for host, _ in value[0]] for name, value in groups.items()}
     chosen = chosen_hosts({"limit": limit, "exclude": exclude}, members, path.stem)
     return {host: hosts[host] for host in chosen}
+
+
+def check_inventory() -> None:
+    """Refuse an inventory that is none or names no host, for a ``config.py``, which comes first.
+
+    pyinfra itself would go on without a host, change nothing and exit 0. Files with ``group_from``
+    refuse an empty list by themselves.
+    """
+    path = Path(named_inventory())
+    if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
+        return
+    groups = _run(path).values()
+    if not any(len(one[0] if _is_group(one) else one) for one in groups):
+        raise _no_host(path)
+
+
+def _no_host(path: Path) -> SettingsError:
+    fix = "list hosts in it, as inventory/spark.py does"
+    return SettingsError.one(str(path), "names no host", fix)
 
 
 def _hosts_of_text(named: str) -> list[str] | None:

@@ -51,21 +51,25 @@ def parse_reference(text: str) -> Reference:
     return Reference(host, name, digest or tag or "latest")
 
 
-def look_up(text: str, *, arch: str, insecure: Sequence[str] = ()) -> LockedImage:
+def look_up(
+    text: str, *, arch: str, insecure: Sequence[str] = (), engine: bool = False
+) -> LockedImage:
     """Return digest and compressed size of ``text`` for hosts of ``arch`` (as ``uname -m``).
+
+    An ``engine`` has to start vLLM, which its configuration says: 10 GB are not pulled to find out.
 
     The digest is the one the tag names: that of the list of platforms when there is one, so the
     same lock serves every architecture. The size is that of the wanted platform.
     """
     try:
-        return _ask(text, arch, insecure)
+        return _ask(text, arch, insecure, engine)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         what = f"the answer is not that of a registry ({type(error).__name__}: {error})"
         fix = "correct the image's address; a proxy may have answered in the registry's place"
         raise LockError.one(f"image {text}", what, fix) from error
 
 
-def _ask(text: str, arch: str, insecure: Sequence[str]) -> LockedImage:
+def _ask(text: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedImage:
     reference = parse_reference(text)
     scheme = "http" if reference.host in insecure else "https"
     client = _Client(f"{scheme}://{reference.host}/v2/{reference.name}", text)
@@ -77,8 +81,18 @@ def _ask(text: str, arch: str, insecure: Sequence[str]) -> LockedImage:
             what = f"has no linux/{wanted} image"
             raise LockError.one(f"image {text}", what, "choose a tag built for this architecture")
         manifest, _ = client.manifest(entry["digest"])
+    if engine:
+        _must_start_vllm(client.configuration(manifest), text)
     size = sum(int(layer["size"]) for layer in manifest.get("layers", ()))
     return LockedImage(text, digest, size)
+
+
+def _must_start_vllm(configuration: Mapping[str, Any], text: str) -> None:
+    words = " ".join(configuration["config"].get("Entrypoint") or ())
+    if "vllm" not in words:
+        what = f"starts {words!r}, not vLLM's server" if words else "starts nothing by itself"
+        fix = "name an image whose entrypoint is `vllm serve`, such as vllm/vllm-openai"
+        raise LockError.one(f"image {text}", f"is no engine: it {what}", fix)
 
 
 class _Client:
@@ -100,11 +114,20 @@ class _Client:
         data: dict[str, Any] = json.loads(body)
         return data, digest
 
+    def configuration(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a manifest's image is configured to do."""
+        digest = manifest["config"]["digest"]
+        body, _ = self._get(f"{self._base}/blobs/{digest}")
+        if f"sha256:{hashlib.sha256(body).hexdigest()}" != digest:
+            what = f"the registry sent other bytes than {digest}"
+            raise LockError.one(f"image {self._shown}", what, "try again; check for a proxy")
+        data: dict[str, Any] = json.loads(body)
+        return data
+
     def _get(self, url: str) -> tuple[bytes, HTTPMessage]:
-        headers = {"Accept": _ACCEPT}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        request = urllib.request.Request(url, headers=headers)
+        request = urllib.request.Request(url, headers={"Accept": _ACCEPT})
+        if self._token:  # for the registry alone: blobs often lie elsewhere
+            request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
                 return answer.read(), answer.headers

@@ -106,8 +106,12 @@ def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource
 
 
 def _image(reference: str, settings: Settings, say: Say) -> LockedImage:
+    engines = {image for role, image in settings.images.items() if role != "gpu_check"}
     found = registry.look_up(
-        reference, arch=settings.expect.arch, insecure=settings.registries.insecure
+        reference,
+        arch=settings.expect.arch,
+        insecure=settings.registries.insecure,
+        engine=reference in engines,
     )
     say(f"  {reference}: {found.digest[:19]}, {size(found.size_bytes)} compressed")
     return found

@@ -8,6 +8,8 @@ from typing import Any
 from spark_deploy.catalog.engines import Engines, closest_of, version_of
 from spark_deploy.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
+from spark_deploy.catalog.types import Catalog
+from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import Problem
 from spark_deploy.planning.budget.memory import context_tokens, native_context_tokens
 from spark_deploy.settings.engine_options import meaning
@@ -72,6 +74,16 @@ def _knows_context(model: Model) -> bool:
 def _stretched(options: Mapping[str, Any]) -> bool:
     """Whether options change how positions are counted, as for longer contexts."""
     return "rope" in str(options.get("hf-overrides", "")).lower()
+
+
+def role_problems(settings: Settings, catalog: Catalog) -> Iterator[Problem]:
+    """Yield images that nothing asks for: a misspelt role leaves the default in its place."""
+    known = sorted({"gpu_check", *(model.image.role for model in catalog.models.values())})
+    for role in settings.images:
+        if role not in known:
+            guess = closest(role, known)
+            fix = f"did you mean images.{guess}?" if guess else f"known: {', '.join(known)}"
+            yield Problem(f"images.{role}", "no model has its engine under this name", fix)
 
 
 def engine_problems(

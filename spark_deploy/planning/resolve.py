@@ -22,6 +22,7 @@ from spark_deploy.planning.limits import (
     architecture_problems,
     engine_problems,
     limit_problems,
+    role_problems,
     spread_problems,
 )
 from spark_deploy.planning.types import MemoryPlan, PayloadIdentity
@@ -73,7 +74,7 @@ def problems_of(
 
     ``engines`` are the versions of vLLM that the plugin knows; without, images are not judged.
     """
-    problems = _problems(settings, catalog, engines)
+    problems = [*_problems(settings, catalog, engines), *role_problems(settings, catalog)]
     for pair in settings.ready_pairs:
         for problem in _problems(settings.of_pair(pair), catalog, engines):
             where = f"keep_ready {pair.model} with {pair.profile}: {problem.where}"

@@ -213,9 +213,22 @@ def test_pyinfra_with_an_inventory_that_is_not_there_is_red(named, fix):
     assert fix in done.stderr
 
 
-def test_hosts_and_modules_that_pyinfra_knows_pass(own):
+@pytest.mark.parametrize("text", ["hosts = []", "rack = ([], {'a': 1})", "", "_hosts = ['a']"])
+def test_pyinfra_with_a_plain_inventory_without_a_host_is_red(own, text):
+    with_our_config(own)
+    (own / "empty.py").write_text(text)
+    done = run("pyinfra", "empty.py", "debug-inventory", cwd=own)
+    assert done.returncode == 1, done.stdout
+    assert "empty.py: names no host" in done.stderr
+
+
+def with_our_config(own: Path) -> None:
     (own / "config.py").write_text((CHECKOUT / "config.py").read_text().replace(
         "_pathlib.Path(__file__).resolve().parent", repr(str(CHECKOUT))))  # fmt: skip
+
+
+def test_hosts_and_modules_that_pyinfra_knows_pass(own):
+    with_our_config(own)
     (own / "racks.py").write_text('hosts = ["@local"]')
     for named in ("@local", "spark-1,spark-2", "sparks.py", "localhost", "racks.hosts"):
         done = run("pyinfra", named, "debug-inventory", cwd=own)

@@ -22,7 +22,13 @@ from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.load import load_hosts
 
 COMMIT = {"lab/tiny-int4": "1" * 40, "lab/tiny-fp8": "2" * 40}
-LAYERS = {"layers": [{"size": 700}, {"size": 300}]}
+CONFIGURATIONS = {
+    name: json.dumps({"config": {"Entrypoint": words}}).encode()
+    for name, words in {
+        "plain": ["vllm", "serve"], "nginx": ["/docker-entrypoint.sh"], "none": None,
+        "older": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
+    }.items()
+}  # fmt: skip
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 
 CATALOG = read_catalog()
@@ -32,7 +38,12 @@ def sha(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-MANIFEST = json.dumps(LAYERS).encode()
+def manifest_of(configuration: bytes) -> bytes:
+    layers = [{"size": 700}, {"size": 300}]
+    return json.dumps({"config": {"digest": sha(configuration)}, "layers": layers}).encode()
+
+
+MANIFEST = manifest_of(CONFIGURATIONS["plain"])
 INDEX = json.dumps(
     {
         "manifests": [
@@ -41,7 +52,12 @@ INDEX = json.dumps(
         ]
     }
 ).encode()
-MANIFESTS = {"plain": MANIFEST, sha(MANIFEST): MANIFEST, "many": INDEX}
+MANIFESTS = {
+    **{name: manifest_of(one) for name, one in CONFIGURATIONS.items()},
+    **{sha(one): one for one in CONFIGURATIONS.values()},
+    sha(MANIFEST): MANIFEST,
+    "many": INDEX,
+}
 
 
 class Server(BaseHTTPRequestHandler):
@@ -192,6 +208,30 @@ def test_an_image_without_the_platform_is_refused(server):
         registry.look_up(f"{server}/lab/engine:many", arch="x86_64", insecure=[server])
 
 
+@pytest.mark.parametrize("tag", ["plain", "older"])
+def test_an_engine_is_an_image_that_starts_vllm(server, tag):
+    image = f"{server}/lab/engine:{tag}"
+    assert registry.look_up(image, arch="x86_64", insecure=[server], engine=True).size_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("tag", "what"),
+    [("nginx", "starts '/docker-entrypoint.sh', not vLLM's server"), ("none", "starts nothing")],
+)
+def test_an_image_that_is_no_engine_is_refused_before_it_is_pulled(server, tag, what):
+    image = f"{server}/lab/engine:{tag}"
+    with pytest.raises(LockError, match=f"is no engine: it {what}"):
+        registry.look_up(image, arch="x86_64", insecure=[server], engine=True)
+    assert registry.look_up(image, arch="x86_64", insecure=[server]).size_bytes == 1000
+
+
+def test_a_configuration_of_other_bytes_is_refused(server, monkeypatch):
+    digest = sha(CONFIGURATIONS["plain"])
+    monkeypatch.setitem(MANIFESTS, digest, CONFIGURATIONS["nginx"])
+    with pytest.raises(LockError, match=f"other bytes than {digest}"):
+        registry.look_up(f"{server}/lab/engine:plain", arch="x", insecure=[server], engine=True)
+
+
 def test_an_unknown_tag_is_refused(server):
     with pytest.raises(LockError, match="no such image or tag"):
         registry.look_up(f"{server}/lab/engine:v9", arch="x86_64", insecure=[server])
@@ -273,8 +313,8 @@ def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, hub, tmp_
         assert done.returncode == 0, done.stderr
         assert ("lab/tiny-int4: main is commit 111111111111, 3.0 MB" in done.stderr) == first
         assert ("names of lab/tiny-int4 and " in done.stderr) == first
-        # The list of platforms and the manifest behind it count as one name.
-        assert len(set(Server.asked)) == (3 if first else 0)
+        # The list of platforms, the manifest behind it and its configuration; one more image.
+        assert len(set(Server.asked)) == (4 if first else 0)
         listings = {path for path, _, _ in hub.requests if path.startswith("/api/")}
         assert len(listings) == (3 if first else 0)
         assert bool(hub.requests) == first

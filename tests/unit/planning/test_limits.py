@@ -82,6 +82,13 @@ def test_an_engine_that_the_plugin_does_not_know_is_refused_by_its_tag(image, re
     assert not [one for one in problems_of(without, CATALOG, engines) if "plugin" in one.what]
 
 
+def test_an_image_that_nothing_asks_for_is_refused_with_the_role_that_was_meant():
+    [found] = problems_of(settings_of(**{"images.engin": "vllm/vllm-openai:v0.32.0"}), CATALOG)
+    assert (found.where, found.fix) == ("images.engin", "did you mean images.engine?")
+    [other] = problems_of(settings_of(**{"images.webui": "open-webui:1"}), CATALOG)
+    assert "engine, gpu_check" in other.fix
+
+
 def test_a_guard_rail_about_no_fact_is_told_and_not_passed_over():
     [rail, *_] = CATALOG.rails
     misspelt = dataclasses.replace(rail, applies={"kv_cach": {"is": "auto"}})

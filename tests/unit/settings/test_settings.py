@@ -100,6 +100,11 @@ def test_tls_goes_with_what_leaves_the_host_in_the_open(root, expose):
 WRONG = {
     "misspelt key": ("profil: v2", "profil: unknown key", "did you mean profile?"),
     "key on the wrong level": ("port: 80", "port: unknown key", "did you mean serve.port?"),
+    "a proxy with a login": (
+        "proxy: {http: 'http://ann:p/w@rd@proxy:3128'}",
+        'proxy.http: "http://...@proxy:3128" has none of the forms',
+        "{env: NAME}",
+    ),
     "misspelt nested key": (
         "serve: {prot: 1}",
         "serve.prot: unknown key",
@@ -268,6 +273,7 @@ def test_a_wrong_group_vars_file_is_refused_with_where_what_and_fix(root, case):
     assert "group_vars/spark.yml" in message
     assert what in message
     assert fix in message
+    assert "p/w" not in message
 
 
 def test_all_mistakes_of_all_hosts_are_reported_at_once(root):
