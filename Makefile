@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements release
+.PHONY: help venv test check fmt unit engine editor host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -62,6 +62,9 @@ gpu-plans: venv ## write into build/plans what `make gpu` serves with; the CUDA 
 	@for profile in $(basename $(notdir $(wildcard catalog/profiles/*.yml))); do \
 	  .venv/bin/spark-deploy plan inventory/spark.py --estimate --json --profile $$profile \
 	    > build/plans/$$profile.json || exit 1; done
+
+editor: venv ## completion and marks of the real YAML language server (npm)
+	$(PY) -m pytest -q tests/editor
 
 GPU_PYTHON ?= python3
 gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it

@@ -39,13 +39,15 @@ service.serve(
     jobs=jobs,
     files=release_files_of(plan),
     waves=waves_for(state),
+    schedule=plan.schedule,
 )
-service.verify(plan=plan.serve, gateway=plan.gateway)
+service.verify(plan=plan.serve, gateway=plan.gateway, schedule=plan.schedule)
 # Other pairs come last: they must not keep what serves from its proof.
 work.ready(
     jobs=ready_jobs_of(plan, payload.image_context),
     service=plan.serve.service,
 )
 work.close()
+service.schedule(schedule=plan.schedule)
 # Only now: other pairs may need the base, and its tree has been proven by what it serves.
 work.discard(jobs=discard_jobs_of(plan), release=release)

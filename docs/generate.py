@@ -306,7 +306,7 @@ weighs less than the rest. An engine that answers with an error fails whatever i
 
 `quick` is asked at every start, `full` when a release is proven, `deep` by `spark-check --deep`. A
 question with `thinking: off` in a model's file is one that any instruct model answers at once; the
-first of them is asked at every start. With `thinking: on` the model may think, and may be wrong.
+first of them is asked at every start. With `thinking: true` the model may think, and may be wrong.
 """.strip()
 
 FILES: dict[str, Callable[[], Iterator[str]]] = {

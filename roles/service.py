@@ -15,9 +15,11 @@ from spark_deploy.operations.service.gateway import configured, new_key
 from spark_deploy.operations.service.jobs import prepared
 from spark_deploy.operations.service.reboots import rebooted
 from spark_deploy.operations.service.releases import pruned, rolled_back, still_proven
+from spark_deploy.operations.service.schedule import scheduled
 from spark_deploy.operations.service.serve import proven, release_files, rolled_out, started
 from spark_deploy.planning.serving.argv import ENGINE_USER
-from spark_deploy.planning.types import GatewayPlan, NeedsPlan
+from spark_deploy.planning.serving.schedule import timer_files
+from spark_deploy.planning.types import GatewayPlan, NeedsPlan, ScheduledPlan
 from spark_deploy.planning.waves import Wave
 from spark_deploy.planning.work.jobs import Work
 
@@ -42,8 +44,10 @@ def serve(
     jobs: Sequence[Work],
     files: Sequence[ManagedFile],
     waves: Sequence[Wave],
+    schedule: Sequence[ScheduledPlan],
 ) -> None:
     """Prepare everything while the old release answers, then change over wave by wave."""
+    scheduled = tuple(one.release for one in schedule)
     prepared(
         name="Wait until everything is prepared",
         jobs=tuple(work.job for work in jobs),
@@ -56,13 +60,29 @@ def serve(
     timeout_s = int(plan.timeouts.start_s) * 2 + 600
     started(name="Serve where nothing is served yet", plan=plan, timeout_s=timeout_s)
     for wave in in_waves(waves):
-        rolled_out(name=f"Serve the release on {', '.join(wave)}", plan=plan, timeout_s=timeout_s)
+        rolled_out(
+            name=f"Serve the release on {', '.join(wave)}",
+            plan=plan,
+            timeout_s=timeout_s,
+            scheduled=scheduled,
+        )
 
 
 @deploy("Verify")
-def verify(*, plan: Release, gateway: GatewayPlan) -> None:
+def verify(*, plan: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledPlan]) -> None:
     """Close the run: red unless the host provably serves what was planned."""
-    proven(name="Prove what is served", plan=plan, gateway=gateway)
+    scheduled = tuple(one.release for one in schedule)
+    proven(name="Prove what is served", plan=plan, gateway=gateway, scheduled=scheduled)
+
+
+@deploy("Schedule")
+def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
+    """Have the host change between its pairs at their times."""
+    scheduled(
+        name="Have the timers of the schedule",
+        times=tuple(one.at for one in schedule),
+        timers=timer_files(schedule),
+    )
 
 
 @deploy("Rollback")

@@ -44,7 +44,8 @@ def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:
     if status is None:
         return {**plain_answer(said), "drift": said.problem}
     plan = _plan(said.host)
-    wanted = plan.serve.name if plan else None
+    scheduled = [one.release for one in plan.schedule] if plan else []
+    wanted = status.due(plan.serve, scheduled).name if plan else None
     drift = status.unproven(SERVICE, wanted) if wanted else "the plan is not locked yet"
     found = {**plain_answer(said), "installed": status.installed, "planned": wanted}
     found |= {

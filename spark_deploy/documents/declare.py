@@ -181,8 +181,16 @@ def _tidy(node: Schema, inline: Schema) -> Schema:
         node = _choice([_tidy(part, inline) for part in node.pop("anyOf")], node)
     if "enum" in node or "const" in node:
         node.pop("type", None)
-    if node.get("default", 0) is None and "null" not in node.get("type", "null"):
-        del node["default"]  # left out means nothing, but nothing cannot be typed
+    return _for_editors(node)
+
+
+def _for_editors(node: Schema) -> Schema:
+    """Return a level without what the YAML language server fails at, or wrongly marks."""
+    if node.get("default", 0) is None:
+        del node["default"]  # left out means nothing
+    if "based_on" in node.get("properties", {}):  # what is left out is that of the other
+        rest = {"required": node.pop("required", [])}
+        node |= {"if": {"required": ["based_on"]}, "then": True, "else": rest}
     return node
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+from spark_contract.release import Release
+
 from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import Lock
@@ -27,6 +29,7 @@ from spark_deploy.planning.types import (
     MemoryPlan,
     NeedsPlan,
     PairPlan,
+    ScheduledPlan,
     ToolsPlan,
 )
 from spark_deploy.planning.work.checkpoint import (
@@ -45,11 +48,15 @@ def plan_host(request: Request) -> HostPlan:
     settings, lock = request.settings, request.lock
     served = resolve(settings, request.catalog)
     pair = pair_plan(served, request)
-    ready = tuple(
-        pair_plan(resolve(settings.of_pair(other), request.catalog), request)
-        for other in settings.ready_pairs
-    )
+    others = [resolve(settings.of_pair(other), request.catalog) for other in settings.ready_pairs]
+    ready = tuple(pair_plan(other, request) for other in others)
     pairs = (pair, *ready)
+    timed = {(one.model, one.profile) for one in settings.schedule}
+    releases = {
+        (part.model, part.profile): _release(one, part, request)
+        for one, part in zip((served, *others), pairs, strict=True)
+        if part is pair or (part.model, part.profile) in timed
+    }
     docker = _docker(served.model, settings, lock)
     disk = disk_plan(settings.paths.docker_dir, pairs)
     return HostPlan(
@@ -63,22 +70,29 @@ def plan_host(request: Request) -> HostPlan:
         tools=ToolsPlan(request.payload.tools_digest, request.payload.python_requirements),
         memory=served.memory,
         disk=disk,
-        serve=serve_plan(
-            served.model,
-            served.profile,
-            settings,
-            pair.tree,
-            pair.image,
-            served.memory,
-            request.fabric,
-        ),
+        serve=releases[pair.model, pair.profile],
         gateway=gateway_plan(settings, request.host),
         warnings=served.warnings,
         ready=ready,
+        schedule=tuple(
+            ScheduledPlan(one.at, releases[one.model, one.profile]) for one in settings.schedule
+        ),
         releases_kept=settings.releases.keep,
         hub_token=settings.hub.token,
         proxy=settings.proxy,
         fleet=settings.fleet,
+    )
+
+
+def _release(served: Resolved, pair: PairPlan, request: Request) -> Release:
+    return serve_plan(
+        served.model,
+        served.profile,
+        served.settings,
+        pair.tree,
+        pair.image,
+        served.memory,
+        request.fabric,
     )
 
 

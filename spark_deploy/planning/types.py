@@ -234,6 +234,14 @@ class GatewayPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ScheduledPlan:
+    """A time at which the host changes to a release by itself."""
+
+    at: str  # as systemd.time writes it
+    release: Release
+
+
+@dataclass(frozen=True, slots=True)
 class HostPlan(PairPlan):
     """All there is to do on one host: what its pair needs, and everything around it."""
 
@@ -250,6 +258,7 @@ class HostPlan(PairPlan):
     gateway: GatewayPlan
     warnings: tuple[str, ...]
     ready: tuple[PairPlan, ...] = ()  # other pairs to have ready
+    schedule: tuple[ScheduledPlan, ...] = ()
     releases_kept: int = 0  # ways back that pruning leaves
     hub_token: SecretRef | None = None  # for gated repositories; never part of a digest
     proxy: ProxySettings = field(

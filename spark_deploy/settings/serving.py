@@ -42,6 +42,18 @@ class PairSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ScheduledSettings(PairSettings):
+    """A pair and when a host changes to it by itself."""
+
+    at: str = needed(
+        "When, as systemd.time writes it, in the host's time zone unless one is named.",
+        pattern="^[A-Za-z0-9*.,:/~_ -]+$",
+        maxLength=80,
+        examples=["Mon..Fri 08:00", "20:00 Europe/Berlin"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseSettings:
     """Ways back to releases that were proven before."""
 

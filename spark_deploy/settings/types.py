@@ -33,6 +33,7 @@ from spark_deploy.settings.serving import (
     PairSettings,
     ReleaseSettings,
     RolloutSettings,
+    ScheduledSettings,
     ServeSettings,
     WatchSettings,
 )
@@ -76,6 +77,19 @@ class Settings:
         "a switch to one of them needs no download and no build.",
         uniqueItems=True,
         examples=[[{"model": "qwen3.5-122b", "profile": "base"}]],
+    )
+    schedule: tuple[ScheduledSettings, ...] = setting(
+        (),
+        "Times at which a host changes between pairs by itself, each change proven, with a way "
+        "back. Every pair is the one above or stands in keep_ready, and the one above has a time "
+        "as well. A deploy leaves a pair alone that was changed to in this way.",
+        uniqueItems=True,
+        examples=[
+            [
+                {"at": "08:00", "model": "qwen3.5-122b", "profile": "v2"},
+                {"at": "20:00", "model": "qwen3.5-122b", "profile": "agent"},
+            ]
+        ],
     )
     releases: ReleaseSettings = section(ReleaseSettings)
     rollout: RolloutSettings = section(RolloutSettings)
@@ -194,6 +208,22 @@ class Settings:
         """Return these settings as they would be with another pair to serve."""
         return dataclasses.replace(self, model=pair.model, profile=pair.profile)
 
+    def _unready_times(self) -> Iterator[Broken]:
+        served = PairSettings(self.model, self.profile)
+        timed = [PairSettings(one.model, one.profile) for one in self.schedule]
+        for place, pair in enumerate(timed):
+            if pair not in (served, *self.keep_ready):
+                what = f"{pair.model} with {pair.profile} is not kept ready"
+                fix = f"keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
+                yield Broken(("schedule", place), what, fix)
+        if timed and self.ranks > 1:
+            what = "the members of a cluster change together, and a host's timer changes it alone"
+            yield Broken(("schedule",), what, "leave the schedule out, or the cluster")
+        if timed and served not in timed:
+            what = f"no time leads back to {served.model} with {served.profile}"
+            fix = "add a time for it, or make the pair of another time the model and profile"
+            yield Broken(("schedule",), what, fix)
+
     def broken(self, catalog: Callable[[str], Sequence[str]]) -> Iterator[Broken]:
         """Yield every broken rule of all sections.
 
@@ -214,6 +244,7 @@ class Settings:
                         f"'{name}' is not a {key} (known: {', '.join(known)})",
                         f"did you mean {guess}?" if guess else fix,
                     )
+        yield from self._unready_times()
         for role in ("cuda", "docker"):
             for name in getattr(self, role).repositories:
                 if name not in self.repositories:

@@ -29,6 +29,7 @@ SERVE = Template("spark-serve")  # of a release: its engine
 SWITCH = Template("spark-switch")  # of a release: the change to it
 WATCH = Template("spark-watch")  # of a release: who looks after its engine
 GATEWAY = Template("spark-gateway")  # of a service: its nginx
+HOURS = Template("spark-hours", "timer")  # of a release: times at which it is changed to
 RETURN = Template("spark-return")  # of a service: its start after a stop for a while
 RETURN_TIMER = Template("spark-return", "timer")
 JOB = Template("spark-job")  # of the first twelve digits of a job's digest

@@ -12,6 +12,7 @@ from pyinfra.api.facts import FactBase
 from spark_contract import status
 from spark_contract.documents import DocumentError, read
 from spark_contract.paths import HOST_TOOL
+from spark_contract.release import Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,15 @@ class HostStatus:
         if state is None:
             return bool(self.unreadable)
         return state.active is not None or state.good not in (None, release)
+
+    def due(self, plan: Release, scheduled: Iterable[Release]) -> Release:
+        """Return what the host is to serve now: what its schedule changed to, else the plan's."""
+        state = self.service(plan.service)
+        active = state.active if state else None
+        for other in scheduled:
+            if other.name == active and not self.unproven(plan.service, other.name):
+                return other
+        return plan
 
     def stopped(self, service: str) -> str:
         """Say who stopped a service on purpose, and since when; "" when nobody did."""

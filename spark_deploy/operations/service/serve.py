@@ -81,9 +81,14 @@ def _needed(plan: Release, status: HostStatus) -> str:
 
 @operation()
 @host_errors
-def rolled_out(plan: Release, timeout_s: int) -> Commands:
+def rolled_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -> Commands:
     """Serve this release, proven; the one before comes back when that fails."""
     status = read(Status)
+    now = status.due(plan, scheduled)
+    if now != plan:
+        log_once(f"serves {now.name} by its schedule; {plan.name} has its time, too")
+        host.noop(f"{now.name} is served by its schedule")
+        return
     why = _needed(plan, status)
     if not why:
         return
@@ -99,8 +104,8 @@ def rolled_out(plan: Release, timeout_s: int) -> Commands:
 
 @operation()
 @host_errors
-def proven(plan: Release, gateway: GatewayPlan) -> None:
-    """Refuse to call the run good unless the host provably serves this release."""
+def proven(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Release] = ()) -> None:
+    """Refuse to call the run good unless the host provably serves what it is to serve now."""
     if not host.state.is_executing:
         host.noop("judged after the change")
         return
@@ -109,6 +114,7 @@ def proven(plan: Release, gateway: GatewayPlan) -> None:
     if stopped:
         host.noop(f"nothing to prove: {stopped}")
         return
+    plan = status.due(plan, scheduled)
     why = status.unproven(plan.service, plan.name)
     if why:
         refuse(

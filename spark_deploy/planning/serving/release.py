@@ -31,8 +31,13 @@ def _command(name: str, verb: str) -> ManagedFile:
 
 
 def release_files_of(plan: HostPlan) -> tuple[ManagedFile, ...]:
-    """Return release.json and the unit's limits."""
-    release = plan.serve
+    """Return release.json and the unit's limits, of what is served and of what has its times."""
+    others = {one.release.name: one.release for one in plan.schedule if one.release != plan.serve}
+    files = (file for release in (*others.values(), plan.serve) for file in _files(release))
+    return tuple({file.path: file for file in files}.values())
+
+
+def _files(release: Release) -> tuple[ManagedFile, ...]:
     return (
         ManagedFile(f"{RELEASES_DIR}/{release.name}/release.json", text_of(release).encode()),
         _socket_mount(release.service),

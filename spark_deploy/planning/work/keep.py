@@ -9,14 +9,15 @@ from spark_deploy.planning.types import HostPlan
 
 def keep_of(plan: HostPlan) -> Keep:
     """Return what ``spark-host prune`` reads."""
-    folders = {mount.source for mount in plan.serve.engine.mounts}
+    releases = (plan.serve, *(one.release for one in plan.schedule))
+    folders = {mount.source for release in releases for mount in release.engine.mounts}
     images = {plan.docker.check_image}
     for pair in (plan, *plan.ready):
         folders |= {pair.cache_dir, pair.tree.dir, *(source.dir for source in pair.sources)}
         images |= {pair.image.tag, pair.image.base}
     return Keep(
         releases_kept=plan.releases_kept,
-        releases=frozenset({plan.serve.name}),
+        releases=frozenset(release.name for release in releases),
         folders=frozenset(folders),
         images=frozenset(images),
         models_dir=plan.paths.models_dir,

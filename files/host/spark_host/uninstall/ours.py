@@ -22,7 +22,8 @@ from spark_host.uninstall import before as past
 from spark_host.uninstall import packages, shared
 
 TEMPLATES = (
-    units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.SHARE, units.WATCH, units.SERVE,
+    units.HOURS, units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.SHARE, units.WATCH,
+    units.SERVE,
     units.SWITCH, units.PREPARE, units.JOB,
 )  # fmt: skip
 _OUR_UNIT = re.compile(rf"^({'|'.join(template.name for template in TEMPLATES)})@")

@@ -1,0 +1,156 @@
+"""What an editor says about our YAML, asked of the real language server (`make editor`; needs npm).
+
+Each file names its schema in its first line, so every editor with that server knows it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spark_deploy.checkout import CHECKOUT
+
+VERSION = "1.25.0"
+ABLE = {"textDocument": {"completion": {"completionItem": {"snippetSupport": True}}}}
+FOLDERS = ("group_vars", "catalog", "schema")
+
+
+class Editor:
+    """The least that an editor says to a language server."""
+
+    def __init__(self, server: Path, root: Path) -> None:
+        self.root, self.count = root, 0
+        self.process = subprocess.Popen(
+            [str(server), "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.ask("initialize", processId=None, rootUri=root.as_uri(), capabilities=ABLE)
+        self.tell("initialized")
+
+    def tell(self, method: str, **params: Any) -> None:
+        self._send({"jsonrpc": "2.0", "method": method, "params": params})
+
+    def ask(self, method: str, **params: Any) -> Any:
+        self.count += 1
+        self._send({"jsonrpc": "2.0", "id": self.count, "method": method, "params": params})
+        while True:
+            message = self._read()
+            if message.get("id") == self.count and "method" not in message:
+                assert "error" not in message, message
+                return message["result"]
+
+    def open(self, path: str, text: str | None = None) -> list[str]:
+        """Open a file, or another text at its place; return what the server finds wrong in it."""
+        file = self.root / path
+        text = file.read_text() if text is None else text
+        document = {"uri": file.as_uri(), "languageId": "yaml", "version": 1, "text": text}
+        self.tell("textDocument/didOpen", textDocument=document)
+        while True:
+            message = self._read()
+            params = message.get("params", {})
+            found = message.get("method") == "textDocument/publishDiagnostics"
+            if found and params["uri"] == file.as_uri():
+                return [one["message"] for one in params["diagnostics"]]
+
+    def offered(self, path: str, text: str) -> set[str]:
+        """Return what is offered at the end of a text; each in a file of its own."""
+        path = path.replace(".yml", f"-{self.count}.yml")
+        self.open(path, text)
+        lines = text.split("\n")
+        answer = self.ask(
+            "textDocument/completion",
+            textDocument={"uri": (self.root / path).as_uri()},
+            position={"line": len(lines) - 1, "character": len(lines[-1])},
+        )
+        return {one["label"] for one in answer["items"]}
+
+    def _send(self, message: dict[str, Any]) -> None:
+        body = json.dumps(message).encode()
+        assert self.process.stdin
+        self.process.stdin.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        self.process.stdin.flush()
+
+    def _read(self) -> dict[str, Any]:
+        """Read one message, and answer what the server asks of every editor."""
+        assert self.process.stdout
+        length = 0
+        while line := self.process.stdout.readline().strip():
+            name, _, value = line.partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        message: dict[str, Any] = json.loads(self.process.stdout.read(length))
+        if "method" in message and "id" in message:
+            items = message["params"].get("items", []) if message.get("params") else []
+            self._send({"jsonrpc": "2.0", "id": message["id"], "result": [None] * len(items)})
+        return message
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("npm")
+    npm = shutil.which("npm")
+    assert npm, "needs npm: apt-get install npm"
+    words = ["install", "--no-audit", "--no-fund", f"yaml-language-server@{VERSION}"]
+    subprocess.run([npm, *words], cwd=home, check=True, capture_output=True)
+    return home / "node_modules/.bin/yaml-language-server"
+
+
+@pytest.fixture
+def editor(server: Path, tmp_path: Path) -> Iterator[Editor]:
+    for folder in FOLDERS:
+        shutil.copytree(CHECKOUT / folder, tmp_path / folder)
+    (tmp_path / "host_vars").mkdir()
+    made = Editor(server, tmp_path)
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+def line_of(path: str) -> str:
+    """Return the line that names the schema, as the shipped file beside it has it."""
+    first = (CHECKOUT / path).read_text().splitlines()[0]
+    assert first.startswith("# yaml-language-server: $schema=")
+    return first + "\n"
+
+
+def shipped() -> list[str]:
+    files = [*CHECKOUT.glob("group_vars/*.yml"), *CHECKOUT.glob("catalog/**/*.yml")]
+    return sorted(str(file.relative_to(CHECKOUT)) for file in files)
+
+
+def test_nothing_is_wrong_with_any_file_that_is_shipped(editor: Editor) -> None:
+    assert len(shipped()) > 12
+    assert {path: found for path in shipped() if (found := editor.open(path))} == {}
+
+
+@pytest.mark.parametrize("path", ["group_vars/spark.yml", "host_vars/spark-1.yml"])
+def test_settings_are_offered_with_their_values(editor: Editor, path: str) -> None:
+    head = line_of("group_vars/spark.yml")
+    assert {"model", "profile", "serve", "keep_ready", "schedule"} <= editor.offered(path, head)
+    assert {"port", "expose"} <= editor.offered(path, head + "serve:\n  ")
+    assert {"lan", "tailscale"} <= editor.offered(path, head + "serve:\n  expose: ")
+    assert {"at", "model"} <= editor.offered(path, head + "schedule:\n  - ")
+
+
+@pytest.mark.parametrize(
+    ("path", "like", "keys"),
+    [
+        ("catalog/models/mine.yml", "catalog/models/lab-tiny.yml", {"summary", "sources"}),
+        ("catalog/profiles/mine.yml", "catalog/profiles/v2.yml", {"summary", "limits"}),
+    ],
+)
+def test_models_and_profiles_are_completed(
+    editor: Editor, path: str, like: str, keys: set[str]
+) -> None:
+    assert keys <= editor.offered(path, line_of(like))
+
+
+def test_a_wrong_key_and_a_wrong_value_are_marked(editor: Editor) -> None:
+    head = line_of("group_vars/spark.yml")
+    wrong = editor.open("group_vars/spark.yml", head + "profil: v2\nserve: {port: 70000}\n")
+    assert any("profil" in text for text in wrong), wrong
+    assert any("65535" in text for text in wrong), wrong
