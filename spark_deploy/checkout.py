@@ -11,6 +11,21 @@ _CARRIED = Path(__file__).resolve().parent / "_checkout"
 CHECKOUT = _CARRIED if _CARRIED.is_dir() else _CARRIED.parent.parent
 
 
-def catalog_names(kind: str, *, checkout: Path = CHECKOUT) -> tuple[str, ...]:
-    """Return the file stems of ``catalog/<kind>``, sorted; ``kind`` is models or profiles."""
-    return tuple(sorted(path.stem for path in (checkout / "catalog" / kind).glob("*.yml")))
+def catalog_names(
+    kind: str, *, checkout: Path = CHECKOUT, own: Path | None = None
+) -> tuple[str, ...]:
+    """Return the names of ``catalog/<kind>``, sorted; ``kind`` is models or profiles."""
+    return tuple(catalog_files(kind, checkout=checkout, own=own))
+
+
+def catalog_files(
+    kind: str, *, checkout: Path = CHECKOUT, own: Path | None = None
+) -> dict[str, Path]:
+    """Return the file of each name; one in ``own``, beside an inventory, wins over ours."""
+    folders = [checkout] if own is None or own.resolve() == checkout.resolve() else [checkout, own]
+    found = {
+        path.stem: path
+        for folder in folders
+        for path in sorted((folder / "catalog" / kind).glob("*.yml"))
+    }
+    return dict(sorted(found.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.questions import OpenQuestions
 from spark_deploy.catalog.rails import GuardRails, all_hold
 from spark_deploy.catalog.types import Catalog
-from spark_deploy.checkout import CHECKOUT, catalog_names
+from spark_deploy.checkout import CHECKOUT, catalog_files, catalog_names
 from spark_deploy.documents.declare import Schema, convert
 from spark_deploy.documents.files import load_schema, read_mapping
 from spark_deploy.documents.schema_check import dotted, problems_of
@@ -27,21 +28,27 @@ _Document = TypeVar(
 _OWN_OF_PROFILES = ("summary", "choose_when", "published", "proven")
 
 
-def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
-    """Return all of ``catalog/``; a file with mistakes stops only who names it."""
+def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catalog:
+    """Return all of ``catalog/``; a file with mistakes stops only who names it.
+
+    Args:
+        checkout: where ours lies.
+        own: a folder whose ``catalog/`` has models and profiles of its owner; they win by name.
+    """
+    files = _Files(checkout, own)
     models: dict[str, Model] = {}
     profiles: dict[tuple[str, str], Profile] = {}
     broken: dict[tuple[str, ...], tuple[Problem, ...]] = {}
-    for name in catalog_names("models", checkout=checkout):
+    for name in files.of("models"):
         try:
-            models[name] = _model(name, checkout)
+            models[name] = _model(name, files)
         except CatalogError as error:
             broken[f"models/{name}",] = error.problems
     schema = load_schema("profile", checkout=checkout)
-    for name in catalog_names("profiles", checkout=checkout):
+    for name in files.of("profiles"):
         shown = f"catalog/profiles/{name}.yml"
         try:
-            data = _joined("profiles", name, checkout, own=_OWN_OF_PROFILES)
+            data = files.joined("profiles", name, own=_OWN_OF_PROFILES)
             plain = _checked(Profile, data, schema, shown, name=name)
         except CatalogError as error:
             broken[f"profiles/{name}",] = error.problems
@@ -58,7 +65,51 @@ def read_catalog(checkout: Path = CHECKOUT) -> Catalog:
     engines = _checked(
         Engines, _read(shown, checkout), load_schema("engines", checkout=checkout), shown
     )
-    return Catalog(models, profiles, rails, engines, broken)
+    return Catalog(models, profiles, rails, engines, broken, files.replaced)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Ours, and those of somebody who deploys."""
+
+    checkout: Path
+    own: Path | None
+
+    def of(self, kind: str) -> dict[str, Path]:
+        return catalog_files(kind, checkout=self.checkout, own=self.own)
+
+    @property
+    def replaced(self) -> frozenset[str]:
+        """Names of ours that stand for files of somebody else's."""
+        return frozenset(
+            f"{kind}/{name}"
+            for kind in ("models", "profiles")
+            for name in catalog_names(kind, checkout=self.checkout)
+            if not self.of(kind)[name].is_relative_to(self.checkout / "catalog")
+        )
+
+    def joined(self, kind: str, name: str, own: tuple[str, ...] = ()) -> _Data:
+        """Return a file merged into the one it is based on, whose keys ``own`` are left there."""
+        shown = f"catalog/{kind}/{name}.yml"
+        data = self._read(kind, name)
+        parent = data.pop("based_on", None)
+        if parent is None:
+            return data
+        below = self._read(kind, parent, ours=parent == name)
+        if "based_on" in below:
+            what = f"is based on {parent}, which is itself based on another"
+            raise CatalogError.one(shown, what, f"base it on {below['based_on']} directly")
+        inherited = {key: value for key, value in below.items() if key not in own}
+        return merge(inherited, data, null_keeps=False)
+
+    def _read(self, kind: str, name: object, *, ours: bool = False) -> _Data:
+        """Read a file; one that is based on its own name means ours."""
+        shown = f"catalog/{kind}/{name}.yml"
+        found = self.of(kind).get(str(name), self.checkout / shown)
+        data, problems = read_mapping(self.checkout / shown if ours else found, shown=shown)
+        if problems:
+            raise CatalogError(problems)
+        return data
 
 
 def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
@@ -68,29 +119,15 @@ def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
     return _checked(OpenQuestions, _read(shown, checkout), schema, shown)
 
 
-def _model(name: str, checkout: Path) -> Model:
+def _model(name: str, files: _Files) -> Model:
     shown = f"catalog/models/{name}.yml"
-    data = _joined("models", name, checkout)
+    data = files.joined("models", name)
     # Whatever else it says: only one word chooses the form that the file is checked against.
     if data.get("kind") == "plain":
-        schema = load_schema("plain_model", checkout=checkout)
+        schema = load_schema("plain_model", checkout=files.checkout)
         return _checked(PlainModel, data, schema, shown, name=name)
-    return _checked(HybridModel, data, load_schema("model", checkout=checkout), shown, name=name)
-
-
-def _joined(kind: str, name: str, checkout: Path, own: tuple[str, ...] = ()) -> _Data:
-    """Return a file merged into the one it is based on, whose keys ``own`` are left there."""
-    shown = f"catalog/{kind}/{name}.yml"
-    data = _read(shown, checkout)
-    parent = data.pop("based_on", None)
-    if parent is None:
-        return data
-    below = _read(f"catalog/{kind}/{parent}.yml", checkout)
-    if "based_on" in below:
-        what = f"is based on {parent}, which is itself based on another"
-        raise CatalogError.one(shown, what, f"base it on {below['based_on']} directly")
-    inherited = {key: value for key, value in below.items() if key not in own}
-    return merge(inherited, data, null_keeps=False)
+    schema = load_schema("model", checkout=files.checkout)
+    return _checked(HybridModel, data, schema, shown, name=name)
 
 
 def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:

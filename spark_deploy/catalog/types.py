@@ -23,12 +23,23 @@ class Catalog:
     engines: Engines
     # What cannot be used stops who names it, nobody else: by file, or by profile and model.
     broken: Mapping[tuple[str, ...], tuple[Problem, ...]] = field(default_factory=dict)
+    # Files of ours, as models/NAME, that files beside the inventory stand for.
+    replaced: frozenset[str] = frozenset()
 
     def model(self, name: str) -> Model:
         """Return a model by name, or raise ``CatalogError``."""
         if name not in self.models:
             self._refuse("models", name, tuple(self.models), (f"models/{name}",))
         return self.models[name]
+
+    def notes(self, model: str, profile: str) -> tuple[str, ...]:
+        """Return what somebody should know who reads the plan of a pair."""
+        named = (f"models/{model}", f"profiles/{profile}")
+        return tuple(
+            f"catalog/{one}.yml beside the inventory is used instead of ours"
+            for one in named
+            if one in self.replaced
+        )
 
     def profile(self, name: str, model: str) -> Profile:
         """Return a profile as one model wants it, or raise ``CatalogError``."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import os
 import signal
 import sys
@@ -76,7 +77,8 @@ def groups_from(
     extra = host_data or {}
     found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
     _check_canaries(found)
-    catalog = _of_this_run("catalog", read_catalog)
+    root = vars_root(file)
+    catalog = _of_this_run(f"catalog of {root}", functools.partial(read_catalog, own=root))
     _check_pairs(found, catalog)
     if arguments:
         signal.signal(signal.SIGINT, _stop)
@@ -157,10 +159,10 @@ def _of_this_run(what: str, make: Callable[[], T]) -> T:
 
 
 def vars_root(file: str) -> Path:
-    """Return the folder whose group_vars belong to an inventory file: its own, or its parent."""
+    """Return the folder whose group_vars and catalog are an inventory file's: its own, or above."""
     folder = Path(file).resolve().parent
     for candidate in (folder, folder.parent):
-        if (candidate / "group_vars").is_dir() or (candidate / "host_vars").is_dir():
+        if any((candidate / name).is_dir() for name in ("group_vars", "host_vars", "catalog")):
             return candidate
     return folder
 

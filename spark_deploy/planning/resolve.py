@@ -101,7 +101,8 @@ def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
     memory = plan_memory(model, profile, settings)
     facts = facts_of(model, profile, memory, settings)
     warnings = apply_rails(catalog.rails, facts, settings.override_rails)
-    return Resolved(model, profile, settings, memory, warnings)
+    notes = catalog.notes(model.name, profile.name)
+    return Resolved(model, profile, settings, memory, (*notes, *warnings))
 
 
 def _fits(settings: Settings, catalog: Catalog) -> bool:

@@ -163,7 +163,7 @@ def _host_settings(
     found += problems_of(data, schema, where)
     settings = typing.cast(Settings, None if found else convert(Settings, data))
     if not found:
-        catalog = functools.partial(catalog_names, checkout=checkout)
+        catalog = functools.partial(catalog_names, checkout=checkout, own=root)
         found = [
             Problem(f"{where(one.set_by or one.key)}: {dotted(one.key)}", one.what, one.fix)
             for one in settings.broken(catalog)

@@ -88,3 +88,34 @@ def test_a_key_of_an_earlier_catalog_is_refused_with_its_new_spelling(
     found = read_catalog(changed(checkout, "models/large", **old))
     with pytest.raises(CatalogError, match=f"{key}: unknown key\n  fix: write {advice}"):
         found.model("large")
+
+
+def test_files_beside_an_inventory_win_by_name_and_the_plan_says_so(tmp_path: Path) -> None:
+    """A profile of one's own, based on ours of the same name, and a model that is nobody else's."""
+    models, profiles = tmp_path / "catalog/models", tmp_path / "catalog/profiles"
+    models.mkdir(parents=True)
+    profiles.mkdir()
+    (profiles / "base.yml").write_text(
+        "based_on: base\nsummary: Mine\nchoose_when: I say so\nlimits: {max_sequences: 2}\n"
+    )
+    (models / "mine.yml").write_text("based_on: large\nsummary: Mine, too\n")
+    found = read_catalog(FIXTURE, own=tmp_path)
+    assert found.profile("base", "large").limits.max_sequences == 2
+    assert found.profile("base", "large").plugin == CATALOG.profile("base", "large").plugin
+    assert found.model("mine").memory == CATALOG.model("large").memory
+    assert found.replaced == {"profiles/base"}
+    [note] = found.notes("mine", "base")
+    assert note == "catalog/profiles/base.yml beside the inventory is used instead of ours"
+    assert found.notes("mine", "v2") == ()
+    # In a folder without a catalog, and in ours, nothing is anybody's own.
+    assert read_catalog(FIXTURE, own=tmp_path / "other") == CATALOG
+    assert read_catalog(FIXTURE, own=FIXTURE) == CATALOG
+
+
+def test_a_mistake_in_a_file_of_ones_own_is_told_as_in_ours(tmp_path: Path) -> None:
+    folder = tmp_path / "catalog/models"
+    folder.mkdir(parents=True)
+    (folder / "mine.yml").write_text("kind: plain\nrepository: not a repository\n")
+    found = read_catalog(FIXTURE, own=tmp_path)
+    with pytest.raises(CatalogError, match=r"catalog/models/mine.yml: repository"):
+        found.model("mine")

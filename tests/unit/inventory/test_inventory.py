@@ -171,3 +171,19 @@ def test_one_host_is_no_cluster(foreign):
     (foreign.parent / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1]}\n")
     done = pyinfra(foreign)
     assert "cluster.hosts: spark-1 alone is no cluster" in done.stderr
+
+
+def test_a_model_beside_the_inventory_is_chosen_like_ours(foreign):
+    folder = foreign.parent / "catalog/models"
+    folder.mkdir(parents=True)
+    mine = "kind: plain\nsummary: Mine\nchoose_when: it is mine\nrepository: me/mine\n"
+    (folder / "mine.yml").write_text(mine)
+    (foreign.parent / "group_vars/spark.yml").write_text("model: mine\nprofile: plain\n")
+    done = pyinfra(foreign)
+    assert done.returncode == 0, done.stderr
+    assert data_of(done.stdout + done.stderr, "spark-1")["model"] == "mine"
+    (folder / "mine.yml").write_text(mine.replace("me/mine", "nowhere"))
+    done = pyinfra(foreign)
+    assert done.returncode == 1
+    assert "catalog/models/mine.yml: repository" in done.stderr
+    assert "Traceback" not in done.stderr
