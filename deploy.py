@@ -10,14 +10,15 @@ from roles import base, cuda, docker, preflight, service, tools, work
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import plan_for, waves_for
 from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.uninstall import asked_of
 from spark_deploy.payload.content import read_payload
 from spark_deploy.planning.serving.release import release_files_of, unit_files_of
-from spark_deploy.planning.work.jobs import discard_jobs_of, jobs_of, ready_jobs_of
+from spark_deploy.planning.work.jobs import discard_jobs_of, ready_jobs_of, served_jobs_of
 
 no_delay(state, host)
 plan, payload = plan_for(host), read_payload()
-jobs, release = jobs_of(plan, payload.image_context), plan.serve.name
+jobs, release = served_jobs_of(plan, payload.image_context), plan.serve.name
 
 service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
@@ -33,15 +34,19 @@ work.build(jobs=jobs, release=release)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)
 work.image(jobs=jobs, release=release)
-service.serve(
-    plan=plan.serve,
-    gateway=plan.gateway,
-    jobs=jobs,
-    files=release_files_of(plan),
-    waves=waves_for(state),
-    schedule=plan.schedule,
-)
-service.verify(plan=plan.serve, gateway=plan.gateway, schedule=plan.schedule)
+service.prepare(jobs=jobs, release=release)
+# First, so that the others find the memory that it gives back.
+service.retire(services=tuple(one.serve.service for one in plan.served))
+for one in each(plan.served):
+    service.serve(
+        plan=one.serve,
+        gateway=one.gateway,
+        files=release_files_of(one),
+        waves=waves_for(state),
+        schedule=one.schedule,
+    )
+for one in each(plan.served):
+    service.verify(plan=one.serve, gateway=one.gateway, schedule=one.schedule)
 # Other pairs come last: they must not keep what serves from its proof.
 work.ready(
     jobs=ready_jobs_of(plan, payload.image_context),

@@ -1,23 +1,27 @@
 """Back to the release that served before, or to one named with --data releases.rollback_to=NAME.
 
+Without a name it is the main service that goes back; the name of a release tells its service.
+
 The change is the same as in a deploy: prepared, proven, and undone when its check fails. The next
 ``deploy.py`` goes to what group_vars say.
 """
 
 from pyinfra.context import host, state
+from spark_contract.release import service_of
+from spark_contract.units import MAIN_SERVICE
 
 from roles import service
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import waves_for
 from spark_deploy.inventory.ssh import no_delay
-from spark_deploy.planning.serving.gateway import SERVICE
 
 no_delay(state, host)
 settings = known_of(host).found.settings
+to = settings.releases.rollback_to
 
 service.rollback(
-    service=SERVICE,
-    to=settings.releases.rollback_to,
+    service=service_of(to) if to else MAIN_SERVICE,
+    to=to,
     timeout_s=settings.serve.start_timeout_s * 2 + 600,
     waves=waves_for(state),
 )

@@ -8,6 +8,7 @@ from pyinfra.api.deploy import deploy
 from spark_contract.gateway import GATEWAY_USER
 from spark_contract.keep import Keep
 from spark_contract.release import Release
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.loop import in_waves, one_by_one
@@ -16,7 +17,13 @@ from spark_deploy.operations.service.jobs import prepared
 from spark_deploy.operations.service.reboots import rebooted
 from spark_deploy.operations.service.releases import pruned, rolled_back, still_proven
 from spark_deploy.operations.service.schedule import scheduled
-from spark_deploy.operations.service.serve import proven, release_files, rolled_out, started
+from spark_deploy.operations.service.serve import (
+    proven,
+    release_files,
+    retired,
+    rolled_out,
+    started,
+)
 from spark_deploy.planning.serving.argv import ENGINE_USER
 from spark_deploy.planning.serving.schedule import timer_files
 from spark_deploy.planning.types import GatewayPlan, NeedsPlan, ScheduledPlan
@@ -36,36 +43,47 @@ def reboot(*, plan: NeedsPlan, serve: Release) -> None:
         rebooted(name=f"Reboot {name} where it is due", needs=plan, serve=serve)
 
 
+@deploy("Prepare")
+def prepare(*, jobs: Sequence[Work], release: str) -> None:
+    """Have everything ready while the old releases answer."""
+    prepared(
+        name="Wait until everything is prepared",
+        jobs=tuple(work.job for work in jobs),
+        release=release,
+        retire_others=True,
+    )
+
+
 @deploy("Serve")
 def serve(
     *,
     plan: Release,
     gateway: GatewayPlan,
-    jobs: Sequence[Work],
     files: Sequence[ManagedFile],
     waves: Sequence[Wave],
     schedule: Sequence[ScheduledPlan],
 ) -> None:
-    """Prepare everything while the old release answers, then change over wave by wave."""
+    """Change a service over to its release, wave by wave."""
     scheduled = tuple(one.release for one in schedule)
-    prepared(
-        name="Wait until everything is prepared",
-        jobs=tuple(work.job for work in jobs),
-        release=plan.name,
-        retire_others=True,
-    )
     release_files(name="Install units and release", plan=plan, files=tuple(files),
                   users=(GATEWAY_USER, ENGINE_USER))  # fmt: skip
     configured(name="Configure the gateway", plan=gateway)
     timeout_s = int(plan.timeouts.start_s) * 2 + 600
     started(name="Serve where nothing is served yet", plan=plan, timeout_s=timeout_s)
     for wave in in_waves(waves):
+        what = "the release" if plan.service == MAIN_SERVICE else plan.service
         rolled_out(
-            name=f"Serve the release on {', '.join(wave)}",
+            name=f"Serve {what} on {', '.join(wave)}",
             plan=plan,
             timeout_s=timeout_s,
             scheduled=scheduled,
         )
+
+
+@deploy("Retire")
+def retire(*, services: Sequence[str]) -> None:
+    """Stop services that the settings no longer list."""
+    retired(name="Stop services that are not listed any more", services=services)
 
 
 @deploy("Verify")

@@ -212,9 +212,9 @@ class Guest:
         return [entry["id"] for entry in body["data"]]
 
     def call(
-        self, method: str, path: str, body: Any = None, *, key: str | None = None
+        self, method: str, path: str, body: Any = None, *, key: str | None = None, port: int = 8000
     ) -> tuple[int, Any]:
-        """Call the gateway on the guest's loopback address; return HTTP status and body.
+        """Call a gateway on the guest's loopback address; return HTTP status and body.
 
         Without ``key`` the host's own key is used, which curl reads from standard input, so that
         it stands in no argv and no log.
@@ -225,7 +225,7 @@ class Guest:
         out = self.run(
             f"{own if key is None else given if key else ':'} | curl -K - -sS -m 120 "
             f"-w '\\n%{{http_code}}' -X {method} -H 'Content-Type: application/json' {data} "
-            f"http://127.0.0.1:8000{path}",
+            f"http://127.0.0.1:{port}{path}",
             check=False, timeout_s=180,
         )  # fmt: skip
         text, _, code = out.rpartition("\n")

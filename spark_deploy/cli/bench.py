@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from spark_contract.documents import DocumentError, parse, plain, text_of
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench import benchy, host, markdown, page, seeds
 from spark_deploy.bench.client import Endpoint
@@ -17,7 +18,6 @@ from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.errors import SparkError
-from spark_deploy.planning.serving.gateway import SERVICE
 
 
 def run(options: Options) -> int:
@@ -58,7 +58,7 @@ def measured(one: Listed, options: Options, began: str, raw: Path) -> BenchResul
     """Measure one host; what llama-benchy writes of it goes to ``raw``."""
     connection = connection_of(one)
     login = login_of(one)
-    served, context_tokens = host.served_by(login, SERVICE)
+    served, context_tokens = host.served_by(login, MAIN_SERVICE)
     key = login.told(f"cat {connection.key_path}").strip()
     wanted = options.protocol or ["seeds", "llama-benchy"]
     notes: list[str] = []
@@ -70,7 +70,7 @@ def measured(one: Listed, options: Options, began: str, raw: Path) -> BenchResul
             url = f"http://127.0.0.1:{here}/v1"
         endpoint = Endpoint(url, connection.model, key, connection.ca)
         samples = held.enter_context(host.sampled(login))
-        before = host.drafts(login, SERVICE)
+        before = host.drafts(login, MAIN_SERVICE)
         answers = tuple(seeds.measure(endpoint, context_tokens, say)) if "seeds" in wanted else ()
         version: str | None = None
         cells: tuple[Cell, ...] = ()
@@ -78,7 +78,7 @@ def measured(one: Listed, options: Options, began: str, raw: Path) -> BenchResul
             version, cells = _grid(
                 options, endpoint, login, served.tree, context_tokens, notes, raw
             )
-        after = host.drafts(login, SERVICE)
+        after = host.drafts(login, MAIN_SERVICE)
     drafted, accepted = (max(0, b - a) for a, b in zip(before, after, strict=True))
     return BenchResult(
         1, began, served, answers, cells, version, drafted, accepted, tuple(samples), tuple(notes)

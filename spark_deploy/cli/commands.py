@@ -78,6 +78,11 @@ def host_options() -> list[click.Parameter]:
     ]  # fmt: skip
 
 
+def service_option(does: str) -> click.Option:
+    """Return the option of commands that are about one service of a host."""
+    return option("--service", does, metavar="NAME")
+
+
 def json_option() -> click.Option:
     """Return the option that every command with an answer takes."""
     return flag("--json", "Print the answer as JSON.")
@@ -166,6 +171,7 @@ COMMANDS: dict[str, Entry] = {
                 ["--for", "client"], type=click.Choice(list(CLIENTS)),
                 help="What one client needs, ready to use; the key is read, never printed.",
             ),
+            service_option("To this one of its services; else the main one."),
             flag("--tunnel", "Hold the SSH tunnels of these hosts open until interrupted."),
         ),
     ),
@@ -198,6 +204,7 @@ COMMANDS: dict[str, Entry] = {
         SERVE,
         "Take hosts out of service until someone starts them; reboots and deploys respect it.",
         (
+            service_option("Only this one of its services; else all."),
             click.Option(
                 ["--for", "period"], metavar="PERIOD",
                 help="Come back after 30m, 1h or 2d by themselves.",
@@ -208,6 +215,7 @@ COMMANDS: dict[str, Entry] = {
     "start": Entry(
         SERVE,
         "Put stopped hosts back into service with their last proven release.",
+        (service_option("Only this one of its services; else all."),),
         module="stop",
         asks=_always,
     ),

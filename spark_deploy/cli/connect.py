@@ -11,11 +11,12 @@ import shlex
 from collections.abc import Iterator
 
 from pyinfra.api.host import Host
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
 from spark_deploy.cli.clients import CLIENTS, QUESTION, Connection
 from spark_deploy.cli.commands import Options
-from spark_deploy.cli.hosts import Listed, answer, every_name, listed, say
+from spark_deploy.cli.hosts import Listed, answer, chosen_services, every_name, listed, say
 from spark_deploy.cli.looking import look
 from spark_deploy.cli.tunnels import hold_tunnels
 from spark_deploy.errors import SparkError
@@ -40,7 +41,10 @@ def run(options: Options) -> int:
     hosts = listed(options)
     tailnet = _tailnet_addresses(hosts)
     places = {name: place for place, name in enumerate(every_name(options))}
-    found = [connection_of(host, tailnet.get(host.name), places[host.name]) for host in hosts]
+    found = [
+        connection_of(host, tailnet.get(host.name), places[host.name], options.service)
+        for host in hosts
+    ]
     if options.client:
         _for_client(options.client, found)
     elif options.tunnel:
@@ -81,7 +85,9 @@ def _tailnet_addresses(hosts: list[Listed]) -> dict[str, str]:
     return {one.host.name: one.value for one in answers if one.value}
 
 
-def connection_of(host: Listed, tailnet_address: str | None = None, place: int = 0) -> Connection:
+def connection_of(
+    host: Listed, tailnet_address: str | None = None, place: int = 0, service: str | None = None
+) -> Connection:
     """Return what a client needs for ``host``.
 
     Args:
@@ -89,9 +95,16 @@ def connection_of(host: Listed, tailnet_address: str | None = None, place: int =
         tailnet_address: what its tailnet calls it, if that had to be asked.
         place: of the host in its inventory, from 0. Each has a port of its own here, so that
             tunnels to all hosts can be open at once.
+        service: one of those beside the main one; its ports are others, also here.
+
+    Raises:
+        SparkError: the host has no such service.
     """
+    name = chosen_services(host, service or MAIN_SERVICE)[0]
     settings = host.settings.settings
-    plan = gateway_plan(settings, host.name)
+    if name != MAIN_SERVICE:
+        settings = settings.of_service(name)
+    plan = gateway_plan(settings, host.name, name)
     if tailnet_address:
         plan = dataclasses.replace(plan, address=tailnet_address)
     names = settings.serve.names or (settings.model,)

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.documents import plain
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.commands import Options
-from spark_deploy.errors import SettingsError
+from spark_deploy.documents.schema_check import closest
+from spark_deploy.errors import SettingsError, SparkError
 from spark_deploy.inventory.held import read_repositories
 from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.plans import payload_identity
@@ -104,7 +106,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     """Return the lock with open identities for what is missing, sized by the architecture."""
     missing = wanted_by(settings, catalog).missing_in(lock)
     size_bytes: dict[str | None, int] = {}
-    for name in {settings.model, *(pair.model for pair in settings.ready_pairs)}:
+    for name in {one.model for one in settings.all_served}:
         model = catalog.model(name)
         if isinstance(model, PlainModel):
             size_bytes[model.repository] = 0  # nobody read it
@@ -121,6 +123,22 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     # Of a repository that nobody read no byte is known, and the plan says so.
     open_ones = [Anatomy(repository=one.repo, commit=OPEN_COMMIT) for one in sources]
     return lock.also(sources, images, anatomies=open_ones)
+
+
+def chosen_services(host: Listed, service: str | None) -> list[str]:
+    """Return the services of a host that a command is about: the one named, else all.
+
+    Raises:
+        SparkError: the host has no such service.
+    """
+    known = [MAIN_SERVICE, *host.settings.settings.services]
+    if service is None:
+        return known
+    if service not in known:
+        guess = closest(service, known)
+        fix = f"did you mean {guess}?" if guess else f"one of: {', '.join(known)}"
+        raise SparkError.one(f"--service {service}", f"is no service of {host.name}", fix)
+    return [service]
 
 
 def answer(

@@ -24,7 +24,13 @@ from spark_deploy.planning.budget.speed import TOLERANCE, Speed, next_lever, spe
 from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.serving.release import document
-from spark_deploy.planning.types import CheckpointPlan, GatewayPlan, HostPlan, MemoryPlan
+from spark_deploy.planning.types import (
+    CheckpointPlan,
+    GatewayPlan,
+    HostPlan,
+    MemoryPlan,
+    ServicePlan,
+)
 
 
 def run(options: Options) -> int:
@@ -80,6 +86,25 @@ def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     yield from _cluster(plan.serve)
     yield from _unit(plan)
     yield from _service(plan.serve, plan.gateway)
+    for one in plan.services:
+        yield from _beside(one)
+
+
+def _beside(one: ServicePlan) -> Iterator[str]:
+    """Yield every part of a service beside the main one."""
+    yield _row("service", f"{one.serve.service}, release {one.serve.name}")
+    for source in one.sources:
+        commit = _identity(source.locked.commit)
+        yield _row("download", f"{source.locked.repo} {commit}, {size(source.size_bytes)}")
+    yield _row("image", one.image.base)
+    used = one.memory.weights_bytes + one.memory.drafter_bytes + one.memory.graphs_bytes
+    yield _row(
+        "memory",
+        f"weights, drafter and runtime {gib(used)}, KV cache {gib(one.memory.kv_cache_bytes)} of "
+        f"{one.memory.kv_tokens:,} tokens",
+    )
+    yield _row("engine", shlex.join(["vllm", "serve", *one.serve.engine.argv]))
+    yield from _service(one.serve, one.gateway)
 
 
 def _identity(commit: str) -> str:

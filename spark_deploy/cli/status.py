@@ -10,6 +10,7 @@ from pyinfra.api.host import Host
 from spark_contract.documents import plain
 from spark_contract.sentences import PREFIX_REUSE, SPEED
 from spark_contract.status import ReleaseState, Status
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
@@ -20,7 +21,6 @@ from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import wanted_by
 from spark_deploy.payload.content import read_payload
 from spark_deploy.planning.budget.memory import gib
-from spark_deploy.planning.serving.gateway import SERVICE
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.planning.work.jobs import jobs_of
 
@@ -46,13 +46,18 @@ def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:
     plan = _plan(said.host)
     scheduled = [one.release for one in plan.schedule] if plan else []
     wanted = status.due(plan.serve, scheduled).name if plan else None
-    drift = status.unproven(SERVICE, wanted) if wanted else "the plan is not locked yet"
+    drift = status.unproven(MAIN_SERVICE, wanted) if wanted else "the plan is not locked yet"
+    beside = _beside(plan, status)
     found = {**plain_answer(said), "installed": status.installed, "planned": wanted}
     found |= {
         "unreadable": status.unreadable,
         "drift": drift,
         "ready": _readiness(plan, status) if plan else [],
+        "services": beside,
     }
+    found["drift"] = drift or "; ".join(
+        f"{one['service']}: {one['drift']}" for one in beside if one["drift"]
+    )
     return {**found, **(_told(status, status.told) if status.told else _NOTHING_TOLD)}
 
 
@@ -63,9 +68,36 @@ _NOTHING_TOLD: dict[str, Any] = {
 }  # fmt: skip
 
 
+def _beside(plan: HostPlan | None, status: HostStatus) -> list[dict[str, Any]]:
+    """Say of every service beside the main one, planned or running, how it stands."""
+    planned = {one.serve.service: one.serve.name for one in plan.services} if plan else {}
+    running = {
+        name: one for name, one in (status.told.services if status.told else {}).items()
+        if name != MAIN_SERVICE and (one.active or one.enabled or name in planned)
+    }  # fmt: skip
+    found = []
+    for name in sorted({*planned, *running}):
+        active = running[name].active if name in running else None
+        release, wanted = status.release(active), planned.get(name)
+        drift = status.unproven(name, wanted) if wanted else "is not listed any more"
+        found.append({
+            "service": name,
+            "planned": wanted,
+            "release": active,
+            "model": release.model if release else None,
+            "profile": release.profile if release else None,
+            "names": list(release.names) if release else [],
+            "proof": _proof_of(release) if release else {},
+            "live": plain(status.live(active) if active else None) or {},
+            "stopped": status.stopped(name),
+            "drift": "" if status.stopped(name) else drift,
+        })  # fmt: skip
+    return found
+
+
 def _told(status: HostStatus, told: Status) -> dict[str, Any]:
     """Return what the host tools say of the service."""
-    service = status.service(SERVICE)
+    service = status.service(MAIN_SERVICE)
     active = service.active if service else None
     release, back = status.release(active), service.rolled_back if service else None
     return {
@@ -80,10 +112,10 @@ def _told(status: HostStatus, told: Status) -> dict[str, Any]:
         "versions": told.versions,
         "versions_unknown": status.unknown_versions(),
         "reboot_pending": told.reboot_pending,
-        "stopped": status.stopped(SERVICE),
+        "stopped": status.stopped(MAIN_SERVICE),
         "rolled_back": {"from": back.came, "to": back.to, "at": back.at} if back else None,
         "jobs": [plain(job) for job in told.jobs if job.state != "done"],
-        "events": plain(told.events.get(SERVICE, ())),
+        "events": plain(told.events.get(MAIN_SERVICE, ())),
     }
 
 
@@ -129,6 +161,16 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
         wants = f" (wants {one['planned']})" if one["drift"] and one["planned"] else ""
         yield f"  plan     {one['drift'] or 'as planned'}{wants}"
         yield from _details(one)
+        for service in one["services"]:
+            yield from _service_lines(service)
+
+
+def _service_lines(one: dict[str, Any]) -> Iterator[str]:
+    yield f"  service  {one['service']}: {one['stopped'] or _serves(one)}"
+    if one["drift"]:
+        yield f"           {one['drift']} (wants {one['planned'] or 'nothing'})"
+    elif one["proof"]:
+        yield f"           {_proof(one['proof'])}"
 
 
 def _serves(one: dict[str, Any]) -> str:

@@ -12,25 +12,29 @@ from pyinfra.api.host import Host
 from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.cli.commands import Options
-from spark_deploy.cli.hosts import Listed, answer, listed, say
+from spark_deploy.cli.hosts import Listed, answer, chosen_services, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.errors import SparkError
 from spark_deploy.operations.commands import heartbeat, shell
-from spark_deploy.planning.serving.gateway import SERVICE
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 
 
 def run(options: Options) -> int:
-    """Stop or start the service on the chosen hosts; 1 when one did not obey.
+    """Stop or start the services of the chosen hosts; 1 when one did not obey.
 
     A start serves the last proven release again.
     """
-    words = [f"{options.command}-service", SERVICE]
-    if options.command == "stop":
-        words += ["--by", f"{getpass.getuser()}@{socket.gethostname()}"]
-        words += ["--for", str(_seconds(options.period))] if options.period else []
-    answers = look(listed(options), lambda host, one: _order(host, one, words))
+    verb, by = f"{options.command}-service", f"{getpass.getuser()}@{socket.gethostname()}"
+    rest = ["--by", by] if options.command == "stop" else []
+    if options.command == "stop" and options.period:
+        rest += ["--for", str(_seconds(options.period))]
+    hosts = listed(options)
+    orders = {
+        one.name: [[verb, name, *rest] for name in chosen_services(one, options.service)]
+        for one in hosts
+    }
+    answers = look(hosts, lambda host, one: _order(host, one, orders[one.name]))
     found = [_outcome(one) for one in answers]
     texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in found)
     answer(options, found, texts, between="\n")
@@ -45,15 +49,17 @@ def _seconds(period: str) -> int:
     return int(number) * _UNITS_S[unit]
 
 
-def _order(host: Host, one: Listed, words: Sequence[str]) -> tuple[bool, str]:
+def _order(host: Host, one: Listed, orders: Sequence[Sequence[str]]) -> tuple[bool, str]:
     settings = one.settings.settings
+    # What one service refuses does not keep the others from obeying.
+    each = "; ".join(f"{HOST_TOOL} {shlex.join(words)} 2>&1 || failed=1" for words in orders)
     script = (
-        f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} {shlex.join(words)} 2>&1; "
+        f"if [ -x {HOST_TOOL} ]; then failed=0; {each}; exit $failed; "
         "else echo 'nothing of ours is installed yet; run deploy.py'; exit 1; fi"
     )
-    # The engine may take its whole start, and its stop, to answer.
-    limit_s = settings.serve.start_timeout_s + settings.serve.stop_timeout_s + 300
-    with heartbeat(host, words[0], report=lambda text: say(f"{one.name}: {text}")):
+    # Each engine may take its whole start, and its stop, to answer.
+    limit_s = (settings.serve.start_timeout_s + settings.serve.stop_timeout_s + 300) * len(orders)
+    with heartbeat(host, orders[0][0], report=lambda text: say(f"{one.name}: {text}")):
         ok, output = host.run_shell_command(
             shell(script), _sudo=one.data["_sudo"], _timeout=limit_s
         )

@@ -26,7 +26,7 @@ def open_questions(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[tuple[HeldNames, BuildPlan]]:
     """Yield every build of a host whose names the lock says nothing of; its sources are locked."""
-    for one in (settings, *(settings.of_pair(pair) for pair in settings.ready_pairs)):
+    for one in settings.all_served:
         plan = checkpoint_plan(*pair_of(one, catalog), one, lock)
         if plan is not None:
             asked = names.question(plan.order, plan.base.locked, plan.donor)

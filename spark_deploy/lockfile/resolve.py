@@ -48,7 +48,7 @@ def wanted_by(settings: Settings, catalog: Catalog) -> Names:
     """Return the names that the plan of one host needs, pairs to have ready included."""
     sources: set[tuple[str, str]] = set()
     roles = {"gpu_check"}
-    for one in (settings, *(settings.of_pair(pair) for pair in settings.ready_pairs)):
+    for one in settings.all_served:
         model = catalog.model(one.model)
         profile = catalog.profile(one.profile, one.model)
         sources.update(_repositories(model, profile, one))

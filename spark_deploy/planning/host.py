@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from spark_contract.release import Release
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.errors import PlanError
@@ -16,7 +17,7 @@ from spark_deploy.planning.budget.disk import (
     image_peak_bytes,
     needed_by_path,
 )
-from spark_deploy.planning.resolve import Request, Resolved, resolve
+from spark_deploy.planning.resolve import Request, Resolved, resolve, resolve_service
 from spark_deploy.planning.serving.gateway import gateway_plan
 from spark_deploy.planning.serving.image import image_plan, locked_image
 from spark_deploy.planning.serving.serve import cache_dir, serve_plan
@@ -26,10 +27,10 @@ from spark_deploy.planning.types import (
     DiskUse,
     DockerPlan,
     HostPlan,
-    MemoryPlan,
     NeedsPlan,
     PairPlan,
     ScheduledPlan,
+    ServicePlan,
     ToolsPlan,
 )
 from spark_deploy.planning.work.checkpoint import (
@@ -47,36 +48,40 @@ def plan_host(request: Request) -> HostPlan:
     request = replace(request, catalog=request.catalog.knowing(request.lock.anatomies))
     settings, lock = request.settings, request.lock
     served = resolve(settings, request.catalog)
-    pair = pair_plan(served, request)
+    main = _service_plan(MAIN_SERVICE, served, request)
+    services = tuple(
+        _service_plan(name, resolve_service(settings, name, request.catalog), request)
+        for name in settings.services
+    )
     others = [resolve(settings.of_pair(other), request.catalog) for other in settings.ready_pairs]
     ready = tuple(pair_plan(other, request) for other in others)
-    pairs = (pair, *ready)
+    pairs = (main, *services, *ready)
     timed = {(one.model, one.profile) for one in settings.schedule}
-    releases = {
-        (part.model, part.profile): _release(one, part, request)
-        for one, part in zip((served, *others), pairs, strict=True)
-        if part is pair or (part.model, part.profile) in timed
+    releases = {(main.model, main.profile): main.serve} | {
+        (part.model, part.profile): _release(MAIN_SERVICE, one, part, request)
+        for one, part in zip(others, ready, strict=True)
+        if (part.model, part.profile) in timed
     }
+    main = replace(
+        main,
+        schedule=tuple(
+            ScheduledPlan(one.at, releases[one.model, one.profile]) for one in settings.schedule
+        ),
+    )
     docker = _docker(served.model, settings, lock)
     disk = disk_plan(settings.paths.docker_dir, pairs)
     return HostPlan(
-        **_fields(pair),
+        **_fields(main),
         host=request.host,
         paths=settings.paths,
-        needs=_needs(settings, served.memory, disk, docker.check_image, pairs),
+        needs=_needs(settings, (main, *services), disk, docker.check_image, pairs),
         base=BasePlan(paths=settings.paths, **_fields(settings.base)),
         cuda=_cuda(settings),
         docker=docker,
         tools=ToolsPlan(request.payload.tools_digest, request.payload.python_requirements),
-        memory=served.memory,
         disk=disk,
-        serve=releases[pair.model, pair.profile],
-        gateway=gateway_plan(settings, request.host),
-        warnings=served.warnings,
         ready=ready,
-        schedule=tuple(
-            ScheduledPlan(one.at, releases[one.model, one.profile]) for one in settings.schedule
-        ),
+        services=services,
         releases_kept=settings.releases.keep,
         hub_token=settings.hub.token,
         proxy=settings.proxy,
@@ -84,8 +89,21 @@ def plan_host(request: Request) -> HostPlan:
     )
 
 
-def _release(served: Resolved, pair: PairPlan, request: Request) -> Release:
+def _service_plan(name: str, served: Resolved, request: Request) -> ServicePlan:
+    """Return one service of the host."""
+    pair = pair_plan(served, request)
+    return ServicePlan(
+        **_fields(pair),
+        memory=served.memory,
+        serve=_release(name, served, pair, request),
+        gateway=gateway_plan(served.settings, request.host, name),
+        warnings=served.warnings,
+    )
+
+
+def _release(service: str, served: Resolved, pair: PairPlan, request: Request) -> Release:
     return serve_plan(
+        service,
         served.model,
         served.profile,
         served.settings,
@@ -115,7 +133,7 @@ def pair_plan(served: Resolved, request: Request) -> PairPlan:
 
 def _needs(
     settings: Settings,
-    memory: MemoryPlan,
+    services: tuple[ServicePlan, ...],
     disk: tuple[DiskUse, ...],
     check_image: str,
     pairs: tuple[PairPlan, ...],
@@ -131,12 +149,12 @@ def _needs(
         takeover=settings.takeover,
         allow_memory_holders=settings.allow_memory_holders,
         allow_containers=tuple(settings.allow_containers),
-        ports=(settings.serve.port,),
+        ports=tuple(one.gateway.settings.port for one in services),
         disk_needed_bytes=needed_by_path(disk),
         disk_reserve_bytes=settings.disk.reserve_bytes,
-        memory_needed_bytes=memory.needed_bytes,
+        memory_needed_bytes=sum(one.memory.needed_bytes for one in services),
         # MemTotal of two equal machines differs by firmware settings.
-        memory_total_min_bytes=round(memory.total_bytes * 0.98),
+        memory_total_min_bytes=round(settings.memory.total_bytes * 0.98),
         docker_dir=settings.paths.docker_dir,
         images=(check_image, *images),
         image_bytes=tuple(images.items()),

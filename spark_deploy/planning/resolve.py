@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from spark_deploy.catalog.model import Model
@@ -14,7 +16,13 @@ from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import PlanError, Problem, SparkError
 from spark_deploy.facts.machine.fabric import Ports
 from spark_deploy.lockfile.types import Lock
-from spark_deploy.planning.budget.memory import missing_bytes, plan_memory
+from spark_deploy.planning.budget.memory import (
+    GIB,
+    context_tokens,
+    gib,
+    missing_bytes,
+    plan_memory,
+)
 from spark_deploy.planning.effective import effective_profile
 from spark_deploy.planning.fit import refusal
 from spark_deploy.planning.guard_rails import apply_rails, facts_of
@@ -67,6 +75,36 @@ def resolve(settings: Settings, catalog: Catalog) -> Resolved:
     return found
 
 
+def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved:
+    """Return the pair of a service beside the main one.
+
+    Raises:
+        SparkError: As :func:`resolve`; every line names the service.
+    """
+    own = settings.of_service(name)
+    try:
+        found = _fitting(own, catalog)
+    except SparkError as error:
+        raise PlanError([
+            Problem(f"services.{name}: {one.where}", one.what, one.fix) for one in error.problems
+        ]) from error  # fmt: skip
+    if found is None:
+        model, profile = pair_of(own, catalog)
+        given = settings.services[name].memory_bytes
+        wanted = given + missing_bytes(model, profile, own)
+        # The engine gets whole hundredths of the memory.
+        hundredths = -(-wanted * 100 // own.memory.total_bytes)
+        enough = math.ceil(hundredths * own.memory.total_bytes / 100 / GIB * 10) / 10
+        what = (
+            f"{model.name} with {profile.name} and one request of "
+            f"{context_tokens(model, profile):,} tokens need {gib(wanted)}, memory_gib gives "
+            f"{gib(given)}"
+        )
+        fix = f"set memory_gib to {enough}, or engine.max_context_tokens to less"
+        raise PlanError.one(f"services.{name}", what, fix)
+    return found
+
+
 def problems_of(
     settings: Settings, catalog: Catalog, engines: Collection[str] | None = None
 ) -> list[Problem]:
@@ -74,9 +112,15 @@ def problems_of(
 
     ``engines`` are the versions of vLLM that the plugin knows; without, images are not judged.
     """
-    problems = [*_problems(settings, catalog, engines), *role_problems(settings, catalog)]
+    problems = _problems(lambda: resolve(settings, catalog), settings, engines)
+    problems += role_problems(settings, catalog)
+    for name in settings.services:
+        problems += _problems(
+            functools.partial(resolve_service, settings, name, catalog), settings, engines
+        )
     for pair in settings.ready_pairs:
-        for problem in _problems(settings.of_pair(pair), catalog, engines):
+        own = settings.of_pair(pair)
+        for problem in _problems(functools.partial(resolve, own, catalog), own, engines):
             where = f"keep_ready {pair.model} with {pair.profile}: {problem.where}"
             problems.append(Problem(where, problem.what, problem.fix))
     return problems
@@ -113,10 +157,10 @@ def _fits(settings: Settings, catalog: Catalog) -> bool:
 
 
 def _problems(
-    settings: Settings, catalog: Catalog, engines: Collection[str] | None
+    find: Callable[[], Resolved], settings: Settings, engines: Collection[str] | None
 ) -> list[Problem]:
     try:
-        found = resolve(settings, catalog)
+        found = find()
     except SparkError as error:
         return list(error.problems)
     if engines is None:

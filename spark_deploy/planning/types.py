@@ -241,9 +241,20 @@ class ScheduledPlan:
     release: Release
 
 
-@dataclass(frozen=True, slots=True)
-class HostPlan(PairPlan):
-    """All there is to do on one host: what its pair needs, and everything around it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicePlan(PairPlan):
+    """One service of a host: what its pair needs, and how it is served and reached."""
+
+    memory: MemoryPlan
+    serve: Release
+    gateway: GatewayPlan
+    warnings: tuple[str, ...]
+    schedule: tuple[ScheduledPlan, ...] = ()  # of the main one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlan(ServicePlan):
+    """All there is to do on one host: what its main service needs, and everything around it."""
 
     host: str
     paths: PathSettings
@@ -252,16 +263,17 @@ class HostPlan(PairPlan):
     cuda: CudaPlan
     docker: DockerPlan
     tools: ToolsPlan
-    memory: MemoryPlan
     disk: tuple[DiskUse, ...]
-    serve: Release
-    gateway: GatewayPlan
-    warnings: tuple[str, ...]
     ready: tuple[PairPlan, ...] = ()  # other pairs to have ready
-    schedule: tuple[ScheduledPlan, ...] = ()
+    services: tuple[ServicePlan, ...] = ()  # beside the main one
     releases_kept: int = 0  # ways back that pruning leaves
     hub_token: SecretRef | None = None  # for gated repositories; never part of a digest
     proxy: ProxySettings = field(
         default_factory=ProxySettings
     )  # of jobs and image pulls; never part of a digest
     fleet: FleetSettings = field(default_factory=FleetSettings)  # never part of a digest
+
+    @property
+    def served(self) -> tuple[ServicePlan, ...]:
+        """All services, the main one first: the order in which they are rolled out."""
+        return (self, *self.services)

@@ -20,6 +20,7 @@ ENVIRONMENT_NAMES = {"pattern": "^[A-Z_][A-Z0-9_]*$"}
 OPTION_NAMES = {"pattern": "^[a-z][a-z0-9_-]*$"}
 # Above this no host of one GPU gains anything, and the engine captures graphs up to it.
 MAX_SEQUENCES = 1024
+SERVED_NAME = "^[A-Za-z0-9][A-Za-z0-9._/:-]*$"
 _FILE = "^(/|~/).+$"
 _AUDIENCES = ", ".join(f"{one.audience or 'nobody'} ({name})" for name, one in EXPOSURES.items())
 
@@ -67,7 +68,7 @@ class ReleaseSettings:
     rollback_to: str | None = setting(
         None,
         "Where `deploys/rollback.py` goes: a release by name, usually given as --data "
-        "releases.rollback_to=NAME; null means the one before.",
+        "releases.rollback_to=NAME; null means the main service's before this one.",
         pattern="^[a-z0-9][a-z0-9-]*-[0-9a-f]{12}$",
         examples=["main-0123456789ab"],
     )
@@ -96,7 +97,7 @@ class RolloutSettings:
 class ServeSettings:
     """Names, gateway and time limits of the service."""
 
-    names: tuple[Annotated[str, about(pattern="^[A-Za-z0-9][A-Za-z0-9._/:-]*$")], ...] = setting(
+    names: tuple[Annotated[str, about(pattern=SERVED_NAME)], ...] = setting(
         (),
         "Names clients may use for the model, all served at once. The first is what `connect` "
         "prints and should stay the same when model or profile change. Empty: the model's catalog "
@@ -201,21 +202,14 @@ class ServeSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Values of the profile replaced for a group or host; null keeps the profile's."""
+class ServiceEngineSettings:
+    """Values of the profile replaced for one service; null keeps the profile's."""
 
     max_context_tokens: int | None = setting(
         None, "Longest prompt plus answer, in tokens.", minimum=64
     )
     max_sequences: int | None = setting(
         None, "Requests computed at the same time.", minimum=1, maximum=MAX_SEQUENCES
-    )
-    memory_fraction: float | None = setting(
-        None,
-        "Share of memory.total_gib the engine may take in all; above 0.82 hosts were reported to "
-        "thrash or freeze.",
-        exclusiveMinimum=0,
-        maximum=0.95,
     )
     kv_cache_bytes: Gib | None = setting(
         None,
@@ -259,6 +253,19 @@ class EngineSettings:
             yield Broken(("options", option), what, fix)
         for name, what, fix in environment_problems(self.environment):
             yield Broken(("environment", name), what, fix)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings(ServiceEngineSettings):
+    """Values of the profile replaced for a group or host; null keeps the profile's."""
+
+    memory_fraction: float | None = setting(
+        None,
+        "Share of memory.total_gib the engine may take in all; above 0.82 hosts were reported to "
+        "thrash or freeze.",
+        exclusiveMinimum=0,
+        maximum=0.95,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from spark_contract.units import MAIN_SERVICE
+
 from spark_deploy.documents.declare import Gib, Text, about, knowing_keys, section, setting
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.settings.cluster import ClusterSettings
@@ -24,6 +26,7 @@ from spark_deploy.settings.host import (
     SshSettings,
 )
 from spark_deploy.settings.rules import Broken, broken_in_sections
+from spark_deploy.settings.services import SERVICE_NAME, ServiceSettings
 from spark_deploy.settings.serving import (
     CATALOG_NAME,
     CheckpointSettings,
@@ -89,6 +92,23 @@ class Settings:
                 {"at": "08:00", "model": "qwen3.5-122b", "profile": "v2"},
                 {"at": "20:00", "model": "qwen3.5-122b", "profile": "agent"},
             ]
+        ],
+    )
+    services: dict[str, ServiceSettings] = setting(
+        dict,
+        "More services on this host, by name, such as an embedding model beside the main one. "
+        "Each is rolled out, proven, watched and rolled back by itself; one that is not listed "
+        "any more is stopped.",
+        propertyNames={"pattern": SERVICE_NAME},
+        examples=[
+            {
+                "embed": {
+                    "model": "qwen3-embedding",
+                    "profile": "plain",
+                    "port": 8001,
+                    "memory_gib": 6,
+                }
+            }
         ],
     )
     releases: ReleaseSettings = section(ReleaseSettings)
@@ -171,12 +191,11 @@ class Settings:
         "GiB each may take; the engine gets that much less, beside memory.reserve_gib.",
         examples=[{"comfyui": 12}],
     )
-    override_rails: dict[
-        Annotated[str, about(pattern="^[a-z0-9-]+$")], Annotated[Text, about(minLength=8)]
-    ] = setting(
+    override_rails: dict[str, Annotated[Text, about(minLength=8)]] = setting(
         dict,
         "Refusing guard rails that you take on for this host, by name, and why; the plan warns of "
         "each. Only rails with `may_be_overridden: true` in catalog/guard_rails.yml.",
+        propertyNames={"pattern": "^[a-z0-9-]+$"},
         examples=[{"trust-remote-code": "the parser in our image was reviewed in November"}],
     )
     base: BaseSettings = section(BaseSettings, heading="What a host gets")
@@ -195,14 +214,43 @@ class Settings:
 
     @property
     def kept_bytes(self) -> int:
-        """Return what the engine must leave: the reserve, and what other containers may take."""
-        return self.memory.reserve_bytes + sum(self.allow_containers.values())
+        """Return what the engine must leave: the reserve, what containers and services may take."""
+        others = sum(service.memory_bytes for service in self.services.values())
+        return self.memory.reserve_bytes + sum(self.allow_containers.values()) + others
 
     @property
     def ready_pairs(self) -> tuple[PairSettings, ...]:
         """Return the pairs to have ready, without the one that is served."""
         served = PairSettings(self.model, self.profile)
         return tuple(pair for pair in dict.fromkeys(self.keep_ready) if pair != served)
+
+    def of_service(self, name: str) -> Settings:
+        """Return these settings as they are for one of the services beside the main one."""
+        one = self.services[name]
+        return dataclasses.replace(
+            self,
+            model=one.model,
+            profile=one.profile,
+            keep_ready=(),
+            services={},
+            schedule=(),
+            cluster=ClusterSettings(),
+            serve=dataclasses.replace(self.serve, port=one.port, names=one.names),
+            engine=EngineSettings(
+                **{f.name: getattr(one.engine, f.name) for f in dataclasses.fields(one.engine)}
+            ),
+            # All but its own share is others'.
+            allow_containers={},
+            memory=dataclasses.replace(
+                self.memory, reserve_bytes=self.memory.total_bytes - one.memory_bytes
+            ),
+        )
+
+    @property
+    def all_served(self) -> tuple[Settings, ...]:
+        """Return these settings for each service and each pair to have ready; main comes first."""
+        ready = (self.of_pair(pair) for pair in self.ready_pairs)
+        return (self, *ready, *map(self.of_service, self.services))
 
     def of_pair(self, pair: PairSettings) -> Settings:
         """Return these settings as they would be with another pair to serve."""
@@ -233,6 +281,7 @@ class Settings:
         for prefix, pair in [
             ((), self),
             *((("keep_ready", i), p) for i, p in enumerate(self.keep_ready)),
+            *((("services", name), one) for name, one in self.services.items()),
         ]:
             for key in ("model", "profile"):
                 name, known = getattr(pair, key), catalog(f"{key}s")
@@ -252,4 +301,24 @@ class Settings:
                     what = f"'{name}' is not described (known: {known})"
                     fix = f"describe it under repositories: {{{name}: ...}}"
                     yield Broken((role, "repositories"), what, fix)
+        yield from self._broken_services()
         yield from broken_in_sections(self)
+
+    def _broken_services(self) -> Iterator[Broken]:
+        ports, answered = {self.serve.port: "serve.port"}, dict[str, str]()
+        for name, one in self.services.items():
+            where = ("services", name)
+            if name == MAIN_SERVICE:
+                fix = "give it another name; model and profile at the top are the main one's"
+                yield Broken(where, "is the name of the main service", fix)
+            taken = ports.setdefault(one.port, f"services.{name}.port")
+            for path in one.paths:
+                first = answered.setdefault(path, name)
+                if first != name:
+                    what = f"{path} is answered by services.{first}"
+                    yield Broken((*where, "paths"), what, "leave it with one of them")
+            if taken != f"services.{name}.port":
+                what = f"{one.port} is the port of {taken}"
+                yield Broken((*where, "port"), what, "give each service a port of its own")
+            for broken in one.broken(self.memory.total_bytes):
+                yield broken._replace(key=(*where, *broken.key))

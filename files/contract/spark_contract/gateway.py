@@ -62,6 +62,8 @@ class Gateway:
     user: str = field(default=GATEWAY_USER, metadata=OPTIONAL)
     # Documents of before it was counted have none.
     max_connections: int | None = field(default=None, metadata=OPTIONAL)
+    # Paths that the engine of another service of this host answers: path -> service.
+    routes: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
 
     @property
     def unit(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from spark_contract.units import BOOT_LINKS, UNITS_DIR
+from spark_contract.units import BOOT_LINKS, MAIN_SERVICE, UNITS_DIR
 
 CONFIG_DIR = "/etc/spark"
 RELEASES_DIR = f"{CONFIG_DIR}/releases"
@@ -83,6 +83,12 @@ class Paths:
     def tools(self) -> Path:
         """Installed tools; ``current`` points at the digest in use."""
         return self.below(TOOLS_DIR)
+
+    def engine_lock(self, service: str) -> Path:
+        """Return what the running engine of a service holds."""
+        # Engines of before there were several services hold the one without a name.
+        name = "engine.lock" if service == MAIN_SERVICE else f"engine-{service}.lock"
+        return self.run / name
 
     def job(self, digest12: str) -> Path:
         """Return the directory of a job."""

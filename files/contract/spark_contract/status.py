@@ -82,6 +82,8 @@ class Status:
     reboot_pending: str
     live: Live | None  # None: not asked, or nothing runs
     events: dict[str, tuple[Event, ...]]  # by service, oldest first
+    # Of further engines, where a host has several services.
+    more_live: tuple[Live, ...] = field(default=(), metadata=OPTIONAL)
 
     @staticmethod
     def upgrade(data: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+# The service every host has; others may stand beside it.
+MAIN_SERVICE = "main"
+
 UNITS_DIR = "/etc/systemd/system"
 BOOT_LINKS = f"{UNITS_DIR}/multi-user.target.wants"
 

@@ -97,6 +97,10 @@ VERBS: dict[str, tuple[Verb, str]] = {
         _of_one(lambda name, paths: boot.start_when_due(name, Host(paths))),
         "SERVICE: start it when a while is over (run by spark-return@SERVICE)",
     ),
+    "retire-service": (
+        _of_one(lambda name, paths: boot.retire_service(name, Host(paths))),
+        "SERVICE: end it for good; what was made for it stays until a prune",
+    ),
     "start-service": (
         _of_one(lambda name, paths: boot.start_service(name, Host(paths))),
         "SERVICE: start the last proven release again",

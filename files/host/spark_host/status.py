@@ -15,7 +15,7 @@ from spark_contract.status import (
     Service,
     Status,
 )
-from spark_contract.units import GATEWAY
+from spark_contract.units import GATEWAY, MAIN_SERVICE
 
 from spark_host.check import measure
 from spark_host.check.probe import CheckError, Probe
@@ -42,6 +42,7 @@ def status(paths: Paths, live: bool) -> Status:
     units = systemd.show(asked, ["ActiveState", "InvocationID", "NRestarts"])
     versions, free = proof.versions(), memory.meminfo()
     digests = jobs.all_digests(paths)
+    answers = _live([r for r in known if _is_active(r, units)], paths) if live else []
     return Status(
         releases=tuple(_release(release, units, versions, host) for release in known),
         services={name: _service(name, known, units, host) for name in services},
@@ -50,7 +51,8 @@ def status(paths: Paths, live: bool) -> Status:
         versions=versions,
         versions_unknown=tuple(upgrades.unknown(versions)),
         reboot_pending=upgrades.reboot_pending(),
-        live=_live([r for r in known if _is_active(r, units)], paths) if live else None,
+        live=answers[0] if answers else None,
+        more_live=tuple(answers[1:]),
         events={name: loop.events(name, paths) for name in services},
     )
 
@@ -108,14 +110,10 @@ def _service(
     )
 
 
-def _live(running: list[Release], paths: Paths) -> Live | None:
-    """Ask every running engine; return the first bad answer, else the last good one."""
-    found = None
-    for release in running:
-        found = ask(release, paths)
-        if not found.ok:
-            break
-    return found
+def _live(running: list[Release], paths: Paths) -> list[Live]:
+    """Ask every running engine, the main one first."""
+    ordered = sorted(running, key=lambda release: release.service != MAIN_SERVICE)
+    return [ask(release, paths) for release in ordered]
 
 
 def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:

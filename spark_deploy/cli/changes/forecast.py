@@ -11,7 +11,7 @@ from spark_contract.documents import DocumentError, parse
 from spark_contract.job import Job
 from spark_contract.paths import HOST_TOOL
 from spark_contract.records import Rollout
-from spark_contract.units import PREPARE
+from spark_contract.units import MAIN_SERVICE, PREPARE
 
 from spark_deploy.cli.changes.transcript import minutes
 from spark_deploy.cli.hosts import Listed, planned
@@ -20,7 +20,6 @@ from spark_deploy.facts.service.jobs import Jobs, JobStates
 from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.lockfile.resolve import size
 from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.serving.gateway import SERVICE
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.planning.work.jobs import jobs_of
 
@@ -46,7 +45,7 @@ def _ask(host: Host, plan: HostPlan) -> Found:
     names = tuple(job.digest12 for job in _jobs(plan))
     status = host.get_fact(Status)
     jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.of(plan.serve.name))
-    service = status.service(SERVICE)
+    service = status.service(MAIN_SERVICE)
     active = service.active if service else None
     return Found(status, jobs, _last_rollout(host, active) if active else None)
 
@@ -75,8 +74,8 @@ def sentence(plan: HostPlan, said: Answer[Found]) -> dict[str, Any]:
     found = said.value
     if found is None:
         return {**plain_answer(said), "text": said.problem, "changes": True}
-    why = found.status.unproven(SERVICE, plan.serve.name)
-    stopped = found.status.stopped(SERVICE)
+    why = found.status.unproven(MAIN_SERVICE, plan.serve.name)
+    stopped = found.status.stopped(MAIN_SERVICE)
     text = f"{plan.model} with {plan.profile} is served and proven; nothing of it changes"
     if stopped:
         text = stopped
@@ -86,7 +85,7 @@ def sentence(plan: HostPlan, said: Answer[Found]) -> dict[str, Any]:
 
 
 def _parts(plan: HostPlan, found: Found) -> Iterator[str]:
-    service = found.status.service(SERVICE)
+    service = found.status.service(MAIN_SERVICE)
     old = found.status.release(service.active) if service else None
     if not found.status.installed:
         yield f"new here: will serve {plan.model} with {plan.profile}"

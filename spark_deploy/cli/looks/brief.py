@@ -23,7 +23,12 @@ def brief(plan: HostPlan, profile: Profile) -> Iterator[str]:
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row("disk", f"{size(after_bytes)} in all, at most {size(peak_bytes)} on the way")
     yield row("memory", _memory(plan, profile))
-    for warning in plan.warnings:
+    for one in plan.services:
+        urls = ", ".join(url for url, _ in base_urls(one.gateway))
+        takes = gib(one.memory.memory_fraction * one.memory.total_bytes)
+        text = f"{one.serve.service}: {one.model} with {one.profile} at {urls}, takes {takes}"
+        yield row("beside it", text)
+    for warning in (text for one in plan.served for text in one.warnings):
         yield row("WARNING", warning)
 
 
@@ -33,12 +38,14 @@ def row(title: str, text: str) -> str:
 
 
 def _fetches(plan: HostPlan) -> str:
-    files = sum(source.size_bytes for source in plan.sources)
-    image = plan.image.size_bytes
+    sources = {source.dir: source.size_bytes for one in plan.served for source in one.sources}
+    images = {one.image.base: one.image.size_bytes for one in plan.served}
+    files, image = sum(sources.values()), sum(images.values())
+    what = "an image" if len(images) == 1 else "images"
     slow, fast = (_minutes((files + image) / rate / 1e6) for rate in RATES_MB_PER_S)
     built = "; then the checkpoint is built there" if plan.checkpoint else ""
     return (
-        f"{size(files)} of files and an image of {size(image)}, what is not there yet of it: at "
+        f"{size(files)} of files and {what} of {size(image)}, what is not there yet of it: at "
         f"most {fast} at 100 MB/s, {slow} at 25 MB/s{built}"
     )
 

@@ -38,8 +38,8 @@ class HostStatus:
 
     def live(self, release: str) -> status.Live | None:
         """Return the outcome of one completion through the running engine."""
-        found = self.told.live if self.told else None
-        return found if found and found.release == release else None
+        told = (self.told.live, *self.told.more_live) if self.told else ()
+        return next((one for one in told if one and one.release == release), None)
 
     def has_to_lose(self, service: str, release: str) -> bool:
         """Whether a change to ``release`` would replace what is served, or was proven to be."""

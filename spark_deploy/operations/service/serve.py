@@ -7,10 +7,12 @@ decide, start and watch.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from pyinfra.api.operation import operation
 from pyinfra.context import host
+from spark_contract.paths import HOST_TOOL
 from spark_contract.release import Release
 
 from spark_deploy.facts.memo import read
@@ -100,6 +102,26 @@ def rolled_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ())
              f"group_vars say {plan.name}")  # fmt: skip
     log_once(f"{plan.name}: {why}")
     yield change_to(plan.name, timeout_s)
+
+
+@operation()
+@host_errors
+def retired(services: Sequence[str]) -> Commands:
+    """Have no service run, or boot, that is not among ``services``; what it made is kept."""
+    told = read(Status).told
+    over = sorted(
+        name
+        for name, one in (told.services if told else {}).items()
+        if name not in services and (one.active or one.enabled)
+    )
+    if not over:
+        host.noop("no other service runs")
+        return
+    for name in over:
+        log_once(
+            f"{name} is not listed any more: it stops; `deploys/prune.py` removes what it made"
+        )
+        yield f"{HOST_TOOL} retire-service {shlex.quote(name)}"
 
 
 @operation()

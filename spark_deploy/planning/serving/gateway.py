@@ -5,34 +5,36 @@ from __future__ import annotations
 from spark_contract.documents import text_of
 from spark_contract.gateway import EXPOSURES, Gateway, tls_of
 from spark_contract.paths import API_KEY
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.types import GatewayPlan, TlsPlan
 from spark_deploy.settings.types import Settings
 
-SERVICE = "main"
 CONTAINER_NAME = "host.docker.internal"
 LOOPBACK = "127.0.0.1"
 
 
-def gateway_plan(settings: Settings, host: str) -> GatewayPlan:
-    """Return the gateway of a host's service.
+def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> GatewayPlan:
+    """Return the gateway of a service.
 
     Args:
-        settings: of the host.
+        settings: of the host, as they are for the service.
         host: its name in the inventory; ``@local`` is this machine.
+        service: its name.
     """
     serve = settings.serve
     return GatewayPlan(
         settings=Gateway(
-            service=SERVICE,
+            service=service,
             expose=serve.expose,
             port=serve.port,
             max_body_bytes=serve.max_body_bytes,
             max_requests_per_s=serve.max_requests_per_s,
             max_connections=serve.max_connections,
             key_path=API_KEY,
-            tls=None if serve.tls == "off" else tls_of(SERVICE),
+            routes={path: name for name, one in settings.services.items() for path in one.paths},
+            tls=None if serve.tls == "off" else tls_of(service),
         ),
         address=address_of(settings, host),
         key=serve.api_key,

@@ -12,7 +12,7 @@ from spark_contract.units import UNITS_DIR, drop_in_dir, mount_unit
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.budget.disk import disk_total
 from spark_deploy.planning.serving.serve import start_limit_s, stop_limit_s
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.planning.types import HostPlan, ServicePlan
 from spark_deploy.planning.work.jobs import needs_mounts
 
 
@@ -30,7 +30,7 @@ def _command(name: str, verb: str) -> ManagedFile:
     return ManagedFile(path, text.encode(), 0o755)
 
 
-def release_files_of(plan: HostPlan) -> tuple[ManagedFile, ...]:
+def release_files_of(plan: ServicePlan) -> tuple[ManagedFile, ...]:
     """Return release.json and the unit's limits, of what is served and of what has its times."""
     others = {one.release.name: one.release for one in plan.schedule if one.release != plan.serve}
     files = (file for release in (*others.values(), plan.serve) for file in _files(release))

@@ -40,7 +40,6 @@ from spark_deploy.planning.serving.argv import (
     engine_environment,
 )
 from spark_deploy.planning.serving.cluster import spread
-from spark_deploy.planning.serving.gateway import SERVICE
 from spark_deploy.planning.types import CheckpointPlan, ImagePlan, MemoryPlan, SourcePlan
 from spark_deploy.settings.engine_options import canonical
 from spark_deploy.settings.types import Settings
@@ -61,6 +60,7 @@ _PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
 
 
 def serve_plan(
+    service: str,
     model: Model,
     profile: Profile,
     settings: Settings,
@@ -74,7 +74,7 @@ def serve_plan(
     names = serve.names or (model.name,)
     cache = cache_dir(settings, profile, image)
     release = Release(
-        service=SERVICE,
+        service=service,
         model=model.name,
         profile=profile.name,
         names=names,
@@ -110,7 +110,7 @@ def serve_plan(
     if settings.cluster.hosts:
         release = spread(release, settings, fabric)
     digest = digest_of(release)
-    return replace(release, name=release_name(SERVICE, digest), digest=digest)
+    return replace(release, name=release_name(service, digest), digest=digest)
 
 
 def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:

@@ -146,8 +146,13 @@ def checkpoint_job(plan: CheckpointPlan, fetched: Job) -> Work:
 
 
 def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:
-    """Return the removal of a base that is not kept: the last work, after the proof."""
-    tree = plan.checkpoint
+    """Return the removal of bases that are not kept: the last work, after the proof."""
+    found = {work.job.digest: work for one in plan.served for work in _discard_jobs(one)}
+    return tuple(found.values())
+
+
+def _discard_jobs(pair: PairPlan) -> tuple[Work, ...]:
+    tree = pair.checkpoint
     if tree is None or tree.keep_base:
         return ()
     digest = digest_of({"kind": "discard", "base": tree.base.dir, "tree": tree.dir})
@@ -207,9 +212,15 @@ def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...
     return tuple(jobs)
 
 
+def served_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
+    """Return the jobs of all services of a host, each once."""
+    found = {work.job.digest: work for one in plan.served for work in jobs_of(one, context)}
+    return tuple(found.values())
+
+
 def ready_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     """Return the jobs that only the pairs to have ready need."""
-    served = {work.job.digest for work in jobs_of(plan, context)}
+    served = {work.job.digest for work in served_jobs_of(plan, context)}
     more = {
         work.job.digest: work
         for pair in plan.ready

@@ -9,10 +9,10 @@ from spark_deploy.planning.types import HostPlan
 
 def keep_of(plan: HostPlan) -> Keep:
     """Return what ``spark-host prune`` reads."""
-    releases = (plan.serve, *(one.release for one in plan.schedule))
+    releases = [one.serve for one in plan.served] + [one.release for one in plan.schedule]
     folders = {mount.source for release in releases for mount in release.engine.mounts}
     images = {plan.docker.check_image}
-    for pair in (plan, *plan.ready):
+    for pair in (*plan.served, *plan.ready):
         folders |= {pair.cache_dir, pair.tree.dir, *(source.dir for source in pair.sources)}
         images |= {pair.image.tag, pair.image.base}
     return Keep(

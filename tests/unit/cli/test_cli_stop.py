@@ -20,23 +20,25 @@ SERVE = SimpleNamespace(start_timeout_s=1, stop_timeout_s=1)
 LISTED = SimpleNamespace(
     name="spark-1",
     data={"_sudo": True},
-    settings=SimpleNamespace(settings=SimpleNamespace(serve=SERVE)),
+    settings=SimpleNamespace(settings=SimpleNamespace(serve=SERVE, services={"embed": None})),
 )
 
 
 @pytest.mark.parametrize(
-    ("command", "period", "order"),
+    ("command", "period", "chosen", "orders"),
     [
-        ("stop", None, "stop-service main --by "),
-        ("stop", "90m", " --for 5400 2>"),
-        ("stop", "2d", " --for 172800 2>"),
-        ("start", None, "start-service main 2>"),
+        ("stop", None, None, ["stop-service main --by ", "stop-service embed --by "]),
+        ("stop", "90m", None, [" --for 5400 2>"]),
+        ("stop", "2d", "embed", ["stop-service embed", " --for 172800 2>"]),
+        ("start", None, None, ["start-service main 2>", "start-service embed 2>"]),
+        ("stop", None, "embed", ["stop-service embed --by "]),
     ],
 )
 def test_each_host_is_given_its_order_and_what_it_says_is_shown(
     command: str,
     period: str | None,
-    order: str,
+    chosen: str | None,
+    orders: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -51,10 +53,19 @@ def test_each_host_is_given_its_order_and_what_it_says_is_shown(
     monkeypatch.setattr(
         stop, "look", lambda hosts, ask: [stop.Answer(one, ask(Host(), one)) for one in hosts]
     )
-    assert stop.run(Options(command=command, json=False, period=period)) == 0
+    assert stop.run(Options(command=command, service=chosen, json=False, period=period)) == 0
     assert capsys.readouterr().out == "spark-1: as you say\n"
     assert len(asked) == 1
-    assert order in asked[0]
+    assert all(order in asked[0] for order in orders)
+    assert asked[0].count(f"{command}-service") == (1 if chosen else 2)
+
+
+def test_a_service_that_the_host_does_not_have_is_refused_with_a_guess(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stop, "listed", lambda _: [LISTED])
+    with pytest.raises(SparkError, match=r"is no service of spark-1\n.*did you mean embed"):
+        stop.run(Options(command="stop", service="embd", json=False, period=None))
 
 
 @pytest.mark.parametrize("command", ["stop", "start"])

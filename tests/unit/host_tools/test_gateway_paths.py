@@ -19,7 +19,7 @@ KEYLESS = re.compile(r"GET /health HTTP/1\.1")
 WITH_KEY = re.compile(
     r"(GET /health"
     r"|POST /v1/(chat/completions|completions|responses|messages|messages/count_tokens)"
-    r"|POST /v1/(embeddings|rerank)"
+    r"|POST /v1/(embeddings|rerank|score|classify|pooling)"
     r"|POST /v1/responses/resp_[A-Za-z0-9_-]+/cancel"
     r"|GET /v1/models(/[A-Za-z0-9][A-Za-z0-9._:-]*)?"
     r"|GET /v1/responses/resp_[A-Za-z0-9_-]+)(\?[!-~]*)? HTTP/1\.1"
@@ -36,6 +36,9 @@ ALLOWED = (
     "POST /v1/messages/count_tokens",
     "POST /v1/embeddings",
     "POST /v1/rerank",
+    "POST /v1/score",
+    "POST /v1/classify",
+    "POST /v1/pooling",
     "GET /v1/models",
     "GET /v1/models/main-model",
     "GET /v1/responses/resp_0a-1_b",

@@ -11,10 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from spark_contract.documents import parse
 from spark_contract.errors import HostToolError
+from spark_contract.release import Release
 from spark_host.engine.memory import GIB, wait_for_memory
+
+from tests.unit.host_tools.stub_host import release_data
 
 NEEDED_BYTES = 80 * GIB
 PATIENCE_S = 30.0  # far more than any of these waits takes
@@ -26,6 +31,7 @@ class World:
 
     meminfo: Path
     containers: list[str] = field(default_factory=list)
+    neighbours: list[str] = field(default_factory=list)  # engines of other services
     sentences: list[str] = field(default_factory=list)
     gone_after: int = 0
     free_after: int = 0
@@ -44,7 +50,9 @@ class World:
             self.free(100)
 
     def wait(self, wait_s: float = PATIENCE_S) -> None:
-        wait_for_memory(NEEDED_BYTES, wait_s, self.listen, poll_s=0.01)
+        memory = {"needed_bytes": NEEDED_BYTES, "wait_s": wait_s, "floor_bytes": 4 * GIB}
+        release = parse(Release, json.dumps(release_data(memory=memory)))
+        wait_for_memory(release, self.listen, poll_s=0.01)
 
 
 @pytest.fixture
@@ -55,7 +63,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
     class Daemon(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps([{"Names": [f"/{name}"]} for name in made.containers]).encode()
+            asked = json.loads(parse_qs(urlsplit(self.path).query)["filters"][0])["label"]
+            found = {"spark.service=main": made.containers, "spark.service=embed": made.neighbours}
+            body = json.dumps([{"Names": [f"/{n}"]} for one in asked for n in found[one]]).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -99,6 +109,13 @@ def test_a_container_that_goes_late_is_waited_for_though_memory_is_free(world: W
     world.wait()
     assert len(world.sentences) == 3
     assert all("spark-main-0123456789ab is still there" in said for said in world.sentences)
+
+
+def test_the_engine_of_another_service_may_stay(world: World) -> None:
+    world.free(100)
+    world.neighbours.append("spark-embed-0123456789ab")
+    world.wait()
+    assert world.sentences == []
 
 
 def test_the_memory_is_waited_for_after_its_container_has_gone(world: World) -> None:

@@ -33,10 +33,10 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
 
 
 def make_room(release: Release, report: Report) -> None:
-    """Remove every container of ours and return once this release's memory is free."""
-    for container in docker.engine_containers():
+    """Remove every container of this service and return once this release's memory is free."""
+    for container in docker.engine_containers(release.service):
         docker.remove_container(container)
-    memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, report)
+    memory.wait_for_memory(release, report)
 
 
 def unfinished(release: Release, paths: Paths) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
+from spark_contract.release import Release
 from spark_contract.sentences import PHASE, WAITED
 
 from spark_host.system import docker
@@ -67,15 +68,16 @@ def problem(needed_bytes: int) -> HostToolError | None:
     )
 
 
-def wait_for_memory(needed_bytes: int, wait_s: float, report: Report, poll_s: float = 2.0) -> None:
-    """Return once no engine is left and ``needed_bytes`` are available.
+def wait_for_memory(release: Release, report: Report, poll_s: float = 2.0) -> None:
+    """Return once no engine of the service is left and what this release needs is available.
 
     Raises:
-        HostToolError: ``wait_s`` passed first; names what stands in the way.
+        HostToolError: The time for that passed first; names what stands in the way.
     """
+    needed_bytes, wait_s = release.memory.needed_bytes, release.memory.wait_s
     start = time.monotonic()
     while True:
-        left = docker.engine_containers()
+        left = docker.engine_containers(release.service)
         available = available_bytes()
         if not left and available >= needed_bytes:
             return

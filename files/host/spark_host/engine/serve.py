@@ -14,7 +14,7 @@ from spark_contract.release import Release
 from spark_contract.sentences import PHASE
 from spark_contract.units import DIGEST_LABEL, SWITCH
 
-from spark_host.engine import account, cdi, environment, members, memory, tree
+from spark_host.engine import account, cdi, environment, members, memory, starts, tree
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system import docker, folders
@@ -38,7 +38,7 @@ def may_start(name: str, paths: Paths) -> int:
 def prepare(name: str, paths: Paths) -> int:
     """Make the host ready for a start: traffic closed, no leftovers, CDI current, memory free."""
     release = load(name, paths)
-    _refuse_beside(_lock_holder(paths), release)
+    _refuse_beside(_lock_holder(release.service, paths), release)
     traffic.close(release.service, paths)
     _wait_for_docker()
     docker.remove_container(release.container)
@@ -46,7 +46,8 @@ def prepare(name: str, paths: Paths) -> int:
     docker.gpu_arguments(paths)
     _prove_parts(release)
     tree.prove(release, log)
-    memory.wait_for_memory(release.memory.needed_bytes, release.memory.wait_s, log)
+    starts.take_turn(release, Host(paths), log)
+    memory.wait_for_memory(release, log)
     _make_folders(release, paths)
     for mount in release.engine.mounts:
         if not mount.read_only:  # caches of the engine start empty
@@ -93,7 +94,7 @@ def stop(name: str, paths: Paths) -> int:
 def after_stop(name: str, paths: Paths) -> int:
     """Leave nothing behind, however the engine ended; another release's things stay."""
     release = load(name, paths)
-    alone = _lock_holder(paths) in (None, release.name)
+    alone = _lock_holder(release.service, paths) in (None, release.name)
     if alone:  # before docker is asked, which may take its time
         traffic.close(release.service, paths)
     docker.remove_container(release.container)
@@ -126,7 +127,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
 
 
 def _take_engine_lock(release: Release, paths: Paths) -> None:
-    descriptor = _open_lock(paths)
+    descriptor = _open_lock(release.service, paths)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -136,9 +137,9 @@ def _take_engine_lock(release: Release, paths: Paths) -> None:
     os.set_inheritable(descriptor, True)
 
 
-def _lock_holder(paths: Paths) -> str | None:
-    """Return the release whose engine runs on this host; ``None`` when the lock is free."""
-    descriptor = _open_lock(paths)
+def _lock_holder(service: str, paths: Paths) -> str | None:
+    """Return the release of a service whose engine runs; ``None`` when the lock is free."""
+    descriptor = _open_lock(service, paths)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -149,9 +150,9 @@ def _lock_holder(paths: Paths) -> str | None:
         os.close(descriptor)
 
 
-def _open_lock(paths: Paths) -> int:
+def _open_lock(service: str, paths: Paths) -> int:
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
-    return os.open(paths.run / "engine.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    return os.open(paths.engine_lock(service), os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def _name_in(descriptor: int) -> str:

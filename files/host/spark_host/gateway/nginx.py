@@ -86,7 +86,8 @@ def keys_text(key: str) -> str:
 
 def config_text(settings: Gateway, paths: Paths) -> str:
     """Return the nginx configuration of a service's gateway."""
-    closed = f"if (!-f {paths.traffic(settings.service)}) {{ rewrite ^ /refused/closed last; }}"
+    own = _target(settings.service, settings, paths)
+    routed = {path: _target(to, settings, paths) for path, to in settings.routes.items()}
     values = {
         "USER": settings.user,
         "GROUP": "nogroup" if settings.user == "nobody" else settings.user,
@@ -94,15 +95,34 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         "BODIES": str(paths.gateway_bodies(settings.service) / "body"),
         "LARGE_BODIES": str(LARGE_BODIES),
         "MAX_BODY_BYTES": str(settings.max_body_bytes),
-        "UPSTREAM": f"unix:{sockets.engine(settings.service, paths)}",
+        "UPSTREAMS": "\n    ".join(
+            _upstream(one, settings, paths)
+            for one in dict.fromkeys((settings.service, *settings.routes.values()))
+        ),
         "LISTEN": "\n        ".join(map(_listen, listeners.wanted(settings).listeners)),
         "TLS": _tls(settings, paths),
-        "OPEN_ONLY": closed,
-        "WAYS": ways.locations(closed),
+        "OPEN_ONLY": own.when_open,
+        "WAYS": ways.locations(lambda path: routed.get(path, own)),
         "LIMITS": _limits(settings),
     }
     template = resources.files("spark_host.gateway").joinpath("gateway.conf").read_text()
     return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
+
+
+def _target(service: str, settings: Gateway, paths: Paths) -> ways.Target:
+    """Return the engine of a service; each service opens and closes its own traffic."""
+    name = "engine" if service == settings.service else f"engine-{service}"
+    closed = f"if (!-f {paths.traffic(service)}) {{ rewrite ^ /refused/closed last; }}"
+    return ways.Target(name, closed)
+
+
+def _upstream(service: str, settings: Gateway, paths: Paths) -> str:
+    return (
+        f"upstream {_target(service, settings, paths).upstream} {{\n"
+        f"        server unix:{sockets.engine(service, paths)} max_fails=0;\n"
+        "        keepalive 16;\n"
+        "    }"
+    )
 
 
 def _limits(settings: Gateway) -> str:

@@ -6,10 +6,19 @@ form and would forward the one that was sent; so each way names what is forwarde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _ANSWER = "(?<id>resp_[A-Za-z0-9_-]+)"
 _MODEL = "(?<id>[A-Za-z0-9][A-Za-z0-9._:-]*)"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which engine answers."""
+
+    upstream: str  # as the configuration calls it
+    when_open: str  # what sends a request away while traffic to it is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +53,30 @@ WAYS = (
     Way("POST", "/v1/messages/count_tokens"),
     Way("POST", "/v1/embeddings"),
     Way("POST", "/v1/rerank"),
+    Way("POST", "/v1/score"),
+    Way("POST", "/v1/classify"),
+    Way("POST", "/v1/pooling"),
     Way("GET", "/v1/models"),
     Way("GET", "/v1/models/", _MODEL),
 )
 
 
-def locations(when_open: str) -> str:
+def locations(target_of: Callable[[str], Target]) -> str:
     """Return the part of the configuration that lets requests with a key through.
 
     Args:
-        when_open: what sends a request away while traffic is closed.
+        target_of: which engine answers a path.
     """
-    return "\n\n        ".join(_location(way, when_open) for way in WAYS)
+    return "\n\n        ".join(_location(way, target_of(way.path)) for way in WAYS)
 
 
-def _location(way: Way, when_open: str) -> str:
+def _location(way: Way, target: Target) -> str:
     lines = (
         f"location {way.location} {{",
         f"    if ($request_method !~ ^({way.methods})$) {{ rewrite ^ /refused/method last; }}",
         "    if ($spark_key = 0) { rewrite ^ /refused/key last; }",
-        f"    {when_open}",
-        f"    proxy_pass http://engine{way.forwarded}$is_args$args;",
+        f"    {target.when_open}",
+        f"    proxy_pass http://{target.upstream}{way.forwarded}$is_args$args;",
         "}",
     )
     return "\n        ".join(lines)

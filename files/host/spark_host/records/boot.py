@@ -7,7 +7,7 @@ from dataclasses import replace
 from spark_contract.errors import HostToolError
 from spark_contract.records import Good, Stopped, WayBack
 from spark_contract.release import Release, service_of
-from spark_contract.units import RETURN_TIMER, SERVE
+from spark_contract.units import GATEWAY, RETURN_TIMER, SERVE
 
 from spark_host.system.ports import Host
 
@@ -161,6 +161,24 @@ def start_when_due(service: str, host: Host) -> int:
 def _forget_return(service: str, host: Host) -> None:
     host.units.disable(RETURN_TIMER.of(service))
     host.units.stop(RETURN_TIMER.of(service), _TIMER_S)
+
+
+def retire_service(service: str, host: Host) -> int:
+    """End a service that nobody wants any more; what was made for it stays, for `prune` to take.
+
+    Its good record goes last: until then a run that was cut off is seen as unfinished.
+    """
+    host.units.disable(GATEWAY.of(service))
+    host.units.stop(GATEWAY.of(service), _STOP_S)
+    _forget_return(service, host)
+    running = active(service, host)
+    for name in {*enabled(service, host), *([running] if running else [])}:
+        host.units.disable(SERVE.of(name))
+        host.units.stop(SERVE.of(name), _STOP_S)
+    host.disk.remove(host.paths.stopped(service))
+    host.disk.remove(host.paths.good(service))
+    print(f"{service}: retired")
+    return 0
 
 
 def start_service(service: str, host: Host) -> int:

@@ -109,9 +109,10 @@ def image_label(reference: str, label: str = DIGEST_LABEL) -> str | None:
     return None if value is None else str(value)
 
 
-def engine_containers() -> list[str]:
-    """Return the names of all containers of ours, running or not."""
-    chosen = quote(json.dumps({"label": ["spark.release"]}))
+def engine_containers(service: str | None = None) -> list[str]:
+    """Return the names of all containers of ours, or of one service's, running or not."""
+    label = "spark.release" if service is None else f"spark.service={service}"
+    chosen = quote(json.dumps({"label": [label]}))
     found = ask(f"/containers/json?all=1&filters={chosen}")
     if not isinstance(found, list):
         return []

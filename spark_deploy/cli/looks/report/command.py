@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pyinfra.api.host import Host
 from spark_contract import files
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.catalog.load import read_questions
 from spark_deploy.cli.commands import Options
@@ -22,7 +23,6 @@ from spark_deploy.facts.machine.survey import HostSurvey
 from spark_deploy.facts.service.evidence import Evidence
 from spark_deploy.facts.service.serve import Status
 from spark_deploy.operations.machine.preflight import question
-from spark_deploy.planning.serving.gateway import SERVICE
 from spark_deploy.planning.types import HostPlan
 
 
@@ -38,7 +38,7 @@ def run(options: Options) -> int:
             continue
         local = one.host.name == "@local"
         number = len(told) + 1
-        told.append(host_report(number, one.value, plans[one.host.name], SERVICE, local=local))
+        told.append(host_report(number, one.value, plans[one.host.name], MAIN_SERVICE, local=local))
         say(f"{one.host.name} is {told[-1].name} in the report")
     if not told:
         return 1

@@ -1,0 +1,67 @@
+"""Paths of a gateway that the engine of another service answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recorder import Recorder, recording
+from spark_contract.documents import text_of
+from spark_host.gateway import traffic
+from stub_gateway import Door, running
+from stub_host import Host
+
+BODY = {"model": "vectors", "input": "Berlin"}
+
+
+@pytest.fixture
+def routed(host: Host, nginx_program: Path) -> Iterator[tuple[Door, Recorder, Recorder]]:
+    """A gateway of ``main`` that has ``embed`` answer one path; each engine is a recorder."""
+    (host.paths.root / "usr/sbin").mkdir(parents=True)
+    (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
+    own = replace(host.gateway(), service="embed", port=18081)
+    host.paths.gateway_settings("embed").write_text(text_of(own))
+    embed = host.release("embed-0123456789ab", service="embed")
+    with ExitStack() as stack:
+        chat = stack.enter_context(recording(host.paths.engine_socket("main")))
+        vectors = stack.enter_context(recording(host.paths.engine_socket("embed")))
+        traffic.open_for(embed, host.paths)
+        routes = {"/v1/embeddings": "embed"}
+        door = stack.enter_context(running(host, engine=False, routes=routes))
+        yield door, chat, vectors
+
+
+def test_a_routed_path_reaches_the_engine_of_its_service_and_all_others_the_own_one(routed):
+    door, chat, vectors = routed
+    key = {"Authorization": f"Bearer {door.key}"}
+    assert door.ask("/v1/embeddings", BODY, **key)[0] == 200
+    assert door.ask("/v1/chat/completions", BODY, **key)[0] == 200
+    assert door.ask("/v1/rerank", BODY, **key)[0] == 200
+    assert vectors.taken() == ["POST /v1/embeddings HTTP/1.1"]
+    assert chat.taken() == ["POST /v1/chat/completions HTTP/1.1", "POST /v1/rerank HTTP/1.1"]
+
+
+def test_a_routed_path_asks_for_the_key_and_the_method_too(routed):
+    door, chat, vectors = routed
+    assert door.ask("/v1/embeddings", BODY)[0] == 401
+    key = {"Authorization": f"Bearer {door.key}"}
+    assert door.ask("/v1/embeddings", method="GET", **key)[0] == 405
+    assert chat.taken() == vectors.taken() == []
+
+
+def test_each_service_opens_and_closes_its_own_traffic(routed):
+    door, chat, vectors = routed
+    key = {"Authorization": f"Bearer {door.key}"}
+    traffic.close("embed", door.host.paths)
+    status, _, said = door.ask("/v1/embeddings", BODY, **key)
+    assert status == 503
+    assert "not available" in json.loads(said)["error"]["message"]
+    assert door.ask("/v1/completions", BODY, **key)[0] == 200
+    traffic.close("main", door.host.paths)
+    assert door.ask("/v1/completions", BODY, **key)[0] == 503
+    assert vectors.taken() == []
+    assert len(chat.taken()) == 1
