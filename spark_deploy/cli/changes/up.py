@@ -18,6 +18,7 @@ from pyinfra.connectors.sshuserclient.client import get_host_keys
 from rich.console import Console
 from rich.text import Text
 
+from spark_deploy.cli import lock
 from spark_deploy.cli.changes import line
 from spark_deploy.cli.changes.forecast import found_on, planned_all, sentence
 from spark_deploy.cli.changes.screen import watch
@@ -25,6 +26,8 @@ from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.errors import SparkError
 from spark_deploy.inventory.bootstrap import endpoint, needs_none, try_key
+from spark_deploy.lockfile.file import read_lock
+from spark_deploy.lockfile.resolve import wanted_by
 
 
 def run(options: Options) -> int:
@@ -35,6 +38,8 @@ def run(options: Options) -> int:
     words = line.line("up", options, named, flags)
     if code := _bootstrapped(hosts, options):
         return code
+    if not options.dry:
+        _lock(hosts, options)
     plans = planned_all(hosts)
     told = [sentence(plans[one.host.name], one) for one in found_on(hosts, plans)]
     if options.json:
@@ -50,7 +55,7 @@ def run(options: Options) -> int:
         line.show(words)
         return 0 if all(one["reachable"] for one in told) else 1
     if not options.dry:
-        _ask(options, any(one["changes"] for one in told))
+        _ask(options)
     line.show(words)
     return _run(words, hosts, options)
 
@@ -84,9 +89,21 @@ def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
     return code
 
 
-def _ask(options: Options, changes: bool) -> None:
-    """Ask once; nothing to change needs no answer."""
-    if options.yes or not changes:
+def _lock(hosts: Sequence[Listed], options: Options) -> None:
+    """Write down what names stand for, so that what is said is what is done."""
+    missing = (
+        wanted_by(host.settings.settings, host.catalog).missing_in(
+            read_lock(host.settings.lock_path)
+        )
+        for host in hosts
+    )
+    if any(one.names for one in missing):
+        lock.run(Options(**{**vars(options), "update": [], "check": False}))
+
+
+def _ask(options: Options) -> None:
+    """Ask once: where what is served stays, something else of a host may still be mended."""
+    if options.yes:
         return
     if not sys.stdin.isatty():
         fix = "run it in a terminal, or with -y"
