@@ -1,0 +1,68 @@
+"""Commands on the pages are commands: they and their options exist, and so do the deploys."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli import _GROUP
+from spark_deploy.cli.commands import COMMANDS
+
+_DOCS = CHECKOUT.glob("docs/**/*.md")
+PAGES = sorted([CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *_DOCS])
+# In code, in a block or in a line; to its end, to a comment, to what the shell does with it.
+_SAID = re.compile(r"(?:^|[`\s])spark-deploy ([a-z][a-z-]+[^`\n#;|&>]*)", re.MULTILINE)
+_CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+
+
+def typed() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for code in _CODE.findall(page.read_text("utf-8")):
+            for said in _SAID.findall(code):
+                yield page.name, said.strip().rstrip(",")
+
+
+TYPED = sorted(set(typed()))
+
+
+def test_the_pages_show_many_commands():
+    assert len(TYPED) > 40
+    named = {said.split()[0] for _, said in TYPED}
+    assert {"init", "up", "plan", "status", "rollback", "connect"} <= named
+
+
+@pytest.mark.parametrize(("page", "said"), TYPED, ids=lambda text: text.replace(" ", "_"))
+def test_a_command_on_a_page_exists_with_its_options(page, said):
+    name, *words = shlex.split(said, comments=True)
+    assert name in COMMANDS, f"{page}: {name}"
+    command = _GROUP.get_command(click.Context(_GROUP), name)
+    assert command is not None
+    known = {option for one in command.params for option in one.opts} | {"--help"}
+    given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    assert given <= known, f"{page}: {said}"
+
+
+def test_every_deploy_that_a_page_names_is_there():
+    named = {
+        (page.name, found)
+        for page in PAGES
+        for found in re.findall(r"\bdeploys/[a-z_]+\.py", page.read_text("utf-8"))
+    }
+    assert len({found for _, found in named}) >= 5
+    assert [one for one in named if not (CHECKOUT / one[1]).is_file()] == []
+
+
+def test_every_picture_on_a_page_is_there_and_every_picture_is_on_a_page():
+    shown = {
+        (page.parent / found).resolve()
+        for page in PAGES
+        for found in re.findall(r"!\[[^\]]*\]\(([^)]+\.svg)\)", page.read_text("utf-8"))
+    }
+    drawn = {path.resolve() for path in (CHECKOUT / "docs/screens").glob("*.svg")}
+    assert shown - drawn == set()
+    assert drawn - shown == set()
