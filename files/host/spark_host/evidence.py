@@ -27,7 +27,7 @@ _VERSION = re.compile(r"[\w.+-]{1,40}")
 _TROUBLE = {
     "xid": re.compile(r"NVRM: Xid"),
     "no_memory": re.compile(r"NV_ERR_NO_MEMORY"),
-    "oom_kills": re.compile(r"Out of memory: Killed process|oom-kill:"),
+    "oom_kills": re.compile(r"[Oo]ut of memory: Killed process"),
 }
 _KERNEL_LOG_BYTES = 16 << 20
 _KERNEL_LOG_S = 30.0

@@ -134,7 +134,7 @@ def test_the_kernels_trouble_is_counted_not_quoted() -> None:
         "NVRM: nvAssertOkFailedNoLog: Assertion failed: Out of memory [NV_ERR_NO_MEMORY]\n"
         "oom-kill:constraint=CONSTRAINT_NONE\nOut of memory: Killed process 9 (CANARY)\n"
     )
-    assert evidence.troubles(text) == {"xid": 1, "no_memory": 2, "oom_kills": 2}
+    assert evidence.troubles(text) == {"xid": 1, "no_memory": 2, "oom_kills": 1}
 
 
 def test_tools_that_know_no_such_verb_are_told_as_older() -> None:
