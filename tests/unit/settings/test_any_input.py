@@ -1,5 +1,6 @@
 """Whatever stands in a file or comes from a hub: an error of ours in parts, never another."""
 
+import hashlib
 import io
 import json
 import shutil
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.looks.report.markdown import read_report
 from spark_deploy.errors import LockError, SparkError
+from spark_deploy.facts.service.evidence import Evidence
 from spark_deploy.inventory.reading import read_inventory
 from spark_deploy.lockfile import hub, registry
 from spark_deploy.lockfile.file import read_lock
@@ -289,6 +292,50 @@ def test_any_answer_of_a_registry(registry_says, body):
         registry.look_up("registry.invalid/a:b", arch="aarch64")
     except SparkError as error:
         said(error)
+
+
+@FEW
+@given(
+    st.one_of(
+        json_values,
+        st.fixed_dictionaries({"config": json_values}),
+        st.fixed_dictionaries({"config": st.fixed_dictionaries({"Entrypoint": json_values})}),
+    )
+)
+def test_any_configuration_of_an_engines_image(registry_says, answer):
+    configuration = json.dumps(answer).encode()
+    digest = f"sha256:{hashlib.sha256(configuration).hexdigest()}"
+    manifest = json.dumps({"config": {"digest": digest}, "layers": []}).encode()
+    registry_says(manifest, configuration)
+    with pytest.raises(LockError) as caught:
+        registry.look_up("registry.invalid/a:b", arch="aarch64", engine=True)
+    said(caught.value)
+
+
+@FEW
+@given(
+    st.one_of(
+        st.binary(),
+        json_values.map(lambda value: f"# A report\n```json\n{json.dumps(value)}\n```\n"),
+        st.fixed_dictionaries({"schema_version": st.just(1), "at": json_values,
+                               "version": st.text(), "hosts": json_values}).map(
+            lambda value: f"# A report\n```json\n{json.dumps(value)}\n```\n"
+        ),
+    )
+)  # fmt: skip
+def test_any_file_that_is_sent_as_a_report(root, text):
+    path = root / "report.md"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SparkError) as caught:
+        read_report(path)
+    said(caught.value)
+
+
+@FEW
+@given(st.one_of(st.text(), json_values.map(json.dumps)))
+def test_anything_that_a_hosts_tools_print(text):
+    """Tools of any version may lie on a host, and hosts print what they like."""
+    Evidence().process(text.splitlines())
 
 
 @FEW

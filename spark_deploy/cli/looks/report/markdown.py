@@ -30,7 +30,7 @@ def read_report(path: Path, *, checkout: Path = CHECKOUT) -> Report:
     Raises:
         SparkError: it holds none, or one of another form.
     """
-    _, begun, rest = path.read_text("utf-8").partition(f"\n{_BEGIN}\n")
+    _, begun, rest = path.read_text("utf-8", errors="replace").partition(f"\n{_BEGIN}\n")
     text, ended, _ = rest.partition(f"\n{_END}")
     fix = "take the file as `spark-deploy report` wrote it"
     try:
