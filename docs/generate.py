@@ -19,6 +19,7 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
 from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
 from proven import proven_page  # noqa: E402
+from results import results_page  # noqa: E402
 from spark_contract.patterns import count  # noqa: E402
 from spark_host.check.table import AROUND, CHECKS  # noqa: E402
 from speed import speed_page  # noqa: E402
@@ -315,6 +316,7 @@ FILES: dict[str, Callable[[], Iterator[str]]] = {
     "docs/reference/settings.md": settings_page,
     "docs/reference/models.md": models_page,
     "docs/reference/profiles.md": profiles_page,
+    "docs/reference/results.md": results_page,
     "docs/reference/speed.md": lambda: speed_page(catalog()),
     "docs/reference/checks.md": checks_page,
     "docs/reference/what-is-proven.md": functools.partial(proven_page, CHECKOUT),

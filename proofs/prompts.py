@@ -9,6 +9,7 @@ from typing import Any
 IDS_LENGTHS = [200, 96, 33]
 PICTURE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>What is the capital of France?"
 PICTURES = (1, 2, 1)
+CONTEXT_TOKENS, CONTEXT_SEED = 4064, 9
 FILLER = "The sky is blue. "
 
 
@@ -16,6 +17,16 @@ def random_prompts(lengths: list[int]) -> list[list[int]]:
     """Return token ids, the same for the same lengths."""
     source = random.Random(3)
     return [[source.randrange(1000) for _ in range(size)] for size in lengths]
+
+
+def contexts() -> list[Any]:
+    """Return contexts of the recall model's language, with what of them can be known."""
+    import numpy as np
+
+    from proofs.recall import language
+
+    source = np.random.default_rng(CONTEXT_SEED)
+    return [language.context(source, CONTEXT_TOKENS, near=near) for near in (False, True, False)]
 
 
 def picture(number: int) -> Any:
@@ -31,8 +42,10 @@ def prompts_of(case: dict[str, Any], tokenizer: Any) -> list[Any]:
     """Return token ids or pictures with text, as ``prompts`` says.
 
     ``ids``: random numbers; ``text``: the lab's questions; ``pictures``: one sentence beside
-    three pictures, two of them equal.
+    three pictures, two of them equal; ``contexts``: the recall model's language.
     """
+    if case["prompts"] == "contexts":
+        return [context.tokens.tolist() for context in contexts()]
     if case["prompts"] == "ids":
         return random_prompts(case.get("lengths", IDS_LENGTHS))
     if case["prompts"] == "pictures":

@@ -12,6 +12,8 @@ from typing import Any
 ENDING = ".rows.jsonl"
 KERNELS = {
     "experts": ["fused_marlin_moe"],
+    "lm-head-batches": ["spark_vllm.head.kernel.logits"],
+    "marlin-atomic-add": ["marlin_gemm (the engine's own)"],
     "turboquant-layer": ["SparkTurboQuantImpl", "TurboQuantAttentionImpl (the engine's own)"],
 }
 """What a result file was computed by."""
@@ -36,7 +38,7 @@ def merge(out: Path) -> None:
         document = {
             "command": "make gpu",
             "seed": 0,
-            **stages.environment(),
+            **stages.environment(name),
             "kernels": KERNELS.get(name, []),
             "rows": sorted(rows, key=lambda row: row["claim"]),
         }

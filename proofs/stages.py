@@ -16,11 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from proofs import code
 from proofs.engine import cases as engine_cases
-from proofs.engine import profile_cases
+from proofs.engine import profile_cases, quality_cases, quick
 from proofs.engine import run as engine_run
 from proofs.judges import engine as engine_judge
 from proofs.judges import profiles as profile_judge
+from proofs.judges.quality import judge_quality
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -38,12 +40,14 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "prefixes": profile_cases.prefix_cases,
     "two-gpus": profile_cases.two_gpu_cases,
     "head-choice": profile_cases.head_cases,
+    "quality": quality_cases.quality_cases,
 }
 CAVEATS = [
     "an H200 is not a GB10: behaviour and numerics are shown here, no Spark speed",
     "torch here differs from the version this vLLM pins: graph and compile results are the "
     "plugin's, not the shipped stack's",
-    "Machete and CutlassW4A8 (Hopper only) disabled, flash-attention 2 and Triton GDN forced",
+    "Machete and CutlassW4A8 (Hopper only) disabled, flash-attention 2 (where no other is named) "
+    "and Triton GDN forced",
 ]
 
 
@@ -107,7 +111,8 @@ def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     Kernels compile on first use; a few engines alone fill the caches faster than many at once.
     Cases marked ``later`` need what another one wrote.
     """
-    first = [case for case in cases if case["name"] in engine_cases.FIRST]
+    alone = () if quick.wanted() else engine_cases.FIRST
+    first = [case for case in cases if case["name"] in alone]
     later = [case for case in cases if case.get("later")]
     rest = [case for case in cases if case not in first and case not in later]
     return [wave for wave in (first, rest, later) if wave]
@@ -128,6 +133,7 @@ def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tupl
         "sizes": lambda: profile_judge.judge_sizes(results, work, trees),
         "names": lambda: profile_judge.judge_names(results, CASES[stage](), trees),
         "long": lambda: profile_judge.judge_long(results),
+        "quality": lambda: judge_quality(results, work),
     }
     try:
         if stage in refusals:
@@ -146,7 +152,7 @@ def _document(
         "stage": stage,
         "command": _command(stage),
         "seed": 0,
-        **environment(),
+        **environment(f"engine-{stage}"),
         "rows": rows,
         "failure": failure,
         "runs": {
@@ -171,18 +177,18 @@ def _command(stage: str) -> str:
     return f"python3 benchmarks/gpu/engine_proofs.py --stage {stage}"
 
 
-def environment() -> dict[str, Any]:
-    """Return versions and device."""
+def environment(name: str) -> dict[str, Any]:
+    """Return versions and device, and the digests of the code that result ``name`` rests on."""
     import importlib.metadata
 
     import torch
 
     versions = {}
-    for name in ("vllm", "torch", "triton", "transformers", "numpy", "flashinfer-python"):
+    for package in ("vllm", "torch", "triton", "transformers", "numpy", "flashinfer-python"):
         try:
-            versions[name] = importlib.metadata.version(name)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+            versions[package] = None
     needs = (importlib.metadata.requires("vllm") or []) if versions["vllm"] else []
     pinned = [text for text in needs if text.startswith(("torch==", "flashinfer-python=="))]
     driver = subprocess.run(
@@ -198,7 +204,8 @@ def environment() -> dict[str, Any]:
         "engine_pins": pinned,
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
-        "caveats": CAVEATS,
+        "caveats": [*CAVEATS, *quick.caveats()],
+        "code": code.digests(name),
     }
 
 

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from proofs.engine import loaded_names
+from proofs.engine import loaded_names, quick
 from proofs.prompts import prompts_of, random_prompts
 
 ROWS_KEPT = 200
@@ -252,6 +252,9 @@ def use_stock_turboquant() -> None:
 
 def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     """Run the engine and return what it did."""
+    quickly = quick.wanted()
+    if quickly:
+        quick.start_quickly()
     import torch
     import vllm
     from vllm import LLM
@@ -265,8 +268,9 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
         loaded_names.install(loads)
     options = {**COMMON, "model": case["tree"], **case.get("options", {})}
     options["additional_config"] = {**COMMON["additional_config"], **case.get("additional", {})}
-    if case["prompts"] == "ids":
+    if case["prompts"] in ("ids", "contexts"):
         options["skip_tokenizer_init"] = True
+    options = quick.arrange(options, quickly=quickly)
     started = time.monotonic()
     llm = LLM(**options)
     result: dict[str, Any] = {
@@ -279,7 +283,7 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     }
     if case.get("hook_modules"):
         watch_modules(recorder)
-    prompts = prompts_of(case, None if case["prompts"] == "ids" else llm.get_tokenizer())
+    prompts = prompts_of(case, None if "skip_tokenizer_init" in options else llm.get_tokenizer())
     if case.get("capture", True):
         hidden, logits, rows = prefill_logits(llm, recorder, prompts)
         torch.save(

@@ -88,10 +88,17 @@ def refused_cases() -> list[tuple[dict[str, Any], str]]:
 
 
 def nan_cases() -> list[tuple[dict[str, Any], str]]:
-    """Trees with one NaN, which loads; the engine must refuse the model, naming the tensor."""
+    """Trees with one number that is wrong; the engine must refuse them, naming the tensor.
+
+    Block scales of FP8 are looked at before anything is loaded, all else after.
+    """
     quiet = {"capture": False}
+    scale = "layers.1.mlp.shared_expert.up_proj.weight_scale_inv: scale "
     pairs = (
-        ("nan-fp8-scale", "wide-full", "layers.1.mlp.shared_expert.gate_up_proj.weight_scale_inv"),
+        ("nan-fp8-weight", "wide-full", "layers.1.mlp.shared_expert.gate_up_proj.weight"),
+        ("nan-fp8-scale", "wide-full", f"{scale}nan of 1"),
+        ("negative-fp8-scale", "wide-full", f"{scale}-11904 of 1"),
+        ("large-fp8-scale", "wide-full", f"{scale}11904 is over 1000 times"),
         ("nan-int4-scale", "wide-full", "layers.0.linear_attn.out_proj.scales"),
         ("nan-head-scale", "wide-overlay-head8", "lm_head.scales"),
     )

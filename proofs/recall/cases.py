@@ -222,16 +222,6 @@ def flashinfer_cases() -> list[dict[str, Any]]:
             case(f"fi-{way}-full-again", **again),
             case(f"fi-{way}-piecewise-blocking", **blocking),
         ]
-        for name, on in (("eager", eager), ("full", {**attention, **graphs(FULL)})):
-            found.append(
-                case(
-                    f"fi-{way}-{name}-no-async",
-                    options={**on, **NO_ASYNC},
-                    fa2=True,
-                    recall=SHORTER,
-                    **more,
-                )
-            )
     drafting = {**attention, **graphs(FULL), **mtp(2)}
     found += [
         case("fi-attention-full-mtp2", options=drafting, fa2=True, **asked),
@@ -257,6 +247,18 @@ def flashinfer_cases() -> list[dict[str, Any]]:
     ]
 
 
+def waiting_cases() -> list[dict[str, Any]]:
+    """FlashInfer for attention without drafts, where the host waits for each step."""
+    attention = {**ROOM, "attention_config": {"backend": "FLASHINFER"}, **NO_ASYNC}
+    found = [case("recall-16bit", options=ROOM, recall=SHORTER)]
+    for mode, on in (("eager", {}), ("full", graphs(FULL))):
+        for way, more in (("attention", {}), ("xqa", {"xqa": True})):
+            options = {**attention, **on}
+            name = f"fi-{way}-{mode}-no-async"
+            found.append(case(name, options=options, fa2=True, recall=SHORTER, **more))
+    return found
+
+
 STAGES = {
     "recall": recall_cases,
     "turboquant": turboquant_cases,
@@ -264,4 +266,5 @@ STAGES = {
     "drafts": draft_cases,
     "prefixes": prefix_cases,
     "flashinfer": flashinfer_cases,
+    "flashinfer-waiting": waiting_cases,
 }

@@ -19,14 +19,12 @@ from typing import Any
 import numpy as np
 
 from proofs.engine import case as engine_case
+from proofs.engine import quick
 from proofs.recall import damage, language, talks
 
 KEPT = 40
 """Log-probabilities kept of each step: the best ones, for comparing distributions."""
 STEPS_KEPT = 6
-FLASH = "SPARK_RECALL_FLASH_ATTENTION"
-"""Set to 3 on Hopper: version 2 of the x86 wheel has no code for it, and the driver compiles that
-for minutes. A Spark has version 2 only."""
 
 
 def generate(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[dict[str, Any]]:
@@ -100,46 +98,9 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
     return found
 
 
-def use_flash_attention_3(options: dict[str, Any]) -> None:
-    """Take flash-attention 3 for 16-bit keys, and for the prompts of a TurboQuant cache.
-
-    The engine forbids the latter as not yet tried; there it is one product of plain tensors.
-    """
-    from vllm.v1.attention.backends import turboquant_attn
-
-    if options.get("kv_cache_dtype", "auto").startswith("turboquant"):
-        turboquant_attn.get_flash_attn_version = lambda *_, **__: 3
-    else:
-        chosen = {**options["attention_config"], "flash_attn_version": 3}
-        options["attention_config"] = chosen
-
-
-QUICK = {"kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False}}
-"""Kernels compile when they are needed."""
-
-
-def start_quickly() -> None:
-    """Take the first configuration of every autotuned kernel, and look at models in this process.
-
-    The search for the fastest one compiles a hundred kernels on a single core, for minutes; every
-    one of them has to be right.
-    """
-    from triton.runtime.autotuner import Autotuner
-
-    own = Autotuner.__init__
-
-    def first(self: Any, fn: Any, names: Any, configs: Any, *rest: Any, **named: Any) -> None:
-        own(self, fn, names, configs[:1], *rest, **named)
-
-    Autotuner.__init__ = first
-    import vllm.model_executor.models.registry as registry
-
-    registry._run_in_subprocess = lambda inspect: inspect()
-
-
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Run the engine and return what it did."""
-    start_quickly()
+    quick.start_quickly()
     import torch
     import vllm
     from vllm import LLM
@@ -160,13 +121,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         kinds.is_sm90a_supported = lambda *_: False
     damage.inflict(case.get("damage", {}))
     options = {**engine_case.COMMON, "model": case["tree"], "skip_tokenizer_init": True}
-    options |= {"max_logprobs": KEPT, **QUICK, **case["options"]}
+    options |= {"max_logprobs": KEPT, **case["options"]}
     options["additional_config"] = {
         **engine_case.COMMON["additional_config"],
         **case.get("additional", {}),
     }
-    if os.environ.get(FLASH) == "3":
-        use_flash_attention_3(options)
+    options = quick.arrange(options, quickly=True)
     started = time.monotonic()
     llm = LLM(**options)
     config = llm.llm_engine.vllm_config
@@ -174,7 +134,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "load_s": round(time.monotonic() - started, 1),
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         "block_tokens": config.cache_config.block_size,
-        "flash_attention": os.environ.get(FLASH, "2"),
+        "flash_attention": os.environ.get(quick.FLASH, "2"),
     }
     if case.get("recall"):
         result["recall"] = recall(llm, case["recall"])

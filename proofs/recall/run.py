@@ -129,7 +129,7 @@ def document(
     if environment is None:
         from proofs import stages  # needs torch
 
-        environment = stages.environment()
+        environment = stages.environment(f"recall-{stage}")
     return {
         "stage": f"recall-{stage}",
         "command": f"python3 -m proofs.recall.run TREES WORK OUT --stage {stage}",

@@ -19,6 +19,7 @@ from proofs.trees import special
 
 SEED = 11
 NAME = "recall"
+WORDS = 512
 INT4_DRAFTS = "recall-int4-drafts"
 """The same hybrid, the drafter's experts and attention in INT4 as the 35B's base has them."""
 UNUSED = 8
@@ -56,12 +57,7 @@ def make(weights: dict[str, Floats], out: Path) -> None:
     """Write base and donor, and build the hybrids in layout overlay with the INT8 head."""
     work = out / "work"
     work.mkdir(parents=True)
-    tokenizer = vocabulary.train(512)
-    base, donor = out / f"{NAME}-base", out / f"{NAME}-donor"
-    repository.write_int4(base, RECALL, weights, tokenizer, "recall")
-    repository.write_fp8(donor, RECALL, weights, tokenizer, "recall")
-    for tree in (base, donor):
-        _move_special_tokens(tree / "config.json")
+    base, donor = write_sources(weights, out)
     hybrid = trees.VARIANTS["overlay-head8"]
     trees.build(trees.plan(base, donor, out / NAME, hybrid), work)
     packed = out / f"{INT4_DRAFTS}-base"
@@ -70,7 +66,18 @@ def make(weights: dict[str, Floats], out: Path) -> None:
     trees.build(trees.plan(packed, donor, out / INT4_DRAFTS, hybrid), work)
 
 
-def _move_special_tokens(path: Path) -> None:
+def write_sources(weights: dict[str, Floats], out: Path) -> tuple[Path, Path]:
+    """Write base and donor; returns their directories."""
+    tokenizer = vocabulary.train(WORDS)
+    base, donor = out / f"{NAME}-base", out / f"{NAME}-donor"
+    repository.write_int4(base, RECALL, weights, tokenizer, "recall")
+    repository.write_fp8(donor, RECALL, weights, tokenizer, "recall")
+    for tree in (base, donor):
+        move_special_tokens(tree / "config.json")
+    return base, donor
+
+
+def move_special_tokens(path: Path) -> None:
     """Give ids to special tokens that no context uses: all others are words here."""
     config: dict[str, Any] = json.loads(path.read_text())
     for place, name in enumerate(SPECIAL):

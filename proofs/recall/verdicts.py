@@ -244,4 +244,5 @@ JUDGES: dict[str, Callable[[Results, dict[str, Any]], list[Row]]] = {
     "drafts": judge_drafts,
     "prefixes": judge_prefixes,
     "flashinfer": judge_flashinfer,
+    "flashinfer-waiting": judge_flashinfer,
 }

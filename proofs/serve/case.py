@@ -138,7 +138,7 @@ def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[s
         + (f" --{kind}" if kind else ""),
         "tree": tree.name,
         "seed": 0,
-        **stages.environment(),
+        **stages.environment("serve"),
         "rows": rows,
         **result,
     }

@@ -162,8 +162,12 @@ def pack_drafter(base: Path, weights: dict[str, Floats]) -> None:
 
 def make_nan(full: Path, overlay_head8: Path) -> Iterator[Path]:
     """Damage single numbers; names, types and shapes stay right."""
-    scale = LAYER.format(1) + "mlp.shared_expert.up_proj.weight_scale_inv"
+    up = LAYER.format(1) + "mlp.shared_expert.up_proj.weight"
+    yield _with_nan(full, "nan-fp8-weight", up, b"\x7f")
+    scale = f"{up}_scale_inv"
     yield _with_nan(full, "nan-fp8-scale", scale, b"\xc0\x7f")
+    yield _with_nan(full, "negative-fp8-scale", scale, b"\x3a\xc6")  # -11904
+    yield _with_nan(full, "large-fp8-scale", scale, b"\x3a\x46")
     scale = LAYER.format(0) + "linear_attn.out_proj.scales"
     yield _with_nan(full, "nan-int4-scale", scale, b"\x00\x7e")  # FP16, the others BF16
     yield _with_nan(overlay_head8, "nan-head-scale", "lm_head.scales_int8", b"\xc0\x7f")

@@ -64,6 +64,7 @@ def facts_of(
             options.get("attention-backend") or attention.get("backend") or ""
         ).upper(),
         "has_attention_backend": "attention-backend" in options or "backend" in attention,
+        "async_scheduling": options.get("async-scheduling") is not False,
         "xqa_decode": attention.get("use_trtllm_attention") is not False,
         "eager": options.get("enforce-eager") is True,
         "piecewise_graphs": _mapping(options.get("compilation-config")).get("cudagraph_mode")
@@ -91,6 +92,7 @@ def facts_of(
         "plugins_by_environment": "VLLM_PLUGINS" in profile.environment,
         "trust_remote_code": options.get("trust-remote-code") not in (None, False),
         "code_by_option": _names_code(options),
+        "atomic_add": profile.environment.get("VLLM_MARLIN_USE_ATOMIC_ADD", "0") != "0",
         "unpickles": any(
             profile.environment.get(name, "0").strip().lower() not in ("", "0", "false")
             for name in _UNPICKLING

@@ -13,6 +13,8 @@ from spark_vllm.head.table import read_table, tile_for  # noqa: E402 # after the
 TILES = sorted(read_table().items())
 ROUNDING = 0.003
 """Rounding a logit to BF16 costs about 0.0017."""
+COMPANY = [1, 2, 3, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 200]
+"""Batches on both sides of every limit of the shipped tables."""
 
 
 def _head(rows: int, in_features: int):  # type: ignore[no-untyped-def]
@@ -90,3 +92,40 @@ def test_int8_costs_less_than_one_percent_on_gaussian_weights():
     reference = x.double() @ weight.double().t()
     for tile in read_table()["default"]:
         assert _error(logits(x, values, scales, tile, 4), reference) < 0.01
+
+
+@pytest.mark.parametrize(("name", "tiles"), TILES)
+@pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
+def test_a_request_gets_the_same_bits_whatever_company_it_has(  # type: ignore[no-untyped-def]
+    name, tiles, rows, in_features, results
+):
+    """Each batch by the tile that serves it: one table may mix tiles, never arithmetics."""
+    from spark_vllm.head.kernel import logits
+
+    from proofs import recorded
+
+    torch.manual_seed(0)
+    _, values, scales, _ = _head(rows, in_features)
+    x = torch.randn(COMPANY[-1], in_features, device="cuda").bfloat16()
+    found = {
+        batch: logits(x[:batch].clone(), values, scales, tile_for(batch, tiles), 4)
+        for batch in COMPANY
+    }
+    whole = found[COMPANY[-1]]
+    other = [batch for batch, one in found.items() if not torch.equal(one, whole[:batch])]
+    again = logits(x, values, scales, tile_for(len(x), tiles), 4)
+    claim = f"tiles {name}, {rows} x {in_features}: the same bits at every batch, and again"
+    passed = not other and torch.equal(again, whole)
+    recorded.add(results, "lm-head-batches", claim, passed, batches=COMPANY, other=other)
+    assert passed, other
+
+
+def test_a_tile_that_computes_otherwise_is_seen_by_the_same_comparison():  # type: ignore[no-untyped-def]
+    from spark_vllm.head.kernel import logits
+
+    torch.manual_seed(0)
+    _, values, scales, _ = _head(2000, 3072)
+    x = torch.randn(4, 3072, device="cuda").bfloat16()
+    tile = read_table()["12.1"][0]
+    other = dataclasses.replace(tile, split=not tile.split)
+    assert not torch.equal(logits(x, values, scales, tile, 4), logits(x, values, scales, other, 4))

@@ -10,7 +10,7 @@ from spark_deploy.planning.budget.memory import plan_memory
 from spark_deploy.planning.guard_rails import apply_rails, facts_of
 from spark_deploy.planning.serving.argv import engine_options
 from spark_deploy.settings.engine_options import OWNED_OPTIONS
-from tests.unit.planning.plans import CATALOG, LARGE, settings_of, whats
+from tests.unit.planning.plans import CATALOG, LARGE, plan_of, settings_of, whats
 
 RAILS = read_catalog().rails
 
@@ -31,6 +31,8 @@ CALM = {
     "block_tokens": 2096,
     "attention_backend": "",
     "has_attention_backend": False,
+    "async_scheduling": True,
+    "atomic_add": False,
     "xqa_decode": True,
     "eager": False,
     "piecewise_graphs": False,
@@ -97,6 +99,7 @@ TRIPS = {
     },
     "nvfp4": {"formats": "org/model-nvfp4"},
     "deep-gemm": {"deep_gemm": True},
+    "marlin-atomic-add": {"atomic_add": True},
     "repeated-names-with-fastsafetensors": {"tree_repeats_names": True},
     "plugin-tree-on-the-plain-engine": {"plugin": False},
     "plugins-by-environment": {"plugins_by_environment": True},
@@ -279,6 +282,8 @@ def test_an_engine_that_takes_cache_for_used_memory_is_refused_without_the_plugi
 def test_rails_see_the_environment():
     [found] = whats(**{"engine.environment": {"VLLM_USE_DEEP_GEMM": "1"}})
     assert "guard rail deep-gemm" in found
+    variable = {"engine.environment": {"VLLM_MARLIN_USE_ATOMIC_ADD": "1"}}
+    assert any("marlin-atomic-add" in text for text in plan_of(**variable).warnings)
 
 
 def test_every_option_of_the_plan_has_an_owner_or_is_free_to_change():

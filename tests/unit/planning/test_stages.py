@@ -35,9 +35,10 @@ def test_drafts_of_a_host_are_judged_by_the_rails_as_those_of_a_profile():
     [warned] = [text for text in plan_of(profile="agent", **{"engine.drafts": 1}).warnings
                 if "drafts-with-prefix-caching" in text]  # fmt: skip
     assert not [text for text in plan_of(profile="agent").warnings if text == warned]
-    flashinfer = {"engine.options": {"attention-backend": "FLASHINFER"}}
-    for drafts, refused in ((0, True), (2, False)):
-        found = problems(profile="base", **{"engine.drafts": drafts}, **flashinfer)
+    for drafts, waits, refused in ((0, False, True), (2, False, False), (0, True, False)):
+        options = {"attention-backend": "FLASHINFER", "async-scheduling": not waits}
+        chosen = {"engine.drafts": drafts, "engine.options": options}
+        found = problems(profile="base", **chosen)
         assert any("flashinfer-without-drafts" in one.what for one in found) is refused
 
 

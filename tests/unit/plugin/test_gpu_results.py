@@ -40,4 +40,4 @@ def test_our_turboquant_backend_answers_as_one_sequence_alone_and_the_engines_ow
     assert all(same(numbers, TURBOQUANT_NOISE) for numbers in own.values())
     assert not same(stock, TURBOQUANT_NOISE)
     accepted = [numbers["acceptance"] for numbers in own.values() if numbers["acceptance"]]
-    assert stock["acceptance"] < min(accepted) - 0.05
+    assert stock["acceptance"] < min(accepted) - 0.04

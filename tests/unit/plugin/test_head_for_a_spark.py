@@ -16,9 +16,9 @@ import pytest
 triton = pytest.importorskip("triton", reason="needs triton: make kernels")
 pytest.importorskip("torch", reason="needs torch: make kernels")
 
-from spark_vllm import lm_head_kernel as kernels
-from spark_vllm.lm_head_quantise import GROUP_SIZE
-from spark_vllm.lm_head_table import Tile, read_table
+from spark_vllm.head import kernel as kernels
+from spark_vllm.head.quantise import GROUP_SIZE
+from spark_vllm.head.table import Tile, read_table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

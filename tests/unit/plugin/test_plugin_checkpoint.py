@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid, Raw, read_file, write_file
+from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid, Raw, raw_bf16, read_file, write_file
 from plugin_sources import EXPERTS, LAYERS, write_sources
 from spark_vllm.checkpoint.gate import check_checkpoint, mtp_modules
 from spark_vllm.checkpoint.settings import read_settings
@@ -212,6 +213,66 @@ DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
         r"(lists lm_head\.weight beside the INT8 head|no tensor lm_head\.weight)",
     ),
 }
+
+
+SCALES: dict[str, tuple[float, str]] = {
+    "a negative block scale": (-11904.0, r"gate_proj\.weight_scale_inv\w*: scale -11904 of 1 of"),
+    "a block scale of zero": (0.0, r"scale 0 of 1 of \d+ blocks, each has to be above zero"),
+    "a block scale that is no number": (float("nan"), r"scale nan of 1 of"),
+    "a block scale far outside": (300.0, r"scale 300 is over 1000 times the usual one"),
+}
+
+
+def with_scale(raw: Raw, value: float) -> Raw:
+    dtype, shape, data = raw
+    one = raw_bf16(np.array([value], np.float32))[2]
+    assert dtype == "BF16"
+    return dtype, shape, data[:2] + one + data[4:]  # the second block
+
+
+@pytest.mark.parametrize("layout", ["overlay", "full"])
+@pytest.mark.parametrize("damage", SCALES)
+def test_a_scale_that_no_quantiser_writes_is_refused_with_its_module(
+    hybrid: Hybrid, tmp_path: Path, layout: str, damage: str
+) -> None:
+    value, message = SCALES[damage]
+    tree = Damaged(hybrid.write(tmp_path / "tree", layout=layout))
+    name = fp8(layout, "weight_scale_inv")
+    tree.tensors(
+        tree.index[name], lambda tensors: tensors.update({name: with_scale(tensors[name], value)})
+    )
+    with pytest.raises(ValueError, match=message):
+        check(tree.root)
+
+
+def test_a_block_without_weights_may_have_any_positive_scale(
+    hybrid: Hybrid, tmp_path: Path
+) -> None:
+    tree = Damaged(hybrid.write(tmp_path / "tree", layout="full"))
+    weight, scale = fp8("full", "weight"), fp8("full", "weight_scale_inv")
+
+    def dead(tensors: dict[str, Raw]) -> None:
+        dtype, shape, data = tensors[weight]
+        codes = np.frombuffer(data, np.uint8).reshape(shape).copy()
+        codes[:128, 128:256] = 0
+        tensors[weight] = dtype, shape, codes.tobytes()
+        tensors[scale] = with_scale(tensors[scale], 300.0)
+
+    tree.tensors(tree.index[scale], dead)
+    check(tree.root)
+
+
+def test_symmetric_int4_scales_may_be_negative(hybrid: Hybrid, tmp_path: Path) -> None:
+    """AutoRound gives a group the sign of its largest weight."""
+    tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
+    name = f"{EXPERT}.scales"
+
+    def turn(tensors: dict[str, Raw]) -> None:
+        dtype, shape, data = tensors[name]
+        tensors[name] = dtype, shape, (-np.frombuffer(data, np.float16)).tobytes()
+
+    tree.tensors(tree.index[name], turn)
+    check(tree.root)
 
 
 @pytest.mark.parametrize("layout", ["overlay", "full"])

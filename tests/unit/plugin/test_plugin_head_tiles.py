@@ -18,6 +18,15 @@ def test_every_batch_has_a_tile_on_every_device() -> None:
         assert all(tile_for(batch, tiles) in tiles for batch in range(1, 513))
 
 
+def test_the_tiles_of_one_table_compute_alike() -> None:
+    """A request's logits must not depend on how many others are in its batch.
+
+    Whole products of split activations are exact, so they have the same bits in tiles of any size.
+    """
+    for name, tiles in read_table().items():
+        assert len({tile.split for tile in tiles}) == 1, name
+
+
 def test_an_unknown_device_gets_the_default() -> None:
     table = read_table()
     assert tiles_for((13, 7), table) == table["default"]

@@ -1,4 +1,4 @@
-"""Gate before a checkpoint is loaded: exact names, dtypes and shapes, from the headers alone.
+"""Gate before a checkpoint is loaded: exact names, dtypes, shapes and scales, from headers.
 
 vLLM loads by file and by parameter and misses what this finds: a missing block scale or a
 missing shard of a fused module leaves uninitialised memory, a missing drafter tensor leaves
@@ -15,6 +15,7 @@ from pathlib import Path
 from spark_vllm.checkpoint import names
 from spark_vllm.checkpoint.headers import INDEX, Tree, read_tree
 from spark_vllm.checkpoint.layers import missing_modules
+from spark_vllm.checkpoint.scales import scale_problems
 from spark_vllm.checkpoint.settings import Settings
 
 SHOWN = 8
@@ -61,6 +62,7 @@ def check_checkpoint(
         )
     tree = read_tree(path)
     problems = list(_tree_problems(tree, settings, mtp_layers, experts))
+    problems += scale_problems(path, tree, settings)
     problems += [
         f"{INDEX}: no {'tensor below ' if name.endswith('.') else ''}{name}"
         for name in missing_modules(tree.index, layers, experts)

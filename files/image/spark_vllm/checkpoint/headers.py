@@ -23,6 +23,8 @@ class Tensor:
     file: str
     dtype: str  # as safetensors spells it: "BF16", "F8_E4M3", "I32"
     shape: tuple[int, ...]
+    start_bytes: int  # in its file
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ def read_tree(directory: Path) -> Tree:
             problems.append(f"{file}: unreadable ({error})")
             continue
         for name, entry in header.items():
-            tensor = Tensor(file, entry["dtype"], tuple(entry["shape"]))
+            start, end = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            tensor = Tensor(file, entry["dtype"], shape, start, end - start)
             (tensors if index.get(name) == file else unlisted)[name] = tensor
     readable = {name for name, file in index.items() if (directory / file).is_file()}
     problems += [f"{index[name]}: no tensor {name}" for name in sorted(readable - tensors.keys())]
@@ -67,6 +71,8 @@ def read_tree(directory: Path) -> Tree:
 
 def read_header(path: Path) -> dict[str, Any]:
     """Return the entries of one safetensors file's header, without its metadata.
+
+    Their ``data_offsets`` count from the beginning of the file.
 
     Raises:
         ValueError: when the file is no safetensors file or shorter than its header says.
@@ -82,4 +88,6 @@ def read_header(path: Path) -> dict[str, Any]:
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if 8 + length + end != size_bytes:
         raise ValueError(f"{size_bytes} bytes, its header says {8 + length + end}")
+    for entry in header.values():
+        entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
     return header

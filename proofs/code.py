@@ -1,0 +1,76 @@
+"""Which code a result was made with: digests of the modules that ran and of those that judged.
+
+A result file carries them, and docs/reference/results.md says which are older than the code here.
+Comments, docstrings and layout do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGIN = (
+    "files/image/spark_vllm/*.py",
+    "files/image/spark_vllm/checkpoint/*.py",
+    "files/image/spark_vllm/head/*",
+)
+HEAD = ("files/image/spark_vllm/head/*",)
+ENGINES = (
+    "proofs/prompts.py",
+    "proofs/engine/case.py",
+    "proofs/engine/cases.py",
+    "proofs/judges/answers.py",
+    "proofs/trees/build.py",
+)
+SINGLE = ("proofs/engine/profile_cases.py", "proofs/judges/profiles.py", "proofs/trees/s*.py")
+RAN: dict[str, tuple[str, ...]] = {
+    **{
+        f"engine-{stage}": (*PLUGIN, *ENGINES, "proofs/judges/engine.py")
+        for stage in ("eager", "refused", "nan", "speculation", "turboquant")
+    },
+    "engine-quality": (*PLUGIN, *ENGINES, "proofs/*/quality*.py"),
+    "engine": (*PLUGIN, *ENGINES, *SINGLE),
+    "recall": (*PLUGIN, "proofs/engine/case.py", "proofs/recall/*.py"),
+    "serve": (*PLUGIN, "proofs/serve/*.py"),
+    "lm-head": (*HEAD, "benchmarks/gpu/*.py", "tests/gpu/test_lm_head.py"),
+    "marlin": ("tests/gpu/test_marlin.py", "benchmarks/gpu/timing.py"),
+    "experts": ("tests/gpu/test_experts.py",),
+    "turboquant": ("files/image/spark_vllm/turboquant.py", "tests/gpu/test_turboquant.py"),
+}
+"""What each kind of result file rests on; the first kind that its name begins with counts."""
+
+
+def digests(name: str, root: Path = ROOT) -> dict[str, str]:
+    """Return the digest of every module that the result file ``name`` rests on, by its path."""
+    kind = next(kind for kind in RAN if name.startswith(kind))
+    paths = {path for pattern in RAN[kind] for path in root.glob(pattern) if path.is_file()}
+    return {str(path.relative_to(root)): digest(path) for path in sorted(paths)}
+
+
+def digest(path: Path) -> str:
+    """Return a digest of what a file computes; of Python what is left without its words."""
+    data = path.read_bytes()
+    if path.suffix == ".py":
+        data = ast.dump(_without_docstrings(ast.parse(data))).encode()
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def changed(name: str, made_with: dict[str, str], root: Path = ROOT) -> list[str]:
+    """Return the modules that are others now than those a result was made with."""
+    now = digests(name, root)
+    return sorted(path for path in {*now, *made_with} if now.get(path) != made_with.get(path))
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, holders):
+            node.body = [part for part in node.body if not _is_text(part)] or [ast.Pass()]
+    return tree
+
+
+def _is_text(node: ast.stmt) -> bool:
+    constant = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(constant, ast.Constant) and isinstance(constant.value, str)

@@ -1,0 +1,78 @@
+"""A result is known by the code it was made with, and is called older once that has changed."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from proofs import code
+from spark_deploy.checkout import CHECKOUT
+
+sys.path.insert(0, str(CHECKOUT / "docs"))
+from results import age
+
+RESULTS = sorted((CHECKOUT / "benchmarks/results/gpu").glob("*.json"))
+CASES = "proofs/engine/cases.py"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A copy of what results rest on."""
+    for part in ("proofs", "files/image/spark_vllm", "benchmarks/gpu", "tests/gpu"):
+        shutil.copytree(CHECKOUT / part, tmp_path / part)
+    return tmp_path
+
+
+def changed_after(root: Path, edit) -> list[str]:
+    before = code.digests("engine-eager", root)
+    edit(root / CASES)
+    return code.changed("engine-eager", before, root)
+
+
+def test_another_number_in_the_code_makes_a_result_older(root):
+    def edit(path):
+        text = path.read_text()
+        assert "def mtp(tokens: int)" in text
+        path.write_text(text.replace('"method": "mtp"', '"method": "eagle"'))
+
+    assert changed_after(root, edit) == [CASES]
+
+
+def test_a_module_more_and_one_less_make_it_older(root):
+    def add(path):
+        (root / "files/image/spark_vllm/more.py").write_text("x = 1\n")
+        path.unlink()
+
+    assert changed_after(root, add) == ["files/image/spark_vllm/more.py", CASES]
+
+
+def test_words_and_layout_do_not(root):
+    def edit(path):
+        text = path.read_text().replace("def mtp(", "# A remark.\n\n\ndef mtp(", 1)
+        path.write_text(text.replace('"""Return one engine run;', '"""Return a run;', 1))
+
+    assert changed_after(root, edit) == []
+
+
+def test_tables_count_byte_by_byte(root):
+    before = code.digests("lm-head", root)
+    tiles = root / "files/image/spark_vllm/head/tiles.json"
+    tiles.write_text(tiles.read_text().replace('"warps": 2', '"warps": 4', 1))
+    assert code.changed("lm-head", before, root) == ["files/image/spark_vllm/head/tiles.json"]
+
+
+def test_the_page_says_of_a_result_whether_its_code_is_this_code():
+    now = code.digests("experts")
+    assert age("experts", {"code": now}) == "as here"
+    assert age("experts", {"code": dict.fromkeys(now, "0")}).startswith("older: test_experts.py")
+    assert "before digests" in age("experts", {})
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_result_rests_on_code_that_is_known(path):
+    digests = code.digests(path.stem)
+    assert digests
+    made_with = json.loads(path.read_text("utf-8")).get("code", digests)
+    assert all(isinstance(one, str) for one in made_with.values())

@@ -1,0 +1,34 @@
+"""The judge of quality: near what the base is, or not; needs torch."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from proofs.judges import quality  # noqa: E402 # after the skip
+
+
+def logits(noise: float) -> torch.Tensor:
+    source = torch.Generator().manual_seed(3)
+    plain = torch.randn(400, 64, generator=source) * 6
+    return plain + noise * torch.randn(400, 64, generator=source)
+
+
+BASE = quality.compared(logits(0.0), logits(0.05))
+
+
+@pytest.mark.parametrize(("noise", "near"), [(0.05, True), (0.1, True), (3.0, False)])
+def test_what_is_far_from_the_base_is_told_from_what_is_near(noise: float, near: bool) -> None:
+    assert quality.is_near(quality.compared(logits(0.0), logits(noise)), BASE) is near
+
+
+def test_too_few_positions_say_nothing() -> None:
+    few = quality.compared(logits(0.0)[:20], logits(0.05)[:20])
+    assert not quality.is_near(few, BASE)
+
+
+def test_divergence_is_that_of_torch() -> None:
+    one, two = logits(0.0).double(), logits(1.0).double()
+    there = torch.nn.functional.kl_div(
+        two.log_softmax(-1), one.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    assert quality.compared(one, two)["divergence_mean"] == pytest.approx(float(there), abs=1e-5)
