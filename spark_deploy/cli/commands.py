@@ -138,6 +138,15 @@ COMMANDS: dict[str, Entry] = {
         module="changes.up",
         asks=_always,
     ),
+    "use": Entry(
+        SERVE,
+        "Write another model or profile where your files choose it; then run up.",
+        (
+            click.Argument(["choice"], metavar="MODEL|PROFILE|MODEL/PROFILE"),
+            flag("--dry", "Say what would be written."),
+        ),
+        module="changes.use",
+    ),
     "plan": Entry(
         LOOK,
         "Print what a deploy would make of each host; no host is touched.",

@@ -1,0 +1,155 @@
+"""``spark-deploy use``: choose another model or profile where the owner's choice is written.
+
+Nothing is kept beside those files: what a deploy does can be read in them before and after.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from spark_contract import files
+
+from spark_deploy.cli.commands import Options
+from spark_deploy.cli.hosts import Listed, answer, listed, say
+from spark_deploy.documents.schema_check import closest
+from spark_deploy.errors import SparkError
+from spark_deploy.settings.load import HostSettings
+
+_KEYS = ("model", "profile")
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One line of one file that changes."""
+
+    file: Path
+    key: str
+    before: str | None  # None: the file did not say it
+    after: str
+    hosts: tuple[str, ...]
+
+
+def run(options: Options) -> int:
+    """Write the choice for the chosen hosts; hosts themselves are not touched."""
+    now, every = listed(options), listed(Options(**{**vars(options), "limit": (), "exclude": ()}))
+    model, profile = _meant(options.choice, now)
+    # Refused here, with the reason, is what could not be served: nothing is written then.
+    wanted = {**vars(options), "model": model, "profile": profile}
+    listed(Options(**wanted))
+    chosen = {host.name for host in now}
+    edits = list(_edits(now, every, chosen, {"model": model, "profile": profile}))
+    for file in dict.fromkeys(edit.file for edit in edits):
+        _write(file, [edit for edit in edits if edit.file == file], dry=options.dry)
+    answer(options, edits, (_lines(edit) for edit in edits))
+    if not edits:
+        say("the files say so already")
+    elif not options.dry:
+        say(f"now make it so: spark-deploy up {' '.join(sorted(chosen))}")
+    return 0
+
+
+def _meant(choice: str, hosts: Sequence[Listed]) -> tuple[str | None, str | None]:
+    """Return the model and the profile that a choice names: MODEL, PROFILE or MODEL/PROFILE.
+
+    Raises:
+        SparkError: the catalog knows no such name.
+    """
+    catalog = hosts[0].catalog
+    models, profiles = sorted(catalog.models), sorted(set(catalog.profile_names))
+    model, slash, profile = choice.partition("/")
+    if slash and model in models and profile in profiles:
+        return model, profile
+    if not slash and choice in models:
+        return choice, None
+    if not slash and choice in profiles:
+        return None, choice
+    wrong = choice if not slash else (model if model not in models else profile)
+    guess = closest(wrong, [*models, *profiles])
+    known = f"models: {', '.join(models)}; profiles: {', '.join(profiles)}"
+    raise SparkError.one(
+        f"use {choice}", f"'{wrong}' is in no catalog", f"did you mean {guess}?" if guess else known
+    )
+
+
+def _edits(
+    now: Sequence[Listed], every: Sequence[Listed], chosen: set[str], wanted: dict[str, str | None]
+) -> Iterator[Edit]:
+    found: dict[tuple[Path, str], Edit] = {}
+    for host in now:
+        for key in _KEYS:
+            value = wanted[key]
+            if value is None or getattr(host.settings.settings, key) == value:
+                continue
+            file = _file_of(host.settings, key, every, chosen)
+            before = _said(file).get(key)
+            known = found.get((file, key))
+            hosts = (*(known.hosts if known else ()), host.name)
+            found[file, key] = Edit(file, key, before, value, hosts)
+    yield from found.values()
+
+
+def _file_of(host: HostSettings, key: str, every: Sequence[Listed], chosen: set[str]) -> Path:
+    """Return the file in which a choice is to be changed.
+
+    It is the one that says it now; where that one also decides for hosts that were not chosen, it
+    is the host's own.
+    """
+    own, group, common = _files(host)
+    file = next((one for one in (own, group, common) if key in _said(one)), None)
+    if file is None:
+        file = common if common.exists() else group
+    others = [one for one in every if one.name not in chosen and file in _files(one.settings)]
+    return own if file != own and others else file
+
+
+def _files(host: HostSettings) -> tuple[Path, Path, Path]:
+    """Return the owner's files that may speak of a host, the strongest first."""
+    name = host.host.removeprefix("@")
+    return (
+        host.root / "host_vars" / f"{name}.yml",
+        host.root / "group_vars" / f"{host.group}.yml",
+        host.root / "group_vars" / "all.yml",
+    )
+
+
+def _said(file: Path) -> dict[str, str]:
+    # It was read and checked when the hosts were listed.
+    data = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return data if isinstance(data, dict) else {}
+
+
+def _write(file: Path, edits: Sequence[Edit], *, dry: bool) -> None:
+    """Change lines of a file and leave all others, comments as well, as they are.
+
+    Raises:
+        SparkError: the keys stand in a form that a change of lines does not fit.
+    """
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    for edit in edits:
+        text = _with_line(text, edit.key, edit.after)
+    try:
+        told = yaml.safe_load(text)
+    except yaml.YAMLError:
+        told = None
+    if not isinstance(told, dict) or any(told.get(edit.key) != edit.after for edit in edits):
+        keys = " and ".join(f"{edit.key}: {edit.after}" for edit in edits)
+        what = "is written in a way that this does not edit"
+        raise SparkError.one(str(file), what, f"write {keys} into it")
+    if not dry:
+        files.write_text(file, text, file.stat().st_mode & 0o777 if file.exists() else 0o644)
+
+
+def _with_line(text: str, key: str, value: str) -> str:
+    """Return a document with a key of its top level set; a comment behind it stays."""
+    line = re.compile(rf"^{key}:[ \t]*[^#\n]*?(?P<rest>[ \t]*(#.*)?)$", re.MULTILINE)
+    changed, count = line.subn(lambda at: f"{key}: {value}{at['rest']}", text)
+    return changed if count else f"{text.rstrip()}\n{key}: {value}\n".lstrip("\n")
+
+
+def _lines(edit: Edit) -> Iterator[str]:
+    before = f"{edit.before} → " if edit.before else ""
+    yield f"{edit.file}: {edit.key}: {before}{edit.after} ({', '.join(edit.hosts)})"

@@ -1,0 +1,84 @@
+"""`use` writes a choice where the owner keeps it, and leaves everything else as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spark_deploy.cli import main
+
+INVENTORY = """\
+from spark_deploy.inventory import group_from as _group_from
+
+spark = _group_from("spark", hosts=["a", "b"], file=__file__)
+"""
+ALL = """\
+# What both serve.
+model: qwen3.5-35b   # small enough
+profile: v2  # fast
+memory: {reserve_gib: 13}
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "inventory").mkdir()
+    (tmp_path / "inventory" / "spark.py").write_text(INVENTORY)
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars" / "all.yml").write_text(ALL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_one_word_changes_in_the_line_that_says_it_and_comments_stay(site, capsys):
+    assert main(["use", "agent"]) == 0
+    assert (site / "group_vars/all.yml").read_text() == ALL.replace("v2  #", "agent  #")
+    said = capsys.readouterr()
+    assert "profile: v2 → agent (a, b)" in said.out
+    assert "spark-deploy up a b" in said.err
+
+
+def test_model_and_profile_can_be_named_together(site):
+    assert main(["use", "qwen3.5-122b/v2-tq"]) == 0
+    told = yaml.safe_load((site / "group_vars/all.yml").read_text())
+    assert (told["model"], told["profile"]) == ("qwen3.5-122b", "v2-tq")
+    assert told["memory"] == {"reserve_gib": 13}
+
+
+def test_a_choice_for_one_of_two_hosts_goes_to_a_file_of_its_own(site):
+    assert main(["use", "agent", "b"]) == 0
+    assert (site / "group_vars/all.yml").read_text() == ALL
+    assert yaml.safe_load((site / "host_vars/b.yml").read_text()) == {"profile": "agent"}
+    # From then on that file says it.
+    assert main(["use", "v2", "b"]) == 0
+    assert (site / "host_vars/b.yml").read_text() == "profile: v2\n"
+
+
+def test_what_cannot_be_served_is_refused_and_nothing_is_written(site, capsys):
+    assert main(["use", "qwen3.5-397b"]) == 1
+    assert "does not fit" in capsys.readouterr().err
+    assert (site / "group_vars/all.yml").read_text() == ALL
+    assert not (site / "host_vars").exists()
+
+
+def test_a_name_that_is_in_no_catalog_gets_a_guess(site, capsys):
+    assert main(["use", "agnt"]) == 1
+    assert "did you mean agent?" in capsys.readouterr().err
+
+
+def test_a_dry_run_and_a_choice_that_stands_there_write_nothing(site, capsys):
+    assert main(["use", "agent", "--dry"]) == 0
+    assert "v2 → agent" in capsys.readouterr().out
+    assert main(["use", "v2"]) == 0
+    assert "the files say so already" in capsys.readouterr().err
+    assert (site / "group_vars/all.yml").read_text() == ALL
+
+
+def test_a_file_in_another_form_is_left_alone_and_the_owner_is_told_what_to_write(site, capsys):
+    text = "{model: qwen3.5-35b, profile: v2}\n"
+    (site / "group_vars/all.yml").write_text(text)
+    assert main(["use", "agent"]) == 1
+    assert "write profile: agent into it" in capsys.readouterr().err
+    assert (site / "group_vars/all.yml").read_text() == text
