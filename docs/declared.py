@@ -12,6 +12,7 @@ import yaml
 
 from spark_deploy.bench.result import BenchResult
 from spark_deploy.catalog.engines import Engines
+from spark_deploy.catalog.families import Families
 from spark_deploy.catalog.model import HybridModel, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.questions import OpenQuestions
@@ -30,6 +31,7 @@ DOCUMENTS = {
     "guard_rails": GuardRails,
     "hosts": HostList,
     "engines": Engines,
+    "families": Families,
     "lock": Lock,
     "bench": BenchResult,
     "open_questions": OpenQuestions,

@@ -279,7 +279,7 @@ Files of `kind: plain` name a repository and what its engine needs; profile `pla
 Weights, context and cache are read from the repository's own headers and `config.json` at the
 locked commit, and stand in the lock. Those marked *imported* were made from the publishers' own
 pages and recipes and never run by this project. How to add one:
-[add a model](../add-a-model.md).
+[add a model](../how-to/add-a-model.md).
 """.strip()
 
 COMPARED_BEFORE = """

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spark_deploy.catalog.engines import Engines
+from spark_deploy.catalog.families import Families
 from spark_deploy.catalog.model import RENAMED, AnyModel, HybridModel, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.questions import OpenQuestions
@@ -22,7 +23,7 @@ from spark_deploy.settings.load import merge
 
 _Data = dict[str, Any]
 _Document = TypeVar(
-    "_Document", HybridModel, PlainModel, Profile, GuardRails, Engines, OpenQuestions
+    "_Document", HybridModel, PlainModel, Profile, GuardRails, Engines, Families, OpenQuestions
 )
 # What is said of one profile is not true of those that differ from it.
 _OWN_OF_PROFILES = ("summary", "choose_when", "published", "proven")
@@ -117,6 +118,13 @@ def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
     shown = "catalog/open_questions.yml"
     schema = load_schema("open_questions", checkout=checkout)
     return _checked(OpenQuestions, _read(shown, checkout), schema, shown)
+
+
+def read_families(checkout: Path = CHECKOUT) -> Families:
+    """Return ``catalog/families.yml``."""
+    shown = "catalog/families.yml"
+    schema = load_schema("families", checkout=checkout)
+    return _checked(Families, _read(shown, checkout), schema, shown)
 
 
 def _model(name: str, files: _Files) -> Model:

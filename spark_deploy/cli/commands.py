@@ -285,6 +285,16 @@ COMMANDS: dict[str, Entry] = {
         module="looks.settings",
         about_hosts=False,
     ),
+    "add": Entry(
+        NAMES,
+        "Write a catalog file beside the inventory for a repository, or from a recipe of others.",
+        (
+            click.Argument(["place"], metavar="ORG/NAME[@REVISION]|FILE"),
+            flag("--force", "Write over a file that is there."),
+        ),
+        module="adding.command",
+        json=False,
+    ),
     "inspect": Entry(
         NAMES,
         "Print what a repository holds and which models it would do for, by headers alone.",

@@ -23,6 +23,7 @@ from spark_deploy.lockfile.types import LockedSource, SourceFile
 
 _TIMEOUT_S = 30
 _COMMIT = re.compile("[0-9a-f]{40}")
+_ODD_ANSWERS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _MOST_BYTES = 1 << 50  # no file is larger
 
 
@@ -50,9 +51,28 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
         what = f"the hub cannot be asked: {type(error).__name__}: {_shown(error)}"
         fix = "check hub.endpoint and the network of this machine, then run again"
         raise LockError.one(where, what, fix) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except _ODD_ANSWERS as error:
         raise _no_hub(where, f"{type(error).__name__}: {error}") from error
     return _locked(where, repo, revision, info)
+
+
+def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple[str, bool, str]:
+    """Return licence, whether it is gated, and the hub's word for what it is for; words of others.
+
+    What the hub does not say, or not in a form of its own, is empty.
+    """
+    try:
+        info = HfApi(endpoint=endpoint, token=token or False).model_info(
+            repo, revision=revision, timeout=_TIMEOUT_S
+        )
+        data = getattr(info, "card_data", None)
+        said = data.get("license") if data is not None else None
+        named = [tag for tag in info.tags or () if str(tag).startswith("license:")]
+    except (HfHubHTTPError, httpx2.HTTPError, OSError, *_ODD_ANSWERS):
+        return "", False, ""
+    license_ = said if isinstance(said, str) else str(named[0])[8:] if named else ""
+    task = info.pipeline_tag if isinstance(info.pipeline_tag, str) else ""
+    return _shown(license_ or "no reason given")[:60] if license_ else "", bool(info.gated), task
 
 
 def _no_hub(where: str, why: str) -> LockError:

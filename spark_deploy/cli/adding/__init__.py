@@ -1,0 +1,1 @@
+"""What ``spark-deploy add`` writes: a file of the catalog, from a repository or a recipe."""

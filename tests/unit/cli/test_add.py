@@ -1,0 +1,171 @@
+"""``spark-deploy add``: a catalog file from a repository, checked, planned, with what is open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spark_deploy.catalog.load import read_catalog
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli import main
+from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.lockfile.hub_trees import write_repository
+
+COMMIT = "5" * 40
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+ENTRIES: dict[str, tuple[str, tuple[int, ...]]] = {"model.norm.weight": ("BF16", (64,))}
+INVENTORY = """
+import sys as _sys
+_sys.path.insert(0, {checkout!r})
+from spark_deploy.inventory import group_from as _group_from
+spark = _group_from("spark", hosts=["a"], file=__file__)
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with Hub(tmp_path / "hub") as running:
+        yield running
+
+
+def publish(
+    hub: Hub, repo: str, config: dict[str, Any], listing: dict[str, Any] | None = None, **files: Any
+) -> None:
+    """Have a repository in the hub, with small documents and what the hub says beside them."""
+    folder = hub.root / repo / "resolve" / COMMIT
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(json.dumps(content))
+    write_repository(hub.root, repo, ENTRIES, COMMIT, config)
+    for revision in ("main", COMMIT):
+        path = hub.root / "api/models" / repo / "revision" / revision
+        path.write_text(json.dumps({**json.loads(path.read_text()), **(listing or {})}))
+
+
+@pytest.fixture
+def site(hub: Hub, tmp_path: Path) -> Path:
+    root = tmp_path / "site"
+    (root / "group_vars").mkdir(parents=True)
+    choices = f"hub: {{endpoint: {hub.url!r}}}\n"
+    (root / "group_vars/spark.yml").write_text(choices)
+    (root / "sparks.py").write_text(INVENTORY.format(checkout=str(CHECKOUT)))
+    lock = {
+        "schema_version": 1,
+        "sources": {},
+        "images": {
+            name: {"digest": f"sha256:{'1' * 64}", "size_bytes": 1000}
+            for name in (*_images(root / "sparks.py"),)
+        },
+    }
+    (root / "spark.lock.yml").write_text(yaml.safe_dump(lock))
+    return root
+
+
+def _images(inventory: Path) -> list[str]:
+    from spark_deploy.settings.types import Settings
+
+    return list(Settings().images.values())
+
+
+def add(site: Path, place: str, *more: str) -> int:
+    return main(["add", place, "--inventory", str(site / "sparks.py"), *more])
+
+
+def test_one_command_writes_a_file_that_plans(
+    hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(
+        hub, "org/Tiny-Chat", CONFIG, {"pipeline_tag": "text-generation", "tags": ["license:mit"]},
+        tokenizer_config__json={"chat_template": "{{ messages }}"},
+        generation_config__json={"temperature": 0.6, "top_p": "odd"},
+    )  # fmt: skip
+    assert add(site, "org/Tiny-Chat") == 0
+    path = site / "catalog/models/tiny-chat.yml"
+    text, data = path.read_text(), yaml.safe_load(path.read_text())
+    # Pinned to what was read; parsers with where they are known from; sampling without guesses.
+    assert (data["repository"], data["revision"]) == ("org/Tiny-Chat", COMMIT)
+    assert data["parsers"] == {"reasoning": "qwen3", "tool_call": "hermes"}
+    assert "# From vllm-project/recipes" in text
+    assert "licence: mit" in text
+    assert "temperature 0.6" in text
+    assert "odd" not in text
+    model = read_catalog(own=site).model("tiny-chat")
+    assert model.check.tool_call
+    out = capsys.readouterr().out
+    assert "org/Tiny-Chat at 555555555555" in out
+    assert "UNPROVEN" in out
+    # A second time nothing is written over.
+    assert add(site, "org/Tiny-Chat") == 1
+    assert "is there already" in capsys.readouterr().err
+    assert add(site, "org/Tiny-Chat", "--force") == 0
+
+
+KINDS = {
+    "org/base-model": ({}, {}, "completion"),
+    "org/some-embedding": ({"tokenizer_config__json": {"chat_template": "x"}}, {}, "embedding"),
+    "org/vectors": ({"modules__json": [1]}, {}, "embedding"),
+    "org/by-the-hub": ({}, {"pipeline_tag": "sentence-similarity"}, "embedding"),
+    "org/ranks": ({}, {"pipeline_tag": "text-ranking"}, "reranking"),
+}
+
+
+@pytest.mark.parametrize("repo", KINDS)
+def test_what_a_model_is_for_is_read_from_its_files(hub: Hub, site: Path, repo: str) -> None:
+    files, listing, task = KINDS[repo]
+    publish(hub, repo, CONFIG, listing, **files)
+    assert add(site, repo) == 0
+    data = yaml.safe_load((site / f"catalog/models/{repo.partition('/')[2]}.yml").read_text())
+    assert data["task"] == task
+    assert "parsers" not in data
+
+
+def test_what_nobody_knows_is_left_out_and_said(
+    hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**CONFIG, "model_type": "nobody", "auto_map": {"AutoModel": "m.Model"}}
+    publish(hub, "org/odd", config, tokenizer_config__json={"chat_template": "x"})
+    assert add(site, "org/odd") == 0
+    out = capsys.readouterr().out
+    assert "parsers: none is known for nobody" in out
+    assert "KV cache of a token: layers of nobody are not known here" in out
+    assert "code of its own; it is not fetched" in out
+    assert "parsers" not in yaml.safe_load((site / "catalog/models/odd.yml").read_text())
+
+
+def test_an_architecture_that_no_engine_lists_is_refused_and_the_file_stays(
+    hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(hub, "org/new", {**CONFIG, "architectures": ["BrandNewForCausalLM"]},
+            tokenizer_config__json={"chat_template": "x"})  # fmt: skip
+    assert add(site, "org/new") == 1
+    err = capsys.readouterr().err
+    assert "BrandNewForCausalLM is not one that vLLM" in err
+    assert (site / "catalog/models/new.yml").exists()
+
+
+@pytest.mark.parametrize("place", ["org", "../../etc/passwd", "org/nothing", "org/na me"])
+def test_what_is_no_repository_is_one_line_and_no_file(
+    site: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert add(site, place) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert not list((site / "catalog").rglob("*.yml"))
+
+
+def test_words_of_a_hub_break_no_line_of_the_file(hub: Hub, site: Path) -> None:
+    publish(hub, "org/words", CONFIG, {"tags": ["license:mit\nkind: hybrid\x1b[2J"]},
+            tokenizer_config__json={"chat_template": "x"})  # fmt: skip
+    assert add(site, "org/words") == 0
+    text = (site / "catalog/models/words.yml").read_text()
+    assert yaml.safe_load(text)["kind"] == "plain"
+    assert all(line.isprintable() for line in text.splitlines())
