@@ -12,4 +12,5 @@ from spark_deploy.planning.types import NeedsPlan
 def apply(*, plan: NeedsPlan) -> None:
     """Check identity, health, other workloads and room; take over only what settings name."""
     preflight.fit_host(name="Check that the host fits", needs=plan)
+    preflight.fit_fabric(name="Check that its cluster fits", needs=plan)
     preflight.taken_over(name="Take over containers", needs=plan)

@@ -108,6 +108,7 @@ int main(int argc, char **argv) {
     }
     log_start(argc, argv);
     fail_at_start();
+    meet_ranks();
     load();
     if (listen(listener, 128)) {
         perror("listen");

@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 settings config = {
-    .host = "127.0.0.1", .port = 8000, .max_model_len = 4096, .max_num_seqs = 4,
+    .host = "127.0.0.1", .port = 8000, .master_addr = "127.0.0.1", .nnodes = 1, .max_model_len = 4096, .max_num_seqs = 4,
     .kv_cache_dtype = "auto", .block_size = "16", .kv_cache_memory_bytes = "None",
     .load_s = 0.2,
 };
@@ -55,6 +55,10 @@ static void take(const char *name, const char *text) {
     if (!strcmp(name, "--uds")) config.uds = text;
     else if (!strcmp(name, "--host")) config.host = text;
     else if (!strcmp(name, "--port")) config.port = atoi(text);
+    else if (!strcmp(name, "--nnodes")) config.nnodes = atoi(text);
+    else if (!strcmp(name, "--node-rank")) config.node_rank = atoi(text);
+    else if (!strcmp(name, "--master-addr")) config.master_addr = text;
+    else if (!strcmp(name, "--master-port")) config.master_port = atoi(text);
     else if (!strcmp(name, "--max-model-len")) config.max_model_len = atoi(text);
     else if (!strcmp(name, "--max-num-seqs")) config.max_num_seqs = atoi(text);
     else if (!strcmp(name, "--kv-cache-dtype")) config.kv_cache_dtype = text;

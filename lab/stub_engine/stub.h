@@ -31,7 +31,8 @@ void put_bytes(buffer *b, const char *bytes, size_t length);
 
 /* settings.c: what argv and the environment say. */
 typedef struct {
-    const char *uds, *host;
+    const char *uds, *host, *master_addr;
+    int nnodes, node_rank, master_port;
     int port, max_model_len, max_num_seqs, speculative_tokens;
     const char *names[16];
     int name_count;
@@ -73,6 +74,9 @@ int put_pooled(buffer *b, const json *request, const char *path);
 
 /* api.c: one request, one answer; false closes the connection. */
 bool serve_request(int connection, const char *method, const char *path, const char *body);
+
+/* ranks.c: returns on the head once every rank has joined, and never on a rank. */
+void meet_ranks(void);
 
 /* http.c */
 bool send_all(int connection, const char *data, size_t length);

@@ -13,7 +13,7 @@ from spark_deploy.settings.types import Settings
 
 # What a release is made of: members that differ in it would be members of different clusters.
 _ALIKE = (
-    "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers", "watch",
+    "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers", "services", "watch",
     "check", "images", "paths",
 )  # fmt: skip
 _ALIKE_OF_SERVE = ("names", "start_timeout_s", "stop_timeout_s", "drain_s")
@@ -29,11 +29,7 @@ def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
             if other not in hosts:
                 fix = "list it beside the others, in one group of the inventory"
                 yield Problem(f"{name}: cluster.hosts", f"'{other}' is no host of its group", fix)
-        if name not in members:
-            what = f"names {', '.join(members)}, but not {name}, which is told so too"
-            fix = "name it as well, or put it into a group of its own"
-            yield Problem(f"{name}: cluster.hosts", what, fix)
-        elif name != members[0] and members[0] in hosts:
+        if name != members[0] and members[0] in hosts:
             yield from _differences(hosts[members[0]], found)
 
 

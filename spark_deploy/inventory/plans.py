@@ -38,7 +38,9 @@ def payload_identity() -> PayloadIdentity:
 def waves_for(state: State) -> tuple[Wave, ...]:
     """Return in which waves the hosts of this run replace what they serve."""
     chosen = [host for host in state.inventory if state.is_host_in_limit(host)]
-    return waves_of({host.name: known_of(host).found.settings.rollout for host in chosen})
+    settings = {host.name: known_of(host).found.settings for host in chosen}
+    rollouts = {name: one.rollout for name, one in settings.items()}
+    return waves_of(rollouts, (one.cluster.hosts for one in settings.values()))
 
 
 def plan_for(host: Host) -> HostPlan:

@@ -37,6 +37,19 @@ class PayloadIdentity:
     python_requirements: str  # path in the checkout of the hash-pinned wheels list
 
 
+@dataclass(frozen=True, slots=True)
+class Rail:
+    """One way from a host to another member of its cluster."""
+
+    interface: str
+    device: str | None
+    mtu: int
+    speed_mbit_per_s: int | None
+    host: str  # the other one
+    address: str  # its
+    other_mtu: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeedsPlan(ExpectSettings):
     """What preflight demands of the host before anything is changed."""
@@ -61,6 +74,8 @@ class NeedsPlan(ExpectSettings):
     # What may lie on the host already: (folder to fill, its files as (sha256, bytes)).
     downloads: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     look_in: tuple[str, ...] = ()  # where the fetcher will look for them
+    cluster: tuple[str, ...] = ()  # members, this host among them
+    rails: tuple[Rail, ...] = ()  # to the other members
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ class ClusterSettings:
     hosts: tuple[Text, ...] = setting(
         (),
         "Names in the inventory of the hosts that serve one model together, one rank each; the "
-        "first is the head, which clients talk to. Empty: every host serves by itself. All of "
-        "them need the same choices, so write it into group_vars.",
+        "first is the head, which clients talk to. A host that is not named serves by itself. "
+        "Members need the same choices, so write it into group_vars.",
         uniqueItems=True,
         examples=[["spark-1", "spark-2"]],
     )

@@ -8,6 +8,7 @@ Mappings merge key by key, lists are replaced. All mistakes of all hosts are rep
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import typing
 from collections.abc import Mapping, Sequence
@@ -168,8 +169,17 @@ def _host_settings(
             Problem(f"{where(one.set_by or one.key)}: {dotted(one.key)}", one.what, one.fix)
             for one in settings.broken(catalog)
         ]
+        settings = _alone_unless_member(settings, host)
     problems.extend(found)
     return HostSettings(host, group, root, settings, data)
+
+
+def _alone_unless_member(settings: Settings, host: str) -> Settings:
+    """Let a host that the cluster of its group does not name serve by itself."""
+    cluster = settings.cluster
+    if host in cluster.hosts:
+        return settings
+    return dataclasses.replace(settings, cluster=dataclasses.replace(cluster, hosts=()))
 
 
 def _origin(layers: Sequence[Layer], path: KeyPath) -> str:

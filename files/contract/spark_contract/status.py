@@ -47,6 +47,8 @@ class Service:
     rolled_back: WayBack | None  # the way back that brought the current release
     traffic_open: bool
     gateway: GatewayState
+    # The host of a cluster that answers for what runs here; None: this host does itself.
+    head: str | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import Stopped
 from spark_contract.release import Release
@@ -24,7 +25,7 @@ from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
 from spark_host.records import boot, proof, upgrades
-from spark_host.system import stored, systemd
+from spark_host.system import members, stored, systemd
 from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.watch import loop
@@ -94,6 +95,7 @@ def _service(
 ) -> Service:
     paths = host.paths
     running = [r.name for r in known if r.service == name and _is_active(r, units)]
+    serving = host.release(running[0] if running else boot.good(name, host).release)
     return Service(
         good=boot.good(name, host).release,
         enabled=tuple(boot.enabled(name, host)),
@@ -107,7 +109,17 @@ def _service(
             key_problem=gateway.key_problem(name, paths) if running else None,
             difference=gateway.difference(name, paths),
         ),
+        head=_head(serving, paths) if serving else None,
     )
+
+
+def _head(release: Release, paths: Paths) -> str | None:
+    """Return who answers for a release, where this host only computes for it."""
+    try:
+        worker = members.is_worker(release, paths)
+    except HostToolError:  # it lost its address: its engine says so when it starts
+        return None
+    return release.cluster.head.host if release.cluster and worker else None
 
 
 def _live(running: list[Release], paths: Paths) -> list[Live]:
@@ -119,6 +131,10 @@ def _live(running: list[Release], paths: Paths) -> list[Live]:
 def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
     """Return whether one short completion comes through the engine's socket."""
     start = time.monotonic()
+    if members.is_worker(release, paths):
+        away = ", ".join(one.host for one in members.missing(release, paths))
+        detail = f"{away} is not joined" if away else "joined with its head, which answers"
+        return Live(not away, release.name, 0.0, detail)
     probe = Probe(release, Engine.of(release, paths), list, until_s=start + timeout_s)
     question = release.check.questions[0].prompt if release.check.questions else "Hello"
     try:

@@ -81,21 +81,29 @@ class HostStatus:
         state = self.service(service)
         if state is None:
             return "serves nothing"
-        found, live, gateway = self.release(release), self.live(release), state.gateway
+        found, live = self.release(release), self.live(release)
         unproven = found.unproven if found else "none"
         reasons = (
             (state.active != release, f"serves {state.active or 'nothing'}"),
             (state.good != release, "its check has not passed yet"),
             (state.enabled != (release,), f"boots {', '.join(state.enabled) or 'nothing'}"),
             (unproven, f"proof: {unproven}"),
-            (not state.traffic_open, "the gateway is closed"),
-            (gateway.active != "active", "the gateway is not running"),
-            (not gateway.enabled, "the gateway does not start with the host"),
-            (gateway.key_problem, "the API key is missing or exposed"),
-            (gateway.difference, f"the gateway: {gateway.difference}"),
+            # Of a cluster only the head is spoken to.
+            *(() if state.head else _of_gateway(state)),
             (not (live and live.ok), f"no answer: {live.detail if live else 'not asked'}"),
         )
         return next((text for wrong, text in reasons if wrong), "")
+
+
+def _of_gateway(state: status.Service) -> tuple[tuple[object, str], ...]:
+    gateway = state.gateway
+    return (
+        (not state.traffic_open, "the gateway is closed"),
+        (gateway.active != "active", "the gateway is not running"),
+        (not gateway.enabled, "the gateway does not start with the host"),
+        (gateway.key_problem, "the API key is missing or exposed"),
+        (gateway.difference, f"the gateway: {gateway.difference}"),
+    )
 
 
 def parse_status(text: str) -> HostStatus:

@@ -8,12 +8,14 @@ from typing import Any
 from pyinfra.api.operation import operation
 from pyinfra.context import host, state
 
+from spark_deploy.facts.machine.reach import Reach
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.facts.memo import answers_of, read
 from spark_deploy.operations.commands import is_predicted, log
 from spark_deploy.operations.host_errors import Commands, Refused, host_errors, show
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight import judge
+from spark_deploy.preflight.fabric import judge_rails, unlike
 from spark_deploy.preflight.together import same_host_key
 from spark_deploy.preflight.workloads import in_the_way
 
@@ -53,6 +55,24 @@ def fit_host(needs: NeedsPlan) -> None:
     if survey.stubbed:
         log(f"stubbed on this host: {', '.join(survey.stubbed)}")
     host.noop("the host fits the plan")
+
+
+@operation()
+@host_errors
+def fit_fabric(needs: NeedsPlan) -> None:
+    """Let the run go on only where the members of a cluster reach each other and are alike."""
+    if not needs.cluster:
+        host.noop("serves by itself")
+        return
+    ways = tuple((rail.interface, rail.address, rail.mtu) for rail in needs.rails)
+    reached: dict[str, str] = read(Reach, _sudo=False, ways=ways)
+    verdict = judge_rails(host.name, needs.rails, reached)
+    problems = [*verdict.problems, *unlike(needs.cluster, answers_of(HostSurvey))]
+    if problems:
+        raise Refused(*problems)
+    for warning in verdict.warnings if state.is_executing else ():
+        show(host, f"warning: {warning}", colour="yellow")
+    host.noop("the members reach each other")
 
 
 @operation()

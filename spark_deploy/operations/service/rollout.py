@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Sequence
 from weakref import WeakSet
 
 import gevent
@@ -54,6 +55,18 @@ def hold_back(what: str) -> None:
             current_host.name,
             f"{what}, because {', '.join(others)} failed first",
             "repair that host, or leave it out with --limit, and run again",
+        )
+
+
+def need_all(members: Sequence[str]) -> None:
+    """Refuse this host unless every member of its cluster is still part of the run."""
+    here = {one.name for one in current_host.state.active_hosts}
+    away = [name for name in members if name not in here]
+    if away:
+        refuse(
+            current_host.name,
+            f"left alone: {', '.join(away)} of its cluster failed or cannot be reached",
+            "repair that host and run again; members change together",
         )
 
 

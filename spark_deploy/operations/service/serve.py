@@ -21,7 +21,7 @@ from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import is_predicted, log_once, predict
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
-from spark_deploy.operations.service.rollout import change_to, hold_back
+from spark_deploy.operations.service.rollout import change_to, hold_back, need_all
 from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.types import GatewayPlan
 
@@ -47,6 +47,9 @@ def started(plan: Release, timeout_s: int) -> Commands:
 
     All such hosts start at once, whatever became of others.
     """
+    if plan.cluster is not None:
+        host.noop("members of a cluster change together, in their turn")
+        return
     status = read(Status)
     if status.has_to_lose(plan.service, plan.name):
         host.noop("what it serves is replaced in its turn")
@@ -96,6 +99,8 @@ def rolled_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ())
         return
     state = status.service(plan.service)
     hold_back(f"left alone on {(state.active if state else None) or 'nothing'}")
+    if plan.cluster is not None:
+        need_all(tuple(member.host for member in plan.cluster.members))
     back = state.rolled_back if state else None
     if back and back.to != plan.name:
         log_once(f"was rolled back from {back.came} to {back.to} ({back.at}); "
@@ -155,9 +160,12 @@ def summary(plan: Release, gateway: GatewayPlan, status: HostStatus) -> list[str
     proof = found.proof if found else None
     if proof is None or live is None:  # said of a host that serves this provably
         raise ValueError(f"nothing is proven of {plan.name}")
-    listen = ", ".join(url for url, _ in base_urls(gateway))
+    listen = f"at {', '.join(url for url, _ in base_urls(gateway))}"
+    state = status.service(plan.service)
+    if state and state.head:
+        listen = f"for {state.head}, which answers"
     lines = [
-        f"serves {plan.model} with profile {plan.profile} as {', '.join(plan.names)} at {listen}",
+        f"serves {plan.model} with profile {plan.profile} as {', '.join(plan.names)} {listen}",
         f"proof: {proof.level} check of {proof.checked_at}, {len(proof.checks)} checks; "
         f"one live answer in {live.seconds:.1f} s",
     ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from spark_contract.documents import plain, text_of
 from spark_contract.paths import HOST_TOOL, RELEASES_DIR, engine_dir
 from spark_contract.release import Release
-from spark_contract.units import UNITS_DIR, drop_in_dir, mount_unit
+from spark_contract.units import UNITS_DIR, WATCH, drop_in_dir, mount_unit
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.budget.disk import disk_total
@@ -41,8 +42,17 @@ def _files(release: Release) -> tuple[ManagedFile, ...]:
     return (
         ManagedFile(f"{RELEASES_DIR}/{release.name}/release.json", text_of(release).encode()),
         _socket_mount(release.service),
+        *_reaching(release),
         ManagedFile(f"{drop_in_dir(release.serve_unit)}/50-release.conf", limits(release).encode()),
     )
+
+
+def _reaching(release: Release) -> Iterator[ManagedFile]:
+    """Yield what lets the watch over a member of a cluster reach the others, and nobody else."""
+    if release.cluster is not None:
+        addresses = " ".join(member.address for member in release.cluster.members)
+        path = f"{drop_in_dir(WATCH.of(release.name))}/50-cluster.conf"
+        yield ManagedFile(path, f"[Service]\nIPAddressAllow={addresses}\n".encode())
 
 
 def _socket_mount(service: str) -> ManagedFile:

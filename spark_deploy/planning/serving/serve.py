@@ -55,6 +55,8 @@ PREFILL_LINES = {
     "triton": r"Using Triton/FLA GDN prefill kernel \(requested=triton\b",
     "flashinfer": r"Using FlashInfer GDN prefill kernel \(requested=flashinfer\b",
 }
+# Before 2.29.3 ranks on this CPU are reported to wait for each other for ever after some minutes.
+_WEDGING_NCCL = r"is using nccl==2\.(\d|1\d|2[0-8])\.|is using nccl==2\.29\.[0-2]\b"
 _FINITE_LINE = r"spark: all numbers of \d+ tensors and the logits of \d+ heads of \w+ are finite"
 _PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
 
@@ -109,6 +111,7 @@ def serve_plan(
     )
     if settings.cluster.hosts:
         release = spread(release, settings, fabric)
+        release = replace(release, check=_of_cluster(release.check, profile))
     digest = digest_of(release)
     return replace(release, name=release_name(service, digest), digest=digest)
 
@@ -188,6 +191,13 @@ def _sees(model: Model) -> bool:
     if isinstance(model, HybridModel):
         return model.architecture.vision_bytes > 0
     return model.vision
+
+
+def _of_cluster(check: CheckPlan, profile: Profile) -> CheckPlan:
+    """Return what is demanded of several hosts beside: a library that does not wedge them."""
+    if profile.engine_mode != "native":  # no GPU, and another library
+        return check
+    return replace(check, log_forbidden=(*check.log_forbidden, _WEDGING_NCCL))
 
 
 def prefill_line(model: Model, profile: Profile) -> list[str]:

@@ -21,11 +21,12 @@ from spark_deploy.facts.machine.cuda import CudaState
 from spark_deploy.facts.machine.docker import LIBCUDA, DockerState
 from spark_deploy.facts.machine.fabric import Fabric
 from spark_deploy.facts.machine.packages import BaseState
+from spark_deploy.facts.machine.reach import Reach
 from spark_deploy.facts.machine.survey import HostSurvey
 
 FACTS = {
     fact.__name__: fact
-    for fact in (HostSurvey, BaseState, CudaState, DockerState, Fabric, LoginAccess)
+    for fact in (HostSurvey, BaseState, CudaState, DockerState, Fabric, LoginAccess, Reach)
 }
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "captures"
 CASES = sorted(Path(__file__).parent.glob("*/*.yml"))

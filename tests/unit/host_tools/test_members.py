@@ -10,8 +10,8 @@ from spark_contract.documents import read
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_host.engine import environment, members, serve
-from spark_host.system import docker
+from spark_host.engine import environment, serve
+from spark_host.system import docker, members
 from stub_host import release_data
 
 HEAD, WORKER = "192.168.100.10", "192.168.100.11"

@@ -29,6 +29,7 @@ from spark_deploy.planning.types import (
     CudaPlan,
     DockerPlan,
     NeedsPlan,
+    Rail,
 )
 from spark_deploy.settings.host import PathSettings
 from spark_deploy.settings.sources import RepositorySettings
@@ -84,6 +85,8 @@ PLANS: dict[str, Any] = {
 
 
 def frozen(value: Any) -> Any:
+    if isinstance(value, dict) and "other_mtu" in value:
+        return Rail(**value)
     return tuple(frozen(item) for item in value) if isinstance(value, list) else value
 
 

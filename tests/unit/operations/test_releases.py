@@ -167,7 +167,7 @@ def test_a_prune_with_nothing_to_do_does_nothing() -> None:
 
 
 def plan() -> Any:
-    return SimpleNamespace(service="main", name=RELEASE)
+    return SimpleNamespace(service="main", name=RELEASE, cluster=None)
 
 
 def status(**service: Any) -> Answering:

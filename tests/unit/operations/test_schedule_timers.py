@@ -18,7 +18,7 @@ NAME = "spark-hours@main-aaaaaaaaaaaa.timer"
 OLD = "spark-hours@main-bbbbbbbbbbbb.timer"
 TIMER = ManagedFile(f"/etc/systemd/system/{NAME}", b"[Timer]\n")
 HERE = FileState(TIMER.mode, "root:root", TIMER.sha256)
-PLAN: Any = SimpleNamespace(name="main-cccccccccccc", service="main")
+PLAN: Any = SimpleNamespace(name="main-cccccccccccc", service="main", cluster=None)
 NIGHT: Any = SimpleNamespace(name=RELEASE, service="main")
 
 

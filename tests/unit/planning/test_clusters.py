@@ -1,6 +1,7 @@
 """Several hosts as one server: what each is told, what it takes, and what is refused."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -171,3 +172,14 @@ def test_how_the_engine_spreads_is_decided_by_the_hosts_alone(option: dict[str, 
     base = Settings(cluster=ClusterSettings(hosts=PAIR))
     chosen = dataclasses.replace(base, engine=dataclasses.replace(base.engine, options=option))
     assert "one-gpu-in-a-host" in str(problems_of(chosen, read_catalog())[0])
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [("2.28.9", True), ("2.29.2", True), ("2.29.3", False), ("2.29.30", False), ("2.30.4", False)],
+)
+def test_a_library_that_is_known_to_wedge_fails_the_proof(version: str, refused: bool) -> None:
+    line = f"INFO 11-22 [pynccl.py:148] vLLM is using nccl=={version}"
+    both, alone = plan_on("spark-1", FABRIC).serve.check, plan_of("large").serve.check
+    assert any(re.search(one, line) for one in both.log_forbidden) is refused
+    assert not any(re.search(one, line) for one in alone.log_forbidden)

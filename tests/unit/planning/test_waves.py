@@ -45,6 +45,13 @@ def test_the_most_careful_host_of_a_wave_says_how_large_it_is() -> None:
     assert found == (("a", "b"), ("c", "d"), ("e",))
 
 
+def test_the_members_of_a_cluster_change_together_whatever_is_chosen() -> None:
+    alone = dict.fromkeys("abcd", RolloutSettings())
+    assert waves_of(alone, [("b", "c"), ("b", "c"), ()]) == (("a",), ("d",), ("b", "c"))
+    canary = dict.fromkeys("abcd", RolloutSettings(canary="c"))
+    assert waves_of(canary, [("b", "c")]) == (("b", "c"), ("a",), ("d",))
+
+
 def test_every_host_has_one_turn() -> None:
     assert waves_of({}) == ()
     for at_once in (1, 2, 3, 7, "all"):

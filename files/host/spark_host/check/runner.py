@@ -19,14 +19,15 @@ from spark_contract.records import Finding, Proof
 from spark_contract.release import Release, service_of
 from spark_contract.sentences import PHASE, STAND_IN, WAITED
 
+from spark_host.check import together
 from spark_host.check.probe import CheckError, Probe
 from spark_host.check.table import CHECKS, Check
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
 from spark_host.gateway import traffic
 from spark_host.records import boot, proof
+from spark_host.system import members, systemd
 from spark_host.system import stored as releases
-from spark_host.system import systemd
 from spark_host.system.log import Report
 from spark_host.system.ports import Host
 from spark_host.watch.guard import StartGuard
@@ -52,8 +53,13 @@ def check(
     with guard or nullcontext():
         before = invocation_id or systemd.invocation(release.serve_unit) or ""
         probe = Probe(release, Engine.of(release, host.paths), lambda: read_log(release, before))
-        findings = [_ready(probe, report, lambda: _stopped(guard))]
-        if findings[0].ok:
+        joining = together.Joining(release, host.paths)
+        worker = members.is_worker(release, host.paths)
+        if worker:
+            findings = _of_worker(joining, level, report)
+        else:
+            findings = [_ready(probe, report, lambda: _stopped(guard) or joining.problem())]
+        if findings[0].ok and not worker:
             probe.before = _metrics_or_none(probe)
             findings += _run_all(probe, level, report)
     if guard is not None:
@@ -80,6 +86,16 @@ def check(
     )
     keep(result, host, report)
     return result
+
+
+def _of_worker(joining: together.Joining, level: str, report: Report) -> list[Finding]:
+    """Return what a host that computes for another can prove: the answers are the head's."""
+    findings = [together.joined(joining, report)]
+    if findings[0].ok and level != "quick":
+        findings.append(together.head_proven(joining, report))
+    for finding in findings:
+        report(_line(finding))
+    return findings
 
 
 def keep(result: Proof, host: Host, report: Report) -> None:
@@ -237,7 +253,8 @@ def main(words: list[str], paths: Paths) -> int:
         verdict = f"failed: {failed}" if failed else "proven"
         verdict += f" (warned of: {warned})" if warned else ""
         print(f"{release.name}: {level} check {verdict}", flush=True)
-    if at_start and result.ok and boot.opens_at_start(release, host):
+    opens = at_start and result.ok and not members.is_worker(release, paths)
+    if opens and boot.opens_at_start(release, host):
         traffic.open_for(release, paths)
     return 0 if result.ok else 1
 

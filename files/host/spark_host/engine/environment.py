@@ -14,7 +14,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 
-from spark_host.engine import members
+from spark_host.system import members
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # The client takes the file line by line, and none that is longer than 64 KiB.

@@ -14,10 +14,10 @@ from spark_contract.release import Release
 from spark_contract.sentences import PHASE
 from spark_contract.units import DIGEST_LABEL, SWITCH
 
-from spark_host.engine import account, cdi, environment, members, memory, starts, tree
+from spark_host.engine import account, cdi, environment, memory, starts, tree
 from spark_host.gateway import traffic
 from spark_host.records import boot
-from spark_host.system import docker, folders
+from spark_host.system import docker, folders, members
 from spark_host.system.log import log
 from spark_host.system.ports import Host
 from spark_host.system.stored import load

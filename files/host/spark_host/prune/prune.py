@@ -224,7 +224,7 @@ def _remove_release(name: str, paths: Paths) -> None:
             host.disk.write(paths.good(service), replace(record, previous=left))
     for path in (paths.proof(name), paths.rollout(name), paths.request(name)):
         path.unlink(missing_ok=True)
-    for unit in (units.SERVE.of(name), units.PREPARE.of(name)):
+    for unit in (units.SERVE.of(name), units.WATCH.of(name), units.PREPARE.of(name)):
         shutil.rmtree(paths.units / f"{unit}.d", ignore_errors=True)
     (paths.boot_links / units.PREPARE.of(name)).unlink(missing_ok=True)
     _remove_record(paths.releases / name, "release.json")

@@ -15,6 +15,7 @@ from spark_host.records import boot, proof
 from spark_host.rollout import speed
 from spark_host.rollout.ports import Host
 from spark_host.rollout.record import Record
+from spark_host.system import members
 from spark_host.system.log import log
 from spark_host.system.systemd import UnitState
 
@@ -61,11 +62,15 @@ def replace(release: Release, old: Release | None, host: Host, record: Record) -
 
 def take_over(release: Release, host: Host, record: Record) -> None:
     """Have a release that is proven be the one that serves, now and after a boot."""
+    worker = members.is_worker(release, host.paths)
     with record.phase("open"):
         open_traffic(release, host)
-        host.gateway.wait_until_listening(release.service, host.paths)
+        if not worker:
+            host.gateway.wait_until_listening(release.service, host.paths)
     with record.phase("enable"):
         boot.enable_only(release, host)
+    if worker:  # what it is asked, its head is asked
+        return
     try:
         speed.measured(release, host, record)
     except FAILURES as error:  # a speed that nobody could keep undoes no change
@@ -74,12 +79,17 @@ def take_over(release: Release, host: Host, record: Record) -> None:
 
 def open_traffic(release: Release, host: Host) -> None:
     """Have the gateway run and let requests through to a release."""
+    if members.is_worker(release, host.paths):  # the gateway of a cluster is that of its head
+        return
     host.gateway.bring_up(release, host.paths)
     host.traffic.open_for(release, host.paths)
 
 
 def drain(old: Release, host: Host, record: Record) -> None:
     """Return when the engine has answered what it was asked, or its time for that is over."""
+    if members.is_worker(old, host.paths):
+        _wait_for_head(old, host)
+        return
     deadline = host.clock.monotonic() + old.timeouts.drain_s
     told = 0.0
     while host.clock.monotonic() < deadline:
@@ -99,6 +109,13 @@ def drain(old: Release, host: Host, record: Record) -> None:
     record.report(
         f"{PHASE}drain the limit of {old.timeouts.drain_s:.0f} s passed; requests are cut"
     )
+
+
+def _wait_for_head(old: Release, host: Host) -> None:
+    """Compute on for the head until it has stopped, for answers of its own are computed here."""
+    deadline = host.clock.monotonic() + old.timeouts.drain_s + old.timeouts.stop_s
+    while not members.missing(old, host.paths) and host.clock.monotonic() < deadline:
+        host.clock.sleep(0.2)
 
 
 def _stop_all(service: str, host: Host) -> None:

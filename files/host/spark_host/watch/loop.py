@@ -23,14 +23,16 @@ from spark_host.engine.client import Engine, EngineError, SilentError
 from spark_host.engine.memory import Floor, available_bytes
 from spark_host.engine.metrics import Metrics
 from spark_host.gateway import gateway
-from spark_host.system import systemd
+from spark_host.system import members, systemd
 from spark_host.system.stored import load
 from spark_host.watch import sensors
 from spark_host.watch.sensors import Thermometer
+from spark_host.watch.together import Together
 
 _EVENTS_KEPT = 1000
 _SENSORS_EVERY_S = 20.0  # nvidia-smi starts anew each time, and heat is slow
 _ANSWER_S = 5.0
+_WORKER_S = 0.5
 # So many in a row, beside the time: a watch that was itself held up may look once in a long while.
 _SILENT_LOOKS = 3
 _NOTE_S = 2.0
@@ -94,9 +96,11 @@ def run(name: str, paths: Paths) -> int:
     release = load(name, paths)
     engine = Engine.of(release, paths)
     judge, floor = Judge(release.watch), Floor(release.memory.floor_bytes)
+    worker, together = members.is_worker(release, paths), Together(release, paths)
     held = None
     over = threading.Event()
     threading.Thread(target=_look_beside, args=(release, paths, over), daemon=True).start()
+    together.begin(over)
     try:
         while True:
             if held is None:
@@ -105,12 +109,16 @@ def run(name: str, paths: Paths) -> int:
             if reason is not None:
                 act(release, "starving", reason, held, paths)
                 floor.low_samples = 0
-            reason = _wedged(engine, judge)
+            if together.lost is not None:
+                act(release, "member", together.lost, held, paths)
+                together.forget()
+            reason = None if worker else _wedged(engine, judge)
             if reason is not None:
                 act(release, "stalled", reason, held, paths)
                 judge.moved_at_s = None
                 judge.answered()
-            time.sleep(release.watch.interval_s)
+            # A worker is watched from when it joined: its weights are loaded after that.
+            time.sleep(_WORKER_S if worker else release.watch.interval_s)
     finally:
         over.set()
 

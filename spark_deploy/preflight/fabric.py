@@ -1,0 +1,74 @@
+"""Is the network of a cluster what its ports promise, and are its members alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from spark_deploy.errors import Problem
+from spark_deploy.facts.machine.survey import Survey
+from spark_deploy.planning.types import Rail
+from spark_deploy.preflight.verdict import Verdict
+
+_FULL_MBIT_PER_S = 200_000  # of one cable, told by each of the two interfaces of its cage
+_LARGE_MTU = 9000
+
+
+def judge_rails(host: str, rails: Sequence[Rail], reached: Mapping[str, str]) -> Verdict:
+    """Collect what is wrong with the ways from a host to the others of its cluster."""
+    problems, warnings = [], []
+    for rail in rails:
+        where = f"{host}: {rail.interface}"
+        answer = reached.get(rail.address, "unknown")
+        if answer == "no":
+            problems.append(_cut(where, rail))
+        if answer == "unknown":
+            what = f"the way to {rail.host} ({rail.address}) was not tried: there is no ping here"
+            warnings.append(Problem(where, what, "apt-get install iputils-ping"))
+        if rail.mtu != rail.other_mtu:
+            what = f"MTU {rail.mtu}, but {rail.other_mtu} on {rail.host}"
+            problems.append(Problem(where, what, "set the same MTU at both ends (netplan)"))
+    return Verdict(tuple(problems), (*warnings, *_slow(host, rails)))
+
+
+def _cut(where: str, rail: Rail) -> Problem:
+    return Problem(
+        where,
+        f"no packet of {rail.mtu} bytes comes back from {rail.host} ({rail.address})",
+        "see to cable, address and MTU of both ends, and that no firewall is between members",
+    )
+
+
+def _slow(host: str, rails: Sequence[Rail]) -> Iterator[Problem]:
+    """Yield what costs speed and nothing else."""
+    with_rdma = {rail.interface: rail for rail in rails if rail.device}
+    for rail in with_rdma.values():
+        where = f"{host}: {rail.interface}"
+        if rail.speed_mbit_per_s is not None and rail.speed_mbit_per_s < _FULL_MBIT_PER_S:
+            what = f"linked at {rail.speed_mbit_per_s // 1000} Gb/s of 200"
+            fix = "use a cable for 200 Gb/s; behind a switch set the speed of its port"
+            yield Problem(where, what, fix)
+        if rail.mtu < _LARGE_MTU:
+            what = f"MTU {rail.mtu}: RDMA moves small packets, reported to cost much of prefill"
+            yield Problem(where, what, f"set MTU {_LARGE_MTU} at both ends (netplan)")
+    if len(with_rdma) == 1:
+        what = "one of the two interfaces of the cage has an address: half of the cable's speed"
+        fix = "give its twin one in a network of its own (netplan)"
+        yield Problem(f"{host}: {next(iter(with_rdma))}", what, fix)
+
+
+def unlike(members: Sequence[str], surveys: Mapping[str, Survey]) -> Iterator[Problem]:
+    """Yield what members of a cluster must not differ in, and kernels that no cluster runs on."""
+    seen = {name: surveys[name] for name in members if name in surveys}
+    branches = {name: one.gpu.driver_version.partition(".")[0] for name, one in seen.items()}
+    if len(set(branches.values())) > 1:
+        named = ", ".join(f"{name} {branch or 'none'}" for name, branch in branches.items())
+        fix = "bring all members to one branch, by the vendor's means"
+        yield Problem("driver", f"of different branches: {named}", fix)
+    for name, one in seen.items():
+        if one.memory.cma_free_bytes > one.memory.cma_total_bytes:
+            yield Problem(
+                f"{name}: kernel",
+                f"{one.identity.kernel} keeps memory for its handover (CmaFree is above CmaTotal); "
+                "NCCL is reported to find none to start with",
+                "boot with kho=off, or with a 6.17 kernel",
+            )
