@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spark_contract.documents import parse
-from spark_contract.paths import HOST_TOOL, RELEASES_DIR, RUN_DIR
+from spark_contract.paths import HOST_TOOL, RELEASES_DIR, engine_dir
 from spark_contract.release import Release
 
 from spark_deploy.bench.result import Sample, Served
@@ -85,7 +85,7 @@ def served_by(login: Login, service: str) -> tuple[Served, int]:
 
 def drafts(login: Login, service: str) -> tuple[int, int]:
     """Return how many tokens the engine drafted since it started, and accepted of them."""
-    engine = f"{RUN_DIR}/{service}/engine.sock"
+    engine = f"{engine_dir(service)}/engine.sock"
     text = login.told(f"curl -sS -m 20 --unix-socket {engine} http://engine/metrics")
     found: dict[str, float] = {}
     for kind, value in _COUNTER.findall(text):

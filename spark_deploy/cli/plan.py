@@ -40,14 +40,15 @@ def run(options: Options) -> int:
     for host in () if options.estimate else hosts:
         hold(host)
     texts = (
-        _text(plan, *pair_of(host.settings.settings, host.catalog), verbose=options.verbose)
+        text(plan, *pair_of(host.settings.settings, host.catalog), verbose=options.verbose)
         for plan, host in zip(plans, hosts, strict=True)
     )
     answer(options, [document(plan) for plan in plans], texts)
     return 0
 
 
-def _text(plan: HostPlan, model: Model, profile: Profile, *, verbose: bool) -> Iterator[str]:
+def text(plan: HostPlan, model: Model, profile: Profile, *, verbose: bool) -> Iterator[str]:
+    """Yield what a person asked for of the plan of one host, or all of it."""
     yield from brief(plan, profile)
     if verbose:
         yield from lines(plan, model, profile)

@@ -162,6 +162,14 @@ def test_a_switch_is_one_edit_and_one_command_and_so_is_the_way_back(walk: Walk)
     assert (walk.owner.edits, len(walk.owner.commands) - before) == (1, 3)
 
 
+def test_top_and_status_show_what_the_engine_does(walk: Walk) -> None:
+    assert walk.guest.answers("What is the capital of France?", "Paris")
+    [now] = json.loads(walk.owner.types("top", "--once", "--json").stdout)
+    assert now["running"] == 0
+    assert now["tokens_per_s"] is not None
+    assert walk.owner.types("status").returncode in (0, 1)
+
+
 def test_a_second_run_changes_nothing(walk: Walk) -> None:
     walk.owner.edits_profile("v2")
     done = walk.owner.types("up", "-y")

@@ -81,7 +81,20 @@ def sentence(plan: HostPlan, said: Answer[Found]) -> dict[str, Any]:
         text = stopped
     elif why:
         text = "; ".join(_parts(plan, found))
-    return {**plain_answer(said), "text": text, "changes": bool(why) and not stopped}
+    beside = list(_beside(plan, found.status))
+    changes = bool(beside) or (bool(why) and not stopped)
+    return {**plain_answer(said), "text": "; ".join([text, *beside]), "changes": changes}
+
+
+def _beside(plan: HostPlan, status: HostStatus) -> Iterator[str]:
+    """Say what becomes of the services beside the main one."""
+    planned = {one.serve.service: one for one in plan.services}
+    for name, one in planned.items():
+        if status.unproven(name, one.serve.name) and not status.stopped(name):
+            yield f"service {name}: will serve {one.model} with {one.profile}"
+    for name, there in (status.told.services if status.told else {}).items():
+        if name not in (MAIN_SERVICE, *planned) and (there.active or there.enabled):
+            yield f"service {name}: is listed no more and stops"
 
 
 def _parts(plan: HostPlan, found: Found) -> Iterator[str]:

@@ -165,7 +165,7 @@ def ended(seen: Transcript, code: int, took_s: float) -> Iterator[Text]:
     if not seen.parts_s:
         for line in seen.others[-12:]:  # it ended before its first step: the reason is all there is
             yield coloured(line)
-    yield Text(f"took {parts_text(seen.parts_s)}" if seen.parts_s else f"took {minutes(took_s)}")
+    yield Text(f"took {parts_text(seen.parts_s, took_s)}")
     if code:
         yield Text(f"red: exit code {code}", "bold red")
 

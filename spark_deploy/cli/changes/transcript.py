@@ -56,6 +56,8 @@ class HostView:
         """Return what the host is doing, and how far it is with that."""
         if self.failed:
             return f"FAILED in {self.failed}", ""
+        if self.ended:
+            return self.step, ""
         if self.how:
             return self.what, self.how
         return f"{self.step}{f': {self.what}' if self.what else ''}", ""
@@ -149,7 +151,8 @@ def minutes(seconds: float) -> str:
     return f"{hours}:{text}" if hours else text
 
 
-def parts_text(parts_s: Mapping[str, float]) -> str:
-    """Say how long each part took, longest parts and all."""
+def parts_text(parts_s: Mapping[str, float], took_s: float) -> str:
+    """Say how long all took, and how long each part."""
     shown = [f"{name} {minutes(seconds)}" for name, seconds in parts_s.items() if seconds >= 0.5]
-    return f"{minutes(sum(parts_s.values()))} ({', '.join(shown)})"
+    parts = f" ({', '.join(shown)})" if shown else ""
+    return f"{minutes(took_s)}{parts}"

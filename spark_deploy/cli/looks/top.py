@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from spark_contract.paths import RUN_DIR
+from spark_contract.paths import engine_dir
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
@@ -23,7 +23,7 @@ EVERY_S = 2
 _METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$")
 _LOOK = f"""while :; do
   echo "at $(date +%s.%N)"
-  curl -s -m 5 --unix-socket {RUN_DIR}/{MAIN_SERVICE}/engine.sock http://engine/metrics |
+  curl -s -m 5 --unix-socket {engine_dir(MAIN_SERVICE)}/engine.sock http://engine/metrics |
     grep -E '^vllm:(num_requests_|generation_tokens_total|kv_cache_usage|spec_decode_num_)'
   awk '/^MemAvailable/{{print "memory", $2}}' /proc/meminfo
   echo "gpu $(nvidia-smi --query-gpu=temperature.gpu,power.draw --format=csv,noheader,nounits \\

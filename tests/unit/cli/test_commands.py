@@ -79,6 +79,19 @@ def test_an_option_of_several_words_takes_them_all(words, given, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("words", "all_of_them"),
+    [(("--update", "--check"), True), (("--update",), True), (("--check",), False), ((), False)],
+)
+def test_an_update_without_a_name_is_one_of_all_names(words, all_of_them, monkeypatch):
+    from spark_deploy.cli import lock
+
+    seen = []
+    monkeypatch.setattr(lock, "run", lambda options: seen.append(options) or 0)
+    assert main(["lock", *words]) == 0
+    assert (bool(seen[0].update), seen[0].check) == (all_of_them, "--check" in words)
+
+
+@pytest.mark.parametrize(
     ("line", "expected"),
     [("spark-deploy sta", {"status", "start"}), ("spark-deploy plan --profile v2-", {"v2-tq"})],
 )

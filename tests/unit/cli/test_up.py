@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +81,22 @@ def test_a_change_of_profile_says_how_long_clients_wait():
         "agent → v2 (large); nothing to download; engine restarts; clients get 503 for "
         "about 6 minutes (the last start took 5:40)"
     )
+
+
+def test_services_beside_the_main_one_are_told_as_well(monkeypatch):
+    monkeypatch.setattr(HostStatus, "unproven", lambda _self, name, _release: name != "main")
+    plan = plan_of("large", "v2")
+    other = replace(plan, serve=replace(plan.serve, name="small-1", service="small"))
+    found = document(OLD)
+    found["services"]["gone"] = {**found["services"]["main"], "enabled": ["gone-1"]}
+    answer = Answer(SimpleNamespace(name="a"), Found(told(found), Jobs({}), None))
+    forecast = sentence(replace(plan, services=(other,)), answer)
+    assert forecast["changes"]
+    assert forecast["text"].split("; ")[1:] == [
+        "nothing of it changes",
+        "service small: will serve large with v2",
+        "service gone: is listed no more and stops",
+    ]
 
 
 def test_what_a_job_has_already_is_not_counted_again():
