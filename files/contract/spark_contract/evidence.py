@@ -23,18 +23,18 @@ class EngineEvidence:
     drafted_tokens: int | None = None  # since it started
     accepted_tokens: int | None = None
     generated_tokens: int | None = None
+    rollout_state: str | None = None  # of the rollout that brought it
+    rollout_times_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of the host and of the engine that runs there."""
+    """What is known of the host and of the engines that run there."""
 
-    SCHEMA_VERSION: ClassVar[int] = 1
+    SCHEMA_VERSION: ClassVar[int] = 2
 
     firmware: dict[str, str]  # product, BIOS, parts that fwupd names
     gpu: dict[str, float]  # temperature and power now
     gpu_container: tuple[str, ...]  # arguments with which a container saw the GPU; () never did
     kernel_log: dict[str, int]  # how often it tells of trouble since the boot
-    rollout_state: str | None  # of the release that runs
-    rollout_times_s: dict[str, float]
-    engine: EngineEvidence | None  # None: nothing runs
+    engines: tuple[EngineEvidence, ...]

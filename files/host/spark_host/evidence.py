@@ -1,4 +1,4 @@
-"""What a host shows of its engine, for a report that may be sent to others."""
+"""What a host shows of its engines, for a report that may be sent to others."""
 
 from __future__ import annotations
 
@@ -34,12 +34,9 @@ _KERNEL_LOG_S = 30.0
 
 
 def evidence(host: Host) -> Evidence:
-    """Return everything, of the one engine that runs."""
-    names = stored.names(host.paths)
-    services = sorted({release.service for name in names if (release := host.release(name))})
-    running = next((name for one in services if (name := boot.active(one, host))), None)
-    release = host.release(running) if running else None
-    rollout = host.disk.read(Rollout, host.paths.rollout(release.name)) if release else None
+    """Return everything, of every engine that runs."""
+    known = filter(None, map(host.release, stored.names(host.paths)))
+    running = [boot.active(service, host) for service in sorted({one.service for one in known})]
     reading = sensors.read()
     gpu = {"celsius": reading.celsius, "power_w": reading.power_w} if reading else {}
     return Evidence(
@@ -47,9 +44,7 @@ def evidence(host: Host) -> Evidence:
         gpu={name: value for name, value in gpu.items() if value is not None},
         gpu_container=() if docker.gpu_problem(host.paths) else docker.gpu_arguments(host.paths),
         kernel_log=kernel_log(),
-        rollout_state=rollout.state if rollout else None,
-        rollout_times_s=dict(rollout.times_s) if rollout else {},
-        engine=_engine(release, host) if release else None,
+        engines=tuple(_engine(one, host) for one in filter(None, map(host.release, running))),
     )
 
 
@@ -57,6 +52,7 @@ def _engine(release: Release, host: Host) -> EngineEvidence:
     run = host.units.invocation(release.serve_unit) or ""
     said = list(start_log.messages(read_log(release, run)))
     found = docker.container(release.container, 5) or {}
+    rollout = host.disk.read(Rollout, host.paths.rollout(release.name))
     return EngineEvidence(
         release=release.name,
         lines=start_log.kernel_lines(said),
@@ -64,6 +60,8 @@ def _engine(release: Release, host: Host) -> EngineEvidence:
         sizes_bytes=start_log.sizes_bytes(said),
         kv_cache_tokens=start_log.kv_cache_tokens(said),
         libraries=libraries.of_container(str(found["Id"])) if found.get("Id") else {},
+        rollout_state=rollout.state if rollout else None,
+        rollout_times_s=dict(rollout.times_s) if rollout else {},
         **_counted(release, host.paths),
     )
 

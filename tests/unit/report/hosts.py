@@ -35,14 +35,12 @@ PROOF: dict[str, Any] = {
     "start_memory": {"lowest_bytes": 17 << 30, "after_s": 99.0, "floor_bytes": 4 << 30},
 }  # fmt: skip
 EVIDENCE: dict[str, Any] = {
-    "schema_version": 1,
+    "schema_version": 2,
     "firmware": {"product_name": "NVIDIA DGX Spark", "bios_version": "5.36_0ACUM018"},
     "gpu": {"celsius": 61.0, "power_w": 31.5},
     "gpu_container": ["--runtime=nvidia", "--gpus=all"],
     "kernel_log": {"xid": 0, "no_memory": 3, "oom_kills": 0},
-    "rollout_state": "switched",
-    "rollout_times_s": {"check": 700.0, "total": 800.0},
-    "engine": {
+    "engines": [{
         "release": RELEASE,
         "lines": ["Using Triton/FLA GDN prefill kernel (requested=triton, head_k_dim=128)."],
         "times_s": {"weights": 401.5, "graphs": 22.0},
@@ -50,8 +48,14 @@ EVIDENCE: dict[str, Any] = {
         "kv_cache_tokens": PLAN.memory.kv_tokens + 1000,
         "libraries": {"nccl": "2.29.3", "flashinfer": "0.7.2.post1"},
         "drafted_tokens": 4000, "accepted_tokens": 3000, "generated_tokens": 250_000,
-    },
+        "rollout_state": "switched", "rollout_times_s": {"check": 700.0, "total": 800.0},
+    }],
 }  # fmt: skip
+
+
+EVIDENCE["engines"].append(
+    {**EVIDENCE["engines"][0], "release": "embed-0123456789ab", "kv_cache_tokens": 7}
+)
 
 
 def survey_of(case: str = "factory_spark", **sections: Any) -> Survey:

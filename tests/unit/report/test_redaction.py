@@ -96,7 +96,7 @@ def test_no_canary_gets_into_a_report_from_anywhere(canary: str, prompt: str) ->
     status["services"]["main"]["stopped_by_hand"] = None
     evidence = copy.deepcopy(EVIDENCE)
     evidence["firmware"]["bios_version"] = f"5.36 {canary}"
-    evidence["engine"]["lines"].append(f"Using a kernel of {canary}")
+    evidence["engines"][0]["lines"].append(f"Using a kernel of {canary}")
     container = {
         "id": "c1",
         "name": f"/{text}",

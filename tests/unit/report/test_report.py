@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hosts import EVIDENCE, PLAN, PROOF, RELEASE, report_of, said_of, status_of, survey_of
 
 from spark_deploy.catalog.load import read_questions
+from spark_deploy.cli.commands import Options
+from spark_deploy.cli.looking import Answer
+from spark_deploy.cli.looks.report import command
 from spark_deploy.cli.looks.report.answers import ANSWERS
 from spark_deploy.cli.looks.report.document import HostReport, Report
 from spark_deploy.cli.looks.report.gather import Said
@@ -16,6 +20,7 @@ from spark_deploy.errors import SparkError
 from tests.unit.statuses import told
 
 QUESTIONS = read_questions()
+ENGINE = EVIDENCE["engines"][0]
 
 
 def answers_of(host: HostReport) -> dict[str, str]:
@@ -60,8 +65,12 @@ def test_an_answer_says_what_it_was_taken_from() -> None:
         (without(invocation_id="run-3"), "restarted", "yes"),
         (without(start_memory=None), "memory-left", "open"),
         (said_of(evidence={**EVIDENCE, "kernel_log": {"xid": 2}}), "driver-trouble", "no"),
-        (said_of(evidence={**EVIDENCE, "rollout_state": "rolled-back"}), "rollout", "no"),
-        (said_of(evidence={**EVIDENCE, "engine": None}), "kv-cache", "open"),
+        (
+            said_of(evidence={**EVIDENCE, "engines": [{**ENGINE, "rollout_state": "rolled-back"}]}),
+            "rollout",
+            "no",
+        ),
+        (said_of(evidence={**EVIDENCE, "engines": []}), "kv-cache", "open"),
         (said_of(status_of(events={"main": [{"kind": "hot"}]})), "heat", "no"),
         (said_of(status_of(jobs=[{"kind": "fetch", "state": "failed"}])), "fetched", "no"),
         (said_of(status_of(services={"main": {}})), "deployed", "open"),
@@ -98,7 +107,7 @@ def test_a_report_is_read_again_from_its_file(tmp_path: Path) -> None:
     text = path.read_text()
     assert "| KV cache, counted |" in text
     assert "| acceptance | ok |" in text
-    assert f"- `{EVIDENCE['engine']['lines'][0]}`" in text
+    assert f"- `{ENGINE['lines'][0]}`" in text
     for wrong in (text.replace('"at"', '"when"'), text.replace("```json", "```"), "# nothing\n"):
         path.write_text(wrong)
         with pytest.raises(SparkError, match=r"a\.md"):
@@ -112,3 +121,29 @@ def test_a_report_names_the_release_and_never_the_host() -> None:
     assert found.serving.release == RELEASE
     assert found.versions["image"] == "vllm@sha256:" + "a1" * 32
     assert found.versions["nccl"] == "2.29.3"
+
+
+def test_of_several_services_the_main_one_is_told_and_the_others_are_counted() -> None:
+    services = {"main": {"active": RELEASE}, "embed": {"active": "embed-0123456789ab"}}
+    found = report_of(said_of(status_of(services=services)))
+    assert found.serving is not None
+    assert found.serving.kv_cache_tokens == ENGINE["kv_cache_tokens"]
+    assert found.notes == ("1 more of its services run, which are not told here",)
+
+
+def test_a_host_that_cannot_be_asked_is_named_here_and_left_out_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = [SimpleNamespace(name=name) for name in ("spark-a3f2", "spark-b7c1")]
+    answers = [Answer(hosts[0], said_of()), Answer(hosts[1], None, "cannot be reached: no")]
+    monkeypatch.setattr(command, "listed", lambda _: hosts)
+    monkeypatch.setattr(command, "planned", lambda one, estimate: PLAN)
+    monkeypatch.setattr(command, "look", lambda *_: answers)
+    out = tmp_path / "sent.md"
+    assert command.run(Options(out=str(out), json=False)) == 1
+    told = capsys.readouterr()
+    assert "spark-b7c1: cannot be reached: no" in told.err
+    assert "spark-a3f2 is host-1 in the report" in told.err
+    assert "host-1: 17 yes, 1 no, 3 open of 21 questions" in told.out
+    assert "spark-a3f2" not in out.read_text()
+    assert len(read_report(out).hosts) == 1

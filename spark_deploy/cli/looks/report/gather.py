@@ -49,11 +49,12 @@ def host_report(
     survey, shown = said.survey, said.evidence
     state = said.status.service(service)
     release = said.status.release(state.active if state else None)
+    engine = _engine(release, shown) if release else None
     found = HostReport(
         name=f"host-{number}",
         local=local,
         machine=_machine(survey, shown),
-        versions=_versions(said, release, shown.engine if shown else None),
+        versions=_versions(said, release, engine),
         stand_ins=survey.stubbed,
         memory_total_bytes=survey.memory.total_bytes,
         memory_available_bytes=survey.memory.available_bytes,
@@ -63,8 +64,8 @@ def host_report(
         foreign_containers=sum(not one.ours for one in survey.containers),
         preflight=tuple(_judged(plan, survey)),
         jobs=tuple(_jobs(said.status)),
-        notes=tuple(_notes(said)),
-        serving=_serving(release, shown, plan, said.status, service) if release else None,
+        notes=tuple(_notes(said, service)),
+        serving=_serving(release, engine, plan, said.status, service) if release else None,
         answers=(),
     )
     return convert(HostReport, all_redacted(typed(answered(found))))
@@ -123,11 +124,22 @@ def _jobs(status: HostStatus) -> Iterable[Work]:
         yield Work(job.kind or "unknown", job.state, job.elapsed_s)
 
 
-def _notes(said: Said) -> Iterable[str]:
+def _engine(release: ReleaseState, shown: Evidence | None) -> EngineEvidence | None:
+    """Return what the engine of a release shows; a host may run one for each of its services."""
+    return next(
+        (one for one in (shown.engines if shown else ()) if one.release == release.name), None
+    )
+
+
+def _notes(said: Said, service: str) -> Iterable[str]:
     if not said.status.installed:
         yield "nothing of ours is installed yet"
     elif said.evidence is None:
         yield "its host tools are older than this report: run the deploy again, then this"
+    services = said.status.told.services if said.status.told else {}
+    others = [name for name, one in services.items() if name != service and one.active]
+    if others:
+        yield f"{len(others)} more of its services run, which are not told here"
     if said.survey.user:
         yield "it was looked at without root: sudo asks for a password"
     if said.status.told and said.status.told.versions_unknown:
@@ -135,10 +147,14 @@ def _notes(said: Said) -> Iterable[str]:
 
 
 def _serving(
-    release: ReleaseState, shown: Evidence | None, plan: HostPlan, status: HostStatus, service: str
+    release: ReleaseState,
+    engine: EngineEvidence | None,
+    plan: HostPlan,
+    status: HostStatus,
+    service: str,
 ) -> Serving:
     proof = release.proof
-    engine = shown.engine if shown and shown.engine else EngineEvidence(release.name)
+    engine = engine or EngineEvidence(release.name)
     same = (release.model, release.profile) == (plan.model, plan.profile)
     events = status.told.events.get(service, ()) if status.told else ()
     start = proof.start_memory if proof else None
@@ -165,8 +181,8 @@ def _serving(
         accepted_tokens=engine.accepted_tokens,
         generated_tokens=engine.generated_tokens,
         speed=_medians(proof.bench if proof else None),
-        rollout_state=shown.rollout_state if shown else None,
-        rollout_times_s=dict(shown.rollout_times_s) if shown else {},
+        rollout_state=engine.rollout_state,
+        rollout_times_s=dict(engine.rollout_times_s),
         events=tuple(_told(one) for one in events),
     )
 
