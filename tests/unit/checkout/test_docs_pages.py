@@ -1,0 +1,102 @@
+"""Every YAML and every link on the pages works, and the table of jobs counts right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from spark_deploy.catalog.load import read_catalog
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.documents.files import load_schema
+from spark_deploy.settings.load import load_hosts
+
+PAGES = sorted(
+    [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *(CHECKOUT / "docs").rglob("*.md")]
+)
+NAMES = [str(page.relative_to(CHECKOUT)) for page in PAGES]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
+_WORD = re.compile(r"^(-{1,2}\w|[\w./~@*=,:{}\[\]-]+$)")
+
+
+def text_of(name: str) -> str:
+    return (CHECKOUT / name).read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_make_target_of_a_page_is_there(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.M))
+    shown = re.findall(r"(?:^|`)make ((?:[a-z-]+ ?)+)(?=[`#\n&|]|$)", text_of(name), re.M)
+    assert {word for words in shown for word in words.split()} <= targets
+
+
+def blocks(name: str) -> list[str]:
+    return [block for _, language, block in FENCE.findall(text_of(name)) if language == "yaml"]
+
+
+def part_of(kind: str, data: dict[str, Any]) -> bool:
+    """Tell whether a block is a document of a kind, or a part of one that is right."""
+    schema = load_schema(kind)
+    if not set(data) <= set(schema["properties"]):
+        return False
+    whole = {key: rule for key, rule in schema.items() if key not in ("required", "if", "else")}
+    return Draft202012Validator(whole).is_valid(data)
+
+
+def are_settings(block: str, root: Path) -> None:
+    """Have a block read as an owner's file; a model of their own stands for one of ours."""
+    known = read_catalog().models
+    named = re.findall(r"^model: (\S+)", block, re.M)
+    for name in [name for name in named if name not in known]:
+        block = block.replace(f"model: {name}", "model: qwen3.5-35b")
+    (root / "group_vars").mkdir(parents=True)
+    (root / "group_vars/spark.yml").write_text(block)
+    load_hosts({"spark": ["spark-1"]}, root=root)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if blocks(name)])
+def test_every_yaml_of_a_page_is_taken(name: str, tmp_path: Path) -> None:
+    for number, block in enumerate(blocks(name)):
+        block = block.replace("model: NAME", "model: qwen3.5-35b").replace("NAME", "plain")
+        data = yaml.safe_load(block)
+        if not any(part_of(kind, data) for kind in ("hosts", "plain_model", "model", "profile")):
+            are_settings(block, tmp_path / str(number))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    text = FENCE.sub("", page.read_text("utf-8"))
+    titles = re.findall(r"^#+ (.+?)\s*$", text, re.M)
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_of_a_page_leads_somewhere(name: str) -> None:
+    page = CHECKOUT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(name))):
+        if re.match(r"^[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{name}: {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{name}: {target}"
+
+
+def test_the_table_of_jobs_counts_what_is_typed() -> None:
+    rows = re.findall(
+        r"^\| (?:\[[^]]+\]\(([^)]+)\)|[^|]+) \| (\d+) \| (\d+) \|(.*)\|$",
+        text_of("docs/how-to/README.md"), re.M,
+    )  # fmt: skip
+    assert len(rows) >= 16
+    for _page, _edits, count, shown in rows:
+        assert len(re.findall(r"spark-deploy ", shown)) == int(count), shown
+        assert int(count) <= 2
+    linked = {page.partition("#")[0] for page, *_ in rows if page}
+    pages = {page.name for page in (CHECKOUT / "docs/how-to").glob("*.md")} - {"README.md"}
+    assert linked == pages
