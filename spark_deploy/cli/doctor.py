@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ from spark_deploy.planning.budget.memory import gib
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight import judge
 from spark_deploy.preflight.together import same_host_key
+from spark_deploy.preflight.workloads import in_the_way
 
 
 def run(options: Options) -> int:
@@ -68,7 +71,20 @@ def verdict_of(
         ],
         "stubbed": list(survey.stubbed),
         "looks": dict(_looks(survey, needs)),
+        "move": moving(said.host.name, survey, needs),
     }
+
+
+def moving(host: str, survey: Survey, needs: NeedsPlan) -> list[str]:
+    """Return the commands that put this project in the place of other engines; none without."""
+    others = in_the_way(survey.containers, [*needs.takeover, *needs.allow_containers])
+    if not others:
+        return []
+    names = json.dumps([one.name for one in others])
+    return [
+        f"spark-deploy up {host} --data {shlex.quote(f'takeover={names}')}",
+        f"spark-deploy connect {host}",
+    ]
 
 
 def lines(one: dict[str, Any]) -> Iterator[str]:
@@ -88,6 +104,8 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
         for problem in one[key]:
             yield f"  {word:<9} {problem['where']}: {problem['what']}"
             yield f"  {'':<9} fix: {problem['fix']}"
+    for title, command in zip(("move", "then"), one["move"], strict=False):
+        yield f"  {title:<9} {command}"
     if one["stubbed"]:
         yield f"  stand-ins {', '.join(one['stubbed'])}: this says nothing of a Spark"
 
@@ -103,6 +121,24 @@ def _looks(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
         f"{gib(needs.memory_needed_bytes)}",
     )
     yield "serving", ", ".join(survey.serving) or "nothing of ours"
+    if others := in_the_way(survey.containers):
+        yield "others", ", ".join(f"{one.name} ({one.image}, {one.state})" for one in others)
+    if reused := _reused(survey, needs):
+        yield "reuse", reused
+
+
+def _reused(survey: Survey, needs: NeedsPlan) -> str:
+    """Say how much of the model lies on the host already, whoever put it there."""
+    wanted = {file for _, files in needs.downloads for file in files}
+    there = {(sha256, size_bytes) for _, sha256, size_bytes in survey.stored.files}
+    found_bytes = sum(size_bytes for _, size_bytes in wanted & there)
+    whole_bytes = sum(size_bytes for _, size_bytes in wanted)
+    if not found_bytes:
+        return ""
+    return (
+        f"{found_bytes / 1e9:.1f} of {whole_bytes / 1e9:.1f} GB of the model lie here "
+        "(downloads.look_in) and are not fetched; nothing is moved"
+    )
 
 
 def _plain(problem: Problem) -> dict[str, str]:

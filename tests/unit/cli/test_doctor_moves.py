@@ -1,0 +1,52 @@
+"""What `doctor` says of a host where another stack serves: what is there, and how to move."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from types import SimpleNamespace
+from typing import Any
+
+from spark_deploy.cli import doctor
+from spark_deploy.cli.looking import Answer
+from spark_deploy.facts.service.stored import Stored
+from tests.unit.operations.test_operations import NEEDS
+from tests.unit.preflight.test_judge import OLLAMA, survey
+
+RUNNING = OLLAMA.replace("STATE", "running").replace("RESTART", "always")
+SECOND = RUNNING.replace("ollama", "vllm").replace("a1", "b2")
+SHARDS = (("a" * 64, 40_000_000_000), ("b" * 64, 32_000_000_000))
+HERE = frozenset({("66306", *SHARDS[0]), ("66306", "c" * 64, 5_000_000_000)})
+
+
+def said(containers: list[str], stored: Stored | None = None, **needs: Any) -> dict[str, Any]:
+    seen = dataclasses.replace(survey(containers=containers), stored=stored or Stored())
+    host: Any = SimpleNamespace(name="spark-1", data={})
+    wanted = dataclasses.replace(NEEDS, downloads=(("/srv/spark/sources/x", SHARDS),), **needs)
+    return doctor.verdict_of(Answer(host, seen), wanted, {})
+
+
+def test_other_engines_are_named_with_the_two_commands_that_move() -> None:
+    found = said([RUNNING, SECOND])
+    text = "\n".join(doctor.lines(found))
+    assert "  others    ollama (ollama/ollama, running), vllm (vllm/vllm, running)\n" in text
+    first, second = found["move"]
+    assert shlex.split(first)[:3] == ["spark-deploy", "up", "spark-1"]
+    option, setting = shlex.split(first)[3:]
+    key, _, value = setting.partition("=")
+    assert (option, key, json.loads(value)) == ("--data", "takeover", ["ollama", "vllm"])
+    assert second == "spark-deploy connect spark-1"
+    assert f"  move      {first}\n  then      {second}" in text
+
+
+def test_engines_that_may_stay_or_are_taken_over_already_need_no_move() -> None:
+    assert said([RUNNING], takeover=("ollama",))["move"] == []
+    assert said([RUNNING], allow_containers=("ollama",))["move"] == []
+    assert said([])["move"] == []
+
+
+def test_what_lies_on_the_host_already_is_told_in_bytes_of_the_model() -> None:
+    found = said([], Stored(files=HERE))
+    assert found["looks"]["reuse"].startswith("40.0 of 72.0 GB of the model lie here")
+    assert "reuse" not in said([])["looks"]
