@@ -6,53 +6,19 @@ and `tc` makes links slow, so that there is a middle to break something in.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
-from tests.labkit import STATE, Guest, Site, guest_named, lab
+from tests.faults.lending import FROM_HUB, Sent, slow
+from tests.labkit import Guest, Site, guest_named, lab
 
 NAMES = os.environ.get("SPARK_LENDING_GUESTS", "lab-16 lab-17 lab-18").split()
-ACCESS_LOG = STATE / "run" / "hub-access.jsonl"
-BLOB = re.compile(r"/blobs/([0-9a-f]{64})\?")
 SHARE = "spark-share@trees.service"
 # 12.6 MB come in several seconds.
 SLOW = "16mbit"
-
-
-class Sent:
-    """What the hub sent of large files since this was made, by its own log."""
-
-    def __init__(self) -> None:
-        self._begun = ACCESS_LOG.stat().st_size
-        self._sizes = {
-            hashlib.sha256(path.read_bytes()).hexdigest(): path.stat().st_size
-            for path in (STATE / "hub/lab/tiny-int4").glob("*/*")
-        }
-
-    def to(self, guest: Guest) -> list[tuple[int, int]]:
-        """Return first and last byte of every answer to this guest."""
-        with ACCESS_LOG.open() as lines:
-            lines.seek(self._begun)
-            asked = [json.loads(line) for line in lines]
-        found = []
-        for one in asked:
-            blob = BLOB.match(one["path"])
-            if blob and blob[1] in self._sizes and one["client"] == guest.ip:
-                last = self._sizes[blob[1]] - 1
-                words = (one["range"] or f"bytes=0-{last}")[6:].split("-")
-                found.append((int(words[0]), min(int(words[1]), last)))
-        return found
-
-    def bytes_to(self, guest: Guest) -> int:
-        return sum(last - first + 1 for first, last in self.to(guest))
 
 
 class Three:
@@ -74,24 +40,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
     yield Three(site)
     for name in NAMES:
         lab("down", name)
-
-
-@contextmanager
-def slow(guest: Guest, *match: str, rate: str = SLOW) -> Iterator[None]:
-    """Have what matches arrive at a guest slowly; the rest, its login too, is as fast as ever."""
-    link = f"veth-{guest.name}"
-    for words in (
-        ["qdisc", "add", "dev", link, "root", "handle", "1:", "htb", "default", "1"],
-        ["class", "add", "dev", link, "parent", "1:", "classid", "1:1", "htb", "rate", "10gbit"],
-        ["class", "add", "dev", link, "parent", "1:", "classid", "1:3", "htb", "rate", rate],
-        ["filter", "add", "dev", link, "parent", "1:", "protocol", "ip", "u32", *match,
-         "flowid", "1:3"],
-    ):  # fmt: skip
-        subprocess.run(["tc", *words], check=True, timeout=20)
-    try:
-        yield
-    finally:
-        subprocess.run(["tc", "qdisc", "del", "dev", link, "root"], check=True, timeout=20)
 
 
 def tree(guest: Guest) -> str:
@@ -116,7 +64,7 @@ def test_two_new_hosts_cost_one_copy(three: Three, capsys: pytest.CaptureFixture
     three.only(first, second)
     sent = Sent()
 
-    with slow(first, "match", "ip", "src", "10.77.0.1", "match", "ip", "sport", "8083", "0xffff"):
+    with slow(f"veth-{first.name}", SLOW, FROM_HUB):
         run = three.site.deploy()
 
     assert run.exit_code == 0, run.stderr[-5000:]
@@ -150,7 +98,8 @@ def test_a_peer_that_dies_in_the_middle_of_a_file_costs_what_is_left(three: Thre
     third.run("rm -rf /srv/spark/sources/*")
     sent = Sent()
 
-    with slow(third, "match", "ip", "src", first.ip, "match", "ip", "sport", "8010", "0xffff"):
+    lent = ("match", "ip", "src", first.ip, "match", "ip", "sport", "8010", "0xffff")
+    with slow(f"veth-{third.name}", SLOW, lent):
         process = three.site.start()
         try:
             deadline = time.monotonic() + 200
@@ -169,3 +118,29 @@ def test_a_peer_that_dies_in_the_middle_of_a_file_costs_what_is_left(three: Thre
     again = three.site.deploy()
     assert again.exit_code == 0, again.stderr[-5000:]
     assert all(closed(guest) for guest in (first, third))
+
+
+def test_a_built_tree_is_copied_and_not_built_again(three: Three) -> None:
+    first, second, _ = three.guests
+    three.only(first, second)
+    three.site.choose(model="lab-stub", profile="v2")
+    run = three.site.deploy("--limit", first.name)
+    assert run.exit_code == 0, run.stderr[-5000:]
+    sent = Sent("tiny-fp8")
+
+    run = three.site.deploy()
+
+    assert run.exit_code == 0, run.stderr[-5000:]
+    assert sent.to(second) == []
+    assert built(second) == built(first)
+    job = second.run("journalctl -q -o cat -u 'spark-job@*' | grep 'copied from'")
+    assert f"copied from http://{first.ip}:8010" in job
+    linked = "find /srv/spark/models -name '*.safetensors' -links 1 -printf '%f\\n'"
+    assert second.run(linked) == first.run(linked)
+    three.site.deploy().must_have_changed_nothing()
+
+
+def built(guest: Guest) -> str:
+    """Return every file that was built, with its hash."""
+    return guest.run("cd /srv/spark/models/lab-stub-*; find . -type f ! -name receipt.json "
+                     "-print0 | sort -z | xargs -0 sha256sum")  # fmt: skip
