@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
+from spark_deploy.operations.files import look_at
 from spark_deploy.operations.machine import docker
-from spark_deploy.operations.service.proxy import proxied_docker, proxied_jobs
+from spark_deploy.operations.service.proxy import DROP_IN, proxied_docker, proxied_jobs
 from spark_deploy.planning.types import DockerPlan
 from spark_deploy.settings.sources import ProxySettings
 
@@ -13,6 +14,7 @@ from spark_deploy.settings.sources import ProxySettings
 @deploy("Docker")
 def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
     """Have containers that see the GPU; the factory's engine and its settings are kept."""
+    look_at((DROP_IN,))
     docker.repositories(name="Add package repositories", plan=plan)
     docker.engine(name="Install engine and NVIDIA toolkit", plan=plan)
     docker.daemon_config(name="Merge daemon.json", plan=plan)

@@ -11,8 +11,9 @@ from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.files import look_at
 from spark_deploy.operations.loop import in_waves, one_by_one
-from spark_deploy.operations.service.gateway import configured, new_key
+from spark_deploy.operations.service.gateway import configured, gateway_paths, new_key
 from spark_deploy.operations.service.jobs import prepared
 from spark_deploy.operations.service.reboots import rebooted
 from spark_deploy.operations.service.releases import pruned, rolled_back, still_proven
@@ -64,6 +65,7 @@ def serve(
     schedule: Sequence[ScheduledPlan],
 ) -> None:
     """Change a service over to its release, wave by wave."""
+    look_at((*(file.path for file in files), *gateway_paths(gateway)))
     scheduled = tuple(one.release for one in schedule)
     release_files(name="Install units and release", plan=plan, files=tuple(files),
                   users=(GATEWAY_USER, ENGINE_USER))  # fmt: skip
@@ -96,6 +98,7 @@ def verify(*, plan: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledP
 @deploy("Schedule")
 def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
     """Have the host change between its pairs at their times."""
+    look_at(file.path for file in timer_files(schedule))
     scheduled(
         name="Have the timers of the schedule",
         times=tuple(one.at for one in schedule),

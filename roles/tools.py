@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.service.tools import host_tools, python_site
+from spark_deploy.operations.files import look_at
+from spark_deploy.operations.service.tools import home_of, host_tools, python_site
 from spark_deploy.payload.content import ToolFiles
 from spark_deploy.planning.types import ToolsPlan
 
@@ -15,6 +16,7 @@ from spark_deploy.planning.types import ToolsPlan
 @deploy("Tools")
 def apply(*, plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) -> None:
     """Have the tools of ``plan.digest`` on the host and current."""
+    look_at(file.path for file in (*files.installed(home_of(plan)), *units))
     # First: a job that a boot or a person starts between the two would lack its packages.
     python_site(name="Install the builder's Python packages", plan=plan)
     host_tools(name="Install host tools", plan=plan, files=files, units=units)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pyinfra.api.deploy import deploy
+from spark_contract.paths import HUB_TOKEN, PROXY
 
+from spark_deploy.operations.files import look_at
 from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.hub_token import hub_token
 from spark_deploy.operations.service.jobs import job, prepared
@@ -40,6 +42,7 @@ def fetch(
     fleet: FleetSettings,
 ) -> None:
     """Fetch the model's repositories, each file checked against the lock; hosts lend them."""
+    look_at((PROXY, HUB_TOKEN))
     proxied_jobs(name="Have the proxy where jobs find it", proxy=proxy)
     hub_token(name="Have the hub's token where jobs find it", token=token)
     surveyed(name="See which files the hosts have", jobs=tuple(jobs), release=release, fleet=fleet)

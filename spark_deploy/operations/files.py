@@ -8,15 +8,34 @@ import shlex
 import tarfile
 from collections.abc import Container, Generator, Iterable, Sequence
 from pathlib import PurePosixPath
+from weakref import WeakKeyDictionary
 
 from pyinfra.api.command import StringCommand
-from pyinfra.context import host
+from pyinfra.api.host import Host
+from pyinfra.context import host, state
 
 from spark_deploy.facts.files import FileStates
-from spark_deploy.managed import ManagedFile, differing
+from spark_deploy.facts.memo import read
+from spark_deploy.managed import FileState, ManagedFile, differing
 from spark_deploy.operations.commands import shell
 
 SHOWN = 2  # names of differing files; a first run would fill screens
+
+
+_looked_at: WeakKeyDictionary[Host, dict[str, None]] = WeakKeyDictionary()
+
+
+def look_at(paths: Iterable[str]) -> None:
+    """Note what operations of this run will look at: one question then asks for all of it."""
+    this = state.inventory.get_host(host.name)
+    _looked_at.setdefault(this, {}).update(dict.fromkeys(paths))
+
+
+def states_of(paths: Sequence[str]) -> dict[str, FileState]:
+    """Return what the host has at ``paths``; what is not there is left out."""
+    look_at(paths)
+    found = read(FileStates, paths=tuple(_looked_at[state.inventory.get_host(host.name)]))
+    return {path: found[path] for path in paths if path in found}
 
 
 def place(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
@@ -24,7 +43,7 @@ def place(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
 
     For use inside operations (``yield from``), because an operation cannot call another.
     """
-    states = host.get_fact(FileStates, paths=[file.path for file in files])
+    states = states_of([file.path for file in files])
     wrong = differing(files, states)
     if not wrong:
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pyinfra.api.exceptions import FactProcessError
@@ -139,13 +139,13 @@ class Status(FactBase[HostStatus]):
             raise FactProcessError(f"spark-host status: {error}") from error
 
 
-class UserExists(FactBase[bool]):
-    """Whether a system user is known to the host."""
+class UsersKnown(FactBase[frozenset[str]]):
+    """Those of some system users that the host knows."""
 
-    default = bool
+    default = frozenset
 
-    def command(self, user: str) -> str:
-        return f"getent passwd {shlex.quote(user)} >/dev/null && echo yes || echo no"
+    def command(self, users: Sequence[str]) -> str:
+        return f"getent passwd {' '.join(map(shlex.quote, users))} | cut -d: -f1; true"
 
-    def process(self, output: Iterable[str]) -> bool:
-        return "yes" in list(output)
+    def process(self, output: Iterable[str]) -> frozenset[str]:
+        return frozenset(output)

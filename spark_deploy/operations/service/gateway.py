@@ -19,13 +19,12 @@ from spark_contract.paths import CURRENT_TOOLS, HOST_TOOL
 from spark_contract.units import WATCH
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.facts.files import FileStates
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.gateway import GatewayCertificate, WatchTools
 from spark_deploy.facts.service.serve import Status
 from spark_deploy.facts.service.tools import SymlinkTarget
 from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations.files import place
+from spark_deploy.operations.files import place, states_of
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.payload.certificates import given_pair, issue, why_not
 from spark_deploy.planning.serving.gateway import gateway_file
@@ -33,6 +32,13 @@ from spark_deploy.planning.types import GatewayPlan
 from spark_deploy.settings.read_secret import read_secret
 
 _USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
+
+
+def gateway_paths(plan: GatewayPlan) -> tuple[str, ...]:
+    """Return every path at which a gateway may have a file of ours."""
+    tls = tls_of(plan.settings.service)
+    key = () if plan.key.kind == "generate" else (plan.settings.key_path,)
+    return (gateway_file(plan).path, tls.certificate, tls.key, *key)
 
 
 @operation()
@@ -135,7 +141,7 @@ def _certified(
 
 
 def _exposed(paths: tuple[str, str]) -> str:
-    states = host.get_fact(FileStates, paths=list(paths))
+    states = states_of(paths)
     for path, mode in zip(paths, (0o644, 0o600), strict=True):
         state = states.get(path)
         if state is None or state != FileState(mode, "root:root", state.sha256):
@@ -147,7 +153,7 @@ def _without_certificate(plan: GatewayPlan) -> Generator[Any, None, bool]:
     """Remove what an earlier exposure left."""
     tls = tls_of(plan.settings.service)
     paths = (tls.certificate, tls.key)
-    left = [path for path in paths if path in host.get_fact(FileStates, paths=list(paths))]
+    left = list(states_of(paths))
     if left:
         yield StringCommand("rm", "-f", "--", *left)
     return bool(left)

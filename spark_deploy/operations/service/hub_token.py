@@ -10,9 +10,8 @@ from pyinfra.context import host
 from spark_contract.paths import HUB_TOKEN
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.facts.files import FileStates
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.files import place
+from spark_deploy.operations.files import place, states_of
 from spark_deploy.operations.host_errors import Commands, host_errors
 from spark_deploy.settings.read_secret import read_secret
 from spark_deploy.settings.secrets import SecretRef
@@ -25,7 +24,7 @@ _USABLE = re.compile(r"[!-~]{1,512}")
 def hub_token(token: SecretRef | None) -> Commands:
     """Have the token where systemd takes it from for the jobs that ask with it, or no token."""
     if token is None:
-        if HUB_TOKEN in host.get_fact(FileStates, paths=[HUB_TOKEN]):
+        if states_of([HUB_TOKEN]):
             yield StringCommand("rm", "-f", "--", HUB_TOKEN)
         else:
             host.noop("no token is wanted and none is there")

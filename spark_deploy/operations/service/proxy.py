@@ -12,11 +12,10 @@ from pyinfra.context import host
 from spark_contract.paths import PROXY
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.facts.files import FileStates
 from spark_deploy.facts.machine.proxy import DaemonProxy
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import log, shell
-from spark_deploy.operations.files import place
+from spark_deploy.operations.files import place, states_of
 from spark_deploy.operations.host_errors import Commands, host_errors
 from spark_deploy.settings.read_secret import read_secret
 from spark_deploy.settings.secrets import SecretRef
@@ -70,7 +69,7 @@ def proxied_docker(proxy: ProxySettings) -> Commands:
 
 
 def _without(path: str) -> Generator[StringCommand, None, bool]:
-    there = path in host.get_fact(FileStates, paths=[path])
+    there = path in states_of([path])
     if there:
         yield StringCommand("rm", "-f", "--", shlex.quote(path))
     return there

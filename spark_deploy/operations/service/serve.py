@@ -16,7 +16,7 @@ from spark_contract.paths import HOST_TOOL
 from spark_contract.release import Release
 
 from spark_deploy.facts.memo import read
-from spark_deploy.facts.service.serve import HostStatus, Status, UserExists
+from spark_deploy.facts.service.serve import HostStatus, Status, UsersKnown
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import is_predicted, log_once, predict
 from spark_deploy.operations.files import place
@@ -33,7 +33,7 @@ def release_files(plan: Release, files: Sequence[ManagedFile], users: Sequence[s
     changed = yield from place(tuple(files))
     if changed:
         yield "systemctl daemon-reload"
-    if not all(host.get_fact(UserExists, user=user) for user in users):
+    if not read(UsersKnown, users=tuple(users)).issuperset(users):
         yield "systemd-sysusers /etc/sysusers.d/spark.conf"
         changed = True
     if not changed:

@@ -24,7 +24,7 @@ from spark_deploy.planning.types import ToolsPlan
 @host_errors
 def host_tools(plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) -> Commands:
     """Have the host tools of ``plan.digest``, every file as shipped, and ``current`` on them."""
-    home = f"{TOOLS_DIR}/{plan.digest[:12]}"
+    home = home_of(plan)
     changed = yield from place((*files.installed(home), *units))
     if changed:
         yield "systemctl daemon-reload"
@@ -33,6 +33,11 @@ def host_tools(plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) 
         changed = True
     if not changed:
         host.noop(f"host tools {plan.digest[:12]} are in place")
+
+
+def home_of(plan: ToolsPlan) -> str:
+    """Return the folder of the tools of one digest."""
+    return f"{TOOLS_DIR}/{plan.digest[:12]}"
 
 
 def _point(link: str, target: str) -> StringCommand:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from roles import tools
+from spark_deploy.payload.content import ToolFiles
 from spark_deploy.planning.types import ToolsPlan
 
 PLAN = ToolsPlan(digest="1" * 64, python_requirements="requirements.txt")
@@ -20,5 +21,6 @@ def test_no_job_can_start_with_tools_whose_python_packages_are_missing(
     for step in ("host_tools", "python_site"):
         monkeypatch.setattr(tools, step, lambda step=step, **_: done.append(step))
     role: Any = tools.apply
-    role._inner(plan=PLAN, files=None, units=())
+    monkeypatch.setattr(tools, "look_at", list)
+    role._inner(plan=PLAN, files=ToolFiles(()), units=())
     assert done == ["python_site", "host_tools"]

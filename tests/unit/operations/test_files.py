@@ -1,0 +1,61 @@
+"""What lies at paths of ours is asked in one question, however many operations look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from spark_deploy.facts.files import FileStates
+from spark_deploy.managed import FileState, ManagedFile
+from spark_deploy.operations.files import look_at, place, states_of
+from tests.unit.operations.test_operations import FakeHost, on
+
+ONE, TWO = ManagedFile("/etc/one", b"1"), ManagedFile("/etc/two", b"2", 0o600)
+
+
+class Disk(FakeHost):
+    """A host with files, which counts what it is asked."""
+
+    def __init__(self, *files: ManagedFile):
+        super().__init__({})
+        self.files = {one.path: FileState(one.mode, "root:root", one.sha256) for one in files}
+        self.questions: list[tuple[str, ...]] = []
+
+    def get_fact(self, fact: Any, *, paths: Sequence[str]) -> Any:  # type: ignore[override]
+        assert fact is FileStates
+        self.questions.append(tuple(paths))
+        return {path: self.files[path] for path in paths if path in self.files}
+
+
+def placed(*files: ManagedFile) -> list[Any]:
+    return list(place(files))
+
+
+def test_one_question_asks_for_all_that_a_run_will_look_at() -> None:
+    host = Disk(ONE, TWO)
+    with on(host):
+        look_at([ONE.path])
+        look_at([TWO.path, "/etc/none"])
+        assert (placed(TWO), placed(ONE)) == ([], [])
+        assert states_of(["/etc/none"]) == {}
+    assert host.questions == [(ONE.path, TWO.path, "/etc/none")]
+
+
+def test_after_a_command_it_is_asked_again() -> None:
+    host = Disk(ONE)
+    with on(host) as state:
+        look_at([ONE.path, TWO.path])
+        assert len(placed(TWO)) == 1
+        done = type("Done", (), {"operation_meta": type("Meta", (), {"executed": True})})
+        state.ops[host]["an operation"] = done
+        host.files[TWO.path] = FileState(TWO.mode, "root:root", TWO.sha256)
+        assert placed(TWO) == []
+    assert len(host.questions) == 2
+
+
+def test_what_nobody_spoke_of_is_asked_for_all_the_same() -> None:
+    host = Disk(ONE)
+    with on(host):
+        assert placed(ONE) == []
+        assert len(placed(TWO)) == 1
+    assert host.questions == [(ONE.path,), (ONE.path, TWO.path)]
