@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pyinfra.api.facts import FactBase
-from spark_contract.paths import SITE
+from spark_contract.paths import CURRENT_TOOLS, SITE
 
 
 class SymlinkTarget(FactBase[str]):
@@ -24,27 +24,30 @@ class SymlinkTarget(FactBase[str]):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The host's Python and the packages it has from us."""
+    """The host's Python, and what it has from us."""
 
-    python_version: str  # "3.12"
+    python_version: str  # "3.12"; "" where there is no usable one
     machine: str  # "aarch64"
     target: str  # where `site` points; "" when absent
     receipt: str  # digest of what was unpacked; "" when unproven
+    tools: str  # where `current` points; "" when absent
 
 
-class PythonSite(FactBase["Site | None"]):
-    """Version and architecture of ``python3`` and the state of our site directory."""
+class PythonSite(FactBase[Site]):
+    """Version and architecture of ``python3``, our site directory and which tools are current."""
 
     def command(self) -> str:
         return (
             "python3 -I -c 'import platform, sys; "
             'print("%d.%d" % sys.version_info[:2], platform.machine())\' 2>/dev/null || echo -; '
-            f"readlink -- {SITE} || echo -; cat {SITE}/.receipt 2>/dev/null || echo -"
+            f"readlink -- {SITE} || echo -; cat {SITE}/.receipt 2>/dev/null || echo -; "
+            f"readlink -- {CURRENT_TOOLS} || echo -"
         )
 
-    def process(self, output: Iterable[str]) -> Site | None:
+    def process(self, output: Iterable[str]) -> Site:
         lines = list(output)
-        if len(lines) != 3 or " " not in lines[0]:
-            return None
+        if len(lines) != 4 or " " not in lines[0]:
+            return Site("", "", "", "", "")
         version, machine = lines[0].split()
-        return Site(version, machine, lines[1].strip("-"), lines[2].strip("-"))
+        target, receipt, tools = ("" if line == "-" else line for line in lines[1:])
+        return Site(version, machine, target, receipt, tools)

@@ -11,7 +11,8 @@ from pyinfra.api.operation import operation
 from pyinfra.context import host
 from spark_contract.paths import CURRENT_TOOLS, SITE, TOOLS_DIR
 
-from spark_deploy.facts.service.tools import PythonSite, SymlinkTarget
+from spark_deploy.facts.memo import read
+from spark_deploy.facts.service.tools import PythonSite
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import shell
 from spark_deploy.operations.files import in_lines, place, unzip_script
@@ -28,7 +29,7 @@ def host_tools(plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) 
     changed = yield from place((*files.installed(home), *units))
     if changed:
         yield "systemctl daemon-reload"
-    if host.get_fact(SymlinkTarget, path=CURRENT_TOOLS) != home:
+    if read(PythonSite).tools != home:
         yield _point(CURRENT_TOOLS, home)
         changed = True
     if not changed:
@@ -53,8 +54,8 @@ def python_site(plan: ToolsPlan) -> Commands:
 
     The wheels are resolved on the controller, hash-checked by pip, sent once and unpacked.
     """
-    site = host.get_fact(PythonSite)
-    if site is None:
+    site = read(PythonSite)
+    if not site.python_version:
         refuse(
             f"{host.name}: python3",
             "not found, or not able to say its version",

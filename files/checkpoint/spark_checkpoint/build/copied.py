@@ -75,9 +75,7 @@ def _receipt(transport: Transport, url: str, sha256: str, plan: BuildPlan) -> Ch
         raise GateRefused(url, f"is no receipt ({error})", _FIX) from error
     if not isinstance(receipt, CheckpointReceipt) or receipt.digest != plan.digest:
         raise GateRefused(url, "is of another tree", _FIX)
-    # The stat of a file here says nothing of what was seen there.
-    files = tuple(replace(file, inode=None, modified_ns=None) for file in receipt.files)
-    return replace(receipt, files=files)
+    return receipt
 
 
 def _linked(file: ReceiptFile, plan: BuildPlan, tree_dir: Path) -> bool:

@@ -1,0 +1,23 @@
+"""What of our own programs a host has, in one answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_deploy.facts.service.tools import PythonSite, Site
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (
+            ["3.12 aarch64", "/usr/local/lib/spark/site-a", "ab", "/usr/local/lib/spark/c"],
+            Site("3.12", "aarch64", "/usr/local/lib/spark/site-a", "ab", "/usr/local/lib/spark/c"),
+        ),
+        (["3.11 x86_64", "-", "-", "-"], Site("3.11", "x86_64", "", "", "")),
+        (["-", "-", "-", "-"], Site("", "", "", "", "")),
+        ([], Site("", "", "", "", "")),
+    ],
+)
+def test_python_packages_and_tools_are_told_in_one_answer(said: list[str], found: Site) -> None:
+    assert PythonSite().process(said) == found
