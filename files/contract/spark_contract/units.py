@@ -37,7 +37,8 @@ RETURN = Template("spark-return")  # of a service: its start after a stop for a 
 RETURN_TIMER = Template("spark-return", "timer")
 JOB = Template("spark-job")  # of the first twelve digits of a job's digest
 PREPARE = Template("spark-prepare", "target")  # of a release: all of its jobs
-SHARE = Template("spark-share")  # lends files to peers; its one instance is "trees"
+SHARE = Template("spark-share")  # lends files to peers
+SHARE_UNIT = SHARE.of("trees")
 
 
 def drop_in_dir(unit: str) -> str:

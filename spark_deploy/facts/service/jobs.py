@@ -11,7 +11,7 @@ from pyinfra.api.facts import FactBase
 from spark_contract.documents import parse
 from spark_contract.job import JobState
 from spark_contract.paths import HOST_TOOL
-from spark_contract.units import BOOT_LINKS, PREPARE, drop_in_dir
+from spark_contract.units import BOOT_LINKS, PREPARE, SHARE_UNIT, drop_in_dir
 
 
 def poll_command(jobs: Sequence[str]) -> str:
@@ -57,6 +57,7 @@ class Jobs:
     states: dict[str, JobState]  # by 12-digit name; jobs the host does not know are left out
     linked: tuple[str, ...] = ()  # prepare targets of any release that the boot pulls in
     pulled: tuple[str, ...] = ()  # jobs that this release's target pulls in
+    lends: bool = False  # files to other hosts, for this run or an earlier one
 
     def done(self, names: Iterable[str]) -> bool:
         """Return whether each of ``names`` has its proof."""
@@ -77,11 +78,12 @@ class JobStates(FactBase[Jobs]):
         wants = shlex.quote(drop_in_dir(target))
         return (
             f"{ask}; ls {BOOT_LINKS} 2>/dev/null | sed -n 's/^{PREPARE.name}@/linked &/p'; "
-            f"ls {wants} 2>/dev/null | sed -n 's/\\.conf$//; s/^/pulled /p'"
+            f"ls {wants} 2>/dev/null | sed -n 's/\\.conf$//; s/^/pulled /p'; "
+            f"! systemctl -q is-active {SHARE_UNIT} || echo lends now"
         )
 
     def process(self, output: Iterable[str]) -> Jobs:
-        told: dict[str, list[str]] = {"linked": [], "pulled": []}
+        told: dict[str, list[str]] = {"linked": [], "pulled": [], "lends": []}
         answer = []
         for line in output:
             word, _, name = line.partition(" ")
@@ -91,6 +93,6 @@ class JobStates(FactBase[Jobs]):
                 answer.append(line)
         try:
             states = parse_poll("\n".join(answer))
-            return Jobs(states, tuple(told["linked"]), tuple(told["pulled"]))
+            return Jobs(states, tuple(told["linked"]), tuple(told["pulled"]), bool(told["lends"]))
         except ValueError as error:
             raise FactProcessError(str(error)) from error

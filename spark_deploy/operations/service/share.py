@@ -18,7 +18,7 @@ from spark_contract.documents import text_of
 from spark_contract.gateway import SHARE_KEY, SHARE_SETTINGS, Share, SharedTree
 from spark_contract.job import ReceiptProof
 from spark_contract.orders import RECEIPT_NAME
-from spark_contract.units import PREPARE, SHARE
+from spark_contract.units import PREPARE, SHARE_UNIT
 
 from spark_deploy.facts.files import FileStates
 from spark_deploy.facts.memo import read
@@ -38,7 +38,6 @@ from spark_deploy.planning.work.lending import (
 )
 from spark_deploy.settings.sources import FleetSettings
 
-_UNIT = SHARE.of("trees")
 # Of this run: a new one makes an end of what an earlier one left open.
 _KEY = secrets.token_urlsafe(32)
 _members: WeakKeyDictionary[Host, Member] = WeakKeyDictionary()
@@ -49,11 +48,16 @@ _lending: WeakSet[Host] = WeakSet()
 @host_errors
 def surveyed(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
     """Note what this host has of its trees, for the others to know."""
-    if not (host.state.is_executing and fleet.share):
-        host.noop("told when it runs" if fleet.share else "this host does not share")
+    if not host.state.is_executing:
+        host.noop("told when it runs")
         return
     names = tuple(work.job.digest12 for work in jobs)
     found = read(JobStates, jobs=names, target=PREPARE.of(release))
+    if found.lends:  # left open by a run that came to no end here: this one closes it
+        _lending.add(_this())
+    if not fleet.share:
+        host.noop("this host does not share")
+        return
     trees: dict[str, State] = {}
     for work in jobs:
         if isinstance(work.job.proof, ReceiptProof):
@@ -93,7 +97,9 @@ def lent(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
         host.log("does not lend: its address is not known; set fleet.address")
     yield from place(files)
     if lends:
-        yield shell(f"systemctl reset-failed {_UNIT} 2>/dev/null; systemctl restart {_UNIT}")
+        yield shell(
+            f"systemctl reset-failed {SHARE_UNIT} 2>/dev/null; systemctl restart {SHARE_UNIT}"
+        )
     _lending.add(_this())
 
 
@@ -114,7 +120,7 @@ def closed() -> Commands:
     if _this() not in _lending:
         host.noop("nothing is lent")
         return
-    yield shell(f"systemctl stop {_UNIT}; rm -f {SHARE_KEY} {SHARE_SETTINGS}")
+    yield shell(f"systemctl stop {SHARE_UNIT}; rm -f {SHARE_KEY} {SHARE_SETTINGS}")
     _lending.discard(_this())
 
 

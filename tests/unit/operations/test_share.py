@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -148,6 +149,15 @@ def test_at_the_end_what_was_opened_is_closed(monkeypatch: pytest.MonkeyPatch) -
         assert "systemctl stop spark-share@trees.service" in command
         assert f"rm -f {SHARE_KEY}" in command
     assert lab.each(share.closed) == {"a": [], "b": []}
+
+
+def test_what_an_earlier_run_left_open_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(monkeypatch, a="done", b="done")
+    found = lab.hosts["a"].facts["JobStates"]
+    lab.hosts["a"].facts["JobStates"] = dataclasses.replace(found, lends=True)
+    assert lab.lend(share=False) == {"a": [], "b": []}
+    closing = lab.each(share.closed)
+    assert ["systemctl stop" in str(closing[name]) for name in "ab"] == [True, False]
 
 
 def test_a_host_alone_or_one_that_shall_not_share_is_left_out(
