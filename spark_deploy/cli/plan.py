@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import shlex
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ from spark_deploy.planning.types import (
     MemoryPlan,
     ServicePlan,
 )
+
+_LONG_WORD = 1000
 
 
 def run(options: Options) -> int:
@@ -83,12 +86,20 @@ def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     yield from _memory(plan, profile)
     yield from _speed(plan, model, profile)
     yield from _disk(plan)
-    yield _row("engine", shlex.join(["vllm", "serve", *plan.serve.engine.argv]))
+    yield _row("engine", shlex.join(["vllm", "serve", *map(_word, plan.serve.engine.argv)]))
     yield from _cluster(plan.serve)
     yield from _unit(plan)
     yield from _service(plan.serve, plan.gateway)
     for one in plan.services:
         yield from _beside(one)
+
+
+def _word(word: str) -> str:
+    """Return an argument, or of a text of many lines what it is known by."""
+    if "\n" not in word and len(word) < _LONG_WORD:
+        return word
+    digest = hashlib.sha256(word.encode()).hexdigest()[:12]
+    return f"<{len(word.splitlines())} lines, sha256 {digest}>"
 
 
 def _beside(one: ServicePlan) -> Iterator[str]:
@@ -104,7 +115,7 @@ def _beside(one: ServicePlan) -> Iterator[str]:
         f"weights, drafter and runtime {gib(used)}, KV cache {gib(one.memory.kv_cache_bytes)} of "
         f"{one.memory.kv_tokens:,} tokens",
     )
-    yield _row("engine", shlex.join(["vllm", "serve", *one.serve.engine.argv]))
+    yield _row("engine", shlex.join(["vllm", "serve", *map(_word, one.serve.engine.argv)]))
     yield from _service(one.serve, one.gateway)
 
 

@@ -56,6 +56,7 @@ CODE_OPTIONS = (
 JUDGED_OPTIONS = (
     *CODE_OPTIONS,
     "additional-config",
+    "async-scheduling",
     "attention-backend",
     "attention-config",
     "compilation-config",
@@ -114,6 +115,8 @@ def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]
         elif name not in _NO_FILES and (file := _file_of_nobody(structure(value))):
             what = f"{file} would not be found: no file of yours is in the engine's container"
             fix = "name one of the image (/vllm-workspace/...) or the tree (/model/...), or drop it"
+            if name == "chat-template":
+                fix = "set engine.chat_template: FILE, which takes a file of this machine"
             yield option, what, fix
 
 

@@ -22,6 +22,8 @@ from spark_deploy.documents.files import load_schema, read_mapping
 from spark_deploy.documents.plain_data import KeyPath
 from spark_deploy.documents.schema_check import dotted, problems_of
 from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.settings.chat_template import with_template
+from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.sinks import control_characters
 from spark_deploy.settings.types import Settings
 
@@ -170,6 +172,13 @@ def _host_settings(
             for one in settings.broken(catalog)
         ]
         settings = _alone_unless_member(settings, host)
+    if not found:
+        engine = with_template(settings.engine, root)
+        if isinstance(engine, Broken):
+            place = ("engine", *engine.key)
+            found = [Problem(f"{where(place)}: {dotted(place)}", engine.what, engine.fix)]
+        else:
+            settings = dataclasses.replace(settings, engine=engine)
     problems.extend(found)
     return HostSettings(host, group, root, settings, data)
 

@@ -230,6 +230,14 @@ class ServiceEngineSettings:
         "The LM head, in the words of a profile's `head`; another tree is built where it needs "
         "one.",
     )
+    chat_template: str | None = setting(
+        None,
+        "File of this machine with a Jinja template that replaces the tree's own; a relative path "
+        "counts from the inventory's folder. Its text is part of the release: a changed file "
+        "changes the host over, with proof and way back.",
+        minLength=1,
+        examples=["templates/chat.jinja"],
+    )
     vision: bool | None = setting(
         None, "true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."
     )

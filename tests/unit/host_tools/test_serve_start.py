@@ -28,6 +28,12 @@ def test_the_engine_gets_the_gpu_as_the_container_check_did(
     assert [word for word in given if word.startswith(("--runtime", "--device"))] == [*arguments]
 
 
+def test_a_template_of_many_lines_reaches_the_engine_as_one_argument(host: Host) -> None:
+    template = "{% for message in messages %}\n\t'{{ message }}' \"$x\" ü\n{% endfor %}\n"
+    release = host.release(engine__argv=["/model", "--chat-template", template])
+    assert serve.docker_argv(release, host.paths)[-1] == template
+
+
 def test_without_that_proof_nothing_is_started_and_the_way_out_is_named(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,12 +223,12 @@ WRONG = {
     "a template that nobody mounts": (
         "engine: {options: {chat-template: /home/me/chat.jinja}}",
         "/home/me/chat.jinja would not be found",
-        "/vllm-workspace/...",
+        "set engine.chat_template: FILE",
     ),
     "a template beside the inventory": (
         "engine: {options: {chat-template: chat.jinja}}",
         "chat.jinja would not be found",
-        "/vllm-workspace/...",
+        "set engine.chat_template: FILE",
     ),
     "an adapter that nobody mounts": (
         "engine: {options: {lora-modules: sql=/data/sql}}",

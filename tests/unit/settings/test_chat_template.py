@@ -1,0 +1,96 @@
+"""A chat template of one's own: read on the controller, part of the release, shown by its hash."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from spark_deploy.cli.plan import lines
+from spark_deploy.errors import SettingsError
+from spark_deploy.planning.resolve import pair_of
+from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import CATALOG, FIXTURE, plan_with
+
+TEMPLATE = """{%- for message in messages %}
+<|{{ message.role }}|>\t{{ message.content }} ü
+{%- endfor %}
+"""
+
+
+def settings(root: Path, said: str):
+    (root / "group_vars").mkdir(exist_ok=True)
+    (root / "group_vars/spark.yml").write_text(f"model: large\nprofile: v2\nengine: {said}\n")
+    return load_hosts({"spark": ["a"]}, root=root, checkout=FIXTURE)["a"].settings
+
+
+def argument(plan) -> str | None:
+    argv = plan.serve.engine.argv
+    return argv[argv.index("--chat-template") + 1] if "--chat-template" in argv else None
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", ["chat.jinja", "{root}/chat.jinja"])
+def test_the_engine_gets_the_text_of_the_file_as_it_is(root: Path, form: str) -> None:
+    plan = plan_with(settings(root, f"{{chat_template: {form.format(root=root)}}}"))
+    assert argument(plan) == TEMPLATE
+
+
+def test_another_text_is_another_release_and_the_same_text_the_same(root: Path) -> None:
+    names = []
+    for text in (TEMPLATE, TEMPLATE, TEMPLATE + " "):
+        (root / "chat.jinja").write_text(text)
+        names.append(plan_with(settings(root, "{chat_template: chat.jinja}")).serve.name)
+    without = plan_with(settings(root, "{}"))
+    assert argument(without) is None
+    assert names[0] == names[1]
+    assert len({*names, without.serve.name}) == 3
+
+
+def test_options_beside_it_stay(root: Path) -> None:
+    plan = plan_with(settings(root, "{chat_template: chat.jinja, options: {seed: 7}}"))
+    assert argument(plan) == TEMPLATE
+    assert "--seed" in plan.serve.engine.argv
+
+
+def test_a_plan_names_it_by_lines_and_hash_instead_of_printing_it(root: Path) -> None:
+    chosen = settings(root, "{chat_template: chat.jinja}")
+    text = "\n".join(lines(plan_with(chosen), *pair_of(chosen, CATALOG)))
+    digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()[:12]
+    assert f"--chat-template '<3 lines, sha256 {digest}>'" in text
+    assert "message.role" not in text
+
+
+WRONG = {
+    "a file that is not there": (None, "cannot be read \\(FileNotFoundError\\)"),
+    "bytes that are no text": (b"{{ messages }}\xff", "cannot be read \\(UnicodeDecodeError\\)"),
+    "a control character": (b"{{ messages }}\x1b[2J", "holds a control character"),
+    "a template of something else": (b"{{ name }}", "reads no messages"),
+    "no template at all": (b"messages", "reads no messages"),
+    "an option": (b"-{{ messages }}", "begins with '-'"),
+    "more than one argument takes": (b"{{ messages }}" + b"x" * 65_536, "larger than 65536 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_template_is_refused_with_its_file(root: Path, case: str) -> None:
+    data, said = WRONG[case]
+    if data is None:
+        (root / "chat.jinja").unlink()
+    else:
+        (root / "chat.jinja").write_bytes(data)
+    with pytest.raises(SettingsError, match=said) as refused:
+        settings(root, "{chat_template: chat.jinja}")
+    assert "group_vars/spark.yml: engine.chat_template" in str(refused.value)
+
+
+@pytest.mark.parametrize("option", ["chat-template", "chat_template"])
+def test_two_templates_are_refused(root: Path, option: str) -> None:
+    with pytest.raises(SettingsError, match="keep one of the two"):
+        settings(
+            root, f"{{chat_template: chat.jinja, options: {{{option}: '{{{{ messages }}}}'}}}}"
+        )
