@@ -10,6 +10,7 @@ from roles import base, cuda, docker, preflight, service, tools, work
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import plan_for, waves_for
 from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.operations import lease
 from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.uninstall import asked_of
 from spark_deploy.payload.content import read_payload
@@ -17,6 +18,7 @@ from spark_deploy.planning.serving.release import release_files_of, unit_files_o
 from spark_deploy.planning.work.jobs import discard_jobs_of, ready_jobs_of, served_jobs_of
 
 no_delay(state, host)
+lease.hold(state, host)
 plan, payload = plan_for(host), read_payload()
 jobs, release = served_jobs_of(plan, payload.image_context), plan.serve.name
 

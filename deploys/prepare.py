@@ -9,9 +9,11 @@ from roles import base, cuda, docker, preflight
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.operations import lease
 from spark_deploy.operations.service.uninstall import asked_of
 
 no_delay(state, host)
+lease.hold(state, host)
 plan = plan_for(host)
 
 preflight.apply(plan=plan.needs)

@@ -9,9 +9,11 @@ from pyinfra.context import host, state
 from roles import service
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.operations import lease
 from spark_deploy.planning.work.keep import keep_of
 
 no_delay(state, host)
+lease.hold(state, host)
 plan = plan_for(host)
 
 service.prune(keep=keep_of(plan))

@@ -14,8 +14,10 @@ from roles import service
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import waves_for
 from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.operations import lease
 
 no_delay(state, host)
+lease.hold(state, host)
 settings = known_of(host).found.settings
 to = settings.releases.rollback_to
 

@@ -4,12 +4,14 @@ For keys that hosts made themselves (``serve.api_key: generate``). A key that co
 machine is changed where ``serve.api_key`` reads it, and ``deploy.py`` sends it.
 """
 
-from pyinfra.context import host
+from pyinfra.context import host, state
 
 from roles import service
 from spark_deploy.inventory.known import known_of
+from spark_deploy.operations import lease
 from spark_deploy.planning.serving.gateway import gateway_plan
 
+lease.hold(state, host)
 settings = known_of(host).found.settings
 
 service.rotate_key(plan=gateway_plan(settings, host.name))

@@ -14,6 +14,7 @@ from pyinfra.context import host as current_host
 from pyinfra.context import state as current_state
 
 from spark_deploy.errors import Problem
+from spark_deploy.operations import lease
 
 P = ParamSpec("P")
 
@@ -61,6 +62,8 @@ def host_errors(
 ) -> Callable[P, Commands]:
     """Turn an exception in an operation body into a failure of its host alone.
 
+    Before the first command of a run the host's lease is taken: nothing changes without it.
+
     Without this pyinfra 3.10 ends the whole run with a traceback (its ``run_host_op`` only
     contains errors of commands). A dry run executes no command, so the text is printed while
     predicting as well. Stands below ``@operation()``.
@@ -69,7 +72,10 @@ def host_errors(
     @functools.wraps(body)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> Commands:
         try:
-            yield from body(*args, **kwargs) or ()
+            for number, command in enumerate(body(*args, **kwargs) or ()):
+                if number == 0 and (held := lease.problem()):
+                    raise Refused(held)
+                yield command
         except PyinfraError:
             raise
         except Exception as error:

@@ -53,7 +53,7 @@ def source_plan(source: LockedSource, settings: Settings) -> SourcePlan:
     folder = f"{source.repo.replace('/', '--')}-{source.commit[:12]}"
     if source.left_out:
         # A tree of an earlier lock with those files is another one.
-        folder += f"-{source.digest[:8]}"
+        folder += f"-{source.digest[:12]}"
     where = f"{settings.paths.sources_dir}/{folder}"
     return SourcePlan(source, where, settings.hub, settings.downloads)
 

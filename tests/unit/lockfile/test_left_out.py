@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spark_contract.units import TREE_NAME
 
 from spark_deploy.errors import LockError, PlanError
 from spark_deploy.lockfile import hub as lookup
@@ -103,3 +104,4 @@ def test_the_tree_without_them_does_not_take_the_place_of_one_with_them() -> Non
     settings = settings_of()
     assert source_plan(plain, settings).dir.endswith(f"/lab--mixed-{'1' * 12}")
     assert source_plan(parted, settings).dir != source_plan(plain, settings).dir
+    assert TREE_NAME.match(source_plan(parted, settings).dir)  # prune knows it for ours

@@ -27,7 +27,9 @@ TEMPLATES = (
     units.SWITCH, units.PREPARE, units.JOB,
 )  # fmt: skip
 _OUR_UNIT = re.compile(rf"^({'|'.join(template.name for template in TEMPLATES)})@")
-_OUR_TOOL = re.compile(rf"^\.?(site|current|(site-)?{units.DIGEST12})(\.zip|\.new)?$")
+_OUR_TOOL = re.compile(
+    rf"^\.?(site|current|(site-)?{units.DIGEST12})(\.zip|\.new)?$|^\.new-\w{{6}}$"
+)
 _COMMANDS = ("spark-check", "spark-host")
 _SYSUSERS = "/etc/sysusers.d/spark.conf"
 USERS = (GATEWAY_USER, "spark-engine")

@@ -1,0 +1,191 @@
+"""One run at a time changes a host: a lease there, from the first change to the end of the run.
+
+It lies in ``/run``: who, since when, until (in seconds of the host's own uptime, so that no clock
+matters). It is renewed while the run lives, given back at its end, and ends by itself soon after
+the last sign of a run that was killed. A dry run takes none, and neither does a run that changes
+nothing. Written by the shell alone, for hosts that have nothing of ours yet.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import re
+import shlex
+import uuid
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import gevent
+from paramiko import SSHException
+from pyinfra.api.exceptions import PyinfraError
+from pyinfra.api.host import Host
+from pyinfra.api.state import BaseStateCallback, State
+from pyinfra.context import host as current_host
+from pyinfra.context import state as current_state
+
+from spark_deploy.errors import Problem
+from spark_deploy.operations.commands import shell
+
+LEASE = "/run/spark-deploy.lease"
+TTL_S = 180
+RENEW_S = 45
+_TRIES_S = 60
+_SILENT = (TimeoutError, OSError, EOFError, SSHException, PyinfraError)
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.@:-]", "_", text)[:64] or "_"
+
+
+_MACHINE = f"{uuid.getnode():x}"
+TOKEN = f"{_MACHINE}-{os.getpid()}"
+"""Which run this is: a machine and a process there."""
+
+
+def holder() -> str:
+    """Return who runs this, as others are told: ``ann@desk``."""
+    return _word(f"{getpass.getuser()}@{platform.node()}")
+
+
+def take_script(path: str, token: str, who: str, over: str | None = None) -> str:
+    """Return the script that takes or renews a lease, or says who has it.
+
+    Args:
+        path: the lease's file.
+        token: of this run.
+        who: runs it.
+        over: token of a run that is known to be dead.
+    """
+    lease = shlex.quote(path)
+    return f"""set -e; umask 022
+exec 9>>{lease}.lock; flock -w 20 9
+now=$(cut -d. -f1 /proc/uptime)
+have= until=0 since= who=
+if [ -f {lease} ]; then read -r have until since who < {lease} || :; fi
+case $until in ''|*[!0-9]*) until=0;; esac
+if [ "$until" -gt "$now" ] && [ "$have" != {token} ] && [ "$have" != {over or token} ]; then
+  echo "held $have $((until - now)) $since $who"; exit 0
+fi
+if [ "$have" != {token} ]; then since=$(date -u +%Y-%m-%dT%H:%M:%SZ); fi
+printf '%s %s %s %s\\n' {token} $((now + {TTL_S})) "$since" {who} > {lease}.new
+mv -fT {lease}.new {lease}
+echo taken"""
+
+
+def release_script(path: str, token: str) -> str:
+    """Return the script that gives a lease back, when it is still this run's."""
+    lease = shlex.quote(path)
+    return f"""[ -f {lease} ] || exit 0
+exec 9>>{lease}.lock; flock -w 20 9
+read -r have rest < {lease} || :
+if [ "$have" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What this run knows of its lease on a host."""
+
+    taken: bool = False
+    lost_to: str = ""
+    renewing: gevent.Greenlet[..., None] | None = field(default=None)
+
+
+_leases: WeakKeyDictionary[Host, _Held] = WeakKeyDictionary()
+
+
+class Releases(BaseStateCallback):
+    """Gives leases back when a run ends, however it does."""
+
+    @staticmethod
+    def host_disconnect(state: State, host: Host) -> None:
+        """Give the lease of a host back; the connection is open still."""
+        held = _leases.pop(host, None)
+        if held is None or not held.taken:
+            return
+        if held.renewing is not None:
+            held.renewing.kill()
+        try:
+            _asked(host, release_script(LEASE, TOKEN))
+        except _SILENT as error:
+            host.log(f"its lease was not given back ({type(error).__name__}), it ends by itself")
+
+
+def hold(state: State, host: Host) -> None:
+    """Call once at the top of a deploy: the first command that changes ``host`` takes a lease."""
+    if Releases not in map(type, state.callback_handlers):
+        state.add_callback_handler(Releases())  # type: ignore[no-untyped-call]  # pyinfra
+    _leases.setdefault(state.inventory.get_host(host.name), _Held())
+
+
+def problem() -> Problem | None:
+    """Have the current host's lease before something changes; or return who has it."""
+    if not current_state.is_executing:
+        return None
+    host = current_state.inventory.get_host(current_host.name)
+    held = _leases.get(host)
+    if held is None or (held.taken and not held.lost_to):
+        return None
+    try:
+        said = _taken(host)
+    except _SILENT as error:
+        what, fix = f"the host does not answer ({type(error).__name__})", "run again"
+        return Problem(f"{host.name}: lease", what, fix)
+    if said:
+        return said
+    held.taken, held.lost_to = True, ""
+    if held.renewing is None:
+        held.renewing = gevent.spawn(_renew, host, held)
+    return None
+
+
+def _taken(host: Host) -> Problem | None:
+    answer = _asked(host, take_script(LEASE, TOKEN, holder()))
+    token, *rest = answer.removeprefix("held ").split(" ")
+    if answer != "taken" and _is_dead(token):
+        # A run of this machine that was killed cannot give its lease back.
+        answer = _asked(host, take_script(LEASE, TOKEN, holder(), over=token))
+    if answer == "taken":
+        return None
+    if not answer.startswith("held ") or len(rest) != 3:
+        fix = "look whether /run is full, and run again"
+        return Problem(f"{host.name}: lease", f"could not be taken: {answer[:200]!r}", fix)
+    left_s, since, who = map(_word, rest)
+    return Problem(
+        f"{host.name}: lease",
+        f"{who} has been changing this host since {since}, and holds it for {left_s} s more",
+        "wait until that run has ended, and run again; this one goes no further here",
+    )
+
+
+def _is_dead(token: str) -> bool:
+    machine, _, process = token.rpartition("-")
+    if machine != _MACHINE or not process.isdecimal():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _renew(host: Host, held: _Held) -> None:
+    while True:
+        gevent.sleep(RENEW_S)
+        try:
+            answer = _asked(host, take_script(LEASE, TOKEN, holder()))
+        except _SILENT:
+            continue  # a host that reboots, or a line that is down; the next one tries again
+        held.lost_to = "" if answer == "taken" else answer
+
+
+def _asked(host: Host, script: str) -> str:
+    """Run a script as root and return its last line; beside whatever else runs there."""
+    ok, output = host.run_shell_command(
+        shell(script), _timeout=_TRIES_S, _sudo=bool(host.data.get("_sudo"))
+    )
+    lines = output.stdout_lines if ok else output.output.splitlines()
+    return next(reversed(lines), "")

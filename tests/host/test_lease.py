@@ -1,0 +1,88 @@
+"""Two controllers and one host: one run changes it, the other says who does and leaves it alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from tests.labkit import SPARE, Guest, Site, info, lab
+
+GUEST = SPARE[0]
+LEASE = "/run/spark-deploy.lease"
+DEPLOY = "deploys/prepare.py"
+
+
+@pytest.fixture(scope="module")
+def guest() -> Guest:
+    lab("up", GUEST, "--fresh")
+    return Guest(GUEST, next(one["ip"] for one in info()["guests"] if one["name"] == GUEST))
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory, guest: Guest) -> tuple[Site, Site]:
+    made = [Site(tmp_path_factory.mktemp(name), hosts=[GUEST]) for name in ("ann", "ben")]
+    for site in made:
+        site.choose(model="lab-stub", profile="v2", takeover=[])
+    return made[0], made[1]
+
+
+def started(site: Site) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        site.command("--limit", GUEST, "-y", deploy=DEPLOY), cwd=site.root, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def is_held(guest: Guest) -> bool:
+    return "yes" in guest.run(f"test -e {LEASE} && echo yes || :")
+
+
+def test_of_two_runs_one_changes_the_host_and_the_other_says_who_does(
+    sites: tuple[Site, Site], guest: Guest
+) -> None:
+    ann, ben = sites
+    first = started(ann)
+    guest.wait(f"test -e {LEASE}")
+    dry = ben.deploy(deploy=DEPLOY, dry=True)
+    second = ben.deploy(deploy=DEPLOY)
+    assert first.poll() is None, "the first run ended before the second one"
+    said, _ = first.communicate(timeout=600)
+    assert first.returncode == 0, said[-3000:]
+    assert dry.exit_code == 0, dry.stderr[-3000:]
+    assert second.exit_code != 0
+    assert "executed 0 commands" in second.stderr
+    assert "Success" not in second.stderr
+    assert "has been changing this host since 20" in second.stderr
+    # Given back by the one that had it; the second run of either changes nothing, and takes none.
+    assert not is_held(guest)
+    again = ben.deploy(deploy=DEPLOY)
+    assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
+    assert not is_held(guest)
+
+
+def test_a_killed_run_holds_nobody_up(sites: tuple[Site, Site], guest: Guest) -> None:
+    ann, ben = sites
+    guest.run("rm -f /etc/docker/daemon.json; systemctl stop docker.socket docker")
+    run = started(ann)
+    guest.wait(f"test -e {LEASE}")
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert is_held(guest)
+    again = ben.deploy(deploy=DEPLOY)
+    assert again.exit_code == 0, again.stderr[-3000:]
+    assert not is_held(guest)
+
+
+def test_a_run_that_is_interrupted_gives_the_host_back(
+    sites: tuple[Site, Site], guest: Guest
+) -> None:
+    ann, _ = sites
+    guest.run("systemctl stop docker.socket docker; rm -f /etc/docker/daemon.json")
+    run = started(ann)
+    guest.wait(f"test -e {LEASE}")
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=60)
+    assert not is_held(guest)

@@ -1,0 +1,159 @@
+"""Of two runs only one changes a host; the other says in one line who does."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pyinfra.api.command import FunctionCommand
+
+from spark_deploy.operations import lease
+from spark_deploy.operations.host_errors import host_errors
+from tests.unit.operations.test_operations import FakeHost, on
+
+DEAD = (
+    f"{lease.TOKEN.rpartition('-')[0]}-{2**30}"  # of this machine, and no process has that number
+)
+OTHER = "feedbeef-77"
+
+
+class RealShell(FakeHost):
+    """Runs what it is asked here, and says what changed."""
+
+    data: Any = SimpleNamespace(get=lambda key: None)
+
+    def run_shell_command(self, command: Any, **_: Any) -> tuple[bool, Any]:
+        done = subprocess.run(
+            ["sh", "-c", shlex.split(command.get_raw_value())[-1]],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert not done.stderr, done.stderr
+        output = SimpleNamespace(stdout_lines=done.stdout.splitlines(), output=done.stdout)
+        return done.returncode == 0, output
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(lease, "LEASE", str(tmp_path / "lease"))
+    return tmp_path / "lease"
+
+
+def script(text: str) -> str:
+    done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def take(path: Path, token: str, who: str, **more: Any) -> str:
+    return script(lease.take_script(str(path), token, who, **more))
+
+
+def changed(host: RealShell, executing: bool = True) -> list[str]:
+    """Return what an operation that changes something comes to on ``host``."""
+
+    @host_errors
+    def body() -> Any:
+        yield "first"
+        yield "second"
+
+    with on(host, executing) as state:
+        state.callback_handlers = [lease.Releases()]
+        lease.hold(state, host)  # type: ignore[arg-type]
+        commands = [
+            f"refused: {one.args[0]}" if isinstance(one, FunctionCommand) else str(one)
+            for one in body()
+        ]
+    held = lease._leases.get(host)  # type: ignore[call-overload]
+    if held is not None and held.renewing is not None:
+        held.renewing.kill()
+    return commands
+
+
+def test_a_free_host_is_taken_before_the_first_command_and_given_back(path: Path) -> None:
+    host = RealShell({})
+    assert changed(host) == ["first", "second"]
+    token, _, since, who = path.read_text().split()
+    assert (token, who) == (lease.TOKEN, lease.holder())
+    assert since.endswith("Z")
+    lease.Releases.host_disconnect(None, host)  # type: ignore[arg-type]
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_host_that_another_run_changes_is_refused_in_one_line_and_left_alone(path: Path) -> None:
+    assert take(path, OTHER, "ben@laptop") == "taken"
+    [said] = changed(RealShell({}))
+    assert said.startswith("refused: ")
+    assert "ben@laptop has been changing this host since 20" in said
+    assert "s more" in said
+    assert path.read_text().startswith(OTHER)
+
+
+def test_a_run_of_this_machine_that_was_killed_holds_nobody_up(path: Path) -> None:
+    take(path, DEAD, "ann@desk")
+    assert changed(RealShell({})) == ["first", "second"]
+    assert path.read_text().startswith(lease.TOKEN)
+
+
+def test_a_run_of_this_machine_that_lives_is_respected(path: Path) -> None:
+    alive = f"{lease.TOKEN.rpartition('-')[0]}-{os.getppid()}"
+    take(path, alive, "ann@desk")
+    [said] = changed(RealShell({}))
+    assert "ann@desk has been changing" in said
+
+
+def test_a_dry_run_takes_none(path: Path) -> None:
+    take(path, OTHER, "ben@laptop")
+    assert changed(RealShell({}), executing=False) == ["first", "second"]
+    path.unlink()
+    assert changed(RealShell({}), executing=False) == ["first", "second"]
+    assert not path.exists()
+
+
+def test_an_operation_that_finds_everything_right_takes_none(path: Path) -> None:
+    host = RealShell({})
+
+    @host_errors
+    def body() -> Any:
+        yield from ()
+
+    with on(host) as state:
+        state.callback_handlers = [lease.Releases()]
+        lease.hold(state, host)  # type: ignore[arg-type]
+        assert list(body()) == []
+    assert not path.exists()
+
+
+def test_it_ends_by_itself_after_the_last_sign_and_is_renewed_by_its_own(path: Path) -> None:
+    take(path, OTHER, "ben@laptop")
+    _, until, since, _ = path.read_text().split()
+    assert take(path, OTHER, "ben@laptop") == "taken"
+    assert path.read_text().split()[2] == since
+    uptime_s = int(Path("/proc/uptime").read_text().split(".")[0])
+    assert 0 < int(until) - uptime_s <= lease.TTL_S
+    path.write_text(f"{OTHER} {uptime_s - 1} {since} ben@laptop\n")
+    assert take(path, "another-1", "ann@desk") == "taken"
+
+
+@pytest.mark.parametrize("content", ["", "\n", "x", "x y z\n", "\0\0", "a 99999999999 s $(id)\n"])
+def test_a_damaged_lease_stops_nobody_for_ever_and_runs_nothing(path: Path, content: str) -> None:
+    path.write_text(content)
+    said = take(path, OTHER, "ben@laptop")
+    assert said == "taken" or said == "held a " + said.split()[2] + " s $(id)"
+
+
+def test_only_the_run_that_holds_it_gives_it_back(path: Path) -> None:
+    take(path, OTHER, "ben@laptop")
+    script(lease.release_script(str(path), lease.TOKEN))
+    assert path.exists()
+    script(lease.release_script(str(path), OTHER))
+    assert not path.exists()
+
+
+def test_what_a_host_says_of_a_holder_is_a_plain_word(path: Path) -> None:
+    path.write_text(f"{OTHER} 99999999999 s \x1b[2Jroot\n")
+    [said] = changed(RealShell({}))
+    assert "\x1b" not in said
