@@ -60,6 +60,8 @@ class Proof:
     last_full: FullCheck | None = None
     bench: dict[str, Any] | None = None  # a measurement of the speed
     start_memory: StartMemory | None = field(default=None, metadata=OPTIONAL)
+    # What the engine printed while it loaded and a check demands: journals forget.
+    load_lines: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
 
     @property
     def failed(self) -> list[Finding]:

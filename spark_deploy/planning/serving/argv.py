@@ -73,6 +73,8 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
     drafts = profile.speculation
     portable = profile.engine_mode == "portable"
     return {
+        # The watch asks every few seconds; the journal is for what clients ask.
+        "disable-access-log-for-endpoints": "/health,/metrics",
         "max-model-len": context_tokens(model, profile),
         "max-num-seqs": limits.max_sequences,
         "max-num-batched-tokens": limits.max_batched_tokens,

@@ -16,6 +16,8 @@ from recorder import Recorder, recording
 from stub_gateway import Door, running
 from stub_host import Host
 
+from spark_deploy.checkout import CHECKOUT
+
 MIB = 1 << 20
 STRANGER = "127.0.0.2"
 
@@ -216,3 +218,36 @@ def test_a_settings_file_of_before_has_no_such_limits_and_is_read(host: Host) ->
 def _root_only() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to run nginx as its own account")
+
+
+def test_a_refused_key_is_noted_with_who_and_what_but_never_the_key(
+    host: Host, nginx_program: Path
+) -> None:
+    journal = host.paths.root / "run/systemd/journal/dev-log"
+    journal.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as noted:
+        noted.bind(str(journal))
+        noted.settimeout(10)
+        with gateway_with(host, nginx_program) as (door, _):
+            journal.chmod(0o666)
+            path = "/v1/models?api_key=sk-in-the-query"
+            wrong = asking(path, "sk-not-it", method="GET", length=0)
+            with knock(door, wrong, STRANGER) as connection:
+                assert status(connection) == 401
+            line = noted.recv(4096).decode()
+            right = asking("/v1/models", door.key, method="GET", length=0)
+            with knock(door, right) as connection:
+                assert status(connection) == 200
+            with knock(door, asking("/none", method="GET", length=0)) as connection:
+                assert status(connection) == 404
+            noted.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                noted.recv(4096)
+    assert f"{STRANGER} was refused for its key: GET " in line
+    assert "sk-" not in line
+
+
+def test_the_journal_keeps_so_many_of_a_flood() -> None:
+    unit = (CHECKOUT / "files/units/spark-gateway@.service").read_text()
+    assert "LogRateLimitIntervalSec=60" in unit
+    assert "LogRateLimitBurst=20" in unit

@@ -123,3 +123,26 @@ def test_a_tree_the_engine_could_not_read_is_refused_by_name_before_anything_is_
     assert problem is not None
     assert str(tree / what).rstrip("/") in str(problem)
     assert "chmod o+rX" in str(problem)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+@pytest.mark.parametrize("whose", ["folder", "entries"])
+def test_a_cache_of_another_account_is_not_run_by_this_engine(
+    host: Host, tmp_path: Path, whose: str
+) -> None:
+    cache, outside, stranger = tmp_path / "cache", tmp_path / "outside", 12_345
+    (cache / "planted").mkdir(parents=True)
+    (cache / "planted/kernel.so").write_text("not ours")
+    (cache / "link").symlink_to(outside)
+    (cache / "own").write_text("x")
+    outside.write_text("stays")
+    for path in (cache / "planted/kernel.so", cache / "planted", cache / "link"):
+        os.chown(path, stranger, stranger, follow_symlinks=False)
+    os.chown(cache / "own", NOBODY.pw_uid, NOBODY.pw_gid)
+    os.chown(cache, stranger if whose == "folder" else NOBODY.pw_uid, 0)
+
+    account.give_all(cache, of(host, "nobody"))
+
+    assert sorted(os.listdir(cache)) == ([] if whose == "folder" else ["own"])
+    assert outside.read_text() == "stays"
+    assert cache.stat().st_uid == NOBODY.pw_uid

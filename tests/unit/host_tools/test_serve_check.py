@@ -337,6 +337,23 @@ def test_the_proof_is_bound_to_the_run_and_the_versions(host: Host) -> None:
     assert proof.why_not(kept, "e" * 64, "run-1", now) == "the proof is of another release"
 
 
+def test_a_journal_that_forgot_how_the_engine_loaded_does_not_unprove_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = host.release()
+    host.started(release)
+    first = check(host, release, "full")
+    assert first.load_lines
+    monkeypatch.setattr(runner, "read_log", lambda release, invocation_id: [])
+    assert check(host, release, "full").ok
+    kept = proof.read(release.name, host.here)
+    assert kept is not None
+    assert kept.load_lines == first.load_lines
+    # Of another run they say nothing.
+    other = runner.check(release, host.here, "full", print, invocation_id="run-2")
+    assert [finding.name for finding in other.failed] == ["log lines"]
+
+
 def test_a_quick_check_after_a_reboot_is_enough_when_nothing_changed(host: Host) -> None:
     release = host.release()
     host.started(release)

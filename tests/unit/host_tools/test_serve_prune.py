@@ -410,3 +410,28 @@ def test_an_image_that_docker_will_not_give_up_is_said_and_the_rest_goes(
     assert machine.prune() == 1
     assert "being used" in json.loads(capsys.readouterr().out)["problems"][0]
     assert not trees["a"].exists()
+
+
+def test_old_host_tools_go_unless_something_leads_to_them_or_runs_them(machine: Machine) -> None:
+    tools = machine.paths.tools
+    old, now, run, site, packages = (
+        tools / name for name in ("1" * 12, "2" * 12, "3" * 12, f"site-{'4' * 12}", "site-mine")
+    )
+    for folder in (old, now, run, site, packages, tools / f"site-{'5' * 12}"):
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(bytes(100_000))
+    (tools / "current").symlink_to(now)
+    (tools / "site").symlink_to(site)
+    with subprocess.Popen(
+        ["sleep", "60"], env={**os.environ, "PYTHONPATH": f"{run}:{site}"}
+    ) as process:
+        going = prune.look(prune.read_keep(machine.keep()), machine.paths)
+        names = {folder.path.name for folder in going.folders if folder.kind == "tools"}
+        process.kill()
+    assert names == {"1" * 12, f"site-{'5' * 12}"}
+    assert going.bytes[str(old)] >= 100_000
+    prune.remove(going, machine.paths)
+    assert not old.exists()
+    assert now.is_dir()
+    assert run.is_dir()
+    assert packages.is_dir()

@@ -118,8 +118,10 @@ def log_lines(probe: Probe) -> str:
         if found is not None:
             raise CheckError(f"the log has a forbidden line: {short(found, 120)}")
     for pattern in probe.plan.log_required:
-        if not any(re.search(pattern, line) for line in lines):
+        found = next((line for line in lines if re.search(pattern, line)), None)
+        if found is None:
             raise CheckError(f"the log ({len(lines)} lines) has no line matching {pattern!r}")
+        probe.load_lines.append(found)
     count = len(probe.plan.log_required)
     return f"{count} expected log lines found, no forbidden one"
 

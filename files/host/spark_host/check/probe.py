@@ -49,6 +49,7 @@ class Probe:
     tokens_seen: int = 0
     engine_version: str = ""
     answers: dict[str, str] = field(default_factory=dict)
+    load_lines: list[str] = field(default_factory=list)  # demanded of the log, and found
     until_s: float = float("inf")
 
     @property

@@ -52,7 +52,10 @@ def check(
     guard = StartGuard(release, host.paths) if at_start else None
     with guard or nullcontext():
         before = invocation_id or systemd.invocation(release.serve_unit) or ""
-        probe = Probe(release, Engine.of(release, host.paths), lambda: read_log(release, before))
+        kept = _kept_lines(release, before, host)
+        probe = Probe(
+            release, Engine.of(release, host.paths), lambda: [*kept, *read_log(release, before)]
+        )
         joining = together.Joining(release, host.paths)
         worker = members.is_worker(release, host.paths)
         if worker:
@@ -83,6 +86,7 @@ def check(
         portable=release.check.portable,
         stubbed=tuple(sorted(key for key, value in versions.items() if STAND_IN in value)),
         start_memory=guard.seen if guard else None,
+        load_lines=tuple(dict.fromkeys(probe.load_lines)),
     )
     keep(result, host, report)
     return result
@@ -96,6 +100,12 @@ def _of_worker(joining: together.Joining, level: str, report: Report) -> list[Fi
     for finding in findings:
         report(_line(finding))
     return findings
+
+
+def _kept_lines(release: Release, invocation_id: str, host: Host) -> tuple[str, ...]:
+    """Return what an earlier check of this run found in its log: the journal may have lost it."""
+    found = proof.read(release.name, host)
+    return found.load_lines if found and found.invocation_id == invocation_id else ()
 
 
 def keep(result: Proof, host: Host, report: Report) -> None:

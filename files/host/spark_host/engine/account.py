@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import pwd
+import shutil
 import stat
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
+
+from spark_host.system import folders
 
 
 def docker_arguments(release: Release) -> list[str]:
@@ -36,15 +39,34 @@ def number(release: Release) -> int:
 def give_all(folder: Path, release: Release) -> None:
     """Have the engine own a folder of its cache with all in it.
 
+    What root left there, as engines of earlier releases did, becomes its own. What any other
+    account left is removed: a compile cache is code, and this engine would run it.
     The folder itself comes last: while it belongs to another, the rest is looked at again.
     """
     owner = _owner(release)
-    if owner is None or folder.stat().st_uid == owner.pw_uid:
+    if owner is None:
+        return
+    trusted = (0, owner.pw_uid)
+    if folder.stat().st_uid not in trusted:
+        folders.empty(folder)
+    for place, below, names in os.walk(folder, topdown=False):
+        for name in (*below, *names):
+            path = Path(place) / name
+            if path.lstat().st_uid not in trusted:
+                _remove(path)
+    if folder.stat().st_uid == owner.pw_uid:
         return
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
             os.chown(Path(place) / name, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
         os.chown(place, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def tree_problem(release: Release) -> HostToolError | None:

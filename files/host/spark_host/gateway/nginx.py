@@ -99,6 +99,7 @@ def config_text(settings: Gateway, paths: Paths) -> str:
             _upstream(one, settings, paths)
             for one in dict.fromkeys((settings.service, *settings.routes.values()))
         ),
+        "JOURNAL": str(paths.below("/run/systemd/journal/dev-log")),
         "LISTEN": "\n        ".join(map(_listen, listeners.wanted(settings).listeners)),
         "TLS": _tls(settings, paths),
         "OPEN_ONLY": own.when_open,

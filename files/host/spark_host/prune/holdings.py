@@ -7,6 +7,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -15,7 +16,7 @@ from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
 from spark_contract.job import ImageProof, Job, JobRun
 from spark_contract.paths import Paths
-from spark_contract.units import CACHE_NAME, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
+from spark_contract.units import CACHE_NAME, DIGEST12, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
 
 from spark_host.jobs import jobs
 from spark_host.system import disk, docker
@@ -23,6 +24,9 @@ from spark_host.system import disk, docker
 # How a tree is called while it grows, after it was found damaged, and while it is removed.
 _UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
 PRUNED = ".pruned"
+_OLD_TOOLS = re.compile(
+    rf"^(site-)?{DIGEST12}(\.new)?$|^\.(site-)?{DIGEST12}\{PRUNED}$|^\.new-\w+$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,31 @@ def folders(kind: str, parent: Path, made: Iterable[Path]) -> tuple[list[Folder]
         else:
             others.append(path)
     return ours, others
+
+
+def old_tools(paths: Paths) -> list[Folder]:
+    """List folders of earlier host tools and packages that nothing leads to and nobody runs."""
+    if not paths.tools.is_dir():
+        return []
+    current = {(paths.tools / link).resolve() for link in ("current", "site")}
+    found = (path for path in sorted(paths.tools.iterdir()) if _OLD_TOOLS.match(path.name))
+    return [
+        Folder("tools", path, path)
+        for path in found
+        if path.is_dir() and not path.is_symlink() and path.resolve() not in current
+        and not _is_run(path)
+    ]  # fmt: skip
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a process was started with programs or packages of a folder."""
+    name = os.fsencode(folder)
+    for process in Path("/proc").glob("[0-9]*"):
+        for told in ("cmdline", "environ"):
+            with suppress(OSError):  # it ended meanwhile
+                if name in (process / told).read_bytes():
+                    return True
+    return False
 
 
 def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:

@@ -89,6 +89,7 @@ def look(keep: Keep, paths: Paths) -> Going:
         ours += found
         others += strange
     folders = [folder for folder in ours if folder.of not in needed]
+    folders += holdings.old_tools(paths)
     going_images, staying = _split_images(keep, kept, busy, known, paths)
     gone = {folder.of for folder in folders}
     freed = holdings.freed_bytes(folder.path for folder in folders)

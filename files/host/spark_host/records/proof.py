@@ -93,6 +93,7 @@ def write(proof: Proof, host: Host) -> None:
         last_full=full,
         bench=before.bench if before else None,
         start_memory=proof.start_memory or start,
+        load_lines=proof.load_lines or (before.load_lines if before and same_run else ()),
     )
     host.disk.write(host.paths.proof(proof.release), kept)
 

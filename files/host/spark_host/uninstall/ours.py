@@ -28,7 +28,7 @@ TEMPLATES = (
 )  # fmt: skip
 _OUR_UNIT = re.compile(rf"^({'|'.join(template.name for template in TEMPLATES)})@")
 _OUR_TOOL = re.compile(
-    rf"^\.?(site|current|(site-)?{units.DIGEST12})(\.zip|\.new)?$|^\.new-\w{{6}}$"
+    rf"^\.?(site|current|(site-)?{units.DIGEST12})(\.zip|\.new|\.pruned)?$|^\.new-\w{{6}}$"
 )
 _COMMANDS = ("spark-check", "spark-host")
 _SYSUSERS = "/etc/sysusers.d/spark.conf"
