@@ -65,6 +65,7 @@ _NOTHING_TOLD: dict[str, Any] = {
     "release": None, "model": None, "profile": None, "names": [], "proof": {}, "restarts": None,
     "live": {}, "memory": {}, "versions": {}, "versions_unknown": "", "reboot_pending": "",
     "stopped": "", "rolled_back": None, "jobs": [], "events": [],
+    "daily": {},
 }  # fmt: skip
 
 
@@ -116,6 +117,7 @@ def _told(status: HostStatus, told: Status) -> dict[str, Any]:
         "rolled_back": {"from": back.came, "to": back.to, "at": back.at} if back else None,
         "jobs": [plain(job) for job in told.jobs if job.state != "done"],
         "events": plain(told.events.get(MAIN_SERVICE, ())),
+        "daily": plain(told.daily) or {},
     }
 
 
@@ -201,10 +203,16 @@ def _details(one: dict[str, Any]) -> Iterator[str]:
         least = _least_at_start(one["proof"])
         yield f"  memory   {free} of {total} available{least}, {one['restarts'] or 0} restarts"
     yield from _intentions(one)
+    yield from _daily(one["daily"])
     for job in one["jobs"]:
         yield f"  job      {_job(job)}"
     for event in one["events"][-3:]:
         yield f"  event    {event.get('at')} {event.get('kind')}: {event.get('text')}"
+
+
+def _daily(look: dict[str, Any]) -> Iterator[str]:
+    for found in look.get("problems", ()):
+        yield f"  daily    {found['where']}: {found['what']}; fix: {found['fix']}"
 
 
 def _least_at_start(proof: dict[str, Any]) -> str:

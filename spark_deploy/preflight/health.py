@@ -16,6 +16,7 @@ GIB = 1 << 30
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Look for half-done updates and missing rights."""
     problems, warnings = [*_problems(survey)], [*_warnings(survey)]
+    warnings += [Problem(f"daily look: {one.where}", one.what, one.fix) for one in survey.daily]
     if survey.gpu.torn_score and needs.updates != "ignore":
         (problems if needs.updates == "require" else warnings).append(_torn(survey))
     for names, serious in _half_installed(survey):

@@ -18,6 +18,7 @@ JOBS_DIR = f"{STATE_DIR}/jobs"
 PROOFS_DIR = f"{STATE_DIR}/proofs"
 RECEIPTS_DIR = f"{STATE_DIR}/receipts"
 SWITCH_DIR = f"{STATE_DIR}/switch"
+DAILY = f"{STATE_DIR}/daily.json"
 GPU_RECEIPT = f"{RECEIPTS_DIR}/gpu-container.json"
 RUN_DIR = "/run/spark"
 TOOLS_DIR = "/usr/local/lib/spark"
@@ -98,6 +99,11 @@ class Paths:
     def gpu_receipt(self) -> Path:
         """Return the deploy's proof that a container sees the GPU."""
         return self.below(GPU_RECEIPT)
+
+    @property
+    def daily(self) -> Path:
+        """Return what the last daily look found."""
+        return self.below(DAILY)
 
     def proof(self, release: str) -> Path:
         """Return the file of the last check of a release."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from spark_contract.documents import OPTIONAL, key, older, plain
+from spark_contract.errors import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,16 @@ class Proof:
     def warnings(self) -> list[Finding]:
         """The checks that were not passed, as may happen to a right server."""
         return [one for one in self.checks if not one.ok and one.weight == "warn"]
+
+
+@dataclass(frozen=True, slots=True)
+class DailyLook:
+    """``daily.json``: what the host's daily look found wrong."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    at: str
+    problems: tuple[Problem, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from spark_contract.documents import OPTIONAL, key
 from spark_contract.errors import Problem
 from spark_contract.job import JobState
-from spark_contract.records import Event, Proof, Stopped, WayBack
+from spark_contract.records import DailyLook, Event, Proof, Stopped, WayBack
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ class Status:
     events: dict[str, tuple[Event, ...]]  # by service, oldest first
     # Of further engines, where a host has several services.
     more_live: tuple[Live, ...] = field(default=(), metadata=OPTIONAL)
+    daily: DailyLook | None = field(default=None, metadata=OPTIONAL)
 
     @staticmethod
     def upgrade(data: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,8 @@ JOB = Template("spark-job")  # of the first twelve digits of a job's digest
 PREPARE = Template("spark-prepare", "target")  # of a release: all of its jobs
 SHARE = Template("spark-share")  # lends files to peers
 SHARE_UNIT = SHARE.of("trees")
+DAILY_TIMER = "spark-daily.timer"
+DAILY_LINK = f"{UNITS_DIR}/timers.target.wants/{DAILY_TIMER}"
 
 
 def drop_in_dir(unit: str) -> str:

@@ -23,7 +23,7 @@ from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.system.stored import default_paths
 from spark_host.uninstall import uninstall
-from spark_host.watch import loop
+from spark_host.watch import daily, loop
 
 Words = list[str]
 Verb = Callable[[Words, Paths], int]
@@ -119,6 +119,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
         "lend files of trees to other hosts (run by spark-share@trees)",
     ),
     "watch": (_of_one(loop.run), "RELEASE: watch its engine (run by spark-watch@RELEASE)"),
+    "daily": (daily.main, ": look for what decays unnoticed (run by spark-daily.timer)"),
     "job": (jobs.main, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
     "may-start": (_of_one(serve.may_start), "RELEASE: whether its unit may start"),
     "prepare": (_of_one(serve.prepare), "RELEASE: make the host ready for its start"),

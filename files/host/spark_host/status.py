@@ -6,7 +6,7 @@ import time
 
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
-from spark_contract.records import Stopped
+from spark_contract.records import DailyLook, Stopped
 from spark_contract.release import Release
 from spark_contract.status import (
     GatewayState,
@@ -55,6 +55,7 @@ def status(paths: Paths, live: bool) -> Status:
         live=answers[0] if answers else None,
         more_live=tuple(answers[1:]),
         events={name: loop.events(name, paths) for name in services},
+        daily=host.disk.read(DailyLook, paths.daily),
     )
 
 

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyinfra.api.facts import FactBase
+from spark_contract import documents
+from spark_contract.documents import DocumentError
+from spark_contract.errors import Problem
+from spark_contract.paths import DAILY
+from spark_contract.records import DailyLook
 from spark_contract.sentences import STAND_IN
 
 from spark_deploy.facts import sections
@@ -24,6 +29,7 @@ _DPKG = rf"""
 echo '== dpkg-audit'; dpkg --audit
 echo '== stubs'
 dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {STAND_IN}
+echo '== daily'; head -c 65536 {DAILY} 2>/dev/null; echo
 echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
 """
 
@@ -48,6 +54,7 @@ class Survey:
     images: tuple[str, ...]  # those of the plan that are there
     tailscale: str  # the host's address in its tailnet, or what the command said instead
     stored: Stored  # weights that need no room again
+    daily: tuple[Problem, ...] = ()  # what the host's own daily look found
 
     @property
     def sudo_works(self) -> bool:
@@ -112,7 +119,15 @@ class HostSurvey(FactBase[Survey]):
             images=tuple(found.get("images", ())),
             tailscale=sections.first(found, "tailscale"),
             stored=stored.parse(found),
+            daily=_daily(found.get("daily", ())),
         )
+
+
+def _daily(lines: Sequence[str]) -> tuple[Problem, ...]:
+    try:
+        return documents.parse(DailyLook, "\n".join(lines)).problems
+    except DocumentError:  # there was none yet, or it was cut short
+        return ()
 
 
 def audited(lines: Sequence[str]) -> tuple[str, ...]:

@@ -26,7 +26,9 @@ TEMPLATES = (
     units.SERVE,
     units.SWITCH, units.PREPARE, units.JOB,
 )  # fmt: skip
-_OUR_UNIT = re.compile(rf"^({'|'.join(template.name for template in TEMPLATES)})@")
+_OUR_UNIT = re.compile(
+    rf"^(({'|'.join(template.name for template in TEMPLATES)})@|spark-daily\.(service|timer)$)"
+)
 _OUR_TOOL = re.compile(
     rf"^\.?(site|current|(site-)?{units.DIGEST12})(\.zip|\.new|\.pruned)?$|^\.new-\w{{6}}$"
 )
@@ -90,8 +92,8 @@ def _left(things: Iterable[Thing]) -> bool:
 
 
 def _running() -> Iterator[Thing]:
-    for template in TEMPLATES:
-        names = systemd.listed(template.of("*"))
+    for pattern in (units.DAILY_TIMER, *(template.of("*") for template in TEMPLATES)):
+        names = systemd.listed(pattern)
         states = systemd.show(names, ["ActiveState"])
         for name in names:
             if states.get(name, {}).get("ActiveState") not in ("inactive", None):

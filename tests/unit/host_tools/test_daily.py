@@ -1,0 +1,142 @@
+"""What decays on a host without anybody noticing is found by a daily look, and told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_contract.records import DailyLook
+from spark_host import status
+from spark_host.records import boot, proof
+from spark_host.system import ports, programs
+from spark_host.watch import daily
+from stub_host import RELEASE, Host
+
+UNITS = {f"spark-serve@{RELEASE}.service", f"spark-watch@{RELEASE}.service"}
+UNITS |= {"spark-gateway@main.service"}
+
+
+def ago(days: float) -> str:
+    return (datetime.now(timezone.utc) - timedelta(days=days)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass
+class Serving:
+    """A host that serves a proven release, with nothing wrong."""
+
+    host: Host
+    units: set[str] = field(default_factory=lambda: set(UNITS))
+    clock: str = "yes"
+
+    def look(self) -> list[tuple[str, str]]:
+        here = replace(self.host.here, units=self)  # type: ignore[arg-type]
+        return [(one.where, one.what) for one in daily.look(here).problems]
+
+    def is_active(self, unit: str) -> bool:
+        return unit in self.units
+
+    def proven(self, at: str) -> None:
+        proof.write(
+            proof.Proof(
+                release=RELEASE, digest="d", invocation_id="run-1", level="full", ok=True,
+                checked_at=at, checks=(), versions={}, engine={}, portable=False, stubbed=(),
+            ),
+            self.host.here,
+        )  # fmt: skip
+
+    @property
+    def tree(self) -> Path:
+        return self.host.paths.below("/srv/spark/models/x")
+
+
+@pytest.fixture
+def serving(host: Host, monkeypatch: pytest.MonkeyPatch) -> Serving:
+    made = Serving(host)
+    host.release()
+    made.tree.mkdir(parents=True)
+    made.proven(ago(1))
+    host.gateway()
+    monkeypatch.setattr(boot, "enabled", lambda service, host: [RELEASE])
+    asked = programs.output_of
+
+    def output_of(*argv: str) -> str | None:
+        return made.clock if argv[0] == "timedatectl" else asked(*argv)
+
+    monkeypatch.setattr(programs, "output_of", output_of)
+    monkeypatch.setattr(daily, "FREE_BYTES", 0)
+    monkeypatch.setattr(daily, "FREE_INODES_SHARE", 0)
+    return made
+
+
+def certificate(path: Path, days: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-keyout", os.devnull, "-out", str(path), "-days", str(days), "-subj", "/CN=x"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+
+
+def with_certificate(serving: Serving, days: int) -> None:
+    files = {"certificate": "/etc/spark/cert.pem", "key": "/etc/spark/key.pem"}
+    serving.host.gateway(tls=files)
+    certificate(serving.host.paths.below(files["certificate"]), days)
+
+
+def fill_the_journal(serving: Serving) -> None:
+    file = serving.host.paths.below("/var/log/journal/abc/system.journal")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(200_000))
+    daily.JOURNAL_BYTES = 100_000
+
+
+FAULTS: dict[str, tuple[Callable[[Serving], Any], str, str]] = {
+    "watch": (lambda s: s.units.discard(f"spark-watch@{RELEASE}.service"), "watch", "does not run"),
+    "gateway": (lambda s: s.units.discard("spark-gateway@main.service"), "watch", "spark-gateway@"),
+    "certificate": (lambda s: with_certificate(s, 12), "certificate", "in 1"),
+    "journal": (fill_the_journal, "journal", "takes 0.0 GiB"),
+    "disk": (lambda s: setattr(daily, "FREE_BYTES", 1 << 60), "disk", "GiB are free"),
+    "inodes": (lambda s: setattr(daily, "FREE_INODES_SHARE", 2), "disk", "inodes are free"),
+    "clock": (lambda s: setattr(s, "clock", "no"), "clock", "not synchronised"),
+    "clock back": (lambda s: s.proven(ago(-2)), "clock", "went back"),
+    "mount": (lambda s: s.tree.rmdir(), "mounts", "is not there"),
+    "old proof": (lambda s: s.proven(ago(90)), "proof", "was proven 90 days ago"),
+    "no proof": (lambda s: s.host.paths.proof(RELEASE).unlink(), "proof", "without a proof"),
+}
+
+
+def test_a_sound_host_has_nothing_to_tell(serving: Serving) -> None:
+    with_certificate(serving, 300)
+    assert serving.look() == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_decay_is_found_and_nothing_else(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(daily, "JOURNAL_BYTES", daily.JOURNAL_BYTES)
+    cause, where, what = FAULTS[fault]
+    cause(serving)
+    found = serving.look()
+    assert {place for place, _ in found} == {where}
+    assert what in found[0][1]
+
+
+def test_what_was_found_is_kept_and_told_by_status(serving: Serving) -> None:
+    serving.clock = "no"
+    assert daily.main([], serving.host.paths) == 0
+    [kept] = serving.host.here.disk.read(DailyLook, serving.host.paths.daily).problems
+    assert kept.where == "clock"
+    told = status.status(serving.host.paths, live=False).daily
+    assert told is not None
+    assert told.problems == (kept,)
+
+
+def test_a_host_without_releases_is_looked_at_too(host: Host) -> None:
+    assert isinstance(daily.look(ports.Host(host.paths)), DailyLook)
