@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine editor host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements release
+.PHONY: help venv test check fmt unit engine editor host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -39,6 +39,7 @@ check: venv ## format, lint, types, unit tests, current documentation (five minu
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	$(PY) -m pytest $(PARALLEL) -m "not slow" tests/unit
+	@$(PY) -m tools.advisories
 
 fmt: venv ## format and fix what can be fixed
 	.venv/bin/ruff format .
@@ -107,6 +108,12 @@ lock-requirements: venv ## pin the Python dependencies anew, with hashes and wit
 	  --no-header --no-annotate --quiet --output-file requirements/run.txt
 	.venv/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 \
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/dev.txt
+
+advisories: venv ## ask osv.dev about holes in pinned packages; says when nobody could be asked
+	@$(PY) -m tools.advisories
+
+sbom: venv ## list what we add to the engine's image and send to hosts, into dist (CycloneDX)
+	@$(PY) -m tools.sbom
 
 release: venv ## make release VERSION=1.2.3: changelog, wheel, commit and tag, from a green tree
 	@$(PY) -m tools.release "$(VERSION)"
