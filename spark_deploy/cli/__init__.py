@@ -43,6 +43,7 @@ def _run(options: Options) -> int:
         from gevent import monkey
 
         monkey.patch_all()
+    from spark_deploy.documents.shown import shown
     from spark_deploy.errors import SparkError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -53,7 +54,7 @@ def _run(options: Options) -> int:
         return int(module.run(options))
     except SparkError as error:
         for problem in error.problems:
-            where, *fix = str(problem).splitlines()
+            where, *fix = shown(str(problem)).splitlines()
             click.secho(where, fg="red", err=True)  # without colours where nobody sees them
             click.echo("\n".join(fix), err=True)
         return 1

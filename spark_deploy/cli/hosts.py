@@ -18,6 +18,7 @@ from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.commands import Options
 from spark_deploy.documents.schema_check import closest
+from spark_deploy.documents.shown import shown
 from spark_deploy.errors import SettingsError, SparkError
 from spark_deploy.inventory.held import read_repositories
 from spark_deploy.inventory.known import KEY
@@ -156,9 +157,9 @@ def answer(
 
         show(between.join("\n".join(text) for text in texts).splitlines())
     else:
-        print(between.join("\n".join(text) for text in texts))
+        print(shown(between.join("\n".join(text) for text in texts)))
 
 
 def say(text: str) -> None:
     """Tell a person something that is no part of the answer."""
-    print(text, file=sys.stderr)
+    print(shown(text), file=sys.stderr)

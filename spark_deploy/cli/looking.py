@@ -16,6 +16,7 @@ from pyinfra.api.state import BaseStateCallback, State, StateStage
 from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.cli.hosts import Listed
+from spark_deploy.inventory.hearing import listen_carefully
 from spark_deploy.inventory.ssh import no_delay
 
 T = TypeVar("T")
@@ -77,6 +78,7 @@ def _one(
                 return Answer(listed, None, f"cannot be reached: {reason}{hint}")
             state.activate_host(host)
             no_delay(state, host)
+            listen_carefully()
             value = ask(host, listed)
         except (PyinfraError, OSError) as error:
             return Answer(listed, None, f"cannot be asked: {_why(host, state, error)}")

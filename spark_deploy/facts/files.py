@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from pyinfra.api.facts import FactBase
-
+from spark_deploy.facts.reading import HostFact
 from spark_deploy.managed import FileState
 
 
-class FileStates(FactBase[dict[str, FileState]]):
+class FileStates(HostFact[dict[str, FileState]]):
     """Mode, owner and sha256 of each regular file among ``paths``; others are left out.
 
     Two processes whatever the number of files (GNU coreutils' ``stat`` and ``sha256sum``).

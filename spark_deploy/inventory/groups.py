@@ -28,6 +28,7 @@ from spark_deploy.inventory.command_line import (
     command_line,
     overrides,
 )
+from spark_deploy.inventory.hearing import listen_carefully
 from spark_deploy.inventory.known import KEY, Known
 from spark_deploy.inventory.names import host_problems, stray_files
 from spark_deploy.payload.certificates import check_gateway
@@ -69,6 +70,7 @@ def groups_from(
 ) -> dict[str, Group]:
     """Return several pyinfra groups; in the file: ``globals().update(_groups_from(...))``."""
     _make_importable()
+    listen_carefully()
     arguments = command_line()
     if wrong := list(host_problems(groups, file=file)):
         raise SettingsError(wrong)

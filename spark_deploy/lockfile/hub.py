@@ -17,6 +17,7 @@ from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.orders import FetchFile
 
+from spark_deploy.documents.shown import shown
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.left_out import parted
 from spark_deploy.lockfile.types import LockedSource, SourceFile
@@ -82,8 +83,7 @@ def _no_hub(where: str, why: str) -> LockError:
 
 def _shown(words: object) -> str:
     """Return other people's words as part of one line, which moves no terminal's cursor."""
-    first = (str(words).strip().splitlines() or ["no reason given"])[0]
-    return "".join(sign if sign.isprintable() else "?" for sign in first)[:300]
+    return shown((str(words).strip().splitlines() or ["no reason given"])[0])[:300]
 
 
 def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSource:

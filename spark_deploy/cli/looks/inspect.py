@@ -10,6 +10,7 @@ from spark_contract.orders import WITH_DONOR, Base, BuildPlan, DonorDir, Scheme
 from spark_deploy.catalog.model import HybridModel
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import listed
+from spark_deploy.documents.shown import shown
 from spark_deploy.lockfile.names import workplace
 from spark_deploy.planning.work.checkpoint import exact_sets
 
@@ -25,7 +26,7 @@ def run(options: Options) -> int:
                 name = f"{model.name}.{order.shared_experts}.json"
                 (builder.folder / name).write_text(text_of(order), encoding="utf-8")
                 words += ["--against", name]
-        print(builder.ask("inspect", *words, options.place), end="")
+        print(shown(builder.ask("inspect", *words, options.place)), end="")
     return 0
 
 

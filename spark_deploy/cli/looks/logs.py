@@ -15,6 +15,7 @@ from spark_contract.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.hosts import listed, say
+from spark_deploy.documents.shown import shown
 
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
 
@@ -31,7 +32,7 @@ class Line:
     def shown(self) -> str:
         """Return it for people, in the time of this machine."""
         at = datetime.fromtimestamp(self.at_us / 1e6).strftime("%m-%d %H:%M:%S")
-        return f"{at}  {self.host}  {self.part:<7}  {self.text}"
+        return shown(f"{at}  {self.host}  {self.part:<7}  {self.text}")
 
 
 def run(options: Options) -> int:

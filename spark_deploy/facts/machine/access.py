@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from pyinfra.api.facts import FactBase
-
 from spark_deploy.facts import sections
+from spark_deploy.facts.reading import HostFact
 
 ACCOUNT = "spark-deploy"  # made by bootstrap, for deploys alone
 ACCOUNT_HOME = "/var/lib/spark-deploy"
@@ -29,7 +28,7 @@ class Access:
     account_there: bool = False
 
 
-class LoginAccess(FactBase[Access]):
+class LoginAccess(HostFact[Access]):
     """Look at key and sudo of the login user, as that user, and at the account for deploys."""
 
     def command(self, public_key: str, sudoers_path: str) -> str:

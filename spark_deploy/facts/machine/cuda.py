@@ -10,14 +10,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pyinfra.api.facts import FactBase
-
 from spark_deploy.facts import sections
 from spark_deploy.facts.machine.packages import (
     Repositories,
     parse_repositories,
     repositories_script,
 )
+from spark_deploy.facts.reading import HostFact
 
 _TOOLKITS = r"""
 echo '== version-json'
@@ -47,7 +46,7 @@ class Cuda:
     repositories: Repositories
 
 
-class CudaState(FactBase[Cuda]):
+class CudaState(HostFact[Cuda]):
     """Everything the cuda role compares with its plan, in one command."""
 
     def command(self, urls: Sequence[str] = (), repository_files: Sequence[str] = ()) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from pyinfra.api.facts import FactBase
 from spark_contract import documents
 from spark_contract.records import GpuProof
 
@@ -26,6 +25,7 @@ from spark_deploy.facts.machine.packages import (
     parse_repositories,
     repositories_script,
 )
+from spark_deploy.facts.reading import HostFact
 
 DAEMON_JSON = "/etc/docker/daemon.json"
 
@@ -130,7 +130,7 @@ class Docker:
         return timestamp_s(self.unit.get("ExecMainStartTimestamp", ""))
 
 
-class DockerState(FactBase[Docker]):
+class DockerState(HostFact[Docker]):
     """Everything the docker role compares with its plan, in one command."""
 
     def command(

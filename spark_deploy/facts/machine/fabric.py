@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pyinfra.api.facts import FactBase
-
+from spark_deploy.facts.reading import HostFact
 from spark_deploy.facts.sections import Sections, script, whole
 
 _SCRIPT = r"""
@@ -62,7 +61,7 @@ class Ports:
     ports: tuple[Port, ...]
 
 
-class Fabric(FactBase[Ports]):
+class Fabric(HostFact[Ports]):
     """Every interface of a host but its loopback."""
 
     def command(self) -> str:

@@ -7,8 +7,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pyinfra.api.facts import FactBase
-
+from spark_deploy.facts.reading import HostFact
 from spark_deploy.facts.sections import Sections, first, key_values
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -93,7 +92,7 @@ def version_key(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
-class RebootedFor(FactBase[str]):
+class RebootedFor(HostFact[str]):
     """The reason of the last reboot of ours that is still pending; empty when there is none.
 
     It is written down before the reboot, under the id of the boot that was to end: while that one

@@ -6,10 +6,9 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pyinfra.api.facts import FactBase
-
 from spark_deploy.facts import sections
 from spark_deploy.facts.files import FileStates
+from spark_deploy.facts.reading import HostFact
 from spark_deploy.facts.sections import Sections
 from spark_deploy.managed import FileState
 
@@ -90,7 +89,7 @@ class Base:
     earlyoom: str  # arguments of the running earlyoom; "" when it does not run
 
 
-class BaseState(FactBase[Base]):
+class BaseState(HostFact[Base]):
     """Everything the base role compares with its plan, in one command."""
 
     def command(

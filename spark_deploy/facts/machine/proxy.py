@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-from pyinfra.api.facts import FactBase
+from spark_deploy.facts.reading import HostFact
 
 
-class DaemonProxy(FactBase[str]):
+class DaemonProxy(HostFact[str]):
     """``same`` or ``differs``; empty when the daemon does not run."""
 
     default = str

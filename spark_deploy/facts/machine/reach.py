@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from pyinfra.api.facts import FactBase
-
+from spark_deploy.facts.reading import HostFact
 from spark_deploy.facts.sections import script, whole
 
 _HEADERS_BYTES = 28  # of IP and ICMP, which count towards the MTU
@@ -14,7 +13,7 @@ _HEADERS_BYTES = 28  # of IP and ICMP, which count towards the MTU
 _PING = "ping -q -n -M do -c 3 -i 0.2 -W 1 -w 5"
 
 
-class Reach(FactBase[dict[str, str]]):
+class Reach(HostFact[dict[str, str]]):
     """For each address "yes", "no", or "unknown" where the host has no ping."""
 
     def command(self, ways: Sequence[tuple[str, str, int]]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pyinfra.api.facts import FactBase
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.errors import Problem
@@ -22,6 +21,7 @@ from spark_deploy.facts.machine.gpu import GpuState
 from spark_deploy.facts.machine.host import HostIdentity
 from spark_deploy.facts.machine.memory import Memory, Process
 from spark_deploy.facts.machine.ports import Listener
+from spark_deploy.facts.reading import HostFact
 from spark_deploy.facts.service import stored
 from spark_deploy.facts.service.stored import Stored
 
@@ -71,7 +71,7 @@ class Survey:
         return tuple(found)
 
 
-class HostSurvey(FactBase[Survey]):
+class HostSurvey(HostFact[Survey]):
     """One look at the whole host; run it without pyinfra's sudo, it finds its own way to root."""
 
     def command(

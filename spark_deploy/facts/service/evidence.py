@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from pyinfra.api.facts import FactBase
 from spark_contract import evidence
 from spark_contract.documents import DocumentError, read
 from spark_contract.paths import HOST_TOOL
 
+from spark_deploy.facts.reading import HostFact
 
-class Evidence(FactBase["evidence.Evidence | None"]):
+
+class Evidence(HostFact["evidence.Evidence | None"]):
     """``spark-host evidence``; ``None`` where the tools are not there, or know no such verb."""
 
     @staticmethod

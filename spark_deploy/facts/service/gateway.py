@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pyinfra.api.facts import FactBase
 from spark_contract.units import WATCH
+
+from spark_deploy.facts.reading import HostFact
 
 _BREAK = "== key"
 
@@ -20,7 +21,7 @@ class HostCertificate:
     public_key: bytes
 
 
-class GatewayCertificate(FactBase[HostCertificate]):
+class GatewayCertificate(HostFact[HostCertificate]):
     """The certificate of a gateway (openssl, on which ca-certificates depends)."""
 
     @staticmethod
@@ -39,7 +40,7 @@ class GatewayCertificate(FactBase[HostCertificate]):
         return HostCertificate(certificate.strip().encode(), key.strip().encode())
 
 
-class WatchTools(FactBase[str]):
+class WatchTools(HostFact[str]):
     """The folder of tools whose code the watch over a release runs; empty when none runs."""
 
     default = str
@@ -56,7 +57,7 @@ class WatchTools(FactBase[str]):
         return next(iter(output), "")
 
 
-class TailnetAddress(FactBase[str]):
+class TailnetAddress(HostFact[str]):
     """The host's address in its tailnet; empty when tailscale is not up."""
 
     default = str

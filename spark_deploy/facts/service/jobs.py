@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pyinfra.api.exceptions import FactProcessError
-from pyinfra.api.facts import FactBase
 from spark_contract.documents import parse
 from spark_contract.job import JobState
 from spark_contract.paths import HOST_TOOL
 from spark_contract.units import BOOT_LINKS, PREPARE, SHARE_UNIT, drop_in_dir
+
+from spark_deploy.facts.reading import HostFact
 
 
 def poll_command(jobs: Sequence[str]) -> str:
@@ -64,7 +65,7 @@ class Jobs:
         return all(name in self.states and self.states[name].state == "done" for name in names)
 
 
-class JobStates(FactBase[Jobs]):
+class JobStates(HostFact[Jobs]):
     """State of jobs, what their release's prepare target pulls in, and which targets boot."""
 
     @staticmethod

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pyinfra.api.exceptions import FactProcessError
-from pyinfra.api.facts import FactBase
 from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import problem_in
 from spark_contract.keep import Ours
 
+from spark_deploy.facts.reading import HostFact
 
-class OursOnHost(FactBase[Ours]):
+
+class OursOnHost(HostFact[Ours]):
     """What ``spark-host manifest`` says; the tools that answer come with the question.
 
     Give them as ``_stdin``: ``payload.sent``.

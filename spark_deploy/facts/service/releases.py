@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from pyinfra.api.exceptions import FactProcessError
-from pyinfra.api.facts import FactBase
 from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import Problem, problem_in
 from spark_contract.keep import Pruning
 from spark_contract.paths import HOST_TOOL
 from spark_contract.status import Rollback
+
+from spark_deploy.facts.reading import HostFact
 
 T = TypeVar("T")
 _USAGE = "spark-host "  # begins the list of verbs that tools print for one they do not know
@@ -36,7 +37,7 @@ def _answer(kind: type[T], output: Iterable[str]) -> T | Problem:
         raise FactProcessError(f"{kind.__name__}: {error}") from error
 
 
-class WayBack(FactBase["Rollback | Problem"]):
+class WayBack(HostFact["Rollback | Problem"]):
     """What ``spark-host rollback --dry`` says, or why it refuses."""
 
     default = staticmethod(_silence)
@@ -50,7 +51,7 @@ class WayBack(FactBase["Rollback | Problem"]):
         return found.problem or found if isinstance(found, Rollback) else found
 
 
-class Prunable(FactBase["Pruning | Problem"]):
+class Prunable(HostFact["Pruning | Problem"]):
     """What ``spark-host prune --dry`` would remove, or why it refuses; ``keep`` is its JSON."""
 
     default = staticmethod(_silence)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from pyinfra.api.facts import FactBase
 from spark_contract.units import HOURS, UNITS_DIR
 
+from spark_deploy.facts.reading import HostFact
 
-class Timers(FactBase[dict[str, bool]]):
+
+class Timers(HostFact[dict[str, bool]]):
     """Each timer of a schedule, with whether it runs and starts with the host."""
 
     default = dict
@@ -26,7 +27,7 @@ class Timers(FactBase[dict[str, bool]]):
         return {name: state == ["active", "enabled"] for name, *state in lines}
 
 
-class Calendars(FactBase[str]):
+class Calendars(HostFact[str]):
     """Why the first of some calendar expressions is none; "" when all of them are."""
 
     default = str

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pyinfra.api.exceptions import FactProcessError
-from pyinfra.api.facts import FactBase
 from spark_contract import status
 from spark_contract.documents import DocumentError, read
 from spark_contract.paths import HOST_TOOL
 from spark_contract.release import Release
+
+from spark_deploy.facts.reading import HostFact
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def parse_status(text: str) -> HostStatus:
         return HostStatus(None, f"its host tools are of another version ({error})")
 
 
-class Status(FactBase[HostStatus]):
+class Status(HostFact[HostStatus]):
     """Everything the host tools know, one live completion included."""
 
     @staticmethod
@@ -139,7 +140,7 @@ class Status(FactBase[HostStatus]):
             raise FactProcessError(f"spark-host status: {error}") from error
 
 
-class UsersKnown(FactBase[frozenset[str]]):
+class UsersKnown(HostFact[frozenset[str]]):
     """Those of some system users that the host knows."""
 
     default = frozenset

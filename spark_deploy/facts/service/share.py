@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pyinfra.api.facts import FactBase
+from spark_deploy.facts.reading import HostFact
 
 
-class LoginAddress(FactBase[str]):
+class LoginAddress(HostFact[str]):
     """The host's address that this login goes to; "" where there was no SSH login.
 
     To be asked without sudo, which drops the variable.

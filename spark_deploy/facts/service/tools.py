@@ -6,11 +6,12 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pyinfra.api.facts import FactBase
 from spark_contract.paths import CURRENT_TOOLS, SITE
 
+from spark_deploy.facts.reading import HostFact
 
-class SymlinkTarget(FactBase[str]):
+
+class SymlinkTarget(HostFact[str]):
     """Where a symlink points, literally; empty when there is none."""
 
     default = str
@@ -33,7 +34,7 @@ class Site:
     tools: str  # where `current` points; "" when absent
 
 
-class PythonSite(FactBase[Site]):
+class PythonSite(HostFact[Site]):
     """Version and architecture of ``python3``, our site directory and which tools are current."""
 
     def command(self) -> str:

@@ -1,0 +1,36 @@
+"""Words of hosts and hubs as a terminal may show them: nothing in them moves it, or hides text."""
+
+from __future__ import annotations
+
+import re
+
+# All control characters but tab, and what turns the direction of writing.
+_UNSEEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\udc80-\udcff"
+_IN_TEXT = re.compile(f"[{_UNSEEN}]")
+# The same as JSON spells it, behind an even number of backslashes: a parser would bring it back.
+_IN_JSON = re.compile(
+    r"(?<!\\)((?:\\\\)*)\\(?:u(?:00(?:[01][0-9a-f]|7f|[89][0-9a-f])|20(?:0[ef]|2[89a-e]|6[6-9])|"
+    r"feff|d[89a-f][0-9a-f]{2}(?!\\u))|[bfr])",
+    re.IGNORECASE,
+)
+_KEPT = re.compile(r"u000[9a]", re.IGNORECASE)
+
+
+def shown(text: str) -> str:
+    """Return a text, of several lines perhaps, with a mark for each character that is no text."""
+    return _IN_TEXT.sub("\ufffd", text)
+
+
+def heard(line: str) -> str:
+    """Return a line that a host printed, so that neither it nor JSON in it holds such characters.
+
+    Carriage returns before its end are some, too.
+    """
+    text = shown(line.rstrip("\r\n"))
+    return _IN_JSON.sub(_marked, text) if '"' in text else text
+
+
+def _marked(found: re.Match[str]) -> str:
+    if _KEPT.search(found[0]):
+        return found[0]
+    return f"{found[1]}\\ufffd"

@@ -1,0 +1,69 @@
+"""How the output of hosts comes in through pyinfra: as text, bounded, and harmless for a terminal.
+
+pyinfra takes every line as it is: it ends the reading of a host at the first byte that is no UTF-8,
+keeps whatever amount a host sends in memory, and with ``-v`` prints it to the operator's terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from queue import Queue
+from typing import Any
+
+from paramiko import ChannelFile
+from paramiko.channel import ChannelStderrFile
+from pyinfra.api.output import echo
+from pyinfra.connectors import util
+from pyinfra.connectors.util import OutputLine
+
+from spark_deploy.documents.shown import heard
+
+MOST_BYTES = 128 << 20
+"""Of one stream of one command; receipts of a hundred trees are a tenth of it."""
+_LINE_BYTES = 64 << 20  # the receipt of a large tree is one line
+
+
+def read_buffer(
+    name: str,
+    io: Any,
+    output_queue: Queue[OutputLine],
+    print_output: bool = False,
+    print_func: Callable[[str], str] | None = None,
+) -> None:
+    """Read what a command prints, in the place of pyinfra's function of this name."""
+    taken = 0
+    for line in _lines(_in_bytes(io)):
+        taken += len(line)
+        if taken > MOST_BYTES:
+            # Nobody reads on, so the command ends; without its end no answer of ours is taken.
+            output_queue.put(OutputLine(name, "(the host printed more than anybody asked for)"))
+            _close(io)
+            return
+        text = heard(line.decode(errors="replace"))
+        output_queue.put(OutputLine(name, text))
+        if print_output:
+            echo(print_func(text) if print_func else text, err=True)
+
+
+def _in_bytes(io: Any) -> Any:
+    """Return the stream as bytes: paramiko's raises an error of its own at bytes that are none."""
+    if isinstance(io, ChannelStderrFile):
+        return io.channel.makefile_stderr("rb")
+    return io.channel.makefile("rb") if isinstance(io, ChannelFile) else io
+
+
+def _lines(io: Any) -> Iterator[bytes]:
+    while line := io.readline(_LINE_BYTES):
+        yield line if isinstance(line, bytes) else line.encode(errors="replace")
+
+
+def _close(io: Any) -> None:
+    if isinstance(io, ChannelFile):
+        io.channel.close()
+    else:
+        io.close()
+
+
+def listen_carefully() -> None:
+    """Have all output of hosts come in through here, from now on."""
+    util.read_buffer = read_buffer

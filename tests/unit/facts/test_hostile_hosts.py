@@ -1,0 +1,125 @@
+"""Whatever a broken or hostile host prints, a fact is a value or one error about that host."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import pkgutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyinfra.api.exceptions import FactProcessError
+from pyinfra.api.facts import FactBase
+
+import spark_deploy.facts
+from tests.unit.facts.test_facts import output_of
+from tests.unit.hostile import BOMBS
+
+HERE = Path(__file__).parent
+
+
+def all_facts() -> Iterator[type[FactBase[Any]]]:
+    for found in pkgutil.walk_packages(spark_deploy.facts.__path__, "spark_deploy.facts."):
+        for _, one in inspect.getmembers(importlib.import_module(found.name), inspect.isclass):
+            if issubclass(one, FactBase) and one.__module__ == found.name:
+                yield one
+
+
+FACTS = {fact.__name__: fact for fact in all_facts()}
+STATUS = json.loads((HERE / "status_of_the_first_version.json").read_text())
+TEXTS = [bomb.decode(errors="replace") for bomb in BOMBS]
+ODD = st.one_of(
+    st.sampled_from(
+        [
+            *TEXTS,
+            "",
+            " ",
+            "\t\t\t",
+            "-",
+            "=",
+            "== end",
+            "== ",
+            "==  ",
+            ":",
+            "a:b:c:d:e",
+            "\x00",
+            "\x1b[2J\x1b]0;owned\x07",
+            "9" * 400,
+            "-1",
+            "1e400",
+            "NaN",
+            "0x",
+            "%",
+            "é" * 5,
+            "/" * 300,
+            "2 3",
+            "\udcff",
+            "\u202egnp.exe",
+            "A" * 100_000,
+            '{"a": NaN}',
+            "[1e999]",
+            "error: a: b",
+            "error: ",
+            "ii  x",
+            '"',
+            "\\",
+            "Mem: ٣",
+        ]
+    ),
+    st.text(max_size=40),
+    st.from_regex(r"[0-9a-f.:/-]{0,30}( [0-9.]{0,9}){0,8}", fullmatch=True),
+)
+
+
+def good_outputs(name: str) -> list[list[str]]:
+    cases = [yaml.safe_load(path.read_text()) for path in sorted((HERE / name).glob("*.yml"))]
+    found = [output_of(case["sections"]) for case in cases]
+    return [*found, [json.dumps(STATUS)], ["== end"], []]
+
+
+@st.composite
+def said(draw: st.DrawFn, name: str) -> list[str]:
+    """Return what a host may print in the place of a right answer."""
+    lines = list(draw(st.sampled_from(good_outputs(name))))
+    for _ in range(draw(st.integers(0, 4))):
+        how = draw(st.sampled_from(("replace", "insert", "drop", "cut", "join")))
+        at = draw(st.integers(0, max(0, len(lines) - 1)))
+        if how == "insert" or not lines:
+            lines.insert(at, draw(ODD))
+        elif how == "replace":
+            lines[at] = draw(ODD)
+        elif how == "drop":
+            del lines[at]
+        elif how == "cut":
+            lines[at] = lines[at][: draw(st.integers(0, len(lines[at])))]
+        else:
+            lines[at] = lines[at] + draw(ODD)
+    return lines
+
+
+@pytest.mark.parametrize("name", sorted(FACTS))
+def test_a_fact_is_a_value_or_one_error(name: str) -> None:
+    fact = FACTS[name]()
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+    @given(lines=said(name))
+    def holds(lines: list[str]) -> None:
+        began = time.process_time()
+        with suppress(FactProcessError):
+            fact.process(lines)
+        assert time.process_time() - began < 5
+
+    holds()
+
+
+def test_every_fact_there_is_was_asked() -> None:
+    assert len(FACTS) > 15
+    assert {"HostSurvey", "Status", "PythonSite", "LoginAccess"} <= set(FACTS)
