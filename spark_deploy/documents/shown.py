@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 # All control characters but tab, and what turns the direction of writing.
-_UNSEEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\udc80-\udcff"
+_UNSEEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
 _IN_TEXT = re.compile(f"[{_UNSEEN}]")
 # The same as JSON spells it, behind an even number of backslashes: a parser would bring it back.
 _IN_JSON = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(?:u(?:00(?:[01][0-9a-f]|7f|[89][0-9a-f])|20(?:0[ef]|2[89a-e]|6[6-9])|"
-    r"feff|d[89a-f][0-9a-f]{2}(?!\\u))|[bfr])",
+    r"feff)|[bfr])",
     re.IGNORECASE,
 )
 _KEPT = re.compile(r"u000[9a]", re.IGNORECASE)

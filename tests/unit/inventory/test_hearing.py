@@ -26,6 +26,7 @@ from spark_deploy.inventory import hearing
 
 OWNED = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"
 PRINTED = "".join(f"\\{byte:03o}" for byte in OWNED)
+PRINTING = f"printf '{PRINTED}\\n'"
 HARMLESS = st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.sampled_from("äé漢😀\t"))
 
 
@@ -76,8 +77,7 @@ def test_with_v_pyinfra_shows_text_of_a_host_and_no_command_to_the_terminal(
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "group_vars/here.yml").write_text("sudo: false\n")
     (tmp_path / "deploy.py").write_text(
-        "from pyinfra.operations import server\n"
-        f"server.shell(commands=[\"printf '{PRINTED}\\\\n'\"])\n"
+        f"from pyinfra.operations import server\nserver.shell(commands=[{PRINTING!r}])\n"
     )
     words = [sys.executable, "-m", "pyinfra", "-y", "-vvv"]
     theirs = subprocess.run([*words, "@local", "deploy.py"], cwd=tmp_path, capture_output=True)
@@ -127,7 +127,7 @@ class Hostile(paramiko.ServerInterface):
             channel.send_exit_status(0)
             channel.close()
 
-        threading.Thread(target=talk, daemon=True).start()
+        threading.Timer(0.2, talk).start()  # the request is answered first
         return True
 
 
