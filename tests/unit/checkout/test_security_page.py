@@ -1,0 +1,27 @@
+"""Every promise of SECURITY.md names a test that is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from spark_deploy.checkout import CHECKOUT
+
+PAGE = (CHECKOUT / "SECURITY.md").read_text("utf-8")
+ROWS = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]
+
+
+def test_every_promise_names_a_test_that_is_there() -> None:
+    assert len(ROWS) > 25
+    for row in ROWS:
+        named = re.findall(r"`((?:unit|host)/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, name in named:
+            tree = ast.parse((CHECKOUT / "tests" / file).read_text("utf-8"))
+            there = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            assert name in there, f"{file} has no {name}"
+
+
+def test_it_says_how_to_report() -> None:
+    assert "## Reporting" in PAGE
+    assert len(PAGE.split()) < 1200, "a threat model of one page"
