@@ -59,6 +59,23 @@ def test_doctor_says_what_a_deploy_would_refuse_and_how_to_mend_it(fleet: Fleet)
     assert healed.returncode == 0, healed.stdout
 
 
+def test_the_daily_look_runs_by_itself_and_status_and_doctor_tell_what_it_found(
+    fleet: Fleet,
+) -> None:
+    fleet.settle()
+    guest = fleet.guests[0]
+    assert guest.run("systemctl is-enabled spark-daily.timer") == "enabled"
+    assert guest.run("systemctl is-active spark-daily.timer") == "active"
+    watch = guest.serving()[0].replace("spark-serve@", "spark-watch@")
+    guest.run(f"systemctl stop {watch}; systemctl start spark-daily.service")
+    status, doctor = (fleet.site.look(verb, "--limit", FIRST) for verb in ("status", "doctor"))
+    guest.run(f"systemctl start {watch}; systemctl start spark-daily.service")
+    mended = fleet.site.look("status", "--limit", FIRST)
+    for said in (status, doctor):
+        assert f"{watch} does not run" in said.stdout, said.stdout + said.stderr
+    assert watch not in mended.stdout
+
+
 def test_status_says_what_is_served_and_notices_what_is_not_as_planned(fleet: Fleet) -> None:
     fleet.settle()
     guest = fleet.guests[0]
