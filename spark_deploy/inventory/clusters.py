@@ -13,8 +13,8 @@ from spark_deploy.settings.types import Settings
 
 # What a release is made of: members that differ in it would be members of different clusters.
 _ALIKE = (
-    "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers", "services", "watch",
-    "check", "images", "paths",
+    "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers",
+    "services", "watch", "check", "images", "paths",
 )  # fmt: skip
 _ALIKE_OF_SERVE = ("names", "start_timeout_s", "stop_timeout_s", "drain_s")
 
