@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from pyinfra.api.facts import FactBase
 from pyinfra.api.host import Host
 from pyinfra.context import host, state
-
-from spark_deploy.facts.reading import HostFact
 
 T = TypeVar("T")
 
@@ -26,7 +25,7 @@ class FactUnavailable(Exception):  # noqa: N818 - reads better at the call site
     """A fact could not be read; "could not tell" must never be taken for "absent"."""
 
 
-def read(fact: type[HostFact[T]], **arguments: Any) -> T:
+def read(fact: type[FactBase[T]], **arguments: Any) -> T:
     """Return ``fact`` of the current host, from memory when nothing happened since.
 
     Raises:
@@ -46,7 +45,7 @@ def read(fact: type[HostFact[T]], **arguments: Any) -> T:
     return value
 
 
-def answers_of(fact: type[HostFact[T]]) -> dict[str, T]:
+def answers_of(fact: type[FactBase[T]]) -> dict[str, T]:
     """Return what the hosts of this run have said so far in this stage, by name."""
     return {
         one.name: value
