@@ -37,8 +37,8 @@ def with_template(engine: EngineSettings, root: Path) -> EngineSettings | Broken
     except (OSError, UnicodeDecodeError) as error:
         what = f"{path} cannot be read ({type(error).__name__})"
         return Broken(_KEY, what, "name a text file of this machine")
-    if what := _wrong_with(text):
-        return Broken(_KEY, f"{path} {what}", "name a file with a Jinja template of a chat")
+    if wrong := _wrong_with(text):
+        return Broken(_KEY, f"{path} {wrong}", "name a file with a Jinja template of a chat")
     return dataclasses.replace(engine, options={**engine.options, OPTION: text})
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spark_contract.paths import CURRENT_TOOLS, SITE
+from spark_contract.units import DAILY_LINK
 
 from spark_deploy.facts.reading import HostFact
 
@@ -32,6 +33,7 @@ class Site:
     target: str  # where `site` points; "" when absent
     receipt: str  # digest of what was unpacked; "" when unproven
     tools: str  # where `current` points; "" when absent
+    timer: str  # where the link that starts the daily look points; "" when absent
 
 
 class PythonSite(HostFact[Site]):
@@ -42,13 +44,13 @@ class PythonSite(HostFact[Site]):
             "python3 -I -c 'import platform, sys; "
             'print("%d.%d" % sys.version_info[:2], platform.machine())\' 2>/dev/null || echo -; '
             f"readlink -- {SITE} || echo -; cat {SITE}/.receipt 2>/dev/null || echo -; "
-            f"readlink -- {CURRENT_TOOLS} || echo -"
+            f"readlink -- {CURRENT_TOOLS} || echo -; readlink -- {DAILY_LINK} || echo -"
         )
 
     def process(self, output: Iterable[str]) -> Site:
         lines = list(output)
-        if len(lines) != 4 or " " not in lines[0]:
-            return Site("", "", "", "", "")
+        if len(lines) != 5 or " " not in lines[0]:
+            return Site("", "", "", "", "", "")
         version, machine = lines[0].split()
-        target, receipt, tools = ("" if line == "-" else line for line in lines[1:])
-        return Site(version, machine, target, receipt, tools)
+        target, receipt, tools, timer = ("" if line == "-" else line for line in lines[1:])
+        return Site(version, machine, target, receipt, tools, timer)

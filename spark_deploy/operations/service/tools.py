@@ -10,7 +10,7 @@ from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 from spark_contract.paths import CURRENT_TOOLS, SITE, TOOLS_DIR
-from spark_contract.units import DAILY_LINK, DAILY_TIMER, UNITS_DIR
+from spark_contract.units import DAILY_TIMER, UNITS_DIR
 
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.tools import PythonSite
@@ -33,7 +33,7 @@ def host_tools(plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) 
     if read(PythonSite).tools != home:
         yield _point(CURRENT_TOOLS, home)
         changed = True
-    if host.get_fact(SymlinkTarget, path=DAILY_LINK) != f"{UNITS_DIR}/{DAILY_TIMER}":
+    if read(PythonSite).timer != f"{UNITS_DIR}/{DAILY_TIMER}":
         yield f"systemctl enable --now {DAILY_TIMER}"
         changed = True
     if not changed:

@@ -11,12 +11,19 @@ from spark_deploy.facts.service.tools import PythonSite, Site
     ("said", "found"),
     [
         (
-            ["3.12 aarch64", "/usr/local/lib/spark/site-a", "ab", "/usr/local/lib/spark/c"],
-            Site("3.12", "aarch64", "/usr/local/lib/spark/site-a", "ab", "/usr/local/lib/spark/c"),
+            ["3.12 aarch64", "/usr/local/lib/spark/site-a", "ab", "/usr/local/lib/spark/c", "/t"],
+            Site(
+                "3.12",
+                "aarch64",
+                "/usr/local/lib/spark/site-a",
+                "ab",
+                "/usr/local/lib/spark/c",
+                "/t",
+            ),
         ),
-        (["3.11 x86_64", "-", "-", "-"], Site("3.11", "x86_64", "", "", "")),
-        (["-", "-", "-", "-"], Site("", "", "", "", "")),
-        ([], Site("", "", "", "", "")),
+        (["3.11 x86_64", "-", "-", "-", "-"], Site("3.11", "x86_64", "", "", "", "")),
+        (["-", "-", "-", "-", "-"], Site("", "", "", "", "", "")),
+        ([], Site("", "", "", "", "", "")),
     ],
 )
 def test_python_packages_and_tools_are_told_in_one_answer(said: list[str], found: Site) -> None:
