@@ -1,0 +1,59 @@
+"""What runs on CUDA machines only names modules and names that are there: nobody else imports it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spark_deploy.checkout import CHECKOUT
+
+ROOTS = {"spark_vllm": CHECKOUT / "files/image", "proofs": CHECKOUT, "lab": CHECKOUT}
+FILES = [
+    *(CHECKOUT / "tests/gpu").glob("*.py"),
+    *(CHECKOUT / "benchmarks/gpu").glob("*.py"),
+    *(CHECKOUT / "proofs").rglob("*.py"),
+    CHECKOUT / "tests/unit/plugin/test_head_for_a_spark.py",
+]
+
+
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) of every import from a package of ours."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ROOTS:
+            for alias in node.names:
+                yield str(node.module), alias.name
+
+
+def is_there(module: str, name: str) -> bool:
+    place = ROOTS[module.split(".")[0]] / module.replace(".", "/")
+    if (place / f"{name}.py").is_file() or (place / name).is_dir():
+        return True
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    if not file.is_file():
+        return False
+    named = {
+        found
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        for found in (
+            getattr(node, "name", None),
+            node.id if isinstance(node, ast.Name) else None,
+            node.asname or node.name if isinstance(node, ast.alias) else None,
+        )
+    }
+    return name in named
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CHECKOUT)))
+def test_every_import_of_ours_finds_what_it_names(path: Path) -> None:
+    assert [one for one in imported(path) if not is_there(*one)] == []
+
+
+def test_a_module_and_a_name_that_are_not_there_are_noticed() -> None:
+    assert is_there("spark_vllm.head.kernel", "logits")
+    assert is_there("spark_vllm.head", "kernel")
+    assert not is_there("spark_vllm", "lm_head_kernel")
+    assert not is_there("spark_vllm.lm_head_table", "Tile")
+    assert not is_there("spark_vllm.head.kernel", "logit")
