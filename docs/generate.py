@@ -39,6 +39,7 @@ from spark_deploy.planning.budget.memory import (  # noqa: E402
 from spark_deploy.planning.budget.weights import weights_of  # noqa: E402
 from spark_deploy.planning.resolve import problems_of  # noqa: E402
 from spark_deploy.planning.types import MemoryPlan  # noqa: E402
+from spark_deploy.settings.cluster import ClusterSettings  # noqa: E402
 from spark_deploy.settings.types import Settings  # noqa: E402
 
 
@@ -121,6 +122,24 @@ def _model(model: HybridModel) -> Iterator[str]:
             f"({part.source})"
         )
     yield f"- served on one host with: {', '.join(_served_with(model)) or 'no profile'}"
+    for number in (2, 4):
+        yield _together(model, number)
+
+
+def _together(model: HybridModel, count: int) -> str:
+    """Say with which profiles so many hosts serve a model together, and what each then holds."""
+    names = _served_with(model, count)
+    if not names:
+        return f"- served by {count} hosts together (`cluster.hosts`) with: no profile"
+    chosen = "v2" if "v2" in names else names[0]
+    profile = catalog().profile(chosen, model.name)
+    plan = plan_memory(model, profile, _on(count, model.name, chosen))
+    return (
+        f"- served by {count} hosts together (`cluster.hosts`) with: {', '.join(names)}; with "
+        f"{chosen} each holds {gib(plan.weights_bytes)} of weights, {gib(plan.drafter_bytes)} of "
+        f"drafter and {gib(plan.kv_cache_bytes)} of KV cache, {plan.full_context_users:.1f} "
+        f"requests of full length (computed, run on no Spark)"
+    )
 
 
 def profiles_page() -> Iterator[str]:
@@ -222,9 +241,15 @@ def _fits(model: Model, profile: Profile) -> bool:
     return missing_bytes(model, profile, Settings()) <= 0
 
 
-def _served_with(model: Model) -> list[str]:
-    """Return the profiles that the plan does not refuse for ``model`` on one host."""
-    pairs = ((name, Settings(model=model.name, profile=name)) for name in catalog().profile_names)
+def _on(count: int, model: str, profile: str) -> Settings:
+    """Return the settings of a host, or of one of so many that serve together."""
+    hosts = tuple(f"spark-{number + 1}" for number in range(count)) if count > 1 else ()
+    return Settings(model=model, profile=profile, cluster=ClusterSettings(hosts=hosts))
+
+
+def _served_with(model: Model, count: int = 1) -> list[str]:
+    """Return the profiles that the plan does not refuse for ``model`` on so many hosts."""
+    pairs = ((name, _on(count, model.name, name)) for name in catalog().profile_names)
     return [name for name, settings in pairs if not problems_of(settings, catalog())]
 
 

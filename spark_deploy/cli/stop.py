@@ -10,6 +10,7 @@ from typing import Any
 
 from pyinfra.api.host import Host
 from spark_contract.paths import HOST_TOOL
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, chosen_services, listed, say
@@ -30,6 +31,8 @@ def run(options: Options) -> int:
     if options.command == "stop" and options.period:
         rest += ["--for", str(_seconds(options.period))]
     hosts = listed(options)
+    if options.service in (None, MAIN_SERVICE):
+        _refuse_half_a_cluster(hosts, options.command)
     orders = {
         one.name: [[verb, name, *rest] for name in chosen_services(one, options.service)]
         for one in hosts
@@ -39,6 +42,17 @@ def run(options: Options) -> int:
     texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in found)
     answer(options, found, texts, between="\n")
     return 0 if all(one["ok"] for one in found) else 1
+
+
+def _refuse_half_a_cluster(hosts: Sequence[Listed], command: str) -> None:
+    """Refuse to take one member from the others, who would start again for nothing."""
+    chosen = {one.name for one in hosts}
+    for one in hosts:
+        members = one.settings.settings.cluster.hosts
+        left_out = [name for name in members if name not in chosen]
+        if left_out:
+            what = f"serves together with {', '.join(left_out)}, which the command leaves out"
+            raise SparkError.one(one.name, what, f"spark-deploy {command} {' '.join(members)}")
 
 
 def _seconds(period: str) -> int:

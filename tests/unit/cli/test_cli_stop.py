@@ -20,8 +20,25 @@ SERVE = SimpleNamespace(start_timeout_s=1, stop_timeout_s=1)
 LISTED = SimpleNamespace(
     name="spark-1",
     data={"_sudo": True},
-    settings=SimpleNamespace(settings=SimpleNamespace(serve=SERVE, services={"embed": None})),
+    settings=SimpleNamespace(
+        settings=SimpleNamespace(
+            serve=SERVE, services={"embed": None}, cluster=SimpleNamespace(hosts=())
+        )
+    ),
 )
+
+
+@pytest.mark.parametrize("command", ["stop", "start"])
+def test_one_member_of_a_cluster_is_not_taken_from_the_others(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SimpleNamespace(cluster=SimpleNamespace(hosts=("spark-1", "spark-2")))
+    half = SimpleNamespace(name="spark-2", settings=SimpleNamespace(settings=settings))
+    monkeypatch.setattr(stop, "listed", lambda _: [half])
+    with pytest.raises(SparkError) as caught:
+        stop.run(Options(command=command, service=None, json=False, period=None))
+    assert "serves together with spark-1, which the command leaves out" in str(caught.value)
+    assert f"spark-deploy {command} spark-1 spark-2" in str(caught.value)
 
 
 @pytest.mark.parametrize(
