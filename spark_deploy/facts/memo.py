@@ -45,6 +45,17 @@ def read(fact: type[FactBase[T]], **arguments: Any) -> T:
     return value
 
 
+def remembered(fact: type[FactBase[T]]) -> T | None:
+    """Return an answer to any question of this fact that is still true; ``None``: ask for one."""
+    current = state.inventory.get_host(host.name)
+    done = commands_executed(current)
+    for (stage, asked, _), (when, value) in _answers.get(current, {}).items():
+        if asked is fact and stage == state.current_stage and when == done:
+            found: T = value
+            return found
+    return None
+
+
 def answers_of(fact: type[FactBase[T]]) -> dict[str, T]:
     """Return what the hosts of this run have said so far in this stage, by name."""
     return {

@@ -18,7 +18,7 @@ from pyinfra.context import host
 from spark_contract.job import Job, JobState
 from spark_contract.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
 
-from spark_deploy.facts.memo import read
+from spark_deploy.facts.memo import read, remembered
 from spark_deploy.facts.service.jobs import JobStates, parse_poll, poll_command, progress_text
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import HEARTBEAT_S, shell
@@ -115,7 +115,9 @@ def prepared(
     """
     names = tuple(spec.digest12 for spec in jobs)
     target = PREPARE.of(release)
-    found = read(JobStates, jobs=names, target=target)
+    # Without jobs only what boots is of interest, which every answer tells.
+    known = None if names else remembered(JobStates)
+    found = known or read(JobStates, jobs=names, target=target)
     given_up = _given_up(found.linked, release) if retire_others else ()
     if found.done(names) and target not in found.linked and not given_up:
         host.noop(f"{len(names)} jobs are proven")

@@ -12,6 +12,7 @@ from spark_deploy.facts.service.jobs import Jobs, JobStates
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.service import jobs
 from spark_deploy.planning.work.jobs import Work
+from tests.unit.operations.test_operations import on, shown
 from tests.unit.operations.test_releases import Answering, outcome
 
 NOW, BEFORE = "main-aaaaaaaaaaaa", "main-bbbbbbbbbbbb"
@@ -52,6 +53,19 @@ def test_it_is_taken_away_before_the_wait_for_the_present_choice() -> None:
     assert waited.startswith("_wait(")
     assert TARGET in own
     assert GIVEN_UP not in own
+
+
+def test_without_jobs_what_boots_is_known_from_an_answer_that_is_still_true() -> None:
+    seen = host("done", ("spark-prepare@main-ready.target",))
+    asked: list[Any] = []
+    answer = seen.get_fact
+    seen.get_fact = lambda fact, **words: asked.append(words) or answer(fact, **words)  # type: ignore[method-assign]
+    with on(seen) as state:
+        state.failed_hosts = set()
+        assert list(jobs.prepared._inner((JOB,), NOW, 60, False)) == []
+        *_, command = map(shown, jobs.prepared._inner((), "main-ready", 60, False))
+    assert len(asked) == 1
+    assert "spark-prepare@main-ready.target" in command
 
 
 @pytest.mark.parametrize("linked", [(), OTHERS])
