@@ -77,7 +77,7 @@ def _status(paths: LabPaths, options: argparse.Namespace) -> int:
         print(f"{one.name}  {one.ip}  {guest.state(one)}  {kind}")
     for name, server in servers.SERVERS.items():
         running = "running" if servers.pid_of(paths, name) else "stopped"
-        print(f"{name}  {HOST_IP}:{server.port}  {running}")
+        print(f"{name}  {server.ip}:{server.port}  {running}")
     for line in faults.active(paths):
         print(f"broken: {line}")
     return 0

@@ -22,6 +22,7 @@ PROGRAMS = {
     "apt-ftparchive": "apt-utils",
     "gpg": "gnupg",
     "docker-registry": "docker-registry",
+    "tinyproxy": "tinyproxy-bin",
     "mkfs.ext4": "e2fsprogs",
     "nsenter": "util-linux",
     "gcc": "gcc libc6-dev",

@@ -51,6 +51,7 @@ class Flavour:
     units: tuple[str, ...] = ()  # of its files, enabled
     disks: tuple[str, ...] = ()  # further ones; ``data`` is mounted at ``/data``
     locale: str = ""
+    proxied: bool = False  # its guests have no way to anything but the lab's proxy
     cloned_host_key: bool = False  # all guests of the flavour show one SSH host key
     settings: Mapping[str, Any] = field(default_factory=dict)  # what its owner has to choose
     owned_units: tuple[str, ...] = ()  # whose state and files a deploy must leave as they were

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lab import cgroup, mounts, network
 from lab.errors import LabError
+from lab.flavour import read as read_flavour
 from lab.paths import LabPaths, guest_index, guest_ip
 from lab.shell import run
 
@@ -144,7 +145,8 @@ def mount_root(guest: Guest) -> None:
 
 def start(guest: Guest) -> None:
     """Boot the guest under its own supervisor; returns before it is reachable."""
-    network.connect(guest.name)
+    proxied = bool(guest.flavour) and read_flavour(guest.flavour).proxied
+    network.connect(guest.name, proxied=proxied)
     cgroup.create(guest.name)
     with (guest.home / "supervisor.log").open("ab") as log:
         subprocess.Popen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lab.paths import BRIDGE, HOST_IP, guest_index, guest_ip
+from lab.paths import BRIDGE, HOST_IP, PROXY_IP, guest_index, guest_ip
 from lab.shell import run, succeeds
 
 
@@ -30,7 +30,8 @@ def ensure_bridge() -> None:
     """Have the bridge up with the host's address."""
     if BRIDGE not in _links():
         run(["ip", "link", "add", BRIDGE, "type", "bridge"])
-    run(["ip", "addr", "replace", f"{HOST_IP}/24", "dev", BRIDGE])
+    for address in (HOST_IP, PROXY_IP):
+        run(["ip", "addr", "replace", f"{address}/24", "dev", BRIDGE])
     run(["ip", "link", "set", BRIDGE, "up"])
 
 
@@ -40,8 +41,12 @@ def remove_bridge() -> None:
         run(["ip", "link", "del", BRIDGE])
 
 
-def connect(name: str) -> None:
-    """Give the guest a namespace with eth0 on the bridge; removes an old one first."""
+def connect(name: str, *, proxied: bool = False) -> None:
+    """Give the guest a namespace with eth0 on the bridge; removes an old one first.
+
+    A proxied one has no route to the lab's servers, and this machine talks to it from the
+    proxy's address.
+    """
     disconnect(name)
     netns, veth = _netns(name), _veth(name)
     run(["ip", "netns", "add", netns])
@@ -50,15 +55,21 @@ def connect(name: str) -> None:
     peer = ["peer", "name", "eth0", "address", mac, "netns", netns]
     run(["ip", "link", "add", veth, "type", "veth", *peer])
     run(["ip", "link", "set", veth, "master", BRIDGE, "up"])
-    address = f"{guest_ip(guest_index(name))}/24"
-    run(["ip", "-n", netns, "addr", "add", address, "dev", "eth0"])
+    guest = guest_ip(guest_index(name))
+    run(["ip", "-n", netns, "addr", "add", f"{guest}/24", "dev", "eth0"])
     for link in ("lo", "eth0"):
         run(["ip", "-n", netns, "link", "set", link, "up"])
-    run(["ip", "-n", netns, "route", "add", "default", "via", HOST_IP])
+    if proxied:
+        run(["ip", "-n", netns, "route", "add", "prohibit", f"{HOST_IP}/32"])
+        run(["ip", "route", "replace", guest, "dev", BRIDGE, "src", PROXY_IP])
+    else:
+        run(["ip", "-n", netns, "route", "add", "default", "via", HOST_IP])
 
 
 def disconnect(name: str) -> None:
     """Remove the guest's namespace; its link goes with it."""
+    if BRIDGE in _links():
+        run(["ip", "route", "del", guest_ip(guest_index(name)), "dev", BRIDGE], check=False)
     if namespace(name).exists():
         run(["ip", "netns", "del", _netns(name)])
     if _veth(name) in _links():

@@ -10,7 +10,9 @@ from lab.errors import LabError
 
 BRIDGE = "br-lab"
 HOST_IP = "10.77.0.1"
+PROXY_IP = "10.77.0.2"  # the only address that a guest without a way out can talk to
 APT_PORT, HUB_PORT, CDN_PORT, REGISTRY_PORT = 8081, 8082, 8083, 5000
+PROXY_PORT = 3128
 USER = "spark"
 MAX_GUESTS = 40
 

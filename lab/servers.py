@@ -17,7 +17,15 @@ from pathlib import Path
 
 from lab import cgroup
 from lab.errors import LabError
-from lab.paths import APT_PORT, HOST_IP, HUB_PORT, REGISTRY_PORT, LabPaths
+from lab.paths import (
+    APT_PORT,
+    HOST_IP,
+    HUB_PORT,
+    PROXY_IP,
+    PROXY_PORT,
+    REGISTRY_PORT,
+    LabPaths,
+)
 
 HOST_TREE = "host"
 
@@ -40,6 +48,7 @@ class Server:
     port: int
     argv: Callable[[LabPaths], list[str]]
     mark: str  # what no other server's command line has in it
+    ip: str = HOST_IP
 
 
 def _python(name: str) -> Callable[[LabPaths], list[str]]:
@@ -53,12 +62,28 @@ def _registry_argv(paths: LabPaths) -> list[str]:
     return ["/usr/bin/docker-registry", "serve", str(config)]
 
 
+_PROXY_CONFIG = f"""\
+Port {PROXY_PORT}
+Listen {PROXY_IP}
+Timeout 600
+MaxClients 200
+LogLevel Connect
+"""
+
+
+def _proxy_argv(paths: LabPaths) -> list[str]:
+    config = paths.run / "proxy.conf"
+    config.write_text(_PROXY_CONFIG)
+    return ["/usr/bin/tinyproxy", "-d", "-c", str(config)]
+
+
 SERVERS = {
     server.name: server
     for server in (
         Server("packages", APT_PORT, _python("packages"), "_packages"),
         Server("hub", HUB_PORT, _python("hub"), "_hub"),
         Server("registry", REGISTRY_PORT, _registry_argv, "docker-registry"),
+        Server("proxy", PROXY_PORT, _proxy_argv, "tinyproxy", PROXY_IP),
     )
 }
 
@@ -120,7 +145,7 @@ def _wait_for_port(paths: LabPaths, server: Server, process: subprocess.Popen[by
 
 def _answers(server: Server) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex((HOST_IP, server.port)) == 0
+        return probe.connect_ex((server.ip, server.port)) == 0
 
 
 def stop(paths: LabPaths, name: str) -> None:

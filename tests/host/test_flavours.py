@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ import yaml
 from lab import flavour
 from lab.flavour import Flavour
 from tests.host.belongings import Belongings, changes, look
-from tests.labkit import SPARE, Guest, Site, guest_named, lab
+from tests.labkit import SPARE, STATE, Guest, Site, guest_named, lab
 from tests.runs import Run
 
 NAME = SPARE[0]
 IN_THE_GATE = "awkward"
+PROXY_LOG = STATE / "run/proxy.log"
 QUESTION = "What is the capital of France?"
 
 
@@ -31,6 +33,7 @@ class Theirs:
     doctor_new: str
     doctor_ready: tuple[int, str]
     first: Run
+    proxy_log_bytes: int  # of earlier guests
 
     def belongings(self) -> Belongings:
         return look(self.guest.run, self.flavour.owned_units)
@@ -59,6 +62,7 @@ def theirs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Theirs]:
     chosen = flavour.read(request.param)
+    log_bytes = PROXY_LOG.stat().st_size if PROXY_LOG.exists() else 0
     lab("up", NAME, "--fresh", "--bootstrap-guest", NAME, "--flavour", chosen.name)
     before = look(
         lambda command: lab("ssh", "--root", NAME, command).rstrip("\n"), chosen.owned_units
@@ -70,7 +74,8 @@ def theirs(
     assert bootstrapped.exit_code == 0, bootstrapped.stderr[-4000:]
     doctor_ready = site.tool("doctor")
     first = site.deploy()
-    yield Theirs(chosen, site, guest_named(NAME), before, doctor_new, doctor_ready, first)
+    guest = guest_named(NAME)
+    yield Theirs(chosen, site, guest, before, doctor_new, doctor_ready, first, log_bytes)
     lab("down", NAME)
 
 
@@ -105,6 +110,45 @@ def test_it_serves_again_after_a_reboot_and_the_rest_is_as_it_was(theirs: Theirs
     assert theirs.guest.answers(QUESTION, "Paris")
     assert changes(theirs.before, theirs.belongings(), rebooted=True) == []
     theirs.site.deploy().must_have_changed_nothing()
+
+
+def test_one_whose_only_way_out_is_a_proxy_got_everything_through_it(theirs: Theirs) -> None:
+    if not theirs.flavour.proxied:
+        assert theirs.guest.run("curl -s -o /dev/null http://10.77.0.1:8082/; echo $?") == "0"
+        return
+    for place in ("10.77.0.1:8081", "10.77.0.1:8082", "10.77.0.1:5000", "10.77.0.2:8082"):
+        straight = f"curl -s -m 5 --noproxy '*' -o /dev/null http://{place}/; echo $?"
+        assert theirs.guest.run(straight) == "7", place  # no connection
+    log = PROXY_LOG.read_bytes()[theirs.proxy_log_bytes :].decode(errors="replace")
+    asked = [line for line in log.splitlines() if "Request (file descriptor" in line]
+    for place, what in (
+        ("10.77.0.1:8081", "InRelease"), ("10.77.0.1:8081", "archive-key.asc"),
+        ("10.77.0.1:8081", ".deb"), ("10.77.0.1:8082", "/resolve/"), ("10.77.0.1:5000", "/blobs/"),
+    ):  # fmt: skip
+        assert [line for line in asked if place in line and what in line], (place, what)
+
+
+def test_a_report_tells_what_it_shows_and_nothing_of_its_owner(
+    theirs: Theirs, tmp_path: Path
+) -> None:
+    file = tmp_path / "report.md"
+    code, said = theirs.site.tool("report", "--out", str(file))
+    assert code == 0, said
+    text = file.read_text()
+    told = json.loads(text.partition("```json")[2].partition("```")[0])["hosts"][0]
+    assert told["serving"]["proven"] is True
+    assert told["stand_ins"]
+    answers = {one["id"]: one["state"] for one in told["answers"]}
+    assert answers["deployed"] == answers["fetched"] == answers["memory-left"] == "yes"
+    assert answers["rollout"] == answers["speed"] == "yes"
+    mac = theirs.guest.run("cat /sys/class/net/eth0/address").strip()
+    key = theirs.guest.run("cat /etc/spark/api-key").strip()
+    machine = theirs.guest.run("cat /etc/machine-id").strip()
+    for private in (
+        NAME, theirs.guest.ip, "10.77.0", mac, key, machine, QUESTION, "Paris", "/home/spark",
+        "qdrant", "postgres", "comfyui", "gnome-shell",
+    ):  # fmt: skip
+        assert private.lower() not in text.lower(), private
 
 
 def test_hosts_cloned_from_one_disk_are_told_of_their_common_host_key(tmp_path: Path) -> None:

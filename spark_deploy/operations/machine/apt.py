@@ -117,6 +117,14 @@ def add_repositories(
         yield FunctionCommand(_add_repository, [repository], {})
 
 
+# The key of a repository comes the way its packages come: through the proxy that apt was told.
+_APTS_PROXY = """\
+eval "$(apt-config shell http_proxy Acquire::http::Proxy https_proxy Acquire::https::Proxy)"
+for v in http_proxy https_proxy; do
+  eval "p=\\${$v:-}"; case $p in "") ;; DIRECT) unset "$v" ;; *) export "$v" ;; esac
+done"""
+
+
 @host_command
 def _add_repository(state: State, host: Host, repository: RepositorySettings) -> bool:
     """Fetch the key, check it against its pin and add the source."""
@@ -125,6 +133,7 @@ def _add_repository(state: State, host: Host, repository: RepositorySettings) ->
     put = shlex.quote(source.path)
     script = f"""
 set -eu; umask 022; t=$(mktemp); trap 'rm -f "$t"' EXIT
+{_APTS_PROXY}
 curl -fsSL --retry 3 --connect-timeout 20 --max-time 120 -o "$t" {url}
 got=$(sha256sum "$t" | cut -d' ' -f1)
 [ "$got" = {repository.key_sha256} ] || {{ echo "sha256=$got"; exit 9; }}

@@ -350,8 +350,7 @@ def test_a_registry_that_its_package_started_makes_room_for_the_labs_own(monkeyp
 def test_a_port_that_another_program_has_is_named_before_a_server_starts(monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         registry = servers.SERVERS["registry"]
-        taken = dataclasses.replace(registry, port=other.getsockname()[1])
-        monkeypatch.setattr(servers, "HOST_IP", "127.0.0.1")
+        taken = dataclasses.replace(registry, port=other.getsockname()[1], ip="127.0.0.1")
         monkeypatch.setitem(servers.SERVERS, "registry", taken)
         with pytest.raises(LabError, match=rf"another program listens on port {taken.port}"):
             servers.start(LabPaths(tmp_path), "registry")
