@@ -63,7 +63,10 @@ _PROXY_MEANING = (
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
-    """The way out of hosts that have no other: downloads of jobs, and image pulls."""
+    """The way out of hosts that have no other: downloads of jobs, and image pulls.
+
+    Packages come the way that apt was told by the host's owner.
+    """
 
     http: _ProxyUrl = setting(None, _PROXY_MEANING.format("http"))
     https: _ProxyUrl = setting(

@@ -50,7 +50,8 @@ def proxied_jobs(proxy: ProxySettings) -> Commands:
 def proxied_docker(proxy: ProxySettings) -> Commands:
     """Have docker's daemon pull through the proxy; it is restarted where it runs with another.
 
-    A proxy that the owner gave it stays, unless the settings name one.
+    A proxy that the owner gave it stays, unless the settings name another one: a restart would
+    restart every container of the host.
     """
     if not proxy.used:
         if (yield from _without(DROP_IN)):
@@ -58,9 +59,13 @@ def proxied_docker(proxy: ProxySettings) -> Commands:
             return
         host.noop("docker's proxy is not ours")
         return
-    changed = yield from place((PULLS_THROUGH,))
     daemon = host.get_fact(DaemonProxy, path=PROXY)
-    if changed or daemon == "differs":
+    ours = DROP_IN in states_of([DROP_IN])
+    if not ours and daemon in ("same", "same-proxy"):
+        host.noop("docker pulls through this proxy by its owner's own settings")
+        return
+    changed = yield from place((PULLS_THROUGH,))
+    if changed or daemon in ("same-proxy", "differs"):
         if daemon:
             log("docker is restarted for its proxy; engines on it start again by themselves")
         yield shell(_RESTART)

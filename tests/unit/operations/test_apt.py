@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -133,3 +134,24 @@ def test_a_service_of_the_owner_is_neither_masked_nor_disabled(tmp_path, unit: s
     said = log.read_text()
     assert "install nginx-light" in said
     assert ("systemctl disable nginx.service" in said) is ours
+
+
+@pytest.mark.parametrize(
+    ("said", "http", "https"),
+    [
+        ("http_proxy='http://p:3128'", "http://p:3128", ""),
+        ("http_proxy='http://p:1'\nhttps_proxy='http://p:2'", "http://p:1", "http://p:2"),
+        ("http_proxy='DIRECT'", "", ""),
+        ("", "", ""),
+    ],
+)
+def test_keys_come_through_the_proxy_that_apt_was_told(tmp_path, said, http, https):
+    (tmp_path / "apt-config").write_text(f"#!/bin/sh\ncat <<'E'\n{said}\nE\n")
+    (tmp_path / "apt-config").chmod(0o755)
+    show = "env | grep -E '^https?_proxy=' | sort || :"
+    done = subprocess.run(
+        ["sh", "-euc", f"{apt._APTS_PROXY}\n{show}"], capture_output=True, text=True, check=True,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert (found.get("http_proxy", ""), found.get("https_proxy", "")) == (http, https)

@@ -86,6 +86,17 @@ def test_docker_is_restarted_where_it_runs_with_another_proxy_and_only_there():
     assert commands(Host(DROP_IN), proxy.proxied_docker, OPEN) == []
 
 
+@pytest.mark.parametrize("daemon", ["same", "same-proxy"])
+def test_docker_that_has_this_proxy_by_its_owners_hand_is_left_alone(daemon):
+    """Its restart would restart every container of the owner's."""
+    assert commands(Host(daemon=daemon), proxy.proxied_docker, OPEN) == []
+
+
+def test_names_that_need_no_proxy_are_kept_as_set_where_the_proxy_is_ours():
+    [restarted] = commands(Host(DROP_IN, daemon="same-proxy"), proxy.proxied_docker, OPEN)
+    assert "systemctl restart docker.service" in str(restarted)
+
+
 def test_a_proxy_that_the_owner_gave_docker_stays_unless_ours_was_there():
     assert commands(Host(daemon="differs"), proxy.proxied_docker, NONE) == []
     removed, restarted = commands(Host(DROP_IN), proxy.proxied_docker, NONE)
@@ -105,18 +116,29 @@ def test_what_systemd_would_read_otherwise_is_refused_without_being_shown(tmp_pa
     assert address not in str(caught.value)
 
 
+def lines_of(settings: ProxySettings) -> list[str]:
+    return proxy.proxy_file(settings).content.decode().splitlines()
+
+
 @pytest.mark.parametrize(
     ("inside", "said"),
-    [(OPEN, "same"), (ProxySettings(http="http://x:1"), "differs"), (NONE, "differs")],
+    [
+        (lines_of(OPEN), "same"),
+        (["HTTP_PROXY=http://proxy:3128/", "NO_PROXY=localhost,127.0.0.1,::1"], "same"),
+        (["HTTP_PROXY=http://proxy:3128", "NO_PROXY=.lan"], "same-proxy"),
+        (["http_proxy=http://proxy:3128"], "same-proxy"),
+        (lines_of(ProxySettings(http="http://x:1")), "differs"),
+        (["HTTP_PROXY=http://proxy:3128", "HTTPS_PROXY=http://proxy:3128"], "differs"),
+        ([], "differs"),
+    ],
 )
 def test_the_fact_compares_a_process_with_the_file_and_tells_neither(tmp_path, inside, said):
     """Asked of a process of ours in the daemon's place."""
     file = tmp_path / "proxy.env"
     file.write_bytes(proxy.proxy_file(OPEN).content)
     clean = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
-    lines = proxy.proxy_file(inside).content.decode().splitlines() if inside.used else []
     daemon = subprocess.Popen(
-        ["sleep", "60"], env={**clean, **dict(line.split("=", 1) for line in lines)}
+        ["sleep", "60"], env={**clean, **dict(line.split("=", 1) for line in inside)}
     )
     (tmp_path / "systemctl").write_text(f"#!/bin/sh\necho {daemon.pid}\n")
     (tmp_path / "systemctl").chmod(0o755)
