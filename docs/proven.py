@@ -7,6 +7,7 @@ from pathlib import Path
 
 from declared import cell
 
+from lab import flavour
 from spark_deploy.catalog.load import read_questions
 from spark_deploy.catalog.questions import Part, Question
 from spark_deploy.cli.looks.report.document import Report
@@ -34,7 +35,8 @@ def tables(checkout: Path) -> Iterator[str]:
     parts = read_questions(checkout).parts
     yield from ("", "| part | virtual lab | H200, H100 | DGX Spark |", "|---|---|---|---|")
     for part in parts:
-        row = (part.part, part.lab, part.gpu, _column(part, reports))
+        lab = part.lab.replace("{flavours}", _flavours())
+        row = (part.part, lab, part.gpu, _column(part, reports))
         yield f"| {' | '.join(map(cell, row))} |".replace("|  |", "| |")
     yield from ("", "## Open questions", "", OPEN, "")
     yield "| question | how a Spark answers it | answers |"
@@ -49,6 +51,15 @@ def tables(checkout: Path) -> Iterator[str]:
 OPEN = """
 Only a DGX Spark can answer these. [How an owner has it answer](reports.md): one command, one file.
 """.strip()
+
+
+def _flavours() -> str:
+    """Return what guests can look like, each in its own words and with its release."""
+    found = map(flavour.read, flavour.names())
+    return "; ".join(
+        f"`{one.name}` ({f'Debian {one.release.version}, ' if one.release else ''}{one.summary})"
+        for one in found
+    )
 
 
 def _column(part: Part, reports: dict[str, Report]) -> str:
