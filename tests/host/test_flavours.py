@@ -140,7 +140,7 @@ def test_a_report_tells_what_it_shows_and_nothing_of_its_owner(
     assert told["stand_ins"]
     answers = {one["id"]: one["state"] for one in told["answers"]}
     assert answers["deployed"] == answers["fetched"] == answers["memory-left"] == "yes"
-    assert answers["rollout"] == answers["speed"] == "yes"
+    assert answers["rollout"] == answers["speed"] == answers["preflight"] == "yes"
     mac = theirs.guest.run("cat /sys/class/net/eth0/address").strip()
     key = theirs.guest.run("cat /etc/spark/api-key").strip()
     machine = theirs.guest.run("cat /etc/machine-id").strip()
