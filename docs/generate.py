@@ -308,9 +308,9 @@ pages and recipes and never run by this project. How to add one:
 """.strip()
 
 COMPARED_BEFORE = """
-Published by the community for Qwen3.5-122B on vLLM 0.19, with two draft tokens; neither the memory
-fraction nor the preset stands beside the figures. Their commands take 0.88 to 0.90, and ours is computed
-for 0.90, of which the reserve of 12 GiB leaves 0.89; of the presets `turboquant_k3v4_nc` comes nearest.
+Published by the community for Qwen3.5-122B on vLLM 0.19, with two draft tokens; neither memory
+fraction nor preset stands beside the figures. Their commands take 0.88 to 0.90; ours is computed
+for 0.90, of which the reserve of 12 GiB leaves 0.89, and for the preset that comes nearest.
 """.strip()
 
 COMPARED_AFTER = """

@@ -1,4 +1,4 @@
-"""What runs on CUDA machines only names modules and names that are there: nobody else imports it."""
+"""What only CUDA machines run imports what is there: nobody else would notice."""
 
 from __future__ import annotations
 
