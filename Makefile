@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine editor host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit engine site editor host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -64,6 +64,11 @@ gpu-plans: venv ## write into build/plans what `make gpu` serves with; the CUDA 
 	  .venv/bin/spark-deploy plan inventory/spark.py --estimate --json --profile $$profile \
 	    > build/plans/$$profile.json || exit 1; done
 
+site: venv ## the documentation as a site, in build/site
+	@test -d build/site-venv || python3 -m venv build/site-venv
+	build/site-venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 build/site-venv/bin/mkdocs build --strict
+
 editor: venv ## completion and marks of the real YAML language server (npm)
 	$(PY) -m pytest -q tests/editor
 
@@ -108,6 +113,8 @@ lock-requirements: venv ## pin the Python dependencies anew, with hashes and wit
 	  --no-header --no-annotate --quiet --output-file requirements/run.txt
 	.venv/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 \
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/dev.txt
+	.venv/bin/uv pip compile requirements/docs.in --universal --python-version 3.10 \
+	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/docs.txt
 
 advisories: venv ## ask osv.dev about holes in pinned packages; says when nobody could be asked
 	@$(PY) -m tools.advisories
