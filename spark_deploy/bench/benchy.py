@@ -16,7 +16,7 @@ from spark_deploy.bench.client import Endpoint
 from spark_deploy.bench.result import Cell
 from spark_deploy.errors import SparkError
 
-DEPTHS = (0, 4096, 8192, 16384, 32768, 65536, 100000)
+DEPTHS = (0, 4096, 8192, 16384, 32768, 65535, 100000)
 CONCURRENCIES = (1, 2, 5, 10)
 RUNS = 3
 PROMPT_TOKENS, ANSWER_TOKENS = 2048, 128

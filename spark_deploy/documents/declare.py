@@ -189,9 +189,16 @@ def _for_editors(node: Schema) -> Schema:
     if node.get("default", 0) is None:
         del node["default"]  # left out means nothing
     if "based_on" in node.get("properties", {}):  # what is left out is that of the other
-        rest = {"required": node.pop("required", [])}
-        node |= {"if": {"required": ["based_on"]}, "then": True, "else": rest}
+        node |= {"if": {"required": ["based_on"]}, "then": True, "else": _taken_required(node)}
     return node
+
+
+def _taken_required(node: Schema) -> Schema:
+    """Take from a level and those in it what has to be there; return it as a schema of its own."""
+    found: Schema = {"required": node.pop("required")} if "required" in node else {}
+    inner = {key: rest for key, part in node.get("properties", {}).items()
+             if (rest := _taken_required(part))}  # fmt: skip
+    return {**found, **({"properties": inner} if inner else {})}
 
 
 def _choice(parts: list[Schema], rest: Schema) -> Schema:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,21 @@ def test_models_and_profiles_are_completed(
     editor: Editor, path: str, like: str, keys: set[str]
 ) -> None:
     assert keys <= editor.offered(path, line_of(like))
+
+
+def test_the_folder_that_init_writes_is_right_and_completed(server: Path, tmp_path: Path) -> None:
+    words = ["init", str(tmp_path), "--host", "spark-1=192.0.2.1", "--user", "ann"]
+    subprocess.run([sys.executable, "-m", "spark_deploy", *words], check=True, cwd=CHECKOUT)
+    editor = Editor(server, tmp_path)
+    try:
+        assert (editor.open("hosts.yml"), editor.open("group_vars/all.yml")) == ([], [])
+        hosts = (tmp_path / "hosts.yml").read_text()
+        assert {"address", "user"} <= editor.offered("hosts.yml", hosts + "  spark-2:\n    ")
+        wrong = hosts.replace("address", "adress")
+        assert any("adress" in text for text in editor.open("wrong.yml", wrong))
+    finally:
+        editor.process.kill()
+        editor.process.wait()
 
 
 def test_a_wrong_key_and_a_wrong_value_are_marked(editor: Editor) -> None:
