@@ -38,7 +38,7 @@ def run(options: Options) -> int:
     Raises:
         SparkError: a client is to be told of several hosts, or a tunnel ended.
     """
-    hosts = listed(options)
+    hosts = _answering(listed(options), options.service)
     tailnet = _tailnet_addresses(hosts)
     places = {name: place for place, name in enumerate(every_name(options))}
     found = [
@@ -52,6 +52,23 @@ def run(options: Options) -> int:
     else:
         answer(options, found, map(lines, found))
     return 0
+
+
+def _answering(hosts: list[Listed], service: str | None) -> list[Listed]:
+    """Return the hosts that clients can talk to: of a cluster only the head.
+
+    Raises:
+        SparkError: none of those chosen is.
+    """
+    if service not in (None, MAIN_SERVICE):
+        return hosts
+    heads = {one.name: (*one.settings.settings.cluster.hosts, one.name)[0] for one in hosts}
+    found = [one for one in hosts if heads[one.name] == one.name]
+    if not found:
+        [(name, head), *_] = heads.items()
+        what = f"computes for {head}, which answers for both"
+        raise SparkError.one(name, what, f"spark-deploy connect {head}")
+    return found
 
 
 def _for_client(name: str, found: list[Connection]) -> None:

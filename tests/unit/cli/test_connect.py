@@ -40,6 +40,16 @@ def test_a_host_has_the_same_port_here_whether_it_is_named_alone_or_not(
     assert "http://127.0.0.1:8001/v1 " in capsys.readouterr().out
 
 
+def test_of_a_cluster_clients_are_told_of_the_head_alone(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (site / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1, spark-2]}\n")
+    assert main(["connect", "--for", "env"]) == 0
+    assert "http://127.0.0.1:8000/v1" in capsys.readouterr().out
+    assert main(["connect", "spark-2"]) == 1
+    assert "spark-2: computes for spark-1, which answers" in capsys.readouterr().err
+
+
 def test_tunnels_of_all_hosts_stay_open_until_interrupted_and_end_with_it(
     site: Path,
 ) -> None:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 
+from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Member, Release
 
@@ -52,8 +53,11 @@ class Together:
 
     def _look(self, over: threading.Event) -> None:
         while not over.is_set():
-            self._show_that_it_serves()
-            self.lost = self.lost or self._left() or self._silent_one()
+            try:
+                self._show_that_it_serves()
+                self.lost = self.lost or self._left() or self._silent_one()
+            except HostToolError as error:  # its own address is gone, as with a cable
+                self.lost = str(error)
             over.wait(min(self._release.watch.interval_s, _SILENT_S / _SILENT_LOOKS))
 
     def _left(self) -> str | None:

@@ -1,0 +1,169 @@
+"""A member notices who joins, who leaves and who is silent, and is proven by its head."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+from spark_host.check import together as joining
+from spark_host.watch import together as watching
+from test_members import clustered, with_tables
+
+HEAD, WORKER = "127.0.0.2", "127.0.0.3"
+
+
+def free_port() -> int:
+    """Return a port after which one is free."""
+    with socket.socket() as free:
+        free.bind((HEAD, 0))
+        return int(free.getsockname()[1]) - 1
+
+
+def pair(**changes: float) -> Release:
+    """Return a release of two members that are two addresses of this machine."""
+    release = clustered()
+    assert release.cluster is not None
+    head, worker = (
+        dataclasses.replace(member, address=address)
+        for member, address in zip(release.cluster.members, (HEAD, WORKER), strict=True)
+    )
+    cluster = dataclasses.replace(
+        release.cluster, members=(head, worker), port=free_port(), **changes
+    )
+    watch = dataclasses.replace(release.watch, interval_s=0.05)
+    return dataclasses.replace(release, cluster=cluster, watch=watch)
+
+
+def tables(root: Path, release: Release, here: str, *, joined: bool) -> Paths:
+    assert release.cluster is not None
+    there = WORKER if here == HEAD else HEAD
+    ends = [(here, release.cluster.port, there, 40000, "01")] if joined else []
+    return with_tables(root, here, ends)
+
+
+def boots(release: Release, root: Path) -> None:
+    """Have this release be the one that boots, which only a proven one is."""
+    links = root / "etc/systemd/system/multi-user.target.wants"
+    links.mkdir(parents=True)
+    (links / release.serve_unit).symlink_to("/etc/systemd/system/spark-serve@.service")
+
+
+@pytest.fixture
+def over() -> threading.Event:
+    return threading.Event()
+
+
+def wait_for(what: object, seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if what():  # type: ignore[operator]
+            return
+        time.sleep(0.02)
+    raise TimeoutError
+
+
+def test_a_member_that_leaves_after_it_had_joined_ends_the_engine(
+    tmp_path: Path, over: threading.Event
+) -> None:
+    release = pair()
+    watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=True))
+    watch.begin(over)
+    time.sleep(0.3)
+    assert watch.lost is None
+    tables(tmp_path, release, HEAD, joined=False)
+    wait_for(lambda: watch.lost == "spark-2 left the cluster")
+    over.set()
+
+
+def test_nobody_has_left_who_never_joined(tmp_path: Path, over: threading.Event) -> None:
+    release = pair()
+    watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=False))
+    watch.begin(over)
+    time.sleep(0.4)
+    over.set()
+    assert watch.lost is None
+
+
+def test_a_member_that_answered_and_is_silent_for_long_ends_the_engine(
+    tmp_path: Path, over: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "_SILENT_S", 0.3)
+    answers = [True]
+    monkeypatch.setattr(watching.Together, "_answers", lambda *_: answers[0])
+    release = pair()
+    watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=True))
+    watch.begin(over)
+    time.sleep(0.5)
+    assert watch.lost is None
+    answers[0] = False
+    wait_for(lambda: watch.lost is not None)
+    over.set()
+    assert str(watch.lost).startswith("spark-2 gave no answer on the fabric for")
+
+
+def test_a_host_that_loses_its_own_address_ends_the_engine(
+    tmp_path: Path, over: threading.Event
+) -> None:
+    release = pair()
+    watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=True))
+    watch.begin(over)
+    time.sleep(0.2)
+    with_tables(tmp_path, "192.168.1.9", [])
+    wait_for(lambda: watch.lost is not None)
+    over.set()
+    assert "this host has 0 of its addresses" in str(watch.lost)
+
+
+def test_a_host_whose_watch_does_not_run_yet_is_there(tmp_path: Path) -> None:
+    release = pair()
+    watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=True))
+    assert release.cluster is not None
+    assert watch._answers(release.cluster.members[1])  # refused: somebody is there to refuse
+
+
+def test_a_worker_is_proven_when_its_head_boots_the_same_release(
+    tmp_path: Path, over: threading.Event
+) -> None:
+    release = pair()
+    at_head = tables(tmp_path / "head", release, HEAD, joined=True)
+    at_worker = tables(tmp_path / "worker", release, WORKER, joined=False)
+    assert release.cluster is not None
+    with_tables(tmp_path / "worker", WORKER, [(WORKER, 40000, HEAD, release.cluster.port, "01")])
+    watching.Together(release, at_head).begin(over)
+    found: list[bool] = []
+    joined = joining.Joining(release, at_worker)
+    thread = threading.Thread(
+        target=lambda: found.append(joining.head_proven(joined, lambda _: None).ok)
+    )
+    thread.start()
+    time.sleep(0.8)
+    assert found == []  # the head runs, but nobody has proven it
+    boots(release, tmp_path / "head")
+    thread.join(10)
+    over.set()
+    assert found == [True]
+
+
+def test_a_worker_whose_head_goes_back_fails_its_proof(tmp_path: Path) -> None:
+    release = pair()
+    assert release.cluster is not None
+    join = (WORKER, 40000, HEAD, release.cluster.port, "01")
+    paths = with_tables(tmp_path, WORKER, [join])
+    joined = joining.Joining(release, paths)
+    assert joining.joined(joined, lambda _: None).ok
+    with_tables(tmp_path, WORKER, [])
+    found = joining.head_proven(joined, lambda _: None)
+    assert (found.ok, found.detail) == (False, "spark-1 left the cluster")
+
+
+def test_a_start_without_the_others_ends_in_time(tmp_path: Path) -> None:
+    release = pair(join_s=0.2)
+    paths = tables(tmp_path, release, WORKER, joined=False)
+    found = joining.joined(joining.Joining(release, paths), lambda _: None)
+    assert (found.ok, found.detail) == (False, "spark-1 did not join within 0 s")
