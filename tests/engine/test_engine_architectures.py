@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ import pytest
 from spark_vllm import SUPPORTED_ENGINES
 from wheel_sources import RELEASES, fetch
 
-from spark_deploy.catalog.load import read_catalog
+from spark_deploy.catalog.load import read_catalog, read_families
 from spark_deploy.checkout import CHECKOUT
 
 REGISTRY = "vllm/model_executor/models/registry.py"
@@ -86,6 +87,24 @@ def test_no_table_of_served_models_is_forgotten(version: str) -> None:
     }
     found = {name for name, keys in tables(version).items() if name.isupper() and keys}
     assert found - beside == {*GENERATES, *POOLS} & found
+
+
+PARSERS = {
+    "tool_call": "vllm/tool_parsers/__init__.py",
+    "reasoning": "vllm/reasoning/__init__.py",
+}
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+def test_every_parser_that_we_name_is_one_of_the_newest_engine(kind: str) -> None:
+    file, newest = PARSERS[kind], SUPPORTED_ENGINES[-1]
+    text = (fetch(newest, {file}) / file).read_text()
+    listed = set(re.findall(r'^    "([a-z0-9_.]+)": \($', text, re.MULTILINE))
+    assert len(listed) > 30
+    catalog = read_catalog()
+    named = {getattr(one, kind) for one in read_families().families}
+    named |= {getattr(one.parsers, kind) for one in catalog.models.values()}
+    assert named - {None} - listed == set()
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)

@@ -9,10 +9,12 @@ from spark_deploy.catalog.load import read_catalog, read_families
 from spark_deploy.catalog.model import HUB_REPOSITORY
 from spark_deploy.checkout import catalog_files
 from spark_deploy.cli.adding.draft import Draft
+from spark_deploy.cli.adding.recipes import draft_of_recipe
 from spark_deploy.cli.adding.repository import Card, draft_of
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, planned, say
 from spark_deploy.cli.plan import lines
+from spark_deploy.documents.files import read_mapping
 from spark_deploy.errors import CatalogError, SparkError
 from spark_deploy.lockfile.anatomy import anatomy_of, ask_hub
 from spark_deploy.lockfile.hub import card_of
@@ -24,12 +26,14 @@ _PROFILE = "plain"
 
 def run(options: Options) -> int:
     """Write the file, check it as every file is, and print its plan and what is open."""
+    # For the new model; what hosts serve now is looked at as it is.
+    profile, options.profile = options.profile or _PROFILE, None
     # Hosts of an inventory may differ in hub and folder: the first one's count.
     host = listed(options)[0]
-    draft = _of_repository(options.place, host)
+    draft = _draft(options.place, host)
     path = _write(draft, host.settings.root, force=options.force)
     say(f"{path}: written")
-    options.model, options.profile = draft.name, options.profile or _PROFILE
+    options.model, options.profile = draft.name, profile
     try:
         after = listed(options)[0]
         plan = planned(after)
@@ -44,6 +48,17 @@ def run(options: Options) -> int:
     print(f"  UNPROVEN    nobody here ran {draft.repository}; the first deploy asks it and says so")
     print(f"  NEXT        model: {draft.name}, profile: {options.profile} in group_vars; deploy")
     return 0
+
+
+def _draft(place: str, host: Listed) -> Draft:
+    """Return the file of a recipe that is on this machine, or of a repository."""
+    path = Path(place)
+    if not path.is_file():
+        return _of_repository(place, host)
+    data, problems = read_mapping(path, shown=path.name)
+    if problems:
+        raise CatalogError(problems)
+    return draft_of_recipe(data, path.name)
 
 
 def _of_repository(place: str, host: Listed) -> Draft:

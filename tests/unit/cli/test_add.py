@@ -169,3 +169,29 @@ def test_words_of_a_hub_break_no_line_of_the_file(hub: Hub, site: Path) -> None:
     text = (site / "catalog/models/words.yml").read_text()
     assert yaml.safe_load(text)["kind"] == "plain"
     assert all(line.isprintable() for line in text.splitlines())
+
+
+def test_a_profile_is_that_of_the_new_model_alone(hub: Hub, site: Path) -> None:
+    """What hosts serve now need not go with it."""
+    publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
+    profiles = site / "catalog/profiles"
+    profiles.mkdir(parents=True)
+    mine = "based_on: plain\nsummary: Mine\nchoose_when: I do\n"
+    # The default model fits nowhere with so little of the memory.
+    (profiles / "mine.yml").write_text(f"{mine}limits: {{memory_fraction: 0.1}}\n")
+    assert add(site, "org/tiny", "--profile", "mine") == 0
+
+
+def test_a_recipe_is_added_by_the_same_command(
+    hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(hub, "org/Dense-NVFP4", CONFIG)
+    recipe = CHECKOUT / "tests/fixtures/recipes/spark-vllm-docker-1.yaml"
+    assert add(site, str(recipe)) == 0
+    out = capsys.readouterr().out
+    assert "OPEN        not used: mods: the engine's image is images.engine" in out
+    assert "--load-format fastsafetensors" in out
+    data = yaml.safe_load((site / "catalog/models/dense-nvfp4.yml").read_text())
+    assert data["imported"] == [
+        "a recipe of sparkrun or spark-vllm-docker, version 1, spark-vllm-docker-1.yaml"
+    ]

@@ -1,6 +1,7 @@
 """Every pair of the catalog: its plan as a difference that a reader can review.
 
-One pair is written out whole: the model and profile of the defaults. The default profile of another
+One pair is written out whole: the model and profile of the defaults; of repositories served as
+published the first, and the others as differences from it. The default profile of another
 model is written as its difference from that, another profile as its difference from the default
 profile of its model. ``GOLDEN=write pytest tests/unit/planning/test_goldens.py`` (or ``make
 golden``) writes them anew.
@@ -86,6 +87,10 @@ def base_of(model: str, profile: str) -> tuple[str, str] | None:
     """Return the pair that this one is written as a difference from."""
     if (model, profile) == (DEFAULT.model, DEFAULT.profile):
         return None
+    if profile == "plain":
+        # Those served as published differ little, and all from the others much.
+        first = next(name for name, served in PLANS if served == "plain")
+        return None if model == first else (first, "plain")
     return (DEFAULT.model if profile == DEFAULT.profile else model, DEFAULT.profile)
 
 

@@ -13,10 +13,12 @@ from spark_vllm.checkpoint.layers import missing_modules
 from test_plugin_checkpoint import LAYOUTS, TEXT, Damaged, check
 
 from spark_deploy.catalog.load import read_catalog
+from spark_deploy.catalog.model import HybridModel
 
 CATALOG = read_catalog()
 # A gap shows where another layer of the kind tells what belongs to it.
-LAYERED = [n for n, one in CATALOG.models.items() if one.architecture.attention_layers > 1]
+HYBRIDS = {n: one for n, one in CATALOG.models.items() if isinstance(one, HybridModel)}
+LAYERED = [n for n, one in HYBRIDS.items() if one.architecture.attention_layers > 1]
 
 
 @pytest.fixture(scope="module")

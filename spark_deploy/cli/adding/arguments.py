@@ -1,0 +1,151 @@
+"""Arguments of ``vllm serve`` in the words of the catalog."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_deploy.catalog.profile import KvCache
+from spark_deploy.documents.declare import schema_of
+from spark_deploy.settings.engine_options import DEVICE_OPTIONS, option_problems
+
+_SHORT = {
+    "-tp": "tensor-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-dp": "data-parallel-size",
+    "-cc": "compilation-config",
+    "-sc": "speculative-config",
+    "-q": "quantization",
+}
+_MTP = ("mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+_OLD = {"tensor-parallel": "tensor-parallel-size", "pipeline-parallel": "pipeline-parallel-size"}
+# Options that become a key of their own: where it stands, and what its value must be.
+_WHOLE: Callable[[Any], Any] = int
+_KEYS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
+    "max-model-len": (("limits", "max_context_tokens"), _WHOLE),
+    "max-num-seqs": (("limits", "max_sequences"), _WHOLE),
+    "max-num-batched-tokens": (("limits", "max_batched_tokens"), _WHOLE),
+    "gpu-memory-utilization": (("limits", "memory_fraction"), float),
+    "kv-cache-dtype": (("kv_cache", "dtype"), str),
+    "load-format": (("load_format",), str),
+    "enable-prefix-caching": (("prefix_caching",), bool),
+}
+_PARSERS = {"reasoning-parser": "reasoning", "tool-call-parser": "tool_call"}
+_SAID = ("enable-auto-tool-choice",)  # follows from the parser
+_NO_CODE = ("trust-remote-code", "reasoning-parser-plugin", "tool-parser-plugin")
+
+
+@dataclass(slots=True)
+class Arguments:
+    """What was taken, and what was not."""
+
+    profile: dict[str, Any] = field(default_factory=dict)
+    parsers: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    devices: int = 1
+
+
+def arguments_of(words: list[str]) -> Arguments:
+    """Return arguments as keys of a profile and names of parsers."""
+    taken = Arguments()
+    options: dict[str, Any] = {}
+    for name, value in _pairs(words):
+        plain, _, inner = name.partition(".")
+        if inner:
+            known = options.get(plain)
+            options[plain] = {**(known if isinstance(known, dict) else {}), inner: _read(value)}
+        else:
+            options[plain] = _read(value)
+    for name, value in options.items():
+        _take(name, value, taken)
+    own = taken.profile.get("options", {})
+    for option, what, fix in list(option_problems(own)):
+        del own[option]
+        taken.unused.append(f"--{option}: {what}; {fix}")
+    if not own:
+        taken.profile.pop("options", None)
+    return taken
+
+
+def _take(name: str, value: Any, taken: Arguments) -> None:
+    """Put one option where it belongs."""
+    if name in DEVICE_OPTIONS:
+        if type(value) is int and value > 1:
+            taken.devices *= value
+    elif name in _PARSERS and isinstance(value, str):
+        taken.parsers[_PARSERS[name]] = value
+    elif name in _KEYS:
+        _set(name, value, taken)
+    elif name == "speculative-config":
+        _speculate(value, taken)
+    elif name in _NO_CODE:
+        taken.unused.append(f"--{name}: code of others is not run")
+    elif name not in _SAID:
+        taken.profile.setdefault("options", {})[name] = value
+
+
+def _set(name: str, value: Any, taken: Arguments) -> None:
+    path, kind = _KEYS[name]
+    numbers = (int, float) if kind is float else (kind,)
+    fits = type(value) in numbers and not (kind in (int, float) and value <= 0)
+    dtypes = schema_of(KvCache, "kv_cache")["properties"]["dtype"]["enum"]
+    if name == "kv-cache-dtype" and value not in dtypes:
+        fits = False
+    if name == "gpu-memory-utilization" and fits and value > 0.95:
+        fits = False
+    if not fits:
+        taken.unused.append(f"--{name} {str(value)[:60]}: is nothing that a profile can say")
+        return
+    place = taken.profile
+    for key in path[:-1]:
+        place = place.setdefault(key, {})
+    place[path[-1]] = value
+
+
+def _speculate(value: Any, taken: Arguments) -> None:
+    drafts = value if isinstance(value, dict) else {}
+    method, count = drafts.get("method"), drafts.get("num_speculative_tokens")
+    if drafts.get("model") is not None:
+        what = f"its draft repository {str(drafts['model'])[:80]} would not be fetched"
+        taken.unused.append(f"--speculative-config: {what}")
+    elif method in _MTP and type(count) is int and 0 < count < 9:
+        taken.profile["speculation"] = {"method": "mtp", "tokens": count}
+        more = [key for key in drafts if key not in ("method", "num_speculative_tokens")]
+        taken.unused += [f"--speculative-config {key}: the engine chooses it" for key in more]
+    else:
+        taken.unused.append(f"--speculative-config: method {str(method)[:40]} is not known here")
+
+
+def _pairs(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield options with their values, in the engine's spelling."""
+    name: str | None = None
+    values: list[str] = []
+    for word in words:
+        option = word.startswith("--") or word in _SHORT
+        if option:
+            if name is not None:
+                yield name, values
+            head, equals, value = word.partition("=")
+            bare = _SHORT.get(head, head.removeprefix("--").replace("_", "-"))
+            name, values = _OLD.get(bare, bare), [value] if equals else []
+        else:
+            values.append(word)
+    if name is not None:
+        yield name, values
+
+
+def _read(values: list[str]) -> Any:
+    """Return a value as YAML would hold it: a flag is true, JSON a mapping, digits a number."""
+    if not values:
+        return True
+    if len(values) > 1:
+        return values
+    [text] = values
+    if text.startswith(("{", "[")) or text.replace(".", "", 1).isdecimal():
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    return text

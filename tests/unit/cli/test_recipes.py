@@ -1,0 +1,138 @@
+"""Recipes of others: what is used becomes a catalog file, and everything else is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+
+from spark_deploy.catalog.load import read_catalog
+from spark_deploy.catalog.model import PlainModel
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.adding.recipes import draft_of_recipe
+from spark_deploy.errors import CatalogError, Problem
+from tests.unit.hostile import ANYTHING
+
+FIXTURES = CHECKOUT / "tests/fixtures/recipes"
+READ = {path.name: yaml.safe_load(path.read_text()) for path in sorted(FIXTURES.glob("*.yaml"))}
+CHANGED: dict[str, dict[str, Any]] = {
+    "sparkrun-2.yaml": {
+        "limits": {"max_context_tokens": 65536, "memory_fraction": 0.7},
+        "kv_cache": {"dtype": "fp8"},
+        "speculation": {"method": "mtp", "tokens": 3},
+        "options": {"attention-backend": "flashinfer"},
+        "environment": {"VLLM_MARLIN_USE_ATOMIC_ADD": "1"},
+    },
+    "spark-vllm-docker-1.yaml": {
+        "limits": {"memory_fraction": 0.5, "max_sequences": 4},
+        "load_format": "fastsafetensors",
+        "options": {"enable-chunked-prefill": True},
+        "prefix_caching": True,
+    },
+    "nvidia.yaml": {"limits": {"max_context_tokens": 262144, "max_sequences": 8}},
+    "vllm-project.yaml": {
+        "options": {"moe-backend": "marlin"},
+        "limits": {"max_context_tokens": 131072},
+        "environment": {"VLLM_SOME_SWITCH": "1"},
+    },
+}
+REPOSITORY = {
+    "sparkrun-2.yaml": ("org/Small-Coder-FP8", "0123456789abcdef0123456789abcdef01234567"),
+    "spark-vllm-docker-1.yaml": ("org/Dense-NVFP4", "main"),
+    "nvidia.yaml": ("maker/A-Model-NVFP4", "main"),
+    "vllm-project.yaml": ("org/Some-MoE-FP8", "main"),
+}
+# Keys whose part in the file a reader finds above; each other one must be named.
+USED = {
+    "sparkrun-2.yaml": {"recipe_version", "name", "description", "model", "model_revision",
+                        "defaults", "env", "command", "min_nodes", "max_nodes"},
+    "spark-vllm-docker-1.yaml": {"recipe_version", "name", "description", "model", "defaults",
+                                 "env", "command", "solo_only", "cluster_only"},
+    "nvidia.yaml": {"schema_version", "title", "model", "checkpoint", "topology", "serve",
+                    "backend", "hardware"},
+    "vllm-project.yaml": {"meta", "model", "features", "opt_in_features", "variants"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_recipe_becomes_a_file_that_the_catalog_takes(name: str, tmp_path: Path) -> None:
+    draft = draft_of_recipe(READ[name], name)
+    folder = tmp_path / "catalog/models"
+    folder.mkdir(parents=True)
+    (folder / f"{draft.name}.yml").write_text(draft.text())
+    model = read_catalog(own=tmp_path).model(draft.name)
+    assert isinstance(model, PlainModel)
+    assert (model.repository, model.revision) == REPOSITORY[name]
+    [change] = model.changes
+    assert change.set == CHANGED[name]
+    assert model.imported
+    assert "not run by this project" in draft.text()
+    assert read_catalog(own=tmp_path).profile("plain", draft.name).limits.max_batched_tokens == 8192
+
+
+@pytest.mark.parametrize("name", READ)
+def test_every_key_is_used_or_named_as_not_used(name: str) -> None:
+    draft = draft_of_recipe(READ[name], name)
+    said = "\n".join(draft.open)
+    for key in READ[name].keys() - USED[name]:
+        assert f"not used: {key}:" in said, key
+
+
+def test_what_would_run_code_or_fetch_more_is_named() -> None:
+    said = {name: "\n".join(draft_of_recipe(data, name).open) for name, data in READ.items()}
+    assert "--trust-remote-code: code of others is not run" in said["sparkrun-2.yaml"]
+    assert "environment HF_TOKEN" in said["sparkrun-2.yaml"]
+    assert "defaults.never_said: the command does not say it" in said["sparkrun-2.yaml"]
+    assert "pre_exec: commands of others are not run" in said["sparkrun-2.yaml"]
+    assert "--served-model-name: is decided elsewhere" in said["sparkrun-2.yaml"]
+    assert "--quantization: is decided elsewhere" in said["spark-vllm-docker-1.yaml"]
+    assert "mods: the engine's image is images.engine" in said["spark-vllm-docker-1.yaml"]
+    assert "its draft repository maker/A-Model-assistant would not be" in said["nvidia.yaml"]
+    assert "features.spec_decoding: it is opt-in" in said["vllm-project.yaml"]
+    assert "variants.default" in said["vllm-project.yaml"]
+    assert "do not call it verified on a DGX Spark" in said["vllm-project.yaml"]
+    assert "hf_secret" not in "".join(draft_of_recipe(d, n).text() for n, d in READ.items())
+
+
+SEVERAL = (
+    {"min_nodes": 2},
+    {"cluster_only": True},
+    {"command": "vllm serve org/x -tp 2"},
+    {"command": "vllm serve org/x --pipeline-parallel-size=4"},
+)
+
+
+@pytest.mark.parametrize("changes", SEVERAL, ids=str)
+def test_a_recipe_for_several_hosts_says_so(changes: dict[str, Any]) -> None:
+    with pytest.raises(CatalogError, match=r"is for \d+ hosts together"):
+        draft_of_recipe({**READ["sparkrun-2.yaml"], **changes}, "r.yaml")
+
+
+def test_values_that_no_profile_can_say_are_named(tmp_path: Path) -> None:
+    said = "--max-model-len auto --kv-cache-dtype nvfp4 --max-num-seqs -1 --seed 1"
+    data = {"model": "org/x", "command": f"vllm serve org/x {said}"}
+    draft = draft_of_recipe(data, "r.yaml")
+    said = "\n".join(draft.open)
+    for option in ("--max-model-len auto", "--kv-cache-dtype nvfp4", "--max-num-seqs -1"):
+        assert f"{option}: is nothing that a profile can say" in said
+    assert yaml.safe_load(draft.text())["changes"] == [{"set": {"options": {"seed": 1}}}]
+
+
+def written(data: dict[str, Any], name: str) -> tuple[str, tuple[Problem, ...]]:
+    try:
+        return draft_of_recipe(data, name).text(), ()
+    except CatalogError as error:
+        return "", tuple(error.problems)
+
+
+@settings(max_examples=40, deadline=None)
+@given(value=ANYTHING)
+@pytest.mark.parametrize("name", READ)
+def test_whatever_a_key_holds_there_is_a_draft_or_one_line(name: str, value: Any) -> None:
+    for key in READ[name]:
+        text, problems = written({**READ[name], key: value}, name)
+        assert all(problem.line.isprintable() for problem in problems)
+        assert len(problems) == 1 or yaml.safe_load(text)["kind"] == "plain"
