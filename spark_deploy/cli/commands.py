@@ -233,21 +233,18 @@ COMMANDS: dict[str, Entry] = {
         "Go back to the release that served before, proven as in a deploy.",
         (option("--to", "Go back to this release instead.", metavar="RELEASE"), *_DRY_AND_YES),
         module="changes.line",
-        json=False,
     ),
     "prune": Entry(
         SERVE,
         "Remove what no kept release needs; --dry shows each thing and its bytes.",
         _DRY_AND_YES,
         module="changes.line",
-        json=False,
     ),
     "rotate-key": Entry(
         SERVE,
         "Give services a new API key; the old one is refused at once.",
         _DRY_AND_YES,
         module="changes.line",
-        json=False,
     ),
     "uninstall": Entry(
         SERVE,
@@ -258,14 +255,12 @@ COMMANDS: dict[str, Entry] = {
             *_DRY_AND_YES,
         ),
         module="changes.line",
-        json=False,
     ),
     "unbootstrap": Entry(
         SERVE,
         "Take back what the first login left: our key, the rule for sudo, the account.",
         _DRY_AND_YES,
         module="changes.line",
-        json=False,
     ),
     "lock": Entry(
         NAMES,
@@ -277,7 +272,6 @@ COMMANDS: dict[str, Entry] = {
             ),
             flag("--check", "Write nothing; exit code 1 if something is missing."),
         ),
-        json=False,
     ),
     "settings": Entry(
         NAMES,

@@ -154,7 +154,7 @@ def _lock(folder: Path) -> None:
     inventory = str(folder / INVENTORY)
     asked = Options(
         inventory=inventory, limit=[], exclude=[], model=None, profile=None, data=[],
-        update=[], check=False,
+        update=[], check=False, json=False,
     )  # fmt: skip
     try:
         lock.run(asked)

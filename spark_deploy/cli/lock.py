@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.documents.declare import typed
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import LockError
 from spark_deploy.inventory.held import hold_if_told, open_questions, unread
@@ -22,6 +24,12 @@ def run(options: Options) -> int:
     missing = 0
     for path, hosts in by_path.items():
         missing += _lock_file(path, hosts, options)
+    if options.json:
+        print(
+            json.dumps(
+                {str(path): typed(read_lock(path), nulls=False) for path in by_path}, indent=1
+            )
+        )
     return 1 if options.check and missing else 0
 
 

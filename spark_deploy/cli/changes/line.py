@@ -37,6 +37,7 @@ def run(options: Options) -> int:
     """
     hosts = [host.name for host in listed(options)]
     flags = ["--dry"] if options.dry else ["-y"] if options.yes else []
+    flags += ["--json"] if options.json else []
     words = line(options.command, options, hosts, flags)
     show(words)
     return subprocess.run(argv(words), check=False).returncode

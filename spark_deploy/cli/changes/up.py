@@ -98,7 +98,7 @@ def _lock(hosts: Sequence[Listed], options: Options) -> None:
         for host in hosts
     )
     if any(one.names for one in missing):
-        lock.run(Options(**{**vars(options), "update": [], "check": False}))
+        lock.run(Options(**{**vars(options), "update": [], "check": False, "json": False}))
 
 
 def _ask(options: Options) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 
@@ -73,3 +75,21 @@ def test_every_picture_on_a_page_is_there_and_every_picture_is_on_a_page():
     drawn = {path.resolve() for path in (CHECKOUT / "docs/screens").glob("*.svg")}
     assert shown - drawn == set()
     assert drawn - shown == set()
+
+
+def test_pictures_are_drawn_by_the_commands_from_what_was_recorded():
+    screens = runpy.run_path(str(CHECKOUT / "docs/screens.py"), run_name="screens")
+    drawn = {
+        name: html.unescape(screens["picture"](name, *said)).replace("\xa0", " ")
+        for name, said in screens["SCREENS"].items()
+    }
+    for name, words in {
+        "plan": "qwen3.5-122b with v2 fits",
+        "up-running": "measures its speed",
+        "up": "serves lab-stub with profile v2 as lab-model at",
+        "dry": "nothing to download; engine restarts",
+        "status": "full check, 16 of 16 passed",
+        "top": "running",
+    }.items():
+        assert words in drawn[name]
+    assert set(drawn) == {path.stem for path in (CHECKOUT / "docs/screens").glob("*.svg")}

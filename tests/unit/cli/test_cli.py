@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,19 @@ def test_lock_check_names_what_is_missing_and_writes_nothing(spark_deploy, tmp_p
     assert code == 1
     assert err.count("is not locked") == 4, "each name once, not once for every host"
     assert not (tmp_path / "spark.lock.yml").exists()
+
+
+@pytest.mark.usefixtures("lock_path")
+def test_a_lock_as_json_is_what_is_written_in_its_file(spark_deploy, tmp_path):
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "sparks.py").write_text(
+        "from spark_deploy.inventory.groups import group_from as _g\n"
+        'spark = _g("spark", hosts=["a"], file=__file__)\n'
+    )
+    code, out, _ = spark_deploy("lock", "sparks.py", "--check", "--json")
+    [(path, lock)] = json.loads(out).items()
+    assert (Path(path).name, "sources" in lock, "images" in lock) == ("spark.lock.yml", True, True)
+    assert code in (0, 1)
 
 
 def test_an_update_of_a_name_nobody_uses_is_refused_with_a_guess(spark_deploy):

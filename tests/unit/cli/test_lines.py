@@ -34,7 +34,8 @@ def run(monkeypatch, capsys, *words, code=0):
          ["--data", "profile=base", "--data", "uninstall.models=true", "--dry"]),
         (("rollback", "--to", "main-0123456789ab", "-y"), "deploys/rollback.py",
          ["--data", "releases.rollback_to=main-0123456789ab", "-y"]),
-        (("prune", "--dry"), "deploys/prune.py", ["--dry"]),
+        (("prune", "--dry", "--json"), "deploys/prune.py", ["--dry", "--json"]),
+        (("unbootstrap", "-y"), "deploys/unbootstrap.py", ["-y"]),
         (("rotate-key",), "deploys/rotate_key.py", []),
     ],
 )  # fmt: skip
