@@ -29,7 +29,7 @@ _LIMITS = [word for name in HOSTS for word in ("--limit", name)]
 QUESTION = bad_switch.QUESTION
 # Measured from nothing: what the lab's folder holds at the end, and the environment beside it.
 _NEEDED_BYTES = {"stub": 4_500_000_000, "cpu": 18_000_000_000}
-_MINUTES = {"stub": "2 to 5", "cpu": "10 to 20"}
+_MINUTES = {"stub": "2 to 5", "cpu": "6 to 15"}
 
 T = TypeVar("T")
 

@@ -1,0 +1,67 @@
+"""`make lab-purge` gives back the lab's folder, all of it and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lab import cgroup, cli, lifecycle, network
+from lab.errors import LabError
+from lab.paths import LabPaths
+
+
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LabPaths:
+    """A lab that is down; what this machine runs besides is none of it."""
+    monkeypatch.setattr(lifecycle, "down", lambda paths, names, delete: None)
+    monkeypatch.setattr(cgroup, "trees", list)
+    monkeypatch.setattr(network, "leftovers", list)
+    state = tmp_path / "lab"
+    (state / "cache/model").mkdir(parents=True)
+    (state / "cache/model/weights").write_bytes(b"x" * 3_000_000)
+    (state / "guests").mkdir()
+    (state / "guests/link").symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/kept").write_text("kept")
+    return LabPaths(state)
+
+
+def purge(paths: LabPaths, *names: str) -> int:
+    options = argparse.Namespace(guests=list(names), delete=False, purge=True)
+    return cli._down(paths, options)
+
+
+def test_a_purge_removes_the_folder_and_says_how_much_that_gives_back(
+    paths: LabPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert purge(paths) == 0
+    assert not paths.state.exists()
+    assert (tmp_path / "mine/kept").read_text() == "kept"
+    assert f"0.0 GB given back: {paths.state} is gone" in capsys.readouterr().out
+
+
+def test_what_is_still_mounted_in_it_is_not_lost_with_it(
+    paths: LabPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount")
+    place = paths.guests / "root"
+    place.mkdir()
+    subprocess.run(["mount", "--bind", tmp_path / "mine", place], check=True)
+    try:
+        assert purge(paths) == 1
+        assert (tmp_path / "mine/kept").read_text() == "kept"
+        assert f"left over: mount {place}" in capsys.readouterr().err
+    finally:
+        subprocess.run(["umount", place], check=True)
+    assert purge(paths) == 0
+
+
+def test_a_purge_is_about_the_whole_lab(paths: LabPaths) -> None:
+    with pytest.raises(LabError, match="whole lab"):
+        purge(paths, "lab-1")
+    assert paths.state.exists()
