@@ -168,7 +168,7 @@ WRONG = {
     "a way back by another name": (
         "releases: {rollback_to: yesterday}",
         "does not have the form",
-        "null means the one before",
+        "null means the main service's before this one",
     ),
     "no number of ways back": ("releases: {keep: -1}", "-1 is below 0", "How many"),
     "memory reserve too large": ("memory: {reserve_gib: 120}", "leaves nothing", "lower it"),
