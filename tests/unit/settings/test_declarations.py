@@ -16,7 +16,10 @@ from spark_deploy.settings.types import Settings
 
 DECLARATION = "spark_deploy/settings/serving.py"
 WRITTEN = {"docs/reference/settings.md", "group_vars/all.yml", "schema/settings.schema.json"}
-PARTS = ("spark_deploy", "files/contract", "files/host", "docs", "group_vars", "schema", "catalog")
+PARTS = (
+    "spark_deploy", "files/contract", "files/host", "files/image", "docs", "group_vars", "schema",
+    "catalog", "proofs", "benchmarks", "tests/gpu", "lab", "reports",
+)  # fmt: skip
 # Placed behind the watch's interval; the second place is the code that uses it.
 MADE_UP = '    nap_s: int = setting(7, "Seconds of a nap.", minimum=1)\n'
 USE = """
@@ -42,7 +45,7 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of what settings are made of and written to."""
     copy = tmp_path / "checkout"
     for part in PARTS:
-        ignore = shutil.ignore_patterns("__pycache__")
+        ignore = shutil.ignore_patterns("__pycache__", "*.npz")
         shutil.copytree(CHECKOUT / part, copy / part, ignore=ignore)
     return copy
 
