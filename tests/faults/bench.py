@@ -32,6 +32,8 @@ TOOLS = "/usr/local/lib/spark"
 # No GPU is asked for.
 UNASKED = {"schema_version": 1, "key": {}, "docker_arguments": [], "gpu": "none"}
 HOST = f"{TOOLS}/current/bin/spark-host"
+# What the running engine does wrong, and what each one after it.
+FAULT, LASTING = "/run/spark/engines/main/stub-fault", "/run/spark/stub-fault"
 A, B, C = (f"main-{digit * 12}" for digit in "abc")
 
 
@@ -116,7 +118,9 @@ class Bench:
             f"/etc/systemd/system/spark-serve@{name}.service.d/50-release.conf",
             f"[Unit]\nStartLimitIntervalSec={again['interval_s']}\n"
             f"StartLimitBurst={again['burst']}\n[Service]\nRestartSec={again['delay_s']}\n"
-            "TimeoutStartSec=120\nTimeoutStopSec=60",
+            "TimeoutStartSec=120\nTimeoutStopSec=60\n"
+            # A start empties the engine's folder: a fault that is to last is put there again.
+            f"ExecStartPre=-/bin/cp {LASTING} {FAULT}",
         )
         self.run("systemctl daemon-reload")
         return name

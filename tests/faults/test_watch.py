@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tests.faults.bench import HOST, A, B, Bench
+from tests.faults.bench import FAULT, HOST, LASTING, A, B, Bench
 
 UNIT = f"spark-serve@{A}.service"
 WATCH = f"spark-watch@{A}.service"
@@ -13,9 +13,11 @@ WATCH = f"spark-watch@{A}.service"
 SHORT = {"delay_s": 3, "burst": 3, "interval_s": 300}
 
 
-def misbehave(bench: Bench, fault: str) -> None:
-    """Have the running engine, and the ones after it, show a fault."""
-    bench.write("/run/spark/engines/main/stub-fault", fault)
+def misbehave(bench: Bench, fault: str, *, lasting: bool = False) -> None:
+    """Have the running engine show a fault, and with ``lasting`` the ones after it as well."""
+    if lasting:
+        bench.write(LASTING, fault)
+    bench.write(FAULT, fault)
 
 
 def events(bench: Bench) -> list[dict[str, Any]]:
@@ -73,7 +75,7 @@ def test_a_wedged_engine_is_restarted_and_serves_again(bench: Bench) -> None:
     misbehave(bench, "wedge")
     bench.ask_for_long()
     bench.guest.wait("grep -q stalled /var/lib/spark/events/main.jsonl", seconds=30)
-    bench.run("rm /run/spark/engines/main/stub-fault")
+    bench.run(f"rm -f {FAULT} {LASTING}")
     bench.guest.wait(f"test $(systemctl show -p NRestarts --value {UNIT}) = 1", seconds=30)
     bench.guest.wait(f"systemctl is-active {UNIT}", seconds=30)
     bench.serves(A)
@@ -93,7 +95,7 @@ def test_an_engine_that_wedges_after_every_start_ends_at_the_start_limit(bench: 
         bench.guest.wait(
             f"test $(grep -c '\"stalled\"' /var/lib/spark/events/main.jsonl) = {start}", seconds=30
         )
-        bench.run("rm /run/spark/engines/main/stub-fault")
+        bench.run(f"rm -f {FAULT} {LASTING}")
     ended_by_the_limit(bench)
 
 
@@ -110,7 +112,7 @@ def test_a_starving_host_is_saved_by_stopping_the_engine(bench: Bench) -> None:
     before = run_of(bench)
     misbehave(bench, "leak")
     bench.guest.wait("grep -q starving /var/lib/spark/events/main.jsonl", seconds=90)
-    bench.run("rm /run/spark/engines/main/stub-fault")
+    bench.run(f"rm -f {FAULT} {LASTING}")
     assert "GiB of memory are available, the floor is" in events(bench)[0]["text"]
     bench.guest.wait(f"test $(systemctl show -p NRestarts --value {UNIT}) = 1", seconds=30)
     bench.guest.wait(f"systemctl is-active {UNIT}", seconds=60)
@@ -148,7 +150,7 @@ def test_an_engine_that_loads_more_than_the_host_can_give_goes_back_to_the_old_r
 
 def test_an_engine_that_loads_too_much_at_every_start_ends_at_the_start_limit(bench: Bench) -> None:
     with_three_starts(bench, memory=room_below(bench))
-    misbehave(bench, "greedy-load")
+    misbehave(bench, "greedy-load", lasting=True)
     bench.run("docker kill spark-" + A)
     ended_by_the_limit(bench)
     starving = [event for event in events(bench) if event["kind"] == "starving"]
@@ -158,18 +160,18 @@ def test_an_engine_that_loads_too_much_at_every_start_ends_at_the_start_limit(be
 
 def test_an_engine_that_leaks_after_every_start_ends_at_the_start_limit(bench: Bench) -> None:
     with_three_starts(bench, memory=room_below(bench))
-    misbehave(bench, "leak")
+    misbehave(bench, "leak", lasting=True)
     ended_by_the_limit(bench)
     assert [event["kind"] for event in events(bench)] == ["starving"] * SHORT["burst"]
 
 
 def test_an_engine_that_crashes_again_and_again_ends_at_the_start_limit(bench: Bench) -> None:
     with_three_starts(bench)
-    misbehave(bench, "crash-at-start")
+    misbehave(bench, "crash-at-start", lasting=True)
     bench.run("docker kill spark-" + A)
     ended_by_the_limit(bench)
     # A start that a person or a deploy asks for is not held back by the limit.
-    bench.run("rm /run/spark/engines/main/stub-fault")
+    bench.run(f"rm -f {FAULT} {LASTING}")
     assert bench.switch(A)["state"] == "switched"
     bench.serves(A)
 
