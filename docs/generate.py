@@ -167,13 +167,15 @@ def profiles_page() -> Iterator[str]:
     yield (
         "Combinations that are refused (or warned of) before a host is touched. *Measured here*: a "
         "result file shows it, on a GPU that is not a Spark's; *read in source*; *reported* by "
-        "others only."
+        "others only. What is marked † can be taken on with `override_rails: {RULE: WHY}`; the "
+        "plan then warns."
     )
     yield from ("", "| rule | effect | why | instead | known | from |", "|---|---|---|---|---|---|")
     for rail in catalog().rails:
         known = {"measured": "*measured here*", "read": "*read in source*"}
         told = known.get(rail.evidence, "*reported*")
-        cells = (f"`{rail.rule}`", rail.effect, rail.reason, rail.fix, told, rail.source)
+        effect = f"{rail.effect} †" if rail.may_be_overridden else rail.effect
+        cells = (f"`{rail.rule}`", effect, rail.reason, rail.fix, told, rail.source)
         yield f"| {' | '.join(cell(one) for one in cells)} |"
 
 
