@@ -26,8 +26,10 @@ TEMPLATES = (
     units.SERVE,
     units.SWITCH, units.PREPARE, units.JOB,
 )  # fmt: skip
+_SOCKET_MOUNTS = "run-spark-engines-*.mount"
 _OUR_UNIT = re.compile(
-    rf"^(({'|'.join(template.name for template in TEMPLATES)})@|spark-daily\.(service|timer)$)"
+    rf"^(({'|'.join(template.name for template in TEMPLATES)})@|spark-daily\.(service|timer)$"
+    r"|run-spark-engines-.+\.mount$)"
 )
 _OUR_TOOL = re.compile(
     rf"^\.?(site|current|(site-)?{units.DIGEST12})(\.zip|\.new|\.pruned)?$|^\.new-\w{{6}}$"
@@ -92,7 +94,8 @@ def _left(things: Iterable[Thing]) -> bool:
 
 
 def _running() -> Iterator[Thing]:
-    for pattern in (units.DAILY_TIMER, *(template.of("*") for template in TEMPLATES)):
+    patterns = (units.DAILY_TIMER, *(template.of("*") for template in TEMPLATES), _SOCKET_MOUNTS)
+    for pattern in patterns:
         names = systemd.listed(pattern)
         states = systemd.show(names, ["ActiveState"])
         for name in names:
