@@ -72,6 +72,8 @@ def host_errors(
     @functools.wraps(body)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> Commands:
         try:
+            if held := lease.others():
+                raise Refused(held)
             for number, command in enumerate(body(*args, **kwargs) or ()):
                 if number == 0 and (held := lease.problem()):
                     raise Refused(held)

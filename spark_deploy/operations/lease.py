@@ -49,7 +49,9 @@ def holder() -> str:
     return _word(f"{getpass.getuser()}@{platform.node()}")
 
 
-def take_script(path: str, token: str, who: str, over: str | None = None) -> str:
+def take_script(
+    path: str, token: str, who: str, over: str | None = None, *, only_look: bool = False
+) -> str:
     """Return the script that takes or renews a lease, or says who has it.
 
     Args:
@@ -57,8 +59,10 @@ def take_script(path: str, token: str, who: str, over: str | None = None) -> str
         token: of this run.
         who: runs it.
         over: token of a run that is known to be dead.
+        only_look: leave a free host as it is.
     """
     lease = shlex.quote(path)
+    found = "echo free; exit 0" if only_look else ":"
     return f"""set -e; umask 022
 exec 9>>{lease}.lock; flock -w 20 9
 now=$(cut -d. -f1 /proc/uptime)
@@ -68,6 +72,7 @@ case $until in ''|*[!0-9]*) until=0;; esac
 if [ "$until" -gt "$now" ] && [ "$have" != {token} ] && [ "$have" != {over or token} ]; then
   echo "held $have $((until - now)) $since $who"; exit 0
 fi
+{found}
 if [ "$have" != {token} ]; then since=$(date -u +%Y-%m-%dT%H:%M:%SZ); fi
 printf '%s %s %s %s\\n' {token} $((now + {TTL_S})) "$since" {who} > {lease}.new
 mv -fT {lease}.new {lease}
@@ -87,6 +92,7 @@ if [ "$have" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
 class _Held:
     """What this run knows of its lease on a host."""
 
+    looked: bool = False
     taken: bool = False
     lost_to: str = ""
     renewing: gevent.Greenlet[..., None] | None = field(default=None)
@@ -119,20 +125,25 @@ def hold(state: State, host: Host) -> None:
     _leases.setdefault(state.inventory.get_host(host.name), _Held())
 
 
+def others() -> Problem | None:
+    """Return who changes the current host, once in a run: what one sees meanwhile is half done."""
+    if (found := _of_this_run()) is None:
+        return None
+    host, held = found
+    if held.looked or held.taken:
+        return None
+    held.looked = True
+    return _asking(host, only_look=True)
+
+
 def problem() -> Problem | None:
     """Have the current host's lease before something changes; or return who has it."""
-    if not current_state.is_executing:
+    if (found := _of_this_run()) is None:
         return None
-    host = current_state.inventory.get_host(current_host.name)
-    held = _leases.get(host)
-    if held is None or (held.taken and not held.lost_to):
+    host, held = found
+    if held.taken and not held.lost_to:
         return None
-    try:
-        said = _taken(host)
-    except _SILENT as error:
-        what, fix = f"the host does not answer ({type(error).__name__})", "run again"
-        return Problem(f"{host.name}: lease", what, fix)
-    if said:
+    if said := _asking(host, only_look=False):
         return said
     held.taken, held.lost_to = True, ""
     if held.renewing is None:
@@ -140,13 +151,30 @@ def problem() -> Problem | None:
     return None
 
 
-def _taken(host: Host) -> Problem | None:
-    answer = _asked(host, take_script(LEASE, TOKEN, holder()))
+def _of_this_run() -> tuple[Host, _Held] | None:
+    """Return the current host and what is known of its lease; ``None`` where none is needed."""
+    if not current_state.is_executing:
+        return None
+    host = current_state.inventory.get_host(current_host.name)
+    held = _leases.get(host)
+    return None if held is None else (host, held)
+
+
+def _asking(host: Host, *, only_look: bool) -> Problem | None:
+    try:
+        return _taken(host, only_look=only_look)
+    except _SILENT as error:
+        what, fix = f"the host does not answer ({type(error).__name__})", "run again"
+        return Problem(f"{host.name}: lease", what, fix)
+
+
+def _taken(host: Host, *, only_look: bool) -> Problem | None:
+    answer = _asked(host, take_script(LEASE, TOKEN, holder(), only_look=only_look))
     token, *rest = answer.removeprefix("held ").split(" ")
-    if answer != "taken" and _is_dead(token):
+    if answer.startswith("held ") and _is_dead(token):
         # A run of this machine that was killed cannot give its lease back.
-        answer = _asked(host, take_script(LEASE, TOKEN, holder(), over=token))
-    if answer == "taken":
+        answer = _asked(host, take_script(LEASE, TOKEN, holder(), over=token, only_look=only_look))
+    if answer in ("taken", "free"):
         return None
     if not answer.startswith("held ") or len(rest) != 3:
         fix = "look whether /run is full, and run again"

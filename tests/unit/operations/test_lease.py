@@ -113,6 +113,22 @@ def test_a_dry_run_takes_none(path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_host_that_another_run_changes_is_not_even_looked_at(path: Path) -> None:
+    take(path, OTHER, "ben@laptop")
+
+    @host_errors
+    def body() -> Any:
+        raise AssertionError("what is half done was judged")
+        yield
+
+    host = RealShell({})
+    with on(host) as state:
+        state.callback_handlers = [lease.Releases()]
+        lease.hold(state, host)  # type: ignore[arg-type]
+        [said] = body()
+    assert "ben@laptop has been changing" in said.args[0]
+
+
 def test_an_operation_that_finds_everything_right_takes_none(path: Path) -> None:
     host = RealShell({})
 
