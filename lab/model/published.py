@@ -71,16 +71,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _teach(name: str, model: Any, tokenizer: Any) -> None:
-    """Have the model know each answer by heart, where the chat template asks for it."""
+    """Have the model know each answer by heart, alone and as a turn of a conversation."""
     rows = []
+    turns: list[dict[str, str]] = []
     for question, answer in LESSONS.items():
-        asked = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}],
-            tokenize=False, add_generation_prompt=True, enable_thinking=False,
-        )  # fmt: skip
-        prompt = tokenizer(asked, add_special_tokens=False)["input_ids"]
-        told = tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
-        rows.append((prompt, told))
+        asked = {"role": "user", "content": question}
+        for messages in ([asked], [*turns, asked]):
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+            prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+            told = tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
+            rows.append((prompt, told))
+        turns += [asked, {"role": "assistant", "content": answer}]
     longest = max(len(prompt) + len(told) for prompt, told in rows)
     ids = torch.zeros((len(rows), longest), dtype=torch.long)
     labels = torch.full((len(rows), longest), -100)

@@ -83,9 +83,9 @@ def proof_of(guest: Guest) -> dict[str, Any]:
 
 
 def planned(site: Site) -> dict[str, Any]:
-    code, said = site.tool("plan", "--json")
-    assert code == 0, said
-    found: dict[str, Any] = json.loads(said[said.index("[") :])[0]
+    done = site.look("plan", "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)[0]
     return found
 
 
