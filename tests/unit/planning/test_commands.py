@@ -50,7 +50,8 @@ def test_a_value_that_would_be_read_as_an_option_is_refused(options):
 def test_all_names_are_served_the_first_one_first():
     arguments = argv()
     at = arguments.index("--served-model-name")
-    assert arguments[at + 1 : at + 4] == ("first", "second", "--max-model-len")
+    assert arguments[at + 1 : at + 3] == ("first", "second")
+    assert arguments[at + 3].startswith("--")
 
 
 def test_v2_drafts_two_tokens_and_never_caches_prefixes():
