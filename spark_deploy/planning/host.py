@@ -18,7 +18,7 @@ from spark_deploy.planning.budget.disk import (
     needed_by_path,
 )
 from spark_deploy.planning.resolve import Request, Resolved, resolve, resolve_service
-from spark_deploy.planning.serving.cluster import rails
+from spark_deploy.planning.serving.cluster import ways
 from spark_deploy.planning.serving.gateway import gateway_plan
 from spark_deploy.planning.serving.image import image_plan, locked_image
 from spark_deploy.planning.serving.serve import cache_dir, serve_plan
@@ -78,7 +78,7 @@ def plan_host(request: Request) -> HostPlan:
         needs=replace(
             _needs(settings, (main, *services), disk, docker.check_image, pairs),
             cluster=settings.cluster.hosts,
-            rails=rails(settings, request.host, request.fabric),
+            ways=ways(settings, request.host, request.fabric),
         ),
         base=BasePlan(paths=settings.paths, **_fields(settings.base)),
         cuda=_cuda(settings),

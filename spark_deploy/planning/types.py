@@ -38,7 +38,7 @@ class PayloadIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class Rail:
+class Way:
     """One way from a host to another member of its cluster."""
 
     interface: str
@@ -75,7 +75,7 @@ class NeedsPlan(ExpectSettings):
     downloads: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     look_in: tuple[str, ...] = ()  # where the fetcher will look for them
     cluster: tuple[str, ...] = ()  # members, this host among them
-    rails: tuple[Rail, ...] = ()  # to the other members
+    ways: tuple[Way, ...] = ()  # to the other members
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,49 +6,49 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.survey import Survey
-from spark_deploy.planning.types import Rail
+from spark_deploy.planning.types import Way
 from spark_deploy.preflight.verdict import Verdict
 
 _FULL_MBIT_PER_S = 200_000  # of one cable, told by each of the two interfaces of its cage
 _LARGE_MTU = 9000
 
 
-def judge_rails(host: str, rails: Sequence[Rail], reached: Mapping[str, str]) -> Verdict:
+def judge_ways(host: str, ways: Sequence[Way], reached: Mapping[str, str]) -> Verdict:
     """Collect what is wrong with the ways from a host to the others of its cluster."""
     problems, warnings = [], []
-    for rail in rails:
-        where = f"{host}: {rail.interface}"
-        answer = reached.get(rail.address, "unknown")
+    for way in ways:
+        where = f"{host}: {way.interface}"
+        answer = reached.get(way.address, "unknown")
         if answer == "no":
-            problems.append(_cut(where, rail))
+            problems.append(_cut(where, way))
         if answer == "unknown":
-            what = f"the way to {rail.host} ({rail.address}) was not tried: there is no ping here"
+            what = f"the way to {way.host} ({way.address}) was not tried: there is no ping here"
             warnings.append(Problem(where, what, "apt-get install iputils-ping"))
-        if rail.mtu != rail.other_mtu:
-            what = f"MTU {rail.mtu}, but {rail.other_mtu} on {rail.host}"
+        if way.mtu != way.other_mtu:
+            what = f"MTU {way.mtu}, but {way.other_mtu} on {way.host}"
             problems.append(Problem(where, what, "set the same MTU at both ends (netplan)"))
-    return Verdict(tuple(problems), (*warnings, *_slow(host, rails)))
+    return Verdict(tuple(problems), (*warnings, *_slow(host, ways)))
 
 
-def _cut(where: str, rail: Rail) -> Problem:
+def _cut(where: str, way: Way) -> Problem:
     return Problem(
         where,
-        f"no packet of {rail.mtu} bytes comes back from {rail.host} ({rail.address})",
+        f"no packet of {way.mtu} bytes comes back from {way.host} ({way.address})",
         "see to cable, address and MTU of both ends, and that no firewall is between members",
     )
 
 
-def _slow(host: str, rails: Sequence[Rail]) -> Iterator[Problem]:
+def _slow(host: str, ways: Sequence[Way]) -> Iterator[Problem]:
     """Yield what costs speed and nothing else."""
-    with_rdma = {rail.interface: rail for rail in rails if rail.device}
-    for rail in with_rdma.values():
-        where = f"{host}: {rail.interface}"
-        if rail.speed_mbit_per_s is not None and rail.speed_mbit_per_s < _FULL_MBIT_PER_S:
-            what = f"linked at {rail.speed_mbit_per_s // 1000} Gb/s of 200"
+    with_rdma = {way.interface: way for way in ways if way.device}
+    for way in with_rdma.values():
+        where = f"{host}: {way.interface}"
+        if way.speed_mbit_per_s is not None and way.speed_mbit_per_s < _FULL_MBIT_PER_S:
+            what = f"linked at {way.speed_mbit_per_s // 1000} Gb/s of 200"
             fix = "use a cable for 200 Gb/s; behind a switch set the speed of its port"
             yield Problem(where, what, fix)
-        if rail.mtu < _LARGE_MTU:
-            what = f"MTU {rail.mtu}: RDMA moves small packets, reported to cost much of prefill"
+        if way.mtu < _LARGE_MTU:
+            what = f"MTU {way.mtu}: RDMA moves small packets, reported to cost much of prefill"
             yield Problem(where, what, f"set MTU {_LARGE_MTU} at both ends (netplan)")
     if len(with_rdma) == 1:
         what = "one of the two interfaces of the cage has an address: half of the cable's speed"

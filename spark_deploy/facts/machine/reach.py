@@ -1,4 +1,4 @@
-"""Whether packets of full size get from a host to the others of its cluster, rail by rail."""
+"""Whether packets of full size get from a host to the others of its cluster."""
 
 from __future__ import annotations
 

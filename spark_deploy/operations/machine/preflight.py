@@ -15,7 +15,7 @@ from spark_deploy.operations.commands import is_predicted, log
 from spark_deploy.operations.host_errors import Commands, Refused, host_errors, show
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight import judge
-from spark_deploy.preflight.fabric import judge_rails, unlike
+from spark_deploy.preflight.fabric import judge_ways, unlike
 from spark_deploy.preflight.together import same_host_key
 from spark_deploy.preflight.workloads import in_the_way
 
@@ -64,9 +64,9 @@ def fit_fabric(needs: NeedsPlan) -> None:
     if not needs.cluster:
         host.noop("serves by itself")
         return
-    ways = tuple((rail.interface, rail.address, rail.mtu) for rail in needs.rails)
-    reached: dict[str, str] = read(Reach, _sudo=False, ways=ways)
-    verdict = judge_rails(host.name, needs.rails, reached)
+    asked = tuple((way.interface, way.address, way.mtu) for way in needs.ways)
+    reached: dict[str, str] = read(Reach, _sudo=False, ways=asked)
+    verdict = judge_ways(host.name, needs.ways, reached)
     problems = [*verdict.problems, *unlike(needs.cluster, answers_of(HostSurvey))]
     if problems:
         raise Refused(*problems)

@@ -15,7 +15,7 @@ from spark_contract.release import Cluster, Member, Release
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.facts.machine.fabric import Port, Ports
-from spark_deploy.planning.types import Rail
+from spark_deploy.planning.types import Way
 from spark_deploy.settings.cluster import PORTS
 from spark_deploy.settings.types import Settings
 
@@ -110,25 +110,25 @@ def _net(port: Port) -> ipaddress.IPv4Network:
     return ipaddress.IPv4Interface(port.addresses[0]).network
 
 
-def rails(settings: Settings, host: str, found: Mapping[str, Ports]) -> tuple[Rail, ...]:
-    """Return every way from a host to the others: of all rails where there is RDMA."""
+def ways(settings: Settings, host: str, found: Mapping[str, Ports]) -> tuple[Way, ...]:
+    """Return every way from a host to the others: by all interfaces that have RDMA."""
     if not found:
         return ()
     network = _network(settings, found)
     return tuple(
-        Rail(
+        Way(
             own.interface, own.device, own.mtu, own.speed_mbit_per_s,
             member, other.addresses[0].partition("/")[0], other.mtu,
         )
-        for own in _rail_ports(found[host].ports, network)
+        for own in _way_ports(found[host].ports, network)
         for member in settings.cluster.hosts
         if member != host
-        for other in _rail_ports(found[member].ports, network)
+        for other in _way_ports(found[member].ports, network)
         if _net(other) == _net(own)
     )  # fmt: skip
 
 
-def _rail_ports(ports: Sequence[Port], network: ipaddress.IPv4Network) -> list[Port]:
+def _way_ports(ports: Sequence[Port], network: ipaddress.IPv4Network) -> list[Port]:
     return [
         port
         for port in ports

@@ -29,7 +29,7 @@ from spark_deploy.planning.types import (
     CudaPlan,
     DockerPlan,
     NeedsPlan,
-    Rail,
+    Way,
 )
 from spark_deploy.settings.host import PathSettings
 from spark_deploy.settings.sources import RepositorySettings
@@ -86,7 +86,7 @@ PLANS: dict[str, Any] = {
 
 def frozen(value: Any) -> Any:
     if isinstance(value, dict) and "other_mtu" in value:
-        return Rail(**value)
+        return Way(**value)
     return tuple(frozen(item) for item in value) if isinstance(value, list) else value
 
 

@@ -6,19 +6,19 @@ import dataclasses
 
 import pytest
 
-from spark_deploy.planning.serving.cluster import rails
-from spark_deploy.planning.types import Rail
-from spark_deploy.preflight.fabric import judge_rails, unlike
+from spark_deploy.planning.serving.cluster import ways
+from spark_deploy.planning.types import Way
+from spark_deploy.preflight.fabric import judge_ways, unlike
 from tests.unit.planning.test_clusters import FABRIC, clustered
 from tests.unit.preflight.test_judge import survey
 
-ONE = Rail("enp1s0f1np1", "rocep1s0f1", 9000, 200000, "spark-2", "192.168.100.11", 9000)
-TWIN = Rail("enP2p1s0f1np1", "roceP2p1s0f1", 9000, 200000, "spark-2", "192.168.101.11", 9000)
+ONE = Way("enp1s0f1np1", "rocep1s0f1", 9000, 200000, "spark-2", "192.168.100.11", 9000)
+TWIN = Way("enP2p1s0f1np1", "roceP2p1s0f1", 9000, 200000, "spark-2", "192.168.101.11", 9000)
 BOTH = {ONE.address: "yes", TWIN.address: "yes"}
 
 
 def test_both_rails_of_a_cable_are_ways_to_the_other_member() -> None:
-    found = rails(clustered(), "spark-1", FABRIC)
+    found = ways(clustered(), "spark-1", FABRIC)
     assert {(one.interface, one.host, one.address) for one in found} == {
         ("enp1s0f1np1", "spark-2", "192.168.100.11"),
         ("enP2p1s0f1np1", "spark-2", "192.168.101.11"),
@@ -26,37 +26,37 @@ def test_both_rails_of_a_cable_are_ways_to_the_other_member() -> None:
 
 
 def test_a_sound_fabric_is_passed_without_a_word() -> None:
-    verdict = judge_rails("spark-1", (ONE, TWIN), BOTH)
+    verdict = judge_ways("spark-1", (ONE, TWIN), BOTH)
     assert (verdict.problems, verdict.warnings) == ((), ())
 
 
 def test_a_rail_that_large_packets_do_not_pass_is_refused() -> None:
-    verdict = judge_rails("spark-1", (ONE, TWIN), {**BOTH, TWIN.address: "no"})
+    verdict = judge_ways("spark-1", (ONE, TWIN), {**BOTH, TWIN.address: "no"})
     [problem] = verdict.problems
     assert problem.where == "spark-1: enP2p1s0f1np1"
     assert "no packet of 9000 bytes comes back from spark-2" in problem.what
 
 
 def test_two_mtus_on_one_cable_are_refused() -> None:
-    [problem] = judge_rails("a", (dataclasses.replace(ONE, other_mtu=1500), TWIN), BOTH).problems
+    [problem] = judge_ways("a", (dataclasses.replace(ONE, other_mtu=1500), TWIN), BOTH).problems
     assert "MTU 9000, but 1500 on spark-2" in problem.what
 
 
 @pytest.mark.parametrize(
-    ("rail", "words"),
+    ("way", "words"),
     [
         (dataclasses.replace(ONE, speed_mbit_per_s=100000), "linked at 100 Gb/s of 200"),
         (dataclasses.replace(ONE, mtu=1500, other_mtu=1500), "MTU 1500"),
     ],
 )
-def test_what_only_costs_speed_is_a_warning(rail: Rail, words: str) -> None:
-    verdict = judge_rails("a", (rail, TWIN), BOTH)
+def test_what_only_costs_speed_is_a_warning(way: Way, words: str) -> None:
+    verdict = judge_ways("a", (way, TWIN), BOTH)
     assert not verdict.problems
     assert [words in warning.what for warning in verdict.warnings] == [True]
 
 
 def test_half_of_a_cable_and_a_host_without_ping_are_warned_of() -> None:
-    verdict = judge_rails("a", (ONE,), {})
+    verdict = judge_ways("a", (ONE,), {})
     assert not verdict.problems
     assert "there is no ping here" in verdict.warnings[0].what
     assert "half of the cable's speed" in verdict.warnings[1].what
