@@ -56,7 +56,8 @@ def test_a_second_service_is_deployed_beside_the_first_and_a_second_run_changes_
     assert seen.returncode == 0, seen.stdout
     assert [one["service"] for one in told["services"]] == ["second"]
     assert told["services"][0]["proof"]["current"]
-    assert fleet.site.look("connect", guest.name, "--service", "second").stdout.count(":8001/v1")
+    how = fleet.site.look("connect", "--limit", guest.name, "--service", "second").stdout
+    assert ":127.0.0.1:8001 " in how
 
 
 def test_a_change_of_one_service_leaves_the_engine_of_the_other_alone(
@@ -93,11 +94,11 @@ def test_after_a_reboot_both_serve(fleet: Fleet, guest: Guest) -> None:
 
 def test_stop_and_start_are_for_one_service_or_for_all(fleet: Fleet, guest: Guest) -> None:
     fleet.settle(guest, services={"second": SECOND})
-    assert fleet.site.look("stop", guest.name, "--service", "second").returncode == 0
+    assert fleet.site.look("stop", "--limit", guest.name, "--service", "second").returncode == 0
     assert set(containers(guest)) == {"main"}
     assert ask(guest, 8000, "lab-model")[0] == 200
     assert ask(guest, 8001, "second")[0] == 503
-    assert fleet.site.look("start", guest.name).returncode == 0
+    assert fleet.site.look("start", "--limit", guest.name).returncode == 0
     assert both_answer(guest)
 
 
@@ -107,6 +108,7 @@ def test_a_service_that_is_not_listed_any_more_is_ended_and_its_things_go_with_a
     fleet.settle(guest, services={"second": SECOND})
     release = next(unit for unit in guest.boots() if "@second-" in unit)
     fleet.site.choices.pop("services")
+    fleet.site.choose()
     told = fleet.site.deploy("--limit", guest.name, dry=True)
     assert any("Stop services" in one for one in told.predicted), told.predicted
     ended = fleet.settle(guest)
