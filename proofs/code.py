@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = (
@@ -53,7 +54,7 @@ def digest(path: Path) -> str:
     """Return a digest of what a file computes; of Python what is left without its words."""
     data = path.read_bytes()
     if path.suffix == ".py":
-        data = ast.dump(_without_docstrings(ast.parse(data))).encode()
+        data = repr(_plain(_without_docstrings(ast.parse(data)))).encode()
     return hashlib.sha256(data).hexdigest()[:12]
 
 
@@ -61,6 +62,14 @@ def changed(name: str, made_with: dict[str, str], root: Path = ROOT) -> list[str
     """Return the modules that are others now than those a result was made with."""
     now = digests(name, root)
     return sorted(path for path in {*now, *made_with} if now.get(path) != made_with.get(path))
+
+
+def _plain(node: Any) -> Any:
+    """Return what a tree says, the same in every Python: fields that say nothing are left out."""
+    if isinstance(node, ast.AST):
+        said = [(name, _plain(value)) for name, value in ast.iter_fields(node)]
+        return type(node).__name__, [pair for pair in said if pair[1] not in (None, [])]
+    return [_plain(one) for one in node] if isinstance(node, list) else node
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
