@@ -100,7 +100,14 @@ def test_a_decoder_is_added_by_one_command_and_proven(site: Site, guest: Guest, 
     assert f"UNPROVEN    nobody here ran org/{model}" in said
     served(site, model)
 
-    status, body = guest.ask("What is the capital of France? Answer with one word.")
+    # Where its template knows thinking it was taught to answer without.
+    question = "What is the capital of France? Answer with one word."
+    body = {
+        "model": guest.names()[0], "temperature": 0, "max_tokens": 16,
+        "messages": [{"role": "user", "content": question}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }  # fmt: skip
+    status, body = guest.call("POST", "/v1/chat/completions", body)
     assert (status, body["choices"][0]["message"]["content"]) == (200, "Paris")
     proof = proof_of(guest)
     assert proof["ok"]
