@@ -83,7 +83,9 @@ def _no_hub(where: str, why: str) -> LockError:
 
 def _shown(words: object) -> str:
     """Return other people's words as part of one line, which moves no terminal's cursor."""
-    return shown((str(words).strip().splitlines() or ["no reason given"])[0])[:300]
+    line = shown((str(words).strip().splitlines() or ["no reason given"])[0])[:300]
+    # Letters that no font knows yet as well: what a line holds is to be seen.
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in line)
 
 
 def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSource:

@@ -50,7 +50,9 @@ def tables(version: str) -> dict[str, set[str]]:
 
 def names(version: str, groups: tuple[str, ...]) -> list[str]:
     found = tables(version)
-    return sorted(set().union(*(found[group] for group in groups)), key=str.lower)
+    return sorted(
+        set().union(*(found[group] for group in groups)), key=lambda name: (name.lower(), name)
+    )
 
 
 def lines() -> Iterator[str]:

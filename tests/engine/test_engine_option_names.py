@@ -20,9 +20,11 @@ OF_THE_SERVER = {
     "api-key",
     "config",
     "host",
+    "middleware",
     "port",
     "ssl-certfile",
     "ssl-keyfile",
+    "tool-parser-plugin",
     "uds",
 }
 """Options of ``vllm serve`` that another file of the engine defines."""

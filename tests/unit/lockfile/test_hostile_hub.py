@@ -76,6 +76,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 @example(answer=odd(rfilename="receipt.json"))
 @example(answer=json.dumps({**ANSWER, "sha": "main"}).encode())
 @example(answer=json.dumps({**ANSWER, "sha": 7}).encode())
+@example(answer=json.dumps({**ANSWER, "sha": "\ud7fc"}).encode())
 @example(answer=json.dumps({**ANSWER, "siblings": {"a": 1}}).encode())
 @example(answer=json.dumps({**ANSWER, "id": "other/repo"}).encode())
 def test_an_answer_is_a_valid_lock_or_one_line(hub: Hub, answer: bytes) -> None:
