@@ -56,7 +56,7 @@ def test_the_second_run_changes_nothing(fleet: Fleet, capsys: pytest.CaptureFixt
         commands = guest.run(
             f"journalctl -t sudo --since @{since[guest.name]} -o cat | grep -c COMMAND="
         )
-        assert int(commands) - 1 <= 11
+        assert int(commands) - 1 <= 12
         with capsys.disabled():
             sys.stdout.write(
                 f"\n{guest.name}: {int(commands) - 1} commands in a run that changes nothing, "
@@ -101,7 +101,10 @@ def test_a_dry_run_predicts_exactly_what_the_run_changes(fleet: Fleet, what: str
 
 def test_a_dry_run_on_bare_hosts_predicts_the_first_run(fleet: Fleet) -> None:
     assert fleet.bare.dry.exit_code == 0, fleet.bare.dry.stderr[-3000:]
-    assert fleet.bare.dry.predicted == fleet.first.changed
+    # Hosts lend each other files within a run; who lacks what is known only then, and at its end
+    # nothing of it is left.
+    kept = [one for one in fleet.first.changed if not one.startswith("Sources | Lend ")]
+    assert fleet.bare.dry.predicted == kept
 
 
 def test_both_hosts_serve_again_after_a_reboot_without_us(fleet: Fleet) -> None:

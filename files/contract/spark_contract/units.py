@@ -40,6 +40,7 @@ PREPARE = Template("spark-prepare", "target")  # of a release: all of its jobs
 SHARE = Template("spark-share")  # lends files to peers
 SHARE_UNIT = SHARE.of("trees")
 DAILY_TIMER = "spark-daily.timer"
+DAILY_STAMP = f"/var/lib/systemd/timers/stamp-{DAILY_TIMER}"  # systemd's, of its last run
 DAILY_LINK = f"{UNITS_DIR}/timers.target.wants/{DAILY_TIMER}"
 
 

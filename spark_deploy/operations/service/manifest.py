@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from spark_contract.gateway import GATEWAY_USER
 from spark_contract.job import ImageProof, Job, ReceiptProof
 from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, PROOFS_DIR, PROXY, SITE, TOOLS_DIR
+from spark_contract.units import DAILY_STAMP
 
 from spark_deploy.facts.machine.docker import DAEMON_JSON
 from spark_deploy.managed import ManagedFile
@@ -22,7 +23,7 @@ from spark_deploy.payload.host_protection import earlyoom_file, guarantee_files
 from spark_deploy.planning.serving.argv import ENGINE_USER
 from spark_deploy.planning.serving.release import release_files_of, unit_files_of
 from spark_deploy.planning.types import GatewayPlan, HostPlan
-from spark_deploy.planning.work.jobs import jobs_of, ready_jobs_of, ready_name
+from spark_deploy.planning.work.jobs import ready_jobs_of, ready_name, served_jobs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ def _tools(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     yield from _files(payload.tools.installed(home), install)
     yield from _files(unit_files_of(payload.units), install)
     yield Owned("link", CURRENT_TOOLS, install)
+    yield Owned("state", DAILY_STAMP, install)
     site = "Tools | Install the builder's Python packages"
     yield Owned("link", SITE, site)
 
@@ -90,7 +92,7 @@ def _artefacts(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     if plan.proxy.used:
         yield Owned("state", PROXY, "Sources | Have the proxy where jobs find it", 0o600)
         yield from _files((PULLS_THROUGH,), "Docker | Pull images through the proxy")
-    for job in (work.job for work in jobs_of(plan, payload.image_context)):
+    for job in (work.job for work in served_jobs_of(plan, payload.image_context)):
         if job.unless:
             continue  # a base not kept leaves the host
         if job.kind == "fetch":
@@ -111,17 +113,18 @@ def _made(job: Job, operation: str) -> Owned:
 
 
 def _release(plan: HostPlan) -> Iterator[Owned]:
-    serve = plan.serve
     install = "Serve | Install units and release"
     yield Owned("user", GATEWAY_USER, install)
     yield Owned("user", ENGINE_USER, install)
-    yield from _files(release_files_of(plan), install)
-    change = f"Serve | Serve the release on {plan.host}"
-    for unit in (serve.serve_unit, plan.gateway.settings.unit):
-        yield Owned("active", unit, change)
-        yield Owned("enabled", unit, change)
-    yield Owned("state", f"{PROOFS_DIR}/{serve.name}.json", change)
-    yield from _gateway(plan.gateway, change)
+    for one in plan.served:
+        yield from _files(release_files_of(one), install)
+        what = "the release" if one is plan else one.serve.service
+        change = f"Serve | Serve {what} on {plan.host}"
+        for unit in (one.serve.serve_unit, one.gateway.settings.unit):
+            yield Owned("active", unit, change)
+            yield Owned("enabled", unit, change)
+        yield Owned("state", f"{PROOFS_DIR}/{one.serve.name}.json", change)
+        yield from _gateway(one.gateway, change)
 
 
 def _gateway(gateway: GatewayPlan, change: str) -> Iterator[Owned]:

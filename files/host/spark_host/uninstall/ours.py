@@ -199,7 +199,7 @@ def _config(paths: Paths) -> Iterator[Thing]:
 
 def _files(wanted: Wanted, engine_stays: str, paths: Paths) -> Iterator[Thing]:
     commands = (f"/usr/local/bin/{name}" for name in _COMMANDS)
-    for path in (*wanted.files, *commands, _SYSUSERS):
+    for path in (*wanted.files, *commands, _SYSUSERS, units.DAILY_STAMP):
         if paths.below(path).is_file():
             yield Thing("file", str(paths.below(path)))
     for source in sorted(paths.below("/etc/apt/sources.list.d").glob("spark-*.sources")):
