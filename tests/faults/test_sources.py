@@ -11,8 +11,6 @@ from tests.faults.hold import JOBS, Hold, next_runs
 from tests.host.conftest import Fleet
 from tests.labkit import STATE, Guest, lab
 
-pytestmark = pytest.mark.gate
-
 WEIGHTS = "model-*.safetensors"
 ACCESS_LOG = STATE / "run" / "hub-access.jsonl"
 # Preflight's own words, with the lab's reserve.

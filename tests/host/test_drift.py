@@ -54,6 +54,8 @@ def test_all_files_at_once_get_their_content_mode_and_owner_back(fleet: Fleet) -
         assert run.exit_code == 0, run.stderr[-3000:]
         assert set(run.changed) == {entry["operation"] for entry in files}, change
         assert guest.run(look) == right, change
+        # Its unit file was gone for a while.
+        assert guest.run("systemctl is-active spark-daily.timer") == "active", change
 
 
 # Ours too, but the plan alone does not know them: written for single jobs and switches, by the host

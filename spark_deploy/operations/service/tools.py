@@ -28,12 +28,14 @@ def host_tools(plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) 
     """Have the host tools of ``plan.digest``, every file as shipped, and ``current`` on them."""
     home = home_of(plan)
     changed = yield from place((*files.installed(home), *units))
-    if changed:
+    repaired = changed
+    if repaired:
         yield "systemctl daemon-reload"
     if read(PythonSite).tools != home:
         yield _point(CURRENT_TOOLS, home)
         changed = True
-    if read(PythonSite).timer != f"{UNITS_DIR}/{DAILY_TIMER}":
+    # A timer whose file was gone has ended, though the link that boots it may be there.
+    if repaired or read(PythonSite).timer != f"{UNITS_DIR}/{DAILY_TIMER}":
         yield f"systemctl enable --now {DAILY_TIMER}"
         changed = True
     if not changed:
