@@ -318,3 +318,19 @@ def test_what_a_right_server_may_show_is_told_of_a_change_that_is_done() -> None
     told = model.outcome(A)
     assert (told.state, told.serving, told.warnings) == ("switched", A, ("repeat: two texts",))
     assert (told.reason, told.failed_phase) == (None, None)
+
+
+@pytest.mark.parametrize("troubles", [{}, {"stop": ["fail"]}, {"disable": ["fail"]}])
+def test_a_service_that_is_retired_neither_runs_nor_boots_though_the_first_try_failed(
+    model: Model, troubles: dict[str, list[str]]
+) -> None:
+    model.troubles = dict(troubles)
+    if troubles:
+        with pytest.raises(HostToolError):
+            boot.retire_service("main", model.host())
+        # By this the next run sees that it is not done.
+        assert model.engines or boot.enabled("main", model.host())
+        model.troubles = {}
+    assert boot.retire_service("main", model.host()) == 0
+    assert (model.engines, boot.enabled("main", model.host())) == ({}, [])
+    assert boot.good("main", model.host()).release is None

@@ -166,8 +166,11 @@ def _forget_return(service: str, host: Host) -> None:
 def retire_service(service: str, host: Host) -> int:
     """End a service that nobody wants any more; what was made for it stays, for `prune` to take.
 
-    Its good record goes last: until then a run that was cut off is seen as unfinished.
+    Its engine goes last: until then a run that was cut off is seen as unfinished. Its records go
+    first, for something good has to boot.
     """
+    host.disk.remove(host.paths.good(service))
+    host.disk.remove(host.paths.stopped(service))
     host.units.disable(GATEWAY.of(service))
     host.units.stop(GATEWAY.of(service), _STOP_S)
     _forget_return(service, host)
@@ -175,8 +178,6 @@ def retire_service(service: str, host: Host) -> int:
     for name in {*enabled(service, host), *([running] if running else [])}:
         host.units.disable(SERVE.of(name))
         host.units.stop(SERVE.of(name), _STOP_S)
-    host.disk.remove(host.paths.stopped(service))
-    host.disk.remove(host.paths.good(service))
     print(f"{service}: retired")
     return 0
 
