@@ -16,6 +16,7 @@ from spark_deploy.bench.client import Endpoint
 from spark_deploy.bench.result import Cell
 from spark_deploy.errors import SparkError
 
+GRID_NAME = "spark-arena-v2"
 DEPTHS = (0, 4096, 8192, 16384, 32768, 65535, 100000)
 CONCURRENCIES = (1, 2, 5, 10)
 RUNS = 3

@@ -31,6 +31,10 @@ _LOOK = (
     "2>/dev/null | tr -d ' '); done"
 )
 _TOKENIZER = "tokenizer.json tokenizer_config.json vocab.json merges.txt config.json"
+_SYSTEM = """. /etc/os-release; echo "os=$PRETTY_NAME"
+echo "product=$(cat /sys/class/dmi/id/product_name 2>/dev/null)"
+echo "gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)"
+echo "cuda=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\\([0-9.]*\\).*/\1/p')" """
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(draft|accepted)_tokens_total\S* (\S+)$", re.M)
 
 
@@ -47,14 +51,14 @@ class Login:
         words = [*(["sudo", "-n"] if self.sudo else []), "sh", "-c", script]
         return [*self.ssh, shlex.join(words)] if self.ssh else words
 
-    def told(self, script: str) -> str:
+    def told(self, script: str, limit_s: float = _LIMIT_S) -> str:
         """Return what a script prints.
 
         Raises:
             SparkError: it failed.
         """
         done = subprocess.run(
-            self.argv(script), capture_output=True, text=True, timeout=_LIMIT_S, check=False,
+            self.argv(script), capture_output=True, text=True, timeout=limit_s, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
         if done.returncode != 0:
@@ -63,8 +67,8 @@ class Login:
         return done.stdout
 
 
-def served_by(login: Login, service: str) -> tuple[Served, int]:
-    """Return what the host serves, and the tokens of context that it takes.
+def served_by(login: Login, service: str) -> tuple[Served, Release]:
+    """Return what the host serves, and its whole release.
 
     Raises:
         SparkError: nothing serves.
@@ -75,12 +79,14 @@ def served_by(login: Login, service: str) -> tuple[Served, int]:
         fix = "run deploy.py, or `spark-deploy start`"
         raise SparkError.one(login.name, "serves nothing that could be measured", fix)
     release = parse(Release, login.told(f"cat {RELEASES_DIR}/{shlex.quote(name)}/release.json"))
-    versions = {key: str(value) for key, value in (status.get("versions") or {}).items() if value}
+    asked = dict(line.split("=", 1) for line in login.told(_SYSTEM).splitlines() if "=" in line)
+    told = {**(status.get("versions") or {}), **asked}
+    versions = {key: str(value).strip() for key, value in told.items() if value}
     served = Served(
         login.name, release.name, release.model, release.profile, release.image.tag,
         release.tree.path, versions,
     )  # fmt: skip
-    return served, release.check.max_model_len
+    return served, release
 
 
 def drafts(login: Login, service: str) -> tuple[int, int]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from spark_deploy.bench.prompts import SEEDS
-from spark_deploy.bench.result import BenchResult, Cell
+from spark_deploy.bench.result import BenchResult, Cell, Load
 
 PROTOCOLS = {
     "seeds": "five prompts, one after the other, greedy; tokens of the usage block over wall time; "
     "second run, the first one warms up",
     "llama-benchy": "llama-benchy {version}: means over its runs, all clients "
     "together; counts tokens of the stream",
+    "vllm-bench": "vllm bench serve of {version}, on the host itself: random prompts that nothing "
+    "has cached, greedy, answers of a fixed length; means over all requests",
 }
 
 
@@ -35,6 +37,11 @@ def _lines(results: Sequence[BenchResult]) -> Iterator[str]:
         yield from ("## Protocol: llama-benchy", "")
         yield from (PROTOCOLS["llama-benchy"].format(version=versions), "")
         yield from table(grid_table(results))
+    if any(one.loads for one in results):
+        versions = ", ".join(dict.fromkeys(f"vLLM {one.vllm}" for one in results if one.loads))
+        yield from ("## Protocol: vllm-bench", "")
+        yield from (PROTOCOLS["vllm-bench"].format(version=versions), "")
+        yield from table(loads_table(results))
     yield from ("## The host meanwhile", "")
     yield from table(host_table(results))
 
@@ -78,6 +85,27 @@ def grid_table(results: Sequence[BenchResult]) -> Rows:
     return rows
 
 
+def loads_table(results: Sequence[BenchResult]) -> Rows:
+    """Return what each case of `vllm bench serve` found."""
+    rows = [["prompt, answer, clients", *names_of(results)]]
+    keys = sorted(
+        {(o.prompt_tokens, o.answer_tokens, o.concurrency) for one in results for o in one.loads}
+    )
+    figures: tuple[tuple[str, Callable[[Load], float | None], int], ...] = (
+        ("tok/s in all", lambda one: one.output_tokens_per_s, 1),
+        ("tok/s of one client, after its first token", lambda one: one.decode_tokens_per_s, 1),
+        ("prompt tokens/s until the first token", lambda one: one.prefill_tokens_per_s, 0),
+        ("first token, ms", lambda one: one.first_token_ms, 0),
+    )
+    for key in keys:
+        found = [{(o.prompt_tokens, o.answer_tokens, o.concurrency): o for o in one.loads}
+                 for one in results]  # fmt: skip
+        for title, figure, digits in figures:
+            values = [figure(one[key]) if key in one else None for one in found]
+            rows.append([f"{', '.join(map(str, key))}: {title}", *_against_first(values, digits)])
+    return rows
+
+
 def cell_of(result: BenchResult, depth: int, clients: int) -> Cell | None:
     """Return one case of a result."""
     cells = (c for c in result.cells if (c.depth_tokens, c.concurrency) == (depth, clients))
@@ -110,8 +138,8 @@ def table(rows: Rows) -> Iterator[str]:
     yield ""
 
 
-def _against_first(values: Sequence[float | None]) -> list[str]:
-    first, texts = values[0], [_figure(value, 1) for value in values]
+def _against_first(values: Sequence[float | None], digits: int = 1) -> list[str]:
+    first, texts = values[0], [_figure(value, digits) for value in values]
     for at, value in enumerate(values[1:], 1):
         if first and value is not None:
             texts[at] += f" ({(value / first - 1) * 100:+.0f} %)"

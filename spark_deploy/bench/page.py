@@ -70,6 +70,11 @@ def _body(title: str, results: Sequence[BenchResult]) -> Iterator[str]:
             what = f"tokens per second by depth, {clients} client{'s' if clients > 1 else ''}"
             yield f"<section>{plots.lines(lines, what)}</section>"
         yield _table(markdown.grid_table(results))
+    if any(one.loads for one in results):
+        versions = ", ".join(dict.fromkeys(f"vLLM {one.vllm}" for one in results if one.loads))
+        said = markdown.PROTOCOLS["vllm-bench"].format(version=versions)
+        yield from _chapter("Protocol: vllm-bench", said)
+        yield _table(markdown.loads_table(results))
     yield from _chapter("The host meanwhile", "")
     memory = [[(s.at_s, s.available_bytes / 1e9) for s in one.samples] for one in results]
     if any(memory):

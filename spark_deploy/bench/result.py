@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spark_deploy.documents.declare import needed
+from spark_deploy.documents.declare import needed, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,36 @@ class Cell:
     decode_tokens_per_s: float | None = needed("Of all clients together.")
     decode_deviation: float | None = needed("Standard deviation of it over the runs.")
     first_response_ms: float | None = needed("Mean time to the first response.")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One case of `vllm bench serve`: random prompts, greedy, answers of a fixed length."""
+
+    concurrency: int = needed("Clients at a time.", minimum=1)
+    prompt_tokens: int = needed("Asked for in each prompt.", minimum=1)
+    answer_tokens: int = needed("Asked for in each answer.", minimum=1)
+    requests: int = needed("Asked after the warm-up.", minimum=1)
+    completed: int = needed("Of them answered whole.", minimum=0)
+    seed: int = needed("Of the random prompts: a new one for each case, so nothing is cached.")
+    sent_tokens: int = needed("Of all prompts together.", minimum=0)
+    answered_tokens: int = needed("Of all answers together.", minimum=0)
+    output_tokens_per_s: float = needed("Of all clients together.", minimum=0)
+    first_token_ms: float = needed("Mean time to the first token (ttft).", minimum=0)
+    token_ms: float = needed("Mean time of each token after it (tpot).", minimum=0)
+    request_ms: float = needed("Mean time of a whole request (e2el).", minimum=0)
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Tokens of a prompt over the time to the first token."""
+        if not self.first_token_ms:
+            return None
+        return self.sent_tokens / self.requests / self.first_token_ms * 1000
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """What one client reads, after the first token."""
+        return 1000 / self.token_ms if self.token_ms else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +107,8 @@ class BenchResult:
     accepted_tokens: int = needed("Of them accepted.", minimum=0)
     samples: tuple[Sample, ...] = needed("The host while it was measured.")
     notes: tuple[str, ...] = needed("What was left out, and why.")
+    loads: tuple[Load, ...] = setting((), "Protocol `vllm-bench`; empty when it was not asked for.")
+    vllm: str | None = setting(None, "Version of vLLM, of that protocol.")
 
     @property
     def acceptance_fraction(self) -> float | None:

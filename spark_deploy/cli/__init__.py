@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from spark_deploy.cli.commands import COMMANDS, Entry, Options, Several, host_options, json_option
+from spark_deploy.cli.commands import COMMANDS, Entry, Options
+from spark_deploy.cli.taken import Several, host_options, json_option
 
 _ABOUT = "Turn NVIDIA DGX Sparks into proven model servers: from an SSH login to answers."
 _COMPLETION = """

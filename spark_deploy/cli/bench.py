@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from spark_contract.documents import DocumentError, parse, plain, text_of
+from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.bench import benchy, host, markdown, page, seeds
+from spark_deploy.bench import benchy, host, markdown, page, seeds, submission, vllm_bench
 from spark_deploy.bench.client import Endpoint
-from spark_deploy.bench.result import BenchResult, Cell
+from spark_deploy.bench.result import Answer, BenchResult, Cell, Load
+from spark_deploy.cli.changes import ladder
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connect import connection_of, login_of
-from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.cli.hosts import Listed, chosen_services, listed, planned, say
 from spark_deploy.errors import SparkError
 
 
@@ -26,14 +29,23 @@ def run(options: Options) -> int:
     if options.compare:
         results = [_read(Path(name)) for name in options.compare]
         return _written(options, results, out, "comparison")
+    if options.ladder:
+        code, results = ladder.climb(options, lambda one: _one(one, options, out)[0])
+        return _written(options, results, out, "ladder") or code if results else code
     for one in listed(options):
-        began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        name = f"{one.name.lstrip('@')}-{began.replace(':', '')}"
-        out.mkdir(parents=True, exist_ok=True)
-        result = measured(one, options, began, out / f"{name}.llama-benchy.json")
-        (out / f"{name}.json").write_text(text_of(result))
+        result, name = _one(one, options, out)
         _written(options, [result], out, name)
     return 0
+
+
+def _one(one: Listed, options: Options, out: Path) -> tuple[BenchResult, str]:
+    """Measure one host into a file of its own, and return the file's name."""
+    began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    name = f"{one.name.lstrip('@')}-{began.replace(':', '')}"
+    out.mkdir(parents=True, exist_ok=True)
+    result = measured(one, options, began, out / name)
+    (out / f"{name}.json").write_text(text_of(result))
+    return result, name
 
 
 def _written(options: Options, results: Sequence[BenchResult], out: Path, name: str) -> int:
@@ -54,62 +66,128 @@ def _read(path: Path) -> BenchResult:
         raise SparkError.one(str(path), f"is no result of a bench: {error}", fix) from error
 
 
-def measured(one: Listed, options: Options, began: str, raw: Path) -> BenchResult:
-    """Measure one host; what llama-benchy writes of it goes to ``raw``."""
-    connection = connection_of(one)
-    login = login_of(one)
-    served, context_tokens = host.served_by(login, MAIN_SERVICE)
+def measured(one: Listed, options: Options, began: str, files: Path) -> BenchResult:
+    """Measure one host; what others take results in is written to files of this name."""
+    service = chosen_services(one, options.service or MAIN_SERVICE)[0]
+    connection, login = connection_of(one, service=service), login_of(one)
+    served, release = host.served_by(login, service)
     key = login.told(f"cat {connection.key_path}").strip()
-    wanted = options.protocol or ["seeds", "llama-benchy"]
     notes: list[str] = []
     say(f"{one.name}: {served.model} with {served.profile} ({served.release})")
+    raw = files.with_name(f"{files.name}.llama-benchy.json")
     with ExitStack() as held:
         url = connection.base_url
         if connection.tunnel:
-            here = held.enter_context(host.tunnel(login, one.settings.settings.serve.port))
+            here = held.enter_context(host.tunnel(login, _port(one, service)))
             url = f"http://127.0.0.1:{here}/v1"
         endpoint = Endpoint(url, connection.model, key, connection.ca)
+        bench = _Bench(options, login, release, endpoint, notes)
         samples = held.enter_context(host.sampled(login))
-        before = host.drafts(login, MAIN_SERVICE)
-        answers = tuple(seeds.measure(endpoint, context_tokens, say)) if "seeds" in wanted else ()
-        version: str | None = None
-        cells: tuple[Cell, ...] = ()
-        if "llama-benchy" in wanted:
-            version, cells = _grid(
-                options, endpoint, login, served.tree, context_tokens, notes, raw
-            )
-        after = host.drafts(login, MAIN_SERVICE)
+        before = host.drafts(login, service)
+        answers = bench.seeds()
+        benchy_version, cells = bench.grid(raw)
+        vllm_version, loads = bench.loads(_port(one, service), connection.key_path)
+        after = host.drafts(login, service)
     drafted, accepted = (max(0, b - a) for a, b in zip(before, after, strict=True))
-    return BenchResult(
-        1, began, served, answers, cells, version, drafted, accepted, tuple(samples), tuple(notes)
-    )
+    result = BenchResult(
+        1, began, served, answers, cells, benchy_version, drafted, accepted, tuple(samples),
+        tuple(notes), loads, vllm_version,
+    )  # fmt: skip
+    _submit(one, release, result, files, raw)
+    return result
 
 
-def _grid(
-    options: Options, endpoint: Endpoint, login: host.Login, tree: str,
-    context_tokens: int, notes: list[str], raw: Path,
-) -> tuple[str | None, tuple[Cell, ...]]:  # fmt: skip
-    python = benchy.interpreter()
-    if python is None:
-        fix = "pipx install llama-benchy"
-        if options.protocol:
-            raise SparkError.one("llama-benchy", "is not installed on this machine", fix)
-        notes.append(f"llama-benchy is not installed on the machine that measured; {fix}")
-        return None, ()
-    whole = benchy.Grid(
-        tuple(options.depths or benchy.DEPTHS),
-        tuple(options.clients or benchy.CONCURRENCIES),
-        options.runs or benchy.RUNS,
-        options.pp or benchy.PROMPT_TOKENS,
-        options.tg or benchy.ANSWER_TOKENS,
-    )
-    grid = whole.fitting(context_tokens)
-    if left := [depth for depth in whole.depths if depth not in grid.depths]:
-        depths = ", ".join(map(str, left))
-        notes.append(f"depths {depths} do not fit into {context_tokens} tokens of context")
-    if not grid.depths:
-        return None, ()
-    say(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs each")
-    more = ["--book-url", options.book_url] if options.book_url else []
-    with host.tokenizer(login, tree) as folder:
-        return benchy.measure(python, endpoint, folder, grid, raw, more)
+def _port(one: Listed, service: str) -> int:
+    settings = one.settings.settings
+    own = settings if service == MAIN_SERVICE else settings.of_service(service)
+    return own.serve.port
+
+
+def _submit(one: Listed, release: Release, result: BenchResult, files: Path, raw: Path) -> None:
+    """Write what Spark Arena and NVIDIA take, where figures of theirs were measured."""
+    if not result.cells and not result.loads:
+        return
+    plan = planned(one)
+    mine = next((s for s in plan.served if s.serve.name == release.name), None)
+    if mine is None:
+        say(f"{one.name}: what serves is not what the settings say: no folder for others")
+        return
+    locked = mine.checkpoint.base.locked if mine.checkpoint else mine.sources[0].locked
+    origin = submission.Origin(locked.repo, locked.commit, built=mine.checkpoint is not None)
+    found = json.loads(raw.read_text()) if result.cells else None
+    folder = files.with_name(f"{files.name}.submission")
+    submission.write(folder, result, release, origin, found)
+    say(f"written: {folder}, for Spark Arena and others; nothing was sent")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Who is measured, and by what."""
+
+    options: Options
+    login: host.Login
+    release: Release
+    endpoint: Endpoint
+    notes: list[str]
+
+    def wanted(self, protocol: str) -> bool:
+        return not self.options.protocol or protocol in self.options.protocol
+
+    @property
+    def context_tokens(self) -> int:
+        return self.release.check.max_model_len
+
+    def left_out(self, what: str, fix: str) -> None:
+        """Note it, or refuse where it was asked for.
+
+        Raises:
+            SparkError: it was asked for.
+        """
+        if self.options.protocol:
+            raise SparkError.one(self.login.name, what, fix)
+        self.notes.append(f"{what}; {fix}")
+
+    def seeds(self) -> tuple[Answer, ...]:
+        if not self.wanted("seeds"):
+            return ()
+        return tuple(seeds.measure(self.endpoint, self.context_tokens, say))
+
+    def loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
+        if not self.wanted("vllm-bench"):
+            return None, ()
+        options = self.options
+        sizes = {"prompt_tokens": options.pp, "answer_tokens": options.tg}
+        given = {name: value for name, value in sizes.items() if value}
+        cases = list(vllm_bench.cases_of(options.clients, self.context_tokens, **given))
+        found = vllm_bench.measure(self.login, self.release, port, key_path, cases, say)
+        if found[0] is None:
+            what = f"{self.release.image.tag} has no vllm bench serve"
+            self.left_out(what, "choose another protocol, or another image")
+        return found
+
+    def grid(self, raw: Path) -> tuple[str | None, tuple[Cell, ...]]:
+        if not self.wanted("llama-benchy"):
+            return None, ()
+        python = benchy.interpreter()
+        if python is None:
+            what = "llama-benchy is not installed on the machine that measures"
+            self.left_out(what, "pipx install llama-benchy")
+            return None, ()
+        options, context_tokens = self.options, self.context_tokens
+        whole = benchy.Grid(
+            tuple(options.depths or benchy.DEPTHS),
+            tuple(options.clients or benchy.CONCURRENCIES),
+            options.runs or benchy.RUNS,
+            options.pp or benchy.PROMPT_TOKENS,
+            options.tg or benchy.ANSWER_TOKENS,
+        )
+        grid = whole.fitting(context_tokens)
+        if left := [depth for depth in whole.depths if depth not in grid.depths]:
+            depths = ", ".join(map(str, left))
+            self.notes.append(f"depths {depths} do not fit into {context_tokens} tokens of context")
+        if not grid.depths:
+            return None, ()
+        say(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs")
+        more = ["--book-url", options.book_url] if options.book_url else []
+        with host.tokenizer(self.login, self.release.tree.path) as folder:
+            return benchy.measure(python, self.endpoint, folder, grid, raw, more)

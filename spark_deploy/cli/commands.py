@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import click
 
-from spark_deploy.checkout import catalog_names
 from spark_deploy.cli.clients import CLIENTS
+from spark_deploy.cli.taken import (
+    BENCH,
+    CHANGE,
+    Several,
+    flag,
+    names_of,
+    option,
+    service_option,
+)
 
 
 class Options(SimpleNamespace):
@@ -23,13 +30,6 @@ class Options(SimpleNamespace):
     Commands about hosts have ``inventory``, ``limit``, ``exclude``, ``model``, ``profile`` and
     ``data``.
     """
-
-
-class Several(click.Option):
-    """An option that takes all words up to the next option: ``--compare a.json b.json``."""
-
-    def __init__(self, name: str, **more: Any) -> None:
-        super().__init__([name], multiple=True, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,75 +46,11 @@ class Entry:
     json: bool = True
 
 
-def option(name: str, does: str, **more: Any) -> click.Option:
-    """Return an option with a value."""
-    return click.Option([name], help=does, **more)
-
-
-def flag(name: str, does: str, *also: str) -> click.Option:
-    """Return an option without a value."""
-    return click.Option([*also, name], is_flag=True, help=does)
-
-
-def _names(kind: str) -> Callable[..., list[str]]:
-    return lambda _context, _option, begun: [
-        name for name in catalog_names(kind) if name.startswith(begun)
-    ]
-
-
-def host_options() -> list[click.Parameter]:
-    """Return what every command about hosts takes."""
-    return [
-        click.Argument(["words"], nargs=-1, metavar="[HOST]..."),
-        option("--inventory", "Inventory file; else inventory/spark.py.", metavar="FILE"),
-        click.Option(
-            ["--limit", "--host", "limit"], multiple=True, metavar="NAME",
-            help="Only these hosts or groups; the same as naming them.",
-        ),
-        option("--exclude", "All hosts but these.", multiple=True, metavar="NAME"),
-        option("--model", "Plan with this model instead.", shell_complete=_names("models")),
-        option("--profile", "Plan with this profile instead.", shell_complete=_names("profiles")),
-        option("--data", "Any setting, for this run alone.", multiple=True, metavar="KEY=VALUE"),
-    ]  # fmt: skip
-
-
-def service_option(does: str) -> click.Option:
-    """Return the option of commands that are about one service of a host."""
-    return option("--service", does, metavar="NAME")
-
-
-def json_option() -> click.Option:
-    """Return the option that every command with an answer takes."""
-    return flag("--json", "Print the answer as JSON.")
-
-
 def _always(_options: Options) -> bool:
     return True
 
 
 FIRST, LOOK, SERVE, NAMES = "From nothing", "Look", "Change", "Names and files"
-
-_BENCH = (
-    option("--out", "Folder of the results.", metavar="DIR", default="bench"),
-    option(
-        "--protocol",
-        "Measure by this one alone; else by both, llama-benchy where it is installed.",
-        multiple=True,
-        type=click.Choice(["seeds", "llama-benchy"]),
-    ),
-    Several("--compare", metavar="FILE...", help="Put results beside each other; asks no host."),
-    Several("--depths", type=int, metavar="N...", help="Depths of llama-benchy."),
-    Several("--clients", type=int, metavar="N...", help="Concurrent clients of llama-benchy."),
-    option("--pp", "Tokens of its prompts; its own default otherwise.", type=int),
-    option("--tg", "Tokens of its answers; its own default otherwise.", type=int),
-    option("--runs", "How often it measures; its own default otherwise.", type=int),
-    option("--book-url", "The text that llama-benchy makes prompts of.", metavar="URL"),
-)
-
-_DRY_AND_YES = (
-    flag("--dry", "Say what would change, do nothing."),
-    flag("--yes", "Ask nothing.", "-y"),
-)
 
 COMMANDS: dict[str, Entry] = {
     "init": Entry(
@@ -125,8 +61,8 @@ COMMANDS: dict[str, Entry] = {
             option("--host", "A Spark.", multiple=True, metavar="NAME[=ADDRESS]"),
             option("--user", "Login user of these hosts; else as ssh does."),
             flag("--local", "Serve on the machine this runs on."),
-            option("--model", "What to serve.", shell_complete=_names("models")),
-            option("--profile", "How to serve it.", shell_complete=_names("profiles")),
+            option("--model", "What to serve.", shell_complete=names_of("models")),
+            option("--profile", "How to serve it.", shell_complete=names_of("profiles")),
         ),
         about_hosts=False,
         json=False,
@@ -134,7 +70,7 @@ COMMANDS: dict[str, Entry] = {
     "up": Entry(
         FIRST,
         "Make hosts serve what the settings say, proven; asks once, and tells how it goes.",
-        (*_DRY_AND_YES, flag("--verbose", "Show all that pyinfra says.", "-v")),
+        CHANGE,
         module="changes.up",
         asks=_always,
     ),
@@ -149,11 +85,13 @@ COMMANDS: dict[str, Entry] = {
     ),
     "plan": Entry(
         LOOK,
-        "Print what a deploy would make of each host; no host is touched.",
+        "Print what a deploy would make of each host; no host is changed.",
         (
             flag("--estimate", "Ask no hub: sizes from the architecture, identities left open."),
+            flag("--on-host", "Ask hosts, too, what of it lies there already."),
             flag("--verbose", "Show files, unit and the engine's arguments as well.", "-v"),
         ),
+        asks=lambda options: options.on_host,
     ),
     "status": Entry(
         LOOK,
@@ -186,8 +124,11 @@ COMMANDS: dict[str, Entry] = {
     ),
     "top": Entry(
         LOOK,
-        "Show what each host is doing now: requests, tok/s, acceptance, cache, memory, heat.",
-        (flag("--once", "One look, and no more."),),
+        "Show what each service is doing now: requests, tok/s, acceptance, cache, memory, heat.",
+        (
+            flag("--once", "One look, and no more."),
+            service_option("Only this one of the services; else all."),
+        ),
         module="looks.top",
     ),
     "logs": Entry(
@@ -207,7 +148,7 @@ COMMANDS: dict[str, Entry] = {
         asks=lambda options: not options.planned,
     ),
     "bench": Entry(
-        LOOK, "Measure what hosts serve, through their gateways; compare results.", _BENCH
+        LOOK, "Measure what hosts serve, through their gateways; compare results.", BENCH
     ),
     "stop": Entry(
         SERVE,
@@ -231,19 +172,19 @@ COMMANDS: dict[str, Entry] = {
     "rollback": Entry(
         SERVE,
         "Go back to the release that served before, proven as in a deploy.",
-        (option("--to", "Go back to this release instead.", metavar="RELEASE"), *_DRY_AND_YES),
+        (option("--to", "Go back to this release instead.", metavar="RELEASE"), *CHANGE),
         module="changes.line",
     ),
     "prune": Entry(
         SERVE,
         "Remove what no kept release needs; --dry shows each thing and its bytes.",
-        _DRY_AND_YES,
+        CHANGE,
         module="changes.line",
     ),
     "rotate-key": Entry(
         SERVE,
         "Give services a new API key; the old one is refused at once.",
-        _DRY_AND_YES,
+        CHANGE,
         module="changes.line",
     ),
     "uninstall": Entry(
@@ -252,14 +193,14 @@ COMMANDS: dict[str, Entry] = {
         (
             flag("--models", "Remove models, too."),
             flag("--engine", "Remove Docker and CUDA, too, where a deploy put them."),
-            *_DRY_AND_YES,
+            *CHANGE,
         ),
         module="changes.line",
     ),
     "unbootstrap": Entry(
         SERVE,
         "Take back what the first login left: our key, the rule for sudo, the account.",
-        _DRY_AND_YES,
+        CHANGE,
         module="changes.line",
     ),
     "lock": Entry(

@@ -12,6 +12,7 @@ from pyinfra.api.host import Host
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
+from spark_deploy.cli.looks import reuse
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.operations.machine.preflight import question
@@ -26,7 +27,7 @@ def run(options: Options) -> int:
     """Print the verdict on the chosen hosts; 1 when a deploy would refuse one of them."""
     hosts = listed(options)
     needs = {host.name: _needs(host) for host in hosts}
-    answers = look(hosts, lambda host, one: _ask(host, needs[one.name]))
+    answers = look(hosts, lambda host, one: surveyed(host, needs[one.name]))
     surveys = {one.host.name: one.value for one in answers if one.value is not None}
     twins = same_host_key(surveys)
     found = [verdict_of(one, needs[one.host.name], twins) for one in answers]
@@ -43,7 +44,8 @@ def _needs(host: Listed) -> NeedsPlan:
         return planned(host, estimate=True).needs
 
 
-def _ask(host: Host, needs: NeedsPlan) -> Survey | None:
+def surveyed(host: Host, needs: NeedsPlan) -> Survey | None:
+    """Look at a host without changing it."""
     found: Survey | None = host.get_fact(
         HostSurvey,
         # The survey finds its own way to root, so a host that still wants a password is seen too.
@@ -123,22 +125,8 @@ def _looks(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
     yield "serving", ", ".join(survey.serving) or "nothing of ours"
     if others := in_the_way(survey.containers):
         yield "others", ", ".join(f"{one.name} ({one.image}, {one.state})" for one in others)
-    if reused := _reused(survey, needs):
+    if reused := reuse.told(reuse.reused(survey.stored, needs)):
         yield "reuse", reused
-
-
-def _reused(survey: Survey, needs: NeedsPlan) -> str:
-    """Say how much of the model lies on the host already, whoever put it there."""
-    wanted = {file for _, files in needs.downloads for file in files}
-    there = {(sha256, size_bytes) for _, sha256, size_bytes in survey.stored.files}
-    found_bytes = sum(size_bytes for _, size_bytes in wanted & there)
-    whole_bytes = sum(size_bytes for _, size_bytes in wanted)
-    if not found_bytes:
-        return ""
-    return (
-        f"{found_bytes / 1e9:.1f} of {whole_bytes / 1e9:.1f} GB of the model lie here "
-        "(downloads.look_in) and are not fetched; nothing is moved"
-    )
 
 
 def _plain(problem: Problem) -> dict[str, str]:

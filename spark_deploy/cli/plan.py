@@ -1,18 +1,21 @@
-"""``spark-deploy plan``: the plan of each host as text or JSON."""
+"""``spark-deploy plan``: the plan of each host as text or JSON; hosts are asked when told to."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from spark_contract.release import Release
 
 from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.commands import Options
+from spark_deploy.cli.doctor import surveyed
 from spark_deploy.cli.hosts import OPEN_COMMIT, Listed, answer, listed, planned, say
+from spark_deploy.cli.looking import look
+from spark_deploy.cli.looks import reuse
 from spark_deploy.cli.looks.brief import brief
 from spark_deploy.cli.looks.brief import row as _row
 from spark_deploy.inventory.held import hold_if_told
@@ -42,17 +45,42 @@ def run(options: Options) -> int:
     plans = [planned(host, estimate=options.estimate) for host in hosts]
     for host in () if options.estimate else hosts:
         hold(host)
+    there = _there(hosts, plans) if options.on_host else {}
     texts = (
-        text(plan, *pair_of(host.settings.settings, host.catalog), verbose=options.verbose)
+        text(plan, *pair_of(host.settings.settings, host.catalog), verbose=options.verbose,
+             there=reuse.told(found) if (found := there.get(plan.host)) else "")
         for plan, host in zip(plans, hosts, strict=True)
-    )
-    answer(options, [document(plan) for plan in plans], texts)
-    return 0
+    )  # fmt: skip
+    more = [{"reuse": there.get(plan.host)} if options.on_host else {} for plan in plans]
+    documents = [{**document(plan), **one} for plan, one in zip(plans, more, strict=True)]
+    answer(options, documents, texts)
+    return 0 if not options.on_host or len(there) == len(hosts) else 1
 
 
-def text(plan: HostPlan, model: Model, profile: Profile, *, verbose: bool) -> Iterator[str]:
-    """Yield what a person asked for of the plan of one host, or all of it."""
+def _there(hosts: Sequence[Listed], plans: Sequence[HostPlan]) -> dict[str, reuse.Reuse]:
+    """Ask hosts what of their plans lies there already."""
+    needs = {plan.host: plan.needs for plan in plans}
+    answers = look(hosts, lambda host, one: surveyed(host, needs[one.name]))
+    for one in answers:
+        if one.value is None:
+            say(f"{one.host.name}: {one.problem}")
+    return {
+        one.host.name: reuse.reused(one.value.stored, needs[one.host.name])
+        for one in answers
+        if one.value is not None
+    }
+
+
+def text(
+    plan: HostPlan, model: Model, profile: Profile, *, verbose: bool, there: str = ""
+) -> Iterator[str]:
+    """Yield what a person asked for of the plan of one host, or all of it.
+
+    ``there`` says what of it lies on the host already.
+    """
     yield from brief(plan, profile)
+    if there:
+        yield _row("on the host", there)
     if verbose:
         yield from lines(plan, model, profile)
         return

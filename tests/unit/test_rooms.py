@@ -80,7 +80,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("spark_deploy/operations/machine", "pyinfra gevent paramiko"),
         ("spark_deploy/operations/service", "pyinfra gevent paramiko"),
         ("spark_deploy/inventory", "pyinfra gevent paramiko click"),
-        ("spark_deploy/bench", ""),
+        ("spark_deploy/bench", "yaml"),
         ("spark_deploy/cli/adding/draft.py", "yaml"),
         ("spark_deploy/cli", "pyinfra gevent click rich yaml"),
         ("spark_deploy/__main__.py", ""),

@@ -1,4 +1,4 @@
-"""The pyinfra line behind a command: printed, and run as printed."""
+"""The pyinfra line behind a command: printed, run as printed, and shown as ``up`` shows it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+from rich.console import Console
+
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.changes.screen import watch
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import inventory_of, listed
+from spark_deploy.errors import SparkError
 
 # Deploys by command, and the settings that options of the command stand for.
 DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -29,18 +34,56 @@ DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }  # fmt: skip
 
 
+# What a person agrees to.
+_QUESTIONS = {
+    "rollback": "Go back to the release that served before?",
+    "prune": "Remove what no kept release needs? (--dry shows each thing)",
+    "rotate-key": "Make a new API key, and refuse the old one at once?",
+    "uninstall": "Take this project off? (--dry shows what goes and what stays)",
+    "unbootstrap": "Give up this machine's way in?",
+}
+
+
 def run(options: Options) -> int:
     """Run the deploy of a command on the chosen hosts; the exit code is pyinfra's.
 
     Raises:
-        SparkError: the inventory, or a host that is named, is not there.
+        SparkError: the inventory, or a host that is named, is not there; or nobody can agree.
     """
     hosts = [host.name for host in listed(options)]
-    flags = ["--dry"] if options.dry else ["-y"] if options.yes else []
-    flags += ["--json"] if options.json else []
-    words = line(options.command, options, hosts, flags)
+    if options.dry or options.json:
+        flags = ["--dry"] if options.dry else ["-y"] if options.yes else []
+        words = line(options.command, options, hosts, flags + ["--json"] * options.json)
+        show(words)
+        return subprocess.run(argv(words), check=False).returncode
+    agreed(options, f"{', '.join(hosts)}: {_QUESTIONS[options.command]}")
+    words = line(options.command, options, hosts, ["-y"])
     show(words)
-    return subprocess.run(argv(words), check=False).returncode
+    return watched(words, hosts, options)
+
+
+def agreed(options: Options, question: str) -> None:
+    """Ask once, unless ``--yes`` answered already.
+
+    Raises:
+        SparkError: nobody is there to be asked.
+    """
+    if options.yes:
+        return
+    if not sys.stdin.isatty():
+        fix = "run it in a terminal, or with -y"
+        raise SparkError.one(options.command, "asks before it changes hosts, and nobody is there",
+                             fix)  # fmt: skip
+    click.confirm(question, abort=True, err=True)
+
+
+def watched(words: Sequence[str], hosts: Sequence[str], options: Options) -> int:
+    """Run a line and show how it goes, with ``--verbose`` in pyinfra's own words."""
+    if options.verbose:
+        return subprocess.run(argv(words), check=False).returncode
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    console = Console(stderr=options.json, highlight=False)
+    return watch(argv(words), hosts, base / "spark-deploy" / f"{options.command}.log", console)
 
 
 def line(

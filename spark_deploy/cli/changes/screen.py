@@ -61,7 +61,7 @@ def _shown(
             # The terminal told pyinfra as well; a run that is stopped by its parent alone is told.
             process.send_signal(signal.SIGINT)
             process.wait()
-            show.say("interrupted: jobs on the hosts go on; `spark-deploy up` attaches to them")
+            show.say("interrupted: what hosts work on goes on; the same command attaches to it")
             return 130
 
 
@@ -156,7 +156,7 @@ def ended(seen: Transcript, code: int, took_s: float) -> Iterator[Text]:
     for host in seen.hosts.values():
         good = not host.failed and (host.serves or not code)
         yield Text.assemble((host.name, "bold"), "  ", _outcome(host, bool(good)))
-        for line in host.serves[1:]:
+        for line in () if host.failed else host.results[bool(host.serves) :]:
             yield Text(f"  {line}")
         for line in host.problems if host.failed else ():
             yield Text(f"  {line}", "red")

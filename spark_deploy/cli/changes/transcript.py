@@ -49,8 +49,14 @@ class HostView:
     steps: int = 0
     changed: int = 0
     notes: list[str] = field(default_factory=list)  # of this step
+    said: list[str] = field(default_factory=list)  # of the last step that had results to tell
     problems: list[str] = field(default_factory=list)
     serves: list[str] = field(default_factory=list)
+
+    @property
+    def results(self) -> list[str]:
+        """What serves and how proven, else what the last step that told anything said."""
+        return self.serves or [line for line in self.notes if not _is_progress(line)] or self.said
 
     def line(self) -> tuple[str, str]:
         """Return what the host is doing, and how far it is with that."""
@@ -97,6 +103,7 @@ class Transcript:
         for host in self.hosts.values():
             if not host.failed:
                 host.step, host.what, host.how = f"{role}: {name}", "", ""
+                host.said = [line for line in host.notes if not _is_progress(line)] or host.said
                 host.notes, host.ended = [], False
         return []
 
@@ -126,6 +133,10 @@ class Transcript:
             host.problems = list(host.notes)
             return [f"{host.name}: FAILED in {host.step}", *(f"  {note}" for note in host.notes)]
         return []
+
+
+def _is_progress(line: str) -> bool:
+    return bool(_ROLLOUT.match(line) or _JOB.match(line))
 
 
 def _part_of(role: str, name: str) -> str:

@@ -6,14 +6,10 @@ Bootstraps what needs it, says what will happen, asks once, runs exactly the pyi
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import click
 from pyinfra.connectors.sshuserclient.client import get_host_keys
 from rich.console import Console
 from rich.text import Text
@@ -21,7 +17,6 @@ from rich.text import Text
 from spark_deploy.cli import lock
 from spark_deploy.cli.changes import line
 from spark_deploy.cli.changes.forecast import found_on, planned_all, sentence
-from spark_deploy.cli.changes.screen import watch
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.errors import SparkError
@@ -55,18 +50,10 @@ def run(options: Options) -> int:
         line.show(words)
         return 0 if all(one["reachable"] for one in told) else 1
     if not options.dry:
-        _ask(options)
+        # Where what is served stays, something else of a host may still be mended.
+        line.agreed(options, "Go on?")
     line.show(words)
-    return _run(words, hosts, options)
-
-
-def _run(words: Sequence[str], hosts: Sequence[Listed], options: Options) -> int:
-    if options.verbose:
-        return subprocess.run(line.argv(words), check=False).returncode
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    console = Console(stderr=options.json, highlight=False)
-    names = [host.name for host in hosts]
-    return watch(line.argv(words), names, base / "spark-deploy" / "up.log", console)
+    return line.watched(words, [host.name for host in hosts], options)
 
 
 def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
@@ -99,13 +86,3 @@ def _lock(hosts: Sequence[Listed], options: Options) -> None:
     )
     if any(one.names for one in missing):
         lock.run(Options(**{**vars(options), "update": [], "check": False, "json": False}))
-
-
-def _ask(options: Options) -> None:
-    """Ask once: where what is served stays, something else of a host may still be mended."""
-    if options.yes:
-        return
-    if not sys.stdin.isatty():
-        fix = "run it in a terminal, or with -y"
-        raise SparkError.one("up", "asks before it changes hosts, and nobody is there", fix)
-    click.confirm("Go on?", abort=True, err=True)

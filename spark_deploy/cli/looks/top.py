@@ -1,4 +1,4 @@
-"""``spark-deploy top``: what every host is doing now, a line each, anew every few seconds."""
+"""``spark-deploy top``: what every service is doing now, a line each, anew every few seconds."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from spark_contract.units import MAIN_SERVICE
 from spark_deploy.bench.host import Login
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connect import login_of
-from spark_deploy.cli.hosts import listed, say
+from spark_deploy.cli.hosts import chosen_services, listed, say
 
 EVERY_S = 2
 _METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$")
-_LOOK = f"""while :; do
+_LOOK = """while :; do
   echo "at $(date +%s.%N)"
-  curl -s -m 5 --unix-socket {engine_dir(MAIN_SERVICE)}/engine.sock http://engine/metrics |
+  curl -s -m 5 --unix-socket FOLDER/engine.sock http://engine/metrics |
     grep -E '^vllm:(num_requests_|generation_tokens_total|kv_cache_usage|spec_decode_num_)'
-  awk '/^MemAvailable/{{print "memory", $2}}' /proc/meminfo
+  awk '/^MemAvailable/{print "memory", $2}' /proc/meminfo
   echo "gpu $(nvidia-smi --query-gpu=temperature.gpu,power.draw --format=csv,noheader,nounits \\
     2>/dev/null | tr -d ' ')"
-  echo end; sleep {EVERY_S}
+  echo end; sleep EVERY
 done"""
 _HEAD = ("host", "running", "waiting", "tok/s", "accepted", "cache", "free GB", "°C", "W")
 
@@ -66,9 +66,13 @@ class Now:
 
 def run(options: Options) -> int:
     """Show the chosen hosts until somebody ends it; 1 when one could not be asked."""
-    logins = [login_of(one) for one in listed(options)]
-    seen: dict[str, list[Look]] = {login.name: [] for login in logins}
-    processes = [_follow(login, seen[login.name]) for login in logins]
+    followed = {
+        _title(one.name, service): (login_of(one), service)
+        for one in listed(options)
+        for service in chosen_services(one, options.service)
+    }
+    seen: dict[str, list[Look]] = {title: [] for title in followed}
+    processes = [_follow(*one, seen[title]) for title, one in followed.items()]
     try:
         # Rates need two looks.
         while any(p.poll() is None for p in processes) and not _all_seen(seen, processes):
@@ -94,10 +98,15 @@ def _all_seen(seen: Mapping[str, list[Look]], processes: list[subprocess.Popen[s
     return all(len(looks) > 1 or process.poll() is not None for looks, process in pairs)
 
 
-def _follow(login: Login, looks: list[Look]) -> subprocess.Popen[str]:
+def _title(host: str, service: str) -> str:
+    return host if service == MAIN_SERVICE else f"{host}/{service}"
+
+
+def _follow(login: Login, service: str, looks: list[Look]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        login.argv(_LOOK), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-    )
+        login.argv(look_script(service)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
 
     def read() -> None:
         for look in read_looks(process.stdout or ()):
@@ -105,6 +114,11 @@ def _follow(login: Login, looks: list[Look]) -> subprocess.Popen[str]:
 
     threading.Thread(target=read, daemon=True).start()
     return process
+
+
+def look_script(service: str) -> str:
+    """Return what the host runs to tell of a service again and again."""
+    return _LOOK.replace("FOLDER", engine_dir(service)).replace("EVERY", str(EVERY_S))
 
 
 def read_looks(lines: Iterable[str]) -> Iterator[Look]:

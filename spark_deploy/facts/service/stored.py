@@ -29,6 +29,7 @@ class Stored:
 
     devices: dict[str, str] = field(default_factory=dict)  # path -> device number
     files: frozenset[tuple[str, str, int]] = frozenset()  # device number, sha256, bytes
+    folders: dict[str, str] = field(default_factory=dict)  # sha256 -> cache or tree it lies in
 
     def linkable_bytes(self, path: str, wanted: Iterable[tuple[str, int]]) -> int:
         """Add up the ``wanted`` (sha256, bytes) that a hard link can bring to ``path``."""
@@ -85,13 +86,20 @@ def parse(sections: Sections) -> Stored:
         elif kind == "receipt" and len(fields) == 2:
             receipts.append((fields[0], fields[1]))
     listed = {path: sha256 for home, text in receipts for path, sha256 in _listed(home, text)}
-    known = []
+    known, folders = [], {}
     for device, size, path in files:
         name = path.rpartition("/")[2]
         sha256 = name if _HASH.fullmatch(name) else listed.get((path, size))
         if sha256:
             known.append((device, sha256, size))
-    return Stored(devices, frozenset(known))
+            folders[sha256] = _folder(path)
+    return Stored(devices, frozenset(known), folders)
+
+
+def _folder(path: str) -> str:
+    """Return the hub's cache that a file lies in, or the folder of its tree."""
+    cache, mark, _ = path.partition("/models--")
+    return cache if mark else path.rpartition("/")[0]
 
 
 def _listed(home: str, text: str) -> Iterator[tuple[tuple[str, int], str]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from types import SimpleNamespace
 from typing import Any
 
-from spark_deploy.cli import doctor
+import pytest
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli import doctor, main, plan
 from spark_deploy.cli.looking import Answer
 from spark_deploy.facts.service.stored import Stored
 from tests.unit.operations.test_operations import NEEDS
@@ -47,6 +51,36 @@ def test_engines_that_may_stay_or_are_taken_over_already_need_no_move() -> None:
 
 
 def test_what_lies_on_the_host_already_is_told_in_bytes_of_the_model() -> None:
-    found = said([], Stored(files=HERE))
-    assert found["looks"]["reuse"].startswith("40.0 of 72.0 GB of the model lie here")
+    found = said([], Stored(files=HERE, folders={"a" * 64: "/data/hub"}))
+    assert found["looks"]["reuse"].startswith("Reusing 40.0 of 72.0 GB found in /data/hub; ")
     assert "reuse" not in said([])["looks"]
+
+
+def test_a_plan_asks_the_host_what_lies_there_when_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def look(hosts: list[Any], _ask: Any) -> list[Answer[Any]]:
+        asked.extend(host.name for host in hosts)
+        needs = plan.planned(hosts[0], estimate=True).needs
+        [(sha256, size_bytes)] = {file for _, files in needs.downloads for file in files}
+        stored = Stored(files=frozenset({("1", sha256, size_bytes)}), folders={sha256: "/d/hub"})
+        seen = dataclasses.replace(survey(), stored=stored)
+        return [Answer(host, seen if host.name == reached else None, "is off") for host in hosts]
+
+    monkeypatch.setattr(plan, "look", look)
+    monkeypatch.setattr("gevent.monkey.patch_all", lambda: None)  # for all tests after this one
+    words = ["plan", "--estimate", "--profile", "base", str(CHECKOUT / "inventory/spark.py")]
+    reached = "spark-1"
+    assert main(words) == 0
+    assert (asked, "on the host" in capsys.readouterr().out) == ([], False)
+    assert main([*words, "--on-host"]) == 0
+    whole = r"on the host +Reusing (\S+) of \1 GB found in /d/hub"
+    assert re.search(whole, capsys.readouterr().out)
+    assert main([*words, "--on-host", "--json"]) == 0
+    [document] = json.loads(capsys.readouterr().out)
+    assert document["reuse"]["folders"] == ["/d/hub"]
+    reached = "another"
+    assert main([*words, "--on-host"]) == 1
+    assert "spark-1: is off" in capsys.readouterr().err

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import shlex
-import subprocess
+import sys
 from types import SimpleNamespace
 
+import click
 import pytest
+from rich.console import Console
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.cli.changes import line
+from spark_deploy.cli.changes.screen import watch
 
 INVENTORY = str(CHECKOUT / "inventory/spark.py")
 
 
 def run(monkeypatch, capsys, *words, code=0):
+    """Stand in for pyinfra, as it is run bare and as it is watched."""
     ran = []
 
     def done(argv, check):
         ran.append(argv)
         return SimpleNamespace(returncode=code)
 
-    monkeypatch.setattr(subprocess, "run", done)
+    monkeypatch.setattr(line.subprocess, "run", done)
+    monkeypatch.setattr(line, "watch", lambda argv, *_more: done(argv, check=False).returncode)
     found = main([words[0], INVENTORY, *words[1:]])
     return found, ran, capsys.readouterr().err
 
@@ -36,7 +42,7 @@ def run(monkeypatch, capsys, *words, code=0):
          ["--data", "releases.rollback_to=main-0123456789ab", "-y"]),
         (("prune", "--dry", "--json"), "deploys/prune.py", ["--dry", "--json"]),
         (("unbootstrap", "-y"), "deploys/unbootstrap.py", ["-y"]),
-        (("rotate-key",), "deploys/rotate_key.py", []),
+        (("rotate-key", "-y", "--verbose"), "deploys/rotate_key.py", ["-y"]),
     ],
 )  # fmt: skip
 def test_it_runs_what_it_prints_for_every_host_by_name(monkeypatch, capsys, words, deploy, more):
@@ -51,6 +57,56 @@ def test_it_runs_what_it_prints_for_every_host_by_name(monkeypatch, capsys, word
 @pytest.mark.parametrize("command", ["uninstall", "rollback", "prune", "rotate-key"])
 def test_a_red_run_is_red(monkeypatch, capsys, command):
     assert run(monkeypatch, capsys, command, "-y", code=3)[0] == 3
+
+
+CHANGES = ["uninstall", "unbootstrap", "rollback", "prune", "rotate-key"]
+
+
+@pytest.mark.parametrize("command", CHANGES)
+def test_nothing_runs_before_somebody_agreed(monkeypatch, capsys, command):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    code, ran, said = run(monkeypatch, capsys, command)
+    assert (code, ran) == (1, [])
+    assert f"{command}: asks before it changes hosts, and nobody is there" in said
+
+
+@pytest.mark.parametrize(("answer", "code", "runs"), [("y", 0, 1), ("n", 130, 0)])
+def test_it_asks_once_and_naming_the_hosts(monkeypatch, capsys, answer, code, runs):
+    asked = []
+
+    def confirm(text, abort, err):
+        asked.append(text)
+        if answer != "y":
+            raise click.Abort
+
+    monkeypatch.setattr(line.click, "confirm", confirm)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    found, ran, _ = run(monkeypatch, capsys, "prune")
+    assert (found, len(ran)) == (code, runs)
+    [text] = asked
+    assert text.startswith("spark-1: Remove what no kept release needs?")
+    assert all(words[-1] == "-y" for words in ran)
+
+
+PRUNED = """\
+--> Connecting to hosts...
+    [a] Connected
+--> Starting operation: Service | Remove what no kept release needs
+    [a] remove 3 things: running
+    [a] removed 3 things, 41.2 GB
+    [a] Success
+"""
+
+
+@pytest.mark.parametrize("ends", [0, 3])
+def test_it_ends_as_pyinfra_ends_and_tells_what_was_done(tmp_path, ends):
+    out = io.StringIO()
+    argv = [sys.executable, "-c", f"print({PRUNED!r}); raise SystemExit({ends})"]
+    assert watch(argv, ["a"], tmp_path / "prune.log", Console(file=out, width=80)) == ends
+    said = out.getvalue().splitlines()
+    assert "  removed 3 things, 41.2 GB" in said
+    assert not any("remove 3 things: running" in text for text in said)
+    assert (f"red: exit code {ends}" in said) == bool(ends)
 
 
 @pytest.mark.parametrize("command", ["uninstall", "rollback", "prune", "rotate-key"])

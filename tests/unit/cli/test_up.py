@@ -13,8 +13,9 @@ from spark_contract.job import JobState, Progress
 from spark_contract.records import Rollout
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.changes import screen, up
+from spark_deploy.cli.changes import screen
 from spark_deploy.cli.changes.forecast import Found, sentence
+from spark_deploy.cli.changes.line import agreed
 from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.looking import Answer
@@ -240,8 +241,8 @@ def test_what_ends_before_its_first_step_is_said_in_its_own_words(tmp_path):
 def test_without_a_terminal_it_wants_a_yes(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SparkError, match="nobody is there"):
-        up._ask(Options(yes=False))
-    up._ask(Options(yes=True))
+        agreed(Options(command="up", yes=False), "Go on?")
+    agreed(Options(command="up", yes=True), "Go on?")
 
 
 def test_a_wrong_inventory_is_red(tmp_path: Path):

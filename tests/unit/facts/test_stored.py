@@ -48,6 +48,13 @@ def test_blobs_named_by_their_hash_and_files_of_a_receipt_are_found(disk):
     assert look(root, [(sha256["b"], MIB)], look_in=["sources"])[1] == 0
 
 
+def test_it_is_told_by_cache_or_tree_where_they_lie(disk):
+    root, sha256 = disk
+    found, _ = look(root, [])
+    assert found.folders[sha256["a"]] == f"{root}/home/ann/.cache/huggingface/hub"
+    assert found.folders[sha256["c"]] == f"{root}/sources/org--name-0123"
+
+
 def test_equal_size_is_no_proof_of_equal_content(disk):
     root, sha256 = disk
     assert look(root, [("0" * 64, MIB), (sha256["d"], MIB), ("9" * 64, MIB)])[1] == 0

@@ -1,0 +1,55 @@
+"""``spark-deploy bench --ladder``: each stage served, proven and measured, then back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from spark_deploy.bench.result import BenchResult
+from spark_deploy.cli.changes import line
+from spark_deploy.cli.commands import Options
+from spark_deploy.cli.hosts import Listed, listed, planned, say
+
+# The stages of the published table, from the plain tree to all of it.
+STAGES = ("base", "base-mtp1", "hybrid", "hybrid-mtp1", "hybrid-mtp2", "v2")
+
+
+def climb(
+    options: Options, measure: Callable[[Listed], BenchResult], stages: Sequence[str] = STAGES
+) -> tuple[int, list[BenchResult]]:
+    """Serve and measure the stages, then what the settings say again.
+
+    Returns:
+        An exit code, and what was measured until then.
+
+    Raises:
+        SparkError: a stage does not fit, before anything is changed; or nobody agreed.
+    """
+    steps = [Options(**{**vars(options), "profile": stage}) for stage in stages]
+    for step in steps:
+        for host in listed(step):
+            planned(host)
+    names = [host.name for host in listed(options)]
+    line.agreed(
+        options,
+        f"{', '.join(names)}: serve {', '.join(stages)} one after the other, and then what the "
+        "settings say? Clients get 503 while engines change.",
+    )
+    results: list[BenchResult] = []
+    try:
+        for step in steps:
+            if code := _served(step, names):
+                say(f"{step.profile} does not serve: the ladder ends here")
+                return code, results
+            results += [measure(host) for host in listed(step)]
+    finally:
+        say("back to what the settings say")
+        back = _served(options, names)
+    return back, results
+
+
+def _served(options: Options, names: Sequence[str]) -> int:
+    """Run a deploy as `up` does; returns its exit code."""
+    step = Options(**{**vars(options), "command": "up", "json": False, "verbose": False})
+    words = line.line("up", step, names, ["-y"])
+    line.show(words)
+    return line.watched(words, names, step)

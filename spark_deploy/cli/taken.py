@@ -1,0 +1,88 @@
+"""What commands take on their command line, in click's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from spark_deploy.checkout import catalog_names
+
+
+class Several(click.Option):
+    """An option that takes all words up to the next option: ``--compare a.json b.json``."""
+
+    def __init__(self, name: str, **more: Any) -> None:
+        super().__init__([name], multiple=True, **more)
+
+
+def option(name: str, does: str, **more: Any) -> click.Option:
+    """Return an option with a value."""
+    return click.Option([name], help=does, **more)
+
+
+def flag(name: str, does: str, *also: str) -> click.Option:
+    """Return an option without a value."""
+    return click.Option([*also, name], is_flag=True, help=does)
+
+
+def names_of(kind: str) -> Callable[..., list[str]]:
+    """Return what completes names of models or profiles."""
+    return lambda _context, _option, begun: [
+        name for name in catalog_names(kind) if name.startswith(begun)
+    ]
+
+
+def host_options() -> list[click.Parameter]:
+    """Return what every command about hosts takes."""
+    return [
+        click.Argument(["words"], nargs=-1, metavar="[HOST]..."),
+        option("--inventory", "Inventory file; else inventory/spark.py.", metavar="FILE"),
+        click.Option(
+            ["--limit", "--host", "limit"], multiple=True, metavar="NAME",
+            help="Only these hosts or groups; the same as naming them.",
+        ),
+        option("--exclude", "All hosts but these.", multiple=True, metavar="NAME"),
+        option("--model", "Plan with this model instead.", shell_complete=names_of("models")),
+        option("--profile", "Plan with this profile instead.", shell_complete=names_of("profiles")),
+        option("--data", "Any setting, for this run alone.", multiple=True, metavar="KEY=VALUE"),
+    ]  # fmt: skip
+
+
+def service_option(does: str) -> click.Option:
+    """Return the option of commands that are about one service of a host."""
+    return option("--service", does, metavar="NAME")
+
+
+def json_option() -> click.Option:
+    """Return the option that every command with an answer takes."""
+    return flag("--json", "Print the answer as JSON.")
+
+
+BENCH = (
+    option("--out", "Folder of the results.", metavar="DIR", default="bench"),
+    option(
+        "--protocol",
+        "Measure by these alone; else by all that are there.",
+        multiple=True,
+        type=click.Choice(["seeds", "llama-benchy", "vllm-bench"]),
+    ),
+    service_option("This one of its services; else the main one."),
+    Several("--compare", metavar="FILE...", help="Put results beside each other; asks no host."),
+    Several("--depths", type=int, metavar="N...", help="Depths of llama-benchy."),
+    Several("--clients", type=int, metavar="N...", help="Numbers of concurrent clients."),
+    option("--pp", "Tokens of its prompts; its own default otherwise.", type=int),
+    option("--tg", "Tokens of its answers; its own default otherwise.", type=int),
+    option("--runs", "How often it measures; its own default otherwise.", type=int),
+    flag("--ladder", "Serve and measure the published stages one after the other, then go back."),
+    flag("--yes", "Ask nothing; it asks only before a ladder.", "-y"),
+    option("--book-url", "The text that llama-benchy makes prompts of.", metavar="URL"),
+)
+
+# Of commands that run a deploy.
+CHANGE = (
+    flag("--dry", "Say what would change, do nothing."),
+    flag("--yes", "Ask nothing.", "-y"),
+    flag("--verbose", "Show all that pyinfra says.", "-v"),
+)
