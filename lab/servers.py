@@ -31,7 +31,7 @@ HOST_TREE = "host"
 
 _REGISTRY_CONFIG = """\
 version: 0.1
-log: {{level: warn, accesslog: {{disabled: true}}}}
+log: {{level: warn}}
 storage:
   filesystem: {{rootdirectory: {root}}}
   delete: {{enabled: true}}

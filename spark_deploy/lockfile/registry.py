@@ -9,46 +9,16 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from http.client import HTTPMessage
 from typing import Any
+
+from spark_contract.images import ARCHITECTURES, MANIFEST_TYPES, parse_reference
 
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.types import LockedImage
 
 _TIMEOUT_S = 30
-# What names without a host mean; this is the address behind that word.
-_DEFAULT_HOST = "registry-1.docker.io"
-_ACCEPT = ", ".join(
-    (
-        "application/vnd.oci.image.index.v1+json",
-        "application/vnd.docker.distribution.manifest.list.v2+json",
-        "application/vnd.oci.image.manifest.v1+json",
-        "application/vnd.docker.distribution.manifest.v2+json",
-    )
-)
-ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A parsed image reference; ``version`` is a tag or a digest."""
-
-    host: str
-    name: str
-    version: str
-
-
-def parse_reference(text: str) -> Reference:
-    """Split ``host:port/name:tag@digest`` by the rules of the container engine."""
-    rest, _, digest = text.partition("@")
-    first, slash, tail = rest.partition("/")
-    has_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
-    host, rest = (first, tail) if has_host else (_DEFAULT_HOST, rest)
-    name, _, tag = rest.partition(":")
-    if host == _DEFAULT_HOST and "/" not in name:
-        name = f"library/{name}"
-    return Reference(host, name, digest or tag or "latest")
+_ACCEPT = ", ".join(MANIFEST_TYPES)
 
 
 def look_up(
@@ -71,8 +41,7 @@ def look_up(
 
 def _ask(text: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedImage:
     reference = parse_reference(text)
-    scheme = "http" if reference.host in insecure else "https"
-    client = _Client(f"{scheme}://{reference.host}/v2/{reference.name}", text)
+    client = _Client(reference.base_url(plain=reference.host in insecure), text)
     manifest, digest = client.manifest(reference.version)
     if "manifests" in manifest:
         wanted = ARCHITECTURES.get(arch, arch)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark_contract.gateway import Gateway
+from spark_contract.images import LayersPlan
 from spark_contract.orders import BuildPlan
 from spark_contract.paths import GPU_RECEIPT
 from spark_contract.release import Release
@@ -178,6 +179,7 @@ class ImagePlan:
     context_digest: str  # content of files/image
     plugin: bool
     size_bytes: int
+    layers: LayersPlan  # the base's, for when hosts lend it
 
 
 @dataclass(frozen=True, slots=True)

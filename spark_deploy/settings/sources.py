@@ -130,9 +130,9 @@ class FleetSettings:
 
     share: bool = setting(
         True,
-        "While a host of a run lacks files of a model that another one has or fetches, they are "
-        "lent: the hub sends them once. Read-only, over plain HTTP with a key of the run, and "
-        "closed when the run ends.",
+        "While a host of a run lacks files of a model, or an image, that another one has or "
+        "fetches, they are lent: hub and registry send them once. Read-only, over plain HTTP with "
+        "a key of the run, and closed when the run ends.",
     )
     address: str | None = setting(
         None,

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from tests.labkit import STATE, Guest
 
 ACCESS_LOG = STATE / "run" / "hub-access.jsonl"
+REGISTRY_LOG = STATE / "run" / "registry.log"
+# Apache's combined format, which the registry writes.
+PULLED = re.compile(r'^(\S+) .* "GET /v2/\S+/blobs/(sha256:\S+) \S+" 20[06] (\d+) ')
 BLOB = re.compile(r"/blobs/([0-9a-f]{64})\?")
 FROM_HUB = ("match", "ip", "src", "10.77.0.1", "match", "ip", "sport", "8083", "0xffff")
 
@@ -42,6 +45,24 @@ class Sent:
 
     def bytes_to(self, guest: Guest) -> int:
         return sum(last - first + 1 for first, last in self.to(guest))
+
+
+class Pulled:
+    """What the registry sent of blobs since this was made, by its own log."""
+
+    def __init__(self) -> None:
+        self._begun = REGISTRY_LOG.stat().st_size
+
+    def by(self, guest: Guest) -> dict[str, int]:
+        """Return the bytes of each blob that went to a guest."""
+        with REGISTRY_LOG.open() as lines:
+            lines.seek(self._begun)
+            found = [line for text in lines if (line := PULLED.match(text))]
+        sent: dict[str, int] = {}
+        for client, blob, size in (line.groups() for line in found):
+            if client == guest.ip:
+                sent[blob] = sent.get(blob, 0) + int(size)
+        return sent
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.lending import FROM_HUB, Sent, slow
+from tests.faults.lending import FROM_HUB, Pulled, Sent, slow
 from tests.labkit import Guest, Site, guest_named, lab
 
 NAMES = os.environ.get("SPARK_LENDING_GUESTS", "lab-16 lab-17 lab-18").split()
@@ -48,6 +48,18 @@ def tree(guest: Guest) -> str:
                      "-print0 | sort -z | xargs -0 sha256sum")  # fmt: skip
 
 
+def engine(guest: Guest) -> str:
+    """Return what docker calls the engine's image: identity, layers, and every name."""
+    return guest.run("docker image inspect -f '{{.Id}} {{.RootFS}} {{.RepoDigests}}' "
+                     "$(docker images -q --no-trunc '*/lab/stub-engine')")  # fmt: skip
+
+
+def blobs(guest: Guest) -> dict[str, int]:
+    """Return the blobs of the engine's image that a host keeps for others."""
+    lines = guest.run("cd /srv/spark/sources/image--*; stat -c '%n %s' sha256:*").splitlines()
+    return {name: int(size) for name, size in map(str.split, lines)}
+
+
 def closed(guest: Guest) -> bool:
     left = guest.run("ls /etc/spark/share.json /etc/spark/share-key 2>/dev/null || :")
     return left == "" and guest.unit(SHARE, "ActiveState")["ActiveState"] != "active"
@@ -62,7 +74,7 @@ def part(guest: Guest) -> int:
 def test_two_new_hosts_cost_one_copy(three: Three, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, _ = three.guests
     three.only(first, second)
-    sent = Sent()
+    sent, pulled = Sent(), Pulled()
 
     with slow(f"veth-{first.name}", SLOW, FROM_HUB):
         run = three.site.deploy()
@@ -73,6 +85,11 @@ def test_two_new_hosts_cost_one_copy(three: Three, capsys: pytest.CaptureFixture
         print(f"\nhub sent {sent.bytes_to(first)} and {sent.bytes_to(second)} bytes")  # noqa: T201
     assert sent.bytes_to(first) == one_copy > 12_000_000
     assert sent.bytes_to(second) == 0
+    image, layers = engine(first), blobs(first)
+    assert {name: size for name, size in pulled.by(first).items() if name in layers} == layers
+    assert not layers.keys() & pulled.by(second).keys()
+    assert engine(second) == image
+    assert "127.0.0.1" not in image
     assert tree(first) == tree(second)
     assert all(closed(guest) for guest in (first, second))
     three.site.deploy().must_have_changed_nothing()
@@ -81,12 +98,14 @@ def test_two_new_hosts_cost_one_copy(three: Three, capsys: pytest.CaptureFixture
 def test_a_host_that_comes_later_takes_everything_from_those_there(three: Three) -> None:
     first, _, third = three.guests
     three.only(*three.guests)
-    sent = Sent()
+    sent, pulled = Sent(), Pulled()
 
     run = three.site.deploy()
 
     assert run.exit_code == 0, run.stderr[-5000:]
     assert [sent.bytes_to(guest) for guest in three.guests] == [0, 0, 0]
+    assert not blobs(first).keys() & pulled.by(third).keys()
+    assert engine(third) == engine(first)
     assert tree(third) == tree(first)
     assert all(closed(guest) for guest in three.guests)
     three.site.deploy().must_have_changed_nothing()

@@ -16,6 +16,7 @@ from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
 from spark_contract.gateway import CopyPlan
+from spark_contract.images import LayersPlan
 from spark_contract.orders import (
     CONFIG,
     GENERATION,
@@ -35,6 +36,7 @@ from spark_checkpoint.inspect.held import hold
 from spark_checkpoint.inspect.inspection import hold_against, open_subject, report, text_of
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.fetch import fetch
+from spark_checkpoint.sources.layers import fetch_layers
 from spark_checkpoint.storage import room_left
 from spark_checkpoint.verify.verify import verify_tree
 
@@ -75,6 +77,9 @@ def _told(error: OSError) -> str:
 def _run(arguments: argparse.Namespace, progress: Progress) -> int:
     if arguments.command == "fetch":
         fetch(files.load(FetchPlan, arguments.order, "is missing"), progress)
+    elif arguments.command == "layers":
+        order = files.load(LayersPlan, arguments.order, "is missing")
+        fetch_layers(order, arguments.manifests, progress)
     elif arguments.command == "build":
         # numpy comes with it, which nothing else needs.
         from spark_checkpoint.build.build import build
@@ -156,6 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("fetch", help="have a repository at a commit, verified")
     one.add_argument("order", type=Path, metavar="FETCH.json")
+    one = commands.add_parser("layers", help="have the blobs and manifests of an image, verified")
+    one.add_argument("order", type=Path, metavar="LAYERS.json")
+    one.add_argument("manifests", type=Path, metavar="DIR")
     one = commands.add_parser("build", help="build the checkpoint of a plan")
     one.add_argument("plan", type=Path, metavar="PLAN.json")
     one.add_argument("--or-copy", type=Path, metavar="COPY.json", help="hosts that have it")

@@ -14,7 +14,7 @@ from spark_host import evidence, status
 from spark_host.check import runner
 from spark_host.engine import serve
 from spark_host.gateway import gateway, share
-from spark_host.jobs import jobs
+from spark_host.jobs import image, jobs
 from spark_host.prune import prune
 from spark_host.records import boot
 from spark_host.rollout import recover, request, rollout, way_back
@@ -121,6 +121,10 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "watch": (_of_one(loop.run), "RELEASE: watch its engine (run by spark-watch@RELEASE)"),
     "daily": (daily.main, ": look for what decays unnoticed (run by spark-daily.timer)"),
     "job": (jobs.main, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
+    "image": (
+        image.main,
+        "LAYERS.json COMMAND...: take an image's blobs from other hosts, then run docker",
+    ),
     "may-start": (_of_one(serve.may_start), "RELEASE: whether its unit may start"),
     "prepare": (_of_one(serve.prepare), "RELEASE: make the host ready for its start"),
     "serve": (_of_one(serve.run), "RELEASE: run its engine (run by spark-serve@RELEASE)"),

@@ -32,6 +32,7 @@ from spark_deploy.planning.work.jobs import Work
 from spark_deploy.planning.work.lending import (
     Member,
     State,
+    lacks,
     shared_trees,
     wanted_of,
     with_peers,
@@ -60,9 +61,13 @@ def surveyed(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
         return
     trees: dict[str, State] = {}
     for work in jobs:
+        told = found.states.get(work.job.digest12)
+        state = _STATES.get(told.state if told else "", "missing")
         if isinstance(work.job.proof, ReceiptProof):
-            told = found.states.get(work.job.digest12)
-            trees[work.job.proof.digest] = _STATES.get(told.state if told else "", "missing")
+            trees[work.job.proof.digest] = state
+        elif work.layers is not None and trees.get(work.layers.digest) != "there":
+            # Whether an image's blobs are kept beside it is asked where somebody wants them.
+            trees[work.layers.digest] = "needless" if state == "there" else state
     _members[_this()] = Member(host.name, "", trees)
     host.noop("what it has is known")
 
@@ -79,9 +84,13 @@ def lent(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
         host.noop("no other host of this run shares")
         return
     wanted = wanted_of(host.name, members)
-    trees = tuple(tree for tree in shared_trees(jobs) if tree.digest in wanted)
-    lacks = any(_members[_this()].trees[tree.digest] != "there" for tree in shared_trees(jobs))
-    if not trees and not lacks:
+    ours = _members[_this()].trees
+    trees = tuple(
+        tree
+        for tree in shared_trees(jobs)
+        if tree.digest in wanted and (ours[tree.digest] != "needless" or _kept(tree))
+    )
+    if not trees and not any(map(lacks, ours.values())):
         host.noop("no host lacks what another one has")
         return
     files = [ManagedFile(SHARE_KEY, f"{_KEY}\n".encode(), 0o600)]
@@ -101,6 +110,16 @@ def lent(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
             f"systemctl reset-failed {SHARE_UNIT} 2>/dev/null; systemctl restart {SHARE_UNIT}"
         )
     _lending.add(_this())
+
+
+def _kept(tree: SharedTree) -> bool:
+    """Return whether a tree is there that this host does not need; it is then lent."""
+    receipt = f"{tree.dir}/{RECEIPT_NAME}"
+    if receipt not in host.get_fact(FileStates, paths=[receipt]):
+        return False
+    me = _members[_this()]
+    _members[_this()] = replace(me, trees={**me.trees, tree.digest: "there"})
+    return True
 
 
 def _lender(member: Member, address: str, port: int, trees: Sequence[SharedTree]) -> Member:

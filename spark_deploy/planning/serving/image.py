@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spark_contract.images import LayersPlan, parse_reference
 from spark_contract.units import IMAGE_NAME
 
 from spark_deploy.catalog.model import Model
@@ -29,6 +30,26 @@ def image_plan(
         context_digest=context_digest,
         plugin=plugin,
         size_bytes=base.size_bytes,
+        layers=_layers(base.pinned, settings),
+    )
+
+
+def _layers(base: str, settings: Settings) -> LayersPlan:
+    """Return the order for the base's blobs; patient like a download, with plain docker behind."""
+    reference = parse_reference(base)
+    digest = digest_of({"layers": base})
+    downloads = settings.downloads
+    folder = f"image--{reference.name.replace('/', '--')}-{digest[:12]}"
+    return LayersPlan(
+        digest=digest,
+        reference=base,
+        plain=reference.host in settings.registries.insecure,
+        out=f"{settings.paths.sources_dir}/{folder}",
+        parallel=downloads.parallel,
+        rate_limit_bytes_per_s=downloads.rate_limit_bytes_per_s,
+        tries=downloads.tries,
+        backoff_s=downloads.retry_pause_s,
+        outage_s=downloads.outage_s,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from spark_contract import units
 from spark_contract.documents import text_of
+from spark_contract.images import LayersPlan
 from spark_contract.job import AbsentProof, ImageProof, Job, ReceiptProof
 from spark_contract.orders import DonorUrl, FetchFile, FetchPlan
 from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, hub_token_of, job_dir
@@ -34,6 +35,7 @@ class Work:
     job: Job
     inputs: tuple[ManagedFile, ...] = ()
     asks_with_token: bool = False  # the hub wants to know who asks
+    layers: LayersPlan | None = None  # of the image that the job makes or starts from
 
     def files(self) -> tuple[ManagedFile, ...]:
         """Return job.json, its inputs, and the unit's ordering."""
@@ -65,7 +67,7 @@ def needs_mounts(*paths: str) -> str:
 
 
 # Where the tools' packages and the builder's own are.
-_PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}
+PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}
 
 
 def _receipt(tree: SourcePlan | CheckpointPlan) -> ReceiptProof:
@@ -113,7 +115,7 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
         kind="fetch",
         title=f"fetch {locked.repo}@{locked.commit[:12]}",
         argv=("python3", "-m", "spark_checkpoint", "fetch", f"{where}/fetch.json"),
-        env=_PYTHON,
+        env=PYTHON,
         proof=_receipt(source),
         total_bytes=source.size_bytes,
         after=(),
@@ -132,7 +134,7 @@ def checkpoint_job(plan: CheckpointPlan, fetched: Job) -> Work:
         kind="checkpoint",
         title=f"build {plan.order.name}-{plan.digest[:12]}",
         argv=("python3", "-m", "spark_checkpoint", "build", f"{where}/plan.json"),
-        env=_PYTHON,
+        env=PYTHON,
         proof=_receipt(plan),
         total_bytes=plan.output_bytes,
         after=(fetched.digest12,),
@@ -161,7 +163,7 @@ def _discard_jobs(pair: PairPlan) -> tuple[Work, ...]:
         kind="discard",
         title=f"remove {tree.base.locked.repo}@{tree.base.locked.commit[:12]}",
         argv=("python3", "-m", "spark_checkpoint", "discard", tree.base.dir, "--tree", tree.dir),
-        env=_PYTHON,
+        env=PYTHON,
         proof=AbsentProof(tree.base.dir),
         total_bytes=tree.output_bytes,
         after=(),
@@ -196,9 +198,9 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
         base=plan.base if plan.plugin else None,
     )
     if not plan.plugin:
-        return Work(job)
+        return Work(job, layers=plan.layers)
     files = (ManagedFile(f"{inside}/{file.path}", file.content, file.mode) for file in context)
-    return Work(job, tuple(files))
+    return Work(job, tuple(files), layers=plan.layers)
 
 
 def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:

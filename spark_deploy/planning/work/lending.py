@@ -8,13 +8,16 @@ from typing import Literal
 
 from spark_contract.documents import parse, text_of
 from spark_contract.gateway import CopyPlan, FinishedTree, Peers, SharedTree
+from spark_contract.images import LayersPlan
 from spark_contract.job import ReceiptProof
 from spark_contract.orders import FetchPlan
+from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.managed import ManagedFile
-from spark_deploy.planning.work.jobs import Work
+from spark_deploy.planning.work.jobs import PYTHON, Work
 
-State = Literal["there", "under way", "missing"]
+# "needless": it is not there, and what it would be for is.
+State = Literal["there", "under way", "missing", "needless"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +31,22 @@ class Member:
 
 
 def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
-    """Return the trees of jobs that peers can use: of those that are built only whole ones."""
-    return tuple(
-        SharedTree(
-            digest=work.job.proof.digest,
-            dir=work.job.proof.tree,
-            job=work.job.digest12,
-            unfinished=work.job.kind == "fetch",
-        )
-        for work in jobs
-        if isinstance(work.job.proof, ReceiptProof)
-    )
+    """Return the trees of jobs that peers can use: of those that are built only whole ones.
+
+    Of an image they are the blobs of its base; those of several jobs are one tree.
+    """
+    found: dict[str, SharedTree] = {}
+    for work in jobs:
+        proof, name = work.job.proof, work.job.digest12
+        if isinstance(proof, ReceiptProof):
+            whole_only = work.job.kind != "fetch"
+            found[proof.digest] = SharedTree(proof.digest, proof.tree, name, not whole_only)
+        elif work.layers is not None:
+            layers = work.layers
+            found.setdefault(
+                layers.digest, SharedTree(layers.digest, layers.out, name, unfinished=True)
+            )
+    return tuple(found.values())
 
 
 def wanted_of(me: str, members: Sequence[Member]) -> frozenset[str]:
@@ -48,8 +56,13 @@ def wanted_of(me: str, members: Sequence[Member]) -> frozenset[str]:
         digest
         for digest in mine
         for other in members
-        if other.name != me and other.trees.get(digest, "there") != "there"
+        if other.name != me and lacks(other.trees.get(digest, "there"))
     )
+
+
+def lacks(state: State) -> bool:
+    """Return whether a host wants a tree that it does not have."""
+    return state in ("under way", "missing")
 
 
 def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
@@ -74,6 +87,8 @@ def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]
 def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
     """Return a job that knows which hosts have what it makes."""
     proof = work.job.proof
+    if work.layers is not None:
+        return _through_layers(work, work.layers, me, members)
     if not isinstance(proof, ReceiptProof):
         return work
     urls = peers_of(me, proof.digest, members)
@@ -82,6 +97,22 @@ def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
     receipts = {one.url: one.receipts.get(proof.digest) for one in members}
     there = tuple(FinishedTree(url, known) for url in urls if (known := receipts[url]))
     return _or_copied(work, CopyPlan(proof.digest, there)) if there else work
+
+
+def _through_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[Member]) -> Work:
+    """Return the job of an image that takes its base from peers, or has it to lend.
+
+    Who asks no peer keeps the blobs, so that hosts which come later find them in the lab.
+    """
+    urls = peers_of(me, layers.digest, members)
+    if not urls and layers.digest not in wanted_of(me, members):
+        return work
+    order = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
+    file = ManagedFile(f"{work.job.dir}/layers.json", text_of(order).encode())
+    argv = (HOST_TOOL, "image", file.path, *work.job.argv)
+    env = {**work.job.env, **PYTHON}
+    job = replace(work.job, argv=argv, env=env)
+    return replace(work, job=job, inputs=(*work.inputs, file))
 
 
 def _naming(file: ManagedFile, peers: Peers) -> ManagedFile:

@@ -10,13 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+from spark_contract.images import parse_reference
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile import hub, registry
 from spark_deploy.lockfile.file import read_lock, write_lock
-from spark_deploy.lockfile.registry import parse_reference
 from spark_deploy.lockfile.resolve import locked_for, wanted_by
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.load import load_hosts

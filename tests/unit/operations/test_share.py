@@ -185,3 +185,24 @@ def test_a_host_that_has_failed_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
     lab.lend()
     lab.hosts["c"].state.failed_hosts = {lab.hosts["b"]}
     assert lab.asked("c") == ["http://10.0.0.a:8010"]
+
+
+def test_an_image_that_is_there_is_lent_only_with_its_blobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = WORKS[-1].layers
+    assert layers is not None
+    kept = {f"{layers.out}/receipt.json": FileState(0o644, "root:root", "b" * 64)}
+
+    def asked_of(facts: dict[str, FileState]) -> list[str]:
+        lab = Lab(monkeypatch, a="done", b="")
+        lab.hosts["a"].facts["FileStates"] = facts
+        lab.lend()
+        lab.current = lab.hosts["b"]
+        with on(lab.current):
+            image = share.knowing_peers(WORKS[-1])
+        return [str(file.content) for file in image.inputs if file.path.endswith("layers.json")]
+
+    assert asked_of(RECEIPTS) == []
+    [order] = asked_of({**RECEIPTS, **kept})
+    assert "http://10.0.0.a:8010" in order

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+from spark_contract.images import LayersPlan
+
 from spark_deploy.lockfile.types import LockedSource, SourceFile
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.types import ImagePlan, SourcePlan
@@ -82,6 +84,7 @@ def test_an_image_job_waits_for_the_container_engine_and_carries_its_context() -
     plan = ImagePlan(
         base="r/b@sha256:" + "1" * 64, tag="spark-vllm:x", digest="3" * 64,
         context_digest="2" * 64, plugin=True, size_bytes=1,
+        layers=LayersPlan(digest="4" * 64, reference="r/b@sha256:0", plain=False, out="/s"),
     )  # fmt: skip
     work = image_job(plan, (ManagedFile("Dockerfile", b"FROM x\n"),))
     files = {file.path: file.content for file in work.files()}

@@ -7,7 +7,9 @@ import json
 import pytest
 from spark_contract.documents import parse
 from spark_contract.gateway import CopyPlan, FinishedTree, Peers
+from spark_contract.images import LayersPlan
 from spark_contract.orders import FetchPlan
+from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.planning.work.jobs import Work, jobs_of
 from spark_deploy.planning.work.lending import (
@@ -124,9 +126,43 @@ def test_a_tree_is_copied_from_a_peer_only_with_the_hash_of_its_receipt() -> Non
 def test_work_that_no_peer_has_done_stays_as_it_is() -> None:
     alone = pair("there", {})[1:]
     assert all(with_peers(work, "me", alone) is work for work in WORKS)
-    assert with_peers(IMAGE, "me", pair("there", {})) is IMAGE
+    assert with_peers(BUILD, "me", pair("missing", {})) is BUILD
 
 
 def test_of_what_is_built_only_whole_trees_are_lent() -> None:
-    assert [tree.unfinished for tree in shared_trees(WORKS)] == [True, False]
-    assert [tree.job for tree in shared_trees(WORKS)] == [FETCH.job.digest12, BUILD.job.digest12]
+    assert [tree.unfinished for tree in shared_trees(WORKS)] == [True, False, True]
+    names = [work.job.digest12 for work in WORKS]
+    assert [tree.job for tree in shared_trees(WORKS)] == names
+
+
+def layers_of(work: Work) -> LayersPlan:
+    [file] = [one for one in work.inputs if one.path.endswith("/layers.json")]
+    assert work.job.argv == (HOST_TOOL, "image", file.path, *IMAGE.job.argv)
+    assert work.job.digest == IMAGE.job.digest
+    return parse(LayersPlan, file.content.decode())
+
+
+def images(states: str) -> list[Member]:
+    """Return hosts of which each has the blobs (+), lacks the image (-), or needs no blobs (=)."""
+    said: dict[str, State] = {"+": "there", "-": "missing", "=": "needless"}
+    digest = digest_of_tree(IMAGE)
+    return [Member(name, name, {digest: said[s]}) for name, s in zip("abcd", states, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("states", "asks", "keeps"),
+    [("---", {"a": (), "b": ("a",), "c": ("b", "a")}, "a"), ("+=-", {"c": ("a",)}, "")],
+)
+def test_an_image_s_blobs_cross_the_line_once_and_stay_where_they_came_first(
+    states: str, asks: dict[str, tuple[str, ...]], keeps: str
+) -> None:
+    for name, peers in asks.items():
+        order = layers_of(with_peers(IMAGE, name, images(states)))
+        assert (order.peers.urls if order.peers else ()) == peers
+        assert order.keep == (name in keeps)
+
+
+@pytest.mark.parametrize("states", ["-", "=-"])
+def test_an_image_that_no_other_host_wants_or_has_is_pulled_as_ever(states: str) -> None:
+    hosts = images(states)
+    assert with_peers(IMAGE, hosts[-1].name, hosts) is IMAGE

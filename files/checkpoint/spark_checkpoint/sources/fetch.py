@@ -179,7 +179,7 @@ def _download(order: _Order, file: FetchFile) -> None:
         return
     failures: list[BuilderError] = []
     for base in order.plan.urls:
-        url = base.rstrip("/") + "/" + quote(file.path)
+        url = base.rstrip("/") + "/" + quote(file.path, safe="/:")
         try:
             _download_from(order, file, order.transport, url)
             return

@@ -28,6 +28,7 @@ from urllib3.exceptions import HTTPError
 from urllib3.util import make_headers, parse_url
 
 from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
+from spark_checkpoint.sources.challenge import token_for
 from spark_checkpoint.sources.pacing import Again, Attempt, RateLimit, cancelled
 from spark_checkpoint.sources.responses import body_bytes, content_range
 
@@ -59,6 +60,7 @@ class Transport:
         *,
         direct: bool = False,
         stop: threading.Event | None = None,
+        accept: str = "*/*",
     ):
         """Make a client.
 
@@ -67,8 +69,9 @@ class Transport:
             trusted_urls: whose hosts may see the token.
             direct: whatever proxy there is knows no way to these hosts.
             stop: set when reads shall end soon; one of its own when left out.
+            accept: which kinds of answer are understood.
         """
-        self._wire = wire
+        self._wire, self._accept = wire, accept
         self._pools = _pools(wire, {} if direct else urllib.request.getproxies())
         self._limit = RateLimit(wire.rate_limit_bytes_per_s)
         self._token = _read_token(wire.token_file)
@@ -211,19 +214,42 @@ class Transport:
         raise self._refused(url, address, response)
 
     def _ask(self, address: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
-        headers = {"Accept-Encoding": "identity", "User-Agent": "spark-checkpoint"}
+        headers = {
+            "Accept": self._accept,
+            "Accept-Encoding": "identity",
+            "User-Agent": "spark-checkpoint",
+        }
         if byte_range is not None:
             headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
-        scheme, host, port = _origin_of(address)
-        if self._token and (scheme, host, port) in self._trusted:
-            headers["Authorization"] = f"Bearer {self._token}"
-        bypassed = urllib.request.proxy_bypass(host)
-        pool = self._pools[""] if bypassed else self._pools.get(scheme, self._pools[""])
+        response = self._send(address, headers)
+        challenge = response.headers.get("WWW-Authenticate", "")
+        if response.status != 401 or _origin_of(address) not in self._trusted or not challenge:
+            return response
+        scheme = _origin_of(address)[0]
+        token = token_for(challenge, self._pool(parse_url(address).host or "", scheme), scheme)
+        if token is None:
+            return response
+        response.drain_conn()
+        self._token = token  # good for some minutes, then there is another challenge
+        return self._send(address, headers)
+
+    def _send(self, address: str, headers: Mapping[str, str]) -> BaseHTTPResponse:
+        origin = _origin_of(address)
+        login = (
+            {"Authorization": f"Bearer {self._token}"}
+            if self._token and origin in self._trusted
+            else {}
+        )
         # How much arrived is counted here, so that an early end is told in bytes.
-        return pool.request(
-            "GET", address, headers=headers, redirect=False, retries=False,
+        return self._pool(origin[1], origin[0]).request(
+            "GET", address, headers={**headers, **login}, redirect=False, retries=False,
             preload_content=False, enforce_content_length=False,
         )  # fmt: skip
+
+    def _pool(self, host: str, scheme: str) -> PoolManager:
+        if urllib.request.proxy_bypass(host):
+            return self._pools[""]
+        return self._pools.get(scheme, self._pools[""])
 
     def _note_promise(self, url: str, headers: Mapping[str, str]) -> None:
         commit, asked = headers.get("X-Repo-Commit"), _COMMIT.search(url)

@@ -17,6 +17,8 @@ from spark_contract.paths import Paths
 from spark_host.gateway import api_key, listeners, ways
 from spark_host.system import sockets
 
+# What stands between quotes in a configuration and means itself.
+_PLAIN = re.compile(r"/[A-Za-z0-9._/ +@,:=-]*\Z")
 LARGE_BODIES = 32
 """Bodies too large for memory that are on disk at once, from all clients together."""
 
@@ -69,6 +71,17 @@ def is_current(settings: Gateway, paths: Paths) -> bool:
         directory / "keys.conf": keys_text(api_key.read(settings, paths)),
     }
     return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
+
+
+def quoted(path: Path, more: str = "") -> str:
+    """Return a path as a configuration holds it, with what nginx shall put behind it.
+
+    Raises:
+        HostToolError: nginx would read something else.
+    """
+    if not _PLAIN.match(str(path)):
+        raise HostToolError("share", f"cannot lend {path}", "choose a plainer path for it")
+    return f'"{path}{more}"'
 
 
 def keys_text(key: str) -> str:

@@ -17,9 +17,6 @@ from spark_contract.paths import Paths, job_dir
 
 from spark_host.gateway import nginx
 
-# What stands between quotes in the configuration and means itself.
-_PLAIN = re.compile(r"/[A-Za-z0-9._/ +@,:=-]*\Z")
-
 
 def run(paths: Paths) -> int:
     """Render the configuration and become its nginx."""
@@ -55,11 +52,8 @@ def _locations(tree: SharedTree, paths: Paths) -> str:
     out = paths.below(tree.dir)
     places = [out, growing_tree(out)] if tree.unfinished else [out]
     progress = paths.below(job_dir(tree.job)) / "progress"
-    for place in (*places, progress):
-        if not _PLAIN.match(str(place)):
-            raise HostToolError("share", f"cannot lend {place}", "choose a plainer path for it")
-    files_of = " ".join(f'"{place}/$1"' for place in places)
+    files_of = " ".join(nginx.quoted(place, "/$1") for place in places)
     return (
         f"location ~ ^/{tree.digest}/files/(.+)$ {{ try_files {files_of} =404; }}\n"
-        f'        location = /{tree.digest}/progress {{ try_files "{progress}" =404; }}'
+        f"        location = /{tree.digest}/progress {{ try_files {nginx.quoted(progress)} =404; }}"
     )

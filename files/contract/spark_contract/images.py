@@ -1,0 +1,64 @@
+"""Names of container images, and how hosts lend each other what one is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from spark_contract.documents import OPTIONAL
+from spark_contract.gateway import Peers
+from spark_contract.orders import Wire
+
+# What names without a host mean; this is the address behind that word.
+_DEFAULT_HOST = "registry-1.docker.io"
+# How registries call what ``uname -m`` says.
+ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
+MANIFEST_TYPES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A parsed image reference; ``version`` is a tag or a digest."""
+
+    host: str
+    name: str
+    version: str
+
+    def base_url(self, *, plain: bool) -> str:
+        """Return where the repository is asked; ``plain`` is HTTP without TLS."""
+        return f"{'http' if plain else 'https'}://{self.host}/v2/{self.name}"
+
+
+def parse_reference(text: str) -> Reference:
+    """Split ``host:port/name:tag@digest`` by the rules of the container engine."""
+    rest, _, digest = text.partition("@")
+    first, slash, tail = rest.partition("/")
+    has_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
+    host, rest = (first, tail) if has_host else (_DEFAULT_HOST, rest)
+    name, _, tag = rest.partition(":")
+    if host == _DEFAULT_HOST and "/" not in name:
+        name = f"library/{name}"
+    return Reference(host, name, digest or tag or "latest")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersPlan(Wire):
+    """``layers.json``: an image's blobs as a tree, fetched like any tree and pulled from there.
+
+    They are those of the registry, byte for byte: what an image store gives back has other
+    digests on another store.
+    """
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    digest: str  # of the tree
+    reference: str  # name@sha256:...
+    plain: bool  # the registry speaks HTTP without TLS
+    out: str
+    keep: bool = field(default=False, metadata=OPTIONAL)  # for hosts that come later
+    peers: Peers | None = field(default=None, metadata=OPTIONAL)

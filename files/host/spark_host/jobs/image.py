@@ -1,0 +1,120 @@
+"""Takes an image from its blobs on this host, which hosts lend each other, before docker is told.
+
+Docker pulls them by digest from an nginx on the loopback address, to which it speaks without TLS;
+so any image store arrives at the identity that the registry gave. When something of that fails,
+docker goes on with what it has, from the registry.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import resources
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.images import MANIFEST_TYPES, LayersPlan, parse_reference
+from spark_contract.paths import Paths
+
+from spark_host.gateway import nginx
+from spark_host.system import docker
+
+_PULL_TIMEOUT_S = 6 * 3600
+_START_S = 10.0
+
+
+def main(words: list[str], paths: Paths) -> int:
+    """Have the blobs of ``LAYERS.json`` in docker, then become the program after it."""
+    if len(words) < 2:
+        raise HostToolError("image", f"unknown words {words}", "image LAYERS.json COMMAND...", 2)
+    try:
+        _take(Path(words[0]), paths)
+    except (HostToolError, OSError) as error:
+        print(f"image: not by way of other hosts: {error}", file=sys.stderr, flush=True)
+    os.execvp(words[1], words[1:])
+
+
+def _take(order: Path, paths: Paths) -> None:
+    plan = files.load(LayersPlan, order, "no such order")
+    tree, manifests = Path(plan.out), order.parent / "manifests"
+    fetched = [sys.executable, "-m", "spark_checkpoint", "layers", str(order), str(manifests)]
+    if subprocess.run(fetched, stdin=subprocess.DEVNULL, check=False).returncode != 0:
+        raise HostToolError(plan.reference, "its blobs were not fetched", "see the lines above")
+    reference = parse_reference(plan.reference)
+    with _served(tree, manifests, paths) as address:
+        here = f"{address}/{reference.name}@{reference.version}"
+        _docker("pull", "--quiet", here)
+    # All layers are there, so this costs the manifest, and gives the name that releases use.
+    _docker("pull", "--quiet", plan.reference)
+    _docker("image", "rm", here)
+    if not plan.keep:
+        shutil.rmtree(tree)
+
+
+def _docker(*words: str) -> None:
+    said = docker.client(*words, timeout_s=_PULL_TIMEOUT_S)
+    if said.returncode != 0:
+        what = (said.stderr.strip().splitlines() or ["failed"])[-1]
+        raise HostToolError(f"docker {' '.join(words)}", what, "journalctl -u docker")
+
+
+@contextmanager
+def _served(tree: Path, manifests: Path, paths: Paths) -> Iterator[str]:
+    """Answer docker's questions from files; yield the address to pull from."""
+    with TemporaryDirectory(prefix="spark-image-") as run, socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        port = asked.getsockname()[1]
+        asked.close()
+        config = Path(run) / "nginx.conf"
+        files.write_text(config, config_text(Path(run), port, tree, manifests), 0o600)
+        words = [nginx.program(paths), "-p", run, "-c", str(config), "-e", "stderr"]
+        with subprocess.Popen(words, stdin=subprocess.DEVNULL) as server:
+            try:
+                _wait_for(port, server)
+                yield f"127.0.0.1:{port}"
+            finally:
+                server.terminate()
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_S
+    while server.poll() is None and time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise HostToolError("nginx", "does not answer on the loopback address", "see the lines above")
+
+
+def config_text(run: Path, port: int, tree: Path, manifests: Path) -> str:
+    """Return the configuration of nginx: the part of a registry that a pull by digest asks."""
+    values = {
+        "RUN": str(run),
+        "PORT": str(port),
+        "TREE": nginx.quoted(tree),
+        "MANIFESTS": "\n        ".join(
+            _manifest(path) for path in sorted(manifests.glob("sha256:*"))
+        ),
+    }
+    template = resources.files("spark_host.jobs").joinpath("image.conf").read_text()
+    return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], template)
+
+
+def _manifest(path: Path) -> str:
+    data = json.loads(path.read_text())
+    kinds = MANIFEST_TYPES[:2] if "manifests" in data else MANIFEST_TYPES[2:]
+    kind = data.get("mediaType") if data.get("mediaType") in kinds else kinds[0]
+    return (
+        f"location ~ /manifests/{path.name}$ {{ root {nginx.quoted(path.parent)}; "
+        f"default_type {kind}; try_files /{path.name} =404; "
+        f"add_header Docker-Content-Digest {path.name}; }}"
+    )
