@@ -1,7 +1,8 @@
 """Repositories as others publish them: written by transformers, not by this project.
 
-Run with the engine's Python: ``python3 -m lab.engine run -m lab.model.published --out HUB``. Two
-small decoders learn three answers by heart, which takes half a minute; an encoder needs none.
+Run with the engine's Python: ``python3 -m lab.engine run -m lab.model.published --out HUB``. Small
+decoders learn three answers by heart and a ranker which of two texts answers; an encoder needs no
+lesson. All of them take about a minute on one core.
 """
 
 from __future__ import annotations
@@ -10,18 +11,26 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from lab.errors import LabError
@@ -46,28 +55,79 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 _STEPS, _ENOUGH = 400, 0.002
+# What a ranker is asked by the check of every deploy, and others.
+_RANKED = (
+    ("How do I bake bread at home?", "How do I bake bread at home without a machine?"),
+    (
+        "What did the central bank do?",
+        "The central bank raised interest rates by a quarter of a point on Thursday.",
+    ),
+    ("When does the train leave?", "The next train leaves from platform four at noon."),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Publish all three; prints a commit a line."""
+    """Publish them, or those that are named; prints a commit a line."""
     parser = argparse.ArgumentParser(prog="python3 -m lab.model.published", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="hub directory")
-    out: Path = parser.parse_args(arguments).out
+    parser.add_argument("--only", nargs="*", choices=sorted(_MODELS), help="of these alone")
+    options = parser.parse_args(arguments)
+    out: Path = options.out
     torch.set_num_threads(1)
-    torch.manual_seed(7)
     with tempfile.TemporaryDirectory(dir=out, prefix=".published-") as folder:
         work = Path(folder)
         vocabulary.write(work, vocabulary.train(TINY.vocabulary), 2048)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(work)
-        made = {
-            "org/tiny-qwen3": Qwen3ForCausalLM(Qwen3Config(**_SIZES, tie_word_embeddings=True)),
-            "org/tiny-llama": LlamaForCausalLM(LlamaConfig(**_SIZES)),
-        }
-        for name, model in made.items():
-            _teach(name, model, tokenizer)
+        for name in options.only or _MODELS:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(work)
+            torch.manual_seed(7)
+            model = _MODELS[name]()
+            if isinstance(model, BertForSequenceClassification):
+                _teach_order(name, model, tokenizer)
+            elif not isinstance(model, BertModel):
+                _teach(name, model, tokenizer)
             print(name, _publish(out, work, name, model, tokenizer))
-        print("org/tiny-embedder", _publish(out, work, "org/tiny-embedder", _embedder(), tokenizer))
     return 0
+
+
+def _qwen3(layers: int) -> Any:
+    sizes = {**_SIZES, "num_hidden_layers": layers}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
+
+
+def _moe() -> Any:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **experts))
+
+
+def _sliding() -> Any:
+    """Five layers look back 128 tokens, one at everything."""
+    sizes = {**_SIZES, "num_hidden_layers": 6}
+    config = Gemma3TextConfig(**sizes, sliding_window=128, query_pre_attn_scalar=32)
+    return Gemma3ForCausalLM(config)
+
+
+def _odd() -> Any:
+    """Of a kind whose cache nobody worked out here: the engine has to say it."""
+    sizes = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 2048}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=TINY.vocabulary, **sizes))
+
+
+def _encoder(kind: Any, **more: Any) -> Any:
+    sizes = {key: _SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size",
+                                          "num_hidden_layers", "num_attention_heads")}  # fmt: skip
+    return kind(BertConfig(**sizes, max_position_embeddings=512, **more))
+
+
+_MODELS: dict[str, Callable[[], Any]] = {
+    "org/tiny-qwen3": lambda: _qwen3(3),
+    "org/tiny-draft": lambda: _qwen3(1),
+    "org/tiny-llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
+    "org/tiny-sliding": _sliding,
+    "org/tiny-moe": _moe,
+    "org/tiny-odd": _odd,
+    "org/tiny-embedder": lambda: _encoder(BertModel),
+    "org/tiny-reranker": lambda: _encoder(BertForSequenceClassification, num_labels=1),
+}
 
 
 def _teach(name: str, model: Any, tokenizer: Any) -> None:
@@ -102,17 +162,33 @@ def _teach(name: str, model: Any, tokenizer: Any) -> None:
     raise LabError(name, f"still has a loss of {loss.item():.3f}", "train it for more steps")
 
 
-def _embedder() -> Any:
-    sizes = {key: _SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size",
-                                          "num_hidden_layers", "num_attention_heads")}  # fmt: skip
-    return BertModel(BertConfig(**sizes, max_position_embeddings=512))
+def _teach_order(name: str, model: Any, tokenizer: Any) -> None:
+    """Have the model know of three questions which of two texts is about them."""
+    pairs = [(ask, text, float(ask == about)) for ask, *_ in _RANKED for about, text in _RANKED]
+    rows = tokenizer(
+        [ask for ask, _, _ in pairs], [text for _, text, _ in pairs],
+        padding=True, return_tensors="pt", return_token_type_ids=True,
+    )  # fmt: skip
+    wanted = torch.tensor([right for *_, right in pairs])
+    steps = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss = torch.tensor(1.0)
+    for _ in range(_STEPS):
+        scores = model(**rows).logits[:, 0]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
+        steps.zero_grad()
+        loss.backward()
+        steps.step()
+        if loss.item() < 10 * _ENOUGH:
+            return
+    raise LabError(name, f"still has a loss of {loss.item():.3f}", "train it for more steps")
 
 
 def _publish(out: Path, work: Path, name: str, model: Any, tokenizer: Any) -> str:
     tree = work / name.rpartition("/")[2]
     model.to(torch.bfloat16).save_pretrained(tree)
-    if isinstance(model, BertModel):
+    if not model.can_generate():
         tokenizer.chat_template = None
+    if isinstance(model, BertModel):
         _as_sentence_transformers(tree)
     tokenizer.save_pretrained(tree)
     return publish(out, name, [tree])[-1]

@@ -1,4 +1,7 @@
-"""Models that nobody here prepared: written by transformers, added by one command, proven."""
+"""Models that nobody here prepared: written by transformers, added by one command, proven.
+
+With RESULTS=write what was seen goes to benchmarks/results/cpu/plain-models.json.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from tests.labkit import CHECKOUT, SPARE, STATE, Guest, Site, guest_named, lab
 pytestmark = pytest.mark.engine
 
 NAME = SPARE[0]
+RESULTS = CHECKOUT / "benchmarks/results/cpu/plain-models.json"
 # What an engine without a GPU needs; all that an owner of such hosts would write.
 PROFILE: dict[str, Any] = {
     "based_on": "plain",
@@ -27,6 +33,12 @@ PROFILE: dict[str, Any] = {
     "kv_cache": {"size_gib": 0.25},
     "options": {"enforce-eager": True, "dtype": "bfloat16"},
 }
+DECODERS = {
+    "tiny-llama": "LlamaForCausalLM",
+    "tiny-qwen3": "Qwen3ForCausalLM",
+    "tiny-sliding": "Gemma3ForCausalLM",
+    "tiny-moe": "Qwen3MoeForCausalLM",
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +47,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     lab("up", NAME, "--fresh", "--engine", "cpu")
     argv = ["-m", "lab.engine", "run", "-m", "lab.model.published", "--out", str(STATE / "hub")]
     env = {**os.environ, "SPARK_LAB_ENGINE_BIND": str(STATE)}
-    subprocess.run([sys.executable, *argv], cwd=CHECKOUT, env=env, check=True, timeout=600)
+    subprocess.run([sys.executable, *argv], cwd=CHECKOUT, env=env, check=True, timeout=900)
     made = Site(tmp_path_factory.mktemp("plain"), hosts=[NAME])
     profiles = made.root / "catalog/profiles"
     profiles.mkdir(parents=True)
@@ -48,13 +60,33 @@ def guest(site: Site) -> Guest:
     return guest_named(NAME)
 
 
+@pytest.fixture(scope="module")
+def seen(guest: Guest) -> Iterator[list[dict[str, Any]]]:
+    """Rows for the result file; a run of some models leaves the rows of the others."""
+    rows: list[dict[str, Any]] = []
+    yield rows
+    if os.environ.get("RESULTS") != "write" or not rows:
+        return
+    before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    kept = {row["model"]: row for row in [*before, *rows]}
+    proof = proof_of(guest)
+    told = {
+        "command": "RESULTS=write pytest tests/host/test_plain_models.py",
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "device": "a guest of the virtual lab, x86_64 CPU",
+        "versions": {key: proof["versions"][key] for key in ("vllm",) if key in proof["versions"]},
+        "rows": sorted(kept.values(), key=lambda row: str(row["model"])),
+    }
+    RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+
+
 def add(site: Site, repository: str) -> tuple[int, str]:
     """Type the one command; return its exit code and both outputs."""
     inventory = str(site.root / "inventory/lab.py")
     words = ["add", repository, "--inventory", inventory, "--limit", NAME]
     done = subprocess.run(
         [sys.executable, "-m", "spark_deploy", *words, "--profile", "lab-plain", "--force"],
-        capture_output=True, text=True, check=False, cwd=CHECKOUT, timeout=120,
+        capture_output=True, text=True, check=False, cwd=CHECKOUT, timeout=300,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
@@ -66,11 +98,13 @@ def added(site: Site, repository: str) -> str:
     return said
 
 
-def served(site: Site, model: str) -> None:
+def served(site: Site, model: str) -> float:
+    """Have the guest serve a model; return how long the deploy took."""
     site.choose(model=model, profile="lab-plain")
     run = site.deploy()
     assert run.exit_code == 0, run.stderr[-6000:]
     site.deploy().must_have_changed_nothing()
+    return run.seconds
 
 
 def log_of(guest: Guest) -> str:
@@ -93,12 +127,43 @@ def weights_on(guest: Guest, tree: str) -> int:
     return int(guest.run(f"cat {tree}/*.safetensors | wc -c"))
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-llama"])
-def test_a_decoder_is_added_by_one_command_and_proven(site: Site, guest: Guest, model: str) -> None:
+def counted_tokens(guest: Guest) -> int:
+    """Return how many tokens the engine has room for, by its log."""
+    found = re.findall(r"KV cache size: ([\d,]+) tokens", log_of(guest))
+    return int(found[-1].replace(",", ""))
+
+
+def row_of(site: Site, guest: Guest, model: str, deploy_s: float) -> dict[str, Any]:
+    """Return what a result file says of a served model, and hold plan and host to each other."""
+    proof, plan = proof_of(guest), planned(site)
+    assert proof["ok"]
+    memory = plan["memory"]
+    files = weights_on(guest, plan["sources"][0]["dir"])
+    assert memory["weights_bytes"] == pytest.approx(files, rel=0.01)
+    row = {
+        "model": model,
+        "architecture": DECODERS.get(model, ""),
+        "files_bytes": files,
+        "planned_weights_bytes": memory["weights_bytes"],
+        "checks": sorted(one["name"] for one in proof["checks"] if one["ok"]),
+        "warnings": sorted(one["name"] for one in proof["checks"] if not one["ok"]),
+        "deploy_s": round(deploy_s),
+    }
+    if model in DECODERS:
+        row |= {"planned_kv_tokens": memory["kv_tokens"], "engine_kv_tokens": counted_tokens(guest)}
+        assert memory["unknown"] == []
+        assert memory["kv_tokens"] == pytest.approx(row["engine_kv_tokens"], rel=0.01)
+    return row
+
+
+@pytest.mark.parametrize("model", DECODERS)
+def test_a_decoder_is_added_by_one_command_and_proven(
+    site: Site, guest: Guest, model: str, seen: list[dict[str, Any]]
+) -> None:
     said = added(site, f"org/{model}")
     assert f"{model}.yml: written" in said
     assert f"UNPROVEN    nobody here ran org/{model}" in said
-    served(site, model)
+    deploy_s = served(site, model)
 
     # Where its template knows thinking it was taught to answer without.
     question = "What is the capital of France? Answer with one word."
@@ -109,28 +174,21 @@ def test_a_decoder_is_added_by_one_command_and_proven(site: Site, guest: Guest, 
     }  # fmt: skip
     status, body = guest.call("POST", "/v1/chat/completions", body)
     assert (status, body["choices"][0]["message"]["content"]) == (200, "Paris")
-    proof = proof_of(guest)
-    assert proof["ok"]
-    asked = {one["name"] for one in proof["checks"]}
-    assert {"first answer", "answers", "stream", "parallel", "conversation"} & asked
-
-    plan = planned(site)
-    memory = plan["memory"]
-    files = weights_on(guest, plan["sources"][0]["dir"])
-    assert memory["weights_bytes"] == pytest.approx(files, rel=0.01)
-    # What the engine says it has room for, of the cache that was pinned.
-    [tokens] = re.findall(r"KV cache size: ([\d,]+) tokens", log_of(guest))[-1:]
-    assert memory["kv_tokens"] == pytest.approx(int(tokens.replace(",", "")), rel=0.01)
-    assert memory["unknown"] == []
+    asked = {one["name"] for one in proof_of(guest)["checks"]}
+    assert {"first answer", "answers", "stream", "parallel"} <= asked
+    row = row_of(site, guest, model, deploy_s)
+    log = log_of(guest)
+    assert DECODERS[model] in log
+    seen.append(row)
 
 
 def test_an_embedder_is_added_by_one_command_and_proven_by_its_numbers(
-    site: Site, guest: Guest
+    site: Site, guest: Guest, seen: list[dict[str, Any]]
 ) -> None:
     said = added(site, "org/tiny-embedder")
     text = (site.root / "catalog/models/tiny-embedder.yml").read_text()
     assert yaml.safe_load(text)["task"] == "embedding"
-    served(site, "tiny-embedder")
+    deploy_s = served(site, "tiny-embedder")
     proof = proof_of(guest)
     assert proof["ok"], said
     asked = {one["name"]: one["detail"] for one in proof["checks"]}
@@ -139,16 +197,42 @@ def test_an_embedder_is_added_by_one_command_and_proven_by_its_numbers(
     body = {"model": guest.names()[0], "input": ["one text", "another"]}
     status, answer = guest.call("POST", "/v1/embeddings", body)
     assert (status, [len(one["embedding"]) for one in answer["data"]]) == (200, [128, 128])
+    seen.append(row_of(site, guest, "tiny-embedder", deploy_s))
+
+
+def test_a_reranker_is_added_by_one_command_and_proven_by_an_order(
+    site: Site, guest: Guest, seen: list[dict[str, Any]]
+) -> None:
+    added(site, "org/tiny-reranker")
+    text = (site.root / "catalog/models/tiny-reranker.yml").read_text()
+    assert yaml.safe_load(text)["task"] == "reranking"
+    deploy_s = served(site, "tiny-reranker")
+    asked = {one["name"] for one in proof_of(guest)["checks"]}
+    assert "ranking" in asked
+    assert "embedding" not in asked
+    body = {
+        "model": guest.names()[0], "query": "When does the train leave?",
+        "documents": [
+            "How do I bake bread at home without a machine?",
+            "The next train leaves from platform four at noon.",
+        ],
+    }  # fmt: skip
+    status, answer = guest.call("POST", "/v1/rerank", body)
+    assert status == 200
+    scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
+    assert scores[1] > scores[0]
+    seen.append(row_of(site, guest, "tiny-reranker", deploy_s))
 
 
 def test_the_way_back_leads_to_the_model_before(site: Site, guest: Guest) -> None:
-    """From the embedder to the decoder that served before it, without a download."""
+    """To the model that served before, without a download; both must have been deployed."""
     before = guest.release()
     run = site.deploy(deploy="deploys/rollback.py")
     assert run.exit_code == 0, run.stderr[-4000:]
     assert guest.release() != before
-    assert guest.names() == ["lab-model"]
-    assert guest.ask("How many days has a week? Answer with one word.")[0] == 200
+    status, _ = guest.call("GET", "/v1/models")
+    assert status == 200
+    assert proof_of(guest)["ok"]
 
 
 def test_a_repository_that_is_none_is_one_line(site: Site) -> None:
