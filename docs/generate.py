@@ -198,7 +198,11 @@ def _profile(name: str) -> Iterator[str]:
     shown = catalog().profile(name, Settings().model)
     yield from ("", f"## {name}", "", f"{shown.summary}.", "")
     yield from (f"**Choose this when** {shown.choose_when}.", "")
-    drafts = f"{shown.speculation.tokens} draft tokens (MTP)" if shown.speculation else "no drafts"
+    drafts = (
+        f"{shown.speculation.tokens} draft tokens ({shown.speculation.method})"
+        if shown.speculation
+        else "no drafts"
+    )
     plugin = "with our plugin" if shown.plugin else "unmodified engine image"
     yield (
         f"Shared experts {shown.shared_experts}, LM head {shown.head}, KV cache "

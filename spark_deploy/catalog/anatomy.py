@@ -28,6 +28,16 @@ class CacheLayers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CountedCache:
+    """What an engine said of a cache that nobody could compute, in its first start on a host."""
+
+    kv_cache: str = needed("Type of the cache that it counted.")
+    context_tokens: int = needed("Longest context that it was started with.", minimum=1)
+    token_bytes: int = needed("Bytes of one token over all layers.", minimum=1)
+    by: str = needed("Host and release whose proof holds it.", maxLength=200)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
     """What headers and config.json of one commit say."""
 
@@ -52,6 +62,9 @@ class Anatomy:
     cache: tuple[CacheLayers, ...] = setting((), "What layers keep of a request.")
     cache_unknown: str = setting(
         "", "Why nobody here can say what they keep; empty when the cache is known."
+    )
+    counted: CountedCache | SkipJsonSchema[None] = setting(
+        None, "What an engine counted where the cache is not known; `lock --counted` writes it."
     )
 
     @property

@@ -113,6 +113,12 @@ class _Files:
         return data
 
 
+def read_file(kind: str, name: str, *, own: Path | None = None, checkout: Path = CHECKOUT) -> _Data:
+    """Return the keys of a file of ``models`` or ``profiles``, and of what it is based on."""
+    left = _OWN_OF_PROFILES if kind == "profiles" else ()
+    return _Files(checkout, own).joined(kind, name, own=left)
+
+
 def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
     """Return ``catalog/open_questions.yml``."""
     shown = "catalog/open_questions.yml"

@@ -9,12 +9,13 @@ from typing import Any, Literal
 from pydantic.json_schema import SkipJsonSchema
 
 from spark_deploy.catalog.anatomy import Anatomy
+from spark_deploy.catalog.beside import HUB_REPOSITORY, Adapter
 from spark_deploy.catalog.profile import TRAITS
 from spark_deploy.catalog.rails import COMPARISON
 from spark_deploy.catalog.tensor_sets import Tensors
 from spark_deploy.documents.declare import GIB, Gib, Text, needed, section, setting
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.serving import CATALOG_NAME
+from spark_deploy.settings.serving import CATALOG_NAME, SERVED_NAME
 
 # Keys of files that people may keep, and how the same is written now.
 RENAMED = {
@@ -23,7 +24,6 @@ RENAMED = {
     "gdn_head_width": "write linear_attention: {head_width: ...}",
     "profile_overrides": "write changes, a list of {when: traits of a profile, set: keys}",
 }
-HUB_REPOSITORY = "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +200,11 @@ class AnyModel:
     image: ModelImage = section(ModelImage)
     memory: ModelMemory = needed()
     check: ModelCheck = section(ModelCheck)
+    adapters: dict[str, Adapter] = setting(
+        dict,
+        "LoRA adapters by the name that clients ask for; each is fetched, verified and counted.",
+        propertyNames={"pattern": SERVED_NAME},
+    )
     changes: tuple[Change, ...] = setting(
         (), "What this model needs otherwise than profiles say; later ones win."
     )

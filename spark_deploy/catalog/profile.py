@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic.json_schema import SkipJsonSchema
 from spark_contract.orders import Scheme
 
+from spark_deploy.catalog.beside import Speculation
 from spark_deploy.documents.declare import Gib, Text, needed, section, setting
 from spark_deploy.settings.engine_environment import environment_problems
 from spark_deploy.settings.engine_options import option_problems
@@ -87,14 +88,6 @@ class KvCache:
         key="size_gib",
         exclusiveMinimum=0,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speculation:
-    """Draft tokens by the model's own MTP layer."""
-
-    method: str = needed("How drafts are made.", enum=["mtp"])
-    tokens: int = needed("Draft tokens in each step.", minimum=1, maximum=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +189,7 @@ class Profile:
     load_format: str = setting("fastsafetensors", "How the engine reads the shards.")
     kv_cache: KvCache = section(KvCache)
     speculation: Speculation | None = setting(
-        None, "Draft tokens by the model's own MTP layer; null for none."
+        None, "Draft tokens that the model only has to confirm; null for none."
     )
     limits: Limits = needed()
     prefix_caching: bool = setting(False, "Keep the KV cache of shared prompt beginnings.")
@@ -234,7 +227,9 @@ class Profile:
         return self.shared_experts.startswith("fp8") or overlay
 
     def broken(self) -> Iterator[Broken]:
-        """Yield options and variables that must not be given here."""
+        """Yield options and variables that must not be given here, and drafts of no form."""
+        for one in self.speculation.broken() if self.speculation else ():
+            yield one._replace(key=("speculation", *one.key))
         for option, what, fix in option_problems(self.options):
             yield Broken(("options", option), what, fix)
         for name, what, fix in environment_problems(self.environment):

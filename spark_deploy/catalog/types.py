@@ -49,14 +49,20 @@ class Catalog:
         return self.profiles[wanted]
 
     def knowing(self, anatomies: Mapping[str, Anatomy]) -> Catalog:
-        """Return the catalog with what was read of repositories served as published."""
-        models = {
-            name: replace(model, anatomy=anatomies.get(model.repository))
-            if isinstance(model, PlainModel)
-            else model
-            for name, model in self.models.items()
+        """Return the catalog with what was read of models, drafters and adapters."""
+        models = {name: _known(model, anatomies) for name, model in self.models.items()}
+        profiles = {
+            pair: replace(
+                one,
+                speculation=replace(
+                    one.speculation, anatomy=anatomies.get(one.speculation.repository)
+                ),
+            )
+            if one.speculation and one.speculation.repository
+            else one
+            for pair, one in self.profiles.items()
         }
-        return replace(self, models=models)
+        return replace(self, models=models, profiles=profiles)
 
     @property
     def profile_names(self) -> tuple[str, ...]:
@@ -69,3 +75,14 @@ class Catalog:
         said = [problem for reason in reasons for problem in self.broken.get(reason, ())]
         fix = f"known here: {', '.join(known)}"
         raise CatalogError(said or [Problem(f"catalog/{kind}/{name}.yml", "does not exist", fix)])
+
+
+def _known(model: Model, anatomies: Mapping[str, Anatomy]) -> Model:
+    adapters = {
+        name: replace(one, anatomy=anatomies.get(one.repository))
+        for name, one in model.adapters.items()
+    }
+    model = replace(model, adapters=adapters)
+    if isinstance(model, PlainModel):
+        return replace(model, anatomy=anatomies.get(model.repository))
+    return model

@@ -212,7 +212,12 @@ COMMANDS: dict[str, Entry] = {
                 help="Look up these names anew; without a name all of them.",
             ),
             flag("--check", "Write nothing; exit code 1 if something is missing."),
+            flag(
+                "--counted",
+                "Ask hosts what their engines counted of caches that nobody could compute.",
+            ),
         ),
+        asks=lambda options: options.counted,
     ),
     "settings": Entry(
         NAMES,
@@ -222,12 +227,24 @@ COMMANDS: dict[str, Entry] = {
     ),
     "add": Entry(
         NAMES,
-        "Write a catalog file beside the inventory for a repository, or from a recipe of others.",
+        "Write a catalog file beside the inventory for a repository, a shared file or a recipe.",
         (
             click.Argument(["place"], metavar="ORG/NAME[@REVISION]|FILE"),
             flag("--force", "Write over a file that is there."),
         ),
         module="adding.command",
+        json=False,
+    ),
+    "share": Entry(
+        NAMES,
+        "Write one file with a model, its profile, what is locked and what is proven, for add.",
+        (
+            click.Argument(["choice"], metavar="MODEL|MODEL/PROFILE"),
+            option("--out", "The file; else MODEL.spark.yml here.", metavar="FILE"),
+            flag("--unasked", "Ask no host: the file then tells no proof."),
+        ),
+        module="adding.share",
+        asks=lambda options: not options.unasked,
         json=False,
     ),
     "inspect": Entry(

@@ -25,7 +25,7 @@ from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.plans import payload_identity
 from spark_deploy.inventory.reading import read_inventory
 from spark_deploy.lockfile.file import read_lock
-from spark_deploy.lockfile.resolve import resolve, wanted_by
+from spark_deploy.lockfile.resolve import beside_of, resolve, wanted_by
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.planning.host import plan_host
@@ -109,6 +109,8 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     size_bytes: dict[str | None, int] = {}
     for name in {one.model for one in settings.all_served}:
         model = catalog.model(name)
+        for profile in (catalog.profiles[pair] for pair in catalog.profiles if pair[1] == name):
+            size_bytes |= dict.fromkeys((repo for repo, _ in beside_of(model, profile)), 0)
         if isinstance(model, PlainModel):
             size_bytes[model.repository] = 0  # nobody read it
             continue

@@ -53,6 +53,10 @@ def _lock_file(path: Path, hosts: list[Listed], options: Options) -> int:
         return len(lacks)
     for host in hosts:
         lock = hold_if_told(host.settings.settings, host.catalog, lock, say)
+    if options.counted:
+        from spark_deploy.cli.looks.counted import with_counts
+
+        lock = with_counts(lock, hosts)
     if lock == before:
         say(f"{path}: nothing to write, {len(lock.sources) + len(lock.images)} names are locked")
     else:
@@ -66,9 +70,7 @@ def _open_names(hosts: list[Listed], lock: Lock) -> set[str]:
     asked = (open_questions(host.settings.settings, host.catalog, lock) for host in hosts)
     lacks = {f"names of {one.build} are not held" for found in asked for one, _ in found}
     read = (unread(host.settings.settings, host.catalog, lock) for host in hosts)
-    return lacks | {
-        f"headers of {one.repository} are not read" for open_ in read for one, _ in open_
-    }
+    return lacks | {f"headers of {one.repository} are not read" for open_ in read for one in open_}
 
 
 def _named(wanted: Names, names: list[str]) -> Names:
@@ -91,7 +93,14 @@ def _refuse_unknown(names: list[str], hosts: list[Listed]) -> None:
 
 
 def _difference(before: Lock, after: Lock) -> str:
-    old, new = ({**lock.sources, **lock.images, **lock.names} for lock in (before, after))
+    old, new = (
+        {
+            (kind, name): one
+            for kind in ("sources", "images", "names", "anatomies")
+            for name, one in getattr(lock, kind).items()
+        }
+        for lock in (before, after)
+    )
     added = len(set(new) - set(old))
     moved = sum(1 for name in set(new) & set(old) if new[name] != old[name])
     return f"{added} added, {moved} moved"

@@ -138,11 +138,9 @@ def _beside(one: ServicePlan) -> Iterator[str]:
         yield _row("download", f"{source.locked.repo} {commit}, {size(source.size_bytes)}")
     yield _row("image", one.image.base)
     used = one.memory.weights_bytes + one.memory.drafter_bytes + one.memory.graphs_bytes
-    yield _row(
-        "memory",
-        f"weights, drafter and runtime {gib(used)}, KV cache {gib(one.memory.kv_cache_bytes)} of "
-        f"{one.memory.kv_tokens:,} tokens",
-    )
+    tokens = one.memory.kv_tokens
+    cache = gib(one.memory.kv_cache_bytes) + ("" if tokens is None else f" of {tokens:,} tokens")
+    yield _row("memory", f"weights, drafter and runtime {gib(used)}, KV cache {cache}")
     yield _row("engine", shlex.join(["vllm", "serve", *map(_word, one.serve.engine.argv)]))
     yield from _service(one.serve, one.gateway)
 
@@ -195,6 +193,8 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
     yield _row("", _left_for(memory, left))
     for what in memory.unknown:
         yield _row("", f"NOT KNOWN: {what}; the engine says it at its start")
+    if memory.counted_by:
+        yield _row("", f"a token of the KV cache is as an engine counted it: {memory.counted_by}")
     context = plan.serve.check.max_model_len
     if memory.kv_tokens is None:
         return

@@ -192,8 +192,7 @@ def _details(one: dict[str, Any]) -> Iterator[str]:
                 yield f"  prefix   {check['detail']}"
             if not check["ok"] and check.get("weight") == "warn":
                 yield f"  warned   {check['name']}: {check['detail']}"
-        for text in one["proof"].get("speed", ()):
-            yield f"  speed    {text.removeprefix(SPEED)}"
+        yield from _figures(one["proof"])
     if one["live"]:
         live = one["live"]
         said = f"answered in {live.get('seconds', 0):.1f} s"
@@ -208,6 +207,14 @@ def _details(one: dict[str, Any]) -> Iterator[str]:
         yield f"  job      {_job(job)}"
     for event in one["events"][-3:]:
         yield f"  event    {event.get('at')} {event.get('kind')}: {event.get('text')}"
+
+
+def _figures(proof: dict[str, Any]) -> Iterator[str]:
+    if counted := proof.get("kv_cache"):
+        room = f"{counted['tokens']:,} tokens in {gib(counted['size_bytes'])}"
+        yield f"  cache    {room}, as the engine counts"
+    for text in proof.get("speed", ()):
+        yield f"  speed    {text.removeprefix(SPEED)}"
 
 
 def _daily(look: dict[str, Any]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from spark_contract.orders import BuildPlan
 
@@ -13,13 +14,21 @@ from spark_deploy.errors import LockError
 from spark_deploy.lockfile import names
 from spark_deploy.lockfile.anatomy import read_anatomy
 from spark_deploy.lockfile.file import checked, write_lock
-from spark_deploy.lockfile.resolve import size
+from spark_deploy.lockfile.resolve import beside_of, size
 from spark_deploy.lockfile.types import HeldNames, Lock
 from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.work.checkpoint import checkpoint_plan
 from spark_deploy.settings.types import Settings
 
 Say = Callable[[str], None]
+
+
+class Unread(NamedTuple):
+    """A repository whose headers nobody read at its commit, and files that are not its weights."""
+
+    repository: str
+    commit: str
+    leave_out: tuple[str, ...]
 
 
 def open_questions(
@@ -34,22 +43,27 @@ def open_questions(
                 yield asked, plan.order
 
 
-def unread(settings: Settings, catalog: Catalog, lock: Lock) -> Iterator[tuple[PlainModel, str]]:
+def unread(settings: Settings, catalog: Catalog, lock: Lock) -> Iterator[Unread]:
     """Yield every repository served as published whose headers the lock says nothing of."""
-    for one in (settings, *(settings.of_pair(pair) for pair in settings.ready_pairs)):
+    for one in settings.all_served:
         model = catalog.model(one.model)
-        if isinstance(model, PlainModel) and model.repository not in lock.anatomies:
-            locked = lock.source(model.repository, model.revision)
-            if locked is not None:
-                yield model, locked.commit
+        wanted: list[tuple[str, str, tuple[str, ...]]] = [
+            (*each, ()) for each in beside_of(model, catalog.profile(one.profile, one.model))
+        ]
+        if isinstance(model, PlainModel):
+            wanted.append((model.repository, model.revision, model.leave_out))
+        for repository, revision, leave_out in wanted:
+            locked = lock.source(repository, revision)
+            if locked is not None and repository not in lock.anatomies:
+                yield Unread(repository, locked.commit, leave_out)
 
 
 def read_repositories(settings: Settings, catalog: Catalog, lock: Lock, say: Say) -> Lock:
     """Return the lock with what headers say of repositories that are served as published."""
-    for model, commit in unread(settings, catalog, lock):
-        found = read_anatomy(model, commit, settings.hub)
+    for one in dict.fromkeys(unread(settings, catalog, lock)):
+        found = read_anatomy(one.repository, one.commit, settings.hub, leave_out=one.leave_out)
         lock = checked(lock.also(anatomies=[found]))
-        say(f"  {model.repository}: {found.architecture or 'no architecture named'}, weights "
+        say(f"  {one.repository}: {found.architecture or 'no architecture named'}, weights "
             f"{size(found.weights_bytes)}")  # fmt: skip
     return lock
 
@@ -83,8 +97,8 @@ def held_for(settings: Settings, catalog: Catalog, path: Path, lock: Lock, say: 
     if settings.locked == "required":
         for asked, _ in open_questions(settings, catalog, lock):
             say(f"{path.name}: names of {asked.build} are not held yet: run `spark-deploy lock`")
-        for model, _ in unread(settings, catalog, lock):
-            what = f"headers of {model.repository} are not read yet"
+        for one in unread(settings, catalog, lock):
+            what = f"headers of {one.repository} are not read yet"
             raise LockError.one(path.name, what, "run `spark-deploy lock` and keep the file")
         return lock
     held = hold_if_told(settings, catalog, lock, say)

@@ -7,7 +7,6 @@ from spark_contract.documents import DocumentError
 from spark_contract.orders import CONFIG, Described
 
 from spark_deploy.catalog.anatomy import Anatomy, CacheLayers
-from spark_deploy.catalog.model import PlainModel
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.cache_layers import cache_layers
 from spark_deploy.lockfile.names import workplace
@@ -18,15 +17,17 @@ from spark_deploy.settings.sources import HubSettings
 _MOST_BYTES = 1 << 50
 
 
-def read_anatomy(model: PlainModel, commit: str, hub: HubSettings) -> Anatomy:
-    """Return what the files of a model's commit say; no byte of its weights is read.
+def read_anatomy(
+    repository: str, commit: str, hub: HubSettings, *, leave_out: tuple[str, ...] = ()
+) -> Anatomy:
+    """Return what the files of a repository's commit say; no byte of its weights is read.
 
     Raises:
         HubSilent: The hub did not send them.
         LockError: They are not those of a model.
     """
-    found = ask_hub(f"{model.repository}@{commit}", hub, leave_out=model.leave_out)
-    return anatomy_of(model.repository, found)
+    found = ask_hub(f"{repository}@{commit}", hub, leave_out=leave_out)
+    return anatomy_of(repository, found)
 
 
 def ask_hub(

@@ -59,6 +59,7 @@ def wanted_by(settings: Settings, catalog: Catalog) -> Names:
 
 def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterator[tuple[str, str]]:
     """Yield the repositories of one pair, each with its revision."""
+    yield from beside_of(model, profile)
     if isinstance(model, PlainModel):
         yield model.repository, model.revision
         return
@@ -67,6 +68,15 @@ def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterato
     yield start or model.sources.base, model.sources.revision
     if profile.shared_experts == "fp8-donor" and model.sources.donor:
         yield model.sources.donor, model.sources.revision
+
+
+def beside_of(model: Model, profile: Profile) -> Iterator[tuple[str, str]]:
+    """Yield the repositories that an engine loads beside the model's."""
+    drafts = profile.speculation
+    if drafts and drafts.repository:
+        yield drafts.repository, drafts.revision
+    for one in model.adapters.values():
+        yield one.repository, one.revision
 
 
 def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lock:

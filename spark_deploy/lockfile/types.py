@@ -11,7 +11,7 @@ from pydantic.config import JsonDict
 from pydantic.json_schema import SkipJsonSchema
 
 from spark_deploy.catalog.anatomy import Anatomy
-from spark_deploy.catalog.model import HUB_REPOSITORY
+from spark_deploy.catalog.beside import HUB_REPOSITORY
 from spark_deploy.documents.declare import knowing_keys, needed, of_key, setting
 from spark_deploy.documents.digest import digest_of
 

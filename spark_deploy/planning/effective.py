@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from spark_deploy.catalog.profile import KvCache, Limits, Profile, Speculation
+from spark_deploy.catalog.beside import Speculation
+from spark_deploy.catalog.profile import KvCache, Limits, Profile
 from spark_deploy.settings.types import Settings
 
 _Part = TypeVar("_Part", Profile, Limits, KvCache)
@@ -36,10 +37,11 @@ def with_drafts(profile: Profile, tokens: int) -> Profile:
     """Return the profile with so many drafts, and what its proof then demands."""
     if not tokens:
         return dataclasses.replace(profile, speculation=None)
+    drafts = profile.speculation or Speculation(method="mtp", tokens=tokens)
     floor = profile.check.acceptance_floor or _ACCEPTANCE_FLOOR
     return dataclasses.replace(
         profile,
-        speculation=Speculation(method="mtp", tokens=tokens),
+        speculation=dataclasses.replace(drafts, tokens=tokens),
         check=dataclasses.replace(profile.check, acceptance_floor=floor),
     )
 

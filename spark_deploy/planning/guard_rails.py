@@ -161,7 +161,15 @@ def _deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
 def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the engine's speculative configuration as it will be."""
     drafts = profile.speculation
-    planned = {"method": drafts.method, "num_speculative_tokens": drafts.tokens} if drafts else {}
+    planned: dict[str, Any] = (
+        {
+            "method": drafts.method,
+            "num_speculative_tokens": drafts.tokens,
+            "model": drafts.repository,
+        }
+        if drafts
+        else {}
+    )
     if "speculative-config" in options:
         planned = dict(_mapping(options["speculative-config"]))
     return planned | {

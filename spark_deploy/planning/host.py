@@ -18,6 +18,7 @@ from spark_deploy.planning.budget.disk import (
     needed_by_path,
 )
 from spark_deploy.planning.resolve import Request, Resolved, resolve, resolve_service
+from spark_deploy.planning.serving.beside import beside_plans
 from spark_deploy.planning.serving.cluster import ways
 from spark_deploy.planning.serving.gateway import gateway_plan
 from spark_deploy.planning.serving.image import image_plan, locked_image
@@ -115,6 +116,7 @@ def _release(service: str, served: Resolved, pair: PairPlan, request: Request) -
         pair.tree,
         pair.image,
         served.memory,
+        pair.beside,
         request.fabric,
     )
 
@@ -133,7 +135,9 @@ def pair_plan(served: Resolved, request: Request) -> PairPlan:
         base = source_plan(served_source(model, request.lock), settings)
     image = image_plan(model, profile, settings, request.lock, request.payload)
     cache = cache_dir(settings, profile, image)
-    return PairPlan(model.name, profile.name, (base,), checkpoint, image, cache)
+    more = beside_plans(model, profile, settings, request.lock)
+    sources = (base, *(one.source for one in more))
+    return PairPlan(model.name, profile.name, sources, checkpoint, image, cache, beside=more)
 
 
 def _needs(

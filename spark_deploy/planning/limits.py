@@ -23,10 +23,13 @@ def limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
         what = f"{wanted:,} tokens are more than {model.name} was made for ({most:,})"
         fix = f"set engine.max_context_tokens to {most} or less, or leave it out"
         yield Problem("engine.max_context_tokens", what, fix)
-    if profile.speculation and not _can_draft(model):
+    if profile.speculation and profile.speculation.by_own_layers and not _can_draft(model):
         what = f"{model.name} has no MTP layer to draft with"
         fix = "set engine.drafts: 0, or choose a profile without drafts"
         yield Problem(f"profile {profile.name}", what, fix)
+    if model.adapters and profile.speculation:
+        what = f"{model.name} has adapters, and nobody proved that drafts fit their answers"
+        yield Problem(f"profile {profile.name}", what, "set engine.drafts: 0")
     limits = profile.limits
     if limits.max_sequences > limits.max_batched_tokens:
         what = (

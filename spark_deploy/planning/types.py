@@ -183,6 +183,14 @@ class ImagePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BesidePlan:
+    """A repository that the engine reads beside the tree, and where it sees it."""
+
+    source: SourcePlan
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
 class PairPlan:
     """Everything one model and profile need on a host before their engine can start."""
 
@@ -192,6 +200,7 @@ class PairPlan:
     checkpoint: CheckpointPlan | None  # None: the base tree is served as it is
     image: ImagePlan
     cache_dir: str
+    beside: tuple[BesidePlan, ...] = field(default=(), kw_only=True)  # part of the sources
 
     @property
     def tree(self) -> CheckpointPlan | SourcePlan:
@@ -217,6 +226,7 @@ class MemoryPlan:
     floor_bytes: int  # spark-watch stops the engine below this
     memory_fraction: float  # as handed to the engine
     unknown: tuple[str, ...] = ()  # what could not be computed, and why
+    counted_by: str = ""  # who counted a token of a cache that nobody could compute
 
 
 @dataclass(frozen=True, slots=True)

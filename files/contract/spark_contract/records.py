@@ -42,6 +42,14 @@ class StartMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheCount:
+    """The KV cache as the engine itself counted it at its start."""
+
+    tokens: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """What the last check of a release found, bound to one run of its unit."""
 
@@ -63,6 +71,7 @@ class Proof:
     start_memory: StartMemory | None = field(default=None, metadata=OPTIONAL)
     # What the engine printed while it loaded and a check demands: journals forget.
     load_lines: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
+    kv_cache: CacheCount | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def failed(self) -> list[Finding]:

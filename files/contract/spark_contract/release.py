@@ -51,8 +51,15 @@ class Engine:
     @property
     def max_sequences(self) -> int:
         """How many requests the engine works on at once."""
-        name = "--max-num-seqs"
-        return int(self.argv[self.argv.index(name) + 1]) if name in self.argv else 1
+        return self._number("--max-num-seqs") or 1
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """How large the cache was told to be; ``None``: what is left of the engine's share."""
+        return self._number("--kv-cache-memory-bytes")
+
+    def _number(self, option: str) -> int | None:
+        return int(self.argv[self.argv.index(option) + 1]) if option in self.argv else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +227,16 @@ class Release:
     check: CheckPlan
     watch: Watch
     cluster: Cluster | None = field(default=None, metadata=OPTIONAL)
+    # What the engine reads beside the tree: a drafter's, adapters'.
+    beside: tuple[Tree, ...] = field(default=(), metadata=OPTIONAL)
     # Made from all of the above, so a plan adds them last.
     name: str = field(default="", metadata=OPTIONAL)
     digest: str = field(default="", metadata=OPTIONAL)
+
+    @property
+    def trees(self) -> tuple[Tree, ...]:
+        """Everything whose receipt has to hold before the engine starts."""
+        return (self.tree, *self.beside)
 
     @property
     def container(self) -> str:

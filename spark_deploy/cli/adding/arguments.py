@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from spark_deploy.catalog.beside import OF_A_REPOSITORY, Speculation
 from spark_deploy.catalog.profile import KvCache
-from spark_deploy.documents.declare import schema_of
+from spark_deploy.documents.declare import convert, schema_of
+from spark_deploy.documents.schema_check import problems_of
 from spark_deploy.settings.engine_options import DEVICE_OPTIONS, option_problems
 
 _SHORT = {
@@ -19,7 +21,16 @@ _SHORT = {
     "-sc": "speculative-config",
     "-q": "quantization",
 }
-_MTP = ("mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+# The engine's words for what a profile calls by one name.
+_METHODS = {
+    **dict.fromkeys(("mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"),
+    **{name: name for name in (*OF_A_REPOSITORY, "ngram")},
+}
+_DRAFTING = {
+    "num_speculative_tokens": ("tokens", int), "model": ("repository", str),
+    "revision": ("revision", str), "prompt_lookup_max": ("longest_match", int),
+    "prompt_lookup_min": ("shortest_match", int),
+}  # fmt: skip
 _OLD = {"tensor-parallel": "tensor-parallel-size", "pipeline-parallel": "pipeline-parallel-size"}
 # Options that become a key of their own: where it stands, and what its value must be.
 _WHOLE: Callable[[Any], Any] = int
@@ -105,17 +116,27 @@ def _set(name: str, value: Any, taken: Arguments) -> None:
 
 
 def _speculate(value: Any, taken: Arguments) -> None:
+    """Take drafts whose weights, if they have any of their own, are in a repository."""
     drafts = value if isinstance(value, dict) else {}
-    method, count = drafts.get("method"), drafts.get("num_speculative_tokens")
-    if drafts.get("model") is not None:
-        what = f"its draft repository {str(drafts['model'])[:80]} would not be fetched"
-        taken.unused.append(f"--speculative-config: {what}")
-    elif method in _MTP and type(count) is int and 0 < count < 9:
-        taken.profile["speculation"] = {"method": "mtp", "tokens": count}
-        more = [key for key in drafts if key not in ("method", "num_speculative_tokens")]
-        taken.unused += [f"--speculative-config {key}: the engine chooses it" for key in more]
-    else:
-        taken.unused.append(f"--speculative-config: method {str(method)[:40]} is not known here")
+    method = _METHODS.get(str(drafts.get("method")))
+    if method is None:
+        said = str(drafts.get("method"))[:40]
+        taken.unused.append(f"--speculative-config: method {said} is not known here")
+        return
+    told = {
+        ours: drafts[name]
+        for name, (ours, kind) in _DRAFTING.items()
+        if name in drafts and type(drafts[name]) is kind
+    }
+    found = {"method": method, **told}
+    wrong = [one.what for one in problems_of(found, schema_of(Speculation, "s"), lambda path: "")]
+    wrong = wrong or [one.what for one in convert(Speculation, found).broken()]
+    if wrong:
+        taken.unused.append(f"--speculative-config: {wrong[0]}")
+        return
+    taken.profile["speculation"] = found
+    more = [key for key in drafts if key != "method" and key not in _DRAFTING]
+    taken.unused += [f"--speculative-config {key}: the engine chooses it" for key in more]
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, list[str]]]:

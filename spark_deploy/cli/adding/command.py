@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from spark_deploy.catalog.load import read_catalog, read_families
-from spark_deploy.catalog.model import HUB_REPOSITORY
-from spark_deploy.checkout import catalog_files
+from spark_deploy.catalog.beside import HUB_REPOSITORY
+from spark_deploy.catalog.load import read_families
 from spark_deploy.cli.adding.draft import Draft
 from spark_deploy.cli.adding.recipes import draft_of_recipe
 from spark_deploy.cli.adding.repository import Card, draft_of
+from spark_deploy.cli.adding.shared import is_shared, read
+from spark_deploy.cli.adding.take import take, write_files
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, planned, say
 from spark_deploy.cli.plan import lines
@@ -30,10 +33,25 @@ def run(options: Options) -> int:
     profile, options.profile = options.profile or _PROFILE, None
     # Hosts of an inventory may differ in hub and folder: the first one's count.
     host = listed(options)[0]
-    draft = _draft(options.place, host)
-    path = _write(draft, host.settings.root, force=options.force)
-    say(f"{path}: written")
-    options.model, options.profile = draft.name, profile
+    data = _file(options.place)
+    if data is not None and is_shared(data):
+        shared = read(data, options.place)
+        taken = take(shared, host, force=options.force)
+        return _planned(options, shared.name, shared.profile_name, taken, shared.model_repository)
+    draft = (
+        draft_of_recipe(data, Path(options.place).name)
+        if data is not None
+        else _of_repository(options.place, host)
+    )
+    write_files(host.settings.root, {("models", draft.name): draft.text()}, force=options.force)
+    return _planned(options, draft.name, profile, draft.open, draft.repository)
+
+
+def _planned(
+    options: Options, model: str, profile: str, still_open: Iterable[str], repository: str
+) -> int:
+    """Print the plan of the new file and what is open."""
+    options.model, options.profile = model, profile
     try:
         after = listed(options)[0]
         plan = planned(after)
@@ -43,22 +61,22 @@ def run(options: Options) -> int:
             say(str(problem))
         say("the file stays: change it, then look with `spark-deploy plan`")
         return 1
-    for what in draft.open:
+    for what in still_open:
         print(f"  OPEN        {what}")
-    print(f"  UNPROVEN    nobody here ran {draft.repository}; the first deploy asks it and says so")
-    print(f"  NEXT        model: {draft.name}, profile: {options.profile} in group_vars; deploy")
+    print(f"  UNPROVEN    nobody here ran {repository}; the first deploy asks it and says so")
+    print(f"  NEXT        spark-deploy use {model}/{profile}; then spark-deploy up")
     return 0
 
 
-def _draft(place: str, host: Listed) -> Draft:
-    """Return the file of a recipe that is on this machine, or of a repository."""
+def _file(place: str) -> dict[str, Any] | None:
+    """Return what a file of this machine says; ``None``: it is none."""
     path = Path(place)
     if not path.is_file():
-        return _of_repository(place, host)
+        return None
     data, problems = read_mapping(path, shown=path.name)
     if problems:
         raise CatalogError(problems)
-    return draft_of_recipe(data, path.name)
+    return data
 
 
 def _of_repository(place: str, host: Listed) -> Draft:
@@ -73,26 +91,3 @@ def _of_repository(place: str, host: Listed) -> Draft:
     card = Card(*card_of(hub.endpoint, repository, found.commit, token))
     anatomy = anatomy_of(repository, found)
     return draft_of(anatomy, found, card, host.catalog.engines, read_families(), asked or "main")
-
-
-def _write(draft: Draft, root: Path, *, force: bool) -> Path:
-    """Write the file beside the inventory; refuse one that nobody could use, or that is there."""
-    path = root / "catalog/models" / f"{draft.name}.yml"
-    ours = catalog_files("models").get(draft.name)
-    if path.exists() and not force:
-        what = "is there already"
-        raise CatalogError.one(str(path), what, "remove it, or write over it with --force")
-    if ours is not None and ours != path:
-        say(f"{draft.name} is a model of ours as well: the new file is used instead of it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    before = path.read_bytes() if path.exists() else None
-    path.write_text(draft.text(), encoding="utf-8")
-    try:
-        read_catalog(own=root).model(draft.name)
-    except CatalogError:
-        if before is None:
-            path.unlink()
-        else:
-            path.write_bytes(before)
-        raise
-    return path

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_deploy.catalog.model import HUB_REPOSITORY
+from spark_deploy.catalog.beside import HUB_REPOSITORY
 from spark_deploy.cli.adding.arguments import Arguments, arguments_of
 from spark_deploy.cli.adding.draft import Draft
 from spark_deploy.errors import CatalogError
@@ -162,8 +162,8 @@ def _nvidia(data: Mapping[str, Any]) -> Recipe:
         nodes=_count(topology.get("node_count"), 1),
         unused=[*inner, *_others(data, used)],
     )
-    if draft:
-        recipe.unused.append(f"checkpoint.draft {draft}: draft repositories are not fetched yet")
+    if draft and str(draft) not in told:
+        recipe.unused.append(f"checkpoint.draft {draft}: the command does not say it")
     if data.get("backend") not in (None, "vllm"):
         recipe.open.append(f"it is for {data['backend']}; here vLLM serves")
     return recipe

@@ -35,9 +35,11 @@ def disk_plan(docker_dir: str, pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]
 
 def _of_pair(docker_dir: str, pair: PairPlan) -> Iterator[DiskUse]:
     kept = pair.checkpoint is None or pair.checkpoint.keep_base
+    beside = {one.source.dir for one in pair.beside}
     for source in pair.sources:
         size = source.size_bytes
-        yield DiskUse(source.dir, source.locked.repo, size, size if kept else 0)
+        stays = kept or source.dir in beside
+        yield DiskUse(source.dir, source.locked.repo, size, size if stays else 0)
     if pair.checkpoint:
         size = pair.checkpoint.output_bytes
         yield DiskUse(pair.checkpoint.dir, f"checkpoint {pair.checkpoint.order.name}", size, size)

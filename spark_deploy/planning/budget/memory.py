@@ -8,10 +8,11 @@ a request takes pages for its context in the attention group and one state in ea
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from spark_deploy.catalog.model import Architecture, HybridModel, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.planning.budget import plain
+from spark_deploy.planning.budget import beside, plain
 from spark_deploy.planning.budget.shape import CacheShape, group_layers
 from spark_deploy.planning.budget.weights import Weights, of_one_rank, weights_of
 from spark_deploy.planning.types import MemoryPlan
@@ -56,8 +57,24 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
         floor_bytes=memory.floor_bytes,
         # Rounded up when the cache is pinned: the engine refuses to start on a budget too small.
         memory_fraction=math.ceil(round(budget / memory.total_bytes * 100, 6)) / 100,
-        unknown=plain.unknown(model, profile) if isinstance(model, PlainModel) else (),
+        unknown=tuple(_unknown(model, profile)),
+        counted_by=_counted_by(model, profile),
     )
+
+
+def _unknown(model: Model, profile: Profile) -> Iterator[str]:
+    """Yield what of the memory cannot be computed, and why."""
+    if isinstance(model, PlainModel):
+        yield from plain.unknown(model, profile)
+    elif profile.speculation and profile.speculation.repository:
+        yield "KV cache of the drafter: not worked out beside layers that keep a state"
+
+
+def _counted_by(model: Model, profile: Profile) -> str:
+    found = plain.counted(model, profile) if isinstance(model, PlainModel) else None
+    if found is None:
+        return ""
+    return f"{found.by}, with contexts of up to {found.context_tokens:,} tokens"
 
 
 def _requests(shape: CacheShape, cache_bytes: int, context: int) -> float:
@@ -94,8 +111,14 @@ def budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
 def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, int]:
     """Return the bytes that one of so many ranks loads: of the weights, and of the drafter.
 
-    Routers and the vision tower are whole on every rank.
+    Routers, the vision tower, adapters and a drafter of another repository are whole on every rank.
     """
+    body, drafter = _own_bytes(model, profile, ranks)
+    return body + beside.adapters_bytes(model), drafter + beside.drafter_bytes(profile)
+
+
+def _own_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
+    """Return what is loaded of the model's own tree."""
     if isinstance(model, PlainModel):
         return plain.loaded_bytes(model, profile)
     sizes: Weights = weights_of(model.architecture)
@@ -109,7 +132,7 @@ def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, i
     body = sizes.experts_bytes + sizes.attention_bytes + sizes.embedding_bytes
     body += shared + (sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes)
     body = math.ceil(body / ranks) + sizes.routers_bytes
-    drafter = math.ceil(sizes.mtp_bytes / ranks) if profile.speculation else 0
+    drafter = math.ceil(sizes.mtp_bytes / ranks) if own_drafts(profile) else 0
     factor = model.memory.weights_factor
     return round(body * factor) + vision_bytes(model, profile), round(drafter * factor)
 
@@ -157,7 +180,7 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
     """Return the block arithmetic of the cache."""
     drafts = profile.speculation.tokens if profile.speculation else 0
     layer_bytes = layer_bytes_per_token(model, profile.kv_cache.dtype)
-    attention = model.attention_layers + (model.mtp_layers if drafts else 0)
+    attention = model.attention_layers + (model.mtp_layers if own_drafts(profile) else 0)
     size = group_layers([attention, model.linear_layers])
     multiple = _block_multiple(model, profile)
     pages = math.ceil(state_bytes(model, drafts) / layer_bytes / multiple)
@@ -170,6 +193,12 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
         attention_groups=math.ceil(attention / size),
         state_blocks=math.ceil(model.linear_layers / size) * states,
     )
+
+
+def own_drafts(profile: Profile) -> int:
+    """Return how many tokens the model's own layers draft in a step."""
+    drafts = profile.speculation
+    return drafts.tokens if drafts and drafts.by_own_layers else 0
 
 
 def _block_multiple(model: Architecture, profile: Profile) -> int:

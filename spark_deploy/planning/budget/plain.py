@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from spark_deploy.catalog.anatomy import Anatomy, CacheLayers
+from spark_deploy.catalog.anatomy import CacheLayers, CountedCache
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.planning.budget.shape import CacheShape, group_layers
+from spark_deploy.settings.engine_options import meaning, whole
 
 _PAGE_TOKENS = 16
 _GUESSED_CONTEXT_TOKENS = 8192
@@ -19,7 +21,8 @@ def loaded_bytes(model: PlainModel, profile: Profile) -> tuple[int, int]:
     if anatomy is None:
         return 0, 0
     factor = model.memory.weights_factor
-    drafter = anatomy.drafter_bytes if profile.speculation else 0
+    own = profile.speculation is not None and profile.speculation.by_own_layers
+    drafter = anatomy.drafter_bytes if own else 0
     body = round(anatomy.weights_bytes * factor) + vision_bytes(model, profile)
     return body, round(drafter * factor)
 
@@ -46,8 +49,11 @@ def unknown(model: PlainModel, profile: Profile) -> tuple[str, ...]:
     if anatomy is None or not anatomy.weights:
         return ("weights, context and KV cache: the repository's headers are not read yet",)
     said = []
-    if anatomy.cache_unknown:
+    drafter = profile.speculation.anatomy if profile.speculation else None
+    if anatomy.cache_unknown and counted(model, profile) is None:
         said.append(f"KV cache of a token: {anatomy.cache_unknown}")
+    elif drafter is not None and drafter.cache_unknown:
+        said.append(f"KV cache of a token, the drafter's: {drafter.cache_unknown}")
     elif _width(profile.kv_cache.dtype) is None and anatomy.cache:
         said.append(f"KV cache of a token: not worked out for {profile.kv_cache.dtype}")
     if anatomy.context_tokens is None:
@@ -57,15 +63,28 @@ def unknown(model: PlainModel, profile: Profile) -> tuple[str, ...]:
 
 def cache_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
     """Return the block arithmetic of the cache; ``None`` when it is not known, or there is none."""
+    if (found := counted(model, profile)) is not None:
+        return CacheShape(_PAGE_TOKENS, _PAGE_TOKENS * found.token_bytes, 1, 0)
     anatomy, width = model.anatomy, _width(profile.kv_cache.dtype)
     if anatomy is None or anatomy.cache_unknown or not anatomy.cache or width is None:
         return None
-    states = [one for one in anatomy.cache if one.kind == "state"]
-    keeping = [one for one in anatomy.cache if one.kind != "state"]
+    drafter = profile.speculation.anatomy if profile.speculation else None
+    if drafter is not None and drafter.cache_unknown:
+        return None
+    layers = (*anatomy.cache, *(drafter.cache if drafter else ()))
+    states = [one for one in layers if one.kind == "state"]
+    keeping = [one for one in layers if one.kind != "state"]
     sizes = {round(one.token_bytes * width) for one in keeping}
     if len(sizes) != 1 or len(states) > 1:
-        return _summed(anatomy, width)
+        return _summed(layers, width, _page_tokens(profile))
     return _grouped(keeping, states, sizes.pop(), profile)
+
+
+def counted(model: PlainModel, profile: Profile) -> CountedCache | None:
+    """Return what an engine counted of a cache that is not known, where it is this one."""
+    found = model.anatomy.counted if model.anatomy and model.anatomy.cache_unknown else None
+    same = found is not None and found.kv_cache == profile.kv_cache.dtype
+    return found if same and profile.speculation is None else None
 
 
 def _grouped(
@@ -78,8 +97,9 @@ def _grouped(
     linear = sum(one.layers for one in states)
     size = group_layers([full, sliding, linear])
     state_bytes = sum(one.state_bytes + drafts * one.draft_state_bytes for one in states)
-    pages = max(1, math.ceil(state_bytes / token_bytes / _PAGE_TOKENS))
-    block_tokens = pages * _PAGE_TOKENS
+    page_tokens = _page_tokens(profile)
+    pages = max(1, math.ceil(state_bytes / token_bytes / page_tokens))
+    block_tokens = pages * page_tokens
     return CacheShape(
         block_tokens=block_tokens,
         block_bytes=block_tokens * token_bytes * size,
@@ -92,12 +112,18 @@ def _grouped(
     )
 
 
-def _summed(anatomy: Anatomy, width: float) -> CacheShape:
+def _summed(layers: Iterable[CacheLayers], width: float, page_tokens: int) -> CacheShape:
     """Layers of several sizes: all counted as if they kept the whole context, which is too much."""
-    per_token = sum(round(one.token_bytes * width) * one.layers for one in anatomy.cache)
-    states = sum(one.state_bytes * one.layers for one in anatomy.cache)
-    block_bytes = max(1, per_token) * _PAGE_TOKENS
-    return CacheShape(_PAGE_TOKENS, block_bytes, 1, math.ceil(states / block_bytes))
+    layers = tuple(layers)
+    per_token = sum(round(one.token_bytes * width) * one.layers for one in layers)
+    states = sum(one.state_bytes * one.layers for one in layers)
+    block_bytes = max(1, per_token) * page_tokens
+    return CacheShape(page_tokens, block_bytes, 1, math.ceil(states / block_bytes))
+
+
+def _page_tokens(profile: Profile) -> int:
+    """Return how many tokens one block of the cache holds at least."""
+    return whole(meaning(profile.options).get("block-size")) or _PAGE_TOKENS
 
 
 def _width(dtype: str) -> float | None:

@@ -12,9 +12,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from spark_deploy.catalog.beside import Speculation
 from spark_deploy.catalog.model import Architecture, HybridModel
-from spark_deploy.catalog.profile import Profile, Speculation
-from spark_deploy.planning.budget.memory import layer_bytes_per_token, state_bytes
+from spark_deploy.catalog.profile import Profile
+from spark_deploy.planning.budget.memory import layer_bytes_per_token, own_drafts, state_bytes
 from spark_deploy.planning.budget.weights import drafter_bytes, weights_of
 
 BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by its data sheet
@@ -63,7 +64,7 @@ def speed_of(
     model: Architecture, profile: Profile, *, requests: int = 1, context_tokens: int = 0
 ) -> Speed:
     """Return the computed speed of ``requests`` at once, each behind ``context_tokens``."""
-    drafts = profile.speculation.tokens if profile.speculation else 0
+    drafts = own_drafts(profile)
     parts = tuple(_parts(model, profile, drafts, requests, context_tokens))
     return Speed(parts, requests * tokens_per_step(drafts))
 
@@ -91,7 +92,7 @@ def next_lever(model: HybridModel, profile: Profile) -> Lever | None:
 
 
 def _changes(model: HybridModel, profile: Profile) -> Iterator[tuple[str, Profile]]:
-    drafts = profile.speculation.tokens if profile.speculation else 0
+    drafts = own_drafts(profile)
     if model.architecture.mtp_layers and drafts < MOST_DRAFTS:
         more = Speculation(method="mtp", tokens=drafts + 1)
         yield f"engine.drafts: {drafts + 1}", dataclasses.replace(profile, speculation=more)

@@ -16,6 +16,7 @@ from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import context_tokens
+from spark_deploy.planning.serving.beside import adapters_told, drafts_told
 from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.engine_options import canonical, structure
 
@@ -70,7 +71,6 @@ def option_arguments(options: Mapping[str, Any]) -> list[str]:
 def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[str, Any]:
     """Return the options of ``vllm serve`` that follow from model, profile and memory plan."""
     limits = profile.limits
-    drafts = profile.speculation
     portable = profile.engine_mode == "portable"
     return {
         # The watch asks every few seconds; the journal is for what clients ask.
@@ -88,8 +88,8 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "reasoning-parser": model.parsers.reasoning,
         "enable-auto-tool-choice": True if model.parsers.tool_call else None,
         "tool-call-parser": model.parsers.tool_call,
-        "speculative-config": drafts
-        and {"method": drafts.method, "num_speculative_tokens": drafts.tokens},
+        "speculative-config": drafts_told(profile),
+        **adapters_told(model),
         **_further_options(profile),
     }
 

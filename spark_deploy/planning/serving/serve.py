@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -40,7 +40,13 @@ from spark_deploy.planning.serving.argv import (
     engine_environment,
 )
 from spark_deploy.planning.serving.cluster import spread
-from spark_deploy.planning.types import CheckpointPlan, ImagePlan, MemoryPlan, SourcePlan
+from spark_deploy.planning.types import (
+    BesidePlan,
+    CheckpointPlan,
+    ImagePlan,
+    MemoryPlan,
+    SourcePlan,
+)
 from spark_deploy.settings.engine_options import canonical
 from spark_deploy.settings.types import Settings
 
@@ -69,6 +75,7 @@ def serve_plan(
     tree: CheckpointPlan | SourcePlan,
     image: ImagePlan,
     memory: MemoryPlan,
+    beside: Sequence[BesidePlan] = (),
     fabric: Mapping[str, Ports] = MappingProxyType({}),
 ) -> Release:
     """Return the release of the service, its digest made from its own content."""
@@ -79,7 +86,7 @@ def serve_plan(
         service=service,
         model=model.name,
         profile=profile.name,
-        names=names,
+        names=(*names, *model.adapters),
         image=Image(
             tag=image.tag,
             digest_label=image.digest if image.plugin else None,
@@ -87,6 +94,7 @@ def serve_plan(
             plugin=image.context_digest[:12],
         ),
         tree=Tree(tree.dir, tree.digest),
+        beside=tuple(Tree(one.source.dir, one.source.digest) for one in beside),
         engine=Engine(
             argv=engine_arguments(model, profile, memory, names),
             env=engine_environment(
@@ -95,7 +103,11 @@ def serve_plan(
                 start_timeout_s=serve.start_timeout_s,
                 image=image.tag,
             ),
-            mounts=(Mount(tree.dir, MODEL_MOUNT, True), Mount(cache, CACHE_MOUNT, False)),
+            mounts=(
+                Mount(tree.dir, MODEL_MOUNT, True),
+                *(Mount(one.source.dir, one.target, True) for one in beside),
+                Mount(cache, CACHE_MOUNT, False),
+            ),
             docker_args=CONTAINER_ARGUMENTS,
             user=ENGINE_USER,
         ),

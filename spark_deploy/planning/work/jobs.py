@@ -205,7 +205,11 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
 
 def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     """Return every job of one model and profile, in an order that respects ``after``."""
-    fetches = {source.dir: fetch_job(source, pair.checkpoint) for source in pair.sources}
+    beside = {one.source.dir for one in pair.beside}
+    fetches = {
+        source.dir: fetch_job(source, None if source.dir in beside else pair.checkpoint)
+        for source in pair.sources
+    }
     jobs = list(fetches.values())
     if pair.checkpoint is not None:
         base = fetches[pair.checkpoint.base.dir].job

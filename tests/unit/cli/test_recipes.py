@@ -32,7 +32,10 @@ CHANGED: dict[str, dict[str, Any]] = {
         "options": {"enable-chunked-prefill": True},
         "prefix_caching": True,
     },
-    "nvidia.yaml": {"limits": {"max_context_tokens": 262144, "max_sequences": 8}},
+    "nvidia.yaml": {
+        "limits": {"max_context_tokens": 262144, "max_sequences": 8},
+        "speculation": {"method": "mtp", "tokens": 4, "repository": "maker/A-Model-assistant"},
+    },
     "vllm-project.yaml": {
         "options": {"moe-backend": "marlin"},
         "limits": {"max_context_tokens": 131072},
@@ -90,7 +93,6 @@ def test_what_would_run_code_or_fetch_more_is_named() -> None:
     assert "--served-model-name: is decided elsewhere" in said["sparkrun-2.yaml"]
     assert "--quantization: is decided elsewhere" in said["spark-vllm-docker-1.yaml"]
     assert "mods: the engine's image is images.engine" in said["spark-vllm-docker-1.yaml"]
-    assert "its draft repository maker/A-Model-assistant would not be" in said["nvidia.yaml"]
     assert "features.spec_decoding: it is opt-in" in said["vllm-project.yaml"]
     assert "variants.default" in said["vllm-project.yaml"]
     assert "do not call it verified on a DGX Spark" in said["vllm-project.yaml"]

@@ -354,6 +354,29 @@ def test_a_journal_that_forgot_how_the_engine_loaded_does_not_unprove_it(
     assert [finding.name for finding in other.failed] == ["log lines"]
 
 
+ROOM = (
+    "(EngineCore pid=2) INFO 08-01 00:40:44 [gpu_worker.py:400] Available KV cache memory: 2.0 GiB"
+)
+
+
+def test_what_the_engine_counts_of_its_cache_is_kept_with_the_proof(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = host.release()
+    host.started(release)
+    assert check(host, release, "full").kv_cache is None, "its log says tokens and no bytes"
+    told = runner.read_log
+    monkeypatch.setattr(runner, "read_log", lambda *run: [ROOM, *told(*run)])
+    counted = check(host, release, "full").kv_cache
+    assert counted is not None
+    assert (counted.tokens % release.check.max_model_len, counted.size_bytes) == (0, 2 << 30)
+    monkeypatch.setattr(runner, "read_log", told)
+    check(host, release, "full")
+    kept = proof.read(release.name, host.here)
+    assert kept is not None
+    assert kept.kv_cache == counted, "the same run, whose journal forgot"
+
+
 def test_a_quick_check_after_a_reboot_is_enough_when_nothing_changed(host: Host) -> None:
     release = host.release()
     host.started(release)

@@ -90,7 +90,7 @@ def test_a_deploy_that_may_not_lock_refuses_what_nobody_read(hub: Hub, tmp_path:
     write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
     wanted = asked(hub, tmp_path, locked="required")
-    assert [model.name for model, _ in unread(wanted, CATALOG_OF_ONE, lock)] == ["tiny"]
+    assert [one.repository for one in unread(wanted, CATALOG_OF_ONE, lock)] == [REPO]
     with pytest.raises(LockError, match="are not read yet"):
         held_for(wanted, CATALOG_OF_ONE, tmp_path / "spark.lock.yml", lock, lambda text: None)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spark_deploy.catalog.beside import Speculation
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.model import LinearAttention
-from spark_deploy.catalog.profile import KvCache, Speculation
+from spark_deploy.catalog.profile import KvCache
 from spark_deploy.cli.plan import lines
 from spark_deploy.planning.budget.memory import GIB, cache_shape, plan_memory
 from spark_deploy.planning.budget.weights import weights_of

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.catalog.anatomy import Anatomy, CacheLayers
+from spark_deploy.catalog.anatomy import Anatomy, CacheLayers, CountedCache
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.types import Catalog
+from spark_deploy.cli.plan import text
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import SourceFile
 from spark_deploy.planning.budget.memory import GIB, shape_of
@@ -173,3 +174,40 @@ def test_a_model_without_questions_is_asked_what_any_instruct_model_answers() ->
     asked = plan().serve.check
     assert len(asked.plain_questions) == 3
     assert not asked.tool_call
+
+
+UNKNOWN = dataclasses.replace(ANATOMY, cache=(), cache_unknown="layers of odd are not known here")
+COUNTED = CountedCache(
+    kv_cache="auto", context_tokens=131072, token_bytes=10_000, by="spark-1, main-abc, engine 1"
+)
+
+
+def test_what_an_engine_counted_is_planned_with_where_nobody_could_compute_it() -> None:
+    blind = plan(anatomy=UNKNOWN)
+    found = plan(anatomy=dataclasses.replace(UNKNOWN, counted=COUNTED))
+    assert blind.memory.kv_tokens is None
+    assert found.memory.kv_tokens == pytest.approx(found.memory.kv_cache_bytes / 10_000, rel=0.001)
+    assert found.memory.unknown == ()
+    assert found.memory.counted_by.startswith("spark-1, main-abc")
+    assert found.serve == blind.serve, "the engine that was proven need not be started anew"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dataclasses.replace(UNKNOWN, counted=dataclasses.replace(COUNTED, kv_cache="fp8")),
+        dataclasses.replace(ANATOMY, counted=COUNTED),  # it is known better
+    ],
+    ids=["of another cache", "of a known cache"],
+)
+def test_a_figure_of_something_else_is_not_planned_with(other: Anatomy) -> None:
+    assert plan(anatomy=other).memory.counted_by == ""
+
+
+@pytest.mark.parametrize("anatomy", [ANATOMY, UNKNOWN], ids=["known", "unknown"])
+def test_a_plan_is_told_whether_the_cache_is_known_or_not(anatomy: Anatomy) -> None:
+    found = plan(anatomy=anatomy)
+    model = dataclasses.replace(MODEL, anatomy=anatomy)
+    profile = catalog_of(model).profile("plain", "dense")
+    for told in (text(found, model, profile, verbose=loud) for loud in (False, True)):
+        assert "KV cache" in "\n".join(told)

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from spark_deploy.catalog.beside import Speculation
 from spark_deploy.catalog.load import read_catalog
-from spark_deploy.catalog.profile import Speculation
 from spark_deploy.cli.plan import lines
 from spark_deploy.planning.budget.speed import (
     TOLERANCE,

@@ -15,13 +15,14 @@ from typing import Any
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
-from spark_contract.records import Finding, Proof
+from spark_contract.records import CacheCount, Finding, Proof
 from spark_contract.release import Release, service_of
 from spark_contract.sentences import PHASE, STAND_IN, WAITED
 
 from spark_host.check import together
 from spark_host.check.probe import CheckError, Probe
 from spark_host.check.table import CHECKS, Check
+from spark_host.engine import start_log
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
 from spark_host.gateway import traffic
@@ -87,6 +88,7 @@ def check(
         stubbed=tuple(sorted(key for key, value in versions.items() if STAND_IN in value)),
         start_memory=guard.seen if guard else None,
         load_lines=tuple(dict.fromkeys(probe.load_lines)),
+        kv_cache=_counted_cache(probe) if findings[0].ok else None,
     )
     keep(result, host, report)
     return result
@@ -106,6 +108,15 @@ def _kept_lines(release: Release, invocation_id: str, host: Host) -> tuple[str, 
     """Return what an earlier check of this run found in its log: the journal may have lost it."""
     found = proof.read(release.name, host)
     return found.load_lines if found and found.invocation_id == invocation_id else ()
+
+
+def _counted_cache(probe: Probe) -> CacheCount | None:
+    """Return what the engine's log says of its cache, where it says both."""
+    said = list(start_log.messages(probe.read_log()))
+    tokens = start_log.kv_cache_tokens(said)
+    told = probe.release.engine.kv_cache_bytes
+    size_bytes = told or start_log.sizes_bytes(said).get("kv_cache")
+    return CacheCount(tokens, size_bytes) if tokens and size_bytes else None
 
 
 def keep(result: Proof, host: Host, report: Report) -> None:

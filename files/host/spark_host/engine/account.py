@@ -70,10 +70,10 @@ def _remove(path: Path) -> None:
 
 
 def tree_problem(release: Release) -> HostToolError | None:
-    """Return the first file of the tree that the engine's account could not read."""
+    """Return the first file of the trees that the engine's account could not read."""
     if release.engine.user is None:
         return None
-    for place, _, names in os.walk(release.tree.path):
+    for place, _, names in (found for tree in release.trees for found in os.walk(tree.path)):
         for path in (Path(place), *(Path(place) / name for name in names)):
             needed = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
             if path.stat().st_mode & needed != needed:

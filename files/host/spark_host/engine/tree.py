@@ -1,4 +1,4 @@
-"""An engine reads the bytes that its tree's receipt vouches for."""
+"""An engine reads the bytes that the receipts of its trees vouch for."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from pathlib import Path
 
 from spark_contract import receipts
 from spark_contract.errors import HostToolError, problem_in
-from spark_contract.release import Release
+from spark_contract.release import Release, Tree
 from spark_contract.sentences import PHASE
 
 from spark_host.system.log import Report
 
 
 def problem(release: Release) -> HostToolError | None:
-    """Return why the tree is not the release's, by its receipt, or not root's alone to write."""
-    where, path = f"tree {release.tree.path}", Path(release.tree.path)
+    """Return why a tree is not the release's, by its receipt, or not root's alone to write."""
+    return next(filter(None, map(_problem, release.trees)), None)
+
+
+def _problem(tree: Tree) -> HostToolError | None:
+    where, path = f"tree {tree.path}", Path(tree.path)
     receipt = receipts.found(path)
     found = None if receipt is None else receipt.digest
-    if found != release.tree.digest:
-        what = f"receipt digest is {found!r}, the release wants {release.tree.digest!r}"
+    if found != tree.digest:
+        what = f"receipt digest is {found!r}, the release wants {tree.digest!r}"
         return HostToolError(where, what, "run the deploy again")
     exposed = receipts.exposed(path)
     if exposed is not None:
@@ -37,7 +41,11 @@ def prove(release: Release, report: Report) -> None:
     Raises:
         HostToolError: A file is gone, or its bytes are others.
     """
-    path = Path(release.tree.path)
+    for tree in release.trees:
+        _prove(Path(tree.path), report)
+
+
+def _prove(path: Path, report: Report) -> None:
     receipt = receipts.found(path)
     touched = () if receipt is None else receipt.touched(path)
     if receipt is None or not touched:

@@ -63,7 +63,7 @@ def proven(job: Job, paths: Paths) -> bool:
 def _users_of(tree: Path, paths: Paths) -> list[str]:
     """Return the releases that load a tree: it must outlive them."""
     found = (Host(paths).release(name) for name in names(paths))
-    return [one.name for one in found if one and Path(one.tree.path) == tree]
+    return [one.name for one in found if one and any(Path(each.path) == tree for each in one.trees)]
 
 
 def _receipt_holds(proof: ReceiptProof) -> bool:

@@ -94,6 +94,7 @@ def write(proof: Proof, host: Host) -> None:
         bench=before.bench if before else None,
         start_memory=proof.start_memory or start,
         load_lines=proof.load_lines or (before.load_lines if before and same_run else ()),
+        kv_cache=proof.kv_cache or (before.kv_cache if before and same_run else None),
     )
     host.disk.write(host.paths.proof(proof.release), kept)
 

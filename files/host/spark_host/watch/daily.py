@@ -97,7 +97,11 @@ def _journal(paths: Paths) -> Iterator[Problem]:
 
 
 def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
-    places = {paths.root, paths.below("/var"), *(paths.below(r.tree.path) for r in running)}
+    places = {
+        paths.root,
+        paths.below("/var"),
+        *(paths.below(tree.path) for release in running for tree in release.trees),
+    }
     seen: set[int] = set()
     for place in sorted(place for place in places if place.exists()):
         device = place.stat().st_dev
@@ -129,8 +133,12 @@ def _trees(host: Host) -> Iterator[Problem]:
     for service in sorted({r.service for n in stored.names(host.paths) if (r := host.release(n))}):
         for name in boot.enabled(service, host):
             release = host.release(name)
-            if release and not host.paths.below(release.tree.path).is_dir():
-                what = f"{release.tree.path}, which {name} boots with, is not there"
+            gone = [
+                tree.path for tree in (release.trees if release else ())
+                if not host.paths.below(tree.path).is_dir()
+            ]  # fmt: skip
+            if gone:
+                what = f"{gone[0]}, which {name} boots with, is not there"
                 yield Problem("mounts", what, "mount its disk (findmnt --verify), or deploy again")
 
 

@@ -1,0 +1,111 @@
+"""``spark-deploy share``: write what is served so that somebody else can serve the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from pyinfra.api.host import Host
+from spark_contract import files
+from spark_contract.records import Proof
+
+from spark_deploy.catalog.load import read_file
+from spark_deploy.cli.adding.shared import Identity, Shared, Summary, text_of
+from spark_deploy.cli.commands import Options
+from spark_deploy.cli.hosts import Listed, listed, planned, say
+from spark_deploy.cli.looking import look
+from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.facts.service.serve import Status as StatusFact
+from spark_deploy.planning.types import HostPlan
+
+
+def run(options: Options) -> int:
+    """Write the file and say what is in it."""
+    hosts = listed(options)
+    options.model, options.profile = _pair(options.choice, hosts[0])
+    host = listed(options)[0]
+    plan = planned(host)
+    proof = None if options.unasked else _proof(hosts, plan)
+    shared = _shared(host, plan, proof)
+    path = Path(options.out or f"{shared.name}.spark.yml")
+    files.write_text(path, text_of(shared), 0o644)
+    say(f"{path}: written, {_worth(proof)}")
+    for name in _left_out(host):
+        say(f"not in it: engine.{name} of your settings; tell who takes the file")
+    return 0
+
+
+def _pair(choice: str, host: Listed) -> tuple[str, str]:
+    """Return model and profile of ``MODEL`` or ``MODEL/PROFILE``."""
+    model, _, profile = choice.partition("/")
+    settings = host.settings.settings
+    for one in settings.all_served:
+        if one.model == model and not profile:
+            return model, one.profile
+    return host.catalog.model(model).name, profile or settings.profile
+
+
+def _shared(host: Listed, plan: HostPlan, proof: Proof | None) -> Shared:
+    root = host.settings.root
+    return Shared(
+        shared=1,
+        name=plan.model,
+        model=read_file("models", plan.model, own=root),
+        profile_name=plan.profile,
+        profile=read_file("profiles", plan.profile, own=root),
+        sources=dict(_identities(plan)),
+        images={plan.image.base.partition("@")[0]: plan.image.base.partition("@")[2]},
+        proof=_summary(proof) if proof else None,
+    )
+
+
+def _identities(plan: HostPlan) -> Iterator[tuple[str, Identity]]:
+    donor = plan.checkpoint.donor if plan.checkpoint else None
+    for locked in (*(one.locked for one in plan.sources), *((donor,) if donor else ())):
+        yield locked.repo, Identity(revision=locked.revision, commit=locked.commit)
+
+
+def _proof(hosts: list[Listed], plan: HostPlan) -> Proof | None:
+    """Return the newest proof of this pair that a host has, of the release that runs there."""
+    found = [
+        release.proof
+        for said in look(hosts, _ask)
+        if said.value is not None and said.value.told is not None
+        for release in said.value.told.releases
+        if (release.model, release.profile) == (plan.model, plan.profile)
+        and release.proof is not None and release.unproven is None
+    ]  # fmt: skip
+    return max(found, key=lambda one: one.checked_at, default=None)
+
+
+def _ask(host: Host, one: Listed) -> HostStatus | None:
+    found: HostStatus | None = host.get_fact(StatusFact)
+    return found
+
+
+def _summary(proof: Proof) -> Summary:
+    return Summary(
+        level=proof.level,
+        ok=proof.ok,
+        checked_at=proof.checked_at,
+        engine=proof.engine.get("version", ""),
+        portable=proof.portable,
+        stubbed=proof.stubbed,
+        checks={one.name: one.ok for one in proof.checks},
+    )
+
+
+def _worth(proof: Proof | None) -> str:
+    if proof is None:
+        return "without a proof: no host was asked that serves and proved it"
+    passed = sum(one.ok for one in proof.checks)
+    return f"with the {proof.level} check of {proof.checked_at}, {passed} of {len(proof.checks)}"
+
+
+def _left_out(host: Listed) -> Iterator[str]:
+    """Yield settings of the engine that the host has and the file cannot hold."""
+    engine = host.settings.settings.engine
+    for field in dataclasses.fields(engine):
+        if getattr(engine, field.name) not in (None, {}):
+            yield field.name

@@ -1,0 +1,157 @@
+"""``spark-deploy share`` and ``add FILE``: the same release elsewhere, and no secret on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spark_deploy.cli import main
+from spark_deploy.cli.adding import share as command
+from spark_deploy.cli.commands import Options
+from spark_deploy.cli.hosts import listed, planned
+from spark_deploy.cli.looking import Answer
+from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.cli.test_add import CONFIG, add, hub, publish, site
+from tests.unit.statuses import told
+
+__all__ = ["hub", "site"]
+CANARY = "canary-4f9c2d7b1e"
+
+
+def share(root: Path, choice: str, *more: str) -> int:
+    return main(["share", choice, "--inventory", str(root / "sparks.py"), *more])
+
+
+def release_of(root: Path, model: str) -> Any:
+    options = Options(
+        inventory=str(root / "sparks.py"), model=model, profile="plain", data=(), limit=(),
+        exclude=(),
+    )  # fmt: skip
+    found = listed(options)
+    return planned(found[0]).serve
+
+
+def copied(site: Path, to: Path) -> Path:
+    """Return another owner's folder: the same hub, an own catalog and lock."""
+    (to / "group_vars").mkdir(parents=True)
+    for name in ("sparks.py", "spark.lock.yml", "group_vars/spark.yml"):
+        (to / name).write_text((site / name).read_text())
+    return to
+
+
+@pytest.fixture
+def other(site: Path, tmp_path: Path) -> Path:
+    return copied(site, tmp_path / "other")
+
+
+@pytest.fixture
+def file(hub: Hub, site: Path, tmp_path: Path) -> Path:
+    publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
+    assert add(site, "org/tiny") == 0
+    path = tmp_path / "tiny.spark.yml"
+    assert share(site, "tiny/plain", "--unasked", "--out", str(path)) == 0
+    return path
+
+
+def test_what_is_shared_is_the_same_release_elsewhere(
+    site: Path, other: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert add(other, str(file)) == 0
+    said = capsys.readouterr().out
+    assert "OPEN        it was shared without a proof" in said
+    assert "spark-deploy use tiny/plain" in said
+    assert release_of(other, "tiny") == release_of(site, "tiny")
+    assert not (other / "catalog/profiles").exists(), "ours says the same"
+
+
+def test_a_profile_of_ones_own_goes_with_it(
+    hub: Hub, site: Path, other: Path, tmp_path: Path
+) -> None:
+    publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
+    (site / "catalog/profiles").mkdir(parents=True)
+    mine = {"based_on": "plain", "summary": "Mine", "choose_when": "I do", "prefix_caching": True}
+    (site / "catalog/profiles/mine.yml").write_text(yaml.safe_dump(mine))
+    assert add(site, "org/tiny") == 0
+    path = tmp_path / "x.yml"
+    assert share(site, "tiny/mine", "--unasked", "--out", str(path)) == 0
+    assert add(other, str(path)) == 0
+    taken = yaml.safe_load((other / "catalog/profiles/mine.yml").read_text())
+    assert (taken["prefix_caching"], taken["load_format"]) == (True, "safetensors")
+    assert "based_on" not in taken, "it stands alone"
+
+
+def test_a_commit_that_the_hub_does_not_confirm_is_refused_and_nothing_is_written(
+    other: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (other / "spark.lock.yml").read_bytes()
+    data = yaml.safe_load(file.read_text())
+    data["sources"]["org/tiny"]["commit"] = "6" * 40
+    file.write_text(yaml.safe_dump(data))
+    assert add(other, str(file)) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    assert (other / "spark.lock.yml").read_bytes() == before
+    assert not (other / "catalog").exists()
+
+
+def test_a_proof_is_told_without_the_host_it_is_of(
+    site: Path, other: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    proof = {"engine": {"version": "0.33.0"}, "checks": [{"name": "answers"}],
+             "versions": {"kernel": CANARY}, "invocation_id": CANARY}  # fmt: skip
+    status = told({"releases": [{"name": "main-1", "model": "tiny", "profile": "plain",
+                                 "proof": proof}]})  # fmt: skip
+    monkeypatch.setattr(command, "look", lambda hosts, ask: [Answer(hosts[0], status)])
+    path = tmp_path / "proven.yml"
+    # Not by main(), which would have this whole process wait by gevent.
+    asked = Options(
+        inventory=str(site / "sparks.py"), choice="tiny/plain", model=None, profile=None, data=(),
+        limit=(), exclude=(), out=str(path), unasked=False,
+    )  # fmt: skip
+    assert command.run(asked) == 0
+    found = yaml.safe_load(path.read_text())["proof"]
+    assert (found["ok"], found["engine"], found["checks"]) == (True, "0.33.0", {"answers": True})
+    assert CANARY not in path.read_text()
+    capsys.readouterr()
+    assert add(other, str(path)) == 0
+    assert "by whoever shared it: full check of 2020" in capsys.readouterr().out
+
+
+def test_no_secret_of_the_settings_has_a_way_into_the_file(
+    site: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = site / "group_vars/spark.yml"
+    monkeypatch.setenv("CANARY", CANARY)
+    monkeypatch.setenv("A_PROXY", f"http://me:{CANARY}@proxy.example:3128")
+    settings.write_text(
+        settings.read_text().rstrip().removesuffix("}") + ", token: {env: CANARY}}\n"
+        "proxy: {https: {env: A_PROXY}}\n"
+        "serve: {api_key: {env: CANARY}, names: [assistant], "
+        f"address: {CANARY}.example.org}}\n"
+        f"engine: {{environment: {{X_NOTE: {CANARY}}}}}\n"
+    )
+    assert share(site, "tiny/plain", "--unasked", "--out", str(file)) == 0
+    assert CANARY not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"A_URL": "https://me:pass@example.org/"}, {"A_NOTE": "hf_abcdefghijklmnop"}],
+    ids=["login", "token"],
+)
+def test_what_looks_like_a_secret_in_a_catalog_file_is_refused(
+    site: Path, file: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = site / "catalog/models/tiny.yml"
+    data = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**data, "changes": [{"set": {"environment": environment}}]}))
+    file.unlink()
+    assert share(site, "tiny/plain", "--unasked", "--out", str(file)) == 1
+    said = capsys.readouterr().err
+    assert "looks like a secret" in said
+    assert not any(value in said for value in environment.values())
+    assert not file.exists()
