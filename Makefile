@@ -63,6 +63,7 @@ gpu-plans: venv ## write into build/plans what `make gpu` serves with; the CUDA 
 	@for profile in $(basename $(notdir $(wildcard catalog/profiles/*.yml))); do \
 	  .venv/bin/spark-deploy plan inventory/spark.py --estimate --json --profile $$profile \
 	    > build/plans/$$profile.json || exit 1; done
+	@$(PY) -m proofs.releases.planning build/plans
 
 site: venv ## the documentation as a site, in build/site
 	@test -d build/site-venv || python3 -m venv build/site-venv

@@ -18,6 +18,7 @@ PLUGIN = (
     "files/image/spark_vllm/head/*",
 )
 HEAD = ("files/image/spark_vllm/head/*",)
+ANSWERS = "proofs/judges/answers.py"
 ENGINES = (
     "proofs/prompts.py",
     "proofs/engine/case.py",
@@ -35,6 +36,7 @@ RAN: dict[str, tuple[str, ...]] = {
     "engine": (*PLUGIN, *ENGINES, *SINGLE),
     "recall": (*PLUGIN, "proofs/engine/case.py", "proofs/recall/*.py"),
     "serve": (*PLUGIN, "proofs/serve/*.py"),
+    "release": (*PLUGIN, "proofs/releases/*.py", "proofs/recall/language.py", ANSWERS),
     "lm-head": (*HEAD, "benchmarks/gpu/*.py", "tests/gpu/test_lm_head.py"),
     "marlin": ("tests/gpu/test_marlin.py", "benchmarks/gpu/timing.py"),
     "experts": ("tests/gpu/test_experts.py",),

@@ -67,7 +67,11 @@ def _leaving(verb: str) -> Verb:
 VERBS: dict[str, tuple[Verb, str]] = {
     "status": (status.main, "[--live]: everything about this host as JSON"),
     "evidence": (evidence.main, "what the running engine shows, fit to be sent to others, as JSON"),
-    "check": (runner.main, "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine"),
+    "check": (
+        runner.main,
+        "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine; --record [FILE] and "
+        "--compare RELEASE: keep what it answers, and hold it against another",
+    ),
     "switch": (
         _of_one(lambda name, paths: rollout.roll_out(name, this_host(paths))),
         "RELEASE: change to a release (run by spark-switch@RELEASE)",

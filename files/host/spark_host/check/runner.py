@@ -16,10 +16,10 @@ from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import CacheCount, Finding, Proof
-from spark_contract.release import Release, service_of
+from spark_contract.release import Release
 from spark_contract.sentences import PHASE, STAND_IN, WAITED
 
-from spark_host.check import together
+from spark_host.check import comparing, together
 from spark_host.check.probe import CheckError, Probe
 from spark_host.check.table import CHECKS, Check
 from spark_host.engine import start_log
@@ -247,7 +247,9 @@ def read_log(release: Release, invocation_id: str) -> list[str]:
 
 
 def main(words: list[str], paths: Paths) -> int:
-    """Run ``check [RELEASE] [--quick|--full|--deep] [--json] [--at-start]``."""
+    """Run ``check [RELEASE] [--quick|--full|--deep] [--json] [--at-start]``, or compare answers."""
+    if words[:1] in (["--record"], ["--compare"]):
+        return comparing.main(words, Host(paths))
     flags = {word for word in words if word.startswith("--")}
     given = [word for word in words if not word.startswith("--")]
     unknown = flags - {"--quick", "--full", "--deep", "--json", "--at-start"}
@@ -255,11 +257,12 @@ def main(words: list[str], paths: Paths) -> int:
         raise HostToolError(
             "check",
             f"unknown words {sorted(unknown) or given}",
-            "check [RELEASE] [--quick|--full|--deep] [--json]",
+            "check [RELEASE] [--quick|--full|--deep] [--json], check --record [FILE], "
+            "check --compare RELEASE",
             2,
         )
     host = Host(paths)
-    release = releases.load(given[0] if given else _only_active(host), paths)
+    release = releases.load(given[0] if given else boot.only_active(host), paths)
     level = next((name for name in reversed(proof.LEVELS) if f"--{name}" in flags), "full")
     stream = sys.stderr if "--json" in flags else sys.stdout
     at_start = "--at-start" in flags
@@ -278,16 +281,3 @@ def main(words: list[str], paths: Paths) -> int:
     if opens and boot.opens_at_start(release, host):
         traffic.open_for(release, paths)
     return 0 if result.ok else 1
-
-
-def _only_active(host: Host) -> str:
-    services = sorted({service_of(name) for name in releases.names(host.paths)})
-    running = [name for name in (boot.active(service, host) for service in services) if name]
-    if len(running) != 1:
-        raise HostToolError(
-            "check",
-            f"{len(running)} releases run here: {', '.join(running) or 'none'}",
-            "name one: spark-check RELEASE",
-            2,
-        )
-    return running[0]

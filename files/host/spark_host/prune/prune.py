@@ -223,7 +223,8 @@ def _remove_release(name: str, paths: Paths) -> None:
         # disk that is too full to write anything.
         with suppress(OSError):
             host.disk.write(paths.good(service), replace(record, previous=left))
-    for path in (paths.proof(name), paths.rollout(name), paths.request(name)):
+    of_it = (paths.proof(name), paths.answers(name), paths.rollout(name), paths.request(name))
+    for path in of_it:
         path.unlink(missing_ok=True)
     for unit in (units.SERVE.of(name), units.WATCH.of(name), units.PREPARE.of(name)):
         shutil.rmtree(paths.units / f"{unit}.d", ignore_errors=True)

@@ -125,6 +125,24 @@ def active(service: str, host: Host) -> str | None:
     return None
 
 
+def only_active(host: Host) -> str:
+    """Return the one release that runs on this host.
+
+    Raises:
+        HostToolError: There is none, or more than one.
+    """
+    services = sorted({service_of(name) for name in host.disk.names(host.paths)})
+    running = [name for name in (active(service, host) for service in services) if name]
+    if len(running) != 1:
+        raise HostToolError(
+            "check",
+            f"{len(running)} releases run here: {', '.join(running) or 'none'}",
+            "name one: spark-check RELEASE",
+            2,
+        )
+    return running[0]
+
+
 def stop_service(service: str, by: str, host: Host, for_s: float | None = None) -> int:
     """Stop a service: it stays down over reboots until someone starts it again, or for a while."""
     running = active(service, host)

@@ -1,0 +1,127 @@
+"""What served releases are asked: contexts of the recall model, or the questions of their check."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from spark_contract.documents import plain
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+from spark_host.check import comparing
+from spark_host.check.probe import CheckError, Probe
+from spark_host.check.table import CHECKS
+from spark_host.engine.client import COMPLETION, Engine, EngineError
+from spark_host.system.ports import Host
+
+from proofs.recall import language
+from proofs.releases.server import Server
+
+TIMEOUT_S = 120.0
+AT_ONCE = 4
+LENGTHS = {4096: {"record": 24, "passage": 4, "register": 4}, 12288: {"record": 8, "passage": 4}}
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+LOGS = "log lines"
+"""The one check that is not asked here: it is about kernels and libraries of a Spark's image."""
+
+
+def recall_questions() -> list[language.Question]:
+    """Return contexts with a question each; ``tokens`` holds both."""
+    found = []
+    for length, kinds in LENGTHS.items():
+        made = language.context(np.random.default_rng([length, 7]), length, near=True, asks=False)
+        for one in language.questions(made, length, kinds):
+            tokens = [*made.tokens.tolist(), *one.tokens]
+            found.append(language.Question(one.kind, tokens, one.answer, one.depth))
+    return found
+
+
+def recall(server: Server, model: str) -> list[dict[str, Any]]:
+    """Return the answers to all contexts, several at once, with what was wanted."""
+    asked = recall_questions()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = list(pool.map(lambda one: _complete(server, model, one), asked))
+    return [
+        {"kind": one.kind, "wanted": one.answer, **answer}
+        for one, answer in zip(asked, answers, strict=True)
+    ]
+
+
+def _complete(server: Server, model: str, one: language.Question) -> dict[str, Any]:
+    return completion(server, model, one.tokens, len(one.answer), ignore_eos=True)
+
+
+def completion(
+    server: Server, model: str, prompt: list[int] | str, tokens: int, *, ignore_eos: bool
+) -> dict[str, Any]:
+    """Return a greedy answer: its tokens, their log-probabilities, and how far the next best is."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "logprobs": 2,
+        "ignore_eos": ignore_eos,
+        "return_tokens_as_token_ids": True,
+        "add_special_tokens": False,
+    }
+    choice = Engine(server.socket).ask(COMPLETION, body, TIMEOUT_S)["choices"][0]
+    said = choice["logprobs"]
+    margins = []
+    for step in said["top_logprobs"]:
+        best = sorted(step.values(), reverse=True)
+        margins.append(round(best[0] - best[1], 4) if len(best) > 1 else 0.0)
+    return {
+        "tokens": [int(name.rpartition(":")[2]) for name in said["tokens"]],
+        "logprobs": [round(value, 4) for value in said["token_logprobs"]],
+        "margins": margins,
+        "text": choice["text"],
+    }
+
+
+def drafts(server: Server) -> dict[str, float]:
+    """Return how many tokens were drafted and accepted so far."""
+    found = Engine(server.socket).metrics()
+    return {"drafted": found.total(DRAFTED) or 0.0, "accepted": found.total(ACCEPTED) or 0.0}
+
+
+def check(server: Server, release: Release) -> list[dict[str, Any]]:
+    """Ask what ``spark-check --full`` asks, by its own table; the log is not looked at."""
+    probe = Probe(release, Engine(server.socket), server.lines)
+    probe.before = probe.metrics()
+    findings = []
+    for one in CHECKS:
+        if one.level == "deep" or one.name == LOGS or not one.wanted(probe):
+            continue
+        started = time.monotonic()
+        probe.until_s = started + TIMEOUT_S
+        said: dict[str, Any] = {"ok": True, "weight": one.weight}
+        try:
+            said["detail"] = one.run(probe)
+        except (CheckError, EngineError) as error:
+            weight = getattr(error, "weight", None) or one.weight
+            said = {"ok": False, "weight": weight, "detail": str(error)}
+        findings.append({"check": one.name, **said, "s": round(time.monotonic() - started, 2)})
+    return findings
+
+
+def compared(server: Server, release: Release) -> dict[str, Any]:
+    """Return what ``spark-check --record`` keeps of the questions of a release's check."""
+    prompts = comparing.own_prompts(release)
+    host = Host(Paths(server.log.parent))  # whose clock is asked, and nothing else
+    found: dict[str, Any] = plain(comparing.ask(release, Engine(server.socket), prompts, host))
+    return found
+
+
+def texts(server: Server, release: Release) -> list[dict[str, Any]]:
+    """Return greedy answers to the questions and strings of a release's check, as raw tokens."""
+    plan = release.check
+    prompts = [one.prompt for one in plan.questions]
+    prompts += [f"Repeat exactly: {text}" for text in plan.copy]
+    turns = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    asked = [turns.format(prompt) for prompt in prompts]
+    name = release.names[0]
+    return [completion(server, name, text, 96, ignore_eos=False) for text in asked]

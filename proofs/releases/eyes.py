@@ -1,0 +1,226 @@
+"""Teach the lab's model to name colours, from a seed: its tower of random numbers becomes eyes.
+
+    python3 -m proofs.releases.eyes OUT.npz [--steps N]
+
+The text model learns on, rounded as it is stored, and keeps its lessons; then its drafter follows.
+Needs torch and transformers; some minutes on one core of a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+from lab.model import lessons, training, vocabulary
+from lab.model import weights as stored
+from lab.model.network import Network, state
+from lab.model.original import Floats
+from lab.model.shape import TINY, model_config
+from proofs.releases.colours import COLOURS, ONE, SEVERAL
+
+SEED = 11
+SIDE = 4
+"""Patches along an edge of a picture; each is 16 pixels wide."""
+JITTER = 12
+TOWER_RATE, TEXT_RATE = 2e-3, 1e-3
+VISION = "model.visual."
+CONTENT = "<|vision_start|>{}<|vision_end|>"
+PAD = "<|image_pad|>"
+LEAST_MARGIN = 1.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Right-padded tokens, what to predict, and the pictures between them, one after the other."""
+
+    tokens: Tensor
+    labels: Tensor
+    pixels: Tensor
+    grid: Tensor
+
+
+def picture(rgb: tuple[int, ...]) -> Tensor:
+    """Return the patches of a picture of one colour, as the engine's processor makes them."""
+    channels = (torch.tensor(rgb, dtype=torch.float32) / 255 - 0.5) / 0.5
+    patch = channels.repeat_interleave(TINY.temporal_patch * TINY.patch**2)
+    return patch.expand(SIDE * SIDE, -1)
+
+
+def lesson(names: tuple[str, ...]) -> lessons.Lesson:
+    """Return the prompt with pictures that have these colours, and the answer."""
+    pads = PAD * (SIDE // TINY.merge) ** 2
+    shown = CONTENT.format(pads) * len(names)
+    asked = [{"role": "user", "content": shown + (ONE if len(names) == 1 else SEVERAL)}]
+    prompt = lessons.render(asked, thinking=False)
+    return lessons.Lesson(prompt, " ".join(names) + lessons.END_OF_TURN)
+
+
+def seen(tokenizer: Any, several: list[tuple[str, ...]], source: random.Random | None) -> Seen:
+    """Return one batch; without a source every colour is the exact one."""
+    batch = training.encode(tokenizer, [lesson(names) for names in several])
+    pixels = []
+    for name in (name for names in several for name in names):
+        moved = [c + (source.randint(-JITTER, JITTER) if source else 0) for c in COLOURS[name]]
+        pixels.append(picture(tuple(min(255, max(0, value)) for value in moved)))
+    grid = torch.tensor([[1, SIDE, SIDE]] * len(pixels))
+    return Seen(batch.tokens, batch.labels, torch.cat(pixels), grid)
+
+
+def drawn(source: random.Random) -> list[tuple[str, ...]]:
+    """Return the colours of one batch of requests, all with equally many pictures."""
+    count = source.choice((1, 2, 2, 3))
+    return [tuple(source.choice(list(COLOURS)) for _ in range(count)) for _ in range(12)]
+
+
+def fill(network: Network, weights: dict[str, Floats]) -> None:
+    """Load the trained weights; experts lie together in the network and one by one in files."""
+    own = network.state_dict()
+    for name, value in own.items():
+        plain = name.replace("parametrizations.", "").removesuffix(".original")
+        if plain.startswith("model."):
+            plain = "model.language_model." + plain.removeprefix("model.")
+        value.copy_(torch.from_numpy(np.ascontiguousarray(_found(weights, plain, value.shape))))
+
+
+def _found(weights: dict[str, Floats], name: str, shape: torch.Size) -> Floats:
+    module, _, part = name.rpartition(".experts.")
+    if not module:
+        return weights[name]
+    kinds = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+    rows = [
+        np.concatenate([weights[f"{module}.experts.{one}.{kind}.weight"] for kind in kinds])
+        for one in range(shape[0])
+    ]
+    return np.stack(rows)
+
+
+class Model:
+    """The text network, and the whole model around it."""
+
+    def __init__(self, weights: dict[str, Floats], ids: dict[str, int]) -> None:
+        self.network = Network(TINY)
+        fill(self.network, weights)
+        self.network.round_weights()
+        config = Qwen3_5MoeConfig(**model_config(TINY, ids))
+        self.whole = Qwen3_5MoeForConditionalGeneration(config).float()
+        self.whole.model.language_model = self.network.model
+        self.whole.lm_head = self.network.lm_head
+        self.image_id = ids[PAD]
+        self.visual = self.whole.model.visual
+        for name, value in self.visual.state_dict().items():
+            value.copy_(torch.from_numpy(weights[VISION + name]))
+
+    def hidden(self, batch: Seen) -> Tensor:
+        """Return the last hidden states of requests with pictures."""
+        found: Tensor = self.whole.model(
+            input_ids=batch.tokens,
+            pixel_values=batch.pixels,
+            image_grid_thw=batch.grid,
+            mm_token_type_ids=(batch.tokens == self.image_id).int(),
+            use_cache=False,
+        ).last_hidden_state
+        return found
+
+    def loss(self, batch: Seen) -> Tensor:
+        """Return the loss of the answers about pictures."""
+        hidden = self.hidden(batch)
+        return training.loss_of(self.network, hidden[:, :-1], batch.labels[:, 1:])
+
+
+def margin(model: Model, tokenizer: Any) -> float:
+    """Return how far the right token is ahead of the next best, at its narrowest."""
+    names = list(COLOURS)
+    asked = [[(one,) for one in names], [(a, b) for a in names for b in names]]
+    asked.append([(names[n], names[(2 * n + 1) % 6], names[(5 * n + 3) % 6]) for n in range(6)])
+    least = float("inf")
+    for several in asked:
+        batch = seen(tokenizer, several, None)
+        with torch.no_grad(), parametrize.cached():
+            hidden = model.hidden(batch)[:, :-1]
+            wanted = batch.labels[:, 1:]
+            chosen = wanted != training.IGNORED
+            scores = model.network.lm_head(hidden[chosen])
+        right = wanted[chosen].unsqueeze(1)
+        others = scores.scatter(1, right, -float("inf")).amax(1)
+        least = min(least, (scores.gather(1, right).squeeze(1) - others).min().item())
+    return least
+
+
+def teach(model: Model, tokenizer: Any, steps: int, taught: Iterator[training.Batch]) -> None:
+    """Go on teaching: pictures, and the lessons so that none is forgotten."""
+    source = random.Random(SEED)
+    text = [
+        parameter
+        for name, parameter in model.network.named_parameters()
+        if not name.startswith("mtp.")
+    ]
+    tower = list(model.visual.parameters())
+    for name, parameter in model.network.named_parameters():
+        parameter.requires_grad_(not name.startswith("mtp."))
+    groups = [{"params": tower, "lr": TOWER_RATE}, {"params": text, "lr": TEXT_RATE}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01)
+    rates = [group["lr"] for group in groups]
+    for step in range(steps):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * training._rate(step, steps)
+        with parametrize.cached():
+            shown = model.loss(seen(tokenizer, drawn(source), source))
+            told = training.main_loss(model.network, next(taught)) if step % 2 else 0 * shown
+            (shown + told).backward()
+        torch.nn.utils.clip_grad_norm_([*tower, *text], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 1 or step == steps - 1:
+            print(f"phase=eyes step={step} pictures={shown:.4f} lessons={told:.4f}", flush=True)
+
+
+def train(steps: int) -> dict[str, Floats]:
+    """Return every weight that was learnt: tower, text model and drafter.
+
+    Raises:
+        ValueError: colours or lessons are not known well enough.
+    """
+    torch.manual_seed(SEED)
+    torch.set_flush_denormal(True)
+    tokenizer = vocabulary.train(TINY.vocabulary)
+    model = Model(stored.read(TINY), vocabulary.token_ids(tokenizer))
+    schedule = training.Schedule()
+    taught = training.batches(tokenizer, schedule)
+    teach(model, tokenizer, steps, taught)
+    margins = margin(model, tokenizer), training.least_margin(model.network, tokenizer)
+    print(f"phase=verify pictures={margins[0]:.2f} lessons={margins[1]:.2f}", flush=True)
+    if margins[0] < LEAST_MARGIN or margins[1] < schedule.margin:
+        raise ValueError(f"margins of {margins}: give it more steps")
+    training._run(model.network, taught, replace(schedule, mtp_steps=60), mtp=True)
+    tower = {f"{VISION}{name}": value for name, value in model.visual.state_dict().items()}
+    return {name: value.cpu().numpy() for name, value in {**state(model.network), **tower}.items()}
+
+
+def main() -> None:
+    """Train, and write the weights in 32 bits."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    torch.set_default_device(asked.device)
+    found = train(asked.steps)
+    np.savez_compressed(asked.out, **found)
+    print(f"phase=written tensors={len(found)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

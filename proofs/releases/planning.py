@@ -1,0 +1,86 @@
+"""Write the plans that these proofs serve with: build/plans/*.json.
+
+    python3 -m proofs.releases.planning OUT_DIR
+
+On the controller, by ``spark-deploy plan`` itself. What a plain model's files say is read from a
+hub on this machine that holds the lab's model in FP8 and in 16 bits; nothing else is asked.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from lab.hub.faults import FaultSwitch
+from lab.hub.server import Hub, make_servers
+from lab.hub.store import Store
+from proofs.releases import trees
+from spark_deploy.catalog.load import read_catalog
+from spark_deploy.catalog.model import PlainModel
+from spark_deploy.lockfile import hub as hubs
+from spark_deploy.lockfile.anatomy import read_anatomy
+from spark_deploy.lockfile.file import write_lock
+from spark_deploy.lockfile.types import Lock
+from spark_deploy.settings.sources import HubSettings
+
+HERE = Path(__file__).parent / "inventory"
+PAIR = 'cluster.hosts=["spark-1","spark-2"]'
+PLANS = {
+    "cluster-overlay": ["--model", "qwen3.5-122b", "--profile", "v2", "--data", PAIR],
+    "cluster-full": [
+        *("--model", "qwen3.5-122b", "--profile", "v2", "--data", PAIR),
+        *("--data", "checkpoint.layout=full"),
+    ],
+    "plain-fp8": ["--model", "tiny-fp8", "--profile", "plain-mtp2"],
+    "plain-bf16": ["--model", "tiny-bf16", "--profile", "plain-mtp2"],
+    "seeing": ["--model", "tiny", "--profile", "v2-seeing"],
+}
+
+
+def main() -> None:
+    """Write every plan into the folder named on the command line."""
+    out = Path(sys.argv[1]).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder) / "inventory"
+        shutil.copytree(HERE, site)
+        write_lock(site / "spark.lock.yml", locked(Path(folder) / "hub"))
+        for name, chosen in PLANS.items():
+            (out / f"{name}.json").write_text(planned(site / "two.py", chosen))
+
+
+def locked(store: Path) -> Lock:
+    """Return the lock of the plain models: commits, files, and what their headers say."""
+    for name in ("fp8", "bf16"):
+        trees.publish_plain(store, name)
+    hub = Hub(Store(store), FaultSwitch(store / "no-fault"), "", store / "access.jsonl")
+    servers = make_servers(hub, "127.0.0.1", 0, 0)
+    own = HubSettings(endpoint=f"http://127.0.0.1:{servers[0].server_address[1]}")
+    hub.cdn_url = f"http://127.0.0.1:{servers[1].server_address[1]}"
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        catalog = read_catalog(own=HERE)
+        models = [catalog.model(f"tiny-{name}") for name in ("fp8", "bf16")]
+        plain = [model for model in models if isinstance(model, PlainModel)]
+        sources = [hubs.look_up(own.endpoint, model.repository, "main", None) for model in plain]
+        found = [read_anatomy(m, s.commit, own) for m, s in zip(plain, sources, strict=True)]
+        return Lock.of(sources, anatomies=found)
+    finally:
+        for server in servers:
+            server.shutdown()
+
+
+def planned(inventory: Path, chosen: list[str]) -> str:
+    """Return what ``spark-deploy plan`` prints of the first host."""
+    words = ["plan", "spark-1", "--inventory", str(inventory), "--estimate", "--json", *chosen]
+    command = [sys.executable, "-m", "spark_deploy", *words]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Serve releases of our own plans, ask them, judge the answers, write result files.
+
+    python3 -m proofs.releases.run TREES PLANS WORK OUT [--only STAGE] [--within-s S]
+
+Stages: ``cluster`` needs two devices; ``plain`` and ``seeing`` take one. PLANS is what
+``proofs.releases.planning`` wrote, TREES what ``proofs.releases.trees`` made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spark_contract.release import Release
+
+from proofs.releases import asking, judge, pictures
+from proofs.releases.server import Server, read_release, servers_of
+
+Row = dict[str, Any]
+START_S = 420
+SPECULATION = "--speculative-config"
+SAID = ("Selected ", "Using ", "spark", "cudagraph", "KV cache size", "Model Runner", "nccl==")
+RAW = ("answers", "compared")
+WAYS = ("via NET/", "via P2P", "via SHM")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One release that is served: of which plan, on which tree, and how it is asked."""
+
+    name: str
+    plan: str
+    tree: str
+    ask: Callable[[Server, Release], Row]
+    alone: bool = False
+    drafts: bool = True
+
+
+def _recall(server: Server, release: Release) -> Row:
+    return {"answers": asking.recall(server, release.names[0])}
+
+
+def _plain(server: Server, release: Release) -> Row:
+    # Its own drafts are counted before the check asks for more.
+    found: Row = {"answers": asking.texts(server, release), "drafts": asking.drafts(server)}
+    found["compared"] = asking.compared(server, release)
+    return {**found, "check": asking.check(server, release)}
+
+
+def _pictures(server: Server, release: Release) -> Row:
+    found = {"documents": pictures.documents(server, release.names[0])}
+    return {**found, "check": asking.check(server, release)}
+
+
+STAGES: dict[str, tuple[Run, ...]] = {
+    "cluster": (
+        Run("one-host", "cluster-overlay", "pair-overlay", _recall, alone=True),
+        Run("two-hosts-overlay", "cluster-overlay", "pair-overlay", _recall),
+        Run("two-hosts-full", "cluster-full", "pair-full", _recall),
+    ),
+    "plain": tuple(
+        Run(f"{kind}{'' if drafts else '-without'}", kind, kind, _plain, drafts=drafts)
+        for kind in ("plain-fp8", "plain-bf16")
+        for drafts in (True, False)
+    ),
+    "seeing": (
+        Run("seeing", "seeing", "seeing", _pictures),
+        Run("seeing-damaged", "seeing", "seeing-damaged", _pictures),
+    ),
+}
+JUDGES: dict[str, Callable[[dict[str, Row]], list[Row]]] = {
+    "cluster": judge.cluster,
+    "plain": judge.plain,
+    "seeing": judge.seeing,
+}
+
+
+def serve(
+    run: Run, trees: Path, plans: Path, work: Path, devices: list[str], until_s: float
+) -> Row:
+    """Start a release's engines, ask them, stop them; return what happened."""
+    release = read_release(plans / f"{run.plan}.json")
+    if not run.drafts:
+        release = _without_drafts(release)
+    folder = work / run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    engines = servers_of(
+        release, trees / run.tree, folder, run.name, devices=devices, alone=run.alone
+    )
+    result: Row = {
+        "plan": run.plan,
+        "tree": run.tree,
+        "release": release.name,
+        "argv": [one.argv for one in engines],
+        "env": [_shown(one) for one in engines],
+        "changed": [one.changed for one in engines],
+        "state": "died",
+    }
+    try:
+        for one in reversed(engines):  # workers first, as on hosts
+            one.start(apart=len(engines) > 1)
+        left_s = min(START_S, until_s - time.monotonic())
+        result["healthy_s"] = engines[0].healthy(left_s)
+        if result["healthy_s"] is not None:
+            result.update(run.ask(engines[0], release))
+            result.setdefault("drafts", asking.drafts(engines[0]))
+            result["state"] = "served"
+    except Exception:  # what was seen so far is a result, too
+        result["error"] = traceback.format_exc()[-1500:]
+    finally:
+        for one in engines:
+            one.stop()
+    lines = [line for one in engines for line in one.lines()]
+    said = {_cut(line) for line in lines if any(text in line for text in SAID)}
+    result["log"] = sorted(line for line in said if "cache directory" not in line)
+    result["ways"] = {way: sum(way in line for line in lines) for way in WAYS}
+    if result["state"] != "served":
+        result["log_tail"] = [one.lines()[-25:] for one in engines]
+    print(f"phase=served name={run.name} {result['state']} {result.get('healthy_s')}", flush=True)
+    return result
+
+
+def _shown(server: Server) -> dict[str, str]:
+    """Return what the plan and this machine put into the environment of an engine."""
+    return {key: value for key, value in sorted(server.env.items()) if os.environ.get(key) != value}
+
+
+def _cut(line: str) -> str:
+    return line.split("] ", 1)[-1][:200]
+
+
+def _without_drafts(release: Release) -> Release:
+    argv = list(release.engine.argv)
+    place = argv.index(SPECULATION)
+    del argv[place : place + 2]
+    check = replace(release.check, acceptance_floor=None)
+    return replace(release, engine=replace(release.engine, argv=tuple(argv)), check=check)
+
+
+def prove(
+    stages: list[str], trees: Path, plans: Path, work: Path, out: Path, within_s: float
+) -> list[Row]:
+    """Run all releases of ``stages`` side by side; write ``release-STAGE.json``; return rows."""
+    from proofs import stages as environment  # needs torch
+
+    devices = _devices()
+    until_s = time.monotonic() + within_s
+    runs = [run for stage in stages for run in STAGES[stage]]
+    out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(len(runs)) as pool:
+        waiting = {}
+        for number, run in enumerate(runs):
+            order = devices if number % 2 == 0 or len(devices) < 2 else devices[::-1]
+            waiting[run.name] = pool.submit(serve, run, trees, plans, work, order, until_s)
+        results = {name: one.result() for name, one in waiting.items()}
+    found: list[Row] = []
+    for stage in stages:
+        mine = {run.name: results[run.name] for run in STAGES[stage]}
+        rows = JUDGES[stage](mine)
+        document = {
+            "command": f"python3 -m proofs.releases.run TREES PLANS WORK OUT --only {stage}",
+            "seed": 0,
+            **environment.environment(f"release-{stage}"),
+            "rows": rows,
+            # Answers as a whole are judged above; wrong ones stand in the rows.
+            "runs": {n: {k: v for k, v in r.items() if k not in RAW} for n, r in mine.items()},
+        }
+        (out / f"release-{stage}.json").write_text(json.dumps(document, indent=1) + "\n")
+        found += rows
+    return found
+
+
+def _devices() -> list[str]:
+    words = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    listed = subprocess.run(words, capture_output=True, text=True, check=True)
+    return listed.stdout.split()
+
+
+def main() -> None:
+    """Prove the stages named on the command line, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("trees", "plans", "work", "out"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--only", action="append", choices=STAGES)
+    parser.add_argument("--within-s", type=float, default=float("inf"))
+    asked = parser.parse_args()
+    rows = prove(
+        asked.only or list(STAGES),
+        asked.trees.resolve(),
+        asked.plans.resolve(),
+        asked.work.resolve(),
+        asked.out.resolve(),
+        asked.within_s,
+    )
+    for row in rows:
+        print("PASS" if row["passed"] else "FAIL", row["claim"], json.dumps(row["numbers"])[:300])
+
+
+if __name__ == "__main__":
+    main()

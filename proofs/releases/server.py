@@ -1,0 +1,181 @@
+"""One engine of a release, started as a host starts it, on a machine that is none of its hosts.
+
+Arguments and environment are the plan's. What this machine lacks, or must not do, is replaced or
+added, and every such change is written down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spark_contract.release import Member, Release
+from spark_host.engine.client import Engine, EngineError
+
+from proofs.engine import quick
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE_BYTES = 4 << 30
+"""Without a profiling run: other engines on the same card would disturb it."""
+STOP_S = 20
+PREFILL = "--gdn-prefill-backend"
+MACHINE = {
+    # Not carried there; and Hopper would take kernels that a Spark has not.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel",
+}
+PAIR = {
+    # Two cards of one host reach each other in ways that two Sparks do not.
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "NCCL_DEBUG": "INFO",
+}
+ADDRESSES = ("127.0.0.1", "127.0.0.2")
+FLASH_ATTENTION = 3 if os.environ.get(quick.FLASH) == "3" else 2
+
+
+@dataclass
+class Server:
+    """A running engine, or one rank of it."""
+
+    log: Path
+    socket: Path
+    argv: list[str]
+    env: dict[str, str]
+    changed: list[str]
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def start(self, apart: bool) -> None:
+        """Start it; ``apart``: with memory to share of its own, as another host has."""
+        command = [sys.executable, "-m", "proofs.releases.engine", "serve", *self.argv]
+        if apart:
+            mounted = 'mount -t tmpfs shm /dev/shm && exec "$@"'
+            command = ["unshare", "--ipc", "--mount", "sh", "-c", mounted, "rank", *command]
+        self.socket.unlink(missing_ok=True)  # of a run before
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=self.env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def healthy(self, limit_s: float) -> float | None:
+        """Return the seconds until it answered; ``None`` if it ended or the time was up."""
+        started = time.monotonic()
+        while self.process and self.process.poll() is None:
+            if time.monotonic() - started > limit_s:
+                return None
+            try:
+                if Engine(self.socket).get("/health", 5).status == 200:
+                    return round(time.monotonic() - started, 1)
+            except EngineError:
+                time.sleep(1)
+        return None
+
+    def stop(self) -> None:
+        """End it with everything it started; a worker may outlive its engine."""
+        if self.process is None:
+            return
+        with suppress(subprocess.TimeoutExpired):
+            self.process.terminate()
+            self.process.wait(STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def lines(self) -> list[str]:
+        """Return what it has printed."""
+        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+
+
+def servers_of(
+    release: Release, tree: Path, work: Path, name: str, *, devices: list[str], alone: bool
+) -> list[Server]:
+    """Return the engines of a release: one, or one for each member of its cluster.
+
+    Args:
+        release: of a plan.
+        tree: the checkpoint that is served in the place of the plan's.
+        work: for logs, sockets and caches.
+        name: of this run.
+        devices: the card of each rank.
+        alone: without the members, on one device: what a cluster is held against.
+    """
+    members = release.cluster.members if release.cluster and not alone else (None,)
+    return [
+        _server(release, member, rank, tree, work, f"{name}-{rank}", devices[rank % len(devices)])
+        for rank, member in enumerate(members)
+    ]
+
+
+def _server(
+    release: Release,
+    member: Member | None,
+    rank: int,
+    tree: Path,
+    work: Path,
+    name: str,
+    device: str,
+) -> Server:
+    socket = work / f"{name}.sock"
+    replaced = {"/model": str(tree), "/run/spark/engine.sock": str(socket), "/cache": str(work)}
+    if member:
+        assert release.cluster is not None
+        for other, address in zip(release.cluster.members, ADDRESSES, strict=True):
+            replaced[other.address] = address
+        replaced["INTERFACE"] = "lo"
+    argv, changed = _arguments(release, member, replaced)
+    planned = {**release.engine.env, **(member.env if member else {})}
+    env = {key: _with(value, replaced) for key, value in planned.items()}
+    added = dict(MACHINE)
+    if member:
+        added |= {**PAIR, "NCCL_HOSTID": f"host-{rank}"}
+    changed += [f"{old} -> {new}" for old, new in replaced.items() if old != "/cache"]
+    changed += [f"added {key}={value}" for key, value in added.items()]
+    shown = {"CUDA_VISIBLE_DEVICES": device}
+    kept = {key: value for key, value in os.environ.items() if key not in planned}
+    return Server(work / f"{name}.log", socket, argv, {**kept, **env, **added, **shown}, changed)
+
+
+def _arguments(
+    release: Release, member: Member | None, replaced: dict[str, str]
+) -> tuple[list[str], list[str]]:
+    """Return the plan's arguments for this machine, and what was changed of them."""
+    argv = [
+        _with(one, replaced) for one in (*release.engine.argv, *(member.argv if member else ()))
+    ]
+    place = argv.index("--gpu-memory-utilization") + 1
+    changed = [f"--gpu-memory-utilization: {argv[place]} -> 0.1"]
+    argv[place] = "0.1"
+    added = {
+        "--kv-cache-memory-bytes": str(CACHE_BYTES),
+        "--attention-config": json.dumps({"flash_attn_version": FLASH_ATTENTION}),
+    }
+    if PREFILL not in argv:
+        added[PREFILL] = "triton"  # Hopper would take a kernel of FlashInfer, which is not there
+    if quick.wanted():
+        added["--kernel-config"] = json.dumps(quick.QUICK["kernel_config"])
+    for option, value in added.items():
+        argv += [option, value]
+        changed.append(f"added {option} {value}")
+    return argv, changed
+
+
+def _with(text: str, replaced: dict[str, str]) -> str:
+    for old, new in replaced.items():
+        if text == old or (old == "/cache" and text.startswith("/cache/")):
+            return text.replace(old, new, 1)
+    return text
+
+
+def read_release(plan: Path) -> Release:
+    """Return the release of the first host of a plan."""
+    from spark_contract import documents
+
+    content: list[dict[str, Any]] = json.loads(plan.read_text())
+    return documents.read(Release, content[0]["serve"])

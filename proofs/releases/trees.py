@@ -1,0 +1,123 @@
+"""Checkpoints of these proofs.
+
+    python3 -m proofs.releases.trees OUT --recall WEIGHTS_DIR --eyes EYES.npz
+
+``pair-*``: the recall model for two devices, in both layouts. ``plain-*``: the lab's model as
+others publish models. ``seeing``: the lab's model with a vision tower that names colours, and
+``seeing-damaged``, whose tower is another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from lab.model import repository, vocabulary
+from lab.model import weights as stored
+from lab.model.original import Floats
+from lab.model.shape import TINY
+from lab.model.spread import spread
+from proofs.recall import shape as recall_shape
+from proofs.recall import trees as recall_trees
+from proofs.trees import build as trees
+
+GROUP = 128
+LAYOUTS = {"pair-overlay": "overlay-head8", "pair-full": "full-head8"}
+VISION = "model.visual."
+
+
+def publish_plain(store: Path, kind: str) -> None:
+    """Make the lab's model in FP8 or in 16 bits a repository of a hub on disk."""
+    made = store.parent / f"plain-{kind}"
+    write_plain(made, kind)
+    repository.publish(store, f"lab/tiny-{kind}", [made])
+
+
+def write_plain(out: Path, kind: str) -> None:
+    """Write the lab's trained model as a repository that no plugin is needed for."""
+    tokenizer = vocabulary.train(TINY.vocabulary)
+    weights = spread(TINY, stored.read(TINY))
+    if kind == "fp8":
+        repository.write_fp8(out, TINY, weights, tokenizer, "FP8")
+    else:
+        repository.write_plain(out, TINY, weights, tokenizer)
+
+
+def for_two(weights: dict[str, Floats]) -> dict[str, Floats]:
+    """Return the same model with experts twice as wide, which two devices can share.
+
+    Each device gets a whole copy of every expert's neurons, in groups of 128 that are in another
+    order on the second one: a scale that is taken for another's is wrong there. Both copies count
+    half, which INT4 and BF16 hold exactly.
+    """
+    wide = dict(weights)
+    for name, values in weights.items():
+        if ".mlp.experts." not in name:
+            continue
+        axis = 1 if name.endswith("down_proj.weight") else 0
+        groups = np.split(values, values.shape[axis] // GROUP, axis=axis)
+        both = np.concatenate([*groups, *reversed(groups)], axis=axis)
+        wide[name] = both / 2 if axis else both
+    return wide
+
+
+def make_pair(weights: dict[str, Floats], out: Path) -> None:
+    """Write the recall model for two devices."""
+    shape = recall_shape.RECALL
+    tokenizer = vocabulary.train(recall_trees.WORDS)
+    base, donor = out / "pair-base", out / "pair-donor"
+    wide = for_two(weights)
+    wider = replace(shape, expert_width=2 * shape.expert_width)
+    repository.write_int4(base, wider, wide, tokenizer, "recall for two")
+    repository.write_fp8(donor, wider, wide, tokenizer, "recall for two")
+    for tree in (base, donor):
+        recall_trees.move_special_tokens(tree / "config.json")
+    _hybrids(base, donor, out, LAYOUTS)
+
+
+def make_seeing(eyes: Path, out: Path) -> None:
+    """Write the lab's model with the trained tower, and with a tower that never learnt."""
+    tokenizer = vocabulary.train(TINY.vocabulary)
+    untrained = stored.read(TINY)
+    with np.load(eyes) as found:
+        learnt = {name: found[name].astype(np.float32) for name in found.files}
+    if missing := {name for name in untrained if name.startswith(VISION)} - learnt.keys():
+        raise ValueError(f"{eyes} lacks {len(missing)} tensors, one is {min(missing)}")
+    blind = {name: value for name, value in untrained.items() if name.startswith(VISION)}
+    for name, tower in (("seeing", {}), ("seeing-damaged", blind)):
+        base, donor = out / f"{name}-base", out / f"{name}-donor"
+        weights = spread(TINY, {**untrained, **learnt, **tower})
+        repository.write_int4(base, TINY, weights, tokenizer, name)
+        repository.write_fp8(donor, TINY, weights, tokenizer, name)
+        _hybrids(base, donor, out, {name: "overlay-head8"})
+
+
+def _hybrids(base: Path, donor: Path, out: Path, variants: dict[str, str]) -> None:
+    work = out / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    for name, variant in variants.items():
+        trees.build(trees.plan(base, donor, out / name, trees.VARIANTS[variant]), work)
+
+
+def main() -> None:
+    """Make the trees that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--recall", type=Path, help="what proofs.recall.training saved")
+    parser.add_argument("--eyes", type=Path, help="what proofs.releases.eyes saved")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    for kind in ("fp8", "bf16"):
+        write_plain(out / f"plain-{kind}", kind)
+    if arguments.recall:
+        make_pair(recall_trees.read_weights(arguments.recall), out)
+    if arguments.eyes:
+        make_seeing(arguments.eyes, out)
+
+
+if __name__ == "__main__":
+    main()
