@@ -10,7 +10,7 @@ from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import LockError, Problem
-from spark_deploy.lockfile import hub, registry
+from spark_deploy.lockfile import registry
 from spark_deploy.lockfile.file import checked, read_lock, write_lock
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource
 from spark_deploy.settings.read_secret import read_secret
@@ -107,6 +107,9 @@ def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource
     repo, revision = name
     token = settings.hub.token
     secret = read_secret(token, setting="hub.token") if token else None
+    # Its client takes a fifth of a second to import, and most runs ask no hub.
+    from spark_deploy.lockfile import hub
+
     found = hub.look_up(settings.hub.endpoint, repo, revision, secret)
     say(f"  {repo}: {revision} is commit {found.commit[:12]}, {size(found.size_bytes)}")
     if found.left_out:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 from spark_contract.documents import parse
@@ -68,6 +69,16 @@ def test_no_host_that_begins_waits_for_one_that_waits_for_it(states: str) -> Non
         assert free
         done |= free
     assert sum(not peers_of(name, TREE, hosts) for name in waits) <= 1
+
+
+@pytest.mark.parametrize("those_there", [0, 1, 3])
+def test_among_a_hundred_hosts_nobody_sends_more_than_a_few_copies(those_there: int) -> None:
+    said: list[State] = ["there"] * those_there + ["missing"] * (100 - those_there)
+    hosts = [Member(f"h{n}", f"h{n}", {TREE: state}) for n, state in enumerate(said)]
+    asked = {one.name: peers_of(one.name, TREE, hosts) for one in hosts[those_there:]}
+    first = Counter(urls[0] for urls in asked.values() if urls)
+    assert max(first.values()) <= 8
+    assert sum(not urls for urls in asked.values()) == (0 if those_there else 1)
 
 
 def test_those_who_have_a_tree_are_asked_by_turns() -> None:
