@@ -1,9 +1,9 @@
 """One run at a time changes a host: a lease there, from the first change to the end of the run.
 
 It lies in ``/run``: who, since when, until (in seconds of the host's own uptime, so that no clock
-matters). It is renewed while the run lives, given back at its end, and ends by itself soon after
-the last sign of a run that was killed. A dry run takes none, and neither does a run that changes
-nothing. Written by the shell alone, for hosts that have nothing of ours yet.
+matters). It is renewed while the run lives, given back at its end and when it is interrupted, and
+ends by itself soon after the last sign of a run that was killed. A dry run takes none, and neither
+does a run that changes nothing. Written by the shell alone, for hosts without anything of ours.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import os
 import platform
 import re
 import shlex
+import signal
+import sys
 import uuid
 from dataclasses import dataclass, field
+from types import FrameType
 from weakref import WeakKeyDictionary
 
 import gevent
+import pyinfra
 from paramiko import SSHException
 from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.host import Host
@@ -93,6 +97,7 @@ class _Held:
     """What this run knows of its lease on a host."""
 
     looked: bool = False
+    asked: bool = False
     taken: bool = False
     lost_to: str = ""
     renewing: gevent.Greenlet[..., None] | None = field(default=None)
@@ -105,10 +110,29 @@ class Releases(BaseStateCallback):
     """Gives leases back when a run ends, however it does."""
 
     @staticmethod
+    def when_interrupted(state: State) -> None:
+        """Have an interrupted run end at once, and by its usual end, which gives leases back.
+
+        By itself pyinfra finishes the operation that it is in, however long, and exits with 0; or
+        goes on, where the exception of its handler falls into code that drops it.
+        """
+        main = gevent.get_hub().parent
+
+        def end(number: int, _: FrameType | None) -> None:
+            told = "what runs on a host goes on there, and the next run finishes it"
+            sys.stderr.write(f"interrupted: hosts are given back; {told}\n")
+            state.pool.kill(block=False)
+            gevent.kill(main, SystemExit(128 + number))  # type: ignore[arg-type]  # never None
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup, say
+                signal.signal(number, end)
+
+    @staticmethod
     def host_disconnect(state: State, host: Host) -> None:
         """Give the lease of a host back; the connection is open still."""
         held = _leases.pop(host, None)
-        if held is None or not held.taken:
+        if held is None or not held.asked:
             return
         if held.renewing is not None:
             held.renewing.kill()
@@ -122,6 +146,8 @@ def hold(state: State, host: Host) -> None:
     """Call once at the top of a deploy: the first command that changes ``host`` takes a lease."""
     if Releases not in map(type, state.callback_handlers):
         state.add_callback_handler(Releases())  # type: ignore[no-untyped-call]  # pyinfra
+        if pyinfra.is_cli:
+            Releases.when_interrupted(state)
     _leases.setdefault(state.inventory.get_host(host.name), _Held())
 
 
@@ -143,6 +169,7 @@ def problem() -> Problem | None:
     host, held = found
     if held.taken and not held.lost_to:
         return None
+    held.asked = True  # an interrupt may come before the answer
     if said := _asking(host, only_look=False):
         return said
     held.taken, held.lost_to = True, ""

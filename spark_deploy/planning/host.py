@@ -179,7 +179,12 @@ def _needs(
 
 def _cuda(settings: Settings) -> CudaPlan:
     cuda = settings.cuda
-    return CudaPlan(cuda.version, cuda.package, _repositories(settings, cuda.repositories))
+    return CudaPlan(
+        cuda.version,
+        cuda.package,
+        _repositories(settings, cuda.repositories),
+        settings.base.package_lock_wait_s,
+    )
 
 
 def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
@@ -197,6 +202,7 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
         users=docker.users,
         allow_containers=tuple(settings.allow_containers),
         check_image=locked_image(model, settings, lock, "gpu_check").pinned,
+        package_lock_wait_s=settings.base.package_lock_wait_s,
     )
 
 

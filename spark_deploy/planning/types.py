@@ -103,6 +103,7 @@ class CudaPlan:
     version: str  # "13.0"
     package: str
     repositories: tuple[RepositorySettings, ...]
+    package_lock_wait_s: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class DockerPlan:
     repositories: tuple[RepositorySettings, ...]
     daemon: dict[str, Any]  # merged into daemon.json
     check_image: str  # pinned reference; a container of it must print a line starting "GPU"
+    package_lock_wait_s: int
     receipt_path: str = GPU_RECEIPT
     users: tuple[str, ...] = ()  # in the group docker
     allow_containers: tuple[str, ...] = ()  # that may come up with docker

@@ -62,6 +62,13 @@ class BaseSettings:
         "Packages of the distribution that our tools need.",
         uniqueItems=True,
     )
+    package_lock_wait_s: int = setting(
+        1800,
+        "Seconds to wait while somebody else installs packages on a host, as timers do after a "
+        "boot; the holder is named meanwhile.",
+        minimum=0,
+        maximum=86400,
+    )
     hold_driver_in_unattended_upgrades: bool = setting(
         True,
         "Keep unattended upgrades from touching driver, CUDA and kernel packages: half an upgrade "

@@ -23,8 +23,6 @@ from spark_deploy.operations.commands import CommandFailed, heartbeat, is_predic
 from spark_deploy.operations.host_errors import Commands, host_command, refuse
 from spark_deploy.settings.sources import RepositorySettings
 
-LOCK_WAIT_S = 1800
-
 # A Spark's driver, kernel and firmware are one factory set; half a set leaves no GPU at all.
 # libnvidia-container* and nvidia-container-toolkit* belong to docker and are not meant here.
 _KEEP_OUT = re.compile(
@@ -157,23 +155,30 @@ cat > {put}.spark-new; mv -fT {put}.spark-new {put}
     return True
 
 
-def install(packages: Sequence[str], quiet_services: Sequence[str] = ()) -> FunctionCommand:
+def install(
+    packages: Sequence[str], lock_wait_s: int, quiet_services: Sequence[str] = ()
+) -> FunctionCommand:
     """Build the command that installs packages which are missing.
 
     Args:
         packages: names to install.
+        lock_wait_s: how long others who install packages are waited for.
         quiet_services: services of these packages that must not start or be enabled.
     """
-    return FunctionCommand(_install, [tuple(packages), tuple(quiet_services)], {})
+    return FunctionCommand(_install, [tuple(packages), lock_wait_s, tuple(quiet_services)], {})
 
 
 @host_command
 def _install(
-    state: State, host: Host, packages: Sequence[str], quiet_services: Sequence[str]
+    state: State,
+    host: Host,
+    packages: Sequence[str],
+    lock_wait_s: int,
+    quiet_services: Sequence[str],
 ) -> bool:
     listed = " ".join(packages)
     try:
-        wait_for_lock(host)
+        wait_for_lock(host, lock_wait_s)
         with heartbeat(host, f"installing {listed}"):
             _change(host, packages, quiet_services)
     except CommandFailed as failure:
@@ -249,7 +254,7 @@ done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev
 """
 
 
-def wait_for_lock(host: Host, limit_s: float = LOCK_WAIT_S, every_s: float = 5) -> None:
+def wait_for_lock(host: Host, limit_s: float, every_s: float = 5) -> None:
     """Wait until nobody else installs packages (apt timers run after boot), saying who does."""
     started = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):

@@ -103,7 +103,9 @@ def packages(plan: BasePlan) -> Commands:
         return
     # Our gateway is an instance of its own; the package's default site has no business on :80.
     nginx = any(package.startswith("nginx") for package in missing)
-    yield apt.install(missing, quiet_services=["nginx.service"] if nginx else [])
+    yield apt.install(
+        missing, plan.package_lock_wait_s, quiet_services=["nginx.service"] if nginx else []
+    )
 
 
 @operation()

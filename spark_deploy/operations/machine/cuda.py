@@ -52,4 +52,4 @@ def toolkit(plan: CudaPlan) -> Commands:
     if found:
         host.noop(f"CUDA {found.version} at {found.path} is kept")
         return
-    yield apt.install([plan.package])
+    yield apt.install([plan.package], plan.package_lock_wait_s)

@@ -84,7 +84,7 @@ def engine(plan: DockerPlan) -> Commands:
         version = state.info.get("ServerVersion", "installed")
         host.noop(f"docker {version} and toolkit {state.toolkit_version} are kept")
         return
-    yield apt.install(names)
+    yield apt.install(names, plan.package_lock_wait_s)
 
 
 @operation()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 from pyinfra.api.command import FunctionCommand
 
+from spark_deploy.checkout import CHECKOUT
 from spark_deploy.operations import lease
 from spark_deploy.operations.host_errors import host_errors
 from tests.unit.operations.test_operations import FakeHost, on
@@ -173,3 +177,44 @@ def test_what_a_host_says_of_a_holder_is_a_plain_word(path: Path) -> None:
     path.write_text(f"{OTHER} 99999999999 s \x1b[2Jroot\n")
     [said] = changed(RealShell({}))
     assert "\x1b" not in said
+
+
+# Two commands: an interrupted run ends in the first one, and never sends the second.
+SLOW = """
+from pyinfra.context import host, state
+from pyinfra.api import operation
+from spark_deploy.operations import lease
+from spark_deploy.operations.host_errors import host_errors
+lease.LEASE = "{0}/lease"
+lease.hold(state, host)
+@operation()
+@host_errors
+def slow():
+    yield "sleep 30"
+    yield "touch {0}/more"
+slow(name="slow")
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_ends_at_once_and_gives_its_host_back(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW.format(tmp_path))
+    run = subprocess.Popen(
+        [Path(sys.executable).with_name("pyinfra"), "@local", "slow.py", "-y"], cwd=tmp_path,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        # Whatever ignores a signal around the tests (nohup, CI) does not around this run.
+        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'files/contract'}"},
+        preexec_fn=lambda: signal.signal(how, signal.SIG_DFL),
+    )  # fmt: skip
+    while not (tmp_path / "lease").exists():
+        assert run.poll() is None
+        time.sleep(0.02)
+
+    run.send_signal(how)
+    said, _ = run.communicate(timeout=15)
+
+    assert run.returncode == 128 + how
+    assert "interrupted: hosts are given back" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["slow.py"]
