@@ -23,6 +23,7 @@ from results import results_page  # noqa: E402
 from spark_contract.patterns import count  # noqa: E402
 from spark_host.check.table import AROUND, CHECKS  # noqa: E402
 from speed import speed_page  # noqa: E402
+from sweeps import sweeps_page  # noqa: E402
 
 from spark_deploy.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
@@ -348,6 +349,7 @@ FILES: dict[str, Callable[[], Iterator[str]]] = {
     "docs/reference/models.md": models_page,
     "docs/reference/profiles.md": profiles_page,
     "docs/reference/results.md": results_page,
+    "docs/reference/sweeps.md": sweeps_page,
     "docs/reference/speed.md": lambda: speed_page(catalog()),
     "docs/reference/checks.md": checks_page,
     "docs/reference/what-is-proven.md": functools.partial(proven_page, CHECKOUT),

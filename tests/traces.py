@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.labkit import Guest
+from tests.labkit import CHECKOUT, Guest
 
 _IMAGES = "docker images --no-trunc --format '{{.Repository}} {{.Tag}} {{.Digest}} {{.ID}}' | sort"
 _TOOLS = "/usr/local/lib/spark"
@@ -36,3 +36,40 @@ def footprint(guest: Guest) -> str:
         "systemctl list-units --plain --no-legend --state=active 'spark-*@*.service' | "
         "cut -d' ' -f1 | xargs -r systemctl show -p Id -p InvocationID"
     )
+
+
+# What runs and what boots, who is known, what is installed, what Docker holds.
+_AROUND = r"""
+systemctl list-units --plain --no-legend --all 'spark-*' |
+  awk '{print "unit", $1, $2, $3, $4}' | sort
+systemctl list-unit-files --plain --no-legend | grep -v '^session-' |
+  awk '{print "unit file", $1, $2}' | sort
+dpkg-query -W -f 'package ${Package} ${Version} ${db:Status-Abbrev}\n'
+apt-mark showmanual | sed 's/^/by hand /'
+getent passwd | sed 's/^/account /'; getent group | sed 's/^/group /'
+ss -Hltnp | grep -v containerd | awk '{print "listens", $4}' | sort -u
+docker images --no-trunc --format 'image {{.Repository}} {{.Tag}} {{.Digest}} {{.ID}}' | sort
+docker ps -a --no-trunc --format 'container {{.Names}} {{.State}} {{.Image}} {{.Command}}' | sort
+exit 0
+"""
+
+
+def digest(guest: Guest) -> list[str]:
+    """Return all that a deploy makes of a host, as lines: equal for two runs that made the same.
+
+    Files, folders and links with mode, owner and content; records without times and ids
+    (``host_digest.py``), the host's own name and address left out; units, packages, accounts,
+    listeners, images and containers.
+    """
+    program = (CHECKOUT / "tests/host_digest.py").read_text()
+    own = f"{guest.name} {guest.ip}"
+    files = guest.run(f"python3 - / {own} <<'END'\n{program}\nEND")
+    return [*files.splitlines(), *guest.run(_AROUND).replace(guest.name, "OWN").splitlines()]
+
+
+def difference(expected: list[str], found: list[str]) -> list[str]:
+    """Return the lines that stand in one of two digests alone, marked ``-`` and ``+``."""
+    return [
+        *(f"- {line}" for line in expected if line not in set(found)),
+        *(f"+ {line}" for line in found if line not in set(expected)),
+    ]

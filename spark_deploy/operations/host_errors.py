@@ -14,7 +14,9 @@ from pyinfra.context import host as current_host
 from pyinfra.context import state as current_state
 
 from spark_deploy.errors import Problem
+from spark_deploy.facts.memo import FactUnavailable
 from spark_deploy.operations import lease
+from spark_deploy.operations.reconnect import dropped_out
 
 P = ParamSpec("P")
 
@@ -57,6 +59,16 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
     return guarded
 
 
+def _unforeseen(where: str, error: Exception) -> Problem:
+    """Put into words what no operation expected: a host that is gone, or a defect of ours."""
+    if not isinstance(error, PyinfraError | FactUnavailable):
+        fix = "this is a defect of dgx-spark-deploy; report it with this message"
+        return Problem(where, f"{type(error).__name__}: {error}", fix)
+    lost = dropped_out(current_host)
+    what = "the connection was lost while the host was asked" if lost else str(error)
+    return Problem(f"{current_host.name}: {where}", what, "run again; what is done stays done")
+
+
 def host_errors(
     body: Callable[P, Commands | None],
 ) -> Callable[P, Commands]:
@@ -65,8 +77,9 @@ def host_errors(
     Before the first command of a run the host's lease is taken: nothing changes without it.
 
     Without this pyinfra 3.10 ends the whole run with a traceback (its ``run_host_op`` only
-    contains errors of commands). A dry run executes no command, so the text is printed while
-    predicting as well. Stands below ``@operation()``.
+    contains errors of commands), as it does when its last host is lost while it is asked. A dry run
+    executes no command, so the text is printed while predicting as well. Stands below
+    ``@operation()``.
     """
 
     @functools.wraps(body)
@@ -78,12 +91,10 @@ def host_errors(
                 if number == 0 and (held := lease.problem()):
                     raise Refused(held)
                 yield command
-        except PyinfraError:
-            raise
         except Exception as error:
-            fix = "this is a defect of dgx-spark-deploy; report it with this message"
-            defect = Problem(body.__name__, f"{type(error).__name__}: {error}", fix)
-            text = str(error if isinstance(error, Refused) else defect)
+            if isinstance(error, PyinfraError) and not current_state.is_executing:
+                raise
+            text = str(error if isinstance(error, Refused) else _unforeseen(body.__name__, error))
             if not current_state.is_executing:
                 show(current_host, text)
             yield FunctionCommand(_refuse, [text], {})

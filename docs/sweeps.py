@@ -1,0 +1,50 @@
+"""The page of the sweeps: what was tried, how often it held, and what an owner sees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from declared import cell
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+RESULTS = CHECKOUT / "benchmarks/results/sweeps"
+BEFORE = """
+A sweep tries every case of a list and keeps a row of each. With
+`SPARK_SWEEP_RESULTS=benchmarks/results/sweeps` its test writes the table anew. None ran on a Spark.
+"""
+
+
+def sweeps_page() -> Iterator[str]:
+    """Yield the page."""
+    yield "<!-- generated from benchmarks/results/sweeps by `make docs` -->"
+    yield "# Sweeps"
+    yield BEFORE
+    for path in sorted(RESULTS.glob("*.json")):
+        yield from _sweep(path, json.loads(path.read_text("utf-8")))
+
+
+def _sweep(path: Path, found: dict[str, Any]) -> Iterator[str]:
+    rows, versions = found["rows"], ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    held = sum(not row["wrong"] for row in rows)
+    yield from (f"## {found['title']}", "", found["counted"], "")
+    link = f"[{path.name}](../../benchmarks/results/sweeps/{path.name})"
+    yield (
+        f"**{held} of {len(rows)} held.** {link}, {found['measured_at'][:10]}, "
+        f"{versions}; {found['stands_in']}."
+    )
+    yield from ("", "| in | cases | held |", "|---|---|---|")
+    for group, about in found["groups"].items():
+        here = [row for row in rows if row["group"] == group]
+        well = sum(not row["wrong"] for row in here)
+        yield f"| {cell(group)}: {cell(about)} | {len(here)} | {well} |"
+    yield ""
+    shown = [row for row in rows if row["saw"] and found["rows_shown"]]
+    if shown:
+        yield from ("| case | what the owner sees | afterwards |", "|---|---|---|")
+        for row in shown:
+            after = row["state"] if not row["wrong"] else f"**wrong**: {row['wrong'][:200]}"
+            yield f"| {cell(row['case'])} | {cell(row['saw'])} | {cell(after)} |"
+        yield ""

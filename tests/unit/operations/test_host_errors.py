@@ -1,0 +1,56 @@
+"""What ends the work on one host is one message of that host, and no traceback of the run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pyinfra.api.command import FunctionCommand
+from pyinfra.api.exceptions import PyinfraError
+
+from spark_deploy.facts.memo import FactUnavailable
+from spark_deploy.operations.host_errors import host_errors
+from tests.unit.operations.test_operations import FakeHost, on
+
+
+def host(*, connected: bool) -> Any:
+    made: Any = FakeHost({})
+    transport = SimpleNamespace(is_active=lambda: connected)
+    made.connector = SimpleNamespace(client=SimpleNamespace(get_transport=lambda: transport))
+    return made
+
+
+@host_errors
+def asks(error: Exception) -> Any:
+    raise error
+    yield
+
+
+def said(error: Exception, *, connected: bool, executing: bool = True) -> str:
+    with on(host(connected=connected), executing):
+        [command] = asks(error)
+    assert isinstance(command, FunctionCommand)
+    return str(command.args[0])
+
+
+@pytest.mark.parametrize("error", [PyinfraError("No hosts remaining!"), FactUnavailable("no fact")])
+def test_a_host_that_is_lost_while_it_is_asked_says_so(error: Exception) -> None:
+    text = said(error, connected=False)
+    assert text.startswith("spark-1: asks: the connection was lost")
+    assert text.endswith("fix: run again; what is done stays done")
+    assert "defect" not in text
+
+
+def test_a_question_that_fails_on_a_host_that_is_there_says_what() -> None:
+    text = said(FactUnavailable("could not read the state"), connected=True)
+    assert "asks: could not read the state\n" in text
+
+
+def test_anything_else_is_a_defect_of_ours() -> None:
+    assert "asks: KeyError: 'x'\n  fix: this is a defect" in said(KeyError("x"), connected=True)
+
+
+def test_while_predicting_pyinfra_ends_as_it_does() -> None:
+    with on(host(connected=False), False), pytest.raises(PyinfraError):
+        list(asks(PyinfraError("No hosts remaining!")))
