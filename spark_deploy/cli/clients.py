@@ -30,6 +30,7 @@ class Connection:
     ca: str | None  # a file that clients must trust
     container: str | None  # base URL inside containers of the host
     example: str
+    context_tokens: int | None = None  # of the longest request; None: only the host knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,18 @@ def _python(one: Connection) -> Iterator[str]:
     yield "print()"
 
 
+_ANSWER_TOKENS = 32_000
+
+
 def _opencode(one: Connection) -> Iterator[str]:
+    # Without a limit opencode asks for answers of 32,000 tokens, which small contexts refuse.
+    context = one.context_tokens or 0
+    limit = {"limit": {"context": context, "output": min(_ANSWER_TOKENS, context // 4)}}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": one.host,
         "options": {"baseURL": one.base_url, "apiKey": "{env:OPENAI_API_KEY}"},
-        "models": {name: {"name": name} for name in one.names},
+        "models": {name: {"name": name, **(limit if context else {})} for name in one.names},
     }
     schema = "https://opencode.ai/config.json"
     named = one.host.lstrip("@")

@@ -230,6 +230,7 @@ COMMANDS: dict[str, Entry] = {
         "Write a catalog file beside the inventory for a repository, a shared file or a recipe.",
         (
             click.Argument(["place"], metavar="ORG/NAME[@REVISION]|FILE"),
+            flag("--use", "Choose it as well, where your files choose what is served."),
             flag("--force", "Write over a file that is there."),
         ),
         module="adding.command",

@@ -14,6 +14,8 @@ from pyinfra.api.host import Host
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
+from spark_deploy.catalog.model import HybridModel, Model
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.clients import CLIENTS, QUESTION, Connection
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, chosen_services, every_name, listed, say
@@ -22,6 +24,8 @@ from spark_deploy.cli.looks.tunnels import hold_tunnels
 from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.gateway import TailnetAddress
 from spark_deploy.payload.certificates import ca_path
+from spark_deploy.planning.budget.memory import context_tokens
+from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.serving.gateway import (
     CONTAINER_NAME,
     LOOPBACK,
@@ -152,7 +156,15 @@ def connection_of(
         ca=ca,
         container=url(plan, CONTAINER_NAME) if plan.settings.expose == "docker" else None,
         example=example(base_url, names[0], read_key, ca),
+        context_tokens=_context_tokens(*pair_of(settings, host.catalog)),
     )
+
+
+def _context_tokens(model: Model, profile: Profile) -> int | None:
+    """Return the longest request; of a repository served as published only the lock knows it."""
+    if isinstance(model, HybridModel):
+        return context_tokens(model, profile)
+    return profile.limits.max_context_tokens
 
 
 def _best(plan: GatewayPlan) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from spark_deploy.cli.adding.recipes import draft_of_recipe
 from spark_deploy.cli.adding.repository import Card, draft_of
 from spark_deploy.cli.adding.shared import is_shared, read
 from spark_deploy.cli.adding.take import take, write_files
+from spark_deploy.cli.changes import use
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, planned, say
 from spark_deploy.cli.plan import lines
@@ -64,6 +65,10 @@ def _planned(
     for what in still_open:
         print(f"  OPEN        {what}")
     print(f"  UNPROVEN    nobody here ran {repository}; the first deploy asks it and says so")
+    if options.use:
+        choice = f"{model}/{profile}"
+        chosen = {"choice": choice, "model": None, "profile": None, "dry": False, "json": False}
+        return use.run(Options(**{**vars(options), **chosen}))
     print(f"  NEXT        spark-deploy use {model}/{profile}; then spark-deploy up")
     return 0
 

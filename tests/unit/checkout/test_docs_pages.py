@@ -86,17 +86,3 @@ def test_every_link_of_a_page_leads_somewhere(name: str) -> None:
         assert there.exists(), f"{name}: {target}"
         if anchor and there.suffix == ".md":
             assert anchor in anchors(there), f"{name}: {target}"
-
-
-def test_the_table_of_jobs_counts_what_is_typed() -> None:
-    rows = re.findall(
-        r"^\| (?:\[[^]]+\]\(([^)]+)\)|[^|]+) \| (\d+) \| (\d+) \|(.*)\|$",
-        text_of("docs/how-to/README.md"), re.M,
-    )  # fmt: skip
-    assert len(rows) >= 16
-    for _page, _edits, count, shown in rows:
-        assert len(re.findall(r"spark-deploy ", shown)) == int(count), shown
-        assert int(count) <= 2
-    linked = {page.partition("#")[0] for page, *_ in rows if page}
-    pages = {page.name for page in (CHECKOUT / "docs/how-to").glob("*.md")} - {"README.md"}
-    assert linked == pages

@@ -195,3 +195,14 @@ def test_a_recipe_is_added_by_the_same_command(
     assert data["imported"] == [
         "a recipe of sparkrun or spark-vllm-docker, version 1, spark-vllm-docker-1.yaml"
     ]
+
+
+def test_it_chooses_what_it_wrote_when_it_is_told_to(hub: Hub, site: Path) -> None:
+    publish(hub, "org/new", CONFIG, tokenizer_config__json={"chat_template": "{{ messages }}"})
+    assert add(site, "org/new") == 0
+    settings = site / "group_vars/spark.yml"
+    assert "model" not in yaml.safe_load(settings.read_text())
+    assert add(site, "org/new", "--use", "--force") == 0
+    chosen = yaml.safe_load(settings.read_text())
+    assert (chosen["model"], chosen["profile"]) == ("new", "plain")
+    assert chosen["hub"]["endpoint"] == hub.url

@@ -33,6 +33,7 @@ def connection(gate: Door, tmp_path: Path) -> Connection:
         ca=None,
         container=None,
         example="",
+        context_tokens=8192,
     )
 
 
@@ -137,6 +138,7 @@ def test_opencode_gets_json_with_every_name_and_the_key_from_its_environment(
     assert config["model"] == "spark-1/main-model"
     provider = config["provider"]["spark-1"]
     assert list(provider["models"]) == ["main-model", "other"]
+    assert provider["models"]["other"]["limit"] == {"context": 8192, "output": 2048}
     assert provider["options"]["baseURL"] == connection.base_url
     assert provider["options"]["apiKey"] == "{env:OPENAI_API_KEY}"
 

@@ -1,0 +1,83 @@
+"""The table of jobs is whole, counts what it says, and no job takes more than was promised."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.commands import COMMANDS
+
+PAGE = CHECKOUT / "docs/how-to/README.md"
+# What each job may take at most: commands and edits.
+PROMISED = {
+    "first server": (2, 0),
+    "reuse what the host has": (0, 0),
+    "second Spark": (1, 1),
+    "connect a client": (1, 0),
+    "switch model or profile": (1, 1),
+    "go back": (1, 0),
+    "day and night": (1, 1),
+    "free the GPU": (1, 0),
+    "after an update": (1, 0),
+    "add a model": (2, 0),
+    "why slow": (1, 0),
+    "why dead": (1, 0),
+    "measure it": (1, 0),
+    "uninstall": (1, 0),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    page: str | None
+    edits: int
+    commands: int
+    typed: tuple[str, ...]
+
+
+def jobs() -> list[Job]:
+    found = []
+    for line in PAGE.read_text("utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[1].isdigit():
+            link = re.fullmatch(r"\[(.+)\]\((.+)\)", cells[0])
+            name, page = (link[1], link[2]) if link else (cells[0], None)
+            typed = tuple(re.findall(r"`([^`]+)`", cells[3]))
+            found.append(Job(name, page, int(cells[1]), int(cells[2]), typed))
+    return found
+
+
+JOBS = jobs()
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_a_job_counts_the_commands_that_it_shows(job: Job) -> None:
+    assert len(job.typed) == job.commands
+    assert all("spark-deploy " in command for command in job.typed)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_no_job_takes_more_than_was_promised(name: str) -> None:
+    [job] = [one for one in JOBS if one.name == name]
+    commands, edits = PROMISED[name]
+    assert (job.commands <= commands, job.edits <= edits) == (True, True), job
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job.page], ids=lambda job: job.name)
+def test_the_page_of_a_job_shows_what_the_table_says_is_typed(job: Job) -> None:
+    text = (PAGE.parent / str(job.page).partition("#")[0]).read_text("utf-8")
+    for command in job.typed:
+        name = re.search(r"spark-deploy ([a-z-]+)", command)
+        assert name is not None
+        assert f"spark-deploy {name[1]}" in text
+
+
+def test_every_page_and_every_command_belongs_to_a_job() -> None:
+    pages = {str(job.page).partition("#")[0] for job in JOBS}
+    assert {path.name for path in PAGE.parent.glob("*.md")} - pages == {"README.md"}
+    told = set(re.findall(r"`[^`]*spark-deploy ([a-z-]+)", PAGE.read_text("utf-8")))
+    assert set(COMMANDS) - told == set()
