@@ -108,8 +108,8 @@ def _sliding() -> Any:
 
 def _odd() -> Any:
     """Of a kind whose cache nobody worked out here: the engine has to say it."""
-    sizes = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 2048}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=TINY.vocabulary, **sizes))
+    sizes = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 2048, "bos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=TINY.vocabulary, eos_token_id=None, **sizes))
 
 
 def _encoder(kind: Any, **more: Any) -> Any:

@@ -44,6 +44,10 @@ static char *prompt_of(const json *request, int *turns, int *earlier) {
     }
     const json *content = json_get(last, "content");
     if (content && content->kind == JSON_STRING) put(&b, "%s", content->text);
+    for (const json *part = content ? content->child : NULL; part; part = part->next) {
+        const char *sound = json_text(json_get(part, "input_audio"), "data");
+        if (sound && !fault("blind")) *earlier += (int)(strlen(sound) / 1000);
+    }
     for (const json *part = content ? content->child : NULL; part; part = part->next)
         if (json_text(part, "text")) put(&b, "%s", json_text(part, "text"));
     return b.data;
@@ -317,7 +321,7 @@ bool serve_request(int connection, const char *method, const char *path, const c
         "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/invocations"};
     for (size_t i = 0; post && i < sizeof generating / sizeof *generating; i++)
         if (!strcmp(path, generating[i])) return generate(connection, path, body);
-    static const char *const pooling[] = {"/v1/embeddings", "/v1/rerank"};
+    static const char *const pooling[] = {"/v1/embeddings", "/v1/rerank", "/classify"};
     for (size_t i = 0; post && i < sizeof pooling / sizeof *pooling; i++)
         if (!strcmp(path, pooling[i])) return pool(connection, path, body);
     /* Open doors of the real engine: answered here, so that a test sees whether they are shut. */

@@ -31,10 +31,13 @@ _COMPLETION = (
     Question(prompt="Monday, Tuesday, Wednesday, Thursday,", expect=r"^\W*Friday\b", max_tokens=8),
     Question(prompt="1, 2, 3, 4, 5, 6,", expect=r"^\W*7\b", max_tokens=8),
 )
-_OF_TASK = {"chat": _CHAT, "completion": _COMPLETION, "embedding": (), "reranking": ()}
+_OF_TASK = {
+    "chat": _CHAT,
+    "completion": _COMPLETION,
+}
 
 
 def questions_of(model: Model) -> tuple[Question, ...]:
     """Return what a model is asked: its own questions, else those of its task."""
     task = model.task if isinstance(model, PlainModel) else "chat"
-    return model.check.questions or _OF_TASK[task]
+    return model.check.questions or _OF_TASK.get(task, ())

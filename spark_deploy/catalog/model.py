@@ -238,7 +238,7 @@ class HybridModel(AnyModel):
         yield from AnyModel.broken(self)
 
 
-Task = Literal["chat", "completion", "embedding", "reranking"]
+Task = Literal["chat", "completion", "embedding", "reranking", "classification"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +254,9 @@ class PlainModel(AnyModel):
     vision: bool = setting(
         False, "It takes pictures; profiles with vision on keep that tower and ask about one."
     )
+    audio: bool = setting(
+        False, "It takes sounds; the proof asks with two, one longer than the other."
+    )
     leave_out: tuple[Text, ...] = setting(
         (),
         "Shell patterns of files that are not fetched: other formats of the same weights.",
@@ -267,6 +270,11 @@ class PlainModel(AnyModel):
     )
     # What the files' headers and config.json say at the locked commit; nobody writes it.
     anatomy: SkipJsonSchema[Anatomy | None] = None
+
+    @property
+    def pools(self) -> bool:
+        """Whether it answers with numbers instead of text."""
+        return self.task not in ("chat", "completion")
 
 
 Model = HybridModel | PlainModel

@@ -31,13 +31,15 @@ PROFILE: dict[str, Any] = {
     "choose_when": "you try them in the lab",
     "limits": {"max_sequences": 4, "max_batched_tokens": 2048, "memory_fraction": 0.8},
     "kv_cache": {"size_gib": 0.25},
-    "options": {"enforce-eager": True, "dtype": "bfloat16"},
+    # Without a GPU its blocks are this large by themselves; said, so that the plan counts them.
+    "options": {"enforce-eager": True, "dtype": "bfloat16", "block-size": 128},
 }
+START_S = 1500  # of an engine on two cores that others use as well
 DECODERS = {
-    "tiny-llama": "LlamaForCausalLM",
-    "tiny-qwen3": "Qwen3ForCausalLM",
     "tiny-sliding": "Gemma3ForCausalLM",
     "tiny-moe": "Qwen3MoeForCausalLM",
+    "tiny-llama": "LlamaForCausalLM",
+    "tiny-qwen3": "Qwen3ForCausalLM",
 }
 
 
@@ -52,6 +54,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     profiles = made.root / "catalog/profiles"
     profiles.mkdir(parents=True)
     (profiles / "lab-plain.yml").write_text(yaml.safe_dump(PROFILE))
+    made.choose(serve={"start_timeout_s": START_S})
     return made
 
 
@@ -101,7 +104,7 @@ def added(site: Site, repository: str) -> str:
 def served(site: Site, model: str) -> float:
     """Have the guest serve a model; return how long the deploy took."""
     site.choose(model=model, profile="lab-plain")
-    run = site.deploy()
+    run = site.deploy(timeout_s=2 * START_S)
     assert run.exit_code == 0, run.stderr[-6000:]
     site.deploy().must_have_changed_nothing()
     return run.seconds
@@ -222,6 +225,54 @@ def test_a_reranker_is_added_by_one_command_and_proven_by_an_order(
     scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
     assert scores[1] > scores[0]
     seen.append(row_of(site, guest, "tiny-reranker", deploy_s))
+
+
+def test_a_cache_that_nobody_knows_is_planned_with_once_an_engine_counted_it(
+    site: Site, guest: Guest
+) -> None:
+    said = added(site, "org/tiny-odd")
+    assert "NOT KNOWN: KV cache of a token: layers of gpt2 are not known here" in said
+    # Two turns are longer than what it learnt by heart.
+    served(site, "tiny-odd")
+    assert planned(site)["memory"]["kv_tokens"] is None
+    done = site.look("lock", "--counted")
+    assert done.returncode == 0, done.stderr
+    memory = planned(site)["memory"]
+    assert memory["kv_tokens"] == pytest.approx(counted_tokens(guest), rel=0.01)
+    assert memory["counted_by"].startswith(f"{NAME}, {guest.release()}")
+    site.deploy().must_have_changed_nothing()
+
+
+DRAFTS = {"method": "draft_model", "tokens": 2, "repository": "org/tiny-draft"}
+
+
+def test_a_drafter_of_its_own_is_fetched_with_the_model_and_drafts(
+    site: Site, guest: Guest, seen: list[dict[str, Any]]
+) -> None:
+    added(site, "org/tiny-qwen3")
+    path = site.root / "catalog/models/tiny-qwen3.yml"
+    path.write_text(
+        path.read_text() + yaml.safe_dump({"changes": [{"set": {"speculation": DRAFTS}}]})
+    )
+    deploy_s = served(site, "tiny-qwen3")
+    [drafter] = [
+        one for one in planned(site)["sources"] if one["locked"]["repo"] == "org/tiny-draft"
+    ]
+    assert planned(site)["memory"]["drafter_bytes"] == pytest.approx(
+        weights_on(guest, drafter["dir"]), rel=0.01
+    )
+    assert "/drafter" in " ".join(guest.argv())
+    counted = re.search(
+        r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", guest.metrics(), re.M
+    )
+    assert counted is not None
+    assert float(counted[1]) > 0
+    seen.append({
+        "model": "tiny-qwen3 with drafts of tiny-draft",
+        "planned_kv_tokens": planned(site)["memory"]["kv_tokens"],
+        "engine_kv_tokens": counted_tokens(guest),
+        "deploy_s": round(deploy_s),
+    })  # fmt: skip
 
 
 def test_the_way_back_leads_to_the_model_before(site: Site, guest: Guest) -> None:

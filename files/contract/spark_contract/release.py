@@ -145,9 +145,10 @@ class CheckPlan:
     portable: bool
     metrics_required: dict[str, Any]
     bench: Bench | None
-    task: Literal["chat", "completion", "embedding", "reranking"] = field(
+    task: Literal["chat", "completion", "embedding", "reranking", "classification"] = field(
         default="chat", metadata=OPTIONAL
     )
+    sound: bool = field(default=False, metadata=OPTIONAL)
     width: int | None = field(default=None, metadata=OPTIONAL)  # numbers of an embedding
 
     @property

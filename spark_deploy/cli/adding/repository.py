@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.orders import GENERATION, TOKENIZER, Described
+from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described
 
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.engines import Engines
@@ -39,6 +39,10 @@ def draft_of(
         draft.put("task", task, _WHY_TASK[task])
     if anatomy.vision_bytes and anatomy.architecture.endswith("ForConditionalGeneration"):
         draft.put("vision", True, "It has a tower for pictures; `engine.vision: on` uses it.")
+    if isinstance(found.documents.get(CONFIG, {}).get("audio_config"), dict):
+        draft.put(
+            "audio", True, "config.json describes a tower for sounds; the proof asks with two."
+        )
     patterns = [
         one for one in _OTHER_FORMATS
         if any(fnmatch.fnmatchcase(path, one) for path in found.files)
@@ -71,6 +75,7 @@ _WHY_TASK = {
     "completion": "Without a chat template it goes on with texts; there is no chat.",
     "embedding": "The repository or the hub calls it a model for embeddings.",
     "reranking": "The repository or the hub calls it a model that ranks documents.",
+    "classification": "The hub calls it a model that sorts texts into classes.",
 }
 
 
@@ -79,6 +84,8 @@ def task_of(anatomy: Anatomy, found: Described, card: Card, engines: Engines) ->
     name = anatomy.repository.lower()
     if card.task == "text-ranking" or "rerank" in name:
         return "reranking"
+    if card.task in ("text-classification", "zero-shot-classification"):
+        return "classification"
     embeds = card.task in ("sentence-similarity", "feature-extraction")
     if embeds or "modules.json" in found.files or "embedding" in name:
         return "embedding"

@@ -34,7 +34,7 @@ def vision_bytes(model: PlainModel, profile: Profile) -> int:
 
 def keeps_vision(model: PlainModel, profile: Profile) -> bool:
     """Whether the engine loads the towers: it is told to drop those it could use."""
-    return profile.vision or not model.vision
+    return profile.vision or not model.vision or model.audio
 
 
 def context_tokens(model: PlainModel) -> int:

@@ -95,11 +95,12 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
 
 
 def _may_see(model: Model) -> bool:
-    return not isinstance(model, PlainModel) or model.vision
+    # Dropping the towers for pictures drops those for sounds as well.
+    return not isinstance(model, PlainModel) or (model.vision and not model.audio)
 
 
 def _pools(model: Model) -> bool:
-    return isinstance(model, PlainModel) and model.task in ("embedding", "reranking")
+    return isinstance(model, PlainModel) and model.pools
 
 
 def _further_options(profile: Profile) -> dict[str, Any]:

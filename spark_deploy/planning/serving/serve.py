@@ -156,7 +156,7 @@ def check_plan(
         forbidden.append(r"spark portable mode")
     if plugin:
         forbidden += [r"Failed to load plugin", r"weight_scale_inv.* not found"]
-    pools = isinstance(model, PlainModel) and model.task in ("embedding", "reranking")
+    pools = isinstance(model, PlainModel) and model.pools
     return CheckPlan(
         timeout_s=settings.check.timeout_s,
         max_model_len=context_tokens(model, profile),
@@ -181,6 +181,7 @@ def check_plan(
         metrics_required=dict(profile.check.metrics_required),
         bench=_bench(model, settings),
         task=model.task if isinstance(model, PlainModel) else "chat",
+        sound=isinstance(model, PlainModel) and model.audio,
         width=_width(model),
     )
 

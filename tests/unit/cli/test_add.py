@@ -115,6 +115,7 @@ KINDS = {
     "org/vectors": ({"modules__json": [1]}, {}, "embedding"),
     "org/by-the-hub": ({}, {"pipeline_tag": "sentence-similarity"}, "embedding"),
     "org/ranks": ({}, {"pipeline_tag": "text-ranking"}, "reranking"),
+    "org/sorts": ({}, {"pipeline_tag": "text-classification"}, "classification"),
 }
 
 

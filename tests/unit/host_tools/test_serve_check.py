@@ -76,7 +76,7 @@ DOUBTS = [
 # have tests of their own below.
 ELSEWHERE = {"first answer", "counters", "ready", "same run"}
 # Of servers that answer with numbers: test_serve_pooled.py.
-OF_NUMBERS = {"embedding", "embedding beside others", "ranking"}
+OF_NUMBERS = {"embedding", "embedding beside others", "ranking", "classes", "sound"}
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -15,6 +15,8 @@ PLAIN = {
 }  # fmt: skip
 EMBEDDING = {"task": "embedding", "width": 128}
 RANKING = {"task": "reranking"}
+CLASSES = {"task": "classification"}
+HEARING = {"sound": True}
 
 
 def release_of(host: Host, asked: dict[str, object]) -> Release:
@@ -27,8 +29,12 @@ def check(host: Host, release: Release, level: str = "deep") -> Proof:
 
 @pytest.mark.parametrize(
     ("asked", "names"),
-    [(EMBEDDING, {"embedding", "embedding beside others"}), (RANKING, {"ranking"})],
-    ids=["embedding", "ranking"],
+    [
+        (EMBEDDING, {"embedding", "embedding beside others"}),
+        (RANKING, {"ranking"}),
+        (CLASSES, {"classes"}),
+    ],
+    ids=["embedding", "ranking", "classes"],
 )
 def test_a_sound_server_passes_and_is_asked_for_numbers_alone(
     host: Host, asked: dict[str, object], names: set[str]
@@ -50,7 +56,11 @@ VIOLATIONS = [
     ({**EMBEDDING, "width": 96}, "", "embedding", "128 numbers, the model's width is 96"),
     (EMBEDDING, "mixes-up", "embedding beside others", "another embedding beside others"),
     (RANKING, "garbage", "ranking", "the document that answers scored 1.000, the other 1.000"),
+    (CLASSES, "garbage", "classes", "got the very same numbers"),
+    (CLASSES, "nan", "classes", "a probability is none"),
+    (CLASSES, "mixes-up", "classes", "other classes beside another"),
     (EMBEDDING, "counters-flat", "counters", "moved by 0"),
+    (HEARING, "blind", "sound", "a sound of 4 s takes"),
 ]
 
 
@@ -83,3 +93,12 @@ def test_a_base_model_that_says_something_else_is_not_proven(host: Host) -> None
     release = release_of(host, {"task": "completion", "questions": asked})
     host.started(release, "garbage")
     assert [item.name for item in check(host, release, "quick").failed] == ["first answer"]
+
+
+def test_sounds_that_reach_the_model_take_of_its_context(host: Host) -> None:
+    release = release_of(host, HEARING)
+    host.started(release)
+    result = check(host, release)
+    assert result.ok, result.failed
+    [heard] = [one.detail for one in result.checks if one.name == "sound"]
+    assert heard.startswith("sounds of 1 and 4 s took")

@@ -1,4 +1,4 @@
-"""Checks of engines that answer with numbers: embeddings and rankings."""
+"""Checks of engines that answer with numbers: embeddings, rankings, classes."""
 
 from __future__ import annotations
 
@@ -60,6 +60,36 @@ def ranking(probe: Probe) -> str:
             f"the document that answers scored {scores[1]:.3f}, the other {scores[0]:.3f}"
         )
     return f"the document that answers scored {scores[1]:.3f}, the other {scores[0]:.3f}"
+
+
+def classes(probe: Probe) -> str:
+    """Probabilities of classes add up, and a text has the same ones whatever stands beside it."""
+    first, *_ = _probabilities(probe, [_QUESTION])
+    found = _probabilities(probe, [_FAR, _QUESTION])
+    if len(found) != 2 or len({len(one) for one in (first, *found)}) != 1:
+        raise CheckError(f"two texts got {[len(one) for one in found]} classes, one {len(first)}")
+    if max(abs(a - b) for a, b in zip(first, found[1], strict=True)) > 0.02:
+        raise CheckError("the same text got other classes beside another")
+    if len(first) > 1 and found[0] == found[1]:
+        raise CheckError("two texts about different things got the very same numbers")
+    return f"{len(first)} classes, the same beside another text"
+
+
+def _probabilities(probe: Probe, texts: list[str]) -> list[list[float]]:
+    answer = _ask(probe, "/classify", {"input": texts})
+    found = []
+    for item in _list(answer, "data"):
+        numbers = item.get("probs") if isinstance(item, dict) else None
+        if not isinstance(numbers, list) or not numbers:
+            raise CheckError("the answer has no probabilities")
+        if not all(type(n) in (int, float) and 0 <= n <= 1 for n in numbers):
+            raise CheckError(f"a probability is none: {short(str(numbers))}")
+        if len(numbers) > 1 and abs(sum(numbers) - 1) > 0.02:
+            raise CheckError(
+                f"the probabilities of {len(numbers)} classes add up to {sum(numbers)}"
+            )
+        found.append([float(n) for n in numbers])
+    return found
 
 
 def _ask(probe: Probe, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from spark_contract.sentences import PREFIX_REUSE
 
-from spark_host.check import answers, evidence, images, long_text, pooled
+from spark_host.check import answers, evidence, images, long_text, pooled, sounds
 from spark_host.check.probe import Probe, Weight
 
 
@@ -29,6 +29,7 @@ class Check:
 
 
 NEVER = "cannot"
+POOLING = ("embedding", "reranking", "classification")
 _TALKATIVE = "cannot: any instruct model answers the questions without thinking"
 
 CHECKS = (
@@ -103,6 +104,12 @@ CHECKS = (
         lambda p: p.plan.image,
     ),
     Check(
+        "sound", "full", sounds.sound, "must",
+        "sounds that do not reach the model: a longer one takes no more of the context",
+        "cannot: what it says of them is not looked at",
+        lambda p: p.plan.sound,
+    ),
+    Check(
         "embedding", "quick", pooled.embedding, "must",
         "damaged weights, another pooling than the model's, numbers that are none",
         "cannot: the one text says what the other says, the third is about something else",
@@ -118,6 +125,12 @@ CHECKS = (
         "damaged weights, a head that is not loaded: documents in no order",
         "cannot: the one document answers the question, the other is about something else",
         lambda p: p.plan.task == "reranking",
+    ),
+    Check(
+        "classes", "quick", pooled.classes, "must",
+        "damaged weights, a head that is not loaded, numbers that are no probabilities",
+        "cannot: which class is right is not looked at",
+        lambda p: p.plan.task == "classification",
     ),
     Check(
         PREFIX_REUSE, "full", long_text.prefix_reuse, "must",
@@ -140,7 +153,7 @@ CHECKS = (
     Check(
         "counters", "quick", evidence.counters_move, "must",
         "metrics that stand still, by which the watch would not see a stall", NEVER,
-        lambda p: bool(p.plan.plain_questions) or p.plan.task in ("embedding", "reranking"),
+        lambda p: bool(p.plan.plain_questions) or p.plan.task in POOLING,
     ),
     Check(
         "metrics", "quick", evidence.metrics_required, "must",

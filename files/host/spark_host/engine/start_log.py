@@ -35,7 +35,7 @@ _SIZES = {
     "graphs": re.compile(r"Graph capturing finished in [\d.]+ secs, took (-?[\d.]+) GiB"),
     "kv_cache": re.compile(r"Available KV cache memory: ([\d.]+) GiB"),
 }
-_TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+_TOKENS = re.compile(r"\b[GC]PU KV cache size: ([\d,]+) tokens")
 
 
 def messages(log: Iterable[str]) -> Iterator[str]:

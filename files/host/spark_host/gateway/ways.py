@@ -29,6 +29,7 @@ class Way:
     path: str
     named: str = ""  # a regular expression between path and end, its match called `id`
     end: str = ""
+    engine: str = ""  # the engine's own path, where it is another one
 
     @property
     def location(self) -> str:
@@ -40,6 +41,8 @@ class Way:
     @property
     def forwarded(self) -> str:
         """Return the path that the engine gets."""
+        if self.engine:
+            return self.engine
         return f"{self.path}$id{self.end}" if self.named else self.path
 
 
@@ -54,8 +57,9 @@ WAYS = (
     Way("POST", "/v1/embeddings"),
     Way("POST", "/v1/rerank"),
     Way("POST", "/v1/score"),
-    Way("POST", "/v1/classify"),
-    Way("POST", "/v1/pooling"),
+    # The engine has these two without the version in front.
+    Way("POST", "/v1/classify", engine="/classify"),
+    Way("POST", "/v1/pooling", engine="/pooling"),
     Way("GET", "/v1/models"),
     Way("GET", "/v1/models/", _MODEL),
 )
