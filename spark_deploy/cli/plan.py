@@ -209,7 +209,7 @@ def _speed(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     """Say how fast it would be; an engine without the kernels of a Spark is no matter of bytes."""
     if profile.engine_mode != "native" or not isinstance(model, HybridModel):
         return
-    if "--nnodes" in plan.serve.engine.argv:
+    if plan.serve.cluster:
         return  # what goes between hosts is not in the arithmetic
     shape, most = model.architecture, profile.limits.max_sequences
     one = speed_of(shape, profile)

@@ -70,7 +70,19 @@ def _problems(survey: Survey) -> Iterator[Problem]:
         )
 
 
+# Minutes away, archives' lists and certificates begin to be "not valid yet".
+_CLOCK_S = 300
+
+
 def _warnings(survey: Survey) -> Iterator[Problem]:
+    ahead_s = survey.identity.clock_ahead_s
+    if abs(ahead_s) > _CLOCK_S:
+        away = f"{abs(ahead_s) / 60:,.0f} minutes {'ahead of' if ahead_s > 0 else 'behind'}"
+        yield Problem(
+            "clock",
+            f"{away} this machine's: package lists, certificates and keys may be refused",
+            "see `timedatectl` on the side that is wrong; `timedatectl set-ntp true` sets it right",
+        )
     if survey.docker_silent not in ("", "active"):
         yield Problem(
             "docker",

@@ -47,19 +47,8 @@ class Engine:
     mounts: tuple[Mount, ...]
     docker_args: tuple[str, ...]
     user: str | None  # of this host; None in releases that ran as root
-
-    @property
-    def max_sequences(self) -> int:
-        """How many requests the engine works on at once."""
-        return self._number("--max-num-seqs") or 1
-
-    @property
-    def kv_cache_bytes(self) -> int | None:
-        """How large the cache was told to be; ``None``: what is left of the engine's share."""
-        return self._number("--kv-cache-memory-bytes")
-
-    def _number(self, option: str) -> int | None:
-        return int(self.argv[self.argv.index(option) + 1]) if option in self.argv else None
+    max_sequences: int  # requests that are computed at once
+    kv_cache_bytes: int | None  # None: what is left of the engine's share of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +241,11 @@ class Release:
     @staticmethod
     def upgrade(data: dict[str, Any]) -> dict[str, Any]:
         """Add what releases lack that were made before it was asked of them."""
-        image, check = data["image"], data["check"]
+        image, engine, check = data["image"], data["engine"], data["check"]
         return {
             **data,
             "image": {"digest_label": None, "base": image["tag"], "plugin": "", **image},
-            "engine": {"user": None, **data["engine"]},
+            "engine": {"user": None, **_told_by(engine["argv"]), **engine},
             "check": {**dict.fromkeys(_LATER_WISHES), **_LATER_CHECKS, **check},
             "watch": {"hot_celsius": None, **data["watch"]},
         }
@@ -264,6 +253,17 @@ class Release:
 
 _LATER_WISHES = ("needle", "acceptance_floor", "prefix", "bench")
 _LATER_CHECKS = {"conversation": False, "image": False, "metrics_required": {}}
+
+
+def _told_by(argv: list[str]) -> dict[str, int | None]:
+    # Only the arguments told it of releases made before the engine's part held it by name.
+    def number(option: str) -> int | None:
+        return int(argv[argv.index(option) + 1]) if option in argv else None
+
+    return {
+        "max_sequences": number("--max-num-seqs") or 1,
+        "kv_cache_bytes": number("--kv-cache-memory-bytes"),
+    }
 
 
 def service_of(name: str) -> str:

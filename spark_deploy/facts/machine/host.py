@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ echo '== kernels'
 for image in /boot/vmlinuz-*; do [ -e "$image" ] && echo "${image##*/vmlinuz-}"; done
 echo '== host-key'
 ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub 2>/dev/null | cut -d' ' -f2
+echo '== clock'; date +%s
 echo '== reboot'; [ -e /run/reboot-required ] && { echo required; cat /run/reboot-required.pkgs; }
 """
 
@@ -45,6 +47,7 @@ class HostIdentity:
     newest_kernel: str  # newest installed; "" when /boot shows none
     reboot_required: bool
     reboot_packages: tuple[str, ...]
+    clock_ahead_s: float = 0.0  # of the controller's; below zero: behind it
 
     @property
     def reboot_pending(self) -> str:
@@ -74,6 +77,7 @@ def parse(sections: Sections) -> HostIdentity:
         newest_kernel=newest(list(sections.get("kernels", ())), like=kernel),
         reboot_required=bool(reboot),
         reboot_packages=tuple(sorted({line for line in reboot[1:] if line})),
+        clock_ahead_s=float(clock) - time.time() if (clock := first(sections, "clock")) else 0.0,
     )
 
 

@@ -110,6 +110,8 @@ def serve_plan(
             ),
             docker_args=CONTAINER_ARGUMENTS,
             user=ENGINE_USER,
+            max_sequences=profile.limits.max_sequences,
+            kv_cache_bytes=profile.kv_cache.size_bytes,
         ),
         memory=Memory(memory.needed_bytes, settings.memory.start_wait_s, memory.floor_bytes),
         timeouts=Timeouts(serve.start_timeout_s, serve.stop_timeout_s, serve.drain_s),

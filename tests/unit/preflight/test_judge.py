@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -381,3 +382,12 @@ def test_a_tailnet_is_only_asked_for_when_the_gateway_needs_it() -> None:
     stopped = survey(tailscale=["no current Tailscale IPs; state: Stopped"])
     one(problems(stopped, tailscale=True), "state: Stopped", "serve.expose")
     assert problems(survey(tailscale=["100.101.102.103"]), tailscale=True) == []
+
+
+@pytest.mark.parametrize(("away_s", "words"), [(-86_400, "1,440 minutes behind"), (7_200, "ahead")])
+def test_a_clock_that_is_hours_away_is_a_warning(away_s: int, words: str) -> None:
+    one(warnings(survey(clock=[str(int(time.time()) + away_s)])), "clock", words, "timedatectl")
+
+
+def test_a_clock_that_is_seconds_away_is_none() -> None:
+    assert warnings(survey(clock=[str(int(time.time()) - 20)])) == []
