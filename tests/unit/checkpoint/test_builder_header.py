@@ -148,6 +148,7 @@ mutations = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=1500)
 @given(mutations)
 def test_no_damaged_file_is_accepted_that_the_package_refuses(changes):

@@ -130,6 +130,7 @@ def written(data: dict[str, Any], name: str) -> tuple[str, tuple[Problem, ...]]:
         return "", tuple(error.problems)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(value=ANYTHING)
 @pytest.mark.parametrize("name", READ)

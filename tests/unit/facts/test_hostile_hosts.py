@@ -105,6 +105,7 @@ def said(draw: st.DrawFn, name: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FACTS))
 def test_a_fact_is_a_value_or_one_error(name: str) -> None:
     fact = FACTS[name]()

@@ -57,6 +57,7 @@ def test_nothing_that_is_printed_holds_the_key(connection: Connection, gate: Doo
         assert gate.key not in text_of(client, connection), client
 
 
+@pytest.mark.slow
 def test_the_script_for_python_answers_with_the_real_package(
     connection: Connection, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_the_script_for_python_answers_with_the_real_package(
     assert (done.returncode, done.stdout.strip()) == (0, ANSWER), done.stderr
 
 
+@pytest.mark.slow
 def test_openai_needs_nothing_but_the_environment(connection: Connection) -> None:
     program = f"""
 import os
@@ -79,6 +81,7 @@ print(asked.choices[0].message.content)
     assert run_after("env", connection, program).strip() == ANSWER
 
 
+@pytest.mark.slow
 def test_anthropic_needs_nothing_but_the_environment(connection: Connection) -> None:
     program = f"""
 import os

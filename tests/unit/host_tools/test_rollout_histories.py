@@ -113,7 +113,13 @@ def lives_through(story: Story, faults: dict[int, str], then: Sequence[str] = ()
     return model
 
 
-@pytest.mark.parametrize("name", STORIES)
+# The first stories that others vary are told at every check, all of them before a change is taken.
+PLAIN = ("a first release", "another release", "the same after an upgrade")
+
+
+@pytest.mark.parametrize(
+    "name", [one if one in PLAIN else pytest.param(one, marks=pytest.mark.slow) for one in STORIES]
+)
 def test_one_fault_at_every_call(name: str) -> None:
     story = STORIES[name]
     calls = lives_through(story, {}).calls_of_first
@@ -122,6 +128,7 @@ def test_one_fault_at_every_call(name: str) -> None:
             lives_through(story, {number: fault})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a first release", "another release", "the way back"])
 def test_killed_at_every_call_and_again_while_it_recovers(name: str) -> None:
     story = STORIES[name]

@@ -66,6 +66,7 @@ def test_plain_words_come_through_as_they_are(text: str) -> None:
     assert json.loads(heard(json.dumps(text))) == text
 
 
+@pytest.mark.slow
 def test_with_v_pyinfra_shows_text_of_a_host_and_no_command_to_the_terminal(
     tmp_path: Path,
 ) -> None:

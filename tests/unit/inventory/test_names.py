@@ -197,6 +197,7 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "fix"),
     [
@@ -213,6 +214,7 @@ def test_pyinfra_with_an_inventory_that_is_not_there_is_red(named, fix):
     assert fix in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["hosts = []", "rack = ([], {'a': 1})", "", "_hosts = ['a']"])
 def test_pyinfra_with_a_plain_inventory_without_a_host_is_red(own, text):
     with_our_config(own)
@@ -227,6 +229,7 @@ def with_our_config(own: Path) -> None:
         "_pathlib.Path(__file__).resolve().parent", repr(str(CHECKOUT))))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_hosts_and_modules_that_pyinfra_knows_pass(own):
     with_our_config(own)
     (own / "racks.py").write_text('hosts = ["@local"]')

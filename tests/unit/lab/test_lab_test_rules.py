@@ -84,6 +84,7 @@ def test_lab_tests_are_refused_side_by_side(tmp_path: Path) -> None:
     assert "1 passed, 1 error" in done.stdout
 
 
+@pytest.mark.slow
 def test_every_lab_test_that_is_written_is_collected() -> None:
     """The gate runs few of them: one that no run of pytest finds would be missed by nobody."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]

@@ -16,6 +16,7 @@ def test_the_stored_weights_are_those_of_the_recipe_as_it_stands() -> None:
     assert weights.FILE.stat().st_size < 15_000_000
 
 
+@pytest.mark.slow
 def test_base_and_shared_experts_are_the_same_bytes_after_storing(tmp_path: Path) -> None:
     made = original.random_weights(TINY, weights.VISION_SEED)
     source = np.random.default_rng(3)
@@ -33,6 +34,7 @@ def test_base_and_shared_experts_are_the_same_bytes_after_storing(tmp_path: Path
     assert [name for name in shared if donor[0][name].data != donor[1][name].data] == []
 
 
+@pytest.mark.slow
 def test_what_is_no_weight_of_this_model_is_refused(tmp_path: Path) -> None:
     other = Shape(layers=8)
     weights.write(tmp_path / "weights.npz", original.random_weights(other, 1))

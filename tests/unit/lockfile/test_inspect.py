@@ -52,6 +52,7 @@ def fitting(found: dict[tuple[str, str], str | None]) -> set[tuple[str, str]]:
     return {key for key, why in found.items() if why is None}
 
 
+@pytest.mark.slow
 def test_every_part_of_every_model_is_held_against_it(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

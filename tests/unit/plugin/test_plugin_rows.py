@@ -113,6 +113,7 @@ def test_every_file_of_rows_is_part_of_the_table() -> None:
     assert {row["why"] for row in stated} == {row.why for row in table.TABLE}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_the_plugin(tmp_path: Path) -> None:
     """Built as the Dockerfile does it, from a copy: a build leaves files beside its sources."""
     shutil.copytree(IMAGE, tmp_path / "image", ignore=shutil.ignore_patterns("__pycache__"))

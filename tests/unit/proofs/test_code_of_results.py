@@ -82,6 +82,7 @@ def test_the_page_says_of_a_result_whether_its_code_is_this_code():
     assert "before digests" in age("experts", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_every_result_rests_on_code_that_is_known(path):
     digests = code.digests(path.stem)

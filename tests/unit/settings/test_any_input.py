@@ -105,6 +105,7 @@ def test_any_value_of_any_setting(root, chosen):
     problems_of(found.settings, CATALOG)
 
 
+@pytest.mark.slow
 @FEW
 @given(
     st.one_of(
@@ -205,6 +206,7 @@ def catalog_copy(root: Path) -> Path:
 FILES = ("models/qwen3.5-35b.yml", "profiles/v2.yml", "guard_rails.yml")
 
 
+@pytest.mark.slow
 @settings(FEW, max_examples=15)
 @given(st.sampled_from(FILES), st.data())
 def test_any_catalog_file(root, name, data):

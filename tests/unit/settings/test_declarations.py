@@ -66,6 +66,7 @@ def contents(checkout: Path) -> dict[str, str]:
     return {path.relative_to(checkout).as_posix(): path.read_text("utf-8") for path in files}
 
 
+@pytest.mark.slow
 def test_a_new_setting_is_typed_in_one_place_and_used_in_another(checkout, tmp_path):
     declaration = checkout / DECLARATION
     before = declaration.read_text("utf-8")

@@ -247,7 +247,11 @@ WRONG = {
         "too deeply",
         "fewer levels",
     ),
-    "half a character": ('model: "\\ud800"', "half a character", "write the text anew"),
+    "half a character": (
+        'model: "\\ud800"',
+        "invalid Unicode character",
+        "correct the YAML of that line",
+    ),
     "a proxy with a login in the open": (
         "proxy: {https: 'http://ann:word@proxy:3128'}",
         "proxy.https",

@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from spark_deploy.checkout import CHECKOUT
 from tools import sbom
 
@@ -76,6 +78,7 @@ def test_the_dockerfile_brings_in_nothing_that_the_list_does_not_know() -> None:
         assert "--no-index" in words_of or "--offline" in words_of
 
 
+@pytest.mark.slow
 def test_the_plugin_s_wheel_has_the_same_bytes_from_another_place_and_time(tmp_path: Path) -> None:
     wheels = [built(tmp_path / name, when) for name, when in (("a", 1), ("deep/b", 1_700_000_000))]
     assert wheels[0] == wheels[1]
