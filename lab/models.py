@@ -8,12 +8,13 @@ from pathlib import Path
 from lab.content import content_key
 from lab.hybrid import ensure_hybrid
 from lab.paths import LabPaths
+from lab.sixteen_bit import ensure_sixteen_bit
 
 MODEL_DIR = Path(__file__).with_name("model")
 
 
 def ensure_models(paths: LabPaths) -> None:
-    """Have the repositories of the model, and the hybrid that is made of them.
+    """Have the repositories of the model, the hybrid that is made of them, and their original.
 
     Imported inside, not above: the lab's long-lived processes run without the model's files.
     """
@@ -25,3 +26,4 @@ def ensure_models(paths: LabPaths) -> None:
         build(paths.hub)
         mark.write_text(json.dumps({"key": key}))
     ensure_hybrid(paths.hub)
+    ensure_sixteen_bit(paths.hub)

@@ -39,6 +39,11 @@ RAN: dict[str, tuple[str, ...]] = {
     "release": (*PLUGIN, "proofs/releases/*.py", "proofs/recall/language.py", ANSWERS),
     "lm-head": (*HEAD, "benchmarks/gpu/*.py", "tests/gpu/test_lm_head.py"),
     "marlin": ("tests/gpu/test_marlin.py", "benchmarks/gpu/timing.py"),
+    "requantize": (
+        "benchmarks/gpu/requantize.py",
+        "files/checkpoint/spark_checkpoint/requantize/inside.py",
+        "files/checkpoint/spark_checkpoint/requantize/gates.py",
+    ),
     "experts": ("tests/gpu/test_experts.py",),
     "turboquant": ("files/image/spark_vllm/turboquant.py", "tests/gpu/test_turboquant.py"),
 }

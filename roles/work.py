@@ -16,11 +16,13 @@ from spark_deploy.operations.service.hub_token import hub_token
 from spark_deploy.operations.service.jobs import job, prepared
 from spark_deploy.operations.service.proxy import proxied_jobs
 from spark_deploy.operations.service.share import closed, lent, surveyed
+from spark_deploy.operations.service.tools import quantiser
 from spark_deploy.planning.work.jobs import Work, ready_name
 from spark_deploy.settings.secrets import SecretRef
 from spark_deploy.settings.sources import FleetSettings, ProxySettings
 
 _REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before
+_QUANTISING_TIMEOUT_S = 4 * 86400  # 40 hours are foreseen for 122B
 
 
 def _start(
@@ -53,13 +55,41 @@ def fetch(
 @deploy("Checkpoint")
 def build(*, jobs: Sequence[Work], release: str) -> None:
     """Build the checkpoint once its base is fetched; its receipt is the proof."""
-    _start(jobs, release, ("checkpoint",), lambda _: "Build the checkpoint")
+    if not _quantised(jobs):
+        _start(jobs, release, ("checkpoint",), lambda _: "Build the checkpoint")
 
 
 @deploy("Image")
 def image(*, jobs: Sequence[Work], release: str) -> None:
     """Have the pinned base with our plugin, which checks itself in the build."""
     _start(jobs, release, ("image",), lambda _: "Prepare the engine image")
+    if _quantised(jobs):
+        # In the engine's image, which systemd has begin before it.
+        _start(jobs, release, ("requantize",), lambda one: f"Have an INT4 tree: {one.job.title}")
+        _start(jobs, release, ("checkpoint",), lambda _: "Build the checkpoint")
+
+
+def _quantised(jobs: Sequence[Work]) -> bool:
+    return any(work.job.kind == "requantize" for work in jobs)
+
+
+@deploy("Quantise")
+def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
+    """Have AutoRound make the INT4 tree; its receipt is the proof."""
+    wanted = tuple(work for work in jobs if work.job.kind in ("image-build", "image-pull"))
+    prepared(
+        name="Wait until the engine image is there",
+        jobs=tuple(work.job for work in wanted),
+        release=release,
+    )
+    quantiser(name="Have AutoRound beside the engine image", image=image)
+    _start(jobs, release, ("requantize",), lambda one: f"Begin to {one.job.title}")
+    prepared(
+        name="Wait until the tree is quantised",
+        jobs=tuple(work.job for work in jobs),
+        release=release,
+        timeout_s=_QUANTISING_TIMEOUT_S,
+    )
 
 
 @deploy("Ready")

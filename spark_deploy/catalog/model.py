@@ -42,6 +42,12 @@ class Sources:
         "is none.",
         pattern=HUB_REPOSITORY,
     )
+    original: str | None = setting(
+        None,
+        "16-bit tree that `spark-deploy requantize` makes an INT4 tree of; null when there is "
+        "none.",
+        pattern=HUB_REPOSITORY,
+    )
     revision: str = setting("main", "Branch or tag the lock starts from.")
     repeats_names: bool = setting(
         False, "The base's files hold some tensors twice, which fastsafetensors refuses."

@@ -112,7 +112,7 @@ def _submit(one: Listed, release: Release, result: BenchResult, files: Path, raw
     if mine is None:
         say(f"{one.name}: what serves is not what the settings say: no folder for others")
         return
-    locked = mine.checkpoint.base.locked if mine.checkpoint else mine.sources[0].locked
+    locked = mine.sources[0].locked
     origin = submission.Origin(locked.repo, locked.commit, built=mine.checkpoint is not None)
     found = json.loads(raw.read_text()) if result.cells else None
     folder = files.with_name(f"{files.name}.submission")

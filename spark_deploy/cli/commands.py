@@ -181,6 +181,16 @@ COMMANDS: dict[str, Entry] = {
         CHANGE,
         module="changes.line",
     ),
+    "requantize": Entry(
+        SERVE,
+        "Make an INT4 tree of a model's 16-bit repository with AutoRound, as a job of a host.",
+        (
+            click.Argument(["wanted"], metavar="MODEL", shell_complete=names_of("models")),
+            option("--on", "The host that does it.", multiple=True, metavar="NAME"),
+            *CHANGE,
+        ),
+        module="changes.requantize",
+    ),
     "rotate-key": Entry(
         SERVE,
         "Give services a new API key; the old one is refused at once.",

@@ -17,6 +17,7 @@ from spark_deploy.lockfile.file import checked, write_lock
 from spark_deploy.lockfile.resolve import beside_of, size
 from spark_deploy.lockfile.types import HeldNames, Lock
 from spark_deploy.planning.resolve import pair_of
+from spark_deploy.planning.types import SourcePlan
 from spark_deploy.planning.work.checkpoint import checkpoint_plan
 from spark_deploy.settings.types import Settings
 
@@ -36,8 +37,10 @@ def open_questions(
 ) -> Iterator[tuple[HeldNames, BuildPlan]]:
     """Yield every build of a host whose names the lock says nothing of; its sources are locked."""
     for one in settings.all_served:
+        if one.checkpoint.requantized:
+            continue  # no hub has its base; the builder holds it when it is there
         plan = checkpoint_plan(*pair_of(one, catalog), one, lock)
-        if plan is not None:
+        if plan is not None and isinstance(plan.base, SourcePlan):
             asked = names.question(plan.order, plan.base.locked, plan.donor)
             if not lock.holds(asked):
                 yield asked, plan.order

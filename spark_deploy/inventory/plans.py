@@ -15,7 +15,7 @@ from spark_deploy.facts.machine.fabric import Fabric, Ports
 from spark_deploy.inventory.held import held_for
 from spark_deploy.inventory.known import known_of
 from spark_deploy.lockfile.resolve import locked_for
-from spark_deploy.payload.content import SITE_REQUIREMENTS, read_payload
+from spark_deploy.payload.content import SITE_REQUIREMENTS, quantiser_digest, read_payload
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.resolve import Request
 from spark_deploy.planning.types import HostPlan, PayloadIdentity
@@ -32,6 +32,7 @@ def payload_identity() -> PayloadIdentity:
         tools_digest=payload.tools_digest,
         image_context_digest=payload.image_context_digest,
         python_requirements=SITE_REQUIREMENTS,
+        quantiser_digest=quantiser_digest(),
     )
 
 

@@ -64,7 +64,9 @@ def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterato
         yield model.repository, model.revision
         return
     start = model.sources.hybrid if settings.checkpoint.prebuilt else model.sources.base
-    # A model without a hybrid is refused by the plan, in better words.
+    if settings.checkpoint.requantized:
+        start = model.sources.original
+    # A model without that one is refused by the plan, in better words.
     yield start or model.sources.base, model.sources.revision
     if profile.shared_experts == "fp8-donor" and model.sources.donor:
         yield model.sources.donor, model.sources.revision

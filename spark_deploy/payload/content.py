@@ -24,6 +24,7 @@ from spark_deploy.managed import ManagedFile
 
 FILES = CHECKOUT / "files"
 SITE_REQUIREMENTS = "files/checkpoint/requirements.txt"
+QUANTISER_REQUIREMENTS = "files/checkpoint/quantiser.txt"
 LAUNCHER = """#!/bin/sh
 # Runs the host tools from the version this file belongs to, and no Python of the folder or the
 # environment that somebody calls it from; the second line holds for the jobs it starts, too.
@@ -97,6 +98,13 @@ def read_payload() -> Payload:
             and ".egg-info/" not in file.path
         ),
     )
+
+
+def quantiser_digest() -> str:
+    """Return the identity of AutoRound's wheels, and of the script that runs it."""
+    script = FILES / "checkpoint/spark_checkpoint/requantize/inside.py"
+    told = (CHECKOUT / QUANTISER_REQUIREMENTS, script)
+    return digest_of([hashlib.sha256(path.read_bytes()).hexdigest() for path in told])
 
 
 @functools.cache

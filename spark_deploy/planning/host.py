@@ -33,6 +33,7 @@ from spark_deploy.planning.types import (
     PairPlan,
     ScheduledPlan,
     ServicePlan,
+    SourcePlan,
     ToolsPlan,
 )
 from spark_deploy.planning.work.checkpoint import (
@@ -40,6 +41,7 @@ from spark_deploy.planning.work.checkpoint import (
     served_source,
     source_plan,
 )
+from spark_deploy.planning.work.requantized import requantized_plan
 from spark_deploy.settings.host import BaseSettings, ExpectSettings
 from spark_deploy.settings.sources import RepositorySettings
 from spark_deploy.settings.types import Settings
@@ -128,16 +130,22 @@ def pair_plan(served: Resolved, request: Request) -> PairPlan:
         what = "its headers are not read yet, so nobody knows what it takes"
         fix = "run `spark-deploy lock` while the hub answers"
         raise PlanError.one(f"lock: {model.repository}", what, fix)
-    checkpoint = checkpoint_plan(model, profile, settings, request.lock)
-    if checkpoint:
+    lock, payload = request.lock, request.payload
+    image = image_plan(model, profile, settings, lock, payload)
+    cache = cache_dir(settings, profile, image)
+    more = beside_plans(model, profile, settings, lock)
+    made = requantized_plan(model, settings, lock, image, payload.quantiser_digest)
+    checkpoint = checkpoint_plan(model, profile, settings, lock, made)
+    if made:
+        base = made.original
+    elif checkpoint and isinstance(checkpoint.base, SourcePlan):
         base = checkpoint.base
     else:
-        base = source_plan(served_source(model, request.lock), settings)
-    image = image_plan(model, profile, settings, request.lock, request.payload)
-    cache = cache_dir(settings, profile, image)
-    more = beside_plans(model, profile, settings, request.lock)
+        base = source_plan(served_source(model, lock), settings)
     sources = (base, *(one.source for one in more))
-    return PairPlan(model.name, profile.name, sources, checkpoint, image, cache, beside=more)
+    return PairPlan(
+        model.name, profile.name, sources, checkpoint, image, cache, beside=more, requantized=made
+    )
 
 
 def _needs(

@@ -11,7 +11,7 @@ from typing import Any
 
 from spark_contract.gateway import Gateway
 from spark_contract.images import LayersPlan
-from spark_contract.orders import BuildPlan
+from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import GPU_RECEIPT
 from spark_contract.release import Release
 
@@ -36,6 +36,7 @@ class PayloadIdentity:
     tools_digest: str  # files/host and files/checkpoint
     image_context_digest: str  # files/image
     python_requirements: str  # path in the checkout of the hash-pinned wheels list
+    quantiser_digest: str = ""  # of the list of AutoRound's wheels
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +149,43 @@ class SourcePlan:
         """Identity of the tree's content (not of where it comes from)."""
         return self.locked.digest
 
+    @property
+    def revision(self) -> str:
+        """What its receipt names."""
+        return self.locked.commit
+
+
+@dataclass(frozen=True, slots=True)
+class RequantizedPlan:
+    """An INT4 tree made here from a 16-bit repository; a base like a fetched one."""
+
+    order: RequantizePlan
+    original: SourcePlan
+    calibration: str  # the text that it is tuned with
+    size_bytes: int  # computed from the architecture
+
+    @property
+    def dir(self) -> str:
+        """Where the tree will be on the host."""
+        return self.order.out
+
+    @property
+    def digest(self) -> str:
+        """Identity of everything the tree is made from."""
+        return self.order.digest
+
+    @property
+    def revision(self) -> str:
+        """What its receipt names."""
+        return self.order.digest
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
     """The hybrid checkpoint to build."""
 
     order: BuildPlan
-    base: SourcePlan
+    base: SourcePlan | RequantizedPlan
     donor: LockedSource | None
     output_bytes: int  # new bytes on disk (overlay: the small shard only)
     donor_bytes: int  # of the swapped tensors, read as ranges
@@ -203,11 +234,18 @@ class PairPlan:
     image: ImagePlan
     cache_dir: str
     beside: tuple[BesidePlan, ...] = field(default=(), kw_only=True)  # part of the sources
+    requantized: RequantizedPlan | None = field(default=None, kw_only=True)  # None: fetched
 
     @property
-    def tree(self) -> CheckpointPlan | SourcePlan:
+    def fetched(self) -> tuple[SourcePlan, ...]:
+        """The sources that jobs of their own fetch, and that stay: not what is quantised."""
+        made = self.requantized
+        return tuple(one for one in self.sources if made is None or one is not made.original)
+
+    @property
+    def tree(self) -> CheckpointPlan | RequantizedPlan | SourcePlan:
         """The tree the engine loads."""
-        return self.checkpoint or self.sources[0]
+        return self.checkpoint or self.requantized or self.sources[0]
 
 
 @dataclass(frozen=True, slots=True)

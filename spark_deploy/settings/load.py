@@ -22,6 +22,7 @@ from spark_deploy.documents.files import load_schema, read_mapping
 from spark_deploy.documents.plain_data import KeyPath
 from spark_deploy.documents.schema_check import dotted, problems_of
 from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.settings.calibration import with_calibration
 from spark_deploy.settings.chat_template import with_template
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.sinks import control_characters
@@ -173,12 +174,15 @@ def _host_settings(
         ]
         settings = _alone_unless_member(settings, host)
     if not found:
+        # Files of this machine that settings name: their content takes part from here on.
         engine = with_template(settings.engine, root)
-        if isinstance(engine, Broken):
-            place = ("engine", *engine.key)
-            found = [Problem(f"{where(place)}: {dotted(place)}", engine.what, engine.fix)]
-        else:
-            settings = dataclasses.replace(settings, engine=engine)
+        texts = with_calibration(settings.requantize, root)
+        for section, read in (("engine", engine), ("requantize", texts)):
+            if isinstance(read, Broken):
+                place = (section, *read.key)
+                found.append(Problem(f"{where(place)}: {dotted(place)}", read.what, read.fix))
+        if not (isinstance(engine, Broken) or isinstance(texts, Broken)):
+            settings = dataclasses.replace(settings, engine=engine, requantize=texts)
     problems.extend(found)
     return HostSettings(host, group, root, settings, data)
 

@@ -35,6 +35,7 @@ from spark_deploy.settings.serving import (
     MemorySettings,
     PairSettings,
     ReleaseSettings,
+    RequantizeSettings,
     RolloutSettings,
     ScheduledSettings,
     ServeSettings,
@@ -116,6 +117,7 @@ class Settings:
     serve: ServeSettings = section(ServeSettings)
     engine: EngineSettings = section(EngineSettings)
     checkpoint: CheckpointSettings = section(CheckpointSettings)
+    requantize: RequantizeSettings = section(RequantizeSettings)
     cluster: ClusterSettings = section(ClusterSettings)
     memory: MemorySettings = section(MemorySettings, heading="Memory: one pool for CPU and GPU")
     watch: WatchSettings = section(WatchSettings)

@@ -24,6 +24,7 @@ from spark_contract.orders import (
     TOKENIZER,
     BuildPlan,
     FetchPlan,
+    RequantizePlan,
     Wire,
 )
 
@@ -86,6 +87,11 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> int:
 
         copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
         build(read_build_plan(arguments.plan), progress, copies)
+    elif arguments.command == "requantize":
+        from spark_checkpoint.requantize.requantize import requantize
+
+        copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
+        requantize(files.load(RequantizePlan, arguments.order, "is missing"), progress, copies)
     elif arguments.command == "verify":
         verify_tree(arguments.dir, progress, full=arguments.full)
     elif arguments.command == "discard":
@@ -166,6 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("manifests", type=Path, metavar="DIR")
     one = commands.add_parser("build", help="build the checkpoint of a plan")
     one.add_argument("plan", type=Path, metavar="PLAN.json")
+    one.add_argument("--or-copy", type=Path, metavar="COPY.json", help="hosts that have it")
+    one = commands.add_parser("requantize", help="quantise a 16-bit repository with AutoRound")
+    one.add_argument("order", type=Path, metavar="REQUANTIZE.json")
     one.add_argument("--or-copy", type=Path, metavar="COPY.json", help="hosts that have it")
     one = commands.add_parser("verify", help="check a tree against its receipt")
     one.add_argument("dir", type=Path, metavar="DIR")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from spark_contract import documents
 from spark_contract.orders import RECEIPT_NAME
-from spark_contract.receipts import CheckpointReceipt, Receipt, ReceiptFile, SourceReceipt, parse
+from spark_contract.receipts import AnyReceipt, Receipt, ReceiptFile, parse
 
 from spark_checkpoint.errors import TreeDiffers
 from spark_checkpoint.format.pieces import pieces_of
 from spark_checkpoint.storage import Stamp, write_json
 
 
-def load_receipt(directory: Path) -> SourceReceipt | CheckpointReceipt | None:
+def load_receipt(directory: Path) -> AnyReceipt | None:
     """Return the receipt of a tree, None when there is none.
 
     Raises:

@@ -55,7 +55,7 @@ class Job:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     digest: str
-    kind: Literal["fetch", "checkpoint", "image-build", "image-pull", "discard"]
+    kind: Literal["fetch", "requantize", "checkpoint", "image-build", "image-pull", "discard"]
     title: str
     argv: tuple[str, ...]
     env: dict[str, str]

@@ -127,7 +127,9 @@ class Base:
     """The complete tree that everything but the replaced tensors comes from."""
 
     dir: str
-    revision: str | None  # its receipt must name the same; None hashes a tree without receipt
+    # Its receipt must name the same: the commit of what was fetched, the digest of what was
+    # quantised here. None hashes a tree without receipt.
+    revision: str | None
 
     @staticmethod
     def upgrade(data: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +203,7 @@ class BuildPlan:
         _form("digest", self.digest, _SHA256)
         _form("name", self.name, _NAME)
         _form("base.dir", self.base.dir, _DIRECTORY)
-        _form("base.revision", self.base.revision, _COMMIT)
+        _form("base.revision", self.base.revision, f"{_COMMIT}|{_SHA256}")
         _plain_directory("out", self.out)
         if isinstance(self.donor, DonorUrl):
             _form("donor.url", self.donor.url, f"https?://.+/resolve/{_COMMIT}/?")
@@ -243,6 +245,53 @@ class BuildPlan:
     def compares_with_donor(self) -> bool:
         """Whether a donor's FP8 weights are held against the base's, taken or not."""
         return self.shared_experts in WITH_DONOR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequantizePlan:
+    """``requantize.json``: an INT4 tree of a 16-bit one, made by AutoRound in the engine's image.
+
+    What is packed and what stays as it is follows from the names: these, and no other.
+    """
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    digest: str  # of the plan's inputs, made by the controller
+    name: str
+    original: FetchPlan  # the 16-bit tree
+    base_tensors: tuple[str, ...]  # every name outside mtp.* of the result, no more and no less
+    mtp_tensors: tuple[str, ...]  # every mtp.* name of the result
+    layers: int
+    image: str
+    packages: str  # a folder of this host with AutoRound and what the image lacks for it
+    calibration: str  # JSON lines of this host, a text each
+    gpu: str  # this host's proof of how a container gets at the GPU
+    iters: int  # 0 rounds to nearest and reads no text
+    nsamples: int
+    seqlen: int
+    batch: int
+    memory_bytes: int  # that must be available before the container starts
+    work_bytes: int  # on disk beside the result
+    out: str  # appears complete or not at all
+
+    def __post_init__(self) -> None:
+        """Refuse a plan that no tree can be made by."""
+        _form("digest", self.digest, _SHA256)
+        _form("name", self.name, _NAME)
+        _form("packages", self.packages, _DIRECTORY)
+        _form("calibration", self.calibration, _DIRECTORY)
+        _form("gpu", self.gpu, _DIRECTORY)
+        _plain_directory("out", self.out)
+        _in_range("iters", self.iters, 0)
+        for where in ("layers", "nsamples", "seqlen", "batch"):
+            _in_range(where, getattr(self, where), 1)
+        if not self.base_tensors:
+            raise DocumentError("base_tensors: names no tensor")
+
+    @property
+    def out_dir(self) -> Path:
+        """The directory to make."""
+        return Path(self.out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ RUN_DIR = "/run/spark"
 TOOLS_DIR = "/usr/local/lib/spark"
 CURRENT_TOOLS = f"{TOOLS_DIR}/current"  # a link to the digest in use
 SITE = f"{TOOLS_DIR}/site"  # the builder's Python packages
+QUANTISER = f"{TOOLS_DIR}/quantiser"  # AutoRound and what the engine's image lacks for it
 HOST_TOOL = f"{CURRENT_TOOLS}/bin/spark-host"
 # Inside the engine's container, where the service's own directory of ENGINES_DIR is mounted.
 ENGINE_SOCKET = f"{RUN_DIR}/engine.sock"

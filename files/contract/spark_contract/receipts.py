@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from spark_contract import documents
 from spark_contract.documents import OPTIONAL, DocumentError
-from spark_contract.orders import RECEIPT_NAME, BuildPlan, is_inside
+from spark_contract.orders import RECEIPT_NAME, BuildPlan, RequantizePlan, is_inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ReceiptFile:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What the receipts of both kinds of trees say."""
+    """What the receipts of all kinds of trees say."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -88,7 +88,20 @@ class CheckpointReceipt(Receipt):
     report: dict[str, Any]  # for people: bytes, errors, duplicates
 
 
-def parse(text: str | bytes) -> SourceReceipt | CheckpointReceipt:
+@dataclass(frozen=True, slots=True)
+class RequantizedReceipt(Receipt):
+    """Of an INT4 tree that was quantised here."""
+
+    kind: Literal["requantized"]
+    plan: RequantizePlan
+    tensors: int
+    report: dict[str, Any]  # for people: versions, seconds, errors
+
+
+AnyReceipt = SourceReceipt | CheckpointReceipt | RequantizedReceipt
+
+
+def parse(text: str | bytes) -> AnyReceipt:
     """Return the receipt in a text.
 
     Raises:
@@ -98,12 +111,15 @@ def parse(text: str | bytes) -> SourceReceipt | CheckpointReceipt:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"not JSON: {error}") from error
-    if isinstance(data, dict) and data.get("kind") == "checkpoint":
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if kind == "checkpoint":
         return documents.read(CheckpointReceipt, data)
+    if kind == "requantized":
+        return documents.read(RequantizedReceipt, data)
     return documents.read(SourceReceipt, data)
 
 
-def found(tree: Path) -> SourceReceipt | CheckpointReceipt | None:
+def found(tree: Path) -> AnyReceipt | None:
     """Return the receipt of a tree; ``None`` when there is none that proves anything."""
     try:
         return parse((tree / RECEIPT_NAME).read_bytes())

@@ -26,6 +26,7 @@ DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "bootstrap": ("deploys/bootstrap.py", {}),
     "rollback": ("deploys/rollback.py", {"to": "releases.rollback_to"}),
     "prune": ("deploys/prune.py", {}),
+    "requantize": ("deploys/requantize.py", {"requantized": "checkpoint.requantized"}),
     "rotate-key": ("deploys/rotate_key.py", {}),
     "unbootstrap": ("deploys/unbootstrap.py", {}),
     "uninstall": (
@@ -38,6 +39,7 @@ DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 _QUESTIONS = {
     "rollback": "Go back to the release that served before?",
     "prune": "Remove what no kept release needs? (--dry shows each thing)",
+    "requantize": "Quantise there, for hours, with all of the host's memory?",
     "rotate-key": "Make a new API key, and refuse the old one at once?",
     "uninstall": "Take this project off? (--dry shows what goes and what stays)",
     "unbootstrap": "Give up this machine's way in?",

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from spark_contract.paths import CURRENT_TOOLS, SITE
+from spark_contract.paths import CURRENT_TOOLS, QUANTISER, SITE
 from spark_contract.units import DAILY_LINK
 
 from spark_deploy.facts.reading import HostFact
@@ -54,3 +54,32 @@ class PythonSite(HostFact[Site]):
         version, machine = lines[0].split()
         target, receipt, tools, timer = ("" if line == "-" else line for line in lines[1:])
         return Site(version, machine, target, receipt, tools, timer)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiser:
+    """The Python of the engine's image, and which of AutoRound's wheels the host has for it."""
+
+    python_version: str  # "3.12"; "" where there is no image yet
+    machine: str  # "aarch64"
+    receipt: str  # digest of what was unpacked; "" when unproven
+
+
+class QuantiserSite(HostFact[Quantiser]):
+    """Version and architecture of ``python3`` in an image, and our folder of AutoRound."""
+
+    def command(self, image: str) -> str:
+        said = 'import platform, sys; print("%d.%d" % sys.version_info[:2], platform.machine())'
+        run = f"docker run --rm --network none --log-driver none --entrypoint python3 {image}"
+        return (
+            f"{{ docker image inspect {shlex.quote(image)} >/dev/null && "
+            f"{run} -c {shlex.quote(said)}; }} 2>/dev/null || echo -; "
+            f"cat {QUANTISER}/.receipt 2>/dev/null || echo -"
+        )
+
+    def process(self, output: Iterable[str]) -> Quantiser:
+        lines = list(output)
+        if len(lines) != 2 or " " not in lines[0]:
+            return Quantiser("", "", "")
+        version, machine = lines[0].split()
+        return Quantiser(version, machine, "" if lines[1] == "-" else lines[1])

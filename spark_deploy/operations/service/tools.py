@@ -9,16 +9,21 @@ from collections.abc import Sequence
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
-from spark_contract.paths import CURRENT_TOOLS, SITE, TOOLS_DIR
+from spark_contract.paths import CURRENT_TOOLS, QUANTISER, SITE, TOOLS_DIR
 from spark_contract.units import DAILY_TIMER, UNITS_DIR
 
 from spark_deploy.facts.memo import read
-from spark_deploy.facts.service.tools import PythonSite
+from spark_deploy.facts.service.tools import PythonSite, QuantiserSite
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import shell
 from spark_deploy.operations.files import in_lines, place, unzip_script
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
-from spark_deploy.payload.content import ToolFiles, site_archive
+from spark_deploy.payload.content import (
+    QUANTISER_REQUIREMENTS,
+    SiteArchive,
+    ToolFiles,
+    site_archive,
+)
 from spark_deploy.planning.types import ToolsPlan
 
 
@@ -72,8 +77,33 @@ def python_site(plan: ToolsPlan) -> Commands:
     if site.target == f"{TOOLS_DIR}/{name}" and site.receipt == archive.digest:
         host.noop(f"{name} is in place")
         return
-    home = f"{TOOLS_DIR}/{name}"
+    yield from _unpacked(archive, f"{TOOLS_DIR}/{name}", SITE)
+
+
+@operation()
+@host_errors
+def quantiser(image: str) -> Commands:
+    """Have AutoRound's pinned wheels for the Python of the engine's image.
+
+    They are resolved on the controller like the builder's, and come after the image's own packages
+    on its path: torch and transformers are those that the engine runs with.
+    """
+    site = read(QuantiserSite, image=image)
+    if not site.python_version:
+        if host.state.is_executing:
+            what = f"python3 of {image} does not say its version"
+            refuse(f"{host.name}: {image}", what, "see `docker run --entrypoint python3`")
+        host.log("AutoRound is put beside the engine's image once that is there")
+        return
+    archive = site_archive(QUANTISER_REQUIREMENTS, site.python_version, site.machine)
+    if site.receipt == archive.digest:
+        host.noop("AutoRound is in place")
+        return
+    yield from _unpacked(archive, f"{TOOLS_DIR}/quantiser-{archive.digest[:12]}", QUANTISER)
+
+
+def _unpacked(archive: SiteArchive, home: str, link: str) -> Commands:
     content = archive.path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     yield shell(unzip_script(home, sha256, archive.digest), stdin=in_lines(content))
-    yield _point(SITE, home)
+    yield _point(link, home)

@@ -40,6 +40,10 @@ def _of_pair(docker_dir: str, pair: PairPlan) -> Iterator[DiskUse]:
         size = source.size_bytes
         stays = kept or source.dir in beside
         yield DiskUse(source.dir, source.locked.repo, size, size if stays else 0)
+    if pair.requantized:
+        made = pair.requantized
+        what = f"INT4 tree {made.order.name}"
+        yield DiskUse(made.dir, what, made.order.work_bytes, made.size_bytes)
     if pair.checkpoint:
         size = pair.checkpoint.output_bytes
         yield DiskUse(pair.checkpoint.dir, f"checkpoint {pair.checkpoint.order.name}", size, size)

@@ -45,6 +45,7 @@ from spark_deploy.planning.types import (
     CheckpointPlan,
     ImagePlan,
     MemoryPlan,
+    RequantizedPlan,
     SourcePlan,
 )
 from spark_deploy.settings.engine_options import canonical
@@ -72,7 +73,7 @@ def serve_plan(
     model: Model,
     profile: Profile,
     settings: Settings,
-    tree: CheckpointPlan | SourcePlan,
+    tree: CheckpointPlan | RequantizedPlan | SourcePlan,
     image: ImagePlan,
     memory: MemoryPlan,
     beside: Sequence[BesidePlan] = (),

@@ -17,7 +17,7 @@ from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.left_out import why_left_out
 from spark_deploy.lockfile.types import Lock, LockedSource
 from spark_deploy.planning.budget.weights import weights_of
-from spark_deploy.planning.types import CheckpointPlan, SourcePlan
+from spark_deploy.planning.types import CheckpointPlan, RequantizedPlan, SourcePlan
 from spark_deploy.settings.types import Settings
 
 
@@ -66,6 +66,8 @@ def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) 
         raise PlanError.one(where, what, "choose profile plain, or one of your own like it")
     if settings.checkpoint.prebuilt:
         _refuse_no_hybrid(model, profile)
+    if settings.checkpoint.requantized:
+        _refuse_other_bases(where, settings)
     if not settings.checkpoint.keep_base:
         if not profile.builds_checkpoint:
             what = "keep_base: false would remove the very tree it serves: it builds none"
@@ -78,6 +80,16 @@ def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) 
     if profile.shared_experts == "int8-g128" and profile.layout == "overlay":
         what = "shared_experts int8-g128 cannot be an overlay: their names would be there twice"
         raise PlanError.one(f"{where}: checkpoint.layout", what, "set checkpoint.layout: full")
+
+
+def _refuse_other_bases(where: str, settings: Settings) -> None:
+    """Refuse settings that say of a tree of our own what is true of downloaded ones alone."""
+    if settings.checkpoint.prebuilt:
+        what = "prebuilt and requantized are two bases"
+        raise PlanError.one(f"{where}: checkpoint.prebuilt", what, "set one of them to false")
+    if not settings.checkpoint.keep_base:
+        what = "keep_base: false is for bases that can be downloaded again"
+        raise PlanError.one(f"{where}: checkpoint.keep_base", what, "set it to true")
 
 
 def _refuse_no_hybrid(model: Model, profile: Profile) -> None:
@@ -95,13 +107,16 @@ def _refuse_no_hybrid(model: Model, profile: Profile) -> None:
 
 
 def checkpoint_plan(
-    model: Model, profile: Profile, settings: Settings, lock: Lock
+    model: Model,
+    profile: Profile,
+    settings: Settings,
+    lock: Lock,
+    requantized: RequantizedPlan | None = None,
 ) -> CheckpointPlan | None:
     """Return the plan of the tree to build; ``None`` when the base is served as it is."""
     if not profile.builds_checkpoint or isinstance(model, PlainModel):
         return None
-    repo = (settings.checkpoint.prebuilt and model.sources.hybrid) or model.sources.base
-    base = source_plan(locked_source(lock, repo, model.sources.revision), settings)
+    base = requantized or _fetched_base(model, settings, lock)
     donor = _donor(model, profile, lock)
     return CheckpointPlan(
         order=_order(model, profile, settings, base, donor),
@@ -113,11 +128,16 @@ def checkpoint_plan(
     )
 
 
+def _fetched_base(model: HybridModel, settings: Settings, lock: Lock) -> SourcePlan:
+    repo = (settings.checkpoint.prebuilt and model.sources.hybrid) or model.sources.base
+    return source_plan(locked_source(lock, repo, model.sources.revision), settings)
+
+
 def _order(
     model: HybridModel,
     profile: Profile,
     settings: Settings,
-    base: SourcePlan,
+    base: SourcePlan | RequantizedPlan,
     donor: LockedSource | None,
 ) -> BuildPlan:
     """Return what the builder is told; its digest and folder are made from all the rest.
@@ -129,7 +149,7 @@ def _order(
         digest="0" * 64,
         recipe_version=RECIPE_VERSION,
         name=model.name,
-        base=Base(base.dir, base.locked.commit),
+        base=Base(base.dir, base.revision),
         donor=DonorUrl(
             url=f"{hub.endpoint}/{donor.repo}/resolve/{donor.commit}",
             tries=downloads.tries,

@@ -24,6 +24,7 @@ from spark_deploy.planning.types import (
     HostPlan,
     ImagePlan,
     PairPlan,
+    RequantizedPlan,
     SourcePlan,
 )
 
@@ -70,7 +71,7 @@ def needs_mounts(*paths: str) -> str:
 PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}
 
 
-def _receipt(tree: SourcePlan | CheckpointPlan) -> ReceiptProof:
+def _receipt(tree: SourcePlan | CheckpointPlan | RequantizedPlan) -> ReceiptProof:
     return ReceiptProof.of(tree.dir, tree.digest)
 
 
@@ -88,8 +89,32 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
         identity["unless"] = tree.digest
     digest = digest_of(identity)
     where = job_dir(digest)
+    order = fetch_order(
+        source,
+        pieces=tree is not None and tree.order.layout == "full",
+        token_file=hub_token_of(units.JOB.of(digest[:12])) if source.hub.token else None,
+    )
+    job = Job(
+        digest=digest,
+        kind="fetch",
+        title=f"fetch {source.locked.repo}@{source.locked.commit[:12]}",
+        argv=("python3", "-m", "spark_checkpoint", "fetch", f"{where}/fetch.json"),
+        env=PYTHON,
+        proof=_receipt(source),
+        total_bytes=source.size_bytes,
+        after=(),
+        unless=unless,
+    )
+    files = (ManagedFile(f"{where}/fetch.json", text_of(order).encode()),)
+    return Work(job, files, asks_with_token=source.hub.token is not None)
+
+
+def fetch_order(
+    source: SourcePlan, *, pieces: bool = False, token_file: str | None = None
+) -> FetchPlan:
+    """Return what the fetcher is told of a repository."""
     locked, hub, downloads = source.locked, source.hub, source.downloads
-    order = FetchPlan(
+    return FetchPlan(
         digest=source.digest,
         name=locked.repo,
         commit=locked.commit,
@@ -101,32 +126,46 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
             f"{root.rstrip('/')}/{locked.repo}/resolve/{locked.commit}/"
             for root in (*hub.mirrors, hub.endpoint)
         ),
-        pieces=tree is not None and tree.order.layout == "full",
+        pieces=pieces,
         look_in=downloads.look_in,
-        token_file=hub_token_of(units.JOB.of(digest[:12])) if hub.token else None,
+        token_file=token_file,
         parallel=downloads.parallel,
         rate_limit_bytes_per_s=downloads.rate_limit_bytes_per_s,
         tries=downloads.tries,
         backoff_s=downloads.retry_pause_s,
         outage_s=downloads.outage_s,
     )
+
+
+def requantize_job(plan: RequantizedPlan, image: Job) -> Work:
+    """Quantise a 16-bit repository in the engine's image.
+
+    It fetches that repository itself: a host that copies the result needs nothing of it.
+    """
+    digest = digest_of({"kind": "requantize", "tree": plan.digest, "dir": plan.dir})
+    where = job_dir(digest)
     job = Job(
         digest=digest,
-        kind="fetch",
-        title=f"fetch {locked.repo}@{locked.commit[:12]}",
-        argv=("python3", "-m", "spark_checkpoint", "fetch", f"{where}/fetch.json"),
+        kind="requantize",
+        title=f"quantise {plan.order.name}-int4-{plan.digest[:12]}",
+        argv=("python3", "-m", "spark_checkpoint", "requantize", f"{where}/requantize.json"),
         env=PYTHON,
-        proof=_receipt(source),
-        total_bytes=source.size_bytes,
-        after=(),
-        unless=unless,
+        proof=_receipt(plan),
+        total_bytes=None,
+        after=(image.digest12,),
     )
-    files = (ManagedFile(f"{where}/fetch.json", text_of(order).encode()),)
-    return Work(job, files, asks_with_token=hub.token is not None)
+    with_token = plan.original.hub.token is not None
+    original = plan.order.original
+    if with_token:
+        original = replace(original, token_file=hub_token_of(job.unit))
+    text = ManagedFile(f"{where}/calibration.jsonl", plan.calibration.encode())
+    order = replace(plan.order, original=original, calibration=text.path)
+    files = (text, ManagedFile(f"{where}/requantize.json", text_of(order).encode()))
+    return Work(job, files, asks_with_token=with_token)
 
 
-def checkpoint_job(plan: CheckpointPlan, fetched: Job) -> Work:
-    """Build the hybrid tree from the fetched base and ranges of the donor."""
+def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
+    """Build the hybrid tree from the whole base and ranges of the donor."""
     digest = digest_of({"kind": "checkpoint", "checkpoint": plan.digest, "dir": plan.dir})
     where = job_dir(digest)
     job = Job(
@@ -137,7 +176,7 @@ def checkpoint_job(plan: CheckpointPlan, fetched: Job) -> Work:
         env=PYTHON,
         proof=_receipt(plan),
         total_bytes=plan.output_bytes,
-        after=(fetched.digest12,),
+        after=(base.digest12,),
     )
     order, donor = plan.order, plan.order.donor
     with_token = isinstance(donor, DonorUrl) and donor.token_file is not None
@@ -155,7 +194,7 @@ def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:
 
 def _discard_jobs(pair: PairPlan) -> tuple[Work, ...]:
     tree = pair.checkpoint
-    if tree is None or tree.keep_base:
+    if tree is None or tree.keep_base or not isinstance(tree.base, SourcePlan):
         return ()
     digest = digest_of({"kind": "discard", "base": tree.base.dir, "tree": tree.dir})
     job = Job(
@@ -208,14 +247,17 @@ def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...
     beside = {one.source.dir for one in pair.beside}
     fetches = {
         source.dir: fetch_job(source, None if source.dir in beside else pair.checkpoint)
-        for source in pair.sources
+        for source in pair.fetched
     }
+    image, made = image_job(pair.image, context), pair.requantized
+    if made is not None:
+        tree = requantize_job(made, image.job)
+        built = (checkpoint_job(pair.checkpoint, tree.job),) if pair.checkpoint else ()
+        return (*fetches.values(), image, tree, *built)
     jobs = list(fetches.values())
     if pair.checkpoint is not None:
-        base = fetches[pair.checkpoint.base.dir].job
-        jobs.append(checkpoint_job(pair.checkpoint, base))
-    jobs.append(image_job(pair.image, context))
-    return tuple(jobs)
+        jobs.append(checkpoint_job(pair.checkpoint, fetches[pair.checkpoint.base.dir].job))
+    return (*jobs, image)
 
 
 def served_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:

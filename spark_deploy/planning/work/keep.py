@@ -13,7 +13,9 @@ def keep_of(plan: HostPlan) -> Keep:
     folders = {mount.source for release in releases for mount in release.engine.mounts}
     images = {plan.docker.check_image}
     for pair in (*plan.served, *plan.ready):
-        folders |= {pair.cache_dir, pair.tree.dir, *(source.dir for source in pair.sources)}
+        # Of a 16-bit repository nothing is needed once its INT4 tree is there.
+        made = {pair.requantized.dir} if pair.requantized else set()
+        folders |= {pair.cache_dir, pair.tree.dir, *(one.dir for one in pair.fetched)} | made
         images |= {pair.image.tag, pair.image.base}
     return Keep(
         releases_kept=plan.releases_kept,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.orders import BuildPlan
-from spark_contract.receipts import ReceiptFile, SourceReceipt
+from spark_contract.receipts import AnyReceipt, ReceiptFile, RequantizedReceipt, SourceReceipt
 
 from spark_checkpoint.errors import GateRefused, TreeDiffers
 from spark_checkpoint.format.pieces import PIECE_BYTES, Piece, Proof, pieces_of, prove_file
@@ -30,18 +30,7 @@ def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
     directory = plan.base_dir
     if plan.base.revision is None:
         return _prove_all(directory, files_of(directory), progress)
-    receipt = load_receipt(directory)
-    if not isinstance(receipt, SourceReceipt) or receipt.commit != plan.base.revision:
-        found = f"is {receipt.commit}" if isinstance(receipt, SourceReceipt) else "has no receipt"
-        raise GateRefused(
-            str(directory),
-            f"{found}, the plan wants the verified tree of commit {plan.base.revision}",
-            "fetch the base at the locked commit",
-        )
-    try:
-        check_files(directory, receipt)
-    except TreeDiffers as error:
-        raise GateRefused(error.where, error.what, _FIX) from error
+    receipt = vouching_for_base(plan)
     again = [
         file.path
         for file in receipt.files
@@ -61,6 +50,31 @@ def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
             )
         proofs[name] = proof
     return proofs
+
+
+def vouching_for_base(plan: BuildPlan) -> AnyReceipt:
+    """Return the receipt of the base, whole and of the revision that the plan names."""
+    directory, wanted = plan.base_dir, plan.base.revision
+    receipt = load_receipt(directory)
+    if receipt is None or revision_of(receipt) != wanted:
+        found = f"is {revision_of(receipt)}" if receipt else "has no receipt"
+        kind, fix = "commit", "fetch the base at the locked commit"
+        if len(wanted or "") > 40:
+            kind, fix = "digest", "run `spark-deploy requantize`"
+        what = f"{found}, the plan wants the verified tree of {kind} {wanted}"
+        raise GateRefused(str(directory), what, fix)
+    try:
+        check_files(directory, receipt)
+    except TreeDiffers as error:
+        raise GateRefused(error.where, error.what, _FIX) from error
+    return receipt
+
+
+def revision_of(receipt: AnyReceipt) -> str | None:
+    """Return what a plan may know a base by: a commit, or what it was quantised from."""
+    if isinstance(receipt, SourceReceipt):
+        return receipt.commit
+    return receipt.digest if isinstance(receipt, RequantizedReceipt) else None
 
 
 def compare_duplicates(base: Tree) -> dict[str, Any]:

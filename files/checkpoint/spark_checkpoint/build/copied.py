@@ -10,14 +10,20 @@ import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from spark_contract import receipts
 from spark_contract.documents import DocumentError
 from spark_contract.files import sync, write_all
 from spark_contract.gateway import CopyPlan, FinishedTree, of_tree
-from spark_contract.orders import RECEIPT_NAME, BuildPlan, Wire
-from spark_contract.receipts import CheckpointReceipt, ReceiptFile
+from spark_contract.orders import RECEIPT_NAME, BuildPlan, RequantizePlan, Wire
+from spark_contract.receipts import (
+    CheckpointReceipt,
+    ReceiptFile,
+    RequantizedReceipt,
+    SourceReceipt,
+)
 
 from spark_checkpoint.errors import BuilderError, GateRefused
 from spark_checkpoint.progress import Progress, note
@@ -30,7 +36,11 @@ _RECEIPT_LIMIT_BYTES = 64 << 20
 _FIX = "it is built here instead"
 
 
-def copied(order: CopyPlan, plan: BuildPlan, tree_dir: Path, progress: Progress) -> bool:
+_Plan = BuildPlan | RequantizePlan
+_Made = CheckpointReceipt | RequantizedReceipt
+
+
+def copied(order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress) -> bool:
     """Have the plan's tree in ``tree_dir`` from a peer, proven; return False when none gave it."""
     for one in order.trees:
         tree_dir.mkdir(exist_ok=True)
@@ -46,7 +56,7 @@ def copied(order: CopyPlan, plan: BuildPlan, tree_dir: Path, progress: Progress)
 
 
 def _copy(
-    one: FinishedTree, order: CopyPlan, plan: BuildPlan, tree_dir: Path, progress: Progress
+    one: FinishedTree, order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress
 ) -> None:
     wire = Wire(tries=2, token_file=order.key_file, timeout_s=10)
     transport = Transport(wire, (one.url,), direct=True)
@@ -58,13 +68,14 @@ def _copy(
     progress.phase("copy", size_bytes)
     for file in sent:
         _stream(transport, files + quote(file.path), file, tree_dir / file.path, progress)
-    write_receipt(tree_dir, replace(receipt, plan=plan))
+    ours: Any = plan  # of the receipt's kind: equal digests are of one kind of plan
+    write_receipt(tree_dir, replace(receipt, plan=ours))
     # No file has the stat that the peer's receipt knows, so each is hashed.
     verify_tree(tree_dir, progress, full=False)
     note(f"{plan.out_dir}: copied from {one.url}")
 
 
-def _receipt(transport: Transport, url: str, sha256: str, plan: BuildPlan) -> CheckpointReceipt:
+def _receipt(transport: Transport, url: str, sha256: str, plan: _Plan) -> _Made:
     """Return the receipt at an address if it is the one that was told of."""
     raw = transport.read_whole(url, _RECEIPT_LIMIT_BYTES)
     if hashlib.sha256(raw).hexdigest() != sha256:
@@ -73,14 +84,14 @@ def _receipt(transport: Transport, url: str, sha256: str, plan: BuildPlan) -> Ch
         receipt = receipts.parse(raw)
     except DocumentError as error:
         raise GateRefused(url, f"is no receipt ({error})", _FIX) from error
-    if not isinstance(receipt, CheckpointReceipt) or receipt.digest != plan.digest:
+    if isinstance(receipt, SourceReceipt) or receipt.digest != plan.digest:
         raise GateRefused(url, "is of another tree", _FIX)
     return receipt
 
 
-def _linked(file: ReceiptFile, plan: BuildPlan, tree_dir: Path) -> bool:
+def _linked(file: ReceiptFile, plan: _Plan, tree_dir: Path) -> bool:
     """Link a file of the base, if it is one and the base has it here."""
-    if file.link_of is None:
+    if file.link_of is None or not isinstance(plan, BuildPlan):
         return False
     target = tree_dir / file.path
     target.parent.mkdir(parents=True, exist_ok=True)

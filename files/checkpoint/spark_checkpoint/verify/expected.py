@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from spark_contract.orders import BuildPlan
+from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.patterns import expand, expand_all, uses_up
 
 from spark_checkpoint.verify.gates import SCALE, WEIGHT, same_names
@@ -61,6 +61,13 @@ def exact_result(where: str, found: Collection[str], plan: BuildPlan, layout: st
             return
     expected = (expand_all(patterns) - replaced.keys()) | new
     same_names(where, "tensors of the plan's result", found, expected)
+
+
+def exact_names(where: str, found: Collection[str], plan: RequantizePlan) -> None:
+    """Refuse unless ``found`` are exactly the names of a quantised tree."""
+    patterns = [*plan.base_tensors, *plan.mtp_tensors]
+    if not uses_up(set(found), patterns):
+        same_names(where, "tensors of the quantised tree", found, expand_all(patterns))
 
 
 def swapped(plan: BuildPlan) -> list[str]:

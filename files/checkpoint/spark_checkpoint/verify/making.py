@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spark_contract.gateway import growing_dir, growing_tree
-from spark_contract.orders import BuildPlan, FetchPlan
+from spark_contract.orders import BuildPlan, FetchPlan, RequantizePlan
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.progress import Progress, note
@@ -17,7 +17,7 @@ from spark_checkpoint.verify.verify import verify_tree
 
 
 def make_tree(
-    plan: FetchPlan | BuildPlan,
+    plan: FetchPlan | BuildPlan | RequantizePlan,
     what: str,
     progress: Progress,
     write: Callable[[Path, Path], None],
@@ -48,7 +48,7 @@ def make_tree(
     return True
 
 
-def _is_there(plan: FetchPlan | BuildPlan, what: str, progress: Progress) -> bool:
+def _is_there(plan: FetchPlan | BuildPlan | RequantizePlan, what: str, progress: Progress) -> bool:
     if not plan.out_dir.exists():
         return False
     receipt = load_receipt(plan.out_dir)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
-from spark_contract.orders import RECEIPT_NAME, BuildPlan
-from spark_contract.receipts import CheckpointReceipt, Receipt, ReceiptFile, SourceReceipt
+from spark_contract.orders import RECEIPT_NAME, BuildPlan, RequantizePlan
+from spark_contract.receipts import AnyReceipt, Receipt, ReceiptFile, SourceReceipt
 
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
 from spark_checkpoint.format.header import read_header
@@ -18,14 +18,12 @@ from spark_checkpoint.format.tree import files_of, no_garbage_collection, read_i
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import load_receipt, vouched, write_receipt
 from spark_checkpoint.storage import WORKERS, hash_file, stamp_of
-from spark_checkpoint.verify.expected import exact_result
+from spark_checkpoint.verify.expected import exact_names, exact_result
 
 _FIX = "move the directory away and run the deploy again"
 
 
-def verify_tree(
-    directory: Path, progress: Progress, *, full: bool
-) -> SourceReceipt | CheckpointReceipt:
+def verify_tree(directory: Path, progress: Progress, *, full: bool) -> AnyReceipt:
     """Check a tree and return its receipt.
 
     Quick: the file set, sizes, a checkpoint's headers and index, and the hash of files whose stat
@@ -39,10 +37,10 @@ def verify_tree(
             str(directory), f"has no {RECEIPT_NAME}: it was never finished", "run its job again"
         )
     check_files(directory, receipt)
-    # A source's receipt vouches for bytes, whatever they are; a checkpoint's for a model.
-    if isinstance(receipt, CheckpointReceipt):
+    # A source's receipt vouches for bytes, whatever they are; one of a tree made here for a model.
+    if not isinstance(receipt, SourceReceipt):
         with no_garbage_collection():
-            _check_headers(directory, receipt)
+            _check_headers(directory, receipt, receipt.plan, receipt.tensors)
     to_hash = [file for file in receipt.files if full or file.is_touched(directory)]
     hashed = _check_hashes(directory, to_hash, progress)
     files = tuple(hashed.get(file.path, file) for file in receipt.files)
@@ -80,7 +78,9 @@ def check_files(directory: Path, receipt: Receipt) -> None:
         )
 
 
-def _check_headers(directory: Path, receipt: CheckpointReceipt) -> None:
+def _check_headers(
+    directory: Path, receipt: Receipt, plan: BuildPlan | RequantizePlan, tensors: int
+) -> None:
     """Read every header, one at a time, and hold the index against them."""
     try:
         index = read_index(directory)
@@ -103,19 +103,22 @@ def _check_headers(directory: Path, receipt: CheckpointReceipt) -> None:
     if listed:
         missing = ", ".join(sorted(listed)[:3])
         raise TreeDiffers(str(directory), f"the index names files no receipt has: {missing}", _FIX)
-    if len(index) != receipt.tensors:
+    if len(index) != tensors:
         raise TreeDiffers(
-            str(directory),
-            f"the index lists {len(index)} tensors, the receipt {receipt.tensors}",
-            _FIX,
+            str(directory), f"the index lists {len(index)} tensors, the receipt {tensors}", _FIX
         )
-    _check_names(directory, index, receipt.plan)
+    _check_names(directory, index, plan)
 
 
-def _check_names(directory: Path, index: Mapping[str, str], plan: BuildPlan) -> None:
+def _check_names(
+    directory: Path, index: Mapping[str, str], plan: BuildPlan | RequantizePlan
+) -> None:
     """Hold the names against those the receipt's plan gives: as many may still be others."""
     try:
-        exact_result(str(directory), index, plan, plan.layout)
+        if isinstance(plan, BuildPlan):
+            exact_result(str(directory), index, plan, plan.layout)
+        else:
+            exact_names(str(directory), index, plan)
     except HostToolError as error:
         raise TreeDiffers(error.where, error.what, _FIX) from error
 

@@ -25,7 +25,8 @@ from spark_host.system import disk, docker
 _UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
 PRUNED = ".pruned"
 _OLD_TOOLS = re.compile(
-    rf"^(site-)?{DIGEST12}(\.new)?$|^\.(site-)?{DIGEST12}\{PRUNED}$|^\.new-\w+$"
+    rf"^(site-|quantiser-)?{DIGEST12}(\.new)?$|^\.(site-|quantiser-)?{DIGEST12}\{PRUNED}$"
+    r"|^\.new-\w+$"
 )
 
 
@@ -88,7 +89,7 @@ def old_tools(paths: Paths) -> list[Folder]:
     """List folders of earlier host tools and packages that nothing leads to and nobody runs."""
     if not paths.tools.is_dir():
         return []
-    current = {(paths.tools / link).resolve() for link in ("current", "site")}
+    current = {(paths.tools / link).resolve() for link in ("current", "site", "quantiser")}
     found = (path for path in sorted(paths.tools.iterdir()) if _OLD_TOOLS.match(path.name))
     return [
         Folder("tools", path, path)

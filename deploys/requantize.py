@@ -1,0 +1,37 @@
+"""Make an INT4 tree of the model's 16-bit repository, with AutoRound in the engine's image.
+
+Serves nothing and stops nothing: where an engine holds the memory, the job says so. Killed or
+rebooted, it goes on with the block it was at. What is made is the base of what
+`checkpoint.requantized: true` serves, on this host and on those that copy it.
+"""
+
+from pyinfra.context import host, state
+
+from roles import base, cuda, docker, tools, work
+from spark_deploy.errors import PlanError
+from spark_deploy.inventory.known import known_of
+from spark_deploy.inventory.plans import plan_for
+from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.operations import lease
+from spark_deploy.operations.service.uninstall import asked_of
+from spark_deploy.payload.content import read_payload
+from spark_deploy.planning.serving.release import unit_files_of
+from spark_deploy.planning.work.jobs import jobs_of
+
+no_delay(state, host)
+lease.hold(state, host)
+plan, payload = plan_for(host), read_payload()
+if plan.requantized is None:
+    fix = "run `spark-deploy requantize`, or set checkpoint.requantized: true"
+    raise PlanError.one(host.name, "its settings want no tree of our own", fix)
+jobs = tuple(one for one in jobs_of(plan, payload.image_context) if one.job.kind != "checkpoint")
+release = f"{plan.serve.service}-requantize"
+
+base.apply(plan=plan.base, asked=asked_of(known_of(host).found.settings))
+tools.apply(plan=plan.tools, files=payload.tools, units=unit_files_of(payload.units))
+work.fetch(jobs=jobs, release=release, token=plan.hub_token, proxy=plan.proxy, fleet=plan.fleet)
+cuda.apply(plan=plan.cuda)
+docker.apply(plan=plan.docker, proxy=plan.proxy)
+work.image(jobs=tuple(one for one in jobs if one.job.kind != "requantize"), release=release)
+work.quantise(jobs=jobs, image=plan.image.tag, release=release)
+work.close()

@@ -1,0 +1,228 @@
+"""Quantising on a host: what is let into AutoRound's container, and what is taken from it.
+
+Docker is a script here, which has a ready tree beside it and behaves as told; AutoRound itself runs
+in the lab (tests/host/test_requantize.py).
+"""
+
+import dataclasses
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from builder_hub import fetch_order
+
+from lab.model import original, repository, vocabulary
+from lab.model.safetensors import Tensors, write_model
+from lab.model.shape import TINY
+from spark_deploy.catalog.load import read_catalog
+
+ROOT = Path(__file__).parents[3]
+TENSORS = read_catalog().model("lab-tiny").tensors
+DOCKER = """#!/bin/sh
+echo "$@" >> {root}/asked
+[ "$1" = run ] || exit 0
+for word in "$@"; do case $word in
+  type=bind,source=*,target=/work) work=${{word#type=bind,source=}}; work=${{work%,target=/work}};;
+esac; done
+. {root}/behave
+"""
+WHOLE = """
+cp -r {root}/ready $work/made/tree
+echo '{{"tree": "tree", "versions": {{"auto-round": "0"}}}}' > $work/done.json
+"""
+HALF = """
+mkdir -p $work/resume/group_0 $work/made/tree
+: > $work/made/tree/model-shard-00001.safetensors
+echo '{{"completed_blocks": ["a", "b"]}}' > $work/resume/group_0/resume_manifest.json
+exit 137
+"""
+
+
+class Bench:
+    """A 16-bit tree, the INT4 tree that a container would make of it, and the order."""
+
+    def __init__(self, root):
+        self.root, self.out = root, root / "models" / "tiny-int4-123456789012"
+        self.weights = original.random_weights(TINY, 3)
+        tokenizer = vocabulary.train(TINY.vocabulary)
+        repository.write_plain(root / "published", TINY, self.weights, tokenizer)
+        repository.write_int4(root / "ready", TINY, self.weights, tokenizer, "")
+        for name in ("models", "sources", "bin", "packages"):
+            (root / name).mkdir()
+        docker = root / "bin" / "docker"
+        docker.write_text(DOCKER.format(root=root))
+        docker.chmod(0o755)
+        (root / "text.jsonl").write_text('{"text": "a"}\n')
+        proof = {"schema_version": 1, "key": {}, "docker_arguments": ["--gpus=all"], "gpu": "x"}
+        (root / "gpu.json").write_text(json.dumps(proof))
+        self.behave(WHOLE)
+
+    def behave(self, script):
+        (self.root / "behave").write_text(script.format(root=self.root))
+
+    def order(self, **changes):
+        published = self.root / "published"
+        fetched = fetch_order(
+            published, self.root / "sources/tiny-cccccccccccc", [], look_in=[str(published)]
+        )
+        return {
+            "schema_version": 1, "digest": "1" * 64, "name": "tiny", "original": fetched,
+            "base_tensors": TENSORS.base, "mtp_tensors": TENSORS.mtp, "layers": TINY.layers,
+            "image": "engine:1", "packages": str(self.root / "packages"),
+            "calibration": str(self.root / "text.jsonl"), "gpu": str(self.root / "gpu.json"),
+            "iters": 1, "nsamples": 2, "seqlen": 16, "batch": 1, "memory_bytes": 1,
+            "work_bytes": 1000, "out": str(self.out), **changes,
+        }  # fmt: skip
+
+    def run(self, **changes):
+        path = self.root / "requantize.json"
+        path.write_text(json.dumps(self.order(**changes)))
+        return tool("requantize", path, path=self.root / "bin")
+
+    def asked(self):
+        log = self.root / "asked"
+        return log.read_text().splitlines() if log.exists() else []
+
+    def rewrite(self, change):
+        """Have the container make another tree: ``change`` edits its tensors."""
+        tensors: Tensors = repository.int4_tensors(self.weights)
+        change(tensors)
+        for shard in (self.root / "ready").glob("*.safetensors*"):
+            shard.unlink()
+        write_model(self.root / "ready", tensors, {}, 2_000_000)
+
+
+def tool(*arguments, path=None):
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}/files/contract:{ROOT}/files/checkpoint"}
+    if path:
+        env["PATH"] = f"{path}:{env['PATH']}"
+    command = [sys.executable, "-m", "spark_checkpoint", *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(tmp_path)
+
+
+def test_a_tree_is_made_proven_and_made_once(bench):
+    made = bench.run()
+    assert made.returncode == 0, made.stderr
+    receipt = json.loads((bench.out / "receipt.json").read_text())
+    assert (receipt["kind"], receipt["digest"]) == ("requantized", "1" * 64)
+    assert receipt["report"]["packed_modules"] == sum(map(original.is_int4, bench.weights))
+    assert 0.05 < receipt["report"]["error"]["worst"] < 0.2
+    assert {file["path"] for file in receipt["files"]} == {
+        path.name for path in bench.out.iterdir() if path.name != "receipt.json"
+    }
+    assert {path.stat().st_nlink for path in bench.out.iterdir()} == {1}
+    assert tool("verify", bench.out, "--full").returncode == 0
+    assert [path.name for path in bench.out.parent.iterdir()] == [bench.out.name]
+
+    [run] = [line for line in bench.asked() if line.startswith("run ")]
+    assert "--network none" in run
+    assert "--gpus=all" in run
+    assert bench.run().returncode == 0
+    assert len(bench.asked()) == 2  # the removal of a leftover, and the one run
+
+
+def test_the_container_is_told_exactly_which_modules_to_pack(bench):
+    bench.behave("cp $work/order.json {root}/told" + WHOLE)
+    assert bench.run().returncode == 0
+    told = json.loads((bench.root / "told").read_text())["int4"]
+    assert set(told) == {
+        name.removesuffix(".weight") for name in bench.weights if original.is_int4(name)
+    }
+
+
+def test_blocks_that_were_done_are_there_for_the_next_container(bench):
+    bench.behave(HALF)
+    killed = bench.run()
+    assert killed.returncode == 4
+    assert "2 of 4 blocks are done" in killed.stderr
+    bench.behave("ls $work/made/tree $work/resume > {root}/seen; rm -r $work/made/tree" + WHOLE)
+    assert bench.run().returncode == 0
+    seen = (bench.root / "seen").read_text()
+    assert "model-shard-00001" in seen
+    assert "group_0" in seen
+
+
+def test_notes_without_the_blocks_they_speak_of_are_forgotten(bench):
+    bench.behave(HALF)
+    bench.run()
+    [work] = bench.out.parent.iterdir()
+    (work / "made/tree/model-shard-00001.safetensors").unlink()
+    bench.behave("ls $work/resume > {root}/seen" + WHOLE)
+    assert bench.run().returncode == 0
+    assert (bench.root / "seen").read_text() == ""
+
+
+def swapped(tensors):
+    expert = "model.language_model.layers.1.mlp.experts.3"
+    one, other = f"{expert}.gate_proj", f"{expert}.up_proj"
+    for part in ("qweight", "scales", "qzeros"):
+        a, b = f"{one}.{part}", f"{other}.{part}"
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def touched(tensors):
+    name = "model.language_model.layers.2.mlp.gate.weight"
+    data = tensors[name].data
+    tensors[name] = dataclasses.replace(tensors[name], data=bytes([data[0] ^ 1]) + data[1:])
+
+
+def lost(tensors):
+    del tensors["mtp.fc.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swapped, "differs from the original's weight by 14"),
+        (touched, "was to stay as it is and differs from the original"),
+        (lost, "missing 1"),
+    ],
+)
+def test_a_tree_that_is_not_the_originals_rounded_is_refused(bench, change, said):
+    bench.rewrite(change)
+    refused = bench.run()
+    assert refused.returncode == 3
+    assert said in refused.stderr
+    assert not bench.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"memory_bytes": 1 << 60}, "bytes of memory"),
+        ({"work_bytes": 1 << 60}, "are free"),
+        ({"packages": "/nowhere"}, "is not there: AutoRound"),
+    ],
+)
+def test_without_the_means_no_container_is_started(bench, changes, said):
+    refused = bench.run(**changes)
+    assert refused.returncode == 3
+    assert said in refused.stderr
+    assert not any(line.startswith("run ") for line in bench.asked())
+
+
+def test_a_tree_that_is_quantised_already_is_refused(bench):
+    config = json.loads((bench.root / "published/config.json").read_text())
+    config["quantization_config"] = {"bits": 4}
+    (bench.root / "published/config.json").write_text(json.dumps(config))
+    refused = bench.run()
+    assert refused.returncode == 3
+    assert "is quantised already" in refused.stderr
+
+
+def test_what_is_taken_is_roots_alone_to_write(bench):
+    bench.behave("umask 0" + WHOLE + "chmod 666 $work/made/tree/*")
+    assert bench.run().returncode == 0
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in bench.out.iterdir()}
+    assert modes == {0o644}
