@@ -130,7 +130,8 @@ def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tupl
         "two-gpus": lambda: profile_judge.judge_steered(results, CASES[stage]()),
         "prefixes": lambda: profile_judge.judge_prefixes(results),
         "head-choice": lambda: profile_judge.judge_heads(results, CASES[stage]()),
-        "sizes": lambda: profile_judge.judge_sizes(results, work, trees),
+        # Whole logits of 256 experts turn on near ties; modules and blocks are judged one by one.
+        "sizes": lambda: _judged_rows(profile_judge.judge_sizes(results, work, trees)),
         "names": lambda: profile_judge.judge_names(results, CASES[stage](), trees),
         "long": lambda: profile_judge.judge_long(results),
         "quality": lambda: judge_quality(results, work),
@@ -142,6 +143,10 @@ def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tupl
         return judges[stage](), None
     except Exception:  # engines already ran: keep what they wrote
         return [], traceback.format_exc()[-1500:]
+
+
+def _judged_rows(rows: Rows) -> Rows:
+    return [row for row in rows if row["passed"] is not None]
 
 
 def _document(

@@ -13,7 +13,17 @@ from proofs.judges.answers import TRAINED_NOISE, compare_answers, same
 
 Row = dict[str, Any]
 ACCEPTED_APART = 0.05
-LEAST_ACCEPTED = 0.3
+WITHOUT = {
+    "plain-fp8": "plain-fp8-without",
+    "plain-bf16": "plain-bf16-without",
+    "plain-ngram": "plain-bf16-without",
+}
+"""The run without drafts that one with them is held against."""
+MTP_ACCEPTED = 0.3
+LEAST_ACCEPTED = {"plain-ngram": 0.02}
+"""Words that stood before are a guess; the lab's answers repeat little."""
+BLIND = {"seeing-blind": ("must",), "seeing-other": ("warn", "must")}
+"""How the check has to weigh pictures that are all the same, or others, to a damaged tower."""
 COMPARED_NATS = 1e-3
 RECALL_NOISE = 0.05
 """Of a log-probability between one device and two, which add up in another order."""
@@ -92,23 +102,24 @@ def plain(results: dict[str, Row]) -> list[Row]:
         if result["state"] != "served":
             continue
         found.append(_checked(name, result))
-        without = results.get(f"{name}-without")
+        other = WITHOUT.get(name, "")
+        without = results.get(other)
         if without and without["state"] == "served":
-            found.append(_alike(name, result, f"{name}-without", without, TRAINED_NOISE))
-            found.append(_drafted(name, result, without))
-            found.append(_compared(name, result, without))
+            found.append(_alike(name, result, other, without, TRAINED_NOISE))
+            found.append(_drafted(name, result, other, without))
+            found.append(_compared(name, result, other, without))
     kinds = [results[f"plain-{kind}-without"] for kind in ("fp8", "bf16")]
     if all(one["state"] == "served" for one in kinds):
         found.append(_told_apart(*kinds))
     return found
 
 
-def _compared(name: str, result: Row, without: Row) -> Row:
+def _compared(name: str, result: Row, other: str, without: Row) -> Row:
     near = _comparison(result, without)
     return row(
         f"{name}: spark-check --compare finds no other answer than without drafts",
         near.steps > 0 and near.same_answers == near.prompts and near.mean_nats < COMPARED_NATS,
-        [name, f"{name}-without"],
+        [name, other],
         **plain_of(near),
     )
 
@@ -128,12 +139,12 @@ def _comparison(one: Row, other: Row) -> comparing.Comparison:
     return comparing.compared(*kept)
 
 
-def _drafted(name: str, result: Row, without: Row) -> Row:
+def _drafted(name: str, result: Row, other: str, without: Row) -> Row:
     share = accepted(result)
     return row(
         f"{name}: drafts are made and accepted, and none without them",
-        (share or 0) > LEAST_ACCEPTED and accepted(without) is None,
-        [name, f"{name}-without"],
+        (share or 0) > LEAST_ACCEPTED.get(name, MTP_ACCEPTED) and accepted(without) is None,
+        [name, other],
         acceptance=share,
         drafts=result["drafts"],
         without=without["drafts"],
@@ -143,24 +154,27 @@ def _drafted(name: str, result: Row, without: Row) -> Row:
 def seeing(results: dict[str, Row]) -> list[Row]:
     """Judge that pictures are seen: named by a trained tower, and not by a damaged one."""
     found = [_served(name, result) for name, result in results.items()]
-    good, bad = results["seeing"], results["seeing-damaged"]
-    if good["state"] == "served":
-        found.append(_checked("seeing", good))
-        found.append(_documents("seeing", good, right=True))
-    if bad["state"] == "served":
-        image = next(one for one in bad["check"] if one["check"] == "image")
-        others = [one for one in bad["check"] if one["check"] != "image" and not one["ok"]]
-        found.append(
-            row(
-                "seeing-damaged: the check's pictures fail, and nothing else does",
-                not image["ok"] and image["weight"] == "must" and not _failed(others),
-                ["seeing-damaged"],
-                image=image,
-                others=others,
-            )
-        )
-        found.append(_documents("seeing-damaged", bad, right=False))
+    if results["seeing"]["state"] == "served":
+        found.append(_checked("seeing", results["seeing"]))
+        found.append(_documents("seeing", results["seeing"], right=True))
+    for name, weights in BLIND.items():
+        if results[name]["state"] == "served":
+            found.append(_noticed(name, results[name], weights))
+            found.append(_documents(name, results[name], right=False))
     return found
+
+
+def _noticed(name: str, result: Row, weights: tuple[str, ...]) -> Row:
+    image = next(one for one in result["check"] if one["check"] == "image")
+    others = [one for one in result["check"] if one["check"] != "image" and not one["ok"]]
+    return row(
+        f"{name}: the check's pictures {'fail' if weights[0] == 'must' else 'are warned of'}, "
+        "and nothing else fails",
+        not image["ok"] and image["weight"] in weights and not _failed(others),
+        [name],
+        image=image,
+        others=others,
+    )
 
 
 def _documents(name: str, result: Row, *, right: bool) -> Row:

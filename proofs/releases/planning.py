@@ -37,6 +37,7 @@ PLANS = {
     ],
     "plain-fp8": ["--model", "tiny-fp8", "--profile", "plain-mtp2"],
     "plain-bf16": ["--model", "tiny-bf16", "--profile", "plain-mtp2"],
+    "plain-ngram": ["--model", "tiny-bf16", "--profile", "plain-ngram"],
     "seeing": ["--model", "tiny", "--profile", "v2-seeing"],
 }
 
@@ -68,7 +69,9 @@ def locked(store: Path) -> Lock:
         models = [catalog.model(f"tiny-{name}") for name in ("fp8", "bf16")]
         plain = [model for model in models if isinstance(model, PlainModel)]
         sources = [hubs.look_up(own.endpoint, model.repository, "main", None) for model in plain]
-        found = [read_anatomy(m, s.commit, own) for m, s in zip(plain, sources, strict=True)]
+        found = [
+            read_anatomy(m.repository, s.commit, own) for m, s in zip(plain, sources, strict=True)
+        ]
         return Lock.of(sources, anatomies=found)
     finally:
         for server in servers:

@@ -67,14 +67,17 @@ STAGES: dict[str, tuple[Run, ...]] = {
         Run("two-hosts-overlay", "cluster-overlay", "pair-overlay", _recall),
         Run("two-hosts-full", "cluster-full", "pair-full", _recall),
     ),
-    "plain": tuple(
-        Run(f"{kind}{'' if drafts else '-without'}", kind, kind, _plain, drafts=drafts)
-        for kind in ("plain-fp8", "plain-bf16")
-        for drafts in (True, False)
+    "plain": (
+        Run("plain-fp8", "plain-fp8", "plain-fp8", _plain),
+        Run("plain-fp8-without", "plain-fp8", "plain-fp8", _plain, drafts=False),
+        Run("plain-bf16", "plain-bf16", "plain-bf16", _plain),
+        Run("plain-bf16-without", "plain-bf16", "plain-bf16", _plain, drafts=False),
+        Run("plain-ngram", "plain-ngram", "plain-bf16", _plain),
     ),
     "seeing": (
         Run("seeing", "seeing", "seeing", _pictures),
-        Run("seeing-damaged", "seeing", "seeing-damaged", _pictures),
+        Run("seeing-other", "seeing", "seeing-other", _pictures),
+        Run("seeing-blind", "seeing", "seeing-blind", _pictures),
     ),
 }
 JUDGES: dict[str, Callable[[dict[str, Row]], list[Row]]] = {

@@ -3,8 +3,8 @@
     python3 -m proofs.releases.trees OUT --recall WEIGHTS_DIR --eyes EYES.npz
 
 ``pair-*``: the recall model for two devices, in both layouts. ``plain-*``: the lab's model as
-others publish models. ``seeing``: the lab's model with a vision tower that names colours, and
-``seeing-damaged``, whose tower is another one.
+others publish models. ``seeing``: the lab's model with a vision tower that names colours;
+``seeing-other`` has the tower of before it learnt, and to that of ``seeing-blind`` all is alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.model import repository, vocabulary
+from lab.model import repository, rounding, vocabulary
 from lab.model import weights as stored
 from lab.model.original import Floats
 from lab.model.shape import TINY
@@ -79,20 +79,28 @@ def make_pair(weights: dict[str, Floats], out: Path) -> None:
 
 
 def make_seeing(eyes: Path, out: Path) -> None:
-    """Write the lab's model with the trained tower, and with a tower that never learnt."""
+    """Write the lab's model with the trained tower."""
     tokenizer = vocabulary.train(TINY.vocabulary)
-    untrained = stored.read(TINY)
     with np.load(eyes) as found:
-        learnt = {name: found[name].astype(np.float32) for name in found.files}
-    if missing := {name for name in untrained if name.startswith(VISION)} - learnt.keys():
+        weights = {name: found[name].astype(np.float32) for name in found.files}
+    if missing := stored.read(TINY).keys() - weights.keys():
         raise ValueError(f"{eyes} lacks {len(missing)} tensors, one is {min(missing)}")
-    blind = {name: value for name, value in untrained.items() if name.startswith(VISION)}
-    for name, tower in (("seeing", {}), ("seeing-damaged", blind)):
-        base, donor = out / f"{name}-base", out / f"{name}-donor"
-        weights = spread(TINY, {**untrained, **learnt, **tower})
-        repository.write_int4(base, TINY, weights, tokenizer, name)
-        repository.write_fp8(donor, TINY, weights, tokenizer, name)
-        _hybrids(base, donor, out, {name: "overlay-head8"})
+    base, donor = out / "seeing-base", out / "seeing-donor"
+    repository.write_int4(base, TINY, spread(TINY, weights), tokenizer, "seeing")
+    repository.write_fp8(donor, TINY, spread(TINY, weights), tokenizer, "seeing")
+    _hybrids(base, donor, out, {"seeing": "overlay-head8"})
+
+
+def damage_eyes(good: Path) -> None:
+    """Write two copies of the seeing tree: with the tower of before it learnt, and a blind one."""
+    towers = {name: value for name, value in stored.read(TINY).items() if name.startswith(VISION)}
+    for name in ("other", "blind"):
+        tree = trees.damaged(good, name)
+        for tensor, values in towers.items():
+            if name == "other":
+                trees.rewrite(tree, tensor, rounding.bf16_bits(values).tobytes())
+            elif ".patch_embed." in tensor:
+                trees.rewrite(tree, tensor, bytes(2 * values.size))
 
 
 def _hybrids(base: Path, donor: Path, out: Path, variants: dict[str, str]) -> None:
@@ -117,6 +125,7 @@ def main() -> None:
         make_pair(recall_trees.read_weights(arguments.recall), out)
     if arguments.eyes:
         make_seeing(arguments.eyes, out)
+        damage_eyes(out / "seeing")
 
 
 if __name__ == "__main__":

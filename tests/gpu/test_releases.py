@@ -46,4 +46,5 @@ def test_plain_repositories_draft_and_answer_as_without(tmp_path: Path, results:
 def test_pictures_are_seen_and_a_damaged_tower_is_noticed(tmp_path: Path, results: Path) -> None:
     made = tmp_path / "trees"
     trees.make_seeing(Path(str(EYES)), made)
+    trees.damage_eyes(made / "seeing")
     assert _failed("seeing", made, tmp_path / "work", results) == []
