@@ -23,7 +23,7 @@ def text_of(results: Sequence[BenchResult]) -> str:
 
 
 def _lines(results: Sequence[BenchResult]) -> Iterator[str]:
-    yield f"# {' against '.join(dict.fromkeys(one.title for one in results))}"
+    yield f"# {title_of(results)}"
     yield ""
     for one in results:
         yield f"- {one.at}: {one.served.release}, {one.served.image}"
@@ -44,6 +44,18 @@ def _lines(results: Sequence[BenchResult]) -> Iterator[str]:
         yield from table(loads_table(results))
     yield from ("## The host meanwhile", "")
     yield from table(host_table(results))
+
+
+def title_of(results: Sequence[BenchResult]) -> str:
+    """Return what all results share, and of several what tells them apart."""
+    if len(results) == 1:
+        return results[0].title
+    shared = [
+        text
+        for form in ("{0.model}", "with {0.profile}", "on {0.host}")
+        if len({text := form.format(one.served) for one in results}) == 1
+    ]
+    return ": ".join(filter(None, (" ".join(shared), " against ".join(names_of(results)))))
 
 
 Rows = list[list[str]]

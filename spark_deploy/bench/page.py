@@ -17,11 +17,12 @@ body{font:16px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);mar
 max-width:60rem;padding:2rem 1.25rem 4rem}
 h1{font-size:1.6rem;line-height:1.25;margin:0 0 .25rem}
 h2{font-size:1.15rem;margin:2.25rem 0 .25rem}
-p{color:var(--dim);margin:.25rem 0 .75rem}
+p{color:var(--dim);margin:.25rem 0 .75rem;overflow-wrap:anywhere}
 section{background:var(--card);border:1px solid var(--line);border-radius:10px;
 padding:1rem 1.25rem;margin:.75rem 0;overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-td,th{padding:.35rem .6rem;border-bottom:1px solid var(--line);text-align:right}
+td,th{padding:.35rem .6rem;border-bottom:1px solid var(--line);text-align:right;
+white-space:nowrap}
 td:first-child,th:first-child{text-align:left}
 th{font-weight:600;color:var(--dim)}
 tr:last-child td{border-bottom:0}
@@ -29,6 +30,7 @@ svg{width:100%;min-width:34rem;height:auto;display:block}
 svg text{fill:var(--dim);font:12px system-ui,sans-serif}
 svg .value{fill:var(--fg)}
 svg .axis{stroke:var(--line)}
+.legend{position:sticky;top:0;background:var(--bg);padding:.4rem 0;z-index:1}
 .legend span{margin-right:1.25rem}
 .legend i{display:inline-block;width:.75rem;height:.75rem;border-radius:3px;margin-right:.4rem}
 """
@@ -36,7 +38,7 @@ svg .axis{stroke:var(--line)}
 
 def page_of(results: Sequence[BenchResult]) -> str:
     """Return the page; several results are compared, the first one is compared against."""
-    title = " against ".join(dict.fromkeys(one.title for one in results))
+    title = markdown.title_of(results)
     body = "\n".join(_body(title, results))
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8">\n'
@@ -47,9 +49,11 @@ def page_of(results: Sequence[BenchResult]) -> str:
 
 def _body(title: str, results: Sequence[BenchResult]) -> Iterator[str]:
     yield f"<h1>{html.escape(title)}</h1>"
-    for one in results:
-        yield f"<p>{html.escape(f'{one.at} · {one.served.release} · {one.served.image}')}</p>"
-        yield from (f"<p>{html.escape(note)}</p>" for note in one.notes)
+    several = len(results) > 1
+    for one, name in zip(results, markdown.names_of(results), strict=True):
+        of = f"{name} · " if several else ""
+        yield f"<p>{html.escape(f'{of}{one.at} · {one.served.release} · {one.served.image}')}</p>"
+        yield from (f"<p>{html.escape(f'{of}{note}')}</p>" for note in one.notes)
     yield _legend(results)
     if any(one.answers for one in results):
         yield from _chapter("Protocol: seeds", markdown.PROTOCOLS["seeds"])

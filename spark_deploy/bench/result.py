@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spark_deploy.documents.declare import needed, setting
+from spark_deploy.documents.declare import later, needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class BenchResult:
     accepted_tokens: int = needed("Of them accepted.", minimum=0)
     samples: tuple[Sample, ...] = needed("The host while it was measured.")
     notes: tuple[str, ...] = needed("What was left out, and why.")
-    loads: tuple[Load, ...] = setting((), "Protocol `vllm-bench`; empty when it was not asked for.")
-    vllm: str | None = setting(None, "Version of vLLM, of that protocol.")
+    loads: tuple[Load, ...] = later((), "Protocol `vllm-bench`; empty when it was not asked for.")
+    vllm: str | None = later(None, "Version of vLLM, of that protocol.")
 
     @property
     def acceptance_fraction(self) -> float | None:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
+from spark_contract.documents import OPTIONAL
 
 MIB = 1024**2
 GIB = 1024**3
@@ -53,6 +54,12 @@ def setting(
 def needed(description: str | None = None, *, key: str | None = None, **keywords: Any) -> Any:
     """Declare a key that must be there; arguments as in ``setting``."""
     return dataclasses.field(metadata=_said(description, key, None, keywords))
+
+
+def later(default: _T, description: str) -> _T:
+    """Declare a key that documents of earlier versions lack; left out while it has its default."""
+    said = _said(description, None, None, {})
+    return dataclasses.field(default=default, metadata={**said, **OPTIONAL})
 
 
 def section(cls: type[_T], *, heading: str | None = None) -> _T:

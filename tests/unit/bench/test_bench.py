@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -186,6 +187,14 @@ def test_two_results_stand_side_by_side_with_the_change():
     assert "| drafts accepted | 80% | 80% |" in told
 
 
+def test_a_comparison_is_titled_by_what_is_shared_and_by_what_differs():
+    other = result("v2-tq")
+    assert markdown.title_of([result()]) == "m with v2 on spark-1"
+    assert markdown.title_of([result(), other]) == "m on spark-1: v2 against v2-tq"
+    far = result(served=replace(result().served, host="spark-2"))
+    assert markdown.title_of([result(), far]) == "m with v2: v2 on spark-1 against v2 on spark-2"
+
+
 def test_runs_of_one_profile_are_told_apart_by_their_time():
     later = result(at="2026-02-02T00:00:00Z")
     assert markdown.names_of([result(), later]) == [
@@ -221,6 +230,15 @@ def test_a_result_follows_its_schema_and_comes_back_as_it_was():
     schema = json.loads((CHECKOUT / "schema/bench.schema.json").read_text())
     jsonschema.validate(plain(result()), schema)
     assert parse(BenchResult, text_of(result())) == result()
+
+
+def test_a_result_of_before_the_third_protocol_is_still_one():
+    """Written by an earlier version in the virtual lab."""
+    earlier = (CHECKOUT / "tests/fixtures/bench-of-two-protocols.json").read_text()
+    assert "loads" not in earlier
+    found = parse(BenchResult, earlier)
+    assert (found.loads, found.vllm, len(found.warm())) == ((), None, 5)
+    assert parse(BenchResult, text_of(found)) == found
 
 
 def test_comparing_needs_no_host_and_says_which_file_is_no_result(tmp_path, capsys):
