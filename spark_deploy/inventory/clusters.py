@@ -1,13 +1,15 @@
-"""Clusters of an inventory: are their members there, and told the same."""
+"""Clusters and replicas of an inventory: are the hosts there, and told the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spark_contract.documents import plain
 
 from spark_deploy.errors import Problem
+from spark_deploy.planning.serving.gateway import address_of
 from spark_deploy.settings.load import HostSettings
 from spark_deploy.settings.types import Settings
 
@@ -17,6 +19,9 @@ _ALIKE = (
     "services", "watch", "check", "images", "paths",
 )  # fmt: skip
 _ALIKE_OF_SERVE = ("names", "start_timeout_s", "stop_timeout_s", "drain_s")
+# What clients of one address must find the same, whoever answers.
+_ALIKE_REPLICAS = ("model", "replicas")
+_ALIKE_OF_REPLICAS = ("names", "port", "api_key", "max_body_bytes")
 
 
 def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
@@ -33,14 +38,49 @@ def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
             yield from _differences(hosts[members[0]], found)
 
 
-def _differences(head: HostSettings, member: HostSettings) -> Iterator[Problem]:
-    ours, theirs = _told(member.settings), _told(head.settings)
+def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
+    """Yield why hosts cannot serve side by side behind one address."""
+    for name, found in hosts.items():
+        replicas = found.settings.replicas
+        for other in replicas.hosts:
+            if other not in hosts:
+                fix = "list it beside the others, in one group of the inventory"
+                yield Problem(f"{name}: replicas.hosts", f"'{other}' is no host of its group", fix)
+            elif other not in replicas.addresses:
+                what = f"nobody said how {other} is reached"
+                yield Problem(f"{name}: replicas.addresses", what, f"say it: {{{other}: ADDRESS}}")
+        first = hosts.get(replicas.hosts[0]) if replicas.hosts else None
+        if first is not None and name != first.host:
+            yield from _differences(first, found, _ALIKE_REPLICAS, _ALIKE_OF_REPLICAS, "the first")
+
+
+def knowing_addresses(hosts: Mapping[str, HostSettings]) -> dict[str, HostSettings]:
+    """Return hosts whose replicas know how each is reached, where anybody said so."""
+    known = {name: address_of(one.settings, name) for name, one in hosts.items()}
+    return {name: _knowing(one, known) for name, one in hosts.items()}
+
+
+def _knowing(found: HostSettings, known: Mapping[str, str | None]) -> HostSettings:
+    replicas = found.settings.replicas
+    said = {name: address for name in replicas.hosts if (address := known.get(name))}
+    told = replace(replicas, addresses={**said, **replicas.addresses})
+    return replace(found, settings=replace(found.settings, replicas=told))
+
+
+def _differences(
+    head: HostSettings,
+    member: HostSettings,
+    alike: Sequence[str] = _ALIKE,
+    of_serve: Sequence[str] = _ALIKE_OF_SERVE,
+    called: str = "the head of their cluster",
+) -> Iterator[Problem]:
+    ours, theirs = (_told(one.settings, alike, of_serve) for one in (member, head))
     for key in (key for key in ours if ours[key] != theirs[key]):
-        what = f"differs from that of {head.host}, the head of their cluster"
+        what = f"differs from that of {head.host}, {called}"
         fix = "write it once, into group_vars of their group"
         yield Problem(f"{member.host}: {key}", what, fix)
 
 
-def _told(settings: Settings) -> dict[str, Any]:
-    serve = {f"serve.{name}": getattr(settings.serve, name) for name in _ALIKE_OF_SERVE}
-    return {name: plain(getattr(settings, name)) for name in _ALIKE} | serve
+def _told(settings: Settings, alike: Sequence[str], of_serve: Sequence[str]) -> dict[str, Any]:
+    serve = {f"serve.{name}": plain(getattr(settings.serve, name)) for name in of_serve}
+    return {name: plain(getattr(settings, name)) for name in alike} | serve

@@ -22,7 +22,7 @@ from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import Problem, SettingsError
-from spark_deploy.inventory.clusters import cluster_problems
+from spark_deploy.inventory.clusters import cluster_problems, knowing_addresses, replica_problems
 from spark_deploy.inventory.command_line import (
     check_patterns,
     command_line,
@@ -78,6 +78,7 @@ def groups_from(
     found = _loaded(groups, file, overrides(arguments), generated)
     extra = host_data or {}
     found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
+    found = knowing_addresses(found)
     _check_canaries(found)
     root = vars_root(file)
     catalog = _of_this_run(f"catalog of {root}", functools.partial(read_catalog, own=root))
@@ -214,7 +215,7 @@ def _check_canaries(found: Mapping[str, HostSettings]) -> None:
 
 def _check_pairs(found: Mapping[str, HostSettings], catalog: Catalog) -> None:
     """Refuse settings that cannot work together, for all hosts at once."""
-    problems = list(cluster_problems(found))
+    problems = [*cluster_problems(found), *replica_problems(found)]
     for host in found.values():
         problems += problems_of(host.settings, catalog, supported_engines())
         problems += check_gateway(gateway_plan(host.settings, host.host))

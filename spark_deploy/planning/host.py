@@ -166,7 +166,14 @@ def _needs(
         takeover=settings.takeover,
         allow_memory_holders=settings.allow_memory_holders,
         allow_containers=tuple(settings.allow_containers),
-        ports=tuple(one.gateway.settings.port for one in services),
+        ports=tuple(
+            port
+            for one in services
+            for port in (
+                one.gateway.settings.port,
+                *([one.gateway.settings.replicas.port] if one.gateway.settings.replicas else ()),
+            )
+        ),
         disk_needed_bytes=needed_by_path(disk),
         disk_reserve_bytes=settings.disk.reserve_bytes,
         memory_needed_bytes=sum(one.memory.needed_bytes for one in services),

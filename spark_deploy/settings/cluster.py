@@ -1,12 +1,13 @@
-"""Settings of hosts that serve one model together."""
+"""Settings of hosts that serve one model together, or the same model side by side."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from spark_deploy.documents.declare import Text, setting
+from spark_deploy.documents.declare import Text, about, setting
 from spark_deploy.settings.rules import Broken
 
 # What the engine keeps open between hosts: see planning/serving/cluster.py.
@@ -53,3 +54,34 @@ class ClusterSettings:
             ipaddress.IPv4Network(self.subnet or "0.0.0.0/0")
         except ValueError as error:
             yield Broken(("subnet",), str(error), "write it as in 192.168.100.0/24")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasSettings:
+    """Hosts that serve the same, each by itself, behind one address; without hosts: none."""
+
+    hosts: tuple[Text, ...] = setting(
+        (),
+        "Names in the inventory of the hosts. Each also listens at `port` and hands every request "
+        "to the one that has the fewest under way and serves what was proven; the first is what "
+        "`connect` tells. They need the same choices and one serve.api_key, so write it into "
+        "group_vars.",
+        uniqueItems=True,
+        examples=[["spark-1", "spark-2"]],
+    )
+    port: int = setting(8008, "Port for all of them together.", minimum=1, maximum=65535)
+    addresses: dict[str, Annotated[str, about(pattern="^[0-9a-fA-F.:]+$")]] = setting(
+        dict,
+        "Addresses at which they reach each other, by name, best on the fastest network; who is "
+        "not named is reached as by clients.",
+        examples=[{"spark-1": "192.168.100.11", "spark-2": "192.168.100.12"}],
+    )
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield what no replicas can be made of."""
+        if len(self.hosts) == 1:
+            what = f"{self.hosts[0]} alone has no replica"
+            yield Broken(("hosts",), what, "name two hosts or more, or none")
+        for name in self.addresses:
+            if name not in self.hosts:
+                yield Broken(("addresses", name), "is none of the hosts", "name it there, too")

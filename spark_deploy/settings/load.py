@@ -172,7 +172,7 @@ def _host_settings(
             Problem(f"{where(one.set_by or one.key)}: {dotted(one.key)}", one.what, one.fix)
             for one in settings.broken(catalog)
         ]
-        settings = _alone_unless_member(settings, host)
+        settings = _alone_unless_named(settings, host)
     if not found:
         # Files of this machine that settings name: their content takes part from here on.
         engine = with_template(settings.engine, root)
@@ -187,12 +187,14 @@ def _host_settings(
     return HostSettings(host, group, root, settings, data)
 
 
-def _alone_unless_member(settings: Settings, host: str) -> Settings:
-    """Let a host that the cluster of its group does not name serve by itself."""
-    cluster = settings.cluster
-    if host in cluster.hosts:
-        return settings
-    return dataclasses.replace(settings, cluster=dataclasses.replace(cluster, hosts=()))
+def _alone_unless_named(settings: Settings, host: str) -> Settings:
+    """Let a host that cluster or replicas of its group do not name serve by itself."""
+    cluster, replicas = settings.cluster, settings.replicas
+    if host not in cluster.hosts:
+        settings = dataclasses.replace(settings, cluster=dataclasses.replace(cluster, hosts=()))
+    if host not in replicas.hosts:
+        settings = dataclasses.replace(settings, replicas=type(replicas)())
+    return settings
 
 
 def _origin(layers: Sequence[Layer], path: KeyPath) -> str:

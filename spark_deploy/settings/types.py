@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from spark_contract.gateway import EXPOSURES
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.documents.declare import Gib, Text, about, knowing_keys, section, setting
 from spark_deploy.documents.schema_check import closest
-from spark_deploy.settings.cluster import ClusterSettings
+from spark_deploy.settings.cluster import ClusterSettings, ReplicasSettings
 from spark_deploy.settings.host import (
     BaseSettings,
     CudaSettings,
@@ -119,6 +120,7 @@ class Settings:
     checkpoint: CheckpointSettings = section(CheckpointSettings)
     requantize: RequantizeSettings = section(RequantizeSettings)
     cluster: ClusterSettings = section(ClusterSettings)
+    replicas: ReplicasSettings = section(ReplicasSettings)
     memory: MemorySettings = section(MemorySettings, heading="Memory: one pool for CPU and GPU")
     watch: WatchSettings = section(WatchSettings)
     check: CheckSettings = section(CheckSettings)
@@ -237,6 +239,7 @@ class Settings:
             services={},
             schedule=(),
             cluster=ClusterSettings(),
+            replicas=ReplicasSettings(),
             serve=dataclasses.replace(self.serve, port=one.port, names=one.names),
             engine=EngineSettings(
                 **{f.name: getattr(one.engine, f.name) for f in dataclasses.fields(one.engine)}
@@ -304,10 +307,35 @@ class Settings:
                     fix = f"describe it under repositories: {{{name}: ...}}"
                     yield Broken((role, "repositories"), what, fix)
         yield from self._broken_services()
+        yield from self._broken_replicas()
         yield from broken_in_sections(self)
+
+    def _broken_replicas(self) -> Iterator[Broken]:
+        replicas = self.replicas
+        if not replicas.hosts:
+            return
+        if self.cluster.hosts:
+            what = "hosts of a cluster serve together, replicas each by itself"
+            yield Broken(("replicas", "hosts"), what, "leave one of the two out")
+        if EXPOSURES[self.serve.expose].audience is None or self.serve.expose == "docker":
+            what = f"replicas do not reach each other with expose: {self.serve.expose}"
+            yield Broken(("serve", "expose"), what, "set tailscale, or lan")
+        if self.serve.tls != "off":
+            what = "replicas speak to each other without TLS"
+            yield Broken(("serve", "tls"), what, "set expose: tailscale, which encrypts by itself")
+        if self.serve.api_key.kind == "generate":
+            what = "each host would make a key of its own, and clients know one"
+            fix = "name one for all: {env: NAME}, {file: PATH} or {command: [PROGRAM]}"
+            yield Broken(("serve", "api_key"), what, fix)
+        if self.rollout.at_once == "all" or self.rollout.at_once >= len(replicas.hosts):
+            what = "all replicas would be away at the same time"
+            yield Broken(("rollout", "at_once"), what, f"at most {len(replicas.hosts) - 1}")
 
     def _broken_services(self) -> Iterator[Broken]:
         ports, answered = {self.serve.port: "serve.port"}, dict[str, str]()
+        if self.replicas.hosts and ports.setdefault(self.replicas.port, "") == "serve.port":
+            what = f"{self.replicas.port} is serve.port, too"
+            yield Broken(("replicas", "port"), what, "choose another one")
         for name, one in self.services.items():
             where = ("services", name)
             if name == MAIN_SERVICE:

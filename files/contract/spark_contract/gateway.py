@@ -47,6 +47,14 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicas:
+    """Hosts that serve the same: requests at this port go to the one with the fewest under way."""
+
+    port: int
+    others: tuple[str, ...]  # address:port of their gateways
+
+
+@dataclass(frozen=True, slots=True)
 class Gateway:
     """Where a gateway listens and what it lets through."""
 
@@ -64,6 +72,7 @@ class Gateway:
     max_connections: int | None = field(default=None, metadata=OPTIONAL)
     # Paths that the engine of another service of this host answers: path -> service.
     routes: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
+    replicas: Replicas | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def unit(self) -> str:

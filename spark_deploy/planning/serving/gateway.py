@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spark_contract.documents import text_of
-from spark_contract.gateway import EXPOSURES, Gateway, tls_of
+from spark_contract.gateway import EXPOSURES, Gateway, Replicas, tls_of
 from spark_contract.paths import API_KEY
 from spark_contract.units import MAIN_SERVICE
 
@@ -35,11 +37,20 @@ def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> 
             key_path=API_KEY,
             routes={path: name for name, one in settings.services.items() for path in one.paths},
             tls=None if serve.tls == "off" else tls_of(service),
+            replicas=_replicas(settings, host) if service == MAIN_SERVICE else None,
         ),
         address=address_of(settings, host),
         key=serve.api_key,
         tls=_tls(settings, host),
     )
+
+
+def _replicas(settings: Settings, host: str) -> Replicas | None:
+    replicas = settings.replicas
+    others = (name for name in replicas.hosts if name != host)
+    at = (_shown(replicas.addresses[name]) for name in others if name in replicas.addresses)
+    found = tuple(f"{address}:{settings.serve.port}" for address in at)
+    return Replicas(replicas.port, found) if replicas.hosts else None
 
 
 def address_of(settings: Settings, host: str) -> str | None:
@@ -78,10 +89,18 @@ def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
         return (here,)
     unknown = "TAILSCALE-ADDRESS" if plan.settings.expose == "tailscale" else "ADDRESS"
     address = CONTAINER_NAME if plan.settings.expose == "docker" else plan.address or unknown
-    return (here, (url(plan, address), audience))
+    there = (url(plan, address), audience)
+    if plan.settings.replicas is None:
+        return (here, there)
+    together = replace(plan, settings=replace(plan.settings, port=plan.settings.replicas.port))
+    return (here, there, (url(together, address), f"{audience}, all replicas"))
 
 
 def url(plan: GatewayPlan, address: str) -> str:
     """Return the base URL of an address; TLS ends at everything but this host."""
     scheme = "https" if plan.tls and address != LOOPBACK else "http"
-    return f"{scheme}://{f'[{address}]' if ':' in address else address}:{plan.settings.port}/v1"
+    return f"{scheme}://{_shown(address)}:{plan.settings.port}/v1"
+
+
+def _shown(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -2,16 +2,21 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from spark_contract.gateway import Replicas
 
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.errors import SettingsError
 from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.reading import read_inventory
+from spark_deploy.planning.serving.gateway import base_urls, gateway_plan
 
 INVENTORY = """
 import sys as _sys
@@ -180,6 +185,56 @@ def test_one_host_is_no_cluster(foreign):
     (foreign.parent / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1]}\n")
     done = pyinfra(foreign)
     assert "cluster.hosts: spark-1 alone is no cluster" in done.stderr
+
+
+REPLICAS = """
+replicas: {hosts: [a, b], addresses: {b: 10.0.0.2}}
+serve: {expose: lan, api_key: {env: KEY}}
+"""
+
+
+def test_replicas_know_how_each_is_reached_and_others_serve_by_themselves(foreign):
+    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["a", "b", "c"]))
+    (foreign.parent / "group_vars/spark.yml").write_text(REPLICAS)
+    found = {name: more[KEY].found for name, more in read_inventory(foreign).items()}
+    plans = {name: gateway_plan(one.settings, name) for name, one in found.items()}
+    told = {name: plan.settings.replicas for name, plan in plans.items()}
+    assert told == {
+        "a": Replicas(8008, ("10.0.0.2:8000",)),
+        "b": Replicas(8008, ("a:8000",)),
+        "c": None,
+    }
+    assert base_urls(plans["a"])[-1] == ("http://a:8008/v1", "the network, all replicas")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("replicas: {hosts: [a, d]}", "a: replicas.hosts: 'd' is no host of its group"),
+        ("replicas: {hosts: [a]}", "replicas.hosts: a alone has no replica"),
+        ("serve: {expose: loopback, api_key: {env: K}}", "do not reach each other with"),
+        ("serve: {expose: lan, api_key: {env: K}, tls: private-ca}", "without TLS"),
+        ("serve: {expose: lan}", "serve.api_key: each host would make a key of its own"),
+        ("rollout: {at_once: 2}", "rollout.at_once: all replicas would be away"),
+        ("cluster: {hosts: [a, b]}", "replicas each by itself"),
+        ("replicas: {hosts: [a, b], port: 8000}", "replicas.port: 8000 is serve.port, too"),
+    ],
+)
+def test_what_cannot_be_replicas_is_refused(foreign, more, said):
+    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["a", "b", "c"]))
+    chosen = {**yaml.safe_load(REPLICAS), **yaml.safe_load(more)}
+    (foreign.parent / "group_vars/spark.yml").write_text(yaml.safe_dump(chosen))
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        read_inventory(foreign)
+
+
+def test_replicas_that_clients_could_tell_apart_are_refused(foreign):
+    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["a", "b"]))
+    (foreign.parent / "group_vars/spark.yml").write_text(REPLICAS)
+    (foreign.parent / "host_vars").mkdir()
+    (foreign.parent / "host_vars/b.yml").write_text("serve: {names: [other]}\n")
+    with pytest.raises(SettingsError, match=r"b: serve\.names: differs from that of a, the first"):
+        read_inventory(foreign)
 
 
 def test_a_model_beside_the_inventory_is_chosen_like_ours(foreign):

@@ -14,7 +14,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
 
-from spark_host.gateway import api_key, listeners, ways
+from spark_host.gateway import api_key, listeners, replicas, ways
 from spark_host.system import sockets
 
 # What stands between quotes in a configuration and means itself.
@@ -100,6 +100,8 @@ def keys_text(key: str) -> str:
 def config_text(settings: Gateway, paths: Paths) -> str:
     """Return the nginx configuration of a service's gateway."""
     own = _target(settings.service, settings, paths)
+    listening = listeners.wanted(settings).listeners
+    shared = replicas.together(settings, listening, paths)
     routed = {path: _target(to, settings, paths) for path, to in settings.routes.items()}
     values = {
         "USER": settings.user,
@@ -113,11 +115,14 @@ def config_text(settings: Gateway, paths: Paths) -> str:
             for one in dict.fromkeys((settings.service, *settings.routes.values()))
         ),
         "JOURNAL": str(paths.below("/run/systemd/journal/dev-log")),
-        "LISTEN": "\n        ".join(map(_listen, listeners.wanted(settings).listeners)),
+        "LISTEN": "\n        ".join(
+            [*map(_listen, listening), *([shared.listen] if shared.listen else [])]
+        ),
         "TLS": _tls(settings, paths),
         "OPEN_ONLY": own.when_open,
         "WAYS": ways.locations(lambda path: routed.get(path, own)),
-        "LIMITS": _limits(settings),
+        "LIMITS": _limits(settings, shared.client),
+        "REPLICAS": shared.http,
     }
     template = resources.files("spark_host.gateway").joinpath("gateway.conf").read_text()
     return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
@@ -139,14 +144,14 @@ def _upstream(service: str, settings: Gateway, paths: Paths) -> str:
     )
 
 
-def _limits(settings: Gateway) -> str:
+def _limits(settings: Gateway, client: str) -> str:
     """Return the limits of one client address."""
     lines = []
     if rate := settings.max_requests_per_s:
-        lines += [f"limit_req_zone $binary_remote_addr zone=clients:1m rate={rate}r/s;"]
+        lines += [f"limit_req_zone {client} zone=clients:1m rate={rate}r/s;"]
         lines += [f"limit_req zone=clients burst={rate * 2} nodelay;"]
     if most := settings.max_connections:
-        lines += ["limit_conn_zone $binary_remote_addr zone=connections:1m;"]
+        lines += [f"limit_conn_zone {client} zone=connections:1m;"]
         lines += [f"limit_conn connections {most};"]
     return "\n    ".join(lines)
 
