@@ -28,18 +28,17 @@ def sweeps_page() -> Iterator[str]:
 
 def _sweep(path: Path, found: dict[str, Any]) -> Iterator[str]:
     rows, versions = found["rows"], ", ".join(f"{k} {v}" for k, v in found["versions"].items())
-    held = sum(not row["wrong"] for row in rows)
+    tried = found["tried"]
+    held, cases = (sum(one[what] for one in tried.values()) for what in ("held", "cases"))
     yield from (f"## {found['title']}", "", found["counted"], "")
     link = f"[{path.name}](../../benchmarks/results/sweeps/{path.name})"
     yield (
-        f"**{held} of {len(rows)} held.** {link}, {found['measured_at'][:10]}, "
+        f"**{held} of {cases} held.** {link}, {found['measured_at'][:10]}, "
         f"{versions}; {found['stands_in']}."
     )
     yield from ("", "| in | cases | held |", "|---|---|---|")
     for group, about in found["groups"].items():
-        here = [row for row in rows if row["group"] == group]
-        well = sum(not row["wrong"] for row in here)
-        yield f"| {cell(group)}: {cell(about)} | {len(here)} | {well} |"
+        yield f"| {cell(group)}: {cell(about)} | {tried[group]['cases']} | {tried[group]['held']} |"
     yield ""
     shown = [row for row in rows if row["saw"] and found["rows_shown"]]
     if shown:

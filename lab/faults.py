@@ -98,6 +98,8 @@ FAULTS = {
     for fault in (
         Fault("kill-guest", "power cut: SIGKILL to everything in it; `lab up NAME` boots it again",
               lambda request: guest.power_cut(request.the_guest()), None),
+        Fault("power-cut", "kill-guest, and what no program had synced is lost from its disks",
+              lambda request: guest.lose_unsynced(request.the_guest()), None),
         Fault("reboot", "orderly reboot from inside", _reboot, None),
         Fault("host-down", "network cable unplugged",
               lambda request: network.set_cable(request.the_guest().name, plugged=False),

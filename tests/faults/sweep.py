@@ -28,6 +28,7 @@ from tests.labkit import CHECKOUT, Guest
 GUESTS = tuple(os.environ.get("SPARK_SWEEP_GUESTS", "lab-23 lab-24").split())
 LAB = "guests of the virtual lab with the stub engine; not a DGX Spark"
 PARTS = CHECKOUT / "build" / "sweeps"
+MANY = 300
 T = TypeVar("T")
 
 
@@ -108,11 +109,19 @@ class Sweep:
             "counted": counted,
             "groups": about,
             "rows_shown": self.name != "kill",
-            "rows": [asdict(row) for row in rows],
+            "tried": {group: tally(rows, group) for group in about},
+            # Of hundreds of points that are alike only those that went wrong.
+            "rows": [asdict(row) for row in rows if len(rows) < MANY or row.wrong],
         }  # fmt: skip
         path = Path(where) / f"{self.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def tally(rows: Iterable[Row], group: str) -> dict[str, int]:
+    """Return how many cases of a group were tried, and how many held."""
+    here = [row for row in rows if row.group == group]
+    return {"cases": len(here), "held": sum(not row.wrong for row in here)}
 
 
 def versions(guest: Guest | None) -> dict[str, str]:

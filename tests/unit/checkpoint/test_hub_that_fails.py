@@ -34,6 +34,10 @@ COUNTED = (
 Answer = Callable[[Any, bytes], object]
 
 
+def hung_up(handler: Any, data: bytes) -> None:
+    handler.close_connection = True
+
+
 def status(code: int, **headers: str) -> Answer:
     return lambda handler, data: handler.answer(code, b"no", headers)
 
@@ -115,10 +119,11 @@ FAILURES = {
     "502": Failure(status(502), "HTTP 502"),
     "503": Failure(status(503), "HTTP 503"),
     "504": Failure(status(504), "HTTP 504"),
+    "closes without an answer": Failure(hung_up, "last: the connection ended;"),
     "slow": Failure(slow, ""),
-    "no answer": Failure(silent, "imed out"),
-    "stalls in the middle": Failure(stalled, "imed out"),
-    "connection reset in the middle": Failure(reset, "reset"),
+    "no answer": Failure(silent, "last: no answer for 1 s;"),
+    "stalls in the middle": Failure(stalled, "last: no answer for 1 s;"),
+    "connection reset in the middle": Failure(reset, "last: connection reset by peer;"),
     "cut short": Failure(half, "bytes early"),
     "wrong bytes of the right length": Failure(other_bytes, "sha256 is", once=False),
     "more bytes than asked for": Failure(too_many, "bytes long, not", once=False),
@@ -228,6 +233,18 @@ def test_a_signed_link_that_expired_is_asked_for_again(scene: Scene, times: int 
         kept("once", "an expired link", lambda: goes_well(scene))
     else:
         kept("for good", "expired links", lambda: fails_and_heals(scene, "the signed link expired"))
+
+
+def test_a_hub_that_is_not_there_is_told_in_plain_words(scene: Scene) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        write_order(scene, f"http://127.0.0.1:{taken.getsockname()[1]}")
+        done = run_tool("fetch", scene.order, check=False)
+    write_order(scene, scene.hub.url)
+    scene.fetched()
+    assert "last: connection refused;" in done.stderr
+    assert "urllib3" not in done.stderr
+    assert "object at 0x" not in done.stderr
 
 
 # A name server's answer: the hub's name has an address of version 6 first.

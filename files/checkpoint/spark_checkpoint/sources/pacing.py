@@ -7,6 +7,12 @@ import threading
 import time
 
 from spark_contract.orders import Wire
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    NewConnectionError,
+    ProtocolError,
+    ReadTimeoutError,
+)
 
 from spark_checkpoint.errors import TransferFailed
 from spark_checkpoint.progress import note
@@ -71,7 +77,7 @@ class Attempt:
     def failed(self, error: Exception) -> None:
         """Pause before the next try, or give up."""
         self._failures += 1
-        reason = str(error) or type(error).__name__
+        reason = _reason(error, self._wire.timeout_s)
         waited_s = time.monotonic() - self._progressed_at
         if self._failures >= self._wire.tries and waited_s >= self._outage_s:
             raise TransferFailed(
@@ -89,6 +95,19 @@ class Attempt:
         note(f"retry: {self._url}: {reason}; again in {pause_s:.1f} s{until}")
         if self._cancelled.wait(pause_s):
             raise cancelled(self._url) from error
+
+
+def _reason(error: Exception, timeout_s: float) -> str:
+    """Say in plain words why bytes did not come; libraries name their own objects."""
+    if isinstance(error, ReadTimeoutError):
+        return f"no answer for {timeout_s:g} s"
+    if isinstance(error, NewConnectionError | ProtocolError):
+        causes = (error.__cause__, error.__context__, *error.args)
+        known = (one.strerror for one in causes if isinstance(one, OSError) and one.strerror)
+        return next(known, "the connection ended").lower()
+    if isinstance(error, ConnectTimeoutError):
+        return f"no connection for {timeout_s:g} s"
+    return str(error) or type(error).__name__
 
 
 def cancelled(url: str) -> TransferFailed:

@@ -1,0 +1,223 @@
+"""The power is cut at every call that touches the disk: what was not synced is lost, for real.
+
+The disk is ext4 on a loop device. A cut ends the program at a call, shuts the filesystem down
+without a flush of its journal (``EXT4_IOC_SHUTDOWN``), and mounts it again: files and directory
+entries that nobody synced are gone then. The test insists that some were.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builder_faults import points, run_broken
+from builder_hub import Hub, fetch_order
+from builder_trees import file_entries, run_tool, tool_environment, tree_tensors
+
+from tests.faults.sweep import Sweep, all_well
+
+SHUTDOWN, WITHOUT_FLUSH = 0x8004587D, 2
+ABOUT = {
+    "records": "a host's records, written one after another and replaced",
+    "fetch": "a repository is fetched: parts, tree, receipt",
+    "build": "a checkpoint is built: shards, tree, receipt",
+}
+COUNTED = (
+    "A program is killed before each of its calls that touch the disk (open, write, fsync, link, "
+    "rename, mkdir, rmdir, unlink, reads), and the filesystem, ext4 on a loop device, is shut down "
+    "without a flush of its journal. After the next mount a record or tree is whole or absent, "
+    "what was reported as written is there, and the next run finishes. Each case is one call."
+)
+TEST = "tests/unit/checkpoint/test_power_cut.py"
+# Writes ten records and then each of them anew, and says after each that it is written.
+WRITER = """
+import os, signal, sys
+from pathlib import Path
+from spark_contract import files
+calls, number = [0], int(sys.argv[2])
+for name in ("open", "write", "fsync", "rename", "mkdir", "unlink"):
+    def wrap(real):
+        def watched(*a, **k):
+            calls[0] += 1
+            if calls[0] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*a, **k)
+        return watched
+    setattr(os, name, wrap(getattr(os, name)))
+say = os.write.__closure__[0].cell_contents
+for version in (1, 2):
+    for record in range(10):
+        path = Path(sys.argv[1]) / f"kind-{record % 3}" / f"{record}.json"
+        files.write_text(path, '{"version": %d, "text": "%s"}' % (version, "x" * 3000))
+        say(1, b"%d %d\\n" % (record, version))
+say(2, b"%d" % calls[0])
+"""
+
+
+class Disk:
+    """A filesystem of its own that can lose what was not synced."""
+
+    def __init__(self, root: Path):
+        self.image, self.place = root / "disk.img", root / "disk"
+        self.place.mkdir()
+        with self.image.open("wb") as file:
+            file.truncate(96 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(self.image)], check=True)
+        self.mount()
+
+    def mount(self) -> None:
+        """Mount the image through a new loop device.
+
+        One that some other mount namespace still holds keeps the filesystem that was shut down.
+        """
+        done = subprocess.run(
+            f"device=$(losetup -f --show '{self.image}') && mount $device '{self.place}'; rc=$?; "
+            "losetup -d $device; exit $rc",  # when it is unmounted
+            shell=True, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode != 0:
+            pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
+
+    def cut(self) -> bool:
+        """Cut the power and come back; return whether something was lost by it."""
+        before = self.content()
+        handle = os.open(self.place, os.O_RDONLY)
+        fcntl.ioctl(handle, SHUTDOWN, struct.pack("I", WITHOUT_FLUSH))
+        os.close(handle)
+        subprocess.run(["umount", str(self.place)], check=True)
+        self.mount()
+        return self.content() != before
+
+    def content(self) -> set[tuple[str, int]]:
+        """Return every file and folder with its size."""
+        paths = (path for path in self.place.rglob("*") if path.name != "lost+found")
+        return {(str(path), path.stat().st_size if path.is_file() else 0) for path in paths}
+
+    def sync(self) -> None:
+        """Let nothing of what was before get lost."""
+        subprocess.run(["sync", "-f", str(self.place)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a filesystem needs root")
+    made = Disk(tmp_path)
+    yield made
+    subprocess.run(["umount", "-l", str(made.place)], check=True)
+
+
+def every(calls: int) -> list[int]:
+    """Return all calls for the table, and some of them otherwise."""
+    return list(range(1, calls + 1)) if os.environ.get("SPARK_SWEEP_RESULTS") else points(calls)
+
+
+def swept(group: str, calls: int, one: Callable[[int], bool]) -> None:
+    """Cut at every call; ``one`` insists on what holds then, and returns whether any were lost."""
+    sweep, lost = Sweep("power"), []
+
+    def tried(number: int) -> tuple[str, str]:
+        lost.append(one(number))
+        return "", "something was lost" if lost[-1] else "nothing was lost"
+
+    rows = [
+        sweep.tried(group, f"call {number:04d} of {calls}", lambda number=number: tried(number))
+        for number in every(calls)
+    ]
+    sweep.write("Power cut at every call", ABOUT, None, COUNTED, TEST)
+    all_well(rows)
+    assert sum(lost) > len(lost) // 4, "hardly anything was ever lost: this shows nothing"
+
+
+def test_a_record_is_whole_or_absent_and_there_once_it_was_reported(disk: Disk) -> None:
+    place = disk.place / "records"
+
+    def written(number: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", WRITER, str(place), str(number)], env=tool_environment(),
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    def cut_at(number: int) -> bool:
+        subprocess.run(["rm", "-rf", str(place)], check=True)
+        place.mkdir()
+        disk.sync()
+        done = written(number)
+        assert done.returncode == -9
+        lost = disk.cut()
+        reported = dict(line.split() for line in done.stdout.splitlines())
+        for record in range(10):
+            path = place / f"kind-{record % 3}" / f"{record}.json"
+            found = json.loads(path.read_text())["version"] if path.exists() else 0
+            assert found >= int(reported.get(str(record), 0)), f"record {record} was lost"
+        assert written(0).returncode == 0
+        return lost
+
+    place.mkdir()
+    done = written(0)
+    assert done.returncode == 0, done.stderr
+    swept("records", int(done.stderr), cut_at)
+
+
+def test_a_fetch_is_whole_or_absent_and_the_next_one_finishes(
+    disk: Disk, hub: Hub, tmp_path: Path
+) -> None:
+    source = hub.root / "r"
+    (source / "sub").mkdir(parents=True)
+    for number, size in enumerate((3_000_000, 70_000, 0)):
+        (source / "sub" / f"{number}").write_bytes(os.urandom(size))
+    order, out = tmp_path / "fetch.json", disk.place / "models" / "out"
+    out.parent.mkdir()
+    order.write_text(json.dumps(fetch_order(source, out, urls=[f"{hub.url}/r"])))
+    calls = run_broken("fetch", order).calls
+    expected = file_entries(source)
+
+    def cut_at(number: int) -> bool:
+        subprocess.run(["rm", "-rf", str(out)], check=True)
+        disk.sync()
+        code = run_broken("fetch", order, number=number).returncode
+        assert code in (-9, 0)
+        lost = disk.cut()
+        assert out.exists() or code, "a tree that was reported as fetched was lost"
+        if out.exists():
+            run_tool("verify", out, "--full")
+        run_tool("fetch", order)
+        assert file_entries(out) == expected
+        assert [path.name for path in out.parent.iterdir()] == [out.name]
+        return lost
+
+    swept("fetch", calls, cut_at)
+
+
+def test_a_build_is_whole_or_absent_and_the_next_one_finishes(disk: Disk, workshop: Any) -> None:
+    workshop.write_base()
+    workshop.write_donor()
+    out = disk.place / "models" / "out"
+    out.parent.mkdir()
+    plan = workshop.write_plan(layout="full", head="int8-g128", out=str(out))
+    calls = run_broken("build", plan).calls
+    expected = tree_tensors(out)
+
+    def cut_at(number: int) -> bool:
+        subprocess.run(["rm", "-rf", str(out)], check=True)
+        disk.sync()
+        code = run_broken("build", plan, number=number).returncode
+        assert code in (-9, 0)
+        lost = disk.cut()
+        assert out.exists() or code, "a tree that was reported as built was lost"
+        if out.exists():
+            run_tool("verify", out, "--full")
+        run_tool("build", plan)
+        assert tree_tensors(out) == expected
+        assert [path.name for path in out.parent.iterdir()] == [out.name]
+        return lost
+
+    swept("build", calls, cut_at)
