@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine site editor clients host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit engine site editor photos clients host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -72,6 +72,9 @@ site: venv ## the documentation as a site, in build/site
 
 editor: venv ## completion and marks of the real YAML language server (npm)
 	$(PY) -m pytest -q tests/editor
+
+photos: site ## the pictures of pages that a browser shows, in docs/photos (Chromium)
+	$(PY) docs/photos.py
 
 clients: venv ## opencode itself, with what `connect` prints, against a real gateway (npm)
 	$(PY) -m pytest -q tests/clients

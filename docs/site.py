@@ -9,10 +9,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
+from mkdocs.utils import get_relative_url
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 ORDER = ("index.md", "how-to", "reference", "architecture.md", "decisions")
+_SHIM = "https://unpkg.com/iframe-worker/shim"  # without it no search in a folder
+_FOREIGN = re.compile(r"""<(?:script|img|iframe)[^>]+src="?https?://[^"> ]+""")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -38,6 +42,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return match[0] if inside else text
 
     return _LINK.sub(kept, markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Have the page ask no other site: what the theme would fetch lies beside it.
+
+    Raises:
+        PluginError: something is asked of another site, so a reader without a network lacks it.
+    """
+    output = output.replace(_SHIM, get_relative_url("iframe-worker.js", page.url))
+    if found := _FOREIGN.search(output):
+        raise PluginError(f"{page.url} asks another site: {found[0]}")
+    return output
 
 
 def _is_page(path: Path) -> bool:
