@@ -44,7 +44,7 @@ from proofs import stages  # noqa: E402
 
 SCRIPT = ROOT / "files/checkpoint/spark_checkpoint/requantize/inside.py"
 NARROW = (".in_proj_a.weight", ".in_proj_b.weight")  # eight rows: AutoRound leaves them as they are
-SETTINGS = {"nsamples": 128, "seqlen": 256, "batch": 8}
+SETTINGS = {"nsamples": 32, "seqlen": 128, "batch": 8}
 WAYS = {"nearest": 0, "tuned": 200}
 READERS = {
     "input_layernorm": (

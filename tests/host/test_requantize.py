@@ -29,18 +29,29 @@ NARROW = ".linear_attn.{in_proj_qkv,in_proj_z,in_proj_a,in_proj_b,out_proj}."
 
 def own_model() -> dict[str, Any]:
     """Return what an owner writes: the model's file with a 16-bit repository and other sets."""
-    base = yaml.safe_load(CATALOG.read_text())["tensors"]["base"]
+    tensors = yaml.safe_load(CATALOG.read_text())["tensors"]
+    base, counts = tensors["base"], tensors["counts"]
     [line] = [one for one in base if NARROW in one]
     layers = line.partition(".linear_attn.")[0]
     kept = f"{layers}.linear_attn.{{in_proj_a,in_proj_b}}.weight"
     packed = line.replace("in_proj_a,in_proj_b,", "")
     names = [one for one in base if one != line]
+    # What the base has in 16 bits is the donor's partner there.
+    unmatched = [one for one in tensors["donor_unmatched"] if "in_proj_a" not in one]
     return {
         "based_on": "lab-tiny",
         "summary": "The lab's model, quantised by its owner",
         "choose_when": "you try that in the lab",
         "sources": {"original": "lab/tiny"},
-        "tensors": {"base": [*names, packed, kept], "counts": {"base": 423 - 2 * 3 * 2}},
+        "tensors": {
+            "base": [*names, packed, kept],
+            "donor_unmatched": unmatched,
+            # Two projections of three layers: one name each, not three, and partners in the donor.
+            "counts": {
+                "base": counts["base"] - 12,
+                "donor_unmatched": counts["donor_unmatched"] - 6,
+            },
+        },
     }
 
 
