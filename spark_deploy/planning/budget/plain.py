@@ -74,7 +74,7 @@ def cache_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
     layers = (*anatomy.cache, *(drafter.cache if drafter else ()))
     states = [one for one in layers if one.kind == "state"]
     keeping = [one for one in layers if one.kind != "state"]
-    sizes = {round(one.token_bytes * width) for one in keeping}
+    sizes = {max(1, round(one.token_bytes * width)) for one in keeping}
     if len(sizes) != 1 or len(states) > 1:
         return _summed(layers, width, _page_tokens(profile))
     return _grouped(keeping, states, sizes.pop(), profile)
