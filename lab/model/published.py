@@ -89,20 +89,23 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _sizes(layers: int) -> dict[str, Any]:
+    """Caches of different sizes: an engine says the same words of two only once."""
+    return {**_SIZES, "num_hidden_layers": layers}
+
+
 def _qwen3(layers: int) -> Any:
-    sizes = {**_SIZES, "num_hidden_layers": layers}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
+    return Qwen3ForCausalLM(Qwen3Config(**_sizes(layers), tie_word_embeddings=True))
 
 
 def _moe() -> Any:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **experts))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_sizes(5), **experts))
 
 
 def _sliding() -> Any:
     """Five layers look back 128 tokens, one at everything."""
-    sizes = {**_SIZES, "num_hidden_layers": 6}
-    config = Gemma3TextConfig(**sizes, sliding_window=128, query_pre_attn_scalar=32)
+    config = Gemma3TextConfig(**_sizes(6), sliding_window=128, query_pre_attn_scalar=32)
     return Gemma3ForCausalLM(config)
 
 
@@ -121,7 +124,7 @@ def _encoder(kind: Any, **more: Any) -> Any:
 _MODELS: dict[str, Callable[[], Any]] = {
     "org/tiny-qwen3": lambda: _qwen3(3),
     "org/tiny-draft": lambda: _qwen3(1),
-    "org/tiny-llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
+    "org/tiny-llama": lambda: LlamaForCausalLM(LlamaConfig(**_sizes(2))),
     "org/tiny-sliding": _sliding,
     "org/tiny-moe": _moe,
     "org/tiny-odd": _odd,

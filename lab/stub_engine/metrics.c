@@ -1,5 +1,8 @@
-/* The counters a check and a watch read, under vLLM's names. */
+/* The counters a check and a watch read, under vLLM's names; STUB_METRICS replaces what stands
+   in front of each, as another engine's do. */
 #include "stub.h"
+
+#include <stdlib.h>
 
 counters counted;
 
@@ -23,8 +26,10 @@ void count_token(int index) {
 }
 
 static void metric(buffer *b, const char *kind, const char *name, long number) {
-    put(b, "# HELP vllm:%s %s\n# TYPE vllm:%s %s\n", name, name, name, kind);
-    put(b, "vllm:%s{engine=\"0\",model_name=\"%s\"} %ld.0\n", name, config.names[0], number);
+    const char *before = getenv("STUB_METRICS");
+    if (!before) before = "vllm:";
+    put(b, "# HELP %s%s %s\n# TYPE %s%s %s\n", before, name, name, before, name, kind);
+    put(b, "%s%s{engine=\"0\",model_name=\"%s\"} %ld.0\n", before, name, config.names[0], number);
 }
 
 void put_metrics(buffer *b) {

@@ -28,6 +28,8 @@ _DRAFT_OPTIONS = {
 }
 # Each lets bytes that somebody sent or stored run as Python.
 _UNPICKLING = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+# Words for weights of few bits whose scales belong to groups of inputs.
+_IN_GROUPS = ("auto-round", "gptq", "awq", "compressed-tensors", "bit")
 _LOCAL_SOCKETS = ("unix://", "fd://")
 # The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0013.
 _COUNTED_CACHE_AS_USED = 24
@@ -142,8 +144,10 @@ def _minor_version(image: str) -> int | None:
 def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
     """Return how much of one routed expert a device holds."""
     if isinstance(model, PlainModel):
-        # Where there are no experts, or nobody knows of any, none is too narrow.
-        whole = (model.anatomy.expert_width if model.anatomy else None) or _WIDEST
+        # Where there are no experts, none in groups, or nobody knows of any, none is too narrow.
+        anatomy = model.anatomy
+        grouped = anatomy is not None and any(one in anatomy.quantisation for one in _IN_GROUPS)
+        whole = (anatomy.expert_width if anatomy and grouped else None) or _WIDEST
     else:
         whole = model.architecture.expert_width
     if options.get("enable-expert-parallel") is True:

@@ -19,28 +19,13 @@ import pytest
 import yaml
 
 from tests.labkit import CHECKOUT, SPARE, STATE, Guest, Site, guest_named, lab
+from tests.published import DECODERS, DRAFTS, PROFILE
 
 pytestmark = pytest.mark.engine
 
 NAME = SPARE[0]
 RESULTS = CHECKOUT / "benchmarks/results/cpu/plain-models.json"
-# What an engine without a GPU needs; all that an owner of such hosts would write.
-PROFILE: dict[str, Any] = {
-    "based_on": "plain",
-    "summary": "Plain models on the CPU engine",
-    "choose_when": "you try them in the lab",
-    "limits": {"max_sequences": 4, "max_batched_tokens": 2048, "memory_fraction": 0.8},
-    "kv_cache": {"size_gib": 0.25},
-    # Without a GPU its blocks are this large by themselves; said, so that the plan counts them.
-    "options": {"enforce-eager": True, "dtype": "bfloat16", "block-size": 128},
-}
 START_S = 1500  # of an engine on two cores that others use as well
-DECODERS = {
-    "tiny-sliding": "Gemma3ForCausalLM",
-    "tiny-moe": "Qwen3MoeForCausalLM",
-    "tiny-llama": "LlamaForCausalLM",
-    "tiny-qwen3": "Qwen3ForCausalLM",
-}
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +226,6 @@ def test_a_cache_that_nobody_knows_is_planned_with_once_an_engine_counted_it(
     assert memory["kv_tokens"] == pytest.approx(counted_tokens(guest), rel=0.01)
     assert memory["counted_by"].startswith(f"{NAME}, {guest.release()}")
     site.deploy().must_have_changed_nothing()
-
-
-DRAFTS = {"method": "draft_model", "tokens": 2, "repository": "org/tiny-draft"}
 
 
 def test_a_drafter_of_its_own_is_fetched_with_the_model_and_drafts(

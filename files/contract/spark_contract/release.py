@@ -49,6 +49,7 @@ class Engine:
     user: str | None  # of this host; None in releases that ran as root
     max_sequences: int  # requests that are computed at once
     kv_cache_bytes: int | None  # None: what is left of the engine's share of the memory
+    kind: str = field(default="vllm", metadata=OPTIONAL)  # in whose words it counts
 
 
 @dataclass(frozen=True, slots=True)

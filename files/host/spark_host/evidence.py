@@ -67,16 +67,15 @@ def _engine(release: Release, host: Host) -> EngineEvidence:
 
 
 def _counted(release: Release, paths: Paths) -> dict[str, Any]:
-    names = {
-        "drafted_tokens": "vllm:spec_decode_num_draft_tokens_total",
-        "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
-        "generated_tokens": "vllm:generation_tokens_total",
-    }
     try:
         metrics = Engine.of(release, paths).metrics()
     except EngineError:
         return {}
-    totals = {key: metrics.total(name) for key, name in names.items()}
+    totals = {
+        "drafted_tokens": metrics.drafted,
+        "accepted_tokens": metrics.accepted,
+        "generated_tokens": metrics.total(metrics.dialect.generated),
+    }
     return {key: None if value is None else int(value) for key, value in totals.items()}
 
 

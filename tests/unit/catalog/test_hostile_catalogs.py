@@ -1,4 +1,4 @@
-"""Catalog files, shared files and locks with anything in one place: planned, or refused in lines."""
+"""Catalog files, shared files and locks with anything in one place: planned or refused in lines."""
 
 from __future__ import annotations
 

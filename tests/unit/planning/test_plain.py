@@ -211,3 +211,17 @@ def test_a_plan_is_told_whether_the_cache_is_known_or_not(anatomy: Anatomy) -> N
     profile = catalog_of(model).profile("plain", "dense")
     for told in (text(found, model, profile, verbose=loud) for loud in (False, True)):
         assert "KV cache" in "\n".join(told)
+
+
+@pytest.mark.parametrize(
+    ("stored", "refused"), [("", False), ("fp8", False), ("gptq, 4 bit", True)]
+)
+def test_narrow_experts_are_refused_where_their_weights_have_scales_in_groups(
+    stored: str, refused: bool
+) -> None:
+    anatomy = dataclasses.replace(ANATOMY, expert_width=64, quantisation=stored)
+    if refused:
+        with pytest.raises(PlanError, match="experts-of-one-group"):
+            plan(anatomy=anatomy)
+    else:
+        plan(anatomy=anatomy)

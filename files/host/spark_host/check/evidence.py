@@ -13,8 +13,6 @@ from spark_host.engine.metrics import Metrics
 _DRAFTS_WANTED = 60
 _ALMOST_NONE = 0.1  # a drafter without weights serves like that; a slow one is no broken server
 _COUNTER_WAIT_S = 10.0
-_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-_DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 
 
 def listed_models(probe: Probe) -> list[dict[str, Any]]:
@@ -80,10 +78,10 @@ def acceptance(probe: Probe) -> str:
         # Text of some length: the first tokens after a prompt say little about the drafter.
         probe.say(question.prompt, limit, thinking=question.thinking)
         after = probe.metrics()
-        if after.total(_DRAFTED) is None:
+        if after.drafted is None:
             raise CheckError("the engine has no counters of speculation: it is switched off")
-        drafted = (after.total(_DRAFTED) or 0.0) - (before.total(_DRAFTED) or 0.0)
-        accepted = (after.total(_ACCEPTED) or 0.0) - (before.total(_ACCEPTED) or 0.0)
+        drafted = after.drafted - (before.drafted or 0.0)
+        accepted = (after.accepted or 0.0) - (before.accepted or 0.0)
         if drafted >= _DRAFTS_WANTED:
             break
     if drafted <= 0:

@@ -6,7 +6,6 @@ import time
 
 from spark_host.check.probe import CheckError, Message, Probe, short, user
 
-_HITS = "vllm:prefix_cache_hits_total"
 _COUNTER_WAIT_S = 5.0
 _NUMBER = "48213"
 _NEEDLE = f"The secret number of the lighthouse is {_NUMBER}."
@@ -78,7 +77,7 @@ def _found(probe: Probe, before: float, turn: int) -> float:
 
 
 def _hits(probe: Probe) -> float:
-    hits = probe.metrics().total(_HITS)
+    hits = probe.metrics().found_again
     if hits is None:
         raise CheckError("the engine has no counter of prefix hits: prefix caching is off")
     return hits

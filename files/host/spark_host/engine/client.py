@@ -21,6 +21,8 @@ from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 
+from spark_host.engine import dialect
+from spark_host.engine.dialect import USUAL, Dialect
 from spark_host.engine.metrics import Metrics
 from spark_host.system import folders, sockets
 
@@ -108,13 +110,14 @@ class _Connection(HTTPConnection):
 class Engine:
     """A client of the engine behind one unix socket."""
 
-    def __init__(self, socket_path: Path):
+    def __init__(self, socket_path: Path, words: Dialect = USUAL):
         self._path = socket_path
+        self._words = words
 
     @classmethod
     def of(cls, release: Release, paths: Paths) -> Engine:
         """Return the client for a release's engine."""
-        return cls(sockets.engine(release.service, paths))
+        return cls(sockets.engine(release.service, paths), dialect.of(release))
 
     def get(self, path: str, timeout_s: float = 10) -> Reply:
         """Send ``GET path``."""
@@ -154,7 +157,7 @@ class Engine:
         reply = self._request("GET", "/metrics", None, timeout_s, _METRICS_BYTES)
         if reply.status != 200:
             raise EngineError(f"/metrics: HTTP {reply.status}")
-        return Metrics.parse(reply.body.decode(errors="replace"))
+        return Metrics.parse(reply.body.decode(errors="replace"), self._words)
 
     def _request(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from io import StringIO
 
+from spark_host.engine.dialect import USUAL, Dialect
+
 # An engine of ours prints some hundred short lines; what goes beyond these is not read.
 _MAX_SAMPLES = 20_000
 _MAX_LINE = 4096
@@ -24,9 +26,10 @@ class Metrics:
     """The engine's samples at one moment."""
 
     samples: tuple[Sample, ...]
+    dialect: Dialect = USUAL
 
     @classmethod
-    def parse(cls, text: str) -> Metrics:
+    def parse(cls, text: str, dialect: Dialect = USUAL) -> Metrics:
         """Read the Prometheus text format; lines that are not samples are skipped."""
         found: list[Sample] = []
         for written in StringIO(text):  # one line after the other, not all of them at once
@@ -41,7 +44,7 @@ class Metrics:
                 found.append(Sample(name.strip(), _labels(labels.rstrip("}")), float(value)))
             except ValueError:
                 continue
-        return cls(tuple(found))
+        return cls(tuple(found), dialect)
 
     def total(self, name: str) -> float | None:
         """Return the sum over all label sets; ``None`` when the name is absent."""
@@ -58,23 +61,38 @@ class Metrics:
     @property
     def running(self) -> float:
         """Requests the engine works on."""
-        return self.total("vllm:num_requests_running") or 0.0
+        return self.total(self.dialect.running) or 0.0
 
     @property
     def unfinished(self) -> float:
         """Requests running or waiting."""
-        return self.running + (self.total("vllm:num_requests_waiting") or 0.0)
+        return self.running + (self.total(self.dialect.waiting) or 0.0)
 
     @property
     def generated(self) -> float:
         """Tokens generated so far, for anybody."""
-        return self.total("vllm:generation_tokens_total") or 0.0
+        return self.total(self.dialect.generated) or 0.0
 
     @property
     def tokens(self) -> float:
         """Prompt and generated tokens so far; a prompt counts when all of it was read."""
-        names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+        names = (self.dialect.generated, self.dialect.read)
         return sum(self.total(name) or 0.0 for name in names)
+
+    @property
+    def drafted(self) -> float | None:
+        """Tokens drafted so far; ``None``: it drafts nothing."""
+        return self.total(self.dialect.drafted)
+
+    @property
+    def accepted(self) -> float | None:
+        """Drafted tokens that were right."""
+        return self.total(self.dialect.accepted)
+
+    @property
+    def found_again(self) -> float | None:
+        """Tokens of prompts whose cache was kept; ``None``: none is."""
+        return self.total(self.dialect.found_again)
 
     @property
     def progress(self) -> tuple[float, float]:
@@ -83,7 +101,7 @@ class Metrics:
         The tokens stand still while a long prompt is read in chunks. Each chunk takes blocks of the
         cache, so the share in use moves (seen on a GPU: docs/reference/engine-proofs.md).
         """
-        return self.tokens, self.total("vllm:kv_cache_usage_perc") or 0.0
+        return self.tokens, self.total(self.dialect.cache_share) or 0.0
 
 
 def _labels(text: str) -> dict[str, str]:

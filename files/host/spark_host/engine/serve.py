@@ -14,7 +14,7 @@ from spark_contract.release import Release
 from spark_contract.sentences import PHASE
 from spark_contract.units import DIGEST_LABEL, SWITCH
 
-from spark_host.engine import account, cdi, environment, memory, starts, tree
+from spark_host.engine import account, cdi, dialect, environment, memory, starts, tree
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system import docker, folders, members
@@ -190,7 +190,12 @@ def _prove_parts(release: Release) -> None:
 def part_problem(release: Release) -> HostToolError | None:
     """Return what is wrong with the release's image or tree; ``None`` when both are proven."""
     try:
-        return _image_problem(release) or tree.problem(release) or account.tree_problem(release)
+        return (
+            dialect.problem(release)
+            or _image_problem(release)
+            or tree.problem(release)
+            or account.tree_problem(release)
+        )
     except docker.DaemonSilent as error:
         return error
 

@@ -1,0 +1,227 @@
+"""Models that transformers wrote, added by one command, planned, and loaded by the real engine.
+
+The engine gets the plan's own arguments, read by its own parser. What it says of its cache is held
+against the plan. The whole way over a host is ``tests/host/test_plain_models.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lab.hub.faults import FaultSwitch
+from lab.hub.server import Hub, make_servers
+from lab.hub.store import Store
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli import main
+from spark_deploy.cli.commands import Options
+from spark_deploy.cli.hosts import listed, planned
+from spark_deploy.planning.types import HostPlan
+from spark_deploy.settings.types import Settings
+from tests.published import DECODERS, DRAFTS, PROFILE, WORDS
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
+
+RESULTS = CHECKOUT / "benchmarks/results/cpu/plain-models.json"
+INVENTORY = f"""
+import sys as _sys
+_sys.path.insert(0, {str(CHECKOUT)!r})
+from spark_deploy.inventory import group_from as _group_from
+spark = _group_from("spark", hosts=["a"], file=__file__)
+"""
+CAPITAL = "What is the capital of France? Answer with one word."
+BREAD, TRAIN = (
+    "How do I bake bread at home without a machine?",
+    "The next train leaves from platform four at noon.",
+)
+ENCODERS = {"tiny-embedder": "BertModel", "tiny-reranker": "BertForSequenceClassification"}
+OTHERS = {"tiny-embedder": "embedding", "tiny-reranker": "reranking"}
+DRAFTING = {"tiny-qwen3 by tiny-draft": DRAFTS, "tiny-qwen3 by words": WORDS}
+
+
+def engine(work: Path, *argv: str) -> str:
+    """Run the engine's Python; return all it said."""
+    environment = {
+        **os.environ, "SPARK_LAB_ENGINE_BIND": str(work), "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "lab.engine", "run", *argv], cwd=CHECKOUT, env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    return log
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    (folder / "hub").mkdir()
+    engine(folder, "-m", "lab.model.published", "--out", str(folder / "hub"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(work: Path) -> Iterator[Path]:
+    """An owner's folder beside a hub that runs."""
+    hub = Hub(Store(work / "hub"), FaultSwitch(work / "no-fault"), "", work / "access.jsonl")
+    servers = make_servers(hub, "127.0.0.1", 0, 0)
+    endpoint, hub.cdn_url = (f"http://127.0.0.1:{one.server_address[1]}" for one in servers)
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    root = work / "site"
+    (root / "group_vars").mkdir(parents=True)
+    (root / "group_vars/spark.yml").write_text(f"hub: {{endpoint: {endpoint!r}}}\n")
+    (root / "sparks.py").write_text(INVENTORY)
+    images = {
+        name: {"digest": f"sha256:{'1' * 64}", "size_bytes": 1000}
+        for name in Settings().images.values()
+    }
+    (root / "spark.lock.yml").write_text(
+        yaml.safe_dump({"schema_version": 1, "sources": {}, "images": images})
+    )
+    (root / "catalog/profiles").mkdir(parents=True)
+    (root / "catalog/profiles/lab-plain.yml").write_text(yaml.safe_dump(PROFILE))
+    yield root
+    for server in servers:
+        server.shutdown()
+
+
+def plan_of(site: Path, model: str, drafts: dict[str, Any] | None = None) -> HostPlan:
+    """Add a model by the one command, change one key if asked to, and plan it."""
+    asked = ["add", f"org/{model}", "--inventory", str(site / "sparks.py"), "--force"]
+    assert main([*asked, "--profile", "lab-plain"]) == 0
+    if drafts:
+        path = site / f"catalog/models/{model}.yml"
+        more = {"changes": [{"set": {"speculation": drafts}}]}
+        path.write_text(path.read_text() + yaml.safe_dump(more))
+    options = Options(
+        inventory=str(site / "sparks.py"), model=model, profile="lab-plain", data=(), limit=(),
+        exclude=(),
+    )  # fmt: skip
+    return planned(listed(options)[0])
+
+
+def case_of(name: str, plan: HostPlan, work: Path) -> dict[str, Any]:
+    """Return what the engine is told, with folders of this machine for those of the host."""
+    by_target = {one.target: one.source for one in plan.serve.engine.mounts}
+    trees = {one.dir: work / "hub" / one.locked.repo / one.locked.commit for one in plan.sources}
+    folders = {at: str(trees[source]) for at, source in by_target.items() if source in trees}
+    task = plan.serve.check.task
+    return {
+        "name": name, "argv": list(plan.serve.engine.argv), "folders": folders, "task": task,
+        "question": "When does the train leave?" if task == "reranking" else CAPITAL,
+        "documents": [BREAD, TRAIN],
+    }  # fmt: skip
+
+
+Served = tuple[dict[str, HostPlan], dict[str, Any], dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def served(site: Path, work: Path) -> Served:
+    """Plans, answers, and logs of all of them, of one run of the engine's Python."""
+    plans = {name: plan_of(site, name) for name in (*DECODERS, *OTHERS)}
+    plans |= {name: plan_of(site, "tiny-qwen3", drafts) for name, drafts in DRAFTING.items()}
+    cases, answers = work / "cases.json", work / "answers.json"
+    cases.write_text(json.dumps([case_of(name, plan, work) for name, plan in plans.items()]))
+    script = str(CHECKOUT / "tests/engine/engine_published.py")
+    log = engine(work, script, str(cases), str(answers))
+    parts = re.split(r"^=== (.+)$", log.replace("\r", "\n"), flags=re.M)[1:]
+    found = plans, json.loads(answers.read_text()), dict(zip(parts[::2], parts[1::2], strict=True))
+    if os.environ.get("RESULTS") == "write":
+        write_results(*found, work)
+    return found
+
+
+def counted_tokens(log: str) -> int | None:
+    found = re.findall(r"KV cache size: ([\d,]+) tokens", log)
+    return int(found[-1].replace(",", "")) if found else None
+
+
+def files_bytes(plan: HostPlan, work: Path, number: int = 0) -> int:
+    one = plan.sources[number].locked
+    folder = work / "hub" / one.repo / one.commit
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def write_results(
+    plans: dict[str, HostPlan], answers: dict[str, Any], logs: dict[str, str], work: Path
+) -> None:
+    version = re.findall(r"\(v([\d.]+)[^)]*\) with config", "".join(logs.values()))
+    rows = [
+        {
+            "model": name,
+            "architecture": (DECODERS | ENCODERS)[name.split()[0]],
+            "files_bytes": files_bytes(plan, work),
+            "planned_weights_bytes": plan.memory.weights_bytes,
+            "planned_kv_tokens": plan.memory.kv_tokens,
+            "engine_kv_tokens": counted_tokens(logs[name]),
+            "answer": answers[name],
+        }
+        for name, plan in plans.items()
+    ]
+    told = {
+        "command": "RESULTS=write pytest tests/engine/test_published_models.py",
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "device": "x86_64 CPU",
+        "versions": {"vllm": version[0] if version else ""},
+        "rows": rows,
+    }
+    RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("model", DECODERS)
+def test_a_decoder_that_nobody_prepared_answers(served: Served, model: str) -> None:
+    _, answers, logs = served
+    assert DECODERS[model] in logs[model]
+    assert answers[model]["text"] == "Paris"
+
+
+@pytest.mark.parametrize("model", [*DECODERS, *OTHERS])
+def test_the_weights_are_planned_as_the_files_have_them(
+    served: Served, work: Path, model: str
+) -> None:
+    plan = served[0][model]
+    assert plan.memory.weights_bytes == pytest.approx(files_bytes(plan, work), rel=0.01)
+
+
+@pytest.mark.parametrize("model", [*DECODERS, "tiny-qwen3 by tiny-draft"])
+def test_the_cache_is_planned_as_the_engine_counts_it(served: Served, model: str) -> None:
+    plans, _, logs = served
+    assert plans[model].memory.unknown == ()
+    assert plans[model].memory.kv_tokens == pytest.approx(counted_tokens(logs[model]), rel=0.001)
+
+
+def test_an_embedder_and_a_ranker_answer_with_numbers(served: Served) -> None:
+    answers = served[1]
+    assert answers["tiny-embedder"] == [128, 128]
+    bread, train = answers["tiny-reranker"]
+    assert train > 0.5 > bread
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+def test_drafts_leave_the_answer_as_it_is(served: Served, name: str) -> None:
+    assert served[1][name]["text"] == "Paris"
+
+
+def test_a_drafter_that_learnt_the_same_is_right(served: Served, work: Path) -> None:
+    plans, answers, _ = served
+    name = "tiny-qwen3 by tiny-draft"
+    counted = answers[name]["counted"]
+    assert counted["num_accepted_tokens"] > 0
+    drafter = files_bytes(plans[name], work, 1)
+    assert plans[name].memory.drafter_bytes == pytest.approx(drafter, rel=0.01)
