@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from lab.engine.build import CONFIG, VENV, Engine
+from lab.paths import lab_paths
 
+# The copy of the mount table would keep guests' disks busy for as long as the program runs.
 _ENTER = """\
 set -e
+guests=$1; shift
+for point in $(awk -v below="$guests/" 'index($5, below) == 1 {print $5}' /proc/self/mountinfo |
+    sort -r); do umount -l "$point"; done
 root=$1 rootfs=$2 venv=$3 workdir=$4 binds=$5; shift 5
 mount -t tmpfs tmpfs "$root"
 mkdir "$root/upper" "$root/work" "$root/root"
@@ -37,6 +42,12 @@ def enter(engine: Engine, argv: list[str]) -> NoReturn:
     root = Path("/run/spark-lab-engine")
     root.mkdir(parents=True, exist_ok=True)
     words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "sh"]
-    words += [str(root), str(engine.rootfs), str(engine.venv), str(workdir)]
+    words += [
+        str(lab_paths().guests),
+        str(root),
+        str(engine.rootfs),
+        str(engine.venv),
+        str(workdir),
+    ]
     words += [":".join(sorted(binds)), f"/{VENV}/bin/python", *argv]
     os.execvpe(words[0], words, {**os.environ, **CONFIG.env})

@@ -1,0 +1,51 @@
+"""A program in the engine's tree keeps no guest busy: what the lab unmounts is unmounted there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lab.engine import inside
+from lab.paths import LabPaths
+
+
+def test_a_disk_that_is_unmounted_is_free_though_an_engine_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+
+    monkeypatch.setattr(LabPaths, "guests", tmp_path / "guests", raising=False)
+    words: list[str] = []
+    monkeypatch.setattr(os, "execvpe", lambda _, given, __: words.extend(given))
+    engine: Any = SimpleNamespace(rootfs=tmp_path, venv=tmp_path)
+    inside.enter(engine, ["-c", "pass"])
+    # Up to where the engine's own trees are mounted; then it waits instead of running.
+    script = words.index("-c") + 1
+    words[script] = words[script].partition("root=$1")[0] + "echo in; exec sleep 60"
+    image, place = tmp_path / "disk.img", tmp_path / "guests/lab-1/disk"
+    place.mkdir(parents=True)
+    with image.open("wb") as file:
+        file.truncate(8 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    mounted = subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("mount is not allowed here")
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "in\n"
+        subprocess.run(["umount", str(place)], check=True)
+        deadline = time.monotonic() + 10
+        while held := subprocess.check_output(["losetup", "-j", str(image)], text=True):
+            assert time.monotonic() < deadline, held
+            time.sleep(0.1)
+    finally:
+        running.kill()
+        running.communicate()
