@@ -86,11 +86,19 @@ gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm, pytes
 kernels: ## the head's kernels compiled for a Spark, no GPU; GPU_PYTHON needs torch, triton, pytest
 	PYTHONPATH=files/image $(GPU_PYTHON) -m pytest tests/unit/plugin/test_head_for_a_spark.py
 
-demo: venv ## two virtual hosts from nothing to a proven model server, with real vLLM (root)
-	$(PY) -m lab demo
+# The environment and what hosts stand on are made side by side: the latter needs Python alone.
+define demo
+	@python3 -m lab demo --engine $(1) --say
+	@python3 -m lab prepare --engine none >/dev/null & prepared=$$!; \
+	  $(MAKE) --no-print-directory venv || { kill $$prepared; exit 1; }; wait $$prepared
+	$(PY) -m lab demo --engine $(1) --said
+endef
 
-demo-fast: venv ## the same with a stub engine, in a few minutes (root)
-	$(PY) -m lab demo --engine stub
+demo: ## two virtual hosts from nothing to a proven model server, with real vLLM (root)
+	$(call demo,cpu)
+
+demo-fast: ## the same with a stub engine, in a few minutes (root)
+	$(call demo,stub)
 
 FLAVOUR ?=
 lab-up: venv ## bring up the virtual lab with two hosts (root); FLAVOUR=lived-in makes them look so

@@ -54,7 +54,7 @@ def show(login: list[str], deploy: Callable[..., subprocess.CompletedProcess[byt
             a polite 503.
     """
     before = _serving(login)
-    with _asking(login) as seen:
+    with asking(login) as seen:
         done = deploy(*CHOICE)
     after = _serving(login)
     print(f"\nexit code {done.returncode}; serves {after}, as before")
@@ -75,7 +75,8 @@ def _serving(login: list[str]) -> str:
 
 
 @contextmanager
-def _asking(login: list[str]) -> Iterator[Seen]:
+def asking(login: list[str]) -> Iterator[Seen]:
+    """Ask again and again during a block, from the host that ``login`` leads to."""
     seen, over = Seen(), threading.Event()
 
     def client() -> None:

@@ -109,6 +109,16 @@ def _read_pids(procs: Path) -> Iterator[int]:
     yield from (int(line) for line in text.split())
 
 
+def cpu_s(root: Path = ROOT) -> float:
+    """Return the processor's seconds that guests and servers took since their trees were made."""
+    if is_v2(root):
+        stat = root / TREE / "cpu.stat"
+        words = stat.read_text().split() if stat.exists() else []
+        return int(dict(zip(words[::2], words[1::2], strict=True)).get("usage_usec", "0")) / 1e6
+    usage = root / "cpuacct" / TREE / "cpuacct.usage"
+    return int(usage.read_text()) / 1e9 if usage.exists() else 0.0
+
+
 def kill(name: str, *, timeout_s: float = 20) -> None:
     """SIGKILL everything in ``lab/name`` until nothing is left.
 

@@ -123,6 +123,10 @@ def _break(paths: LabPaths, options: argparse.Namespace) -> int:
 
 
 def _demo(paths: LabPaths, options: argparse.Namespace) -> int:
+    if not options.said:
+        demo.say_what_it_takes(paths.state, options.engine)
+    if options.say:
+        return 0
     names = list(demo.HOSTS)
     demo.run(
         paths.state,
@@ -212,6 +216,8 @@ def _parser() -> argparse.ArgumentParser:
 
     show = commands.add_parser("demo", help="two hosts, from nothing to proven servers")
     show.add_argument("--engine", choices=["stub", "cpu"], default="cpu")
+    show.add_argument("--say", action="store_true", help="only say what it takes")
+    show.add_argument("--said", action="store_true", help="it was said already")
     show.set_defaults(run=_demo)
 
     restart = commands.add_parser("restart-servers", help="restart servers with this code")

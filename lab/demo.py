@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lab import bad_switch
+from lab import bad_switch, cgroup
 from lab.errors import LabError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -45,17 +45,16 @@ def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
     Raises:
         LabError: a step failed; the message says which and how to look closer.
     """
-    times: list[tuple[str, float]] = []
+    times: list[tuple[str, float, float]] = []
 
     def step(title: str, work: Callable[[], T]) -> T:
         print(f"\n=== {title}", flush=True)
-        started = time.monotonic()
+        started, busy = time.monotonic(), _cpu_s()
         result = work()
-        times.append((title, time.monotonic() - started))
+        times.append((title, time.monotonic() - started, _cpu_s() - busy))
         return result
 
     model = [] if engine == "cpu" else ["--data", "model=lab-stub"]
-    _say_what_it_takes(state_dir, engine)
     step("Two virtual hosts", up)
     info = json.loads((state_dir / "lab.json").read_text())
     info["guests"] = [guest for guest in info["guests"] if guest["name"] in HOSTS]
@@ -65,12 +64,23 @@ def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
     changed = step("Deploy again", lambda: _again(model))
     title = "A bad switch: an engine that answers garbage is refused, and no client sees it"
     step(title, lambda: _bad_switch(info, model))
-    print("\n" + "\n".join(f"{seconds:8.1f} s  {title}" for title, seconds in times))
-    print(f"{sum(seconds for _, seconds in times):8.1f} s  in all")
+    print("\n     wall        CPU")
+    for title, wall_s, cpu_s in [*times, ("in all", *_sums(times))]:
+        print(f"{wall_s:8.1f} s {cpu_s:8.1f} s  {title}")
     print(f"\n{changed} changed" + ("" if changed == 0 else " (should be 0)"))
     _say_how_to_go_on(info)
     if changed:
         raise LabError("deploy.py", f"the second run changed {changed} things", "run it with -v")
+
+
+def _sums(times: list[tuple[str, float, float]]) -> tuple[float, float]:
+    return sum(wall_s for _, wall_s, _ in times), sum(cpu_s for _, _, cpu_s in times)
+
+
+def _cpu_s() -> float:
+    """Return the processor's seconds of this program, of what it ran, and of the lab."""
+    own = os.times()
+    return own.user + own.system + own.children_user + own.children_system + cgroup.cpu_s()
 
 
 def _tool(name: str) -> str:
@@ -157,7 +167,7 @@ def _again(model: list[str]) -> int:
     return sum(1 for operation in operations if operation["success"] or operation["error"])
 
 
-def _say_what_it_takes(state_dir: Path, engine: str) -> None:
+def say_what_it_takes(state_dir: Path, engine: str) -> None:
     """Say before anything is done what comes onto this machine, and refuse a disk that is full."""
     needed, there = _NEEDED_BYTES[engine], state_dir if state_dir.exists() else Path("/")
     held = sum(file.lstat().st_blocks * 512 for file in state_dir.rglob("*"))

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lab.errors import LabError
 
 OWNER_DONE = "var/lib/labstub-owner"  # in the guest, when owner.sh has ended
@@ -75,6 +73,8 @@ def read(name: str) -> Flavour:
     """
     if name not in names():
         raise LabError(f"flavour {name}", "does not exist", f"choose one of {', '.join(names())}")
+    import yaml  # here, for a lab without flavours needs Python alone
+
     said = yaml.safe_load((DIRECTORY / name / "flavour.yml").read_text())
     unknown = set(said) - {one.name for one in fields(Flavour)}
     if unknown:

@@ -65,6 +65,8 @@ def up(
     """Have the named guests running and reachable; running ones are left alone."""
     guests = [Guest(paths, name) for name in names]
     with lab_lock(paths):
+        refuse_beside_another(paths)
+        _owner().write_text(str(paths.state))
         ground = stock.prepare(paths, engine_trees=engine_trees or engine == "cpu")
         base = _base(paths, ground, flavour)
         for one in guests:
@@ -169,6 +171,8 @@ def _prune_bases(paths: LabPaths, current: set[Path]) -> None:
 
 def down(paths: LabPaths, names: Sequence[str], *, delete: bool) -> None:
     """Power the named guests off; without names all of them, the servers and the bridge."""
+    if not names:
+        refuse_beside_another(paths)
     known = {one.name for one in record.all_guests(paths)} | (set(cgroup.trees()) - {"host"})
     for name in names or sorted(known):
         one = Guest(paths, name)
@@ -178,11 +182,29 @@ def down(paths: LabPaths, names: Sequence[str], *, delete: bool) -> None:
     if not names:
         servers.stop_all(paths)
         network.remove_bridge()
+        _owner().unlink(missing_ok=True)
         if delete and paths.guests.exists():
             mounts.unmount_below(paths.guests)
             shutil.rmtree(paths.guests)
     if delete and paths.record.exists():
         record.write_record(paths, this_distribution())
+
+
+def refuse_beside_another(paths: LabPaths) -> None:
+    """Keep two state folders from sharing one bridge and one tree of cgroups.
+
+    Raises:
+        LabError: a lab with another folder is up: taking this one down would end its guests.
+    """
+    owner = _owner().read_text() if _owner().exists() else str(paths.state)
+    if owner != str(paths.state) and cgroup.trees():
+        fix = f"SPARK_LAB_DIR={owner} make lab-down, or give this one a network of its own"
+        raise LabError("lab", f"another is up, in {owner}", fix)
+
+
+def _owner() -> Path:
+    """Return the file that names the folder of the lab that is up; a reboot ends both."""
+    return Path("/run") / f"spark-{cgroup.TREE}.state"
 
 
 def leftovers(paths: LabPaths) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import cgroup, cli, lifecycle, network
+from lab import cgroup, cli, guest, lifecycle, network
 from lab.errors import LabError
 from lab.paths import LabPaths
 
@@ -59,6 +59,20 @@ def test_what_is_still_mounted_in_it_is_not_lost_with_it(
     finally:
         subprocess.run(["umount", place], check=True)
     assert purge(paths) == 0
+
+
+def test_a_lab_in_another_folder_is_not_taken_down_with_this_one(
+    paths: LabPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.undo()
+    owner = tmp_path / "owner"
+    owner.write_text("/elsewhere/lab")
+    monkeypatch.setattr(lifecycle, "_owner", lambda: owner)
+    monkeypatch.setattr(cgroup, "trees", lambda: ["host", "lab-1"])
+    monkeypatch.setattr(guest, "power_off", lambda one: 1 / 0)
+    with pytest.raises(LabError, match="another is up, in /elsewhere/lab"):
+        purge(paths)
+    assert paths.state.exists()
 
 
 def test_a_purge_is_about_the_whole_lab(paths: LabPaths) -> None:
