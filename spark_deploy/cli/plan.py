@@ -33,6 +33,7 @@ from spark_deploy.planning.types import (
     GatewayPlan,
     HostPlan,
     MemoryPlan,
+    RequantizedPlan,
     ServicePlan,
 )
 
@@ -105,6 +106,8 @@ def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
         yield _row("download", f"{source.locked.repo} {commit}, {size(source.size_bytes)}")
         if plan.checkpoint and not plan.checkpoint.keep_base:
             yield _row("", _without_base(plan.checkpoint))
+    if plan.requantized:
+        yield _row("", _quantised(plan.requantized))
     yield _row("checkpoint", _checkpoint(plan))
     if plan.checkpoint and plan.checkpoint.donor:
         yield _row("", _donor(plan.checkpoint.donor))
@@ -156,6 +159,14 @@ def _checkpoint(plan: HostPlan) -> str:
     return (
         f"{built.dir}, {size(built.output_bytes)} new ({built.order.layout}; shared experts "
         f"{built.order.shared_experts}, head {built.order.head})"
+    )
+
+
+def _quantised(made: RequantizedPlan) -> str:
+    return (
+        f"quantised on the host to {size(made.size_bytes)} in {made.dir}: AutoRound, "
+        f"{made.order.iters} steps, {gib(made.order.memory_bytes)} of memory (estimated); "
+        "`spark-deploy requantize` does it"
     )
 
 

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from spark_deploy.cli.plan import text
 from spark_deploy.errors import PlanError, SettingsError
 from spark_deploy.lockfile.resolve import wanted_by
+from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.work.jobs import jobs_of
 from spark_deploy.planning.work.keep import keep_of
 from spark_deploy.planning.work.lending import Member, with_peers
@@ -66,9 +68,9 @@ def test_the_tree_is_named_by_all_that_it_is_made_of_and_by_nothing_else(change,
 
 def test_the_text_it_is_tuned_with_travels_with_the_job_and_names_the_tree(tmp_path):
     trees = set()
-    for text in ("one", "two"):
-        path = tmp_path / f"{text}.jsonl"
-        path.write_text(json.dumps({"text": text}) + "\n")
+    for told in ("one", "two"):
+        path = tmp_path / f"{told}.jsonl"
+        path.write_text(json.dumps({"text": told}) + "\n")
         plan = plan_of(**{**OWN, "requantize.iters": 1, "requantize.calibration": str(path)})
         made = jobs_of(plan, ())[1]
         [sent] = [file for file in made.inputs if file.path == order_of(made)["calibration"]]
@@ -111,6 +113,13 @@ def test_disk_is_counted_and_the_original_is_free_to_go_afterwards():
 def test_what_cannot_be_made_is_refused_with_the_reason(choices, said):
     with pytest.raises(PlanError, match=said):
         plan_of(**{**OWN, **choices})
+
+
+def test_the_plan_says_what_is_quantised_with_how_much_memory_and_by_which_command():
+    settings = settings_of(**OWN)
+    said = "\n".join(text(plan_of(**OWN), *pair_of(settings, CATALOG), verbose=True))
+    assert f"in {plan_of(**OWN).requantized.dir}: AutoRound, 0 steps" in said
+    assert "`spark-deploy requantize` does it" in said
 
 
 @pytest.mark.parametrize("content", ["", "no json\n", '{"prompt": "x"}\n', '{"text": 3}\n'])
