@@ -14,6 +14,9 @@ RESULTS = CHECKOUT / "benchmarks/results/sweeps"
 BEFORE = """
 A sweep tries every case of a list and keeps a row of each. With
 `SPARK_SWEEP_RESULTS=benchmarks/results/sweeps` its test writes the table anew. None ran on a Spark.
+
+What a host holds (`tests/host_digest.py`) is compared file by file: content, links, modes, owners,
+records without times and ids, units, packages, accounts, listeners, images and containers.
 """
 
 
@@ -38,7 +41,8 @@ def _sweep(path: Path, found: dict[str, Any]) -> Iterator[str]:
     )
     yield from ("", "| in | cases | held |", "|---|---|---|")
     for group, about in found["groups"].items():
-        yield f"| {cell(group)}: {cell(about)} | {tried[group]['cases']} | {tried[group]['held']} |"
+        cases, held = (tried[group][what] for what in ("cases", "held"))
+        yield f"| {cell(group)}: {cell(about)} | {cases or 'not tried yet'} | {held or ''} |"
     yield ""
     shown = [row for row in rows if row["saw"] and found["rows_shown"]]
     if shown:

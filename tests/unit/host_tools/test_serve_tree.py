@@ -152,3 +152,20 @@ def test_a_start_proves_the_tree_after_the_old_engine_is_gone(
     with pytest.raises(HostToolError, match="has sha256"):
         serve.prepare(release.name, host.paths)
     assert order == ["removed", "parts"]
+
+
+def test_a_drafter_or_an_adapter_is_held_to_its_receipt_as_the_tree_is(
+    host: Host, served: Path, tmp_path: Path
+) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / SHARD).write_bytes(bytes(100_000))
+    write_receipt(drafter, [entry(drafter / SHARD)])
+    both = [{"path": str(path), "digest": "d" * 64} for path in (served, drafter)]
+    release = host.release(tree=both[0], beside=both[1:])
+    assert tree.problem(release) is None
+    other = host.release(tree=both[0], beside=[{**both[1], "digest": "e" * 64}])
+    assert str(drafter) in str(tree.problem(other))
+    replace(drafter / SHARD, damaged=True)
+    with pytest.raises(HostToolError, match="drafter"):
+        tree.prove(release, print)
