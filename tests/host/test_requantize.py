@@ -1,4 +1,7 @@
-"""An INT4 tree of one's own: real AutoRound in the real engine's container, killed and finished."""
+"""An INT4 tree of one's own: real AutoRound in the real engine's container, killed and finished.
+
+It is the base of a hybrid that the real engine serves.
+"""
 
 from __future__ import annotations
 
@@ -122,3 +125,22 @@ def test_a_killed_job_goes_on_with_the_block_it_was_at_and_its_tree_is_proven(si
     assert receipt["report"]["versions"]["auto-round"] == "0.16.1"
     assert receipt["report"]["packed_modules"] == 109
     assert guest.run(f"ls -d {Path(tree).parent}/.*.partial 2>/dev/null || :") == ""
+
+
+def test_a_hybrid_on_top_of_it_is_served_by_the_real_engine(site: Site) -> None:
+    guest = guest_named(NAME)
+    site.choose(checkpoint={"requantized": True})
+    run = site.deploy()
+    assert run.exit_code == 0, run.stderr[-6000:]
+    proof = guest.json(f"cat /var/lib/spark/proofs/{guest.release()}.json")
+    assert proof["ok"], proof
+    status, body = guest.call(
+        "POST", "/v1/chat/completions",
+        {
+            "model": guest.names()[0], "temperature": 0, "max_tokens": 32,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    )  # fmt: skip
+    assert (status, body["choices"][0]["message"]["content"]) == (200, "Paris")
+    site.deploy().must_have_changed_nothing()
