@@ -2,23 +2,28 @@
 
 pyinfra runs one SSH command for every ``get_fact``. The operations of a role mostly ask the same
 question, and on a run that changes nothing the answer stays true. A remembered answer is dropped
-as soon as any operation has executed a command on that host, and never crosses from the prepare
-stage (which only predicts) to the execute stage.
+as soon as any operation has executed a command on that host. From the prepare stage (which only
+predicts) it crosses to the execute stage while it is some seconds old: who thinks about a plan for
+longer gets what the host says then.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from pyinfra.api.facts import FactBase
 from pyinfra.api.host import Host
+from pyinfra.api.state import StateStage
 from pyinfra.context import host, state
 
 T = TypeVar("T")
 
+CROSSES_S = 10.0
 _Key = tuple[Any, ...]
-_answers: WeakKeyDictionary[Host, dict[_Key, tuple[int, Any]]] = WeakKeyDictionary()
+# Of each question of a stage: after how many commands it was asked, when, and the answer.
+_answers: WeakKeyDictionary[Host, dict[_Key, tuple[int, float, Any]]] = WeakKeyDictionary()
 
 
 class FactUnavailable(Exception):  # noqa: N818 - reads better at the call site
@@ -32,24 +37,46 @@ def read(fact: type[FactBase[T]], **arguments: Any) -> T:
         FactUnavailable: the command failed, so there is no state to decide from.
     """
     current = state.inventory.get_host(host.name)  # `host` itself is a proxy, the same for all
-    key = (state.current_stage, fact, tuple(sorted(arguments.items())))
+    question = (fact, tuple(sorted(arguments.items())))
     done = commands_executed(current)
     answers = _answers.setdefault(current, {})
-    if key in answers and answers[key][0] == done:
-        remembered: T = answers[key][1]
+    known = answers.get((state.current_stage, *question)) or _crossing(answers, question)
+    if known is not None and known[0] == done:
+        answers[(state.current_stage, *question)] = known
+        remembered: T = known[2]
         return remembered
+    return read_now(fact, **arguments)
+
+
+def read_now(fact: type[FactBase[T]], **arguments: Any) -> T:
+    """Return ``fact`` of the current host, asked now: where an older answer would prove nothing.
+
+    Raises:
+        FactUnavailable: the command failed, so there is no state to decide from.
+    """
+    current = state.inventory.get_host(host.name)
+    done = commands_executed(current)
     value = host.get_fact(fact, **arguments)
     if value is None:
         raise FactUnavailable(f"could not read the state of the host ({fact.__name__})")
-    answers[key] = (done, value)
+    key = (state.current_stage, fact, tuple(sorted(arguments.items())))
+    _answers.setdefault(current, {})[key] = (done, time.monotonic(), value)
     return value
+
+
+def _crossing(
+    answers: dict[_Key, tuple[int, float, Any]], question: _Key
+) -> tuple[int, float, Any] | None:
+    """Return an answer of the stage before that is young enough."""
+    known = answers.get((StateStage.Prepare, *question))
+    return known if known and time.monotonic() - known[1] <= CROSSES_S else None
 
 
 def remembered(fact: type[FactBase[T]]) -> T | None:
     """Return an answer to any question of this fact that is still true; ``None``: ask for one."""
     current = state.inventory.get_host(host.name)
     done = commands_executed(current)
-    for (stage, asked, _), (when, value) in _answers.get(current, {}).items():
+    for (stage, asked, _), (when, _at, value) in _answers.get(current, {}).items():
         if asked is fact and stage == state.current_stage and when == done:
             found: T = value
             return found
@@ -61,7 +88,7 @@ def answers_of(fact: type[FactBase[T]]) -> dict[str, T]:
     return {
         one.name: value
         for one, answers in _answers.items()
-        for (stage, asked, _), (_, value) in answers.items()
+        for (stage, asked, _), (*_, value) in answers.items()
         if asked is fact and stage == state.current_stage
     }
 

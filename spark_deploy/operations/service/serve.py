@@ -15,7 +15,7 @@ from pyinfra.context import host
 from spark_contract.paths import HOST_TOOL
 from spark_contract.release import Release
 
-from spark_deploy.facts.memo import read
+from spark_deploy.facts.memo import read, read_now
 from spark_deploy.facts.service.serve import HostStatus, Status, UsersKnown
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import is_predicted, log_once, predict
@@ -136,7 +136,7 @@ def proven(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Release] = (
     if not host.state.is_executing:
         host.noop("judged after the change")
         return
-    status = read(Status)
+    status = read_now(Status)
     stopped = status.stopped(plan.service)
     if stopped:
         host.noop(f"nothing to prove: {stopped}")

@@ -22,6 +22,7 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.state import StateStage
 from pyinfra.context import ctx_host, ctx_state
 
+from spark_deploy.facts import memo
 from spark_deploy.operations.machine import access, base, cuda, docker, preflight
 from spark_deploy.planning.types import (
     BasePlan,
@@ -208,13 +209,23 @@ def test_a_look_at_the_host_is_forgotten_once_a_command_ran() -> None:
     assert host.asked == 2
 
 
-def test_a_prediction_is_not_taken_for_the_state_at_execution() -> None:
+def asked_in_both_stages() -> int:
     host = FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
-    with on(host, executing=False):
-        list(docker.engine._inner(PLANS["docker"]))
-    with on(host, executing=True):
-        list(docker.engine._inner(PLANS["docker"]))
-    assert host.asked == 2
+    for executing in (False, True, True):
+        with on(host, executing=executing):
+            list(docker.engine._inner(PLANS["docker"]))
+    return host.asked
+
+
+def test_a_prediction_of_seconds_ago_is_taken_for_the_state_at_execution() -> None:
+    assert asked_in_both_stages() == 1
+
+
+def test_an_older_prediction_is_not_taken_for_the_state_at_execution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memo, "CROSSES_S", -1.0)
+    assert asked_in_both_stages() == 2
 
 
 def test_a_host_that_cannot_be_read_is_refused_and_not_taken_for_empty() -> None:
