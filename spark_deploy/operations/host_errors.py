@@ -13,7 +13,7 @@ from pyinfra.api.state import State
 from pyinfra.context import host as current_host
 from pyinfra.context import state as current_state
 
-from spark_deploy.errors import Problem
+from spark_deploy.errors import Problem, SettingsError
 from spark_deploy.facts.memo import FactUnavailable
 from spark_deploy.operations import lease
 from spark_deploy.operations.reconnect import dropped_out
@@ -92,6 +92,9 @@ def host_errors(
                     raise Refused(held)
                 yield command
         except Exception as error:
+            # Wrong settings are wrong for every host, and told in their own words.
+            if isinstance(error, SettingsError):
+                raise
             if isinstance(error, PyinfraError) and not current_state.is_executing:
                 raise
             text = str(error if isinstance(error, Refused) else _unforeseen(body.__name__, error))
