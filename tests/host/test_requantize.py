@@ -1,6 +1,6 @@
 """An INT4 tree of one's own: real AutoRound in the real engine's container, killed and finished.
 
-It is the base of a hybrid that the real engine serves.
+It is the base of a hybrid that the real engine serves, and another host takes it from the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.labkit import CHECKOUT, SPARE, Site, guest_named, lab
 
 pytestmark = pytest.mark.engine
 
-NAME = SPARE[0]
+NAME, OTHER = SPARE
 CATALOG = CHECKOUT / "catalog/models/lab-tiny.yml"
 # Eight rows are too few for AutoRound, which leaves such a projection as it is.
 NARROW = ".linear_attn.{in_proj_qkv,in_proj_z,in_proj_a,in_proj_b,out_proj}."
@@ -67,7 +67,7 @@ def texts() -> str:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    lab("up", NAME, "--fresh", "--engine", "cpu")
+    lab("up", NAME, OTHER, "--fresh", "--engine", "cpu")
     made = Site(tmp_path_factory.mktemp("requantize"), hosts=[NAME])
     models = made.root / "catalog/models"
     models.mkdir(parents=True)
@@ -144,3 +144,15 @@ def test_a_hybrid_on_top_of_it_is_served_by_the_real_engine(site: Site) -> None:
     )  # fmt: skip
     assert (status, body["choices"][0]["message"]["content"]) == (200, "Paris")
     site.deploy().must_have_changed_nothing()
+
+
+def test_another_host_copies_the_tree_and_nothing_of_the_original(site: Site) -> None:
+    site.hosts = [NAME, OTHER]
+    run = site.deploy()
+    assert run.exit_code == 0, run.stderr[-6000:]
+    first, other = guest_named(NAME), guest_named(OTHER)
+    [tree] = first.run("ls -d /srv/spark/models/lab-own-int4-*").split()
+    sums = f"cd {tree}; sha256sum *.safetensors"
+    assert other.run(sums) == first.run(sums)
+    assert other.run("ls /srv/spark/sources 2>/dev/null || :") == ""
+    assert "copied from" in other.run("journalctl -o cat -u 'spark-job@*'")
