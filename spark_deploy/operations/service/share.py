@@ -39,8 +39,8 @@ from spark_deploy.planning.work.lending import (
 )
 from spark_deploy.settings.sources import FleetSettings
 
-# Of this run: a new one makes an end of what an earlier one left open.
-_KEY = secrets.token_urlsafe(32)
+# A key for each run, kept with its first host: a new one ends what an earlier one left open.
+_keys: WeakKeyDictionary[Host, str] = WeakKeyDictionary()
 _members: WeakKeyDictionary[Host, Member] = WeakKeyDictionary()
 _lending: WeakSet[Host] = WeakSet()
 
@@ -93,7 +93,7 @@ def lent(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     if not trees and not any(map(lacks, ours.values())):
         host.noop("no host lacks what another one has")
         return
-    files = [ManagedFile(SHARE_KEY, f"{_KEY}\n".encode(), 0o600)]
+    files = [ManagedFile(SHARE_KEY, f"{_key()}\n".encode(), 0o600)]
     # Without sudo, which would hide what the login told.
     address = fleet.address or read(LoginAddress, _sudo=False)
     lends = bool(trees and address)
@@ -149,6 +149,10 @@ def knowing_peers(work: Work) -> Work:
         return work
     members = [one for one in _present() if one.url or one.name == host.name]
     return with_peers(work, host.name, members)
+
+
+def _key() -> str:
+    return _keys.setdefault(next(iter(host.state.inventory)), secrets.token_urlsafe(32))
 
 
 def _this() -> Host:
