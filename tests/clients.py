@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from tests.labkit import Guest
 
@@ -44,9 +45,12 @@ def _read(line: str) -> Seen:
 
 
 @contextmanager
-def clients(guest: Guest, model: str, count: int = 2) -> Iterator[list[Seen]]:
-    """Have clients ask during a block; the list is filled when it ends."""
-    body = {"model": model, "messages": [{"role": "user", "content": "What is 6*7?"}]}
+def clients(guest: Guest, model: str, count: int = 2, **asked: Any) -> Iterator[list[Seen]]:
+    """Have clients ask during a block; the list is filled when it ends.
+
+    ``asked`` are other keys of the request; the right answer is 42 whatever they are.
+    """
+    body = {"model": model, "messages": [{"role": "user", "content": "What is 6*7?"}], **asked}
     guest.run(
         f"rm -rf {_DIRECTORY}; mkdir -m 700 {_DIRECTORY}; touch {_DIRECTORY}/on; "
         f"cat > {_DIRECTORY}/body <<'END'\n{json.dumps(body)}\nEND\n"
