@@ -41,8 +41,7 @@ class Record:
 def released(host: Host, name: str = "main-0123456789ab", **changes: Any) -> Release:
     check = {**release_data()["check"], "bench": BENCH, "timeout_s": 5}
     release = host.release(name, check=check, **changes)
-    argv = (*release.engine.argv, "--max-num-seqs", "3")
-    return replace(release, engine=replace(release.engine, argv=argv))
+    return replace(release, engine=replace(release.engine, max_sequences=3))
 
 
 def prove(host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **versions: str) -> Record:

@@ -17,7 +17,8 @@ from spark_deploy.settings.types import Settings
 DECLARATION = "spark_deploy/settings/serving.py"
 WRITTEN = {"docs/reference/settings.md", "group_vars/all.yml", "schema/settings.schema.json"}
 PARTS = (
-    "spark_deploy", "files/contract", "files/host", "files/image", "docs", "group_vars", "schema",
+    "spark_deploy", "files/contract", "files/host", "files/image", "files/checkpoint",
+    "docs", "group_vars", "schema",
     "catalog", "proofs", "benchmarks", "tests/gpu", "lab", "reports",
 )  # fmt: skip
 # Placed behind the watch's interval; the second place is the code that uses it.
@@ -61,9 +62,9 @@ def run(checkout: Path, *words: str) -> str:
     return done.stdout
 
 
-def contents(checkout: Path) -> dict[str, str]:
+def contents(checkout: Path) -> dict[str, bytes]:
     files = (path for path in checkout.rglob("*") if path.is_file())
-    return {path.relative_to(checkout).as_posix(): path.read_text("utf-8") for path in files}
+    return {path.relative_to(checkout).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.mark.slow
@@ -78,8 +79,8 @@ def test_a_new_setting_is_typed_in_one_place_and_used_in_another(checkout, tmp_p
     now = contents(checkout)
 
     assert {name for name in now if now[name] != was.get(name)} == WRITTEN
-    assert "  nap_s: 7  # Seconds of a nap.\n" in now["group_vars/all.yml"]
-    assert "| `nap_s` | integer | `7` | Seconds of a nap. |" in now["docs/reference/settings.md"]
+    assert b"  nap_s: 7  # Seconds of a nap.\n" in now["group_vars/all.yml"]
+    assert b"| `nap_s` | integer | `7` | Seconds of a nap. |" in now["docs/reference/settings.md"]
     own = tmp_path / "own"
     (own / "group_vars").mkdir(parents=True)
     default, chosen, *refusal = run(checkout, "-c", USE, str(own)).splitlines()
