@@ -62,7 +62,7 @@ def _problems(survey: Survey) -> Iterator[Problem]:
             f"{survey.user} cannot become root without a password",
             "run `pyinfra INVENTORY deploys/bootstrap.py` once",
         )
-    if survey.docker_silent == "active":
+    if survey.docker_silent == "active" and survey.sudo_works:  # else it may not be asked
         yield Problem(
             "docker",
             "its daemon runs but does not answer, so containers of others cannot be told",

@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from spark_contract.units import DIGEST12
+
 # No environment but one word, and no command line: both carry other people's keys.
 _FIELDS = {
     "id": ".Id",
@@ -57,6 +59,9 @@ _ENGINES = re.compile(
     r"tensorrt|lmdeploy|exllama|tabbyapi|lmstudio|comfyui|nim/|aphrodite|localai"
 )
 
+# Of a release or a job. Others name containers after this machine, too.
+_OURS = re.compile(rf"spark-[a-z0-9-]+-{DIGEST12}")
+
 
 @dataclass(frozen=True, slots=True)
 class Container:
@@ -73,9 +78,8 @@ class Container:
     @property
     def ours(self) -> bool:
         """Whether our own units run it."""
-        return any(key.startswith("spark.") for key in self.labels) or self.name.startswith(
-            "spark-"
-        )
+        labelled = {"spark.release", "spark.service"} & set(self.labels)
+        return bool(labelled) or _OURS.fullmatch(self.name) is not None
 
     @property
     def is_engine(self) -> bool:
@@ -90,7 +94,7 @@ class Container:
     @property
     def comes_back(self) -> bool:
         """Whether docker may start it again without being asked."""
-        return self.restart in ("always", "unless-stopped")
+        return self.restart == "always" or (self.restart == "unless-stopped" and self.alive)
 
 
 def parse(lines: Iterable[str]) -> tuple[Container, ...]:

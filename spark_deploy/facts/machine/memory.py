@@ -22,13 +22,18 @@ ps -eo pid=,rss=,comm= --sort=-rss | head -n 40 | while read -r pid rss name; do
 done
 """
 
+# Others name units and containers after this machine, too: "spark-vllm.service" is not ours.
+_OURS = re.compile(
+    r"/spark-(serve|switch|watch|gateway|return|job|share)(@|\\x40)|/spark-daily\.service"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Figures of /proc/meminfo in bytes."""
 
     total_bytes: int
-    available_bytes: int
+    available_bytes: int  # less what a kernel with kexec handover counts as free and keeps
     cma_total_bytes: int
     cma_free_bytes: int  # above the total: free by count, but kept for the kernel's handover
 
@@ -60,8 +65,8 @@ def container_id(cgroup: str) -> str:
 
 
 def is_ours(cgroup: str) -> bool:
-    """Tell whether a cgroup path belongs to a unit named spark-*@*."""
-    return bool(re.search(r"/spark-[a-z]+(@|\\x40|-|\.)", cgroup))
+    """Tell whether a cgroup path belongs to a unit of ours, by its template."""
+    return bool(_OURS.search(cgroup))
 
 
 def parse_memory(sections: Sections) -> Memory:
@@ -71,8 +76,10 @@ def parse_memory(sections: Sections) -> Memory:
         match = re.match(r"(\w+):\s+(\d+) kB", line)
         if match:
             kib[match.group(1)] = int(match.group(2))
-    keys = ("MemTotal", "MemAvailable", "CmaTotal", "CmaFree")
-    return Memory(*(kib.get(key, 0) * 1024 for key in keys))
+    total, available, cma_total, cma_free = (
+        kib.get(key, 0) * 1024 for key in ("MemTotal", "MemAvailable", "CmaTotal", "CmaFree")
+    )
+    return Memory(total, available - max(0, cma_free - cma_total), cma_total, cma_free)
 
 
 def parse_processes(lines: Iterable[str]) -> tuple[Process, ...]:

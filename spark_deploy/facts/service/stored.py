@@ -1,4 +1,4 @@
-"""Weights that already lie on a host: the fetcher links them, so they need no room again.
+"""Weights that already lie on a host: those of root are linked and need no room again.
 
 Only files whose content is known without reading it count: those of a hub cache, which are named
 by their hash, and those a receipt of ours lists. Two commits of one model have shards of equal
@@ -20,6 +20,8 @@ from spark_contract.orders import RECEIPT_NAME
 from spark_deploy.facts.sections import Sections
 
 _HASH = re.compile(r"[0-9a-f]{64}")
+# In place of a device: somebody else could change the file, so the fetcher takes a copy of it.
+COPIED = "-"
 _GLOB = re.compile(r"([*?\[\]])")
 
 
@@ -57,7 +59,9 @@ for path in {words}; do
 done
 for root in {roots}; do
   [ -d "$root" ] || continue
-  timeout 20 find "$root" -type f -size +1023k -printf 'file\t%D\t%s\t%p\n'
+  timeout 20 find "$root" -type f -size +1023k \
+    \( -user root -perm -004 ! -perm /022 -printf 'file\t%D\t%s\t%p\n' \
+    -o -printf 'file\t{COPIED}\t%s\t%p\n' \)
   for receipt in "$root"/{RECEIPT_NAME} "$root"/*/{RECEIPT_NAME}; do
     [ -f "$receipt" ] || continue
     printf 'receipt\t%s\t' "${{receipt%/{RECEIPT_NAME}}}"

@@ -83,3 +83,13 @@ def test_folders_with_spaces_and_damaged_receipts_are_survived(disk):
 
 def test_nothing_is_asked_where_there_is_nothing_to_look_in():
     assert stored.script(["/srv/x"], []) == ""
+
+
+@pytest.mark.parametrize("spoil", ["chown 1000", "chmod 666", "chmod 600"])
+def test_what_others_could_change_is_copied_and_needs_room_but_is_known(disk, spoil):
+    root, sha256 = disk
+    blobs = root / "home/ann/.cache/huggingface/hub/models--org--name/blobs"
+    subprocess.run([*spoil.split(), blobs / sha256["a"]], check=True)
+    found, linkable = look(root, [(sha256[letter], MIB) for letter in "ab"])
+    assert linkable == MIB
+    assert sha256["a"] in found.folders

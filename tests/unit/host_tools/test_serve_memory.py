@@ -17,7 +17,7 @@ import pytest
 from spark_contract.documents import parse
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
-from spark_host.engine.memory import GIB, wait_for_memory
+from spark_host.engine.memory import GIB, available_bytes, wait_for_memory
 
 from tests.unit.host_tools.stub_host import release_data
 
@@ -140,3 +140,12 @@ def test_what_never_goes_away_ends_the_wait_by_name(
     world.containers.extend(containers)
     with pytest.raises(HostToolError, match=f"{obstacle} after 0 s; fix: {fix}"):
         world.wait(wait_s=0.1)
+
+
+def test_memory_that_the_kernel_keeps_for_its_handover_is_not_waited_for_nor_counted(
+    world: World,
+) -> None:
+    world.meminfo.write_text(
+        "MemTotal: 125000000 kB\nMemAvailable: 90000000 kB\nCmaTotal: 0 kB\nCmaFree: 9000000 kB\n"
+    )
+    assert available_bytes() == 81000000 * 1024

@@ -194,7 +194,7 @@ def test_a_pending_reboot_is_only_a_warning() -> None:
     [
         ("running", "no"),
         ("restarting", "on-failure"),
-        ("exited", "unless-stopped"),
+        ("running", "unless-stopped"),
         ("exited", "always"),
     ],
 )
@@ -203,9 +203,44 @@ def test_an_engine_of_others_that_runs_or_comes_back_is_named(state: str, restar
     one(problems(survey(containers=[container])), "ollama", state, restart, "takeover")
 
 
-def test_an_engine_that_stays_stopped_is_nobodys_business() -> None:
-    container = OLLAMA.replace("STATE", "exited").replace("RESTART", "no")
+@pytest.mark.parametrize("restart", ["no", "unless-stopped", "on-failure"])
+def test_an_engine_that_stays_stopped_is_nobodys_business(restart: str) -> None:
+    container = OLLAMA.replace("STATE", "exited").replace("RESTART", restart)
     assert problems(survey(containers=[container])) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("spark-vllm", False), ("spark-main-0123456789ab", True)]
+)
+def test_a_strangers_engine_that_is_named_after_the_machine_is_a_strangers(
+    name: str, ours: bool
+) -> None:
+    container = OLLAMA.replace("STATE", "running").replace("RESTART", "always")
+    found = problems(survey(containers=[container.replace("/ollama", f"/{name}", 1)]))
+    assert (found == []) is ours, found
+
+
+@pytest.mark.parametrize(
+    ("unit", "ours"),
+    [("spark-vllm.service", False), ("spark-serve@main-0123456789ab.service", True)],
+)
+def test_so_is_a_unit(unit: str, ours: bool) -> None:
+    held = problems(survey(processes=[f"77 62914560 /system.slice/{unit} python3"]))
+    said = warnings(survey(processes=[f"77 62914560 /system.slice/{unit} python3"]))
+    assert ([*held, *said] == []) is ours
+
+
+def test_who_may_not_ask_docker_is_told_of_the_missing_right_alone() -> None:
+    seen = survey(sudo=["no", "ann"], containers=["unreachable active"])
+    one(problems(seen), "cannot become root")
+
+
+def test_memory_that_the_kernel_keeps_for_its_handover_is_not_available() -> None:
+    kept = ["MemTotal: 125513944 kB", "MemAvailable: 120000000 kB", "CmaTotal: 0 kB"]
+    without = survey(meminfo=[*kept, "CmaFree: 0 kB"]).memory.available_bytes
+    assert survey(meminfo=[*kept, "CmaFree: 9000000 kB"]).memory.available_bytes == (
+        without - 9000000 * 1024
+    )
 
 
 def test_a_container_we_may_take_over_is_no_problem() -> None:

@@ -146,6 +146,7 @@ def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
         except OSError:
             # Another filesystem, one without hard links, a file that its owner keeps from the
             # engine's account or could write to later: copy, and trust only the copy.
+            refuse_without_room(order.tree_dir, file.size_bytes, f"copying {path}")
             content = copy_hashed(path, order.part(file), order.content(file))
             if content.mismatch() is not None:
                 return False

@@ -31,8 +31,14 @@ def meminfo(path: Path | None = None) -> dict[str, int]:
 
 
 def available_bytes() -> int:
-    """Return what a new process could get: MemAvailable."""
-    return meminfo()["MemAvailable"]
+    """Return what a new process could get.
+
+    MemAvailable less what a kernel with kexec handover counts as free and keeps: CmaFree is above
+    CmaTotal by that much.
+    """
+    values = meminfo()
+    kept = values.get("CmaFree", 0) - values.get("CmaTotal", 0)
+    return values["MemAvailable"] - max(0, kept)
 
 
 @dataclass(slots=True)

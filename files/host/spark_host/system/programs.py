@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Mapping, Sequence
 
 _LIMIT_S = 20.0
@@ -47,14 +46,18 @@ def beginning_of(argv: Sequence[str], limit_s: float, most_bytes: int) -> str | 
         argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_in_english()
     ) as child:
         assert child.stdout is not None
-        timer = threading.Timer(limit_s, child.kill)
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            child.kill()
+
+        timer = threading.Timer(limit_s, end)
         timer.start()
-        begun = time.monotonic()
         said = child.stdout.read(most_bytes)
-        late = time.monotonic() - begun >= limit_s
         timer.cancel()
         child.kill()
-    return None if late else said.decode(errors="replace")
+    return None if late.is_set() else said.decode(errors="replace")
 
 
 def _in_english() -> dict[str, str]:
