@@ -56,7 +56,8 @@ def test_the_second_run_changes_nothing(fleet: Fleet, capsys: pytest.CaptureFixt
         commands = guest.run(
             f"journalctl -t sudo --since @{since[guest.name]} -o cat | grep -c COMMAND="
         )
-        assert int(commands) - 1 <= 12
+        # Two of them ask for the status: what the prediction read proves nothing at the end.
+        assert int(commands) - 1 <= 13
         with capsys.disabled():
             sys.stdout.write(
                 f"\n{guest.name}: {int(commands) - 1} commands in a run that changes nothing, "
