@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -47,6 +48,17 @@ def render(settings: Gateway, paths: Paths) -> Path:
         place.mkdir(parents=True, exist_ok=True)
         # Workers must pass through to their temporary directories, nobody may list or read.
         os.chmod(place, 0o711)
+    # A deploy and the watch may want it at once, and both write beside the one that is used.
+    alone = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(alone, fcntl.LOCK_EX)
+        _write(directory, settings, paths)
+    finally:
+        os.close(alone)
+    return directory
+
+
+def _write(directory: Path, settings: Gateway, paths: Paths) -> None:
     files.write_text(directory / "keys.conf", keys_text(api_key.read(settings, paths)), 0o600)
     new = directory / "nginx.conf.new"
     files.write_text(new, config_text(settings, paths), 0o600)
@@ -60,7 +72,6 @@ def render(settings: Gateway, paths: Paths) -> Path:
             f"gateway of {settings.service}", f"nginx refuses it: {said}", "run the deploy again"
         )
     os.replace(new, directory / "nginx.conf")
-    return directory
 
 
 def is_current(settings: Gateway, paths: Paths) -> bool:
