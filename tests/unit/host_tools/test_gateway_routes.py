@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from recorder import Recorder, recording
 from spark_contract.documents import text_of
-from spark_host.gateway import traffic
+from spark_host.gateway import api_key, nginx, traffic
 from stub_gateway import Door, running
 from stub_host import Host
 
@@ -65,3 +66,16 @@ def test_each_service_opens_and_closes_its_own_traffic(routed):
     assert door.ask("/v1/completions", BODY, **key)[0] == 503
     assert vectors.taken() == []
     assert len(chat.taken()) == 1
+
+
+def test_those_who_write_its_configuration_at_once_do_so_one_after_the_other(
+    host: Host, nginx_program: Path
+) -> None:
+    (host.paths.root / "usr/sbin").mkdir(parents=True)
+    (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
+    settings = host.gateway()
+    api_key.make(settings, host.paths)
+    with ThreadPoolExecutor(8) as together:
+        made = [together.submit(nginx.render, settings, host.paths) for _ in range(24)]
+    assert {one.result() for one in made} == {host.paths.gateway_run("main")}
+    assert nginx.is_current(settings, host.paths)
