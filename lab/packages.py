@@ -19,7 +19,8 @@ VENDOR_STUBS = ("cuda-toolkit-13-0", "nvidia-container-toolkit")
 
 # What the distribution's archive offers in the lab, with everything these depend on.
 OFFERED = (
-    "docker.io", "nginx-light", "python3-venv", "python3-numpy", "python3-apt", "jq", "rsync",
+    "docker.io", "nginx-light", "libnginx-mod-http-js", "python3-venv", "python3-numpy",
+    "python3-apt", "jq", "rsync",
     "git", "acl", "lsof", "psmisc", "file", "openssl", "ethtool", "numactl", "zstd", "unzip",
     "xz-utils", "ufw", "earlyoom", "unattended-upgrades", "chrony", "logrotate", "tmux",
     "busybox-static", "pciutils", "gpg", "apt-transport-https",

@@ -20,10 +20,11 @@ from spark_deploy.planning.budget.disk import (
 from spark_deploy.planning.resolve import Request, Resolved, resolve, resolve_service
 from spark_deploy.planning.serving.beside import beside_plans
 from spark_deploy.planning.serving.cluster import ways
-from spark_deploy.planning.serving.gateway import gateway_plan
+from spark_deploy.planning.serving.gateway import gateway_plan, named
 from spark_deploy.planning.serving.image import image_plan, locked_image
 from spark_deploy.planning.serving.serve import cache_dir, serve_plan
 from spark_deploy.planning.types import (
+    NJS,
     BasePlan,
     CudaPlan,
     DiskUse,
@@ -68,6 +69,7 @@ def plan_host(request: Request) -> HostPlan:
     }
     main = replace(
         main,
+        gateway=named(main, services),
         schedule=tuple(
             ScheduledPlan(one.at, releases[one.model, one.profile]) for one in settings.schedule
         ),
@@ -83,7 +85,7 @@ def plan_host(request: Request) -> HostPlan:
             cluster=settings.cluster.hosts,
             ways=ways(settings, request.host, request.fabric),
         ),
-        base=BasePlan(paths=settings.paths, **_fields(settings.base)),
+        base=_base(settings),
         cuda=_cuda(settings),
         docker=docker,
         tools=ToolsPlan(request.payload.tools_digest, request.payload.python_requirements),
@@ -95,6 +97,12 @@ def plan_host(request: Request) -> HostPlan:
         proxy=settings.proxy,
         fleet=settings.fleet,
     )
+
+
+def _base(settings: Settings) -> BasePlan:
+    base = BasePlan(paths=settings.paths, **_fields(settings.base))
+    # What chooses among several services runs inside nginx.
+    return replace(base, packages=(*base.packages, NJS)) if settings.services else base
 
 
 def _service_plan(name: str, served: Resolved, request: Request) -> ServicePlan:

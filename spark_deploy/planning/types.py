@@ -90,6 +90,10 @@ class BootstrapPlan:
     sudoers_path: str = SUDOERS_PATH
 
 
+NJS = "libnginx-mod-http-js"
+"""nginx's JavaScript: what chooses among several services by the name of a model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BasePlan(BaseSettings):
     """Packages and host care that need no GPU, and the folders to own."""

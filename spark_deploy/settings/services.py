@@ -40,8 +40,8 @@ class ServiceSettings:
     )
     paths: tuple[Literal[ROUTED_PATHS], ...] = setting(  # type: ignore[valid-type]
         (),
-        "Paths of the main service's gateway that this one answers, so that clients have one "
-        "address for all.",
+        "Paths of the main service's gateway that this one answers when a request names no model; "
+        "one that does goes to the service of that name.",
         uniqueItems=True,
         examples=[["/v1/embeddings"]],
     )

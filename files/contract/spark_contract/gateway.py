@@ -73,6 +73,9 @@ class Gateway:
     # Paths that the engine of another service of this host answers: path -> service.
     routes: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
     replicas: Replicas | None = field(default=None, metadata=OPTIONAL)
+    # Of a host with several services: what clients call the models of each, this one's too. The
+    # name chooses the service, the path where there is none.
+    names: dict[str, tuple[str, ...]] | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def unit(self) -> str:

@@ -26,7 +26,7 @@ from spark_deploy.operations.files import put
 from spark_deploy.operations.host_errors import Commands, host_errors
 from spark_deploy.operations.machine import apt
 from spark_deploy.payload import host_protection
-from spark_deploy.planning.types import BasePlan
+from spark_deploy.planning.types import NJS, BasePlan
 
 SLEEP_TARGETS = (
     "sleep.target",
@@ -68,6 +68,8 @@ def directories(plan: BasePlan) -> tuple[str, ...]:
 
 # Any of these brings the program that our gateway runs with a configuration of its own.
 NGINX = ("nginx", "nginx-core", "nginx-full", "nginx-extras", "nginx-light")
+# And any of these its JavaScript: a module fits only the nginx of its own archive.
+NJS_MODULES = (NJS, "nginx-module-njs")
 
 
 def wanted_packages(plan: BasePlan) -> tuple[str, ...]:
@@ -79,7 +81,7 @@ def state_of(plan: BasePlan) -> Base:
     """Read what the host has of everything in ``plan``; one command for all operations."""
     return read(
         BaseState,
-        packages=(*wanted_packages(plan), *NGINX),
+        packages=(*wanted_packages(plan), *NGINX, *NJS_MODULES),
         directories=directories(plan),
         files=(
             HOLD_PATH,
@@ -96,8 +98,9 @@ def packages(plan: BasePlan) -> Commands:
     """Have every package of ``plan`` installed; what is there is never upgraded."""
     present = state_of(plan).packages
     missing = [package for package in wanted_packages(plan) if package not in present]
-    if not present.keys().isdisjoint(NGINX):  # its owner's choice, used as it is
-        missing = [package for package in missing if package not in NGINX]
+    for alike in (NGINX, NJS_MODULES):
+        if not present.keys().isdisjoint(alike):  # its owner's choice, used as it is
+            missing = [package for package in missing if package not in alike]
     if not missing:
         host.noop(f"{len(wanted_packages(plan))} packages are installed")
         return

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from spark_contract.documents import text_of
 from spark_contract.gateway import EXPOSURES, Gateway, Replicas, tls_of
 from spark_contract.paths import API_KEY
+from spark_contract.release import service_of
 from spark_contract.units import MAIN_SERVICE
 
+from spark_deploy.errors import PlanError
 from spark_deploy.managed import ManagedFile
-from spark_deploy.planning.types import GatewayPlan, TlsPlan
+from spark_deploy.planning.types import GatewayPlan, ServicePlan, TlsPlan
 from spark_deploy.settings.types import Settings
 
 CONTAINER_NAME = "host.docker.internal"
@@ -43,6 +46,24 @@ def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> 
         key=serve.api_key,
         tls=_tls(settings, host),
     )
+
+
+def named(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPlan:
+    """Return the gateway of the main service, which sends a request where its model is served.
+
+    Raises:
+        PlanError: Two services would answer to the same name.
+    """
+    if not others:
+        return main.gateway
+    names = {service_of(one.serve.name): one.serve.names for one in (main, *others)}
+    first: dict[str, str] = {}
+    for service, own in names.items():
+        for name in own:
+            if first.setdefault(name, service) != service:
+                what = f"{name} is what clients call the model of {first[name]}, too"
+                raise PlanError.one(f"services.{service}.names", what, "give it a name of its own")
+    return replace(main.gateway, settings=replace(main.gateway.settings, names=names))
 
 
 def _replicas(settings: Settings, host: str) -> Replicas | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spark_contract.keep import Wanted
 
+from spark_deploy.planning.types import NJS
 from spark_deploy.settings.types import Settings
 
 DAEMON_JSON = "/etc/docker/daemon.json"
@@ -36,7 +37,7 @@ def wanted_of(
         daemon_json=DAEMON_JSON,
         daemon_keys=tuple(sorted({*docker.daemon, "runtimes", "insecure-registries"})),
         masked=masked,
-        packages=(*settings.base.packages, "earlyoom"),
+        packages=(*settings.base.packages, "earlyoom", NJS),
         engine_packages=docker.packages,
         gpu_packages=(*docker.toolkit_packages, settings.cuda.package),
         docker_users=docker.users,

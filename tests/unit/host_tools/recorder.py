@@ -11,15 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
 
 
 @dataclass
 class Recorder:
-    """What came in: the first line of each request, and the size of its body."""
+    """What came in: the first line of each request, the size of its body, the last body whole."""
 
     lines: list[str] = field(default_factory=list)
     bodies: list[int] = field(default_factory=list)
+    last: bytes = b""
+    says: bytes = b"ok"
     hold: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -49,8 +51,9 @@ class Recorder:
                 body += piece
             self.lines.append(head.partition(b"\r\n")[0].decode("latin-1"))
             self.bodies.append(len(body))
+            self.last = body
             self.hold.wait(20)
-            connection.sendall(ANSWER)
+            connection.sendall(HEAD % len(self.says) + self.says)
 
 
 @contextmanager

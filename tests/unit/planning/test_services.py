@@ -129,6 +129,26 @@ def test_paths_of_the_main_gateway_go_to_the_service_that_asks_for_them():
     assert plan.serve == with_services(embed=SMALL).serve
 
 
+def test_the_main_gateway_knows_the_names_of_all_and_brings_what_reads_them():
+    plan = with_services(embed={**SMALL, "names": ["vectors", "v"]})
+    main, embed = (one.gateway.settings for one in plan.served)
+    assert main.names == {"main": plan.serve.names, "embed": ("vectors", "v")}
+    assert embed.names is None
+    assert parse(type(main), text_of(main)) == main
+    assert "libnginx-mod-http-js" in plan.base.packages
+    alone = plan_of(**ROOM)
+    assert alone.gateway.settings.names is None
+    assert "libnginx-mod-http-js" not in alone.base.packages
+
+
+def test_two_services_answer_to_no_common_name():
+    with pytest.raises(SparkError) as refused:
+        with_services(embed={**SMALL, "names": ["vectors", "large"]})
+    [problem] = refused.value.problems
+    assert problem.where == "services.embed.names"
+    assert "large is what clients call the model of main, too" in problem.line
+
+
 def test_the_whole_plan_is_plain_data():
     from spark_deploy.planning.serving.release import document
 

@@ -26,6 +26,9 @@ def run(service: str, paths: Paths) -> int:
     """Render the configuration of a service and become its nginx."""
     settings = stored.gateway_of(service, paths)
     directory = nginx.render(settings, paths)
+    # Bodies with a name of their own outlive an nginx that was killed.
+    for left in nginx.bodies(settings, paths).glob("*"):
+        left.unlink()
     program, config = nginx.program(paths), str(directory / "nginx.conf")
     os.execv(program, [program, "-p", str(directory), "-c", config, "-e", "stderr"])
 

@@ -15,7 +15,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
 
-from spark_host.gateway import api_key, listeners, replicas, ways
+from spark_host.gateway import api_key, by_name, listeners, replicas, ways
 from spark_host.system import sockets
 
 # What stands between quotes in a configuration and means itself.
@@ -43,8 +43,8 @@ def render(settings: Gateway, paths: Paths) -> Path:
         HostToolError: nginx refuses the configuration; the one before stays.
     """
     directory = paths.gateway_run(settings.service)
-    bodies = paths.gateway_bodies(settings.service)
-    for place in (directory, bodies.parent, bodies):
+    folder = paths.gateway_bodies(settings.service)
+    for place in (directory, folder.parent, folder):
         place.mkdir(parents=True, exist_ok=True)
         # Workers must pass through to their temporary directories, nobody may list or read.
         os.chmod(place, 0o711)
@@ -59,7 +59,8 @@ def render(settings: Gateway, paths: Paths) -> Path:
 
 
 def _write(directory: Path, settings: Gateway, paths: Paths) -> None:
-    files.write_text(directory / "keys.conf", keys_text(api_key.read(settings, paths)), 0o600)
+    for path, text in _beside(settings, paths).items():
+        files.write_text(path, text, 0o600)
     new = directory / "nginx.conf.new"
     files.write_text(new, config_text(settings, paths), 0o600)
     tested = subprocess.run(
@@ -77,11 +78,17 @@ def _write(directory: Path, settings: Gateway, paths: Paths) -> None:
 def is_current(settings: Gateway, paths: Paths) -> bool:
     """Return whether what is rendered follows from the settings, key and addresses of now."""
     directory = paths.gateway_run(settings.service)
-    wanted = {
-        directory / "nginx.conf": config_text(settings, paths),
-        directory / "keys.conf": keys_text(api_key.read(settings, paths)),
-    }
+    wanted = _beside(settings, paths) | {directory / "nginx.conf": config_text(settings, paths)}
     return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
+
+
+def _beside(settings: Gateway, paths: Paths) -> dict[Path, str]:
+    """Return what the configuration includes."""
+    directory = paths.gateway_run(settings.service)
+    found = {directory / "keys.conf": keys_text(api_key.read(settings, paths))}
+    if settings.names:
+        found[directory / by_name.SCRIPT] = by_name.script_text(settings, paths)
+    return found
 
 
 def quoted(path: Path, more: str = "") -> str:
@@ -93,6 +100,11 @@ def quoted(path: Path, more: str = "") -> str:
     if not _PLAIN.match(str(path)):
         raise HostToolError("share", f"cannot lend {path}", "choose a plainer path for it")
     return f'"{path}{more}"'
+
+
+def bodies(settings: Gateway, paths: Paths) -> Path:
+    """Return where the bodies lie that do not fit into memory."""
+    return paths.gateway_bodies(settings.service) / "body"
 
 
 def keys_text(key: str) -> str:
@@ -111,6 +123,7 @@ def keys_text(key: str) -> str:
 def config_text(settings: Gateway, paths: Paths) -> str:
     """Return the nginx configuration of a service's gateway."""
     own = _target(settings.service, settings, paths)
+    named = settings.names or {}
     listening = listeners.wanted(settings).listeners
     shared = replicas.together(settings, listening, paths)
     routed = {path: _target(to, settings, paths) for path, to in settings.routes.items()}
@@ -118,12 +131,12 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         "USER": settings.user,
         "GROUP": "nogroup" if settings.user == "nobody" else settings.user,
         "RUN": str(paths.gateway_run(settings.service)),
-        "BODIES": str(paths.gateway_bodies(settings.service) / "body"),
+        "BODIES": str(bodies(settings, paths)),
         "LARGE_BODIES": str(LARGE_BODIES),
         "MAX_BODY_BYTES": str(settings.max_body_bytes),
         "UPSTREAMS": "\n    ".join(
             _upstream(one, settings, paths)
-            for one in dict.fromkeys((settings.service, *settings.routes.values()))
+            for one in dict.fromkeys((settings.service, *settings.routes.values(), *named))
         ),
         "JOURNAL": str(paths.below("/run/systemd/journal/dev-log")),
         "LISTEN": "\n        ".join(
@@ -131,7 +144,12 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         ),
         "TLS": _tls(settings, paths),
         "OPEN_ONLY": own.when_open,
-        "WAYS": ways.locations(lambda path: routed.get(path, own)),
+        "MODULE": by_name.module(settings, paths),
+        "BY_NAME": by_name.imported(settings, paths),
+        "WAYS": ways.locations(
+            lambda path: routed.get(path, own),
+            {one: _target(one, settings, paths) for one in named},
+        ),
         "LIMITS": _limits(settings, shared.client),
         "REPLICAS": shared.http,
     }

@@ -35,7 +35,9 @@ def open_for(release: Release, paths: Paths) -> None:
     with folders.held_socket(sockets.engine(service, paths)) as socket:
         os.chown(socket, 0, group_of(service, paths))
         os.chmod(socket, 0o660)
-    files.write_text(paths.traffic(service), f"{release.name}\n")
+    # The gateway reads the names there: an older release may answer to other ones.
+    told = "".join(f"{line}\n" for line in (release.name, *release.names))
+    files.write_text(paths.traffic(service), told)
 
 
 def make_folder(service: str, paths: Paths) -> None:

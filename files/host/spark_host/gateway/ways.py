@@ -6,8 +6,8 @@ form and would forward the one that was sent; so each way names what is forwarde
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 _ANSWER = "(?<id>resp_[A-Za-z0-9_-]+)"
 _MODEL = "(?<id>[A-Za-z0-9][A-Za-z0-9._:-]*)"
@@ -30,6 +30,11 @@ class Way:
     named: str = ""  # a regular expression between path and end, its match called `id`
     end: str = ""
     engine: str = ""  # the engine's own path, where it is another one
+
+    @property
+    def takes_name(self) -> bool:
+        """Return whether the body of such a request names a model."""
+        return self.methods == "POST" and not self.named
 
     @property
     def location(self) -> str:
@@ -65,22 +70,65 @@ WAYS = (
 )
 
 
-def locations(target_of: Callable[[str], Target]) -> str:
+def locations(target_of: Callable[[str], Target], named: Mapping[str, Target]) -> str:
     """Return the part of the configuration that lets requests with a key through.
 
     Args:
         target_of: which engine answers a path.
+        named: the engines among which the name of a model chooses, by service; none: the path does.
     """
-    return "\n\n        ".join(_location(way, target_of(way.path)) for way in WAYS)
+    if not named:
+        found = [_outside(way, *_passed(way, target_of(way.path))) for way in WAYS]
+    else:
+        found = [_outside(way, *_chosen(way, target_of(way.path))) for way in WAYS]
+        found += _CHOOSING
+        found += [
+            _location(
+                replace(way, path=f"/engine/{service}{way.path}").location, "internal;", *passed
+            )
+            for service, target in named.items()
+            for way in WAYS
+            if way.takes_name or way.path.startswith(_MODELS)
+            for passed in (_passed(way, target),)
+        ]
+    return "\n\n        ".join(found)
 
 
-def _location(way: Way, target: Target) -> str:
-    lines = (
-        f"location {way.location} {{",
-        f"    if ($request_method !~ ^({way.methods})$) {{ rewrite ^ /refused/method last; }}",
-        "    if ($spark_key = 0) { rewrite ^ /refused/key last; }",
-        f"    {target.when_open}",
-        f"    proxy_pass http://{target.upstream}{way.forwarded}$is_args$args;",
-        "}",
+_MODELS = "/v1/models"
+# What names.js is asked for. It reads a body that does not fit into memory by the name of its file,
+# which only such a one has: others are gone from the disk when their last reader is.
+_CHOOSING = (
+    "location /by-name/ { internal; js_content names.choose; }",
+    "location /by-name-large/ "
+    "{ internal; client_body_in_file_only clean; js_content names.choose; }",
+)
+
+
+def _chosen(way: Way, own: Target) -> tuple[str, ...]:
+    if way.takes_name:
+        large = f"if ($spark_large) {{ rewrite ^ /by-name-large{way.path} last; }}"
+        return large, f"rewrite ^ /by-name{way.path} last;"
+    if way.path.startswith(_MODELS):
+        if way.named:
+            return ("js_content names.one;",)
+        return "subrequest_output_buffer_size 256k;", "js_content names.all;"
+    return _passed(way, own)
+
+
+def _passed(way: Way, target: Target) -> tuple[str, ...]:
+    passed = f"proxy_pass http://{target.upstream}{way.forwarded}$is_args$args;"
+    return target.when_open, passed
+
+
+def _outside(way: Way, *lines: str) -> str:
+    return _location(
+        way.location,
+        f"if ($request_method !~ ^({way.methods})$) {{ rewrite ^ /refused/method last; }}",
+        "if ($spark_key = 0) { rewrite ^ /refused/key last; }",
+        *lines,
     )
-    return "\n        ".join(lines)
+
+
+def _location(place: str, *lines: str) -> str:
+    inside = "".join(f"            {line}\n" for line in lines)
+    return f"location {place} {{\n{inside}        }}"
