@@ -26,6 +26,7 @@ _DRAFT_OPTIONS = {
     "spec-model": "model",
     "spec-tokens": "num_speculative_tokens",
 }
+_LOGGING_OPTIONS = ("enable-log-requests", "enable-log-outputs")
 # Each lets bytes that somebody sent or stored run as Python.
 _UNPICKLING = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 # Words for weights of few bits whose scales belong to groups of inputs.
@@ -99,6 +100,7 @@ def facts_of(
             profile.environment.get(name, "0").strip().lower() not in ("", "0", "false")
             for name in _UNPICKLING
         ),
+        "questions_logged": _logs_questions(profile.environment, options),
         "docker_listens": _listens(settings.docker.daemon.get("hosts", ())),
         "old_runner": not profile.environment.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip(" 0"),
     }
@@ -112,6 +114,13 @@ def _names_code(options: Mapping[str, Any]) -> bool:
     return any(options.get(name) is not None for name in CODE_OPTIONS) or any(
         "." in str(value or "") for value in by_name
     )
+
+
+def _logs_questions(environment: Mapping[str, str], options: Mapping[str, Any]) -> bool:
+    """Tell whether the engine would print what people ask, or what they are answered."""
+    loud = any(options.get(name) not in (None, False) for name in _LOGGING_OPTIONS)
+    debug = environment.get("VLLM_LOGGING_LEVEL", "").strip().upper() == "DEBUG"
+    return loud or debug or "VLLM_REQUEST_BODY_LOG_LEVEL" in environment
 
 
 def _listens(hosts: Any) -> bool:

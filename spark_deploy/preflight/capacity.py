@@ -1,4 +1,4 @@
-"""Is there room: disk on each filesystem we write to, and memory for the engine."""
+"""Is there room: disk on each filesystem we write to, root's alone, and memory for the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Compare disk and memory with what the plan needs."""
-    return Verdict(tuple([*_disk(needs, survey), *_memory(needs, survey)]))
+    return Verdict(tuple([*_disk(needs, survey), *_others(survey), *_memory(needs, survey)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,19 @@ def _disk(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             f"free {(wanted - demand.available_bytes) / GIB:.1f} GiB"
             + (f"; docker could give back {prune} (`docker system prune`)" if prune else ""),
         )
+
+
+def _others(survey: Survey) -> Iterator[Problem]:
+    """Yield each folder in which somebody else could put other files in the place of ours."""
+    for above in survey.above:
+        if why := above.why_not_roots:
+            yield Problem(
+                above.path,
+                f"{why}, and models are to lie below it: who may write there can replace them "
+                "after they were verified",
+                "set paths to a place where all folders above are root's, or "
+                f"`chown root: {above.path} && chmod go-w {above.path}`",
+            )
 
 
 def _seen(survey: Survey) -> set[str]:

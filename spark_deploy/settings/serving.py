@@ -252,7 +252,7 @@ class ServiceEngineSettings:
         dict,
         "More environment variables of the engine. Never secrets: they are visible on the host.",
         propertyNames=ENVIRONMENT_NAMES,
-        examples=[{"VLLM_LOGGING_LEVEL": "DEBUG"}],
+        examples=[{"VLLM_LOG_STATS_INTERVAL": "30"}],
     )
 
     def broken(self) -> Iterator[Broken]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,29 @@ class Place:
     mount: str
     device: str
     available_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Above:
+    """A folder above a place; who may write in it may put something else in the place's place."""
+
+    path: str
+    owner: str
+    group: str
+    mode: int
+
+    @property
+    def why_not_roots(self) -> str:
+        """Say who else may write in it; "" when only root may."""
+        if self.owner != "root":
+            return f"belongs to {self.owner}"
+        if self.mode & stat.S_ISVTX:  # in it, what is root's stays root's
+            return ""
+        if self.mode & stat.S_IWOTH:
+            return "can be written to by everybody"
+        if self.mode & stat.S_IWGRP and self.group != "root":
+            return f"can be written to by group {self.group}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +77,15 @@ for path in {words}; do
     'NR == 2 {{ mount = $6; for (i = 7; i <= NF; i++) mount = mount " " $i
       print path "\t" used "\t" $1 "\t" $4 "\t" mount }}'
 done
+echo '== above'
+for path in {words}; do
+  for there in "$path" "$(realpath -m -- "$path")"; do
+    while [ "$there" != / ]; do
+      there=$(dirname "$there")
+      stat -L -c '%U/%G/%a/%n' -- "$there" 2>/dev/null
+    done
+  done
+done | sort -u
 echo '== docker-df'
 command -v docker >/dev/null 2>&1 && timeout 20 docker system df --format '{{{{json .}}}}'
 """
@@ -69,6 +102,18 @@ def parse_places(lines: Iterable[str]) -> tuple[Place, ...]:
                 Place(path, int(used_kib) * 1024, mount, device, int(available_kib) * 1024)
             )
     return tuple(places)
+
+
+def parse_above(lines: Iterable[str]) -> tuple[Above, ...]:
+    """Read the ``above`` section; a path may hold anything but the end of a line."""
+    found = []
+    for line in lines:
+        owner, _, rest = line.partition("/")
+        group, _, rest = rest.partition("/")
+        mode, _, path = rest.partition("/")
+        if path.startswith("/") and re.fullmatch("[0-7]{1,5}", mode):
+            found.append(Above(path, owner, group, int(mode, 8)))
+    return tuple(found)
 
 
 def parse_reclaimable(sections: Sections) -> tuple[Reclaimable, ...]:

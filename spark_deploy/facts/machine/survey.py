@@ -16,7 +16,7 @@ from spark_deploy.facts import sections
 from spark_deploy.facts.machine import containers, disk, gpu, memory, ports
 from spark_deploy.facts.machine import host as identity
 from spark_deploy.facts.machine.containers import Container
-from spark_deploy.facts.machine.disk import Place, Reclaimable
+from spark_deploy.facts.machine.disk import Above, Place, Reclaimable
 from spark_deploy.facts.machine.gpu import GpuState
 from spark_deploy.facts.machine.host import HostIdentity
 from spark_deploy.facts.machine.memory import Memory, Process
@@ -55,6 +55,7 @@ class Survey:
     tailscale: str  # the host's address in its tailnet, or what the command said instead
     stored: Stored  # weights that need no room again
     daily: tuple[Problem, ...] = ()  # what the host's own daily look found
+    above: tuple[Above, ...] = ()  # the folders above our places
 
     @property
     def sudo_works(self) -> bool:
@@ -120,6 +121,7 @@ class HostSurvey(HostFact[Survey]):
             tailscale=sections.first(found, "tailscale"),
             stored=stored.parse(found),
             daily=_daily(found.get("daily", ())),
+            above=disk.parse_above(found.get("above", ())),
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from recorder import Recorder, recording
-from stub_gateway import Door, running
+from stub_gateway import Door, free_port, running
 from stub_host import Host
 
 from spark_deploy.checkout import CHECKOUT
@@ -33,9 +33,11 @@ def gateway_with(host: Host, nginx: Path, **settings: object) -> Iterator[tuple[
         yield door, recorder
 
 
-def knock(door: Door, text: bytes, source: str = "127.0.0.1") -> socket.socket:
+def knock(
+    door: Door, text: bytes, source: str = "127.0.0.1", port: int | None = None
+) -> socket.socket:
     """Connect from an address of one's own and send the beginning of something."""
-    address = ("127.0.0.1", door.settings.port)
+    address = ("127.0.0.1", port or door.settings.port)
     connection = socket.create_connection(address, 10, source_address=(source, 0))
     connection.sendall(text)
     return connection
@@ -140,6 +142,43 @@ def test_so_many_large_bodies_are_kept_at_once_and_no_more(host: Host, nginx_pro
         # Small ones go on meanwhile, and whole ones arrive.
         assert door.chat(Authorization=f"Bearer {door.key}") == 200
         assert recorder.bodies
+
+
+def test_large_bodies_of_those_without_a_key_keep_none_of_a_client_out(
+    host: Host, nginx_program: Path
+) -> None:
+    # A refused request lives on while its body is thrown away; the room of others is not its.
+    with (
+        gateway_with(host, nginx_program, max_body_bytes=8 * MIB) as (door, recorder),
+        ExitStack() as open_,
+    ):
+        for number in range(60):
+            path = ("/v1/completions", "/health", "/none")[number % 3]
+            begun = open_.enter_context(knock(door, asking(path, length=8 * MIB), STRANGER))
+            begun.sendall(b"x" * 200_000)
+        with knock(door, asking("/v1/completions", door.key, length=2 * MIB)) as connection:
+            connection.sendall(b"x" * 2 * MIB)
+            assert status(connection) == 200
+        assert recorder.bodies == [2 * MIB]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health", "/none"])
+def test_the_address_of_several_hosts_keeps_no_body_without_a_key_either(
+    host: Host, nginx_program: Path, path: str
+) -> None:
+    replicas = {"port": free_port(), "others": []}
+    with (
+        gateway_with(host, nginx_program, max_body_bytes=8 * MIB, replicas=replicas) as (door, _),
+        ExitStack() as open_,
+    ):
+        for _ in range(10):
+            text = asking(path, length=8 * MIB)
+            connection = open_.enter_context(knock(door, text, port=replicas["port"]))
+            connection.settimeout(2)
+            with contextlib.suppress(OSError):
+                connection.sendall(b"x" * 4 * MIB)
+        time.sleep(0.5)
+        assert kept_bytes(door) == {"run": 0, "var": 0}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 from pathlib import Path
+from typing import Any
 
 import pytest
 from spark_contract.errors import HostToolError
@@ -146,3 +147,26 @@ def test_a_cache_of_another_account_is_not_run_by_this_engine(
     assert sorted(os.listdir(cache)) == ([] if whose == "folder" else ["own"])
     assert outside.read_text() == "stays"
     assert cache.stat().st_uid == NOBODY.pw_uid
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+def test_a_folder_that_becomes_a_link_while_root_is_in_it_leads_nowhere(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, outside = tmp_path / "cache", tmp_path / "outside"
+    for folder in (cache / "triton", outside):
+        folder.mkdir(parents=True)
+        (folder / "a").write_text("x")
+        (folder / "b").write_text("x")
+    chown = os.chown
+
+    def and_then_swapped(*words: Any, **more: Any) -> None:
+        chown(*words, **more)
+        if not (cache / "triton").is_symlink():
+            (cache / "triton").rename(cache / "moved")
+            (cache / "triton").symlink_to(outside)
+
+    monkeypatch.setattr(os, "chown", and_then_swapped)
+    account.give_all(cache, of(host, "nobody"))
+    assert (cache / "triton").is_symlink()
+    assert {(outside / name).stat().st_uid for name in ("a", "b")} == {0}

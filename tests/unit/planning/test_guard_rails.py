@@ -60,6 +60,7 @@ CALM = {
     "code_by_option": False,
     "unpickles": False,
     "docker_listens": False,
+    "questions_logged": False,
 }
 TQ = {"kv_cache": "turboquant_k8v4", "max_sequences": 1}
 STOCK = {"plugin": False, "tree_needs_plugin": False}
@@ -118,6 +119,7 @@ TRIPS = {
     "insecure-serialisation": {"unpickles": True},
     "pickled-weights": {"load_format": "pt"},
     "docker-on-the-network": {"docker_listens": True},
+    "questions-in-the-journal": {"questions_logged": True},
     "engine-that-needs-dropped-caches": {**STOCK, "engine_counts_cache_as_used": True},
 }
 

@@ -89,3 +89,21 @@ def test_an_override_of_nothing_is_refused(rule, what, fix):
 def test_an_override_needs_a_reason():
     with pytest.raises(SettingsError):
         settings_of(override_rails={"trust-remote-code": ""})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ({"engine.options": {"enable-log-requests": True}}, True),
+        ({"engine.options": {"enable_log_outputs": True}}, True),
+        ({"engine.environment": {"VLLM_LOGGING_LEVEL": "debug"}}, True),
+        ({"engine.environment": {"VLLM_REQUEST_BODY_LOG_LEVEL": "INFO"}}, True),
+        ({"engine.options": {"no-enable-log-requests": True}}, False),
+        ({"engine.options": {"enable-log-requests": False}}, False),
+        ({"engine.environment": {"VLLM_LOGGING_LEVEL": "WARNING"}}, False),
+        ({}, False),
+    ],
+)
+def test_an_engine_that_would_print_questions_is_warned_of(chosen, told):
+    warnings = resolve(settings_of(**chosen), CATALOG).warnings
+    assert any("questions-in-the-journal" in text for text in warnings) == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from spark_deploy.facts.machine import disk
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.preflight import judge
 from spark_deploy.preflight.together import same_host_key
@@ -58,6 +60,42 @@ def one(found: list[str], *words: str) -> None:
 def test_a_factory_spark_fits() -> None:
     assert problems(survey()) == []
     assert warnings(survey()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ann/ann/755//data", "belongs to ann"),
+        ("1007/1007/755//data", "belongs to 1007"),
+        ("root/root/777//data", "by everybody"),
+        ("root/users/2775//data", "by group users"),
+    ],
+)
+def test_models_lie_where_nobody_but_root_can_put_others_in_their_place(
+    line: str, words: str
+) -> None:
+    found = problems(survey(above=["root/root/755//", line]))
+    one(found, "/data: ", words, "chown root: /data")
+
+
+@pytest.mark.parametrize(
+    "line", ["root/root/755//srv", "root/root/1777//tmp", "root/root/775//srv", "root/staff/755//a"]
+)
+def test_folders_above_in_which_only_root_can_replace_something_are_fine(line: str) -> None:
+    assert problems(survey(above=["root/root/755//", line])) == []
+
+
+def test_the_folders_above_are_asked_for_as_they_are_and_as_links_lead(tmp_path: Path) -> None:
+    (tmp_path / "real/of ann").mkdir(parents=True)
+    (tmp_path / "real/of ann").chmod(0o777)
+    (tmp_path / "data").symlink_to(tmp_path / "real/of ann")
+    script = disk.script([f"{tmp_path}/data/models/new"])
+    said = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False).stdout
+    lines = said.partition("== above\n")[2].partition("== ")[0].splitlines()
+    found = {one.path: one for one in disk.parse_above(lines)}
+    assert found[f"{tmp_path}/data"].why_not_roots
+    assert found[f"{tmp_path}/real/of ann"].why_not_roots
+    assert {"/", str(tmp_path), f"{tmp_path}/real"} <= set(found)
 
 
 def test_another_architecture_is_the_only_thing_said_of_a_wrong_host() -> None:

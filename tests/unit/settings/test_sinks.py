@@ -32,6 +32,14 @@ HOSTILE = [
     # A line of its own in an apt source, a unit, nginx, sudoers.
     *(repository(suite=text) for text in ("noble\nTrusted: yes", "noble\n", "a b", "-x", "")),
     *(repository(components=[text]) for text in ("main\nSigned-By:", "main\n", "a b", "[x]", "")),
+    *(repository(url=text) for text in ("https://ann:word@a", "https://ann@a:80/x")),
+    *(
+        nested(f"hub.{key}", text)
+        for key, text in (
+            ("endpoint", "https://ann:word@a"),
+            ("mirrors", ["https://a", "https://ann:word@b/c"]),
+        )
+    ),
     *(repository(url=text) for text in ("https://a\nx", "https://a/x\n", "ftp://a", "https://a b")),
     *(repository(key_url=text) for text in ("https://a/$(id)", "https://a/`id`", "https://a/'x")),
     *(repository(key_sha256=text) for text in (KEY + "\n", KEY[1:])),
@@ -81,6 +89,7 @@ GOOD = [
     nested("downloads.look_in", ["/home/*/.cache/huggingface/hub", "/data/[ab]?"]),
     nested("lock_file", "locks/spark.lock.yml"),
     nested("hub.endpoint", "https://hub.example.org:8443/api"),
+    nested("hub.endpoint", "https://hub.example.org/a@b"),
     nested("ssh.hostname", "fe80::1%eth0"),
     nested("ssh.user", "ann.b"),
     nested("takeover", ["old-vllm_1"]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import shutil
 import stat
 from pathlib import Path
 
@@ -49,24 +48,17 @@ def give_all(folder: Path, release: Release) -> None:
     trusted = (0, owner.pw_uid)
     if folder.stat().st_uid not in trusted:
         folders.empty(folder)
-    for place, below, names in os.walk(folder, topdown=False):
+    # By descriptors: whose folder it was may put a link in the place of one that is walked.
+    for _, below, names, place in os.fwalk(folder, topdown=False):
         for name in (*below, *names):
-            path = Path(place) / name
-            if path.lstat().st_uid not in trusted:
-                _remove(path)
+            if os.stat(name, dir_fd=place, follow_symlinks=False).st_uid not in trusted:
+                folders.remove(name, place)
     if folder.stat().st_uid == owner.pw_uid:
         return
-    for place, _, names in os.walk(folder, topdown=False):
+    for _, _, names, place in os.fwalk(folder, topdown=False):
         for name in names:
-            os.chown(Path(place) / name, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
-        os.chown(place, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+            os.chown(name, owner.pw_uid, owner.pw_gid, dir_fd=place, follow_symlinks=False)
+        os.fchown(place, owner.pw_uid, owner.pw_gid)
 
 
 def tree_problem(release: Release) -> HostToolError | None:

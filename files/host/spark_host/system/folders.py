@@ -43,11 +43,16 @@ def empty(path: Path) -> None:
         return
     with _opened(path) as folder:
         for name in os.listdir(folder):
-            if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
-                shutil.rmtree(name, dir_fd=folder)
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=folder)
+            remove(name, folder)
+
+
+def remove(name: str, folder: int) -> None:
+    """Remove what has a name in an open folder, a link itself and not what it leads to."""
+    if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+        shutil.rmtree(name, dir_fd=folder)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
 
 
 def is_socket(path: Path) -> bool:
