@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
-from spark_contract.gateway import GATEWAY_USER
+from spark_contract.gateway import ENGINE_USER, GATEWAY_USER
 from spark_contract.keep import Keep
 from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
@@ -25,7 +25,6 @@ from spark_deploy.operations.service.serve import (
     rolled_out,
     started,
 )
-from spark_deploy.planning.serving.argv import ENGINE_USER
 from spark_deploy.planning.serving.schedule import timer_files
 from spark_deploy.planning.types import GatewayPlan, NeedsPlan, ScheduledPlan
 from spark_deploy.planning.waves import Wave

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import socket
@@ -14,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from spark_contract import tool
 from spark_contract.documents import parse
-from spark_contract.paths import HOST_TOOL, RELEASES_DIR, engine_dir
+from spark_contract.paths import Paths, release_file
 from spark_contract.release import Release
+from spark_contract.status import Status
 
 from spark_deploy.bench.result import Sample, Served
 from spark_deploy.errors import SparkError
@@ -73,14 +74,15 @@ def served_by(login: Login, service: str) -> tuple[Served, Release]:
     Raises:
         SparkError: nothing serves.
     """
-    status = json.loads(login.told(f"{HOST_TOOL} status"))
-    name = (status["services"].get(service) or {}).get("active")
-    if name is None:
+    status = parse(Status, login.told(tool.line(tool.STATUS)))
+    found = status.services.get(service)
+    if found is None or found.active is None:
         fix = "run deploy.py, or `spark-deploy start`"
         raise SparkError.one(login.name, "serves nothing that could be measured", fix)
-    release = parse(Release, login.told(f"cat {RELEASES_DIR}/{shlex.quote(name)}/release.json"))
+    path = release_file(found.active)
+    release = parse(Release, login.told(f"cat {shlex.quote(path)}"))
     asked = dict(line.split("=", 1) for line in login.told(_SYSTEM).splitlines() if "=" in line)
-    told = {**(status.get("versions") or {}), **asked}
+    told = {**status.versions, **asked}
     versions = {key: str(value).strip() for key, value in told.items() if value}
     served = Served(
         login.name, release.name, release.model, release.profile, release.image.tag,
@@ -91,7 +93,7 @@ def served_by(login: Login, service: str) -> tuple[Served, Release]:
 
 def drafts(login: Login, service: str) -> tuple[int, int]:
     """Return how many tokens the engine drafted since it started, and accepted of them."""
-    engine = f"{engine_dir(service)}/engine.sock"
+    engine = Paths(Path("/")).engine_socket(service)
     text = login.told(f"curl -sS -m 20 --unix-socket {engine} http://engine/metrics")
     found: dict[str, float] = {}
     for kind, value in _COUNTER.findall(text):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pydantic.json_schema import SkipJsonSchema
+from spark_contract.digests import COMMIT
 
 from spark_deploy.documents.declare import needed, of_key, setting
 
@@ -42,7 +43,7 @@ class Anatomy:
     """What headers and config.json of one commit say."""
 
     repository: SkipJsonSchema[str] = of_key()
-    commit: str = needed("The commit that was read.", pattern="^[0-9a-f]{40}$")
+    commit: str = needed("The commit that was read.", pattern=f"^{COMMIT}$")
     architecture: str = setting("", "Class that config.json names.")
     model_type: str = setting("", "Type that config.json names.")
     quantisation: str = setting("", "How config.json says weights are stored; empty: it does not.")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import getpass
-import shlex
 import socket
 from collections.abc import Sequence
 from typing import Any
 
 from pyinfra.api.host import Host
-from spark_contract.paths import HOST_TOOL
+from spark_contract import tool
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.commands import Options
@@ -26,7 +25,8 @@ def run(options: Options) -> int:
 
     A start serves the last proven release again.
     """
-    verb, by = f"{options.command}-service", f"{getpass.getuser()}@{socket.gethostname()}"
+    verb = tool.STOP_SERVICE if options.command == "stop" else tool.START_SERVICE
+    by = f"{getpass.getuser()}@{socket.gethostname()}"
     rest = ["--by", by] if options.command == "stop" else []
     if options.command == "stop" and options.period:
         rest += ["--for", str(_seconds(options.period))]
@@ -66,9 +66,9 @@ def _seconds(period: str) -> int:
 def _order(host: Host, one: Listed, orders: Sequence[Sequence[str]]) -> tuple[bool, str]:
     settings = one.settings.settings
     # What one service refuses does not keep the others from obeying.
-    each = "; ".join(f"{HOST_TOOL} {shlex.join(words)} 2>&1 || failed=1" for words in orders)
+    each = "; ".join(f"{tool.line(*words)} 2>&1 || failed=1" for words in orders)
     script = (
-        f"if [ -x {HOST_TOOL} ]; then failed=0; {each}; exit $failed; "
+        f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {each}; exit $failed; "
         "else echo 'nothing of ours is installed yet; run deploy.py'; exit 1; fi"
     )
     # Each engine may take its whole start, and its stop, to answer.

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.hf_api import ModelInfo
 from spark_contract import documents
+from spark_contract.digests import COMMIT
 from spark_contract.documents import DocumentError
 from spark_contract.orders import FetchFile
 
@@ -23,7 +24,7 @@ from spark_deploy.lockfile.left_out import parted
 from spark_deploy.lockfile.types import LockedSource, SourceFile
 
 _TIMEOUT_S = 30
-_COMMIT = re.compile("[0-9a-f]{40}")
+_COMMIT = re.compile(COMMIT)
 _ODD_ANSWERS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _MOST_BYTES = 1 << 50  # no file is larger
 

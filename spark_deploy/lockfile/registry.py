@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from http.client import HTTPMessage
 from typing import Any
 
-from spark_contract.images import ARCHITECTURES, MANIFEST_TYPES, parse_reference
+from spark_contract.images import ARCHITECTURES, MANIFEST_TYPES, parse_reference, token_url
 
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.types import LockedImage
@@ -111,17 +110,15 @@ class _Client:
             raise LockError.one(f"image {self._shown}", what, fix) from error
 
     def _ask_token(self, challenge: str) -> str:
-        fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
-        realm = fields.pop("realm", "")
-        if not challenge.startswith("Bearer") or not realm.startswith("https://"):
+        url = token_url(challenge, ("https",))
+        if url is None:
             fix = "use a registry that can be read without a login"
             raise LockError.one(f"image {self._shown}", "the registry wants a login", fix)
-        query = urllib.parse.urlencode(fields)
         try:
-            with urllib.request.urlopen(f"{realm}?{query}", timeout=_TIMEOUT_S) as answer:
+            with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
                 data = json.load(answer)
         except OSError as error:
-            what = f"{realm} gives no token: {getattr(error, 'reason', error)}"
+            what = f"{url.partition('?')[0]} gives no token: {getattr(error, 'reason', error)}"
             fix = "use an image that can be read without a login, or check the network"
             raise LockError.one(f"image {self._shown}", what, fix) from error
         return str(data.get("token") or data.get("access_token"))

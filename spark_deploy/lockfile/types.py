@@ -9,14 +9,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict
 from pydantic.config import JsonDict
 from pydantic.json_schema import SkipJsonSchema
+from spark_contract.digests import COMMIT, SHA256
 
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.beside import HUB_REPOSITORY
 from spark_deploy.documents.declare import knowing_keys, needed, of_key, setting
 from spark_deploy.documents.digest import digest_of
 
-_GIT_HASH = "^[0-9a-f]{40}$"
-_SHA256 = "^[0-9a-f]{64}$"
+_GIT_HASH = f"^{COMMIT}$"
+_SHA256 = f"^{SHA256}$"
 _ONE_HASH: JsonDict = {"oneOf": [{"required": ["sha256"]}, {"required": ["git_sha1"]}]}
 
 
@@ -28,7 +29,7 @@ class SourceFile:
 
     path: str = needed("Path in the repository.", pattern=r"^(?!/)(?!.*(^|/)\.\.(/|$)).+$")
     size_bytes: int = needed("Bytes.", minimum=0)
-    sha256: str | SkipJsonSchema[None] = setting(None, "Of the content.", pattern="^[0-9a-f]{64}$")
+    sha256: str | SkipJsonSchema[None] = setting(None, "Of the content.", pattern=_SHA256)
     git_sha1: str | SkipJsonSchema[None] = setting(None, "Of the git blob.", pattern=_GIT_HASH)
 
 
@@ -61,7 +62,7 @@ class LockedImage:
 
     reference: SkipJsonSchema[str] = of_key()
     digest: str = needed(
-        "Of the manifest or manifest list the tag names.", pattern="^sha256:[0-9a-f]{64}$"
+        "Of the manifest or manifest list the tag names.", pattern=f"^sha256:{SHA256}$"
     )
     size_bytes: int = needed("Compressed layers of the expected architecture.", minimum=0)
 
@@ -77,9 +78,9 @@ class HeldNames:
 
     build: SkipJsonSchema[str] = of_key()
     question: str = needed("Digest of what was asked, commits and sets.", pattern=_SHA256)
-    base: str = needed("Repository and commit of the base.", pattern="^.+@[0-9a-f]{40}$")
+    base: str = needed("Repository and commit of the base.", pattern=f"^.+@{COMMIT}$")
     donor: str | SkipJsonSchema[None] = setting(
-        None, "Repository and commit of the donor.", pattern="^.+@[0-9a-f]{40}$"
+        None, "Repository and commit of the donor.", pattern=f"^.+@{COMMIT}$"
     )
     base_tensors: int = setting(0, "Names that the base has.", minimum=0)
     base_headers: str = setting("", "Digest of their dtypes and shapes.", pattern=_SHA256)

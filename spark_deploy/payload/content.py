@@ -15,6 +15,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from spark_contract.paths import SYSUSERS
+from spark_contract.tool import TOOL
 from spark_contract.units import UNITS_DIR
 
 from spark_deploy.checkout import CHECKOUT
@@ -86,7 +88,7 @@ def read_payload() -> Payload:
         *tree(FILES / "contract" / "spark_contract", "spark_contract"),
         *tree(FILES / "host" / "spark_host", "spark_host"),
         *tree(FILES / "checkpoint" / "spark_checkpoint", "spark_checkpoint"),
-        ManagedFile("bin/spark-host", LAUNCHER.encode(), 0o755),
+        ManagedFile(f"bin/{TOOL}", LAUNCHER.encode(), 0o755),
     )
     return Payload(
         tools=ToolFiles(tools),
@@ -123,7 +125,7 @@ def supported_engines() -> tuple[str, ...]:
 def _unit(file: ManagedFile) -> ManagedFile:
     """Say where a file of ``files/units`` belongs on a host."""
     if file.path == "spark-sysusers.conf":
-        return ManagedFile("/etc/sysusers.d/spark.conf", file.content)
+        return ManagedFile(SYSUSERS, file.content)
     return ManagedFile(f"{UNITS_DIR}/{file.path}", file.content)
 
 

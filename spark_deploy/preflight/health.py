@@ -97,26 +97,9 @@ def _warnings(survey: Survey) -> Iterator[Problem]:
             "the GPU cannot have (CmaFree is above CmaTotal in /proc/meminfo: kexec handover)",
             "boot with kho=off, or with a 6.17 kernel, to have them back",
         )
-    if survey.identity.reboot_pending:
+    if survey.identity.boot.pending:
         yield Problem(
             "reboot",
-            f"pending: {survey.identity.reboot_pending}",
+            f"pending: {survey.identity.boot.pending}",
             "reboot when it suits you, or set reboot: allow to have the deploy do it",
         )
-
-
-def pending_reboot(survey: Survey) -> str:
-    """Return why a reboot is pending, or an empty string.
-
-    A driver whose library was upgraded under the running module is the pressing kind: the GPU is
-    gone for every program that starts now.
-    """
-    gpu = survey.gpu
-    if gpu.smi == "mismatch":
-        return f"the driver's module {gpu.module_version or 'in memory'} is not the library's"
-    if gpu.smi == "ok" and gpu.module_version and gpu.module_version != gpu.driver_version:
-        return (
-            f"driver module {gpu.module_version} is loaded, library {gpu.driver_version} is "
-            "installed"
-        )
-    return survey.identity.reboot_pending

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from spark_contract.machine import version_key
+
 from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.gpu import GpuState
-from spark_deploy.facts.machine.host import version_key
 from spark_deploy.facts.machine.survey import Survey
 from spark_deploy.planning.types import NeedsPlan
 from spark_deploy.preflight.verdict import Verdict

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
+from spark_contract.digests import DIGEST12
 from spark_contract.gateway import EXPOSURES, Expose
 
 from spark_deploy.documents.declare import GIB, MIB, Gib, Mib, about, in_gib, needed, setting
@@ -69,7 +70,7 @@ class ReleaseSettings:
         None,
         "Where `deploys/rollback.py` goes: a release by name, usually given as --data "
         "releases.rollback_to=NAME; null means the main service's before this one.",
-        pattern="^[a-z0-9][a-z0-9-]*-[0-9a-f]{12}$",
+        pattern=f"^[a-z0-9][a-z0-9-]*-{DIGEST12}$",
         examples=["main-0123456789ab"],
     )
 

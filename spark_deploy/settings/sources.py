@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic.json_schema import SkipJsonSchema
+from spark_contract.digests import SHA256
 
 from spark_deploy.documents.declare import Mib, about, needed, of_key, setting
 from spark_deploy.settings.secrets import SecretRef
@@ -156,5 +157,5 @@ class RepositorySettings:
     )
     key_url: str = needed("Where the signing key lies.", pattern=URL)
     key_sha256: str = needed(
-        "sha256 of the key file's content; anything else is refused.", pattern="^[0-9a-f]{64}$"
+        "sha256 of the key file's content; anything else is refused.", pattern=f"^{SHA256}$"
     )

@@ -17,7 +17,9 @@ from spark_contract import units
 from spark_contract.documents import OPTIONAL
 from spark_contract.paths import CONFIG_DIR, GATEWAY_DIR
 
-GATEWAY_USER = "spark-gateway"  # made by files/units/spark-sysusers.conf
+# Made by files/units/spark-sysusers.conf.
+GATEWAY_USER = "spark-gateway"
+ENGINE_USER = "spark-engine"
 Expose = Literal["loopback", "docker", "tailscale", "lan"]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
+from urllib.parse import urlencode
 
 from spark_contract.documents import OPTIONAL
 from spark_contract.gateway import Peers
@@ -19,6 +22,9 @@ MANIFEST_TYPES = (
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
+
+
+_FIELD = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,18 @@ def parse_reference(text: str) -> Reference:
     if host == _DEFAULT_HOST and "/" not in name:
         name = f"library/{name}"
     return Reference(host, name, digest or tag or "latest")
+
+
+def token_url(challenge: str, schemes: Iterable[str]) -> str | None:
+    """Return where the header of an answer 401 says that anybody gets a token; else nothing.
+
+    That is the distribution token specification. Where a registry is asked over https, its token
+    comes over https, too.
+    """
+    fields = dict(_FIELD.findall(challenge))
+    realm = fields.pop("realm", "")
+    known = challenge.startswith("Bearer ") and realm.startswith(tuple(f"{s}://" for s in schemes))
+    return f"{realm}?{urlencode(fields)}" if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

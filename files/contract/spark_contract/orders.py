@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
+from spark_contract.digests import COMMIT, SHA256
 from spark_contract.documents import OPTIONAL, DocumentError
 from spark_contract.gateway import Peers
 
@@ -21,8 +22,6 @@ RECEIPT_NAME = "receipt.json"
 # golden-hash test (tests/unit/checkpoint/test_builder_golden.py) fails when one happens without
 # the other.
 RECIPE_VERSION = 1
-_COMMIT = "[0-9a-f]{40}"
-_SHA256 = "[0-9a-f]{64}"
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _DIRECTORY = "/.+"
 
@@ -71,8 +70,8 @@ class FetchFile:
             raise DocumentError(f"files: path {self.path!r} is taken")
         if self.sha256 is None and self.git_sha1 is None:
             raise DocumentError(f"files: {self.path}: sha256 is missing, and git_sha1 as well")
-        _form(f"files: {self.path}: sha256", self.sha256, _SHA256)
-        _form(f"files: {self.path}: git_sha1", self.git_sha1, _COMMIT)
+        _form(f"files: {self.path}: sha256", self.sha256, SHA256)
+        _form(f"files: {self.path}: git_sha1", self.git_sha1, COMMIT)
         _in_range(f"files: {self.path}: size_bytes", self.size_bytes, 0)
 
 
@@ -98,8 +97,8 @@ class FetchPlan(Wire):
     def __post_init__(self) -> None:
         """Refuse an order that cannot be followed."""
         Wire.__post_init__(self)
-        _form("digest", self.digest, _SHA256)
-        _form("commit", self.commit, _COMMIT)
+        _form("digest", self.digest, SHA256)
+        _form("commit", self.commit, COMMIT)
         _form("name", self.name, ".+")
         _plain_directory("out", self.out)
         for url in self.urls:
@@ -200,13 +199,13 @@ class BuildPlan:
 
     def __post_init__(self) -> None:
         """Refuse a plan that no tree can be built by."""
-        _form("digest", self.digest, _SHA256)
+        _form("digest", self.digest, SHA256)
         _form("name", self.name, _NAME)
         _form("base.dir", self.base.dir, _DIRECTORY)
-        _form("base.revision", self.base.revision, f"{_COMMIT}|{_SHA256}")
+        _form("base.revision", self.base.revision, f"{COMMIT}|{SHA256}")
         _plain_directory("out", self.out)
         if isinstance(self.donor, DonorUrl):
-            _form("donor.url", self.donor.url, f"https?://.+/resolve/{_COMMIT}/?")
+            _form("donor.url", self.donor.url, f"https?://.+/resolve/{COMMIT}/?")
         elif self.donor is not None:
             _form("donor.dir", self.donor.dir, _DIRECTORY)
         for where, sizes in self._shapes():
@@ -276,7 +275,7 @@ class RequantizePlan:
 
     def __post_init__(self) -> None:
         """Refuse a plan that no tree can be made by."""
-        _form("digest", self.digest, _SHA256)
+        _form("digest", self.digest, SHA256)
         _form("name", self.name, _NAME)
         _form("packages", self.packages, _DIRECTORY)
         _form("calibration", self.calibration, _DIRECTORY)

@@ -25,15 +25,25 @@ TOOLS_DIR = "/usr/local/lib/spark"
 CURRENT_TOOLS = f"{TOOLS_DIR}/current"  # a link to the digest in use
 SITE = f"{TOOLS_DIR}/site"  # the builder's Python packages
 QUANTISER = f"{TOOLS_DIR}/quantiser"  # AutoRound and what the engine's image lacks for it
-HOST_TOOL = f"{CURRENT_TOOLS}/bin/spark-host"
+SYSUSERS = "/etc/sysusers.d/spark.conf"  # the accounts of gateway and engine
 # Inside the engine's container, where the service's own directory of ENGINES_DIR is mounted.
 ENGINE_SOCKET = f"{RUN_DIR}/engine.sock"
 ENGINES_DIR = f"{RUN_DIR}/engines"
 
 
+def kept_aside(path: str) -> str:
+    """Return where a deploy keeps the file of somebody else that it found there."""
+    return f"{path}.before-spark"
+
+
 def job_dir(digest: str) -> str:
     """Return the directory of a job's documents; its unit has the same twelve digits."""
     return f"{JOBS_DIR}/{digest[:12]}"
+
+
+def release_file(name: str) -> str:
+    """Return where a release lies, frozen."""
+    return f"{RELEASES_DIR}/{name}/release.json"
 
 
 def engine_dir(service: str) -> str:
@@ -60,6 +70,10 @@ class Paths:
     def releases(self) -> Path:
         """One directory per release, each with its frozen ``release.json``."""
         return self.below(RELEASES_DIR)
+
+    def release(self, name: str) -> Path:
+        """Return the frozen document of a release."""
+        return self.below(release_file(name))
 
     @property
     def state(self) -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from spark_contract.digests import DIGEST12
+
 # The service every host has; others may stand beside it.
 MAIN_SERVICE = "main"
 
@@ -59,12 +61,14 @@ def mount_unit(path: str) -> str:
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.:]")
-DIGEST12 = "[0-9a-f]{12}"
 RELEASE_NAME = re.compile(rf"^(?P<service>[a-z0-9][a-z0-9-]*)-{DIGEST12}\Z")
 # Trees we made: only what carries an identity is ours to move or to remove.
 TREE_NAME = re.compile(rf"^.+-{DIGEST12}\Z")
 CACHE_NAME = re.compile(rf"^{DIGEST12}-mtp\d+\Z")
 
+# Of containers that we run.
+RELEASE_LABEL = "spark.release"
+SERVICE_LABEL = "spark.service"
 # Of images that we build: the digest of what went into them.
 DIGEST_LABEL = "spark.digest"
 IMAGE_NAME = "spark-vllm"

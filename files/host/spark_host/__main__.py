@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from spark_contract import tool
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.paths import Paths
 
@@ -65,9 +66,12 @@ def _leaving(verb: str) -> Verb:
 
 
 VERBS: dict[str, tuple[Verb, str]] = {
-    "status": (status.main, "[--live]: everything about this host as JSON"),
-    "evidence": (evidence.main, "what the running engine shows, fit to be sent to others, as JSON"),
-    "check": (
+    tool.STATUS: (status.main, "[--live]: everything about this host as JSON"),
+    tool.EVIDENCE: (
+        evidence.main,
+        "what the running engine shows, fit to be sent to others, as JSON",
+    ),
+    tool.CHECK: (
         runner.main,
         "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine; --record [FILE] and "
         "--compare RELEASE: keep what it answers, and hold it against another",
@@ -80,20 +84,23 @@ VERBS: dict[str, tuple[Verb, str]] = {
         _of_one(lambda name, paths: recover.recover(name, this_host(paths))),
         "RELEASE: finish a rollout that was killed",
     ),
-    "switch-begin": (
+    tool.SWITCH_BEGIN: (
         _of_one(_begin),
         "RELEASE: ask for the change, or join the one under way",
     ),
-    "switch-poll": (_poll, "RELEASE [REQUEST]: how the last change to it stands, as JSON"),
-    "rollback": (
+    tool.SWITCH_POLL: (_poll, "RELEASE [REQUEST]: how the last change to it stands, as JSON"),
+    tool.ROLLBACK: (
         lambda words, paths: way_back.rollback(words, this_host(paths)),
         "SERVICE [--to RELEASE] [--dry]: go back to a proven release",
     ),
-    "prune": (prune.main, "[--dry] KEEP: remove what no kept release needs; KEEP is JSON"),
-    "note": (_leaving("note"), "WANTED: write down what the host is before it is changed"),
-    "manifest": (_leaving("manifest"), "WANTED: list everything of ours, and what would stay"),
-    "uninstall": (_leaving("uninstall"), "WANTED: remove what is ours; WANTED is JSON"),
-    "stop-service": (
+    tool.PRUNE: (prune.main, "[--dry] KEEP: remove what no kept release needs; KEEP is JSON"),
+    tool.NOTE: (_leaving(tool.NOTE), "WANTED: write down what the host is before it is changed"),
+    tool.MANIFEST: (
+        _leaving(tool.MANIFEST),
+        "WANTED: list everything of ours, and what would stay",
+    ),
+    tool.UNINSTALL: (_leaving(tool.UNINSTALL), "WANTED: remove what is ours; WANTED is JSON"),
+    tool.STOP_SERVICE: (
         _stop_service,
         "SERVICE [--by WHO] [--for SECONDS]: stop it until someone starts it again, or for a while",
     ),
@@ -101,11 +108,11 @@ VERBS: dict[str, tuple[Verb, str]] = {
         _of_one(lambda name, paths: boot.start_when_due(name, Host(paths))),
         "SERVICE: start it when a while is over (run by spark-return@SERVICE)",
     ),
-    "retire-service": (
+    tool.RETIRE_SERVICE: (
         _of_one(lambda name, paths: boot.retire_service(name, Host(paths))),
         "SERVICE: end it for good; what was made for it stays until a prune",
     ),
-    "start-service": (
+    tool.START_SERVICE: (
         _of_one(lambda name, paths: boot.start_service(name, Host(paths))),
         "SERVICE: start the last proven release again",
     ),
@@ -113,8 +120,8 @@ VERBS: dict[str, tuple[Verb, str]] = {
         _of_one(gateway.run),
         "SERVICE: run its nginx (run by spark-gateway@SERVICE)",
     ),
-    "gateway-reload": (_of_one(gateway.reload), "SERVICE: take over a new key or new settings"),
-    "gateway-new-key": (
+    tool.GATEWAY_RELOAD: (_of_one(gateway.reload), "SERVICE: take over a new key or new settings"),
+    tool.GATEWAY_NEW_KEY: (
         _of_one(gateway.new_key),
         "SERVICE: replace its API key, the old one is refused",
     ),
@@ -124,8 +131,8 @@ VERBS: dict[str, tuple[Verb, str]] = {
     ),
     "watch": (_of_one(loop.run), "RELEASE: watch its engine (run by spark-watch@RELEASE)"),
     "daily": (daily.main, ": look for what decays unnoticed (run by spark-daily.timer)"),
-    "job": (jobs.main, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
-    "image": (
+    tool.JOB: (jobs.main, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
+    tool.IMAGE: (
         image.main,
         "LAYERS.json COMMAND...: take an image's blobs from other hosts, then run docker",
     ),

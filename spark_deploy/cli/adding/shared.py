@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
+from spark_contract.digests import COMMIT
 
 from spark_deploy.documents.declare import convert, needed, schema_of, setting, typed
 from spark_deploy.documents.schema_check import dotted, problems_of
@@ -34,7 +35,7 @@ class Identity:
     """A repository as it was locked."""
 
     revision: str = needed("What was asked for.", maxLength=200)
-    commit: str = needed("What it was.", pattern="^[0-9a-f]{40}$")
+    commit: str = needed("What it was.", pattern=f"^{COMMIT}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyinfra.api.host import Host
+from spark_contract import tool
 from spark_contract.documents import DocumentError, parse
 from spark_contract.job import Job
-from spark_contract.paths import HOST_TOOL
 from spark_contract.records import Rollout
 from spark_contract.units import MAIN_SERVICE, PREPARE
 
@@ -52,7 +52,7 @@ def _ask(host: Host, plan: HostPlan) -> Found:
 
 def _last_rollout(host: Host, release: str) -> Rollout | None:
     ok, said = host.run_shell_command(
-        f"{HOST_TOOL} switch-poll {release}", _sudo=host.data.get("_sudo")
+        tool.line(tool.SWITCH_POLL, release), _sudo=host.data.get("_sudo")
     )
     try:
         return parse(Rollout, said.stdout) if ok else None

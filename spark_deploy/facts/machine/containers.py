@@ -8,7 +8,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spark_contract.units import DIGEST12
+from spark_contract.digests import DIGEST12
+from spark_contract.units import RELEASE_LABEL, SERVICE_LABEL
 
 # No environment but one word, and no command line: both carry other people's keys.
 _FIELDS = {
@@ -78,7 +79,7 @@ class Container:
     @property
     def ours(self) -> bool:
         """Whether our own units run it."""
-        labelled = {"spark.release", "spark.service"} & set(self.labels)
+        labelled = {RELEASE_LABEL, SERVICE_LABEL} & set(self.labels)
         return bool(labelled) or _OURS.fullmatch(self.name) is not None
 
     @property

@@ -14,10 +14,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from spark_contract import documents
+from spark_contract.machine import DRIVER_MODULE, LIBCUDA, libcuda_version, module_version
 from spark_contract.records import GpuProof
 
 from spark_deploy.facts import sections
-from spark_deploy.facts.machine import gpu
 from spark_deploy.facts.machine.packages import (
     Repositories,
     packages_script,
@@ -46,8 +46,6 @@ _INFO_FORMAT = "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) +
 # On a busy host an answer may come late; one that does not come is unknown, not absent.
 _LIMITS_S = (30, 90)
 
-# With a point in the version: a specification also names the link `libcuda.so.1`.
-LIBCUDA = r"libcuda\.so\.[0-9]+\.[0-9][0-9.]*(\+[a-z]+)?"
 
 _SCRIPT = rf"""
 silent=
@@ -79,7 +77,7 @@ for spec in /etc/cdi/*.yaml /etc/cdi/*.json /var/run/cdi/*.yaml /var/run/cdi/*.j
   [ -e "$spec" ] && grep -q nvidia.com/gpu "$spec" &&
     echo "$spec $(grep -oE '{LIBCUDA}' "$spec" | sort -u | head -n 1)"
 done
-echo '== module'; cat /proc/driver/nvidia/version
+echo '== module'; cat {DRIVER_MODULE}
 echo '== driver'; ask driver nvidia-smi --query-gpu=driver_version --format=csv,noheader
 echo '== silent'; echo $silent
 echo '== kernel'; uname -r
@@ -172,7 +170,7 @@ class DockerState(HostFact[Docker]):
             cdi_directories=_below(found.get("engine-cdi", ()), "CDI spec directories:"),
             driver_version=driver[0]
             if driver
-            else gpu.module_version("\n".join(found.get("module", ()))),
+            else module_version("\n".join(found.get("module", ()))),
             kernel=sections.first(found, "kernel"),
             serving=tuple(line for line in found.get("serving", ()) if line),
             packages=parse_packages(found.get("packages", ())),
@@ -224,7 +222,7 @@ def _below(lines: Iterable[str], heading: str) -> tuple[str, ...]:
 
 def _cdi(line: str) -> CdiSpec:
     path, _, library = line.partition(" ")
-    return CdiSpec(path, library.strip().removeprefix("libcuda.so."))
+    return CdiSpec(path, libcuda_version(library))
 
 
 def timestamp_s(text: str) -> float:

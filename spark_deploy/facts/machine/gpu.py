@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from spark_contract.machine import DRIVER_MODULE, module_version
+
 from spark_deploy.facts.machine.memory import container_id
 from spark_deploy.facts.sections import Sections
 
-SCRIPT = r"""
-echo '== module'; cat /proc/driver/nvidia/version
-echo '== smi'
+SCRIPT = (
+    f"echo '== module'; cat {DRIVER_MODULE}\n"
+    + r"""echo '== smi'
 if command -v nvidia-smi >/dev/null 2>&1; then
   timeout 30 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>&1
   echo "rc=$?"
@@ -37,6 +39,7 @@ echo '== driver-packages'
 dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\n' 'nvidia-driver-*' 'cuda-drivers*' \
   'nvidia-fabricmanager-*' 'nvidia-system-station*' 2>/dev/null
 """
+)
 
 SmiStatus = Literal["ok", "missing", "no-driver", "mismatch", "no-devices", "error"]
 
@@ -125,12 +128,6 @@ def parse_smi(lines: list[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
     if returned != "0" or not gpus:
         return "error", text or f"exit status {returned}", ()
     return "ok", "", gpus
-
-
-def module_version(text: str) -> str:
-    """Find the version in /proc/driver/nvidia/version (open and proprietary wording)."""
-    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?(?:\+\w+)?)\s", text)
-    return found.group(1) if found else ""
 
 
 def parse_torn(lines: Sequence[str]) -> tuple[float | None, str]:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from spark_contract.digests import SHA256
+
 from spark_deploy.facts.sections import Sections
 
 SCRIPT = r"""
@@ -60,7 +62,7 @@ class Process:
 
 def container_id(cgroup: str) -> str:
     """Find a container's id in a cgroup path (docker, cgroup v1 or v2, both drivers)."""
-    found = re.search(r"[0-9a-f]{64}", cgroup)
+    found = re.search(SHA256, cgroup)
     return found.group(0) if found else ""
 
 

@@ -101,10 +101,11 @@ class HostSurvey(HostFact[Survey]):
     def process(self, output: list[str]) -> Survey:
         found = sections.whole(output)
         sudo = found.get("sudo", ["no"])
+        state = gpu.parse(found)
         return Survey(
             user=(sudo[1] if len(sudo) > 1 else "?") if sudo[0] == "no" else "",
-            identity=identity.parse(found),
-            gpu=gpu.parse(found),
+            identity=identity.parse(found, state),
+            gpu=state,
             memory=memory.parse_memory(found),
             processes=memory.parse_processes(found.get("processes", ())),
             places=disk.parse_places(found.get("places", ())),

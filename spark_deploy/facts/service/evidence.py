@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from spark_contract import status
+from spark_contract import status, tool
 from spark_contract.documents import DocumentError, read
-from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.facts.reading import HostFact
 
@@ -21,7 +20,7 @@ class Evidence(HostFact["status.Evidence | None"]):
         return None
 
     def command(self) -> str:
-        return f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} evidence || true; fi"
+        return tool.when_installed(f"{tool.line(tool.EVIDENCE)} || true")
 
     def process(self, output: Iterable[str]) -> status.Evidence | None:
         try:

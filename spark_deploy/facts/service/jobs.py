@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pyinfra.api.exceptions import FactProcessError
+from spark_contract import tool
 from spark_contract.documents import parse
 from spark_contract.job import JobState
-from spark_contract.paths import HOST_TOOL
 from spark_contract.units import BOOT_LINKS, PREPARE, SHARE_UNIT, drop_in_dir
 
 from spark_deploy.facts.reading import HostFact
@@ -17,8 +17,7 @@ from spark_deploy.facts.reading import HostFact
 
 def poll_command(jobs: Sequence[str]) -> str:
     """Return the command that reports on ``jobs``; silent when the tools are not there yet."""
-    names = " ".join(shlex.quote(job) for job in jobs)
-    return f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} job poll {names}; fi"
+    return tool.when_installed(tool.line(tool.JOB, "poll", *jobs))
 
 
 def parse_poll(text: str) -> dict[str, JobState]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 from typing import TypeVar
 
 from pyinfra.api.exceptions import FactProcessError
+from spark_contract import tool
 from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import Problem, problem_in
 from spark_contract.keep import Pruning
-from spark_contract.paths import HOST_TOOL
 from spark_contract.status import Rollback
 
 from spark_deploy.facts.reading import HostFact
 
 T = TypeVar("T")
-_USAGE = "spark-host "  # begins the list of verbs that tools print for one they do not know
+_USAGE = f"{tool.TOOL} "  # begins the list of verbs that tools print for one they do not know
 
 
 def _silence() -> Problem:
@@ -43,8 +42,8 @@ class WayBack(HostFact["Rollback | Problem"]):
     default = staticmethod(_silence)
 
     def command(self, service: str, to: str | None) -> str:
-        words = ["rollback", service, *(["--to", to] if to else []), "--dry"]
-        return _ask(words)
+        to_words = ("--to", to) if to else ()
+        return _ask(tool.line(tool.ROLLBACK, service, *to_words, "--dry"))
 
     def process(self, output: Iterable[str]) -> Rollback | Problem:
         found = _answer(Rollback, output)
@@ -57,12 +56,12 @@ class Prunable(HostFact["Pruning | Problem"]):
     default = staticmethod(_silence)
 
     def command(self, keep: str) -> str:
-        return _ask(["prune", "--dry", keep])
+        return _ask(tool.line(tool.PRUNE, "--dry", keep))
 
     def process(self, output: Iterable[str]) -> Pruning | Problem:
         return _answer(Pruning, output)
 
 
-def _ask(words: list[str]) -> str:
+def _ask(command: str) -> str:
     # Older tools print their list of verbs and fail; that is no answer, and no broken host.
-    return f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} {shlex.join(words)} 2>&1 || :; fi"
+    return tool.when_installed(f"{command} 2>&1 || :")

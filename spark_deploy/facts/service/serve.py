@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pyinfra.api.exceptions import FactProcessError
-from spark_contract import status
+from spark_contract import status, tool
 from spark_contract.documents import DocumentError, read
-from spark_contract.paths import HOST_TOOL
 from spark_contract.release import Release
 
 from spark_deploy.facts.reading import HostFact
@@ -131,7 +130,7 @@ class Status(HostFact[HostStatus]):
         return HostStatus(None)
 
     def command(self) -> str:
-        return f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} status --live; fi"
+        return tool.when_installed(tool.line(tool.STATUS, "--live"))
 
     def process(self, output: Iterable[str]) -> HostStatus:
         try:

@@ -14,12 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from spark_contract import receipts
+from spark_contract.digests import SHA256
 from spark_contract.documents import DocumentError
 from spark_contract.orders import RECEIPT_NAME
 
 from spark_deploy.facts.sections import Sections
 
-_HASH = re.compile(r"[0-9a-f]{64}")
+_HASH = re.compile(SHA256)
 # In place of a device: somebody else could change the file, so the fetcher takes a copy of it.
 COPIED = "-"
 _GLOB = re.compile(r"([*?\[\]])")

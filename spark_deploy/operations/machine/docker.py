@@ -10,6 +10,7 @@ from pyinfra.api.command import FunctionCommand, StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 from pyinfra.context import state as current_state
+from spark_contract.paths import kept_aside
 
 from spark_deploy.facts.machine.docker import DAEMON_JSON, Docker, DockerState
 from spark_deploy.facts.memo import read
@@ -107,7 +108,7 @@ def daemon_config(plan: DockerPlan) -> Commands:
         return
     file = ManagedFile(DAEMON_JSON, daemon_json.render(wanted).encode())
     # The first file is somebody's work: kept beside, once.
-    keep = shlex.quote(f"{DAEMON_JSON}.before-spark")
+    keep = shlex.quote(kept_aside(DAEMON_JSON))
     yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {keep}"
     yield put([file])
 

@@ -14,8 +14,9 @@ from typing import Any
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
+from spark_contract import tool
 from spark_contract.gateway import EXPOSURES, tls_of
-from spark_contract.paths import CURRENT_TOOLS, HOST_TOOL
+from spark_contract.paths import CURRENT_TOOLS
 from spark_contract.units import WATCH
 
 from spark_deploy.errors import SettingsError
@@ -56,7 +57,7 @@ def configured(plan: GatewayPlan) -> Commands:
         if difference:
             host.log(f"gateway: {difference}")
         yield from _watch_renewed(plan, service.active)
-        yield _tool("gateway-reload", plan.settings.service)
+        yield tool.line(tool.GATEWAY_RELOAD, plan.settings.service)
     elif not changed:
         host.noop("the gateway is as planned")
 
@@ -77,7 +78,7 @@ def new_key(plan: GatewayPlan) -> Commands:
             "there is none to replace: nothing was deployed here yet",
             "run deploy.py for this host; its first change of release makes the key",
         )
-    yield _tool("gateway-new-key", plan.settings.service)
+    yield tool.line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
 
 def _watch_renewed(plan: GatewayPlan, release: str | None) -> Commands:
@@ -91,10 +92,6 @@ def _watch_renewed(plan: GatewayPlan, release: str | None) -> Commands:
     if runs and runs != host.get_fact(SymlinkTarget, path=CURRENT_TOOLS):
         host.log(f"the watch over {release} runs older tools and is restarted")
         yield StringCommand("systemctl", "restart", shlex.quote(WATCH.of(release)))
-
-
-def _tool(verb: str, service: str) -> StringCommand:
-    return StringCommand(HOST_TOOL, verb, shlex.quote(service))
 
 
 def _secrets(plan: GatewayPlan) -> list[ManagedFile]:

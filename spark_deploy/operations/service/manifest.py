@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spark_contract.gateway import GATEWAY_USER
+from spark_contract.gateway import ENGINE_USER, GATEWAY_USER
 from spark_contract.job import ImageProof, Job, ReceiptProof
 from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, PROOFS_DIR, PROXY, SITE, TOOLS_DIR
 from spark_contract.units import DAILY_STAMP
@@ -20,7 +20,6 @@ from spark_deploy.operations.machine.base import HOLD_PATH, SLEEP_TARGETS, direc
 from spark_deploy.operations.service.proxy import PULLS_THROUGH
 from spark_deploy.payload.content import Payload
 from spark_deploy.payload.host_protection import earlyoom_file, guarantee_files
-from spark_deploy.planning.serving.argv import ENGINE_USER
 from spark_deploy.planning.serving.release import release_files_of, unit_files_of
 from spark_deploy.planning.types import GatewayPlan, HostPlan
 from spark_deploy.planning.work.jobs import ready_jobs_of, ready_name, served_jobs_of

@@ -11,11 +11,13 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
-from spark_contract.paths import HOST_TOOL, RECEIPTS_DIR
+from spark_contract import tool
+from spark_contract.machine import BOOT_ID
+from spark_contract.paths import RECEIPTS_DIR
 from spark_contract.release import Release
 from spark_contract.units import SERVE
 
-from spark_deploy.facts.machine.host import BOOT_ID, RebootedFor
+from spark_deploy.facts.machine.host import RebootedFor
 from spark_deploy.facts.machine.survey import HostSurvey
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.serve import HostStatus, Status, parse_status
@@ -25,7 +27,6 @@ from spark_deploy.operations.machine.preflight import question, survey_of
 from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.operations.service.rollout import change_now, hold_back, interrupt
 from spark_deploy.planning.types import NeedsPlan
-from spark_deploy.preflight.health import pending_reboot
 
 _DOWN_WITHIN_S = 600
 _ASK_EVERY_S = 3.0
@@ -36,7 +37,7 @@ _MARKER = f"{RECEIPTS_DIR}/rebooted-for"
 @host_errors
 def rebooted(needs: NeedsPlan, serve: Release) -> Commands:
     """Reboot a host that waits for it, and have it serve proven again before the next one."""
-    why = pending_reboot(survey_of(needs))
+    why = survey_of(needs).identity.boot.pending
     if not why:
         host.noop("no reboot is pending")
         return
@@ -117,14 +118,15 @@ def _must_be_understood(host: Host, status: HostStatus) -> None:
 
 def _status(host: Host) -> HostStatus | None:
     """Return what the host tools say, ``None`` while they fail."""
-    ok, out, _ = run_reconnecting(host, f"if [ -x {HOST_TOOL} ]; then {HOST_TOOL} status; fi")
+    ok, out, _ = run_reconnecting(host, tool.when_installed(tool.line(tool.STATUS)))
     return parse_status(out) if ok else None
 
 
 def _settled(host: Host, needs: NeedsPlan) -> bool:
     """Forget what the reboot was for when it helped; else it is not tried again for that."""
     fact = HostSurvey()
-    left = pending_reboot(fact.process(run(host, fact.command(**question(needs)), timeout_s=180)))
+    seen = fact.process(run(host, fact.command(**question(needs)), timeout_s=180))
+    left = seen.identity.boot.pending
     if left:
         host.log_styled(f"still pending after the reboot: {left}", fg="yellow")
     else:

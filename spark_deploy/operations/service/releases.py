@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 
 from pyinfra.api.command import FunctionCommand
@@ -11,9 +10,9 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
+from spark_contract import tool
 from spark_contract.documents import parse, plain
 from spark_contract.keep import Keep, Pruning
-from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read
@@ -104,7 +103,7 @@ def gigabytes(size_bytes: int) -> str:
 def _prune(state: State, host: Host, keep: str) -> bool:
     try:
         with heartbeat(host, "removing"):
-            said = run(host, f"{HOST_TOOL} prune {shlex.quote(keep)}", timeout_s=_PRUNE_TIMEOUT_S)
+            said = run(host, tool.line(tool.PRUNE, keep), timeout_s=_PRUNE_TIMEOUT_S)
     except CommandFailed as error:
         show(host, f"{error.output.strip() or error}\n  fix: see above, then run again")
         return False

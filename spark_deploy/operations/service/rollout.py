@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Sequence
 from weakref import WeakSet
@@ -14,8 +13,8 @@ from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.context import ctx_host
 from pyinfra.context import host as current_host
+from spark_contract import tool
 from spark_contract.documents import parse
-from spark_contract.paths import HOST_TOOL
 from spark_contract.records import Rollout
 from spark_contract.sentences import PHASE, SPEED
 from spark_contract.status import Begun
@@ -77,12 +76,12 @@ def change_to(release: str, timeout_s: int) -> FunctionCommand:
 
 def change_now(state: State, host: Host, release: str, timeout_s: int) -> bool:
     """Begin the change to a release and watch it to its end; whether it went well."""
-    return _begin_and_watch(state, host, f"switch-begin {shlex.quote(release)}", timeout_s)
+    return _begin_and_watch(state, host, tool.line(tool.SWITCH_BEGIN, release), timeout_s)
 
 
 def go_back(service: str, release: str, timeout_s: int) -> FunctionCommand:
     """Return the command that goes back to a release and watches that change to its end."""
-    begin = f"rollback {shlex.quote(service)} --to {shlex.quote(release)}"
+    begin = tool.line(tool.ROLLBACK, service, "--to", release)
     return FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 
@@ -97,7 +96,7 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
 
 
 def _change(host: Host, begin: str, timeout_s: int) -> bool:
-    ok, out, err = run_reconnecting(host, f"{HOST_TOOL} {begin}")
+    ok, out, err = run_reconnecting(host, begin)
     if not ok:
         host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
         return False
@@ -106,7 +105,7 @@ def _change(host: Host, begin: str, timeout_s: int) -> bool:
         host.log("a change to this release is under way already; watching it")
     # The id keeps the outcome of any other change from being taken for that of this one.
     words = [begun.release, *([begun.request] if begun.request else [])]
-    ask = f"{HOST_TOOL} switch-poll {' '.join(map(shlex.quote, words))}"
+    ask = tool.line(tool.SWITCH_POLL, *words)
     return _watch(host, begun.release, ask, timeout_s)
 
 

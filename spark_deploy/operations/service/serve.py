@@ -7,12 +7,11 @@ decide, start and watch.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from pyinfra.api.operation import operation
 from pyinfra.context import host
-from spark_contract.paths import HOST_TOOL
+from spark_contract import tool
 from spark_contract.release import Release
 
 from spark_deploy.facts.memo import read, read_now
@@ -34,7 +33,7 @@ def release_files(plan: Release, files: Sequence[ManagedFile], users: Sequence[s
     if changed:
         yield "systemctl daemon-reload"
     if not read(UsersKnown, users=tuple(users)).issuperset(users):
-        yield "systemd-sysusers /etc/sysusers.d/spark.conf"
+        yield tool.MAKE_USERS
         changed = True
     if not changed:
         host.noop(f"release {plan.name} is in place")
@@ -126,7 +125,7 @@ def retired(services: Sequence[str]) -> Commands:
         log_once(
             f"{name} is not listed any more: it stops; `deploys/prune.py` removes what it made"
         )
-        yield f"{HOST_TOOL} retire-service {shlex.quote(name)}"
+        yield tool.line(tool.RETIRE_SERVICE, name)
 
 
 @operation()

@@ -10,6 +10,7 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
+from spark_contract import tool
 from spark_contract.documents import DocumentError, parse, plain
 from spark_contract.keep import Ours, Thing
 from spark_contract.paths import STATE_DIR
@@ -45,7 +46,7 @@ def asked_of(settings: Settings) -> str:
 
 def ours_on_host(asked: str) -> Ours:
     """Ask the current host what is ours on it."""
-    return read(OursOnHost, command=sent_command("manifest", asked), _stdin=sent_tools())
+    return read(OursOnHost, command=sent_command(tool.MANIFEST, asked), _stdin=sent_tools())
 
 
 @operation()
@@ -60,7 +61,7 @@ def noted(plan: BasePlan, asked: str) -> Commands:
     if STATE_DIR in state_of(plan).directories:
         host.noop("deployed to before")
         return
-    yield StringCommand(sent_command("note", asked), _stdin=sent_tools())
+    yield StringCommand(sent_command(tool.NOTE, asked), _stdin=sent_tools())
 
 
 @operation()
@@ -84,7 +85,7 @@ def _uninstall(state: State, host: Host, asked: str) -> bool:
     try:
         with heartbeat(host, "removing"):
             said = run(
-                host, sent_command("uninstall", asked), timeout_s=_TIMEOUT_S, stdin=sent_tools()
+                host, sent_command(tool.UNINSTALL, asked), timeout_s=_TIMEOUT_S, stdin=sent_tools()
             )
         found = parse(Ours, said[-1])
     except CommandFailed as error:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spark_contract.gateway import ENGINE_USER
 from spark_contract.paths import ENGINE_SOCKET
 
 from spark_deploy.catalog.model import Model, PlainModel
@@ -22,7 +23,6 @@ from spark_deploy.settings.engine_options import canonical, structure
 
 MODEL_MOUNT = "/model"
 CACHE_MOUNT = "/cache"
-ENGINE_USER = "spark-engine"  # made by files/units/spark-sysusers.conf
 HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
 """What the engine measured of the opt-in head at its first start on this host."""
 

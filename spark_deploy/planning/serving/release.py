@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from spark_contract import tool
 from spark_contract.documents import plain, text_of
-from spark_contract.paths import HOST_TOOL, RELEASES_DIR, engine_dir
+from spark_contract.paths import engine_dir, release_file
 from spark_contract.release import Release
 from spark_contract.units import UNITS_DIR, WATCH, drop_in_dir, mount_unit
 
@@ -19,15 +20,14 @@ from spark_deploy.planning.work.jobs import needs_mounts
 
 def unit_files_of(units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
     """Return the static units, and the commands that people and our own messages use by name."""
-    return (*units, _command("spark-check", " check"), _command("spark-host", ""))
+    return (*units, _command(tool.CHECK_TOOL, f" {tool.CHECK}"), _command(tool.TOOL, ""))
 
 
 def _command(name: str, verb: str) -> ManagedFile:
-    path = f"/usr/local/bin/{name}"
+    path = f"{tool.COMMANDS_DIR}/{name}"
     # Sockets, proofs and journals are root's; who logs in to look is mostly not.
-    text = (
-        f'#!/bin/sh\n[ "$(id -u)" = 0 ] || exec sudo -- {path} "$@"\nexec {HOST_TOOL}{verb} "$@"\n'
-    )
+    as_root = f'[ "$(id -u)" = 0 ] || exec sudo -- {path} "$@"'
+    text = f'#!/bin/sh\n{as_root}\nexec {tool.HOST_TOOL}{verb} "$@"\n'
     return ManagedFile(path, text.encode(), 0o755)
 
 
@@ -40,7 +40,7 @@ def release_files_of(plan: ServicePlan) -> tuple[ManagedFile, ...]:
 
 def _files(release: Release) -> tuple[ManagedFile, ...]:
     return (
-        ManagedFile(f"{RELEASES_DIR}/{release.name}/release.json", text_of(release).encode()),
+        ManagedFile(release_file(release.name), text_of(release).encode()),
         _socket_mount(release.service),
         *_reaching(release),
         ManagedFile(f"{drop_in_dir(release.serve_unit)}/50-release.conf", limits(release).encode()),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from spark_contract.gateway import ENGINE_USER
 from spark_contract.patterns import expand_all
 from spark_contract.release import (
     Bench,
@@ -34,7 +35,6 @@ from spark_deploy.planning.budget.memory import context_tokens
 from spark_deploy.planning.serving.argv import (
     CACHE_MOUNT,
     CONTAINER_ARGUMENTS,
-    ENGINE_USER,
     MODEL_MOUNT,
     engine_arguments,
     engine_environment,

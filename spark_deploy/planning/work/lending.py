@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from spark_contract import tool
 from spark_contract.documents import parse, text_of
 from spark_contract.gateway import CopyPlan, FinishedTree, Peers, SharedTree
 from spark_contract.images import LayersPlan
 from spark_contract.job import ReceiptProof
 from spark_contract.orders import FetchPlan
-from spark_contract.paths import HOST_TOOL
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.work.jobs import PYTHON, Work
@@ -115,7 +115,7 @@ def _through_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[M
         return work
     order = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
     file = ManagedFile(f"{work.job.dir}/layers.json", text_of(order).encode())
-    argv = (HOST_TOOL, "image", file.path, *work.job.argv)
+    argv = (tool.HOST_TOOL, tool.IMAGE, file.path, *work.job.argv)
     env = {**work.job.env, **PYTHON}
     job = replace(work.job, argv=argv, env=env)
     return replace(work, job=job, inputs=(*work.inputs, file))

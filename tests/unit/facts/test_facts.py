@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from pyinfra.api.exceptions import FactProcessError
+from spark_contract.machine import LIBCUDA
 
 from spark_deploy.facts.machine.access import LoginAccess
 from spark_deploy.facts.machine.cuda import CudaState
-from spark_deploy.facts.machine.docker import LIBCUDA, DockerState
+from spark_deploy.facts.machine.docker import DockerState
 from spark_deploy.facts.machine.fabric import Fabric
 from spark_deploy.facts.machine.packages import BaseState
 from spark_deploy.facts.machine.reach import Reach

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from spark_contract.keep import Before, Wanted
-from spark_contract.paths import Paths
+from spark_contract.paths import Paths, kept_aside
 from spark_host.system import docker, systemd
 from spark_host.uninstall import before as past
 from spark_host.uninstall import ours, packages, shared
@@ -185,7 +185,7 @@ def test_a_daemon_json_that_nobody_noted_stays_unless_a_deploy_kept_the_first(tm
     paths = place(tmp_path, json.dumps(OURS))
     [thing] = shared.things(wanted(), None, "", paths)
     assert "was not noted" in thing.stays
-    aside = paths.below(shared.kept_aside(wanted()))
+    aside = paths.below(kept_aside(wanted().daemon_json))
     aside.write_text("{}")
     assert [(t.name, t.stays) for t in shared.things(wanted(), None, "", paths)] == [
         (DAEMON_JSON, ""),

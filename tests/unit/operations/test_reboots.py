@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from pyinfra.api.exceptions import ConnectError
+from spark_contract.machine import BOOT_ID
 
-from spark_deploy.facts.machine.host import BOOT_ID, RebootedFor
+from spark_deploy.facts.machine.host import RebootedFor
 from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.operations.machine import preflight
 from spark_deploy.operations.service import reboots
@@ -68,7 +69,7 @@ def test_a_host_without_a_cause_is_left_up() -> None:
         ),
         (
             {"smi": ["Failed to initialize NVML: Driver/library version mismatch", "rc=18"]},
-            "the driver's module 580.142 is not the library's",
+            "driver module 580.142 is loaded, library of another version is installed",
         ),
     ],
 )

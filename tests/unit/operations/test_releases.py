@@ -10,6 +10,7 @@ import pytest
 from spark_contract.documents import read, text_of
 from spark_contract.keep import Keep, Pruning
 from spark_contract.records import Rollout
+from spark_contract.tool import HOST_TOOL
 
 from spark_deploy.facts.service.releases import Prunable, WayBack
 from spark_deploy.operations.service import releases, rollout, serve
@@ -54,7 +55,7 @@ def back(answer: dict[str, Any], **more: Any) -> tuple[Answering, list[str]]:
 
 def test_a_rollback_is_one_command_to_the_named_release() -> None:
     _, commands = back({"from": B, "to": A})
-    assert commands == ["_begin_and_watch(rollback main --to main-aaaaaaaaaaaa, 60)"]
+    assert commands == [f"_begin_and_watch({HOST_TOOL} rollback main --to main-aaaaaaaaaaaa, 60)"]
 
 
 def test_a_dry_rollback_says_from_where_to_where() -> None:

@@ -10,7 +10,7 @@ from spark_contract.documents import parse
 from spark_contract.gateway import CopyPlan, FinishedTree, Peers
 from spark_contract.images import LayersPlan
 from spark_contract.orders import FetchPlan
-from spark_contract.paths import HOST_TOOL
+from spark_contract.tool import HOST_TOOL
 
 from spark_deploy.planning.work.jobs import Work, jobs_of
 from spark_deploy.planning.work.lending import (

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-from urllib.parse import urlencode
 
 from spark_contract.errors import HostToolError
+from spark_contract.images import token_url
 from urllib3 import PoolManager
 from urllib3.exceptions import HTTPError
 
 _LIMIT_BYTES = 1 << 20
-_FIELD = re.compile(r'(\w+)="([^"]*)"')
 
 
 def token_for(challenge: str, pool: PoolManager, scheme: str) -> str | None:
@@ -22,15 +20,11 @@ def token_for(challenge: str, pool: PoolManager, scheme: str) -> str | None:
         pool: how that place is asked.
         scheme: of the registry; where that was https, the token comes over https, too.
     """
-    fields = dict(_FIELD.findall(challenge))
-    realm = fields.pop("realm", "")
-    if not challenge.startswith("Bearer ") or not realm.startswith(("https://", f"{scheme}://")):
+    url = token_url(challenge, ("https", scheme))
+    if url is None:
         return None
     try:
-        answer = pool.request(
-            "GET", f"{realm}?{urlencode(fields)}", redirect=False, retries=False,
-            preload_content=False,
-        )  # fmt: skip
+        answer = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
         told = json.loads(answer.read(_LIMIT_BYTES)) if answer.status == 200 else {}
     except (HTTPError, HostToolError, OSError, ValueError):
         return None

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urljoin
 
+from spark_contract.digests import COMMIT
 from spark_contract.orders import Wire
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
 from urllib3.connection import port_by_scheme
@@ -35,7 +36,7 @@ from spark_checkpoint.sources.responses import body_bytes, content_range
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _EXPIRED = frozenset({400, 401, 403, 404, 410})
 _FAILURES = (Again, HTTPError, OSError)
-_COMMIT = re.compile(r"/resolve/([0-9a-f]{40})(?:/|$)")
+_COMMIT = re.compile(rf"/resolve/({COMMIT})(?:/|$)")
 _REDIRECT_LIMIT = 10
 _PAUSES = Retry(retry_after_max=120)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
+from spark_contract.tool import MAKE_USERS
 
 from spark_host.system import folders
 
@@ -86,5 +87,5 @@ def _owner(release: Release) -> pwd.struct_passwd | None:
         raise HostToolError(
             f"account {release.engine.user}",
             "does not exist on this host",
-            "systemd-sysusers /etc/sysusers.d/spark.conf, or run the deploy again",
+            f"{MAKE_USERS}, or run the deploy again",
         ) from error

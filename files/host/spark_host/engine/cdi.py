@@ -6,16 +6,12 @@ container that gets the GPU through one. Where none of another driver lies, noth
 
 from __future__ import annotations
 
-import re
-
+from spark_contract.machine import libcuda_version
 from spark_contract.paths import Paths
 
 from spark_host.records import proof
 from spark_host.system.log import Report
 from spark_host.system.programs import ProgramSilent, output_of
-
-# With a point in the version: the specification also names the link `libcuda.so.1`.
-_LIBRARY = re.compile(r"libcuda\.so\.(\d+\.\d[\d.]*(?:\+[a-z]+)?)")
 
 
 def refresh(report: Report, paths: Paths) -> None:
@@ -28,10 +24,10 @@ def refresh(report: Report, paths: Paths) -> None:
         return
     for spec in sorted(specs) if driver else []:
         text = spec.read_text(errors="replace")
-        found = _LIBRARY.search(text)
-        if "nvidia.com/gpu" not in text or found is None or found[1] == driver:
+        version = libcuda_version(text)
+        if "nvidia.com/gpu" not in text or version in ("", driver):
             continue
-        report(f"{spec} is of driver {found[1]}, {driver} is loaded; it is made anew")
+        report(f"{spec} is of driver {version}, {driver} is loaded; it is made anew")
         if output_of("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
             # Not the end of the start: containers may get the GPU in another way.
             report(f"nvidia-ctk cdi generate --output={spec} failed; run it by hand to see why")

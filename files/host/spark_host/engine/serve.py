@@ -12,7 +12,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.paths import ENGINE_SOCKET, Paths
 from spark_contract.release import Release
 from spark_contract.sentences import PHASE
-from spark_contract.units import DIGEST_LABEL, SWITCH
+from spark_contract.units import DIGEST_LABEL, RELEASE_LABEL, SERVICE_LABEL, SWITCH
 
 from spark_host.engine import account, cdi, dialect, environment, memory, starts, tree
 from spark_host.gateway import traffic
@@ -107,8 +107,8 @@ def after_stop(name: str, paths: Paths) -> int:
 def docker_argv(release: Release, paths: Paths) -> list[str]:
     """Return the ``docker run`` command line; values of the environment never enter it."""
     argv = ["docker", "run", "--rm", "--restart", "no", "--name", release.container]
-    argv += ["--label", f"spark.release={release.name}"]
-    argv += ["--label", f"spark.service={release.service}"]
+    argv += ["--label", f"{RELEASE_LABEL}={release.name}"]
+    argv += ["--label", f"{SERVICE_LABEL}={release.service}"]
     # The journal holds the log, once; the client still streams it with this driver.
     argv += ["--log-driver", "none"]
     outside, inside = paths.engine_run(release.service), Path(ENGINE_SOCKET).parent

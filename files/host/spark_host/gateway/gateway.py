@@ -17,6 +17,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.gateway import EXPOSURES, Gateway
 from spark_contract.paths import Paths
 from spark_contract.release import Release
+from spark_contract.tool import MAKE_USERS
 
 from spark_host.gateway import api_key, listeners, nginx
 from spark_host.system import stored, systemd
@@ -141,7 +142,7 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
         return HostToolError(
             f"account {settings.user}",
             "does not exist on this host",
-            "systemd-sysusers /etc/sysusers.d/spark.conf, or run the deploy again",
+            f"{MAKE_USERS}, or run the deploy again",
         )
     return None
 

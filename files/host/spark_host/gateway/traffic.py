@@ -12,6 +12,7 @@ from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
+from spark_contract.tool import MAKE_USERS
 
 from spark_host.system import folders, sockets, stored
 
@@ -62,7 +63,7 @@ def group_of(service: str, paths: Paths) -> int:
         raise HostToolError(
             f"group of {user}",
             "does not exist on this host",
-            "systemd-sysusers /etc/sysusers.d/spark.conf, or run the deploy again",
+            f"{MAKE_USERS}, or run the deploy again",
         ) from error
 
 

@@ -207,7 +207,7 @@ def remove(going: Going, paths: Paths) -> list[str]:
         if said.returncode != 0 and "No such image" not in said.stderr:
             problems.append(f"image {image.reference}: {said.stderr.strip()}")
     for name in going.jobs:
-        _remove_record(paths.job(name), "job.json")
+        _remove_record(paths.job(name) / "job.json")
         shutil.rmtree(paths.units / f"{units.JOB.of(name)}.d", ignore_errors=True)
     systemd.systemctl("daemon-reload")
     return problems
@@ -229,13 +229,13 @@ def _remove_release(name: str, paths: Paths) -> None:
     for unit in (units.SERVE.of(name), units.WATCH.of(name), units.PREPARE.of(name)):
         shutil.rmtree(paths.units / f"{unit}.d", ignore_errors=True)
     (paths.boot_links / units.PREPARE.of(name)).unlink(missing_ok=True)
-    _remove_record(paths.releases / name, "release.json")
+    _remove_record(paths.release(name))
 
 
-def _remove_record(directory: Path, read_first: str) -> None:
+def _remove_record(read_first: Path) -> None:
     """Remove a small directory; without the file that is read first it means nothing."""
-    files.remove(directory / read_first)
-    shutil.rmtree(directory)
+    files.remove(read_first)
+    shutil.rmtree(read_first.parent)
 
 
 def main(words: list[str], paths: Paths) -> int:

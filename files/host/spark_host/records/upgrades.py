@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 from pathlib import Path
 from typing import Any
+
+from spark_contract.machine import (
+    DRIVER_LIBRARIES,
+    DRIVER_MODULE,
+    REBOOT_MARKER,
+    REBOOT_PACKAGES,
+    BootSigns,
+    library_versions,
+    module_version,
+)
 
 from spark_host.system.programs import output_of
 
@@ -50,31 +59,16 @@ def packages() -> dict[str, str]:
 
 
 def reboot_pending(root: Path = Path("/")) -> str:
-    """Return why the host waits for a reboot, or an empty string."""
-    if (root / "run/reboot-required").exists():
-        named = root / "run/reboot-required.pkgs"
-        names = sorted(set(named.read_text().split())) if named.exists() else []
-        return f"/run/reboot-required is set ({', '.join(names) or 'no package named'})"
-    running = os.uname().release
-    ending = running.rpartition("-")[2]
-    kernels = [path.name.partition("-")[2] for path in (root / "boot").glob("vmlinuz-*")]
-    newest = max((k for k in kernels if k.endswith(f"-{ending}")), key=_numbers, default="")
-    if newest and _numbers(newest) > _numbers(running):
-        return f"kernel {newest} is installed, {running} is running"
-    return _driver_pending(root)
-
-
-def _driver_pending(root: Path) -> str:
-    """Compare the module in memory with the library on disk: upgraded apart, the GPU is gone."""
-    loaded = root / "proc/driver/nvidia/version"
-    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", _text(loaded))
-    libraries = (root / "usr/lib").glob("*-linux-gnu/libnvidia-ml.so.*.*")
-    installed = {path.name.partition(".so.")[2] for path in libraries}
-    if not found or not installed or found[1] in installed:
-        return ""
-    return (
-        f"driver module {found[1]} is loaded, library {', '.join(sorted(installed))} is installed"
-    )
+    """Return why the host waits for a reboot, or an empty string: in files alone, it is quick."""
+    named = list(root.glob(DRIVER_LIBRARIES.lstrip("/")))
+    return BootSigns(
+        kernel=os.uname().release,
+        kernels=tuple(path.name.partition("-")[2] for path in root.glob("boot/vmlinuz-*")),
+        marked=(root / REBOOT_MARKER.lstrip("/")).exists(),
+        packages=tuple(_text(root / REBOOT_PACKAGES.lstrip("/")).split()),
+        module=module_version(_text(root / DRIVER_MODULE.lstrip("/"))),
+        libraries=library_versions(path.name for path in named),
+    ).pending
 
 
 def _text(path: Path) -> str:
@@ -82,10 +76,6 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def way_back(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spark_contract.errors import HostToolError
+from spark_contract.machine import BOOT_ID
 from spark_contract.paths import Paths
 from spark_contract.records import Proof
 from spark_contract.release import Release
@@ -71,5 +72,5 @@ def this_host(paths: Paths) -> Host:
 
 def boot_id() -> str:
     """Return the kernel's id of this boot."""
-    with open("/proc/sys/kernel/random/boot_id") as source:
+    with open(BOOT_ID) as source:
         return source.read().strip()

@@ -14,7 +14,7 @@ from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import GpuProof
-from spark_contract.units import DIGEST_LABEL
+from spark_contract.units import DIGEST_LABEL, RELEASE_LABEL, SERVICE_LABEL
 
 from spark_host.system.programs import finished
 
@@ -111,7 +111,7 @@ def image_label(reference: str, label: str = DIGEST_LABEL) -> str | None:
 
 def engine_containers(service: str | None = None) -> list[str]:
     """Return the names of all containers of ours, or of one service's, running or not."""
-    label = "spark.release" if service is None else f"spark.service={service}"
+    label = RELEASE_LABEL if service is None else f"{SERVICE_LABEL}={service}"
     chosen = quote(json.dumps({"label": [label]}))
     found = ask(f"/containers/json?all=1&filters={chosen}")
     if not isinstance(found, list):

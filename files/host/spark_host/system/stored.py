@@ -31,7 +31,7 @@ def names(paths: Paths) -> list[str]:
     """Return the names of all releases on this host."""
     if not paths.releases.is_dir():
         return []
-    found = (entry for entry in paths.releases.iterdir() if (entry / "release.json").is_file())
+    found = (entry for entry in paths.releases.iterdir() if paths.release(entry.name).is_file())
     return sorted(entry.name for entry in found if RELEASE_NAME.match(entry.name))
 
 
@@ -42,7 +42,7 @@ def load(name: str, paths: Paths) -> Release:
         HostToolError: The release is absent, malformed, or carries another name.
     """
     service_of(name)
-    path = paths.releases / name / "release.json"
+    path = paths.release(name)
     release = files.load(Release, path, "no such release")
     if release.name != name:
         raise HostToolError(

@@ -10,11 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import files, units
+from spark_contract.digests import DIGEST12
 from spark_contract.errors import HostToolError
-from spark_contract.gateway import GATEWAY_USER, SHARE_KEY, SHARE_SETTINGS
+from spark_contract.gateway import ENGINE_USER, GATEWAY_USER, SHARE_KEY, SHARE_SETTINGS
 from spark_contract.keep import Before, Ours, Thing, Wanted
-from spark_contract.paths import API_KEY, CONFIG_DIR, GATEWAY_DIR, HUB_TOKEN, RELEASES_DIR, Paths
+from spark_contract.paths import (
+    API_KEY,
+    CONFIG_DIR,
+    GATEWAY_DIR,
+    HUB_TOKEN,
+    RELEASES_DIR,
+    SYSUSERS,
+    Paths,
+)
 from spark_contract.records import GpuProof
+from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
 
 from spark_host.prune import holdings
 from spark_host.system import docker, systemd
@@ -32,11 +42,9 @@ _OUR_UNIT = re.compile(
     r"|run-spark-engines-.+\.mount$)"
 )
 _OUR_TOOL = re.compile(
-    rf"^\.?(site|current|(site-)?{units.DIGEST12})(\.zip|\.new|\.pruned)?$|^\.new-\w{{6}}$"
+    rf"^\.?(site|current|(site-)?{DIGEST12})(\.zip|\.new|\.pruned)?$|^\.new-\w{{6}}$"
 )
-_COMMANDS = ("spark-check", "spark-host")
-_SYSUSERS = "/etc/sysusers.d/spark.conf"
-USERS = (GATEWAY_USER, "spark-engine")
+USERS = (GATEWAY_USER, ENGINE_USER)
 _CONFIG = (RELEASES_DIR, GATEWAY_DIR, API_KEY, HUB_TOKEN, SHARE_SETTINGS, SHARE_KEY)
 _RECORDS = frozenset(
     ["jobs", "proofs", "receipts", "switch", "requests", "rollback", "good", "stopped", "events"]
@@ -198,8 +206,8 @@ def _config(paths: Paths) -> Iterator[Thing]:
 
 
 def _files(wanted: Wanted, engine_stays: str, paths: Paths) -> Iterator[Thing]:
-    commands = (f"/usr/local/bin/{name}" for name in _COMMANDS)
-    for path in (*wanted.files, *commands, _SYSUSERS, units.DAILY_STAMP):
+    commands = (f"{COMMANDS_DIR}/{name}" for name in (CHECK_TOOL, TOOL))
+    for path in (*wanted.files, *commands, SYSUSERS, units.DAILY_STAMP):
         if paths.below(path).is_file():
             yield Thing("file", str(paths.below(path)))
     for source in sorted(paths.below("/etc/apt/sources.list.d").glob("spark-*.sources")):
@@ -274,7 +282,7 @@ def _empty(wanted: Wanted, before: Before | None, paths: Paths) -> Iterator[Thin
             parent
             for path in (*(str(path) for path in own), *wanted.files, *wanted.shared_files)
             for parent in paths.below(path).parents
-        } | {paths.below("/etc/apt/keyrings"), paths.below(_SYSUSERS).parent}
+        } | {paths.below("/etc/apt/keyrings"), paths.below(SYSUSERS).parent}
         # Of others only those that were noted, or looked for and not there.
         noted = (paths.below("/etc"), *(paths.below(path) for path in _large(wanted)))
         own |= {path for path in around if any(_leads(path, place) for place in noted)}

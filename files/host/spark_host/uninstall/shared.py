@@ -7,17 +7,12 @@ from typing import Any
 
 from spark_contract import files
 from spark_contract.keep import Before, Thing, Wanted
-from spark_contract.paths import Paths
+from spark_contract.paths import Paths, kept_aside
 
 from spark_host.system import docker, systemd
 from spark_host.uninstall.before import content_of
 
 _UNKNOWN = "what it was before us was not noted; take our part out by hand"
-
-
-def kept_aside(wanted: Wanted) -> str:
-    """Return where a deploy keeps the daemon.json that it found."""
-    return f"{wanted.daemon_json}.before-spark"
 
 
 def things(wanted: Wanted, before: Before | None, stays: str, paths: Paths) -> list[Thing]:
@@ -42,7 +37,7 @@ def things(wanted: Wanted, before: Before | None, stays: str, paths: Paths) -> l
                 continue
             why = why or stays
         found.append(Thing("settings", path, 0, why))
-    aside = paths.below(kept_aside(wanted))
+    aside = paths.below(kept_aside(wanted.daemon_json))
     if aside.exists() and not any(thing.stays for thing in found):
         found.append(Thing("file", str(aside)))
     return found
@@ -67,7 +62,11 @@ def restore(path: str, wanted: Wanted, before: Before | None, paths: Paths) -> N
 def _was(path: str, wanted: Wanted, before: Before | None, paths: Paths) -> str | None:
     if before is not None:
         return before.files.get(path)
-    return content_of(paths.below(kept_aside(wanted))) if path == wanted.daemon_json else None
+    return (
+        content_of(paths.below(kept_aside(wanted.daemon_json)))
+        if path == wanted.daemon_json
+        else None
+    )
 
 
 def _without_ours(now: str, was: str | None, wanted: Wanted) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""The tool on a host: its names, and the words that a controller says to it."""
+
+from __future__ import annotations
+
+import shlex
+
+from spark_contract.paths import CURRENT_TOOLS, SYSUSERS
+
+TOOL = "spark-host"
+CHECK_TOOL = "spark-check"  # the same tool's check, by a name of its own
+COMMANDS_DIR = "/usr/local/bin"
+HOST_TOOL = f"{CURRENT_TOOLS}/bin/{TOOL}"
+MAKE_USERS = f"systemd-sysusers {SYSUSERS}"
+
+CHECK = "check"
+EVIDENCE = "evidence"
+GATEWAY_NEW_KEY = "gateway-new-key"
+GATEWAY_RELOAD = "gateway-reload"
+IMAGE = "image"
+JOB = "job"
+MANIFEST = "manifest"
+NOTE = "note"
+PRUNE = "prune"
+RETIRE_SERVICE = "retire-service"
+ROLLBACK = "rollback"
+START_SERVICE = "start-service"
+STATUS = "status"
+STOP_SERVICE = "stop-service"
+SWITCH_BEGIN = "switch-begin"
+SWITCH_POLL = "switch-poll"
+UNINSTALL = "uninstall"
+
+
+def line(verb: str, *words: str) -> str:
+    """Return the line of shell that says a word of the above to the tool on a host."""
+    return shlex.join([HOST_TOOL, verb, *words])
+
+
+def when_installed(command: str) -> str:
+    """Return a line of shell that does nothing on a host without our tools."""
+    return f"if [ -x {HOST_TOOL} ]; then {command}; fi"

@@ -1,0 +1,68 @@
+"""A host waits for a reboot for the same reason, whoever asks: its own status, or a deploy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from spark_host.records import upgrades
+
+from spark_deploy.facts.machine import gpu, host
+from spark_deploy.facts.sections import split
+
+RUNNING = "6.17.0-1014-nvidia"
+MODULE = "proc/driver/nvidia/version"
+LIBRARY = "usr/lib/aarch64-linux-gnu/libnvidia-ml.so."
+LOADED = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.142  Release Build  (x)\n"
+
+CASES: dict[str, tuple[dict[str, str], str]] = {
+    "nothing": ({}, ""),
+    "newer kernel": (
+        {f"boot/vmlinuz-{RUNNING}": "", "boot/vmlinuz-6.17.0-1021-nvidia": ""},
+        f"kernel 6.17.0-1021-nvidia is installed, {RUNNING} is running",
+    ),
+    "only older kernels": ({"boot/vmlinuz-6.17.0-1004-nvidia": ""}, ""),
+    "kernel of another kind": ({"boot/vmlinuz-6.18.0-1-generic": ""}, ""),
+    "marked": ({"run/reboot-required": ""}, "/run/reboot-required is set (no package named)"),
+    "marked for packages": (
+        {"run/reboot-required": "", "run/reboot-required.pkgs": "libc6\nlibc6\nbash\n"},
+        "/run/reboot-required is set (bash, libc6)",
+    ),
+    "driver upgraded": (
+        {MODULE: LOADED, f"{LIBRARY}580.159.03": "", "run/reboot-required": ""},
+        "driver module 580.142 is loaded, library 580.159.03 is installed",
+    ),
+    "driver whole": ({MODULE: LOADED, f"{LIBRARY}580.142": "", f"{LIBRARY}1": ""}, ""),
+    "driver of a stand-in": (
+        {MODULE: LOADED.replace("580.142", "580.142+labstub"), f"{LIBRARY}580.142+labstub": ""},
+        "",
+    ),
+}
+
+
+def asked_by_a_deploy(root: Path) -> str:
+    """Run the deploy's own questions in a real shell, on a host below ``root``."""
+    script = (gpu.SCRIPT + host.SCRIPT).replace("uname -r", f"echo {RUNNING}")
+    for place in ("/run/", "/boot/", "/proc/driver", "/usr/lib/"):
+        script = script.replace(place, f"{root}{place}")
+    told = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    sections = split(told.stdout.replace(f"{root}/", "/").splitlines())
+    sections.pop("smi")  # this machine's, where it has one
+    return host.parse(sections, gpu.parse(sections)).boot.pending
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_status_and_deploy_give_one_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    files, why = CASES[case]
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=RUNNING))
+    assert upgrades.reboot_pending(tmp_path) == why
+    assert asked_by_a_deploy(tmp_path) == why

@@ -1,0 +1,81 @@
+"""A word that is said to the tool on a host is one that it knows."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import spark_host.__main__ as host
+from spark_contract import tool
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.payload.content import read_payload
+from spark_deploy.planning.serving.release import unit_files_of
+
+# Words behind the tool's name, wherever somebody is told to say them.
+SAID = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")
+
+
+def words_of_the_contract() -> set[str]:
+    """Return what a controller can say: a word whose constant is called like it."""
+    return {
+        value
+        for name, value in vars(tool).items()
+        if isinstance(value, str) and value == name.lower().replace("_", "-")
+    }
+
+
+def test_the_host_knows_every_word_of_the_contract() -> None:
+    assert {"status", "switch-poll", "gateway-reload"} <= words_of_the_contract()
+    assert words_of_the_contract() <= set(host.VERBS)
+
+
+def test_units_start_only_what_the_host_knows() -> None:
+    said = {
+        word
+        for file in (CHECKOUT / "files/units").iterdir()
+        for word in re.findall(rf"{re.escape(tool.HOST_TOOL)} (\S+)", file.read_text("utf-8"))
+    }
+    assert len(said) > 10
+    assert said <= set(host.VERBS)
+
+
+def test_nobody_types_a_word_beside_the_contract() -> None:
+    """Who names the tool's place puts a command together by hand."""
+    typed = {
+        str(path.relative_to(CHECKOUT))
+        for room in ("spark_deploy", "roles", "deploys")
+        for path in (CHECKOUT / room).rglob("*.py")
+        if re.search(rf"HOST_TOOL\}} [a-z]|/bin/{tool.TOOL} [a-z]", path.read_text("utf-8"))
+    }
+    assert typed == set()
+
+
+@pytest.mark.parametrize("room", ["spark_deploy", "files", "roles", "deploys", "docs", "README.md"])
+def test_people_are_told_only_words_that_it_knows(room: str) -> None:
+    place = CHECKOUT / room
+    pages = [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.md")]
+    told = {
+        (word, str(page.relative_to(CHECKOUT)))
+        for page in pages
+        if "decisions" not in page.parts
+        for word in SAID.findall(page.read_text("utf-8"))
+    }
+    assert {one for one in told if one[0] not in {*host.VERBS, "help"}} == set()
+
+
+def test_the_short_name_of_the_check_asks_for_the_check(tmp_path: Path) -> None:
+    """Run the file that hosts get, with a tool that repeats what it is told."""
+    files = {Path(file.path).name: file for file in unit_files_of(read_payload().units)}
+    repeat = tmp_path / "tool"
+    repeat.write_text('#!/bin/sh\necho "$@"\n')
+    repeat.chmod(0o755)
+    text = files[tool.CHECK_TOOL].content.decode().replace(tool.HOST_TOOL, str(repeat))
+    text = text.replace("exec sudo -- ", ": ")  # root or not, this is about the words
+    said = subprocess.run(
+        ["sh", "-c", text.split("\n", 1)[1], "x", "--quick"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert said.stdout.split() == [tool.CHECK, "--quick"]
