@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
-from spark_contract.gateway import ENGINE_USER, GATEWAY_USER
 from spark_contract.keep import Keep
+from spark_contract.paths import ENGINE_USER, GATEWAY_USER
 from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
 

@@ -15,7 +15,6 @@ from typing import NoReturn
 from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
-from spark_contract.gateway import CopyPlan
 from spark_contract.images import LayersPlan
 from spark_contract.orders import (
     CONFIG,
@@ -27,6 +26,7 @@ from spark_contract.orders import (
     RequantizePlan,
     Wire,
 )
+from spark_contract.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputRefused, TransferFailed

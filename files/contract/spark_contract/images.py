@@ -9,8 +9,8 @@ from typing import ClassVar
 from urllib.parse import urlencode
 
 from spark_contract.documents import OPTIONAL
-from spark_contract.gateway import Peers
 from spark_contract.orders import Wire
+from spark_contract.sharing import Peers
 
 # What names without a host mean; this is the address behind that word.
 _DEFAULT_HOST = "registry-1.docker.io"

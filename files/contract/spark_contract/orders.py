@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from spark_contract.digests import COMMIT, SHA256
 from spark_contract.documents import OPTIONAL, DocumentError
-from spark_contract.gateway import Peers
+from spark_contract.sharing import Peers
 
 RECEIPT_NAME = "receipt.json"
 # Of the builder. Raise it exactly when the bytes of a built tree change for the same plan; a

@@ -25,7 +25,9 @@ TOOLS_DIR = "/usr/local/lib/spark"
 CURRENT_TOOLS = f"{TOOLS_DIR}/current"  # a link to the digest in use
 SITE = f"{TOOLS_DIR}/site"  # the builder's Python packages
 QUANTISER = f"{TOOLS_DIR}/quantiser"  # AutoRound and what the engine's image lacks for it
-SYSUSERS = "/etc/sysusers.d/spark.conf"  # the accounts of gateway and engine
+SYSUSERS = "/etc/sysusers.d/spark.conf"  # makes these accounts
+GATEWAY_USER = "spark-gateway"
+ENGINE_USER = "spark-engine"
 # Inside the engine's container, where the service's own directory of ENGINES_DIR is mounted.
 ENGINE_SOCKET = f"{RUN_DIR}/engine.sock"
 ENGINES_DIR = f"{RUN_DIR}/engines"

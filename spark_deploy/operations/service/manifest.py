@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spark_contract.gateway import ENGINE_USER, GATEWAY_USER
 from spark_contract.job import ImageProof, Job, ReceiptProof
-from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, PROOFS_DIR, PROXY, SITE, TOOLS_DIR
+from spark_contract.paths import (
+    CURRENT_TOOLS,
+    ENGINE_USER,
+    GATEWAY_USER,
+    HUB_TOKEN,
+    PROOFS_DIR,
+    PROXY,
+    SITE,
+    TOOLS_DIR,
+)
 from spark_contract.units import DAILY_STAMP
 
 from spark_deploy.facts.machine.docker import DAEMON_JSON

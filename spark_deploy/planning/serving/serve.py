@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from spark_contract.gateway import ENGINE_USER
+from spark_contract.paths import ENGINE_USER
 from spark_contract.patterns import expand_all
 from spark_contract.release import (
     Bench,

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 from spark_contract.documents import parse
-from spark_contract.gateway import CopyPlan, FinishedTree, Peers
 from spark_contract.images import LayersPlan
 from spark_contract.orders import FetchPlan
+from spark_contract.sharing import CopyPlan, FinishedTree, Peers
 from spark_contract.tool import HOST_TOOL
 
 from spark_deploy.planning.work.jobs import Work, jobs_of

@@ -16,7 +16,6 @@ from urllib.parse import quote
 from spark_contract import receipts
 from spark_contract.documents import DocumentError
 from spark_contract.files import sync, write_all
-from spark_contract.gateway import CopyPlan, FinishedTree, of_tree
 from spark_contract.orders import RECEIPT_NAME, BuildPlan, RequantizePlan, Wire
 from spark_contract.receipts import (
     CheckpointReceipt,
@@ -24,6 +23,7 @@ from spark_contract.receipts import (
     RequantizedReceipt,
     SourceReceipt,
 )
+from spark_contract.sharing import CopyPlan, FinishedTree, of_tree
 
 from spark_checkpoint.errors import BuilderError, GateRefused
 from spark_checkpoint.progress import Progress, note

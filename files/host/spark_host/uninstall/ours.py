@@ -12,18 +12,20 @@ from typing import Any
 from spark_contract import files, units
 from spark_contract.digests import DIGEST12
 from spark_contract.errors import HostToolError
-from spark_contract.gateway import ENGINE_USER, GATEWAY_USER, SHARE_KEY, SHARE_SETTINGS
 from spark_contract.keep import Before, Ours, Thing, Wanted
 from spark_contract.paths import (
     API_KEY,
     CONFIG_DIR,
+    ENGINE_USER,
     GATEWAY_DIR,
+    GATEWAY_USER,
     HUB_TOKEN,
     RELEASES_DIR,
     SYSUSERS,
     Paths,
 )
 from spark_contract.records import GpuProof
+from spark_contract.sharing import SHARE_KEY, SHARE_SETTINGS
 from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
 
 from spark_host.prune import holdings
