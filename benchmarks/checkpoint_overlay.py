@@ -129,7 +129,7 @@ def _padded(base: Path, document: dict[str, Any]) -> dict[str, Any]:
 def _planning_seconds(base: Path, document: dict[str, Any]) -> float:
     """Read and check every header and index, and compare the exact sets, on one core."""
     from spark_checkpoint.format.tree import read_tree
-    from spark_contract.patterns import expand_all
+    from spark_contract.work.patterns import expand_all
 
     everywhere = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(everywhere)})

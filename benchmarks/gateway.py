@@ -32,8 +32,8 @@ RESULT = CHECKOUT / "benchmarks" / "results" / "gateway.json"
 sys.path[:0] = [str(CHECKOUT / "files" / "contract"), str(CHECKOUT / "files" / "host")]
 
 from spark_contract import files  # noqa: E402  (the checkout must be found first)
-from spark_contract.gateway import Gateway  # noqa: E402
-from spark_contract.paths import Paths  # noqa: E402
+from spark_contract.host.paths import Paths  # noqa: E402
+from spark_contract.serving.gateway import Gateway  # noqa: E402
 from spark_host.gateway import api_key, nginx  # noqa: E402  (the checkout must be found first)
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin") or "nginx"

@@ -7,8 +7,8 @@ The change is the same as in a deploy: prepared, proven, and undone when its che
 """
 
 from pyinfra.context import host, state
-from spark_contract.release import service_of
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.serving.release import service_of
 
 from roles import service
 from spark_deploy.inventory.known import known_of

@@ -20,7 +20,7 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
 from proven import proven_page  # noqa: E402
 from results import results_page  # noqa: E402
-from spark_contract.patterns import count  # noqa: E402
+from spark_contract.work.patterns import count  # noqa: E402
 from spark_host.check.table import AROUND, CHECKS  # noqa: E402
 from speed import speed_page  # noqa: E402
 from sweeps import sweeps_page  # noqa: E402

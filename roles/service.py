@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
-from spark_contract.keep import Keep
-from spark_contract.paths import ENGINE_USER, GATEWAY_USER
-from spark_contract.release import Release
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host.paths import ENGINE_USER, GATEWAY_USER
+from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.serving.release import Release
+from spark_contract.work.keep import Keep
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.files import look_at

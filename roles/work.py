@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pyinfra.api.deploy import deploy
-from spark_contract.paths import HUB_TOKEN, PROXY
+from spark_contract.host.paths import HUB_TOKEN, PROXY
 
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.loop import each

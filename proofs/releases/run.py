@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spark_contract.release import Release
+from spark_contract.serving.release import Release
 
 from proofs.releases import asking, judge, pictures
 from proofs.releases.server import Server, read_release, servers_of

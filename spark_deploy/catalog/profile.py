@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract.orders import Scheme
+from spark_contract.work.orders import Scheme
 
 from spark_deploy.catalog.beside import Speculation
 from spark_deploy.documents.declare import Gib, Text, needed, section, setting

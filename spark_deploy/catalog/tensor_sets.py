@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from spark_contract.patterns import PatternError, count, expand_all
+from spark_contract.work.patterns import PatternError, count, expand_all
 
 from spark_deploy.documents.declare import Text, about, needed, setting
 from spark_deploy.settings.rules import Broken

@@ -10,8 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from spark_contract.documents import DocumentError, parse, plain, text_of
-from spark_contract.release import Release
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.serving.release import Release
 
 from spark_deploy.bench import benchy, host, markdown, page, seeds, submission, vllm_bench
 from spark_deploy.bench.client import Endpoint

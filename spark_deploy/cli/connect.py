@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 
 from pyinfra.api.host import Host
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
 from spark_deploy.catalog.model import HybridModel, Model

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.documents import plain
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host.units import MAIN_SERVICE
 
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.model import PlainModel

@@ -7,7 +7,7 @@ import itertools
 import shlex
 from collections.abc import Iterator, Sequence
 
-from spark_contract.release import Release
+from spark_contract.serving.release import Release
 
 from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile

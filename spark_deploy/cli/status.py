@@ -8,9 +8,9 @@ from typing import Any
 
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
-from spark_contract.sentences import PREFIX_REUSE, SPEED
-from spark_contract.status import ReleaseState, Status
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host.sentences import PREFIX_REUSE, SPEED
+from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.serving.status import ReleaseState, Status
 
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyinfra.api.host import Host
-from spark_contract import tool
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host import tool
+from spark_contract.host.units import MAIN_SERVICE
 
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, chosen_services, listed, say

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from pyinfra.api.exceptions import FactProcessError
-from spark_contract.units import SERVE
+from spark_contract.host.units import SERVE
 
 Sections = Mapping[str, Sequence[str]]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from spark_contract.orders import BuildPlan
+from spark_contract.work.orders import BuildPlan
 
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.types import Catalog

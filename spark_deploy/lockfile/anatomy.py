@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spark_contract import documents
 from spark_contract.documents import DocumentError
-from spark_contract.orders import CONFIG, Described
+from spark_contract.work.orders import CONFIG, Described
 
 from spark_deploy.catalog.anatomy import Anatomy, CacheLayers
 from spark_deploy.errors import LockError

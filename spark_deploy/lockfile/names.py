@@ -18,7 +18,7 @@ from pathlib import Path
 from spark_contract import documents
 from spark_contract.documents import DocumentError, plain, text_of
 from spark_contract.errors import problem_in
-from spark_contract.orders import BuildPlan, DonorUrl, Held
+from spark_contract.work.orders import BuildPlan, DonorUrl, Held
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.digest import digest_of

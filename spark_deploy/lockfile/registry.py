@@ -11,7 +11,12 @@ from collections.abc import Mapping, Sequence
 from http.client import HTTPMessage
 from typing import Any
 
-from spark_contract.images import ARCHITECTURES, MANIFEST_TYPES, parse_reference, token_url
+from spark_contract.work.images import (
+    ARCHITECTURES,
+    MANIFEST_TYPES,
+    parse_reference,
+    token_question,
+)
 
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.types import LockedImage
@@ -110,15 +115,17 @@ class _Client:
             raise LockError.one(f"image {self._shown}", what, fix) from error
 
     def _ask_token(self, challenge: str) -> str:
-        url = token_url(challenge, ("https",))
-        if url is None:
+        question = token_question(challenge, ("https",))
+        if question is None:
             fix = "use a registry that can be read without a login"
             raise LockError.one(f"image {self._shown}", "the registry wants a login", fix)
+        realm, fields = question
         try:
+            url = f"{realm}?{urllib.parse.urlencode(fields)}"
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
                 data = json.load(answer)
         except OSError as error:
-            what = f"{url.partition('?')[0]} gives no token: {getattr(error, 'reason', error)}"
+            what = f"{realm} gives no token: {getattr(error, 'reason', error)}"
             fix = "use an image that can be read without a login, or check the network"
             raise LockError.one(f"image {self._shown}", what, fix) from error
         return str(data.get("token") or data.get("access_token"))

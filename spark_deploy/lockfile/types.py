@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict
 from pydantic.config import JsonDict
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract.digests import COMMIT, SHA256
+from spark_contract.host.digests import COMMIT, SHA256
 
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.beside import HUB_REPOSITORY

@@ -15,9 +15,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from spark_contract.paths import SYSUSERS
-from spark_contract.tool import TOOL
-from spark_contract.units import UNITS_DIR
+from spark_contract.host.paths import SYSUSERS
+from spark_contract.host.tool import TOOL
+from spark_contract.host.units import UNITS_DIR
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.digest import digest_of

@@ -6,7 +6,7 @@ be done is to keep some memory for the login, and to choose whom an out-of-memor
 
 from __future__ import annotations
 
-from spark_contract.units import drop_in_dir
+from spark_contract.host.units import drop_in_dir
 
 from spark_deploy.managed import ManagedFile
 

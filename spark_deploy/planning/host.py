@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from spark_contract.release import Release
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.serving.release import Release
 
 from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.errors import PlanError

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_contract.gateway import Gateway
-from spark_contract.images import LayersPlan
-from spark_contract.orders import BuildPlan, RequantizePlan
-from spark_contract.paths import GPU_RECEIPT
-from spark_contract.release import Release
+from spark_contract.host.paths import GPU_RECEIPT
+from spark_contract.serving.gateway import Gateway
+from spark_contract.serving.release import Release
+from spark_contract.work.images import LayersPlan
+from spark_contract.work.orders import BuildPlan, RequantizePlan
 
 from spark_deploy.lockfile.types import LockedSource
 from spark_deploy.settings.host import BaseSettings, ExpectSettings, PathSettings

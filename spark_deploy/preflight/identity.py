@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spark_contract.machine import version_key
+from spark_contract.host.machine import version_key
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.gpu import GpuState

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
-from spark_contract.digests import DIGEST12
-from spark_contract.gateway import EXPOSURES, Expose
+from spark_contract.host.digests import DIGEST12
+from spark_contract.serving.gateway import EXPOSURES, Expose
 
 from spark_deploy.documents.declare import GIB, MIB, Gib, Mib, about, in_gib, needed, setting
 from spark_deploy.settings.engine_environment import environment_problems

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract.digests import SHA256
+from spark_contract.host.digests import SHA256
 
 from spark_deploy.documents.declare import Mib, about, needed, of_key, setting
 from spark_deploy.settings.secrets import SecretRef

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spark_contract.documents import read
-from spark_contract.status import Status
+from spark_contract.serving.status import Status
 
 from spark_deploy.facts.service.serve import HostStatus
 

@@ -18,7 +18,13 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (room, frozenset(outside.split()))
     for room, outside in (
         # Both sides.
-        ("files/contract/spark_contract", ""),
+        ("files/contract/spark_contract/__init__.py", ""),
+        ("files/contract/spark_contract/errors.py", ""),
+        ("files/contract/spark_contract/documents.py", ""),
+        ("files/contract/spark_contract/files.py", ""),
+        ("files/contract/spark_contract/host", ""),
+        ("files/contract/spark_contract/work", ""),
+        ("files/contract/spark_contract/serving", ""),
         # The host's tools.
         ("files/host/spark_host/__init__.py", ""),
         ("files/host/spark_host/system", ""),

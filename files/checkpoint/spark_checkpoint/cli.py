@@ -15,8 +15,8 @@ from typing import NoReturn
 from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
-from spark_contract.images import LayersPlan
-from spark_contract.orders import (
+from spark_contract.work.images import LayersPlan
+from spark_contract.work.orders import (
     CONFIG,
     GENERATION,
     RECIPE_VERSION,
@@ -26,7 +26,7 @@ from spark_contract.orders import (
     RequantizePlan,
     Wire,
 )
-from spark_contract.sharing import CopyPlan
+from spark_contract.work.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputRefused, TransferFailed

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Callable
 
-from spark_contract import tool
 from spark_contract.errors import ERROR, HostToolError, Problem
-from spark_contract.paths import Paths
+from spark_contract.host import tool
+from spark_contract.host.paths import Paths
 
 from spark_host import evidence, status
 from spark_host.check import runner

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 from spark_contract.errors import HostToolError
-from spark_contract.paths import Paths
-from spark_contract.records import DailyLook, Stopped
-from spark_contract.release import Release
-from spark_contract.status import (
+from spark_contract.host.paths import Paths
+from spark_contract.host.units import GATEWAY, MAIN_SERVICE
+from spark_contract.serving.records import DailyLook, Stopped
+from spark_contract.serving.release import Release
+from spark_contract.serving.status import (
     GatewayState,
     HostMemory,
     Live,
@@ -16,7 +17,6 @@ from spark_contract.status import (
     Service,
     Status,
 )
-from spark_contract.units import GATEWAY, MAIN_SERVICE
 
 from spark_host.check import measure
 from spark_host.check.probe import CheckError, Probe

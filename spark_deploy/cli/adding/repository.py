@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described
+from spark_contract.work.orders import CONFIG, GENERATION, TOKENIZER, Described
 
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.engines import Engines

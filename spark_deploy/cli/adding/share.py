@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pyinfra.api.host import Host
 from spark_contract import files
-from spark_contract.records import Proof
+from spark_contract.serving.records import Proof
 
 from spark_deploy.catalog.load import read_file
 from spark_deploy.cli.adding.shared import Identity, Shared, Summary, text_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
-from spark_contract.digests import COMMIT
+from spark_contract.host.digests import COMMIT
 
 from spark_deploy.documents.declare import convert, needed, schema_of, setting, typed
 from spark_deploy.documents.schema_check import dotted, problems_of

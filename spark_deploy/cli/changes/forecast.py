@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyinfra.api.host import Host
-from spark_contract import tool
 from spark_contract.documents import DocumentError, parse
-from spark_contract.job import Job
-from spark_contract.records import Rollout
-from spark_contract.units import MAIN_SERVICE, PREPARE
+from spark_contract.host import tool
+from spark_contract.host.units import MAIN_SERVICE, PREPARE
+from spark_contract.serving.records import Rollout
+from spark_contract.work.job import Job
 
 from spark_deploy.cli.changes.transcript import minutes
 from spark_deploy.cli.hosts import Listed, planned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spark_contract.documents import text_of
-from spark_contract.orders import WITH_DONOR, Base, BuildPlan, DonorDir, Scheme
+from spark_contract.work.orders import WITH_DONOR, Base, BuildPlan, DonorDir, Scheme
 
 from spark_deploy.catalog.model import HybridModel
 from spark_deploy.cli.commands import Options

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from spark_contract.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
+from spark_contract.host.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
 
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connect import login_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
-from spark_contract.keep import Ours
+from spark_contract.work.keep import Ours
 
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned

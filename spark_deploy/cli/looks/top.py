@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from spark_contract.paths import engine_dir
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host.paths import engine_dir
+from spark_contract.host.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
 from spark_deploy.cli.commands import Options

@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spark_contract.digests import DIGEST12
-from spark_contract.units import RELEASE_LABEL, SERVICE_LABEL
+from spark_contract.host.digests import DIGEST12
+from spark_contract.host.units import RELEASE_LABEL, SERVICE_LABEL
 
 # No environment but one word, and no command line: both carry other people's keys.
 _FIELDS = {

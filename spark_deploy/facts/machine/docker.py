@@ -14,8 +14,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from spark_contract import documents
-from spark_contract.machine import DRIVER_MODULE, LIBCUDA, libcuda_version, module_version
-from spark_contract.records import GpuProof
+from spark_contract.host.machine import DRIVER_MODULE, LIBCUDA, libcuda_version, module_version
+from spark_contract.serving.records import GpuProof
 
 from spark_deploy.facts import sections
 from spark_deploy.facts.machine.packages import (

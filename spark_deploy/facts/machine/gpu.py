@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from spark_contract.machine import DRIVER_MODULE, module_version
+from spark_contract.host.machine import DRIVER_MODULE, module_version
 
 from spark_deploy.facts.machine.memory import container_id
 from spark_deploy.facts.sections import Sections

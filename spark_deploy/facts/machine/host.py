@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from spark_contract.machine import (
+from spark_contract.host.machine import (
     BOOT_ID,
     DRIVER_LIBRARIES,
     REBOOT_MARKER,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from spark_contract.digests import SHA256
+from spark_contract.host.digests import SHA256
 
 from spark_deploy.facts.sections import Sections
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.errors import Problem
-from spark_contract.paths import DAILY
-from spark_contract.records import DailyLook
-from spark_contract.sentences import STAND_IN
+from spark_contract.host.paths import DAILY
+from spark_contract.host.sentences import STAND_IN
+from spark_contract.serving.records import DailyLook
 
 from spark_deploy.facts import sections
 from spark_deploy.facts.machine import containers, disk, gpu, memory, ports

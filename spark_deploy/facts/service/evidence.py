@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from spark_contract import status, tool
 from spark_contract.documents import DocumentError, read
+from spark_contract.host import tool
+from spark_contract.serving import status
 
 from spark_deploy.facts.reading import HostFact
 

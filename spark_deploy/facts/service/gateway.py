@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from spark_contract.units import WATCH
+from spark_contract.host.units import WATCH
 
 from spark_deploy.facts.reading import HostFact
 

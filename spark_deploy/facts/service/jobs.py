@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pyinfra.api.exceptions import FactProcessError
-from spark_contract import tool
 from spark_contract.documents import parse
-from spark_contract.job import JobState
-from spark_contract.units import BOOT_LINKS, PREPARE, SHARE_UNIT, drop_in_dir
+from spark_contract.host import tool
+from spark_contract.host.units import BOOT_LINKS, PREPARE, SHARE_UNIT, drop_in_dir
+from spark_contract.work.job import JobState
 
 from spark_deploy.facts.reading import HostFact
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pyinfra.api.exceptions import FactProcessError
 from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import problem_in
-from spark_contract.keep import Ours
+from spark_contract.work.keep import Ours
 
 from spark_deploy.facts.reading import HostFact
 

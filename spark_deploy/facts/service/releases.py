@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from pyinfra.api.exceptions import FactProcessError
-from spark_contract import tool
 from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import Problem, problem_in
-from spark_contract.keep import Pruning
-from spark_contract.status import Rollback
+from spark_contract.host import tool
+from spark_contract.serving.status import Rollback
+from spark_contract.work.keep import Pruning
 
 from spark_deploy.facts.reading import HostFact
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from spark_contract.units import HOURS, UNITS_DIR
+from spark_contract.host.units import HOURS, UNITS_DIR
 
 from spark_deploy.facts.reading import HostFact
 

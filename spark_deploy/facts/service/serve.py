@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pyinfra.api.exceptions import FactProcessError
-from spark_contract import status, tool
 from spark_contract.documents import DocumentError, read
-from spark_contract.release import Release
+from spark_contract.host import tool
+from spark_contract.serving import status
+from spark_contract.serving.release import Release
 
 from spark_deploy.facts.reading import HostFact
 

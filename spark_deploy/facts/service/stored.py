@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from spark_contract import receipts
-from spark_contract.digests import SHA256
 from spark_contract.documents import DocumentError
-from spark_contract.orders import RECEIPT_NAME
+from spark_contract.host.digests import SHA256
+from spark_contract.work import receipts
+from spark_contract.work.orders import RECEIPT_NAME
 
 from spark_deploy.facts.sections import Sections
 

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from spark_contract.paths import CURRENT_TOOLS, QUANTISER, SITE
-from spark_contract.units import DAILY_LINK
+from spark_contract.host.paths import CURRENT_TOOLS, QUANTISER, SITE
+from spark_contract.host.units import DAILY_LINK
 
 from spark_deploy.facts.reading import HostFact
 

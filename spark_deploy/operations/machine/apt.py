@@ -15,7 +15,7 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.context import host
-from spark_contract.units import UNITS_DIR
+from spark_contract.host.units import UNITS_DIR
 
 from spark_deploy.facts.machine.packages import Repositories
 from spark_deploy.managed import FileState, ManagedFile

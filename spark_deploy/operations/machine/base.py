@@ -7,7 +7,7 @@ import shlex
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
-from spark_contract.paths import (
+from spark_contract.host.paths import (
     CONFIG_DIR,
     JOBS_DIR,
     PROOFS_DIR,

@@ -10,7 +10,7 @@ from pyinfra.api.command import FunctionCommand, StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 from pyinfra.context import state as current_state
-from spark_contract.paths import kept_aside
+from spark_contract.host.paths import kept_aside
 
 from spark_deploy.facts.machine.docker import DAEMON_JSON, Docker, DockerState
 from spark_deploy.facts.memo import read

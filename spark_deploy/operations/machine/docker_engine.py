@@ -10,7 +10,7 @@ from typing import Any
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from spark_contract.documents import text_of
-from spark_contract.records import GpuProof
+from spark_contract.serving.records import GpuProof
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts import sections

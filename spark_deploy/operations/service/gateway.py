@@ -14,10 +14,10 @@ from typing import Any
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
-from spark_contract import tool
-from spark_contract.gateway import EXPOSURES, tls_of
-from spark_contract.paths import CURRENT_TOOLS
-from spark_contract.units import WATCH
+from spark_contract.host import tool
+from spark_contract.host.paths import CURRENT_TOOLS
+from spark_contract.host.units import WATCH
+from spark_contract.serving.gateway import EXPOSURES, tls_of
 
 from spark_deploy.errors import SettingsError
 from spark_deploy.facts.memo import read

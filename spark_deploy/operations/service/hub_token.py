@@ -7,7 +7,7 @@ import re
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
-from spark_contract.paths import HUB_TOKEN
+from spark_contract.host.paths import HUB_TOKEN
 
 from spark_deploy.errors import SettingsError
 from spark_deploy.managed import ManagedFile

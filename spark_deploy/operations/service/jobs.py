@@ -15,8 +15,8 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
-from spark_contract.job import Job, JobState
-from spark_contract.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
+from spark_contract.host.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
+from spark_contract.work.job import Job, JobState
 
 from spark_deploy.facts.memo import read, remembered
 from spark_deploy.facts.service.jobs import JobStates, parse_poll, poll_command, progress_text

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spark_contract.job import ImageProof, Job, ReceiptProof
-from spark_contract.paths import (
+from spark_contract.host.paths import (
     CURRENT_TOOLS,
     ENGINE_USER,
     GATEWAY_USER,
@@ -20,7 +19,8 @@ from spark_contract.paths import (
     SITE,
     TOOLS_DIR,
 )
-from spark_contract.units import DAILY_STAMP
+from spark_contract.host.units import DAILY_STAMP
+from spark_contract.work.job import ImageProof, Job, ReceiptProof
 
 from spark_deploy.facts.machine.docker import DAEMON_JSON
 from spark_deploy.managed import ManagedFile

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
-from spark_contract.paths import PROXY
+from spark_contract.host.paths import PROXY
 
 from spark_deploy.errors import SettingsError
 from spark_deploy.facts.machine.proxy import DaemonProxy

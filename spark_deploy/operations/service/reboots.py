@@ -11,11 +11,11 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
-from spark_contract import tool
-from spark_contract.machine import BOOT_ID
-from spark_contract.paths import RECEIPTS_DIR
-from spark_contract.release import Release
-from spark_contract.units import SERVE
+from spark_contract.host import tool
+from spark_contract.host.machine import BOOT_ID
+from spark_contract.host.paths import RECEIPTS_DIR
+from spark_contract.host.units import SERVE
+from spark_contract.serving.release import Release
 
 from spark_deploy.facts.machine.host import RebootedFor
 from spark_deploy.facts.machine.survey import HostSurvey

@@ -10,9 +10,9 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
-from spark_contract import tool
 from spark_contract.documents import parse, plain
-from spark_contract.keep import Keep, Pruning
+from spark_contract.host import tool
+from spark_contract.work.keep import Keep, Pruning
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.memo import read

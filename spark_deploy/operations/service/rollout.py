@@ -13,11 +13,11 @@ from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.context import ctx_host
 from pyinfra.context import host as current_host
-from spark_contract import tool
 from spark_contract.documents import parse
-from spark_contract.records import Rollout
-from spark_contract.sentences import PHASE, SPEED
-from spark_contract.status import Begun
+from spark_contract.host import tool
+from spark_contract.host.sentences import PHASE, SPEED
+from spark_contract.serving.records import Rollout
+from spark_contract.serving.status import Begun
 
 from spark_deploy.operations.commands import HEARTBEAT_S
 from spark_deploy.operations.host_errors import host_command, refuse

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pyinfra.api.operation import operation
 from pyinfra.context import host
-from spark_contract.units import HOURS, UNITS_DIR
+from spark_contract.host.units import HOURS, UNITS_DIR
 
 from spark_deploy.facts.service.schedule import Calendars, Timers
 from spark_deploy.managed import ManagedFile

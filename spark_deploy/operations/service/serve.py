@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from pyinfra.api.operation import operation
 from pyinfra.context import host
-from spark_contract import tool
-from spark_contract.release import Release
+from spark_contract.host import tool
+from spark_contract.serving.release import Release
 
 from spark_deploy.facts.memo import read, read_now
 from spark_deploy.facts.service.serve import HostStatus, Status, UsersKnown

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
-from spark_contract.paths import CURRENT_TOOLS, QUANTISER, SITE, TOOLS_DIR
-from spark_contract.units import DAILY_TIMER, UNITS_DIR
+from spark_contract.host.paths import CURRENT_TOOLS, QUANTISER, SITE, TOOLS_DIR
+from spark_contract.host.units import DAILY_TIMER, UNITS_DIR
 
 from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.tools import PythonSite, QuantiserSite

@@ -10,10 +10,10 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
-from spark_contract import tool
 from spark_contract.documents import DocumentError, parse, plain
-from spark_contract.keep import Ours, Thing
-from spark_contract.paths import STATE_DIR
+from spark_contract.host import tool
+from spark_contract.host.paths import STATE_DIR
+from spark_contract.work.keep import Ours, Thing
 
 from spark_deploy.facts.machine.access import ACCOUNT_HOME
 from spark_deploy.facts.memo import read

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spark_contract.paths import ENGINE_SOCKET, ENGINE_USER
+from spark_contract.host.paths import ENGINE_SOCKET, ENGINE_USER
 
 from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile

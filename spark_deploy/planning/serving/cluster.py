@@ -10,7 +10,7 @@ import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spark_contract.release import Cluster, Member, Release
+from spark_contract.serving.release import Cluster, Member, Release
 
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import PlanError, Problem

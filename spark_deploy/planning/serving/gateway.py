@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spark_contract.documents import text_of
-from spark_contract.gateway import EXPOSURES, Gateway, Replicas, tls_of
-from spark_contract.paths import API_KEY
-from spark_contract.release import service_of
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host.paths import API_KEY
+from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.serving.gateway import EXPOSURES, Gateway, Replicas, tls_of
+from spark_contract.serving.release import service_of
 
 from spark_deploy.errors import PlanError
 from spark_deploy.managed import ManagedFile

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spark_contract.images import LayersPlan, parse_reference
-from spark_contract.units import IMAGE_NAME
+from spark_contract.host.units import IMAGE_NAME
+from spark_contract.work.images import LayersPlan, parse_reference
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from spark_contract import tool
 from spark_contract.documents import plain, text_of
-from spark_contract.paths import engine_dir, release_file
-from spark_contract.release import Release
-from spark_contract.units import UNITS_DIR, WATCH, drop_in_dir, mount_unit
+from spark_contract.host import tool
+from spark_contract.host.paths import engine_dir, release_file
+from spark_contract.host.units import UNITS_DIR, WATCH, drop_in_dir, mount_unit
+from spark_contract.serving.release import Release
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.budget.disk import disk_total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spark_contract.units import HOURS, SWITCH, UNITS_DIR
+from spark_contract.host.units import HOURS, SWITCH, UNITS_DIR
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.types import ScheduledPlan

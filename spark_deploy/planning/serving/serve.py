@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from spark_contract.paths import ENGINE_USER
-from spark_contract.patterns import expand_all
-from spark_contract.release import (
+from spark_contract.host.paths import ENGINE_USER
+from spark_contract.host.units import cache_name, release_name
+from spark_contract.serving.release import (
     Bench,
     CheckPlan,
     Engine,
@@ -24,7 +24,7 @@ from spark_contract.release import (
     Tree,
     Watch,
 )
-from spark_contract.units import cache_name, release_name
+from spark_contract.work.patterns import expand_all
 
 from spark_deploy.catalog.asked import questions_of
 from spark_deploy.catalog.model import HybridModel, Model, PlainModel

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from spark_contract.documents import plain
-from spark_contract.orders import RECIPE_VERSION, Base, BuildPlan, DonorShape, DonorUrl
-from spark_contract.paths import HUB_TOKEN
+from spark_contract.host.paths import HUB_TOKEN
+from spark_contract.work.orders import RECIPE_VERSION, Base, BuildPlan, DonorShape, DonorUrl
 
 from spark_deploy.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.catalog.profile import Profile

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spark_contract import units
 from spark_contract.documents import text_of
-from spark_contract.images import LayersPlan
-from spark_contract.job import AbsentProof, ImageProof, Job, ReceiptProof
-from spark_contract.orders import DonorUrl, FetchFile, FetchPlan
-from spark_contract.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, hub_token_of, job_dir
-from spark_contract.units import DIGEST_LABEL
+from spark_contract.host import units
+from spark_contract.host.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, hub_token_of, job_dir
+from spark_contract.host.units import DIGEST_LABEL
+from spark_contract.work.images import LayersPlan
+from spark_contract.work.job import AbsentProof, ImageProof, Job, ReceiptProof
+from spark_contract.work.orders import DonorUrl, FetchFile, FetchPlan
 
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.managed import ManagedFile

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_contract.keep import Keep
+from spark_contract.work.keep import Keep
 
 from spark_deploy.planning.types import HostPlan
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from spark_contract import tool
 from spark_contract.documents import parse, text_of
-from spark_contract.images import LayersPlan
-from spark_contract.job import ReceiptProof
-from spark_contract.orders import FetchPlan
-from spark_contract.sharing import CopyPlan, FinishedTree, Peers, SharedTree
+from spark_contract.host import tool
+from spark_contract.work.images import LayersPlan
+from spark_contract.work.job import ReceiptProof
+from spark_contract.work.orders import FetchPlan
+from spark_contract.work.sharing import CopyPlan, FinishedTree, Peers, SharedTree
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.work.jobs import PYTHON, Work

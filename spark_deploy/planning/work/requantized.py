@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_contract.documents import plain
-from spark_contract.orders import RequantizePlan
-from spark_contract.paths import GPU_RECEIPT, QUANTISER
+from spark_contract.host.paths import GPU_RECEIPT, QUANTISER
+from spark_contract.work.orders import RequantizePlan
 
 from spark_deploy.catalog.model import Architecture, HybridModel, Model
 from spark_deploy.documents.digest import digest_of

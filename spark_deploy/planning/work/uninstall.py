@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_contract.keep import Wanted
+from spark_contract.work.keep import Wanted
 
 from spark_deploy.planning.types import NJS
 from spark_deploy.settings.types import Settings

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from spark_contract.job import JobState, Progress
-from spark_contract.records import Rollout
+from spark_contract.serving.records import Rollout
+from spark_contract.work.job import JobState, Progress
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.changes import screen

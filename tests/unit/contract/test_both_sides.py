@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract import units
 from spark_contract.documents import DocumentError, parse, read, text_of
 from spark_contract.errors import ERROR, HostToolError, problem_in
-from spark_contract.job import Job, Progress, read_progress
-from spark_contract.keep import Keep
-from spark_contract.paths import ENGINE_SOCKET, Paths
-from spark_contract.release import Release
-from spark_contract.tool import HOST_TOOL
-from spark_contract.units import mount_unit
+from spark_contract.host import units
+from spark_contract.host.paths import ENGINE_SOCKET, Paths
+from spark_contract.host.tool import HOST_TOOL
+from spark_contract.host.units import mount_unit
+from spark_contract.serving.release import Release
+from spark_contract.work.job import Job, Progress, read_progress
+from spark_contract.work.keep import Keep
 from spark_host.jobs import jobs
 from spark_host.prune.prune import read_keep
 from spark_host.system import stored

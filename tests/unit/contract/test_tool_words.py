@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import spark_host.__main__ as host
-from spark_contract import tool
+from spark_contract.host import tool
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.payload.content import read_payload

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from pyinfra.api.exceptions import FactProcessError
-from spark_contract.machine import LIBCUDA
+from spark_contract.host.machine import LIBCUDA
 
 from spark_deploy.facts.machine.access import LoginAccess
 from spark_deploy.facts.machine.cuda import CudaState

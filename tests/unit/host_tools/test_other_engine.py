@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from spark_contract import documents
-from spark_contract.records import Proof
-from spark_contract.release import Release
+from spark_contract.serving.records import Proof
+from spark_contract.serving.release import Release
 from spark_host.check import runner
 from spark_host.engine import serve
 from spark_host.engine.client import Engine

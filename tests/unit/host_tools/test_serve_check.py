@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 import pytest
-from spark_contract.records import Proof
-from spark_contract.release import Release
+from spark_contract.serving.records import Proof
+from spark_contract.serving.release import Release
 from spark_host.check import long_text, runner
 from spark_host.engine.client import Engine
 from spark_host.records import proof

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from spark_contract.records import Rollout
-from spark_contract.status import Evidence
+from spark_contract.serving.records import Rollout
+from spark_contract.serving.status import Evidence
 from spark_host import evidence
 from spark_host.engine import libraries, start_log
 from spark_host.system import docker, systemd

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from spark_contract.records import Good, WayBack
+from spark_contract.serving.records import Good, WayBack
 from spark_host import status
 from spark_host.check import runner
 from spark_host.system import systemd

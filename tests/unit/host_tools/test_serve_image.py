@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.documents import text_of
-from spark_contract.images import LayersPlan
+from spark_contract.work.images import LayersPlan
 from stub_host import REPOSITORY, Host
 
 LAYER = os.urandom(5 << 20)  # above what nginx reads past the page cache

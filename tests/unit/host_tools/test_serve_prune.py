@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.keep import Pruning
+from spark_contract.work.keep import Pruning
 from spark_host.prune import prune
 from spark_host.records import boot
 from spark_host.rollout import ports

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from spark_contract.gateway import Replicas
+from spark_contract.serving.gateway import Replicas
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import SettingsError

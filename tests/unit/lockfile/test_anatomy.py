@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
-from spark_contract.orders import Described
+from spark_contract.work.orders import Described
 
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.model import PlainModel

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.units import TREE_NAME
+from spark_contract.host.units import TREE_NAME
 
 from spark_deploy.errors import LockError, PlanError
 from spark_deploy.lockfile import hub as lookup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from spark_contract.records import Rollout
+from spark_contract.serving.records import Rollout
 
 from spark_deploy.operations.service import rollout
 from tests.unit.operations.test_operations import FakeHost

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from pyinfra.api.command import FunctionCommand, StringCommand
-from spark_contract.gateway import Gateway, tls_of
+from spark_contract.serving.gateway import Gateway, tls_of
 
 from spark_deploy.errors import SettingsError
 from spark_deploy.facts.files import FileStates

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from spark_contract.job import ImageProof, Job, JobState, State
-from spark_contract.units import BOOT_LINKS
+from spark_contract.host.units import BOOT_LINKS
+from spark_contract.work.job import ImageProof, Job, JobState, State
 
 from spark_deploy.facts.service.jobs import Jobs, JobStates
 from spark_deploy.managed import ManagedFile

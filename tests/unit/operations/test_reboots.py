@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from pyinfra.api.exceptions import ConnectError
-from spark_contract.machine import BOOT_ID
+from spark_contract.host.machine import BOOT_ID
 
 from spark_deploy.facts.machine.host import RebootedFor
 from spark_deploy.facts.service.serve import HostStatus, Status

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from spark_contract.documents import read, text_of
-from spark_contract.keep import Keep, Pruning
-from spark_contract.records import Rollout
-from spark_contract.tool import HOST_TOOL
+from spark_contract.host.tool import HOST_TOOL
+from spark_contract.serving.records import Rollout
+from spark_contract.work.keep import Keep, Pruning
 
 from spark_deploy.facts.service.releases import Prunable, WayBack
 from spark_deploy.operations.service import releases, rollout, serve

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from spark_contract.job import JobState, ReceiptProof
-from spark_contract.sharing import SHARE_KEY
+from spark_contract.work.job import JobState, ReceiptProof
+from spark_contract.work.sharing import SHARE_KEY
 
 from spark_deploy.facts.service.jobs import Jobs
 from spark_deploy.facts.service.share import LoginAddress

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from spark_contract.documents import parse, text_of
-from spark_contract.release import Release
+from spark_contract.serving.release import Release
 
 from spark_deploy.catalog.anatomy import Anatomy, CacheLayers
 from spark_deploy.catalog.beside import Adapter, Speculation

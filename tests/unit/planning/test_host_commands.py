@@ -4,7 +4,7 @@ import re
 import subprocess
 
 import pytest
-from spark_contract.paths import TOOLS_DIR
+from spark_contract.host.paths import TOOLS_DIR
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.planning.serving.release import unit_files_of

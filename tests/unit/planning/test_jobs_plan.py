@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from spark_contract.images import LayersPlan
+from spark_contract.work.images import LayersPlan
 
 from spark_deploy.lockfile.types import LockedSource, SourceFile
 from spark_deploy.managed import ManagedFile

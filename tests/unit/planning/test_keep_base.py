@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from spark_contract.documents import plain
-from spark_contract.job import AbsentProof, ReceiptProof
+from spark_contract.work.job import AbsentProof, ReceiptProof
 
 from spark_deploy.cli.plan import lines
 from spark_deploy.errors import PlanError

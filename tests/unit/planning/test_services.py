@@ -6,7 +6,7 @@ import json
 
 import pytest
 from spark_contract.documents import parse, text_of
-from spark_contract.release import Release, service_of
+from spark_contract.serving.release import Release, service_of
 
 from spark_deploy.errors import SparkError
 from spark_deploy.planning.budget.memory import GIB

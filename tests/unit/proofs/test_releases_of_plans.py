@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spark_contract.release import Release
+from spark_contract.serving.release import Release
 
 from proofs.releases import judge, trees
 from proofs.releases.server import servers_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 from spark_contract.documents import read
-from spark_contract.status import Evidence
+from spark_contract.serving.status import Evidence
 
 from spark_deploy.cli.looks.report.document import HostReport
 from spark_deploy.cli.looks.report.gather import Said, host_report

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 import yaml
-from spark_contract.gateway import Expose
+from spark_contract.serving.gateway import Expose
 
 from spark_deploy.checkout import CHECKOUT, catalog_names
 from spark_deploy.errors import SettingsError

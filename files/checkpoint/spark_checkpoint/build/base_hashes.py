@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from spark_contract.orders import BuildPlan
-from spark_contract.receipts import AnyReceipt, ReceiptFile, RequantizedReceipt, SourceReceipt
+from spark_contract.work.orders import BuildPlan
+from spark_contract.work.receipts import AnyReceipt, ReceiptFile, RequantizedReceipt, SourceReceipt
 
 from spark_checkpoint.errors import GateRefused, TreeDiffers
 from spark_checkpoint.format.pieces import PIECE_BYTES, Piece, Proof, pieces_of, prove_file

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.files import now
-from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
-from spark_contract.receipts import CheckpointReceipt
-from spark_contract.sharing import CopyPlan
+from spark_contract.work.orders import RECIPE_VERSION, BuildPlan, DonorUrl
+from spark_contract.work.receipts import CheckpointReceipt
+from spark_contract.work.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.build.base_hashes import base_proofs, compare_duplicates

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from spark_contract import receipts
 from spark_contract.documents import DocumentError
 from spark_contract.files import sync, write_all
-from spark_contract.orders import RECEIPT_NAME, BuildPlan, RequantizePlan, Wire
-from spark_contract.receipts import (
+from spark_contract.work import receipts
+from spark_contract.work.orders import RECEIPT_NAME, BuildPlan, RequantizePlan, Wire
+from spark_contract.work.receipts import (
     CheckpointReceipt,
     ReceiptFile,
     RequantizedReceipt,
     SourceReceipt,
 )
-from spark_contract.sharing import CopyPlan, FinishedTree, of_tree
+from spark_contract.work.sharing import CopyPlan, FinishedTree, of_tree
 
 from spark_checkpoint.errors import BuilderError, GateRefused
 from spark_checkpoint.progress import Progress, note

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from spark_contract.orders import BuildPlan
+from spark_contract.work.orders import BuildPlan
 
 from spark_checkpoint.format.header import SIXTEEN_BIT, Tensor, tensor_bytes
 from spark_checkpoint.format.int8 import GROUP, PACK

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from spark_contract.orders import Described
+from spark_contract.work.orders import Described
 
 from spark_checkpoint.inspect.anatomy import examine
 from spark_checkpoint.inspect.inspection import Subject

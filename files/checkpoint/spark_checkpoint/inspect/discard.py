@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from spark_contract.files import sync_directory
-from spark_contract.orders import RECEIPT_NAME
-from spark_contract.receipts import CheckpointReceipt, Receipt
+from spark_contract.work.orders import RECEIPT_NAME
+from spark_contract.work.receipts import CheckpointReceipt, Receipt
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.progress import Progress, note

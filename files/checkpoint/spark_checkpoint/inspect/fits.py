@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_contract.orders import BuildPlan
-from spark_contract.patterns import expand, expand_all
+from spark_contract.work.orders import BuildPlan
+from spark_contract.work.patterns import expand, expand_all
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.inspect.inspection import Subject, hold_against

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from spark_contract.orders import BuildPlan, Held, HeldSource
-from spark_contract.patterns import count
+from spark_contract.work.orders import BuildPlan, Held, HeldSource
+from spark_contract.work.patterns import count
 
 from spark_checkpoint.build.config import usable
 from spark_checkpoint.build.gated import donor_tensors, gate

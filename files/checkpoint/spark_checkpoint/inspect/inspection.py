@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spark_contract.orders import BuildPlan, Wire
-from spark_contract.patterns import expand_all
+from spark_contract.work.orders import BuildPlan, Wire
+from spark_contract.work.patterns import expand_all
 
 from spark_checkpoint.errors import GateRefused, InputRefused
 from spark_checkpoint.format.groups import groups

@@ -11,9 +11,9 @@ from importlib import resources
 from pathlib import Path
 
 from spark_contract import files
-from spark_contract.orders import RequantizePlan
-from spark_contract.patterns import expand
-from spark_contract.records import GpuProof
+from spark_contract.serving.records import GpuProof
+from spark_contract.work.orders import RequantizePlan
+from spark_contract.work.patterns import expand
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.format.tree import read_json

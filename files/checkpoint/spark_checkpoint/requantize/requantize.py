@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from spark_contract.files import now, sync
-from spark_contract.orders import RequantizePlan
-from spark_contract.receipts import ReceiptFile, RequantizedReceipt
-from spark_contract.sharing import CopyPlan
+from spark_contract.work.orders import RequantizePlan
+from spark_contract.work.receipts import ReceiptFile, RequantizedReceipt
+from spark_contract.work.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.build.copied import copied

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from urllib.parse import urlencode
 
 from spark_contract.errors import HostToolError
-from spark_contract.images import token_url
+from spark_contract.work.images import token_question
 from urllib3 import PoolManager
 from urllib3.exceptions import HTTPError
 
@@ -20,9 +21,10 @@ def token_for(challenge: str, pool: PoolManager, scheme: str) -> str | None:
         pool: how that place is asked.
         scheme: of the registry; where that was https, the token comes over https, too.
     """
-    url = token_url(challenge, ("https", scheme))
-    if url is None:
+    question = token_question(challenge, ("https", scheme))
+    if question is None:
         return None
+    url = f"{question[0]}?{urlencode(question[1])}"
     try:
         answer = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
         told = json.loads(answer.read(_LIMIT_BYTES)) if answer.status == 200 else {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from spark_contract.files import sync, write_all
-from spark_contract.orders import FetchFile
+from spark_contract.work.orders import FetchFile
 
 from spark_checkpoint.format.pieces import PieceHasher, Proof
 from spark_checkpoint.progress import note

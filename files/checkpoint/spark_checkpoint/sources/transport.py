@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urljoin
 
-from spark_contract.digests import COMMIT
-from spark_contract.orders import Wire
+from spark_contract.host.digests import COMMIT
+from spark_contract.work.orders import Wire
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
 from urllib3.connection import port_by_scheme
 from urllib3.exceptions import HTTPError

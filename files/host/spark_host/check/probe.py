@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spark_contract.release import CheckPlan, Release
+from spark_contract.serving.release import CheckPlan, Release
 
 from spark_host.engine.client import CHAT, COMPLETION, Engine, EngineError
 from spark_host.engine.metrics import Metrics

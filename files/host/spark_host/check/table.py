@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spark_contract.sentences import PREFIX_REUSE
+from spark_contract.host.sentences import PREFIX_REUSE
 
 from spark_host.check import answers, evidence, images, long_text, pooled, sounds
 from spark_host.check.probe import Probe, Weight

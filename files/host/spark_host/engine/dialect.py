@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spark_contract.errors import HostToolError
-from spark_contract.release import Release
+from spark_contract.serving.release import Release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

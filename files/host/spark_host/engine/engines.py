@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spark_contract.errors import HostToolError
-from spark_contract.paths import Paths
-from spark_contract.release import Release
+from spark_contract.host.paths import Paths
+from spark_contract.serving.release import Release
 
 from spark_host.engine import memory, serve, tree
 from spark_host.engine.client import Engine

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
-from spark_contract.release import Release
-from spark_contract.sentences import PHASE, WAITED
+from spark_contract.host.sentences import PHASE, WAITED
+from spark_contract.serving.release import Release
 
 from spark_host.system import docker
 from spark_host.system.log import Report

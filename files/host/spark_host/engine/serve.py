@@ -9,10 +9,10 @@ from pathlib import Path
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.paths import ENGINE_SOCKET, Paths
-from spark_contract.release import Release
-from spark_contract.sentences import PHASE
-from spark_contract.units import DIGEST_LABEL, RELEASE_LABEL, SERVICE_LABEL, SWITCH
+from spark_contract.host.paths import ENGINE_SOCKET, Paths
+from spark_contract.host.sentences import PHASE
+from spark_contract.host.units import DIGEST_LABEL, RELEASE_LABEL, SERVICE_LABEL, SWITCH
+from spark_contract.serving.release import Release
 
 from spark_host.engine import account, cdi, dialect, environment, memory, starts, tree
 from spark_host.gateway import traffic

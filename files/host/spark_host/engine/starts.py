@@ -9,9 +9,9 @@ from __future__ import annotations
 import fcntl
 import os
 
-from spark_contract.release import Release
-from spark_contract.sentences import PHASE
-from spark_contract.units import SERVE
+from spark_contract.host.sentences import PHASE
+from spark_contract.host.units import SERVE
+from spark_contract.serving.release import Release
 
 from spark_host.system.log import Report
 from spark_host.system.ports import Host

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spark_contract import receipts
 from spark_contract.errors import HostToolError, problem_in
-from spark_contract.release import Release, Tree
-from spark_contract.sentences import PHASE
+from spark_contract.host.sentences import PHASE
+from spark_contract.serving.release import Release, Tree
+from spark_contract.work import receipts
 
 from spark_host.system.log import Report
 

@@ -9,8 +9,8 @@ import json
 from importlib import resources
 
 from spark_contract.errors import HostToolError
-from spark_contract.gateway import Gateway
-from spark_contract.paths import Paths
+from spark_contract.host.paths import Paths
+from spark_contract.serving.gateway import Gateway
 
 SCRIPT = "names.js"
 # Where the packages of the distributions and of nginx.org put it.

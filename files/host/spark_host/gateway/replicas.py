@@ -12,8 +12,8 @@ import socket
 from dataclasses import dataclass, replace
 from importlib import resources
 
-from spark_contract.gateway import Gateway
-from spark_contract.paths import Paths
+from spark_contract.host.paths import Paths
+from spark_contract.serving.gateway import Gateway
 
 from spark_host.gateway.listeners import Listener
 

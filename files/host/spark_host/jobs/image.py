@@ -23,8 +23,8 @@ from tempfile import TemporaryDirectory
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.images import MANIFEST_TYPES, LayersPlan, parse_reference
-from spark_contract.paths import Paths
+from spark_contract.host.paths import Paths
+from spark_contract.work.images import MANIFEST_TYPES, LayersPlan, parse_reference
 
 from spark_host.gateway import nginx
 from spark_host.system import docker

@@ -14,10 +14,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from spark_contract import files, receipts, units
+from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError, Problem
-from spark_contract.job import (
+from spark_contract.host import units
+from spark_contract.host.paths import JOBS_DIR, Paths
+from spark_contract.host.sentences import PHASE
+from spark_contract.host.units import TREE_NAME
+from spark_contract.work import receipts
+from spark_contract.work.job import (
     AbsentProof,
     Job,
     JobRun,
@@ -26,9 +31,6 @@ from spark_contract.job import (
     State,
     read_progress,
 )
-from spark_contract.paths import JOBS_DIR, Paths
-from spark_contract.sentences import PHASE
-from spark_contract.units import TREE_NAME
 
 from spark_host.system import disk, docker, systemd
 from spark_host.system.log import answer

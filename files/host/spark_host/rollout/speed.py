@@ -6,7 +6,7 @@ a slower server that answers right is better than none: going back is a person's
 
 from __future__ import annotations
 
-from spark_contract.release import Release
+from spark_contract.serving.release import Release
 
 from spark_host.check import measure
 from spark_host.records import proof

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 
 from spark_contract.errors import HostToolError
-from spark_contract.records import Proof
-from spark_contract.release import Release, service_of
-from spark_contract.sentences import PHASE, WAITED
-from spark_contract.units import SERVE
+from spark_contract.host.sentences import PHASE, WAITED
+from spark_contract.host.units import SERVE
+from spark_contract.serving.records import Proof
+from spark_contract.serving.release import Release, service_of
 
 from spark_host.engine.client import EngineError, SilentError
 from spark_host.records import boot, proof

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spark_contract.paths import Paths
+from spark_contract.host.paths import Paths
 
 from spark_host.system import folders
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_contract import files, units
-from spark_contract.digests import DIGEST12
+from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.keep import Before, Ours, Thing, Wanted
-from spark_contract.paths import (
+from spark_contract.host import units
+from spark_contract.host.digests import DIGEST12
+from spark_contract.host.paths import (
     API_KEY,
     CONFIG_DIR,
     ENGINE_USER,
@@ -24,9 +24,10 @@ from spark_contract.paths import (
     SYSUSERS,
     Paths,
 )
-from spark_contract.records import GpuProof
-from spark_contract.sharing import SHARE_KEY, SHARE_SETTINGS
-from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
+from spark_contract.host.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
+from spark_contract.serving.records import GpuProof
+from spark_contract.work.keep import Before, Ours, Thing, Wanted
+from spark_contract.work.sharing import SHARE_KEY, SHARE_SETTINGS
 
 from spark_host.prune import holdings
 from spark_host.system import docker, systemd

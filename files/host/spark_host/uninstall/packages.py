@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from spark_contract.keep import Before, Thing, Wanted
+from spark_contract.work.keep import Before, Thing, Wanted
 
 from spark_host.system import systemd
 from spark_host.uninstall.before import installed, told

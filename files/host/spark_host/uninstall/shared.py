@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from spark_contract import files
-from spark_contract.keep import Before, Thing, Wanted
-from spark_contract.paths import Paths, kept_aside
+from spark_contract.host.paths import Paths, kept_aside
+from spark_contract.work.keep import Before, Thing, Wanted
 
 from spark_host.system import docker, systemd
 from spark_host.uninstall.before import content_of

@@ -12,9 +12,9 @@ import threading
 import time
 from types import TracebackType
 
-from spark_contract.paths import Paths
-from spark_contract.records import StartMemory
-from spark_contract.release import Release
+from spark_contract.host.paths import Paths
+from spark_contract.serving.records import StartMemory
+from spark_contract.serving.release import Release
 
 from spark_host.engine import process
 from spark_host.engine.memory import Floor, available_bytes

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from spark_contract import documents, files
 from spark_contract.errors import HostToolError
-from spark_contract.paths import Paths
-from spark_contract.records import Event
-from spark_contract.release import Release, Watch
+from spark_contract.host.paths import Paths
+from spark_contract.serving.records import Event
+from spark_contract.serving.release import Release, Watch
 
 from spark_host.engine import process
 from spark_host.engine.client import Engine, EngineError, SilentError

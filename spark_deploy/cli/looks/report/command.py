@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pyinfra.api.host import Host
 from spark_contract import files
-from spark_contract.units import MAIN_SERVICE
+from spark_contract.host.units import MAIN_SERVICE
 
 from spark_deploy.catalog.load import read_questions
 from spark_deploy.cli.commands import Options

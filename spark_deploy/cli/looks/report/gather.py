@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.records import Event, Finding, Proof
-from spark_contract.sentences import PREFIX_REUSE
-from spark_contract.status import EngineEvidence, Evidence, ReleaseState
+from spark_contract.host.sentences import PREFIX_REUSE
+from spark_contract.serving.records import Event, Finding, Proof
+from spark_contract.serving.status import EngineEvidence, Evidence, ReleaseState
 
 from spark_deploy.cli.looks.report.answers import answered
 from spark_deploy.cli.looks.report.document import Checked, HostReport, Judged, Serving, Told, Work

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from spark_contract.documents import OPTIONAL
-from spark_contract.paths import CONFIG_DIR
+from spark_contract.host.paths import CONFIG_DIR
 
 SHARE_SETTINGS = f"{CONFIG_DIR}/share.json"
 SHARE_KEY = f"{CONFIG_DIR}/share-key"  # 0600; there while the host lends

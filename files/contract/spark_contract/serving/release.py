@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from spark_contract import units
 from spark_contract.documents import OPTIONAL
 from spark_contract.errors import HostToolError
+from spark_contract.host import units
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from spark_contract import units
 from spark_contract.documents import OPTIONAL
-from spark_contract.paths import GATEWAY_DIR
+from spark_contract.host import units
+from spark_contract.host.paths import GATEWAY_DIR, GATEWAY_USER
 
 Expose = Literal["loopback", "docker", "tailscale", "lan"]
 

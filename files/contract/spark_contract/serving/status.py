@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from spark_contract.documents import OPTIONAL, key
 from spark_contract.errors import Problem
-from spark_contract.job import JobState
-from spark_contract.records import DailyLook, Event, Proof, Stopped, WayBack
+from spark_contract.serving.records import DailyLook, Event, Proof, Stopped, WayBack
+from spark_contract.work.job import JobState
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from spark_contract.digests import DIGEST12
+from spark_contract.host.digests import DIGEST12
 
 # The service every host has; others may stand beside it.
 MAIN_SERVICE = "main"

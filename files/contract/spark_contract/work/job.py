@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from spark_contract import units
 from spark_contract.documents import OPTIONAL, older
-from spark_contract.orders import RECEIPT_NAME
-from spark_contract.paths import job_dir
-from spark_contract.sentences import PHASE
+from spark_contract.host import units
+from spark_contract.host.paths import job_dir
+from spark_contract.host.sentences import PHASE
+from spark_contract.work.orders import RECEIPT_NAME
 
 
 @dataclass(frozen=True, slots=True)

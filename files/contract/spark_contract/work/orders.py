@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
-from spark_contract.digests import COMMIT, SHA256
 from spark_contract.documents import OPTIONAL, DocumentError
-from spark_contract.sharing import Peers
+from spark_contract.host.digests import COMMIT, SHA256
+from spark_contract.work.sharing import Peers
 
 RECEIPT_NAME = "receipt.json"
 # Of the builder. Raise it exactly when the bytes of a built tree change for the same plan; a
@@ -168,7 +168,7 @@ class DonorShape:
 class BuildPlan:
     """``plan.json``: what is made of a base and a donor, and the exact sets found on the way.
 
-    Names are patterns (:mod:`spark_contract.patterns`); modules are named without ``.weight``.
+    Names are patterns (:mod:`spark_contract.work.patterns`); modules are named without ``.weight``.
     """
 
     SCHEMA_VERSION: ClassVar[int] = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from spark_contract.units import BOOT_LINKS, MAIN_SERVICE, UNITS_DIR
+from spark_contract.host.units import BOOT_LINKS, MAIN_SERVICE, UNITS_DIR
 
 CONFIG_DIR = "/etc/spark"
 RELEASES_DIR = f"{CONFIG_DIR}/releases"

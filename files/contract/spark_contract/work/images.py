@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
-from urllib.parse import urlencode
 
 from spark_contract.documents import OPTIONAL
-from spark_contract.orders import Wire
-from spark_contract.sharing import Peers
+from spark_contract.work.orders import Wire
+from spark_contract.work.sharing import Peers
 
 # What names without a host mean; this is the address behind that word.
 _DEFAULT_HOST = "registry-1.docker.io"
@@ -52,8 +51,8 @@ def parse_reference(text: str) -> Reference:
     return Reference(host, name, digest or tag or "latest")
 
 
-def token_url(challenge: str, schemes: Iterable[str]) -> str | None:
-    """Return where the header of an answer 401 says that anybody gets a token; else nothing.
+def token_question(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[str, str]] | None:
+    """Return where the header of an answer 401 says that anybody gets a token, and what to ask.
 
     That is the distribution token specification. Where a registry is asked over https, its token
     comes over https, too.
@@ -61,7 +60,7 @@ def token_url(challenge: str, schemes: Iterable[str]) -> str | None:
     fields = dict(_FIELD.findall(challenge))
     realm = fields.pop("realm", "")
     known = challenge.startswith("Bearer ") and realm.startswith(tuple(f"{s}://" for s in schemes))
-    return f"{realm}?{urlencode(fields)}" if known else None
+    return (realm, fields) if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

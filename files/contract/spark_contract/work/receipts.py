@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from spark_contract import documents
 from spark_contract.documents import OPTIONAL, DocumentError
-from spark_contract.orders import RECEIPT_NAME, BuildPlan, RequantizePlan, is_inside
+from spark_contract.work.orders import RECEIPT_NAME, BuildPlan, RequantizePlan, is_inside
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from spark_contract.paths import CURRENT_TOOLS, SYSUSERS
+from spark_contract.host.paths import CURRENT_TOOLS, SYSUSERS
 
 TOOL = "spark-host"
 CHECK_TOOL = "spark-check"  # the same tool's check, by a name of its own

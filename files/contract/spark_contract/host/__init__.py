@@ -1,0 +1,1 @@
+"""What there is on a host, and what it is called."""

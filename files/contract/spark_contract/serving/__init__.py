@@ -1,0 +1,1 @@
+"""What is served: releases, their gateway, what a host writes down and tells of them."""

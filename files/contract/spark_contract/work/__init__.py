@@ -1,0 +1,1 @@
+"""Slow work: orders for trees and images, and what vouches for them."""
