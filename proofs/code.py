@@ -1,13 +1,14 @@
 """Which code a result was made with: digests of the modules that ran and of those that judged.
 
 A result file carries them, and docs/reference/results.md says which are older than the code here.
-Comments, docstrings and layout do not count.
+Comments, docstrings and layout do not count, nor in which room of the contract a module lies.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ RAN: dict[str, tuple[str, ...]] = {
     "turboquant": ("files/image/spark_vllm/turboquant.py", "tests/gpu/test_turboquant.py"),
 }
 """What each kind of result file rests on; the first kind that its name begins with counts."""
+_CONTRACT_ROOM = re.compile(r"^spark_contract\.\w+\.(?=\w+$)")
 
 
 def digests(name: str, root: Path = ROOT) -> dict[str, str]:
@@ -76,6 +78,8 @@ def _plain(node: Any) -> Any:
     if isinstance(node, ast.AST):
         said = [(name, _plain(value)) for name, value in ast.iter_fields(node)]
         return type(node).__name__, [pair for pair in said if pair[1] not in (None, [])]
+    if isinstance(node, str):
+        return _CONTRACT_ROOM.sub("spark_contract.", node)
     return [_plain(one) for one in node] if isinstance(node, list) else node
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,10 +25,18 @@ def read_lock(path: Path) -> Lock:
     if not path.exists():
         return Lock.of()
     data, problems = read_mapping(path, shown=path.name)
+    _drop_gone(data.get("names"))
     problems = problems or list(problems_of(data, load_schema("lock"), lambda key: path.name))
     if problems:
         raise LockError(problems)
     return convert(Lock, data)
+
+
+def _drop_gone(names: Any) -> None:
+    for held in names.values() if isinstance(names, dict) else ():
+        if isinstance(held, dict):
+            held.pop("base_headers", None)
+            held.pop("donor_headers", None)
 
 
 def checked(lock: Lock) -> Lock:

@@ -73,10 +73,8 @@ def hold(asked: HeldNames, order: BuildPlan, hub: HubSettings) -> HeldNames:
         raise LockError.one(asked.base, what, fix) from error
     return replace(
         asked,
-        base_tensors=found.base.tensors,
-        base_headers=found.base.headers_sha256,
-        donor_tensors=found.donor.tensors if found.donor else 0,
-        donor_headers=found.donor.headers_sha256 if found.donor else None,
+        base_tensors=found.base_tensors,
+        donor_tensors=found.donor_tensors,
         swapped_modules=found.swapped_modules,
         mtp_tensors=found.mtp_tensors,
         mtp_from_donor=found.mtp_from_donor,

@@ -83,11 +83,7 @@ class HeldNames:
         None, "Repository and commit of the donor.", pattern=f"^.+@{COMMIT}$"
     )
     base_tensors: int = setting(0, "Names that the base has.", minimum=0)
-    base_headers: str = setting("", "Digest of their dtypes and shapes.", pattern=_SHA256)
     donor_tensors: int = setting(0, "Names of the donor that a build may ask for.", minimum=0)
-    donor_headers: str | SkipJsonSchema[None] = setting(
-        None, "Digest of the dtypes and shapes of what it takes.", pattern=_SHA256
-    )
     swapped_modules: int = setting(0, "Modules whose weights are compared or replaced.", minimum=0)
     mtp_tensors: int = setting(0, "Names of the drafter.", minimum=0)
     mtp_from_donor: int = setting(0, "Of these, names that only the donor has.", minimum=0)

@@ -63,7 +63,6 @@ def release_data(name: str, stub: str, **changes: Any) -> dict[str, Any]:
         },
         "memory": {"needed_bytes": 1 << 28, "wait_s": 10, "floor_bytes": 1 << 27},
         "timeouts": {"start_s": 20, "stop_s": 5, "drain_s": 5},
-        "restart": {"delay_s": 2, "burst": 3, "interval_s": 300},
         "check": {
             "timeout_s": 3,
             "max_model_len": 4096,
@@ -111,13 +110,11 @@ class Bench:
     def release(self, name: str, **changes: Any) -> str:
         """Put a release on the guest, as the deploy does."""
         data = release_data(name, self.image, **changes)
-        again = data["restart"]
         self.write("/etc/spark/gateway/main.json", json.dumps(GATEWAY))
         self.write(f"/etc/spark/releases/{name}/release.json", json.dumps(data))
         self.write(
             f"/etc/systemd/system/spark-serve@{name}.service.d/50-release.conf",
-            f"[Unit]\nStartLimitIntervalSec={again['interval_s']}\n"
-            f"StartLimitBurst={again['burst']}\n[Service]\nRestartSec={again['delay_s']}\n"
+            "[Unit]\nStartLimitIntervalSec=300\nStartLimitBurst=3\n[Service]\nRestartSec=2\n"
             "TimeoutStartSec=120\nTimeoutStopSec=60\n"
             # A start empties the engine's folder: a fault that is to last is put there again.
             f"ExecStartPre=-/bin/cp {LASTING} {FAULT}",

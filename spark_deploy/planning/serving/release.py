@@ -13,9 +13,8 @@ from spark_contract.serving.release import Release
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.budget.disk import disk_total
-from spark_deploy.planning.serving.serve import start_limit_s, stop_limit_s
+from spark_deploy.planning.serving.unit_limits import limits
 from spark_deploy.planning.types import HostPlan, ServicePlan
-from spark_deploy.planning.work.jobs import needs_mounts
 
 
 def unit_files_of(units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
@@ -84,23 +83,3 @@ def document(plan: HostPlan) -> dict[str, Any]:
             "lines": drop_in.content.decode().splitlines(),
         },
     }
-
-
-def limits(release: Release) -> str:
-    """Return the drop-in with this release's time and start limits.
-
-    The limits belong to the release because they follow from its load time: a start limit only
-    triggers when its interval outlasts ``burst`` failing starts.
-    """
-    restart, timeouts = release.restart, release.timeouts
-    directories = (mount.source for mount in release.engine.mounts)
-    return (
-        "[Unit]\n"
-        f"{needs_mounts(*directories, engine_dir(release.service))}"
-        f"StartLimitIntervalSec={restart.interval_s}\n"
-        f"StartLimitBurst={restart.burst}\n"
-        "[Service]\n"
-        f"RestartSec={restart.delay_s}\n"
-        f"TimeoutStartSec={start_limit_s(timeouts.start_s, release.memory.wait_s)}\n"
-        f"TimeoutStopSec={stop_limit_s(timeouts.stop_s)}\n"
-    )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from spark_contract.documents import plain
 from spark_contract.host.paths import ENGINE_USER
 from spark_contract.host.units import cache_name, release_name
 from spark_contract.serving.release import (
@@ -19,7 +20,6 @@ from spark_contract.serving.release import (
     Prefix,
     Question,
     Release,
-    Restart,
     Timeouts,
     Tree,
     Watch,
@@ -40,6 +40,7 @@ from spark_deploy.planning.serving.argv import (
     engine_environment,
 )
 from spark_deploy.planning.serving.cluster import spread
+from spark_deploy.planning.serving.unit_limits import start_limits
 from spark_deploy.planning.types import (
     BesidePlan,
     CheckpointPlan,
@@ -51,10 +52,6 @@ from spark_deploy.planning.types import (
 from spark_deploy.settings.engine_options import canonical
 from spark_deploy.settings.types import Settings
 
-_RESTART_DELAY_S = 60
-_RESTART_BURST = 3
-_STARTING_STEPS = 3  # ExecStartPre, ExecStart, ExecStartPost: systemd times each by itself
-_STOPPING_STEPS = 3  # ExecStop, the signals, ExecStopPost: likewise
 # A prompt shows in the counters only when all of it was read. Far below what a Spark can do (3,317
 # tokens/s were published for two of them at 2K), because reading slows down as the context grows.
 _SLOWEST_PROMPT_TOKENS_PER_S = 1000
@@ -116,7 +113,6 @@ def serve_plan(
         ),
         memory=Memory(memory.needed_bytes, settings.memory.start_wait_s, memory.floor_bytes),
         timeouts=Timeouts(serve.start_timeout_s, serve.stop_timeout_s, serve.drain_s),
-        restart=Restart(_RESTART_DELAY_S, _RESTART_BURST, _restart_interval_s(settings)),
         check=check_plan(model, profile, settings, memory, plugin=image.plugin),
         watch=Watch(
             _stall_s(settings, context_tokens(model, profile)),
@@ -127,7 +123,7 @@ def serve_plan(
     if settings.cluster.hosts:
         release = spread(release, settings, fabric)
         release = replace(release, check=_of_cluster(release.check, profile))
-    digest = digest_of(release)
+    digest = digest_of({**plain(release), "restart": start_limits(release)})
     return replace(release, name=release_name(service, digest), digest=digest)
 
 
@@ -240,27 +236,3 @@ def _stall_s(settings: Settings, longest_prompt_tokens: int) -> int:
     """Return a limit that the longest prompt cannot reach while it is read."""
     reading_s = -(-longest_prompt_tokens // _SLOWEST_PROMPT_TOKENS_PER_S)
     return max(settings.watch.stall_s, reading_s)
-
-
-def start_limit_s(start_s: float, memory_wait_s: float) -> float:
-    """Return how long systemd gives each step of a start."""
-    return start_s + memory_wait_s + 120
-
-
-def stop_limit_s(stop_s: float) -> float:
-    """Return how long systemd gives each step of a stop."""
-    return stop_s + 60
-
-
-def _restart_interval_s(settings: Settings) -> float:
-    """Return an interval in which the start limit triggers even if every step hangs to its limit.
-
-    A shorter one would let such an engine start for ever. The price: as many crashes within these
-    hours, each after serving well, end the service too.
-    """
-    serve = settings.serve
-    starting_s = _STARTING_STEPS * start_limit_s(
-        serve.start_timeout_s, settings.memory.start_wait_s
-    )
-    stopping_s = _STOPPING_STEPS * stop_limit_s(serve.stop_timeout_s)
-    return _RESTART_BURST * (starting_s + stopping_s + _RESTART_DELAY_S) + 600

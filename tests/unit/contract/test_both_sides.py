@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.documents import DocumentError, parse, read, text_of
+from spark_contract.documents import DocumentError, parse, plain, read, text_of
 from spark_contract.errors import ERROR, HostToolError, problem_in
 from spark_contract.host import units
 from spark_contract.host.paths import ENGINE_SOCKET, Paths
@@ -28,6 +28,7 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.planning.serving.gateway import gateway_file
 from spark_deploy.planning.serving.release import release_files_of
+from spark_deploy.planning.serving.unit_limits import limits
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.planning.work.jobs import discard_jobs_of, jobs_of
 from spark_deploy.planning.work.keep import keep_of
@@ -97,14 +98,18 @@ def test_what_the_engine_is_told_in_arguments_is_what_the_host_goes_by(tmp_path:
 
 
 def test_name_and_digest_come_last_and_stand_for_all_the_rest(tmp_path: Path) -> None:
+    """That is the document, and what else is frozen with it: how its unit starts again."""
     plan = plan_of()
     written = json.loads(release_files_of(plan)[0].content)
     rest = {key: value for key, value in written.items() if key not in ("name", "digest")}
-    assert digest_of(rest) == plan.serve.digest == written["digest"]
+    whole = {**rest, "restart": {"delay_s": 60, "burst": 3, "interval_s": 27780}}
+    assert digest_of(whole) == plan.serve.digest == written["digest"]
+    assert "StartLimitIntervalSec=27780\n" in limits(plan.serve)
 
 
 def older(data: dict[str, Any]) -> dict[str, Any]:
     """Return a release as the first ones were written."""
+    data["restart"] = {"delay_s": 60, "burst": 3, "interval_s": 27780}
     for section, names in {
         "image": ("digest_label", "base", "plugin"),
         "engine": ("user",),
@@ -126,6 +131,7 @@ def test_a_release_of_an_older_deploy_is_read_with_what_it_meant(tmp_path: Path)
         False, None, None,
     )  # fmt: skip
     assert release.engine.argv == plan.serve.engine.argv
+    assert "restart" not in plain(release)
 
 
 @pytest.mark.parametrize("key", ["colour", "stream"])

@@ -55,7 +55,6 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
         },
         "memory": {"needed_bytes": 1, "wait_s": 1, "floor_bytes": 1},
         "timeouts": {"start_s": 3, "stop_s": 2, "drain_s": 2},
-        "restart": {"delay_s": 60, "burst": 3, "interval_s": 7200},
         "check": {
             "timeout_s": 1.5,
             "max_model_len": 4096,

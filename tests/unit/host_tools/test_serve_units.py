@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stub_host import REPOSITORY
 
-from spark_deploy.planning.serving.release import limits
+from spark_deploy.planning.serving.unit_limits import limits, start_limits
 from spark_deploy.planning.types import HostPlan
 from tests.unit.planning.plans import shipped
 
@@ -114,4 +114,4 @@ def test_the_reference_states_how_exposed_every_unit_is(tmp_path: Path) -> None:
 
 def test_a_server_that_fails_rests_for_a_minute_or_more() -> None:
     assert int(section("spark-serve@.service", "Service")["RestartSec"]) >= 60
-    assert min(release.restart.delay_s for release in RELEASES) >= 60
+    assert min(start_limits(release)["delay_s"] for release in RELEASES) >= 60

@@ -188,6 +188,22 @@ def test_a_lock_from_before_is_read_checked_and_completed(
     assert path.read_text() == whole
 
 
+def test_a_lock_with_digests_that_nobody_reads_now_is_read_and_nobody_is_asked(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = inventory(tmp_path, hub, monkeypatch)
+    assert main(["lock", "inventory.py"]) == 0
+    path = here / "spark.lock.yml"
+    whole = path.read_text()
+    gone = "".join(f"    {side}_headers: {'a' * 64}\n" for side in ("base", "donor"))
+    path.write_text(whole.replace("    swapped_modules:", f"{gone}    swapped_modules:"))
+    assert path.read_text() != whole
+    hub.requests.clear()
+    assert main(["lock", "inventory.py", "--check"]) == 0
+    assert main(["plan", "inventory.py"]) == 0
+    assert hub.requests == []
+
+
 def test_another_commit_is_asked_again_and_the_old_finding_goes(
     hub: Hub, settings: Settings, lock: Lock
 ) -> None:
@@ -197,7 +213,7 @@ def test_another_commit_is_asked_again_and_the_old_finding_goes(
     assert moved.names == {}
     again = hold_names(settings, CATALOG, moved, quiet)
     assert again.names[BUILD].base == f"{BASE}@{'3' * 40}"
-    assert again.names[BUILD].base_headers == held.names[BUILD].base_headers
+    assert again.names[BUILD].base_tensors == held.names[BUILD].base_tensors
 
 
 def test_another_catalog_is_another_question(hub: Hub, settings: Settings, lock: Lock) -> None:

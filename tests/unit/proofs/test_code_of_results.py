@@ -57,6 +57,16 @@ def test_words_and_layout_do_not(root):
     assert changed_after(root, edit) == []
 
 
+def test_a_module_of_the_contract_in_another_room_does_not(root):
+    text = "from spark_contract.release import Release\n"
+    (root / CASES).write_text(text)
+    before = code.digests("engine-eager", root)
+    (root / CASES).write_text(text.replace("contract.release", "contract.serving.release"))
+    assert code.changed("engine-eager", before, root) == []
+    (root / CASES).write_text(text.replace("contract.release", "contract.serving.records"))
+    assert code.changed("engine-eager", before, root) == [CASES]
+
+
 def test_a_newer_python_that_has_more_to_say_of_the_same_code_gives_the_same_digest(
     root, monkeypatch
 ):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 
-from spark_contract.work.orders import BuildPlan, Held, HeldSource
+from spark_contract.work.orders import BuildPlan, Held
 from spark_contract.work.patterns import count
 
 from spark_checkpoint.build.config import usable
 from spark_checkpoint.build.gated import donor_tensors, gate
-from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.format.tree import CONFIG_NAME, natural_order, tree_of
 from spark_checkpoint.inspect.inspection import Subject
 
@@ -26,23 +23,13 @@ def hold(subject: Subject, plan: BuildPlan) -> Held:
     shards = {name: subject.shards[name] for name in sorted(subject.shards, key=natural_order)}
     base = tree_of(Path(subject.place), shards, subject.index)
     gated = gate(plan, base, subject.config)
-    donor, received_bytes = None, subject.received_bytes
-    if gated.donor is not None:
-        taken = donor_tensors(plan, gated)
-        donor = HeldSource(len(gated.donor.names), _digest(taken.items()))
-        received_bytes += gated.donor.received_bytes
+    donor = gated.donor
+    if donor is not None:
+        donor_tensors(plan, gated)  # asks for their headers: it has what is taken of it
     return Held(
-        base=HeldSource(len(base.owner), _digest((name, base.tensor(name)) for name in base.owner)),
-        donor=donor,
+        base_tensors=len(base.owner),
+        donor_tensors=len(donor.names) if donor else 0,
         swapped_modules=len(gated.modules),
         mtp_tensors=sum(map(count, plan.mtp_tensors)),
         mtp_from_donor=len(gated.mtp_missing),
-        received_bytes=received_bytes,
     )
-
-
-def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    hasher = hashlib.sha256()
-    for name, tensor in sorted(tensors):
-        hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-    return hasher.hexdigest()

@@ -55,7 +55,6 @@ class Subject:
     config: Mapping[str, Any]
     receipt: str
     files: Mapping[str, int | None]  # sizes, of repositories as the hub says them
-    received_bytes: int = 0  # over the network
     documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # config.json and more
 
 
@@ -271,7 +270,6 @@ def _open_repository(
         config=read.get(CONFIG_NAME, {}),
         receipt=f"none (read {files.transport.received_bytes} bytes of headers)",
         files=present,
-        received_bytes=files.transport.received_bytes,
         documents=read,
     )
 

@@ -71,18 +71,6 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
-    """How often systemd starts a failing engine again: ``burst`` times within the interval.
-
-    The controller's drop-in for the unit says it to systemd; the host tools do not read it here.
-    """
-
-    delay_s: float
-    burst: int
-    interval_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Question:
     """A prompt whose answer must match a regular expression."""
 
@@ -214,13 +202,12 @@ class Release:
     engine: Engine
     memory: Memory
     timeouts: Timeouts
-    restart: Restart
     check: CheckPlan
     watch: Watch
     cluster: Cluster | None = field(default=None, metadata=OPTIONAL)
     # What the engine reads beside the tree: a drafter's, adapters'.
     beside: tuple[Tree, ...] = field(default=(), metadata=OPTIONAL)
-    # Made from all of the above, so a plan adds them last.
+    # Made from all of the above and the limits of its unit, so a plan adds them last.
     name: str = field(default="", metadata=OPTIONAL)
     digest: str = field(default="", metadata=OPTIONAL)
 
@@ -241,10 +228,10 @@ class Release:
 
     @staticmethod
     def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        """Add what releases lack that were made before it was asked of them."""
+        """Add what releases lack that were made before it was asked of them; drop what went."""
         image, engine, check = data["image"], data["engine"], data["check"]
         return {
-            **data,
+            **{name: value for name, value in data.items() if name != "restart"},
             "image": {"digest_label": None, "base": image["tag"], "plugin": "", **image},
             "engine": {"user": None, **_told_by(engine["argv"]), **engine},
             "check": {**dict.fromkeys(_LATER_WISHES), **_LATER_CHECKS, **check},

@@ -294,23 +294,14 @@ class RequantizePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSource:
-    """A repository whose headers were read: its names, counted, and a digest of what they say."""
-
-    tensors: int
-    headers_sha256: str  # over name, dtype and shape of all that was looked at
-
-
-@dataclass(frozen=True, slots=True)
 class Held:
     """Base and donor of a build, found to be what its order says, by their headers alone."""
 
-    base: HeldSource
-    donor: HeldSource | None
+    base_tensors: int
+    donor_tensors: int
     swapped_modules: int
     mtp_tensors: int
     mtp_from_donor: int
-    received_bytes: int
 
 
 # Documents of a repository that describe it, beside the headers of its weights.
