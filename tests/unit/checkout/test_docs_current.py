@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -64,3 +65,15 @@ def test_every_result_file_is_named_by_a_page_or_the_catalog():
     results = [path.name for path in (CHECKOUT / "benchmarks/results").rglob("*.json")]
     assert [name for name in results if not re.search(rf"\b{re.escape(name)}", read)] == []
     assert len(set(results)) == len(results), "pages name them without their folder"
+
+
+def test_the_table_of_quantised_trees_is_that_of_its_result_file():
+    page = (CHECKOUT / "docs/reference/engine-proofs.md").read_text("utf-8")
+    table = page.partition("| tree | all positions: divergence |")[2].partition("\n\n")[0]
+    shown = [[float(cell) for cell in row.split("|")[2:-1]] for row in table.splitlines()[2:]]
+    found = json.loads((CHECKOUT / "benchmarks/results/gpu/requantize.json").read_text("utf-8"))
+    rows = [row["numbers"] for row in found["rows"] if row["numbers"].get("positions")]
+    keys = {"divergence_all": 3, "top_agrees_all": 3, "divergence_replies": 4}
+    digits = {**keys, "perplexity_replies": 4}
+    assert len(rows) == 4
+    assert shown == [[round(row[key], places) for key, places in digits.items()] for row in rows]
