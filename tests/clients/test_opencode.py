@@ -1,4 +1,4 @@
-"""opencode itself, with what `connect` prints, against a real gateway (`make clients`: npm)."""
+"""Agents themselves, with what `connect` prints, against a real gateway (`make clients`: npm)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,41 +21,65 @@ from stub_host import Host
 from spark_deploy.cli.clients import CLIENTS, Connection
 
 pytest_plugins = ["tests.unit.host_tools.conftest"]
-VERSION = "1.18.33"
+OPENCODE, CLAUDE_CODE = "opencode-ai@1.18.33", "@anthropic-ai/claude-code@2.1.328"
 QUESTION, ANSWER = "What is 7823 * 4519?", "35352137"
 
 
-@pytest.fixture(scope="module")
-def opencode(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home, npm = tmp_path_factory.mktemp("npm"), shutil.which("npm")
-    assert npm, "needs npm: apt-get install npm"
-    words = ["install", "--no-audit", "--no-fund", f"opencode-ai@{VERSION}"]
-    subprocess.run([npm, *words], cwd=home, check=True, capture_output=True)
-    return home / "node_modules/.bin/opencode"
-
-
-def test_opencode_answers_through_the_gateway(
-    opencode: Path, host: Host, nginx_program: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def connection(host: Host, nginx_program: Path) -> Iterator[Connection]:
     (host.paths.root / "usr/sbin").mkdir(parents=True)
     (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
-    # The stub would call a tool in every answer, and opencode would go on for ever.
+    # The stub would call a tool in every answer, and agents would go on for ever.
     host.started(host.release(), STUB_FAULT="no-tool")
     with running(host, engine=False, max_body_bytes=1 << 22) as door:
         key = host.paths.below(door.settings.key_path)
-        connection = Connection(
+        yield Connection(
             "spark-1", f"http://127.0.0.1:{door.settings.port}/v1", "this host", "main-model",
             ("main-model",), str(key), f"cat '{key}'", None, None, None, "", 16_384,
         )  # fmt: skip
-        project = tmp_path / "project"
-        project.mkdir()
-        (project / "opencode.json").write_text("\n".join(CLIENTS["opencode"].text(connection)))
-        environment = "\n".join(CLIENTS["env"].text(connection))
-        script = f'{environment}\nexec "$0" run "{QUESTION}"'
-        done = subprocess.run(
-            ["bash", "-euc", script, str(opencode)], cwd=project, timeout=180, check=False,
-            capture_output=True, text=True, stdin=subprocess.DEVNULL,
-            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert ANSWER in done.stdout
+
+
+@pytest.fixture(scope="session")
+def npm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what installs a package of npm, and where its programs then are."""
+    home, program = tmp_path_factory.mktemp("npm"), shutil.which("npm")
+    assert program, "needs npm: apt-get install npm"
+
+    def installed(package: str) -> Path:
+        words = [program, "install", "--no-audit", "--no-fund", package]
+        subprocess.run(words, cwd=home, check=True, capture_output=True)
+        return home / "node_modules/.bin"
+
+    return installed
+
+
+def told(script: str, *words: str, home: Path) -> str:
+    """Return what a program says after a shell took what `connect` printed, and nothing else."""
+    done = subprocess.run(
+        ["bash", "-euc", f'{script}\nexec "$0" "$@"', *words], cwd=home, timeout=180, check=False,
+        capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        env={"PATH": os.environ["PATH"], "HOME": str(home)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def text_of(client: str, connection: Connection) -> str:
+    return "\n".join(CLIENTS[client].text(connection))
+
+
+def test_opencode_answers_through_the_gateway(
+    npm: Callable[[str], Path], connection: Connection, tmp_path: Path
+) -> None:
+    opencode = npm(OPENCODE) / "opencode"
+    (tmp_path / "opencode.json").write_text(text_of("opencode", connection))
+    said = told(text_of("env", connection), str(opencode), "run", QUESTION, home=tmp_path)
+    assert ANSWER in said
+
+
+def test_claude_code_answers_through_the_gateway(
+    npm: Callable[[str], Path], connection: Connection, tmp_path: Path
+) -> None:
+    claude = npm(CLAUDE_CODE) / "claude"
+    said = told(text_of("claude", connection), str(claude), "-p", QUESTION, home=tmp_path)
+    assert ANSWER in said
