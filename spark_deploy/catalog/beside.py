@@ -9,10 +9,13 @@ from typing import Literal
 from pydantic.json_schema import SkipJsonSchema
 
 from spark_deploy.catalog.anatomy import Anatomy
-from spark_deploy.documents.declare import needed, setting
+from spark_deploy.documents.declare import form, needed, setting
 from spark_deploy.settings.rules import Broken
 
-HUB_REPOSITORY = "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
+HUB_REPOSITORY = form(
+    "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$",
+    "ORG/NAME as the hub has it, without its address", "Qwen/Qwen3-0.6B",
+)  # fmt: skip
 # Which methods draft with weights of another repository.
 OF_A_REPOSITORY = ("dflash", "eagle3", "draft_model")
 _MOST_MTP_TOKENS = 8
@@ -32,7 +35,7 @@ class Speculation:
     repository: str | None = setting(
         None,
         "The drafter's repository of the model hub; needed by dflash, eagle3 and draft_model.",
-        pattern=HUB_REPOSITORY,
+        **HUB_REPOSITORY,
     )
     revision: str = setting("main", "Of that repository: branch, tag or commit.")
     longest_match: int | None = setting(
@@ -72,7 +75,7 @@ class Speculation:
 class Adapter:
     """A LoRA adapter that is served under a name of its own beside the model."""
 
-    repository: str = needed("Repository of the model hub.", pattern=HUB_REPOSITORY)
+    repository: str = needed("Repository of the model hub.", **HUB_REPOSITORY)
     revision: str = setting("main", "Branch, tag or commit that the lock starts from.")
     rank: int = needed("`r` of its adapter_config.json.", minimum=1, maximum=512)
     # What its files say at the locked commit; nobody writes it.

@@ -16,6 +16,7 @@ from spark_deploy.catalog.tensor_sets import Tensors
 from spark_deploy.documents.declare import GIB, Gib, Text, needed, section, setting
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.serving import CATALOG_NAME, SERVED_NAME
+from spark_deploy.settings.sinks import IMAGE_ROLE
 
 # Keys of files that people may keep, and how the same is written now.
 RENAMED = {
@@ -30,23 +31,23 @@ RENAMED = {
 class Sources:
     """Repositories of the model hub; the lock adds the commit."""
 
-    base: str = needed("Complete INT4 tree.", pattern=HUB_REPOSITORY)
+    base: str = needed("Complete INT4 tree.", **HUB_REPOSITORY)
     donor: str | None = setting(
         None,
         "FP8 tree that shared experts come from; null when there is none.",
-        pattern=HUB_REPOSITORY,
+        **HUB_REPOSITORY,
     )
     hybrid: str | None = setting(
         None,
         "The base with the donor's shared experts already in it, made by others; null when there "
         "is none.",
-        pattern=HUB_REPOSITORY,
+        **HUB_REPOSITORY,
     )
     original: str | None = setting(
         None,
         "16-bit tree that `spark-deploy requantize` makes an INT4 tree of; null when there is "
         "none.",
-        pattern=HUB_REPOSITORY,
+        **HUB_REPOSITORY,
     )
     revision: str = setting("main", "Branch or tag the lock starts from.")
     repeats_names: bool = setting(
@@ -122,7 +123,7 @@ class Parsers:
 class ModelImage:
     """Which engine image serves the model."""
 
-    role: str = setting("engine", "Key of `images` in the settings.", pattern="^[a-z][a-z0-9_]*$")
+    role: str = setting("engine", "Key of `images` in the settings.", **IMAGE_ROLE)
     plugin: bool = setting(True, "false: the image is used unchanged whatever the profile says.")
     engine_mode: Literal["native", "portable"] = setting(
         "native",
@@ -198,7 +199,7 @@ class AnyModel:
 
     name: SkipJsonSchema[str]  # of the file
     based_on: str | SkipJsonSchema[None] = setting(
-        None, "Another model whose keys this file changes; one step only.", pattern=CATALOG_NAME
+        None, "Another model whose keys this file changes; one step only.", **CATALOG_NAME
     )
     summary: str = needed("What this model is, in one line.", maxLength=100)
     choose_when: str = needed("Who should take it, in one line.", maxLength=160)
@@ -209,7 +210,7 @@ class AnyModel:
     adapters: dict[str, Adapter] = setting(
         dict,
         "LoRA adapters by the name that clients ask for; each is fetched, verified and counted.",
-        propertyNames={"pattern": SERVED_NAME},
+        propertyNames=SERVED_NAME,
     )
     changes: tuple[Change, ...] = setting(
         (), "What this model needs otherwise than profiles say; later ones win."
@@ -252,7 +253,7 @@ class PlainModel(AnyModel):
     """A repository that is served as it was published: its files at a commit, and nothing built."""
 
     kind: Literal["plain"] = needed("plain: a repository that is served as it was published.")
-    repository: str = needed("Repository of the model hub.", pattern=HUB_REPOSITORY)
+    repository: str = needed("Repository of the model hub.", **HUB_REPOSITORY)
     revision: str = setting("main", "Branch, tag or commit that the lock starts from.")
     task: Task = setting(
         "chat", "What it is asked for, and what the proof asks. completion: a base model."

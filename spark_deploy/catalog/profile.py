@@ -10,7 +10,7 @@ from pydantic.json_schema import SkipJsonSchema
 from spark_contract.work.orders import Scheme
 
 from spark_deploy.catalog.beside import Speculation
-from spark_deploy.documents.declare import Gib, Text, needed, section, setting
+from spark_deploy.documents.declare import Gib, Text, form, needed, section, setting
 from spark_deploy.settings.engine_environment import environment_problems
 from spark_deploy.settings.engine_options import option_problems
 from spark_deploy.settings.rules import Broken
@@ -43,7 +43,7 @@ class Figure:
     model: str | None = setting(
         None,
         "With tokens_per_s: the model of catalog/models that it is about.",
-        pattern=CATALOG_NAME,
+        **CATALOG_NAME,
     )
     tokens_per_s: float | None = setting(
         None,
@@ -58,7 +58,10 @@ class ResultRow:
     """A row of one of this project's result files."""
 
     what: str = needed("What was shown, with its limits.")
-    result: str = needed("File of benchmarks/results/gpu.", pattern=r"^[a-z0-9-]+\.json$")
+    result: str = needed(
+        "File of benchmarks/results/gpu.",
+        **form(r"^[a-z0-9-]+\.json$", "the file's name alone", "recall.json"),
+    )
     claim: str = needed("The row's claim in that file, word for word.")
 
 
@@ -151,7 +154,7 @@ class Profile:
         None,
         "Another profile whose keys this file changes, but for what is published and proven of "
         "it; one step only.",
-        pattern=CATALOG_NAME,
+        **CATALOG_NAME,
     )
     summary: str = needed("What this profile is, in one line.", maxLength=100)
     choose_when: str = needed("Who should take it, in one line.", maxLength=160)

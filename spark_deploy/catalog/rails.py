@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spark_deploy.documents.declare import Schema, needed, setting
+from spark_deploy.settings.sinks import RAIL_NAME
 
 _COMPARISONS = {
     "is": {"description": "Equal to this value."},
@@ -54,7 +55,7 @@ def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) 
 class GuardRail:
     """A combination known to end badly."""
 
-    rule: str = needed("Short name.", pattern="^[a-z0-9-]+$")
+    rule: str = needed("Short name.", **RAIL_NAME)
     applies: dict[str, dict[str, Any]] = needed(
         "Facts of the planned release and what each must be; all must hold.",
         minProperties=1,

@@ -62,6 +62,17 @@ def later(default: _T, description: str) -> _T:
     return dataclasses.field(default=default, metadata={**said, **OPTIONAL})
 
 
+def form(pattern: str, what: str, example: str) -> Schema:
+    """Declare what text has to look like: keywords for ``setting``, ``needed`` and ``about``.
+
+    Args:
+        pattern: its form, for machines.
+        what: the same in words, after "write"; editors and errors say it to people.
+        example: one that has the form.
+    """
+    return {"pattern": pattern, "patternErrorMessage": f"write {what}, such as {example}"}
+
+
 def section(cls: type[_T], *, heading: str | None = None) -> _T:
     """Declare a mapping of settings, which has a class of its own; its docstring describes it."""
     return dataclasses.field(default_factory=cls, metadata=_said(None, None, heading, {}))

@@ -123,7 +123,7 @@ def _say(error: jsonschema.ValidationError) -> str:
         "minimum": f"{value} is below {limit}",
         "exclusiveMinimum": f"{value} is not above {limit}",
         "maximum": f"{value} is above {limit}",
-        "pattern": f"{value} does not have the form {limit}",
+        "pattern": f"{value} does not have the form that is needed",
         "minLength": "is empty",
         "minItems": "the list is empty",
         "maxProperties": f"{value} has more than one key",
@@ -155,6 +155,10 @@ def _action(error: jsonschema.ValidationError, schema: dict[str, Any]) -> str:
         there: Any = error.instance
         missing = [name for name in limit if name not in there]
         return f"add {', '.join(missing)}"
+    if error.validator == "pattern" and (told := schema.get("patternErrorMessage")):
+        return str(told)
+    if error.validator in ("oneOf", "anyOf"):
+        return " or ".join(_forms(error)) or "use one of these forms"
     actions = {
         "minimum": f"use {limit} or more",
         "exclusiveMinimum": f"use more than {limit}",
@@ -166,6 +170,13 @@ def _action(error: jsonschema.ValidationError, schema: dict[str, Any]) -> str:
         "minProperties": "give one key",
     }
     return actions.get(str(error.validator), "write it in another form") + _example(schema)
+
+
+def _forms(error: jsonschema.ValidationError) -> Iterator[str]:
+    """Yield what to write for each form that a value may have, as far as they say it."""
+    for one in error.validator_value:
+        if told := one.get("patternErrorMessage"):
+            yield told
 
 
 def _limits(schema: dict[str, Any]) -> str:

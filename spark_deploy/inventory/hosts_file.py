@@ -21,9 +21,9 @@ class HostEntry:
     """How to reach one host; what is left out is left to ~/.ssh/config."""
 
     address: str | None = setting(
-        None, "Address, where the name is none that ssh knows.", pattern=ADDRESS
+        None, "Address, where the name is none that ssh knows.", **ADDRESS
     )
-    user: str | None = setting(None, "Login user.", pattern=LOGIN)
+    user: str | None = setting(None, "Login user.", **LOGIN)
     port: int | None = setting(None, "SSH port.", minimum=1, maximum=65535)
     key_file: Text | None = setting(None, "Private key on the controller.")
 

@@ -95,7 +95,7 @@ class Lock:
 
     schema_version: Literal[1] = needed("Format of this file.")
     sources: Annotated[dict[str, LockedSource], knowing_keys("repo")] = needed(
-        "Repositories by name.", propertyNames={"pattern": HUB_REPOSITORY}
+        "Repositories by name.", propertyNames=HUB_REPOSITORY
     )
     images: Annotated[dict[str, LockedImage], knowing_keys("reference")] = needed(
         "Container images by reference."
@@ -106,7 +106,7 @@ class Lock:
     anatomies: Annotated[dict[str, Anatomy], knowing_keys("repository")] = setting(
         dict,
         "What headers and config.json of repositories say that are served as published.",
-        propertyNames={"pattern": HUB_REPOSITORY},
+        propertyNames=HUB_REPOSITORY,
     )
 
     @classmethod

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from spark_deploy.documents.declare import Text, about, setting
+from spark_deploy.documents.declare import Text, about, form, setting
 from spark_deploy.settings.rules import Broken
+from spark_deploy.settings.sinks import IP_ADDRESS
 
 # What the engine keeps open between hosts: see planning/serving/cluster.py.
 PORTS = 2000
@@ -30,7 +31,7 @@ class ClusterSettings:
         None,
         "Network over which they reach each other, such as 192.168.100.0/24; its addresses have "
         "to stay the same. null: the one in which every member has an address on a port with RDMA.",
-        pattern=r"^[0-9.]+/[0-9]+$",
+        **form(r"^[0-9.]+/[0-9]+$", "a network with its size", "192.168.100.0/24"),
         examples=["192.168.100.0/24"],
     )
     port: int = setting(
@@ -70,7 +71,7 @@ class ReplicasSettings:
         examples=[["spark-1", "spark-2"]],
     )
     port: int = setting(8008, "Port for all of them together.", minimum=1, maximum=65535)
-    addresses: dict[str, Annotated[str, about(pattern="^[0-9a-fA-F.:]+$")]] = setting(
+    addresses: dict[str, Annotated[str, about(**IP_ADDRESS)]] = setting(
         dict,
         "Addresses at which they reach each other, by name, best on the fastest network; who is "
         "not named is reached as by clients.",

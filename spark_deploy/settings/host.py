@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from spark_deploy.documents.declare import GIB, Gib, Text, about, setting
+from spark_deploy.documents.declare import GIB, Gib, Text, about, form, setting
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.sinks import (
     ADDRESS,
@@ -21,13 +21,17 @@ from spark_deploy.settings.sinks import (
 )
 from spark_deploy.settings.sources import RepositoryNames
 
+_PCI_ID = form("^[0-9a-f]{4}:[0-9a-f]{4}$", "VENDOR:DEVICE as `lspci -n` prints it", "10de:2e12")
+_DRIVER = form(r"^[0-9]+(\.[0-9]+)*$", "numbers and dots, in quotes", "580.95.05")
+_USER = form("^[a-z_][a-z0-9_-]*$", "the name of one account", "spark")
+
 
 @dataclass(frozen=True, slots=True)
 class ExpectSettings:
     """What a host must be; preflight refuses anything else before it changes something."""
 
     arch: str = setting("aarch64", "As `uname -m` prints it.")
-    pci_ids: tuple[Annotated[str, about(pattern="^[0-9a-f]{4}:[0-9a-f]{4}$")], ...] = setting(
+    pci_ids: tuple[Annotated[str, about(**_PCI_ID)], ...] = setting(
         ("10de:2e12",),
         "Any one of these vendor:device pairs must be present (10de:2e12 is GB10); read without "
         "the driver.",
@@ -37,9 +41,7 @@ class ExpectSettings:
     gpu_name: str = setting("NVIDIA GB10", "As nvidia-smi prints it.")
     os_id: str = setting("ubuntu", "ID of /etc/os-release.")
     os_version: str = setting("24.04", "VERSION_ID of /etc/os-release; quote it.")
-    driver_min: str = setting(
-        "580", "Smallest driver version accepted; quote it.", pattern=r"^[0-9]+(\.[0-9]+)*$"
-    )
+    driver_min: str = setting("580", "Smallest driver version accepted; quote it.", **_DRIVER)
     dgx_release: Literal["require", "warn", "ignore"] = setting(
         "warn", "What a missing /etc/dgx-release means."
     )
@@ -100,9 +102,11 @@ class CudaSettings:
     """CUDA toolkit; kept when present, never the driver."""
 
     version: str = setting(
-        "13.0", "Toolkit version that must be there; quote it.", pattern=r"^[0-9]+\.[0-9]+$"
+        "13.0",
+        "Toolkit version that must be there; quote it.",
+        **form(r"^[0-9]+\.[0-9]+$", "two numbers and a dot, in quotes", "13.0"),
     )
-    package: str = setting("cuda-toolkit-13-0", "Package that installs it.", pattern=PACKAGE)
+    package: str = setting("cuda-toolkit-13-0", "Package that installs it.", **PACKAGE)
     repositories: RepositoryNames = setting(
         (),
         "Names from `repositories` to add before the toolkit is installed; unused when it is "
@@ -134,7 +138,7 @@ class DockerSettings:
         "Keys merged into /etc/docker/daemon.json; everything else in that file stays.",
         examples=[{"log-opts": {"max-size": "50m"}}],
     )
-    users: tuple[Annotated[str, about(pattern="^[a-z_][a-z0-9_-]*$")], ...] = setting(
+    users: tuple[Annotated[str, about(**_USER)], ...] = setting(
         (),
         "Users that may use docker without sudo, from their next login on; as good as root, and "
         "nothing here needs it. Others are left as they are.",
@@ -159,20 +163,20 @@ class PathSettings:
     /etc/spark, /var/lib/spark, /usr/local/lib/spark.
     """
 
-    models_dir: str = setting("/srv/spark/models", "Built checkpoints.", pattern=FOLDER)
+    models_dir: str = setting("/srv/spark/models", "Built checkpoints.", **FOLDER)
     sources_dir: str = setting(
         "/srv/spark/sources",
         "Verified source trees. On the same filesystem as models_dir, base shards are linked "
         "instead of copied.",
-        pattern=FOLDER,
+        **FOLDER,
     )
     cache_dir: str = setting(
-        "/srv/spark/cache", "Compile caches of the engine, one per image.", pattern=FOLDER
+        "/srv/spark/cache", "Compile caches of the engine, one per image.", **FOLDER
     )
     docker_dir: str = setting(
         "/var/lib/docker",
         "Where the container engine keeps images; used by the disk plan only.",
-        pattern=FOLDER,
+        **FOLDER,
     )
 
     def broken(self) -> Iterator[Broken]:
@@ -193,21 +197,21 @@ class SshSettings:
     """How to reach a host; null leaves it to ~/.ssh/config."""
 
     hostname: str | None = setting(
-        None, "Address, when the inventory name does not resolve.", pattern=ADDRESS
+        None, "Address, when the inventory name does not resolve.", **ADDRESS
     )
     user: str | None = setting(
         None,
         "Login user. spark-deploy is the account that deploys/bootstrap.py makes; any other is one "
         "that the host has, and bootstrap lets it be root without a password.",
-        pattern=LOGIN,
+        **LOGIN,
     )
     first_user: str | None = setting(
         None,
         "Account that bootstrap logs in with to make spark-deploy; null leaves it to "
         "~/.ssh/config.",
-        pattern=LOGIN,
+        **LOGIN,
     )
-    allowed_from: tuple[Annotated[str, about(pattern=FROM)], ...] = setting(
+    allowed_from: tuple[Annotated[str, about(**FROM)], ...] = setting(
         (),
         "Addresses that spark-deploy's key is taken from, as sshd reads them; empty: the address "
         "that this machine shows the host at bootstrap.",

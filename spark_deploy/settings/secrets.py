@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, PlainSerializer
 from pydantic.json_schema import SkipJsonSchema
 
-from spark_deploy.documents.declare import Text, setting
+from spark_deploy.documents.declare import Text, form, setting
 
 _Nothing = SkipJsonSchema[None]
 
@@ -22,7 +22,9 @@ class SecretRef:
     )
 
     env: str | _Nothing = setting(
-        None, "Name of a variable of the controller.", pattern="^[A-Za-z_][A-Za-z0-9_]*$"
+        None,
+        "Name of a variable of the controller.",
+        **form("^[A-Za-z_][A-Za-z0-9_]*$", "the variable's name alone", "HF_TOKEN"),
     )
     file: Text | _Nothing = setting(None, "Path on the controller; the first line is the secret.")
     command: tuple[Text, ...] | _Nothing = setting(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from spark_deploy.documents.declare import Gib, about, in_gib, needed, section, setting
+from spark_deploy.documents.declare import Gib, about, form, in_gib, needed, section, setting
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.serving import (
     CATALOG_NAME,
@@ -17,7 +17,9 @@ from spark_deploy.settings.serving import (
 )
 
 ROUTED_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/pooling")
-SERVICE_NAME = "^[a-z][a-z0-9-]{0,30}$"
+SERVICE_NAME = form(
+    "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 small letters, digits and dashes", "search"
+)
 # What the engine is told is a share in hundredths of the whole memory.
 _SHARES = 100
 
@@ -26,8 +28,8 @@ _SHARES = 100
 class ServiceSettings:
     """One more service of a host: release, proof, watch, gateway and way back of its own."""
 
-    model: str = needed("The stem of a file in catalog/models.", pattern=CATALOG_NAME)
-    profile: str = needed("The stem of a file in catalog/profiles.", pattern=CATALOG_NAME)
+    model: str = needed("The stem of a file in catalog/models.", **CATALOG_NAME)
+    profile: str = needed("The stem of a file in catalog/profiles.", **CATALOG_NAME)
     port: int = needed("Port of its gateway.", minimum=1, maximum=65535)
     memory_bytes: Gib = needed(
         "What its engine may take in all; the main one gets that much less. Rounded down to a "
@@ -35,7 +37,7 @@ class ServiceSettings:
         key="memory_gib",
         exclusiveMinimum=0,
     )
-    names: tuple[Annotated[str, about(pattern=SERVED_NAME)], ...] = setting(
+    names: tuple[Annotated[str, about(**SERVED_NAME)], ...] = setting(
         (), "As serve.names.", uniqueItems=True
     )
     paths: tuple[Literal[ROUTED_PATHS], ...] = setting(  # type: ignore[valid-type]

@@ -10,19 +10,28 @@ from pydantic import BeforeValidator
 from spark_contract.host.digests import DIGEST12
 from spark_contract.serving.gateway import EXPOSURES, Expose
 
-from spark_deploy.documents.declare import GIB, MIB, Gib, Mib, about, in_gib, needed, setting
+from spark_deploy.documents.declare import GIB, MIB, Gib, Mib, about, form, in_gib, needed, setting
 from spark_deploy.settings.engine_environment import environment_problems
 from spark_deploy.settings.engine_options import option_problems
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.secrets import GENERATED, OwnSecret
 
-CATALOG_NAME = r"^[a-z0-9][a-z0-9._-]*$"
-ENVIRONMENT_NAMES = {"pattern": "^[A-Z_][A-Z0-9_]*$"}
-OPTION_NAMES = {"pattern": "^[a-z][a-z0-9_-]*$"}
+CATALOG_NAME = form(
+    r"^[a-z0-9][a-z0-9._-]*$", "the name of its file, without folder and .yml", "qwen3.5-35b"
+)
+ENVIRONMENT_NAMES = form(
+    "^[A-Z_][A-Z0-9_]*$", "the variable's name in capitals, digits and _", "NCCL_DEBUG"
+)
+OPTION_NAMES = form(
+    "^[a-z][a-z0-9_-]*$", "the option without its dashes and its value", "max-log-len"
+)
 # Above this no host of one GPU gains anything, and the engine captures graphs up to it.
 MAX_SEQUENCES = 1024
-SERVED_NAME = "^[A-Za-z0-9][A-Za-z0-9._/:-]*$"
-_FILE = "^(/|~/).+$"
+SERVED_NAME = form(
+    "^[A-Za-z0-9][A-Za-z0-9._/:-]*$", "one word that clients ask with", "qwen3.5-122b"
+)
+_TLS_NAME = form("^[A-Za-z0-9.:*-]+$", "a name or an address alone", "spark.example.org")
+_FILE = form("^(/|~/).+$", "a path that begins with / or ~/", "~/certificates/spark.pem")
 _AUDIENCES = ", ".join(f"{one.audience or 'nobody'} ({name})" for name, one in EXPOSURES.items())
 
 # YAML reads the bare word off as false.
@@ -39,8 +48,8 @@ _Tls = Annotated[
 class PairSettings:
     """A model and a profile by name."""
 
-    model: str = needed("The stem of a file in catalog/models.", pattern=CATALOG_NAME)
-    profile: str = needed("The stem of a file in catalog/profiles.", pattern=CATALOG_NAME)
+    model: str = needed("The stem of a file in catalog/models.", **CATALOG_NAME)
+    profile: str = needed("The stem of a file in catalog/profiles.", **CATALOG_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,11 @@ class ScheduledSettings(PairSettings):
 
     at: str = needed(
         "When, as systemd.time writes it, in the host's time zone unless one is named.",
-        pattern="^[A-Za-z0-9*.,:/~_ -]+$",
+        **form(
+            "^[A-Za-z0-9*.,:/~_ -]+$",
+            "a time as systemd's OnCalendar= takes it",
+            "Mon..Fri 08:00",
+        ),
         maxLength=80,
         examples=["Mon..Fri 08:00", "20:00 Europe/Berlin"],
     )
@@ -70,7 +83,11 @@ class ReleaseSettings:
         None,
         "Where `deploys/rollback.py` goes: a release by name, usually given as --data "
         "releases.rollback_to=NAME; null means the main service's before this one.",
-        pattern=f"^[a-z0-9][a-z0-9-]*-{DIGEST12}$",
+        **form(
+            f"^[a-z0-9][a-z0-9-]*-{DIGEST12}$",
+            "a release as `spark-deploy status` names it",
+            "main-0123456789ab",
+        ),
         examples=["main-0123456789ab"],
     )
 
@@ -98,7 +115,7 @@ class RolloutSettings:
 class ServeSettings:
     """Names, gateway and time limits of the service."""
 
-    names: tuple[Annotated[str, about(pattern=SERVED_NAME)], ...] = setting(
+    names: tuple[Annotated[str, about(**SERVED_NAME)], ...] = setting(
         (),
         "Names clients may use for the model, all served at once. The first is what `connect` "
         "prints and should stay the same when model or profile change. Empty: the model's catalog "
@@ -116,7 +133,7 @@ class ServeSettings:
         None,
         "Name or address under which clients of the network reach this host; certificates cover "
         "it. null: ssh.hostname, else the name in the inventory.",
-        pattern="^[A-Za-z0-9.:-]+$",
+        **form("^[A-Za-z0-9.:-]+$", "a name or an address alone", "spark.example.org"),
         examples=["spark.example.org"],
     )
     tls: _Tls = setting(
@@ -128,14 +145,14 @@ class ServeSettings:
     tls_certificate: str | None = setting(
         None,
         "With own-cert: PEM file on the controller with the certificate and its chain.",
-        pattern=_FILE,
+        **_FILE,
     )
     tls_key: str | None = setting(
         None,
         "With own-cert: PEM file on the controller with the unencrypted key.",
-        pattern=_FILE,
+        **_FILE,
     )
-    tls_names: tuple[Annotated[str, about(pattern="^[A-Za-z0-9.:*-]+$")], ...] = setting(
+    tls_names: tuple[Annotated[str, about(**_TLS_NAME)], ...] = setting(
         (),
         "With private-ca: names and addresses that certificates cover beside serve.address.",
         uniqueItems=True,
@@ -144,7 +161,7 @@ class ServeSettings:
         "~/.config/spark-deploy/ca",
         "With private-ca: folder on the controller that holds the CA, ca.pem for clients and "
         "ca-key.pem. Made when absent; keep a copy.",
-        pattern=_FILE,
+        **_FILE,
     )
     api_key: OwnSecret = setting(
         GENERATED,

@@ -11,28 +11,59 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from spark_deploy.documents.declare import about
+from spark_deploy.documents.declare import about, form
 
 _PART = r"(?!\.{1,2}(/|$))[A-Za-z0-9._+@-]+"
-FOLDER = rf"^(/{_PART})+$"
+FOLDER = form(
+    rf"^(/{_PART})+$",
+    "an absolute path of letters, digits and . _ + @ - between its slashes", "/data/models",
+)  # fmt: skip
 """A folder on a host: in unit files, ``--mount`` and shells, so no blank, comma, colon or ``%``."""
-GLOB = r"^(/(?!\.{1,2}(/|$))[A-Za-z0-9._+@*?\[\]-]+)+$"
+GLOB = form(
+    r"^(/(?!\.{1,2}(/|$))[A-Za-z0-9._+@*?\[\]-]+)+$",
+    "an absolute path without blanks; * and ? stand for more", "/home/*/.cache/huggingface/hub",
+)  # fmt: skip
 """The same with the wildcards of a shell."""
-BELOW = rf"^{_PART}(/{_PART})*$"
+BELOW = form(
+    rf"^{_PART}(/{_PART})*$",
+    "a relative path that does not lead upwards", "locks/spark.lock.yml",
+)  # fmt: skip
 """A file below a folder of the controller: neither absolute nor upwards."""
-PACKAGE = r"^[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?(=[A-Za-z0-9.+:~-]+)?$"
+PACKAGE = form(
+    r"^[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?(=[A-Za-z0-9.+:~-]+)?$",
+    "one package as apt names it, with =VERSION if you like", "docker-ce=5:28.5.1-1",
+)  # fmt: skip
 """A package of apt, with architecture or version; no option, no file."""
-SUITE = r"^(\./|[A-Za-z0-9][A-Za-z0-9._/-]*)$"
-COMPONENT = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
-URL = r"^https?://(?![^/]*@)[A-Za-z0-9\[]([A-Za-z0-9._~:/?%&=+@,\[\]-]*[A-Za-z0-9._~%&=+@,\]-])?$"
+SUITE = form(
+    r"^(\./|[A-Za-z0-9][A-Za-z0-9._/-]*)$", "one word, or ./ for a flat repository", "noble"
+)
+COMPONENT = form(r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", "one word", "main")
+URL = form(
+    r"^https?://(?![^/]*@)[A-Za-z0-9\[]([A-Za-z0-9._~:/?%&=+@,\[\]-]*[A-Za-z0-9._~%&=+@,\]-])?$",
+    "http:// or https:// and a host, without a login, blanks, or a slash at the end",
+    "https://hub.example/mirror",
+)
 """No login: it stands in jobs, locks and lists of apt, which everybody on a host may read."""
-CONTAINER = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-LOGIN = r"^[A-Za-z_][A-Za-z0-9_.@-]*\$?$"
-ADDRESS = r"^[A-Za-z0-9\[:][A-Za-z0-9._:%\]-]*$"
-FROM = r"^[A-Za-z0-9*?:][A-Za-z0-9.:*?/_-]*$"
+CONTAINER = form(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", "the name that `docker ps` shows", "ollama")
+LOGIN = form(r"^[A-Za-z_][A-Za-z0-9_.@-]*\$?$", "the name that one logs in with, alone", "spark")
+ADDRESS = form(
+    r"^[A-Za-z0-9\[:][A-Za-z0-9._:%\]-]*$",
+    "a host's name or address, without a user and without blanks", "192.168.1.20",
+)  # fmt: skip
+FROM = form(
+    r"^[A-Za-z0-9*?:][A-Za-z0-9.:*?/_-]*$",
+    "one address, network or name a line; * and ? stand for more", "192.168.1.0/24",
+)  # fmt: skip
 """An address, network or name of ``from=`` in authorized_keys; no ``!``, comma or quote."""
 
-Packages = tuple[Annotated[str, about(pattern=PACKAGE)], ...]
+IP_ADDRESS = form("^[0-9a-fA-F.:]+$", "an IP address, no name", "192.168.100.11")
+IMAGE = form(
+    "^[a-z0-9][A-Za-z0-9._/:@-]*$", "an image as `docker pull` takes it", "vllm/vllm-openai:v0.11.0"
+)
+IMAGE_ROLE = form("^[a-z][a-z0-9_]*$", "a name of small letters, digits and _", "engine")
+RAIL_NAME = form("^[a-z0-9-]+$", "the rule as the error named it", "turboquant-with-drafts")
+
+Packages = tuple[Annotated[str, about(**PACKAGE)], ...]
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 # Where the system keeps what is not ours, and where others than root may write.

@@ -8,26 +8,30 @@ from typing import Annotated
 from pydantic.json_schema import SkipJsonSchema
 from spark_contract.host.digests import SHA256
 
-from spark_deploy.documents.declare import Mib, about, needed, of_key, setting
+from spark_deploy.documents.declare import Mib, about, form, needed, of_key, setting
 from spark_deploy.settings.secrets import SecretRef
-from spark_deploy.settings.sinks import COMPONENT, GLOB, SUITE, URL
+from spark_deploy.settings.sinks import COMPONENT, GLOB, IP_ADDRESS, SUITE, URL
 
-REPOSITORY_NAME = "^[a-z0-9][a-z0-9._-]*$"
+REPOSITORY_NAME = form(
+    "^[a-z0-9][a-z0-9._-]*$", "a name of small letters, digits and . _ -", "docker-ubuntu"
+)
 
-RepositoryNames = tuple[Annotated[str, about(pattern=REPOSITORY_NAME)], ...]
+_HOST_AND_PORT = form(r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]+$", "HOST:PORT", "192.168.1.10:5000")
+_DIRECT = form(r"^[^\s,]+$", "one host or network an entry", "192.168.1.0/24")
+_SHA256 = form(f"^{SHA256}$", "the 64 hexadecimal digits that `sha256sum` prints", "0" * 64)
+
+RepositoryNames = tuple[Annotated[str, about(**REPOSITORY_NAME)], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RegistrySettings:
     """How image registries are reached."""
 
-    insecure: tuple[Annotated[str, about(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]+$")], ...] = (
-        setting(
-            (),
-            "Registries spoken to over plain HTTP, as host:port.",
-            uniqueItems=True,
-            examples=[["192.168.1.10:5000"]],
-        )
+    insecure: tuple[Annotated[str, about(**_HOST_AND_PORT)], ...] = setting(
+        (),
+        "Registries spoken to over plain HTTP, as host:port.",
+        uniqueItems=True,
+        examples=[["192.168.1.10:5000"]],
     )
 
 
@@ -38,9 +42,9 @@ class HubSettings:
     endpoint: str = setting(
         "https://huggingface.co",
         "Base URL of the hub, without a slash at the end.",
-        pattern=URL,
+        **URL,
     )
-    mirrors: tuple[Annotated[str, about(pattern=URL)], ...] = setting(
+    mirrors: tuple[Annotated[str, about(**URL)], ...] = setting(
         (),
         "Base URLs tried before the endpoint; they serve the same paths, hashes decide.",
         uniqueItems=True,
@@ -53,8 +57,10 @@ class HubSettings:
 
 
 # A login in it would be read by everybody who reads the settings.
-_PROXY = r"^https?://[^@\s/]+/?$"
-_ProxyUrl = Annotated[str, about(pattern=_PROXY)] | SecretRef | None
+_PROXY = form(
+    r"^https?://[^@\s/]+/?$", "http://HOST:PORT without a login", "http://proxy.example:3128"
+)
+_ProxyUrl = Annotated[str, about(**_PROXY)] | SecretRef | None
 _PROXY_MEANING = (
     "Proxy for {0} addresses: http://HOST:PORT without a login, or where the controller reads "
     "one with a login: {{env: NAME}}, {{file: PATH}} or {{command: [PROGRAM, ARGUMENT]}}; null for "
@@ -73,7 +79,7 @@ class ProxySettings:
     https: _ProxyUrl = setting(
         None, _PROXY_MEANING.format("https"), examples=["http://proxy.example.org:3128"]
     )
-    direct: tuple[Annotated[str, about(pattern=r"^[^\s,]+$")], ...] = setting(
+    direct: tuple[Annotated[str, about(**_DIRECT)], ...] = setting(
         ("localhost", "127.0.0.1", "::1"),
         "Names, domains and addresses that are reached without the proxy (no_proxy).",
         uniqueItems=True,
@@ -117,7 +123,7 @@ class DownloadSettings:
         minimum=0,
         maximum=7 * 86400,
     )
-    look_in: tuple[Annotated[str, about(pattern=GLOB)], ...] = setting(
+    look_in: tuple[Annotated[str, about(**GLOB)], ...] = setting(
         ("/srv/spark/sources", "/root/.cache/huggingface/hub", "/home/*/.cache/huggingface/hub"),
         "Folders on the host (shell globs) that may hold the bytes already; files that "
         "only root can write to are linked, others copied, none is moved.",
@@ -139,7 +145,7 @@ class FleetSettings:
         None,
         "Address of this host at which the others fetch from it, best on the fastest network. "
         "null: the one that it was logged in at.",
-        pattern="^[0-9a-fA-F.:]+$",
+        **IP_ADDRESS,
         examples=["192.168.100.11"],
     )
     port: int = setting(8010, "Port at which it lends.", minimum=1024, maximum=65535)
@@ -150,12 +156,12 @@ class RepositorySettings:
     """One signed apt repository."""
 
     name: SkipJsonSchema[str] = of_key()
-    url: str = needed("Base URL.", pattern=URL)
-    suite: str = needed("Suite, or ./ for a flat repository.", pattern=SUITE)
-    components: tuple[Annotated[str, about(pattern=COMPONENT)], ...] = needed(
+    url: str = needed("Base URL.", **URL)
+    suite: str = needed("Suite, or ./ for a flat repository.", **SUITE)
+    components: tuple[Annotated[str, about(**COMPONENT)], ...] = needed(
         "Components; empty for a flat repository.", uniqueItems=True
     )
-    key_url: str = needed("Where the signing key lies.", pattern=URL)
+    key_url: str = needed("Where the signing key lies.", **URL)
     key_sha256: str = needed(
-        "sha256 of the key file's content; anything else is refused.", pattern=f"^{SHA256}$"
+        "sha256 of the key file's content; anything else is refused.", **_SHA256
     )

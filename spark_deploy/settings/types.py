@@ -42,7 +42,7 @@ from spark_deploy.settings.serving import (
     ServeSettings,
     WatchSettings,
 )
-from spark_deploy.settings.sinks import BELOW, CONTAINER
+from spark_deploy.settings.sinks import BELOW, CONTAINER, IMAGE, IMAGE_ROLE, RAIL_NAME
 from spark_deploy.settings.sources import (
     REPOSITORY_NAME,
     DownloadSettings,
@@ -67,13 +67,13 @@ class Settings:
         "engine, memory, watch, check, and names and time limits of serve. Changing any of it "
         "restarts the engine, proven, with a way back. Port, exposure, TLS, key and limits of "
         "requests restart nothing.",
-        pattern=CATALOG_NAME,
+        **CATALOG_NAME,
         examples=["qwen3.5-122b"],
     )
     profile: str = setting(
         "v2",
         "How to serve it: the stem of a file in catalog/profiles.",
-        pattern=CATALOG_NAME,
+        **CATALOG_NAME,
         examples=["v2", "v2-tq"],
     )
     keep_ready: tuple[PairSettings, ...] = setting(
@@ -101,7 +101,7 @@ class Settings:
         "More services on this host, by name, such as an embedding model beside the main one. "
         "Each is rolled out, proven, watched and rolled back by itself; one that is not listed "
         "any more is stopped.",
-        propertyNames={"pattern": SERVICE_NAME},
+        propertyNames=SERVICE_NAME,
         examples=[
             {
                 "embed": {
@@ -129,7 +129,7 @@ class Settings:
         "Path of the lock, relative to the folder that holds the inventory's group_vars. The lock "
         "turns names into commits and digests.",
         heading="Where things come from",
-        pattern=BELOW,
+        **BELOW,
         examples=["spark.lock.yml"],
     )
     locked: Literal["first-use", "required"] = setting(
@@ -137,7 +137,7 @@ class Settings:
         "first-use: a name that is not locked is locked when a run meets it; required: such a run "
         "is refused.",
     )
-    images: dict[str, Annotated[str, about(pattern="^[a-z0-9][A-Za-z0-9._/:@-]*$")]] = setting(
+    images: dict[str, Annotated[str, about(**IMAGE)]] = setting(
         lambda: {
             "engine": "vllm/vllm-openai:v0.33.0",
             "gpu_check": "nvidia/cuda:13.0.2-base-ubuntu24.04",
@@ -145,7 +145,7 @@ class Settings:
         "Container images by role; a tag is locked to its digest. `engine` and `gpu_check` (must "
         "print a GPU line; proves the runtime) are always needed; models may name further ones.",
         required=["engine", "gpu_check"],
-        propertyNames={"pattern": "^[a-z][a-z0-9_]*$"},
+        propertyNames=IMAGE_ROLE,
     )
     registries: RegistrySettings = section(RegistrySettings)
     hub: HubSettings = section(HubSettings)
@@ -156,7 +156,7 @@ class Settings:
         dict,
         "Signed apt repositories by name; cuda.repositories and docker.repositories choose among "
         "them.",
-        propertyNames={"pattern": REPOSITORY_NAME},
+        propertyNames=REPOSITORY_NAME,
         examples=[
             {
                 "vendor": {
@@ -176,7 +176,7 @@ class Settings:
         "deploy reboot such hosts, one after the other, each proven again before the next. A cause "
         "that stays is not tried twice.",
     )
-    takeover: tuple[Annotated[str, about(pattern=CONTAINER)], ...] = setting(
+    takeover: tuple[Annotated[str, about(**CONTAINER)], ...] = setting(
         (),
         "Containers of others (by name) that a run may stop and disable because they hold the GPU "
         "memory.",
@@ -199,7 +199,7 @@ class Settings:
         dict,
         "Refusing guard rails that you take on for this host, by name, and why; the plan warns of "
         "each. Only rails with `may_be_overridden: true` in catalog/guard_rails.yml.",
-        propertyNames={"pattern": "^[a-z0-9-]+$"},
+        propertyNames=RAIL_NAME,
         examples=[{"trust-remote-code": "the parser in our image was reviewed in November"}],
     )
     base: BaseSettings = section(BaseSettings, heading="What a host gets")

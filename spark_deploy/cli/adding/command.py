@@ -87,7 +87,7 @@ def _file(place: str) -> dict[str, Any] | None:
 def _of_repository(place: str, host: Listed) -> Draft:
     """Return the file of ``ORG/NAME[@REVISION]``."""
     repository, _, asked = place.partition("@")
-    if not re.match(HUB_REPOSITORY, repository):
+    if not re.match(HUB_REPOSITORY["pattern"], repository):
         what = "is neither a file nor ORG/NAME[@REVISION]"
         raise CatalogError.one(place, what, "check the spelling")
     hub = host.settings.settings.hub

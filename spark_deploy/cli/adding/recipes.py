@@ -57,7 +57,9 @@ def draft_of_recipe(data: Mapping[str, Any], source: str) -> Draft:
         CatalogError: It is of no known kind, names no repository, or is for several hosts.
     """
     recipe = _read(data, source)
-    if not isinstance(recipe.repository, str) or not re.match(HUB_REPOSITORY, recipe.repository):
+    if not isinstance(recipe.repository, str) or not re.match(
+        HUB_REPOSITORY["pattern"], recipe.repository
+    ):
         what = f"names no repository of the hub ({str(recipe.repository)[:60]!r})"
         raise CatalogError.one(source, what, "write ORG/NAME as its model")
     taken = arguments_of(recipe.words)

@@ -56,9 +56,9 @@ class Shared:
     """The whole file."""
 
     shared: Literal[1] = needed("Format of this file.")
-    name: str = needed("Of the model.", pattern=CATALOG_NAME)
+    name: str = needed("Of the model.", **CATALOG_NAME)
     model: dict[str, Any] = needed("The model's file, whole.")
-    profile_name: str = needed("Of the profile.", pattern=CATALOG_NAME)
+    profile_name: str = needed("Of the profile.", **CATALOG_NAME)
     profile: dict[str, Any] = needed("The profile's file, whole.")
     sources: dict[str, Identity] = setting(dict, "Repositories as they were locked.")
     images: dict[str, str] = setting(dict, "Images as they were locked; told, never taken over.")

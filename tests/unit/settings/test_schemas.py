@@ -1,6 +1,7 @@
 """Schemas and YAML files of the repository agree."""
 
 import json
+import re
 
 import jsonschema
 import pytest
@@ -48,6 +49,32 @@ def test_examples_in_a_schema_follow_it(path):
             whole = {**part, "$defs": schema.get("$defs", {})}
             problems = list(jsonschema.Draft202012Validator(whole).iter_errors(example))
             assert not problems, f"{where}: {problems}"
+
+
+# The others are written by machines.
+WRITTEN_BY_PEOPLE = (
+    "families", "guard_rails", "hosts", "model", "plain_model", "profile", "settings",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN_BY_PEOPLE)
+def test_what_text_has_to_look_like_is_said_in_words_with_an_example_that_does(name):
+    for where, part in patterns(schema_of(name)):
+        words, _, example = part.get("patternErrorMessage", "").rpartition(", such as ")
+        assert words.startswith("write "), where
+        assert re.search(part["pattern"], example), f"{where}: {example}"
+
+
+def patterns(part, where: str = ""):
+    """Yield (path, level) of all that have a pattern."""
+    if isinstance(part, dict):
+        if isinstance(part.get("pattern"), str):
+            yield where, part
+        for key, value in part.items():
+            yield from patterns(value, f"{where}/{key}")
+    elif isinstance(part, list):
+        for number, value in enumerate(part):
+            yield from patterns(value, f"{where}/{number}")
 
 
 YAML_FILES = [

@@ -1,3 +1,4 @@
+import re
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -112,13 +113,13 @@ WRONG = {
     ),
     "a container that takes less than nothing": (
         "allow_containers: {comfyui: -1}",
-        "allow_containers.comfyui",
-        "",
+        "allow_containers.comfyui: -1 is below 0",
+        "use 0 or more",
     ),
     "a user that is none": (
         'docker: {users: ["ann; reboot"]}',
-        "docker.users[0]",
-        "does not have the form",
+        'docker.users[0]: "ann; reboot" does not have the form',
+        "write the name of one account, such as spark",
     ),
     "unknown profile": (
         "profile: v3",
@@ -126,13 +127,17 @@ WRONG = {
         "v2",
     ),
     "unknown model": ("model: qwen3.5-122", "is not a model", "did you mean qwen3.5-122b?"),
-    "text for a number": ("serve: {port: http}", '"http" is not a whole number', "Port of"),
-    "port out of range": ("serve: {port: 70000}", "70000 is above 65535", "Port of"),
+    "text for a number": (
+        "serve: {port: http}",
+        '"http" is not a whole number',
+        "write a whole number from 1 to 65535",
+    ),
+    "port out of range": ("serve: {port: 70000}", "70000 is above 65535", "use 65535 or less"),
     "number for text": ("expect: {os_version: 24.04}", "24.04 is not text", 'quotes: "24.04"'),
     "unknown exposure": (
         "serve: {expose: web}",
         "not one of loopback, docker, tailscale",
-        "gateway",
+        "use one of those",
     ),
     "TLS where nothing leaves the host": (
         "serve: {tls: private-ca}",
@@ -147,13 +152,13 @@ WRONG = {
     "certificate by a path of nowhere": (
         "serve: {tls_certificate: cert.pem}",
         "does not have the form",
-        "PEM file on the controller",
+        "write a path that begins with / or ~/, such as ~/certificates/spark.pem",
     ),
-    "secret in clear": ("serve: {api_key: hunter2}", "none of the forms", "controller"),
+    "secret in clear": ("serve: {api_key: hunter2}", "none of the forms", "use one of these forms"),
     "two places for a secret": (
         "hub: {token: {env: A, file: b}}",
         "hub.token",
-        "Where the controller reads",
+        "use one of these forms. Where the controller reads",
     ),
     "unknown model to have ready": (
         "keep_ready: [{model: qwen3.5-35, profile: v2}]",
@@ -163,14 +168,14 @@ WRONG = {
     "half a pair": (
         "keep_ready: [{model: qwen3.5-35b}]",
         "profile is missing",
-        "A model and a profile",
+        "add profile. A model and a profile",
     ),
     "a way back by another name": (
         "releases: {rollback_to: yesterday}",
         "does not have the form",
-        "null means the main service's before this one",
+        "write a release as `spark-deploy status` names it, such as main-0123456789ab",
     ),
-    "no number of ways back": ("releases: {keep: -1}", "-1 is below 0", "How many"),
+    "no number of ways back": ("releases: {keep: -1}", "-1 is below 0", "use 0 or more"),
     "memory reserve too large": ("memory: {reserve_gib: 120}", "leaves nothing", "lower it"),
     "floor above the reserve": ("memory: {floor_gib: 20}", "stop every engine", "at or below"),
     "repository not described": (
@@ -184,9 +189,17 @@ WRONG = {
         "folder of its own",
     ),
     "place that is fixed": ("paths: {state_dir: /data}", "state_dir: unknown key", "paths."),
-    "no try at all": ("downloads: {tries: 0}", "0 is below 1", "gives up"),
-    "pause as text": ("downloads: {retry_pause_s: long}", "retry_pause_s", "Seconds before"),
-    "relative path": ("paths: {models_dir: models}", "does not have the form", "Built"),
+    "no try at all": ("downloads: {tries: 0}", "0 is below 1", "use 1 or more"),
+    "pause as text": (
+        "downloads: {retry_pause_s: long}",
+        "retry_pause_s",
+        "write a number from 0 to 30",
+    ),
+    "relative path": (
+        "paths: {models_dir: models}",
+        "does not have the form",
+        "write an absolute path",
+    ),
     "option with its own setting": (
         "engine: {options: {max_model_len: 4096}}",
         "is decided elsewhere",
@@ -255,16 +268,16 @@ WRONG = {
     "a proxy with a login in the open": (
         "proxy: {https: 'http://ann:word@proxy:3128'}",
         "proxy.https",
-        "where the controller reads one with a login",
+        "write http://HOST:PORT without a login",
     ),
     "not a mapping": ("- v2", "holds a list", "key: value"),
     "broken YAML": ("serve: {port: 1", "line", "correct the YAML"),
     "key twice": ("model: a\nmodel: b", "'model' is given twice", "correct"),
-    "list for a mapping": ("serve: [1]", "[1] is not a mapping", "Names, gateway"),
+    "list for a mapping": ("serve: [1]", "[1] is not a mapping", "write a mapping"),
     "unhashed key of a repository": (
         "repositories: {v: {url: 'https://a', suite: b, components: [], key_url: 'https://a/k'}}",
         "key_sha256",
-        "One signed",
+        "add key_sha256",
     ),
 }
 
@@ -278,6 +291,15 @@ def test_a_wrong_group_vars_file_is_refused_with_where_what_and_fix(root, case):
     assert what in message
     assert fix in message
     assert "p/w" not in message
+    for line in message.splitlines():
+        if (said := line.strip()).startswith("fix: "):
+            assert ACTION.match(said), said
+
+
+# What to do comes first; what the key is may follow.
+ACTION = re.compile(
+    r"fix: (did you mean|write|use|set|add|name|put|keep|lower|give|leave|describe|correct|known)\b"
+)
 
 
 def test_all_mistakes_of_all_hosts_are_reported_at_once(root):
