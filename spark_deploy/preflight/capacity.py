@@ -56,7 +56,7 @@ def demands(needs: NeedsPlan, survey: Survey) -> tuple[Demand, ...]:
             place.mount,
             place.available_bytes,
             so_far.needed_bytes + max(0, wanted_bytes - done_bytes),
-            (*so_far.paths, path),
+            (*so_far.paths, place.folder or path),
         )
     return tuple(totals.values())
 

@@ -79,7 +79,8 @@ def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[tuple[Problem, bool]]
     on_gpu = {
         app.pid: app.name
         for app in survey.gpu.compute_apps
-        if app.container_id not in known_containers
+        # While our engine runs, a process that ended between two questions may have been its own.
+        if app.container_id not in known_containers and (app.cgroup or not survey.serving)
     }
     known: dict[int, str] = {process.pid: process.name for process in survey.processes}
     for process in survey.processes:
@@ -99,7 +100,7 @@ def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[tuple[Problem, bool]]
             process.pid in on_gpu,
         )
     for pid, name in on_gpu.items():
-        if pid in known or _allowed(needs, name.rsplit("/", 1)[-1]) or survey.serving:
+        if pid in known or _allowed(needs, name.rsplit("/", 1)[-1]):
             continue
         yield (
             Problem(

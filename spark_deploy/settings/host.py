@@ -175,7 +175,7 @@ class PathSettings:
     )
     docker_dir: str = setting(
         "/var/lib/docker",
-        "Where the container engine keeps images; used by the disk plan only.",
+        "Where the container engine keeps images, for the disk plan; a docker that runs is asked.",
         **FOLDER,
     )
 

@@ -21,6 +21,7 @@ class Place:
     mount: str
     device: str
     available_bytes: int
+    folder: str = ""  # where that is in truth; docker's data may have been moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +55,46 @@ class Reclaimable:
     bytes: int
 
 
-def script(paths: Sequence[str], shared: Sequence[str] = ()) -> str:
+# Where docker keeps images: below its data root, or in the store of the system's containerd.
+_IMAGES_IN = r"""
+images_in=
+command -v docker >/dev/null 2>&1 && images_in=$(
+  timeout 20 docker info --format '{{.DockerRootDir}}|{{range .DriverStatus}}{{.}}{{end}}')
+case $images_in in
+  *io.containerd.snapshotter*)
+    images_in=$(timeout 20 containerd config dump | sed -n "s/^root *= *[\"']\(.*\)[\"']/\1/p")
+    images_in=${images_in:-/var/lib/containerd} ;;
+esac
+images_in=${images_in%%|*}
+"""
+
+
+def script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
     """Ask for the filesystem of each path; one that does not exist yet counts as its parent.
 
     Args:
         paths: what we will write to.
-        shared: those among them that hold more than ours; their content is not added up.
+        docker_dirs: those among them where docker is expected to keep images. Docker is asked for
+            the place itself, and as it holds more than ours, its content is not added up.
     """
     words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
-    skip = "|".join(shlex.quote(path) for path in shared) or "''"
+    skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
     return rf"""
+{_IMAGES_IN}
 echo '== places'
 for path in {words}; do
-  there=$path
+  folder=$path
+  case $path in {skip}) folder=${{images_in:-$path}} ;; esac
+  there=$folder
   while [ ! -d "$there" ]; do there=$(dirname "$there"); done
   used=0
   case $path in
     {skip}) ;;
     *) [ -d "$path" ] && used=$(du -sk --apparent-size "$path" | cut -f1) ;;
   esac
-  df -Pk "$there" | awk -v path="$path" -v used="$used" \
+  df -Pk "$there" | awk -v path="$path" -v used="$used" -v folder="$folder" \
     'NR == 2 {{ mount = $6; for (i = 7; i <= NF; i++) mount = mount " " $i
-      print path "\t" used "\t" $1 "\t" $4 "\t" mount }}'
+      print path "\t" used "\t" $1 "\t" $4 "\t" mount "\t" folder }}'
 done
 echo '== above'
 for path in {words}; do
@@ -96,11 +115,10 @@ def parse_places(lines: Iterable[str]) -> tuple[Place, ...]:
     places = []
     for line in lines:
         fields = line.split("\t")
-        if len(fields) == 5 and fields[1].isdigit() and fields[3].isdigit():
-            path, used_kib, device, available_kib, mount = fields
-            places.append(
-                Place(path, int(used_kib) * 1024, mount, device, int(available_kib) * 1024)
-            )
+        if len(fields) in (5, 6) and fields[1].isdigit() and fields[3].isdigit():
+            path, used_kib, device, available_kib, mount, *folder = fields
+            used_bytes, available_bytes = int(used_kib) * 1024, int(available_kib) * 1024
+            places.append(Place(path, used_bytes, mount, device, available_bytes, *folder))
     return tuple(places)
 
 

@@ -33,7 +33,7 @@ for pid in $(timeout 30 nvidia-smi --query-compute-apps=pid --format=csv,noheade
 done
 echo '== torn'
 if command -v nvidia-spark-ota-check >/dev/null 2>&1; then
-  timeout 60 nvidia-spark-ota-check torn-score 2>&1
+  timeout 60 nvidia-spark-ota-check torn-score 2>/dev/null
 fi
 echo '== driver-packages'
 dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\n' 'nvidia-driver-*' 'cuda-drivers*' \
@@ -64,7 +64,12 @@ class ComputeApp:
 
     pid: int
     name: str
-    container_id: str = ""  # of the container it runs in
+    cgroup: str = ""  # "" where it could not be told: the process had ended meanwhile
+
+    @property
+    def container_id(self) -> str:
+        """Full id of the container it runs in, or ""."""
+        return container_id(self.cgroup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,7 @@ def parse_apps(sections: Sections) -> tuple[ComputeApp, ...]:
     groups = dict([*line.split(maxsplit=1), ""][:2] for line in sections.get("compute-cgroups", ()))
     apps = (line.partition(",") for line in sections.get("compute-apps", ()))
     return tuple(
-        ComputeApp(int(pid), name.strip(), container_id(groups.get(pid.strip(), "")))
+        ComputeApp(int(pid), name.strip(), groups.get(pid.strip(), ""))
         for pid, _, name in apps
         if pid.strip().isdigit()
     )

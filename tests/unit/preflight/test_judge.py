@@ -309,19 +309,34 @@ def test_neighbours_without_the_gpu_are_nobodys_business_where_nvidia_is_the_def
     assert problems(survey(containers=[qdrant])) == []
 
 
-def test_our_own_engine_is_no_stranger() -> None:
-    container = (
-        '{"id":"a1","name":"/spark-main-0123456789ab","image":"spark-vllm:0123456789ab",'
-        '"state":"running","restart":"no","runtime":"nvidia","requests":null,'
-        '"labels":{"spark.release":"main-0123456789ab"}}'
-    )
-    seen = survey(
-        containers=[container],
-        serving=["spark-serve@main-0123456789ab.service"],
-        compute_apps=["77, VLLM::EngineCore"],
-        meminfo=["MemTotal: 125513944 kB", "MemAvailable: 9000000 kB"],
-    )
+OURS = (
+    '{"id":"ID","name":"/spark-main-0123456789ab","image":"spark-vllm:0123456789ab",'
+    '"state":"running","restart":"no","runtime":"nvidia","requests":null,'
+    '"labels":{"spark.release":"main-0123456789ab"}}'
+).replace("ID", "a1" * 32)
+SERVING: dict[str, Any] = {
+    "containers": [OURS],
+    "serving": ["spark-serve@main-0123456789ab.service"],
+    "meminfo": ["MemTotal: 125513944 kB", "MemAvailable: 9000000 kB"],
+}
+OUR_CGROUP = f"77 /system.slice/docker-{'a1' * 32}.scope"
+
+
+# A process of the engine's may end between the question for it and that for its cgroup.
+@pytest.mark.parametrize("cgroups", [[OUR_CGROUP], ["77 "], []])
+def test_our_own_engine_is_no_stranger(cgroups: list[str]) -> None:
+    seen = survey(**SERVING, compute_apps=["77, VLLM::EngineCore"], compute_cgroups=cgroups)
     assert problems(seen) == []
+
+
+def test_a_stranger_on_the_gpu_beside_our_serving_engine_is_named() -> None:
+    seen = survey(
+        **SERVING,
+        compute_apps=["77, VLLM::EngineCore", "78, /home/ann/venv/bin/python3"],
+        compute_cgroups=[OUR_CGROUP, "78 /user.slice/user-1000.slice/session-3.scope"],
+    )
+    one(problems(seen), "/home/ann/venv/bin/python3", "pid 78 uses the GPU")
+    assert problems(seen, allow_memory_holders=("python3",)) == []
 
 
 def test_a_process_that_holds_memory_is_named_when_memory_does_not_suffice() -> None:
