@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 # Where owners keep their work. What is new there is ours or a package's; what was there stays.
-PLACES = "/etc /home /root /srv /opt /usr/local /data"
+PLACES = (
+    "/etc /home /root /srv /opt /usr/local /data /var/spool/cron /var/mail /var/lib/docker/volumes"
+)
 
 # The only files of before that a deploy may change, and why.
 OURS_TO_CHANGE = {
@@ -23,6 +25,7 @@ OURS_TO_CHANGE = {
     r"/etc/(rc\d|init)\.d/.*": "links made by packages",
     r"/home/spark/\.ssh/authorized_keys": "bootstrap adds our key",
     r"/etc/mailcap": "made anew by packages",
+    r"/var/lib/docker/volumes/metadata\.db": "docker's own index, written whenever it starts",
 }
 # Suspend and hibernate: a server that sleeps cannot be woken over the net.
 OURS_TO_MASK = re.compile(r"(sleep|suspend|hibernate|hybrid-sleep|suspend-then-hibernate)\.target")
@@ -101,13 +104,21 @@ def changes(before: Belongings, after: Belongings, *, rebooted: bool = False) ->
     found += _lost("image", before.images, after.images)
     for name, was in before.containers.items():
         now = after.containers.get(name, {})
-        found += [f"container {name}: {key} was {was[key]}, is {now.get(key)}" for key in was
-                  if now.get(key) != was[key] and not (rebooted and key == "started")]  # fmt: skip
+        expected = _booted(was) if rebooted else was
+        found += [f"container {name}: {key} was {value}, is {now.get(key)}"
+                  for key, value in expected.items() if now.get(key) != value]  # fmt: skip
     found += [f"nobody listens as {line}" for line in before.sockets - after.sockets]
     found += [f"account {line}" for line in before.accounts - after.accounts]
     found += [f"daemon.json: {key}" for key, value in before.daemon.items()
               if not _within(value, after.daemon.get(key))]  # fmt: skip
     return found
+
+
+def _booted(container: dict[str, Any]) -> dict[str, Any]:
+    """Return what a container is after a boot: docker brings back who asks for ``always``."""
+    always = container["host"]["RestartPolicy"]["Name"] == "always"
+    kept = {key: value for key, value in container.items() if key != "started"}
+    return {**kept, "state": "running"} if always else kept
 
 
 def _may_change(path: str) -> bool:

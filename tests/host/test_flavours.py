@@ -33,7 +33,12 @@ class Theirs:
     doctor_new: str
     doctor_ready: tuple[int, str]
     first: Run
-    proxy_log_bytes: int  # of earlier guests
+    proxy_log_bytes: int  # of earlier guests, and of what the owner fetched
+
+    def asked_of_the_proxy(self) -> list[str]:
+        """Return the requests that went through the proxy since the owner handed the host over."""
+        log = PROXY_LOG.read_bytes()[self.proxy_log_bytes :].decode(errors="replace")
+        return [line for line in log.splitlines() if "Request (file descriptor" in line]
 
     def belongings(self) -> Belongings:
         return look(self.guest.run, self.flavour.owned_units)
@@ -62,8 +67,8 @@ def theirs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Theirs]:
     chosen = flavour.read(request.param)
-    log_bytes = PROXY_LOG.stat().st_size if PROXY_LOG.exists() else 0
     lab("up", NAME, "--fresh", "--bootstrap-guest", NAME, "--flavour", chosen.name)
+    log_bytes = PROXY_LOG.stat().st_size if PROXY_LOG.exists() else 0
     before = look(
         lambda command: lab("ssh", "--root", NAME, command).rstrip("\n"), chosen.owned_units
     )
@@ -119,13 +124,29 @@ def test_one_whose_only_way_out_is_a_proxy_got_everything_through_it(theirs: The
     for place in ("10.77.0.1:8081", "10.77.0.1:8082", "10.77.0.1:5000", "10.77.0.2:8082"):
         straight = f"curl -s -m 5 --noproxy '*' -o /dev/null http://{place}/; echo $?"
         assert theirs.guest.run(straight) == "7", place  # no connection
-    log = PROXY_LOG.read_bytes()[theirs.proxy_log_bytes :].decode(errors="replace")
-    asked = [line for line in log.splitlines() if "Request (file descriptor" in line]
+    asked = theirs.asked_of_the_proxy()
     for place, what in (
         ("10.77.0.1:8081", "InRelease"), ("10.77.0.1:8081", "archive-key.asc"),
         ("10.77.0.1:8081", ".deb"), ("10.77.0.1:8082", "/resolve/"), ("10.77.0.1:5000", "/blobs/"),
     ):  # fmt: skip
         assert [line for line in asked if place in line and what in line], (place, what)
+
+
+def test_a_whole_weight_in_anothers_cache_is_copied_and_a_wrong_one_is_fetched(
+    theirs: Theirs,
+) -> None:
+    blobs = "/home/*/.cache/huggingface/hub/*/blobs"
+    found = theirs.guest.run(f"sha256sum {blobs}/*[0-9a-f] 2>/dev/null || :")
+    kept = {path.rpartition("/")[2]: sum_ for sum_, path in map(str.split, found.splitlines())}
+    weights = {named: sum_ == named for named, sum_ in kept.items() if len(named) == 64}
+    assert set(weights.values()) == ({True, False} if theirs.flavour.proxied else set())
+    asked = "\n".join(theirs.asked_of_the_proxy()) if weights else ""
+    sources = theirs.guest.run("sha256sum /srv/spark/sources/*/*.safetensors")
+    ours = {line[:64]: line[66:] for line in sources.splitlines()}
+    for named, whole in weights.items():
+        # A file that its owner can change must not be linked.
+        assert theirs.guest.run(f"stat -c %h {blobs}/{named} {ours[named]}").split() == ["1", "1"]
+        assert (named in asked) is not whole
 
 
 def test_a_report_tells_what_it_shows_and_nothing_of_its_owner(
@@ -151,11 +172,23 @@ def test_a_report_tells_what_it_shows_and_nothing_of_its_owner(
         assert private.lower() not in text.lower(), private
 
 
-def test_hosts_cloned_from_one_disk_are_told_of_their_common_host_key(tmp_path: Path) -> None:
+def test_hosts_cloned_from_one_disk_are_told_of_it_and_a_torn_one_of_its_score(
+    tmp_path: Path,
+) -> None:
     cloned = next(one for one in map(flavour.read, flavour.names()) if one.cloned_host_key)
     lab("up", *SPARE, "--fresh", "--flavour", cloned.name)
-    code, said = site_of(tmp_path, [*SPARE], cloned).tool("doctor")
+    for name, torn in zip(SPARE, (0, 3), strict=True):  # guests of flavours have the other scores
+        said = json.dumps({"name": "July 2026", "torn": torn})
+        guest_named(name).run(f"echo '{said}' >/usr/lib/labstub/torn-score.json")
+    site = site_of(tmp_path, [*SPARE], cloned)
+    code, said = site.tool("doctor")
+    site.choose(expect={"updates": "require"})
+    required, refused = site.tool("doctor")
     lab("down", *SPARE)
     assert code == 0, said
     for name in SPARE:
         assert f"warning   SSH host key: is also that of {name}" in said
+    assert said.count("torn score") == 1
+    assert "torn score 3 against July 2026" in said
+    assert required != 0, refused
+    assert "torn score 3 against July 2026" in refused
