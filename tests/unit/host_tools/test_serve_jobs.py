@@ -69,6 +69,25 @@ def test_a_job_with_its_proof_is_not_run_again(host: Host, units: dict[str, Any]
     assert poll(host)[0]["state"] == "done"
 
 
+def test_memory_before_and_after_a_job_is_told_as_the_kernel_counts_it(
+    host: Host, units: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    kernel = tmp_path / "meminfo"
+    kernel.write_text("MemFree: 104857600 kB\nCached: 1048576 kB\n")
+    monkeypatch.setenv("SPARK_MEMINFO", str(kernel))
+    after = "MemFree: 102760448 kB\\nCached: 3145728 kB\\n"
+    write_job(host, f"open({str(kernel)!r}, 'w').write('{after}'); {RECEIPT}")
+    assert jobs.run(D12, host.paths) == 0
+    told = "MemFree 100.00 GiB before, 98.00 GiB after, Cached 1.00 GiB before, 3.00 GiB after"
+    assert told in capfd.readouterr().out
+    assert jobs.run(D12, host.paths) == 0  # found done, which forgets nothing
+    assert poll(host)[0]["memory"] == {
+        "free_before_bytes": 100 << 30, "free_after_bytes": 98 << 30,
+        "cached_before_bytes": 1 << 30, "cached_after_bytes": 3 << 30,
+    }  # fmt: skip
+
+
 def test_a_program_that_says_yes_without_a_proof_has_failed(
     host: Host, units: dict[str, Any]
 ) -> None:

@@ -90,6 +90,16 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class JobMemory:
+    """MemFree and Cached of /proc/meminfo around a job: its files shall not stay in memory."""
+
+    free_before_bytes: int
+    free_after_bytes: int
+    cached_before_bytes: int
+    cached_after_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobRun:
     """``status.json``: how the work on a job went the last time."""
 
@@ -100,6 +110,7 @@ class JobRun:
     exit_code: int | None = None
     started_at: str | None = None  # None: it was found done
     last_lines: tuple[str, ...] = ()
+    memory: JobMemory | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +168,7 @@ class JobState:
     progress: Progress | None
     last_line: str | None
     log_tail: tuple[str, ...]
+    memory: JobMemory | None = field(default=None, metadata=OPTIONAL)
 
     @staticmethod
     def upgrade(data: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ from spark_contract.work import receipts
 from spark_contract.work.job import (
     AbsentProof,
     Job,
+    JobMemory,
     JobRun,
     JobState,
     ReceiptProof,
@@ -32,6 +34,7 @@ from spark_contract.work.job import (
     read_progress,
 )
 
+from spark_host.engine.memory import GIB, meminfo
 from spark_host.system import disk, docker, systemd
 from spark_host.system.log import answer
 from spark_host.system.ports import Host
@@ -86,14 +89,18 @@ def run(digest12: str, paths: Paths) -> int:
     directory = paths.job(digest12)
     if proven(job, paths):
         print(f"{job.title}: {_why_done(job, paths)}", flush=True)
-        disk.write(directory / STATUS, JobRun("done", 0))
+        last = disk.read(JobRun, directory / STATUS)
+        disk.write(directory / STATUS, JobRun("done", 0, memory=last.memory if last else None))
         return 0
     started = files.now()
     for left in ("progress", "tail"):
         files.remove(directory / left)
     disk.write(directory / STATUS, JobRun("running", None, started))
     aside = _set_aside(job)
+    before = meminfo()
     code, tail = _execute(job, directory)
+    memory = _memory(before, meminfo())
+    print(_in_words(memory), flush=True)
     if code == 0 and proven(job, paths) and aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
     if code == 0 and not proven(job, paths):
@@ -101,12 +108,24 @@ def run(digest12: str, paths: Paths) -> int:
         print(tail[-1], flush=True)
         code = 5
     try:
-        ended = JobRun("failed" if code else "done", code, started, tuple(tail))
+        ended = JobRun("failed" if code else "done", code, started, tuple(tail), memory)
         disk.write(directory / STATUS, ended)
     except OSError as error:
         # Where the disk is full the exit code and the journal tell it; see _entry.
         print(f"{directory / STATUS}: not written, errno {error.errno}", flush=True)
     return code
+
+
+def _memory(before: Mapping[str, int], after: Mapping[str, int]) -> JobMemory:
+    return JobMemory(before["MemFree"], after["MemFree"], before["Cached"], after["Cached"])
+
+
+def _in_words(memory: JobMemory) -> str:
+    numbers = (memory.free_before_bytes, memory.free_after_bytes, memory.cached_before_bytes,
+               memory.cached_after_bytes)  # fmt: skip
+    return "memory: MemFree {} before, {} after, Cached {} before, {} after".format(
+        *(f"{one / GIB:.2f} GiB" for one in numbers)
+    )
 
 
 def _why_done(job: Job, paths: Paths) -> str:
@@ -230,6 +249,7 @@ def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
         progress=read_progress(told[-1], job.total_bytes) if told else None,
         last_line=tail[-1] if tail else None,
         log_tail=tuple(tail) if state == "failed" else (),
+        memory=last.memory if last else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spark_deploy.documents.declare import needed
+from spark_deploy.documents.declare import later, needed
 
 SPARK = "NVIDIA GB10"
 
@@ -45,6 +45,8 @@ class Work:
     kind: str = needed("fetch, build and so on.")
     state: str = needed("done: its proof is there.")
     elapsed_s: int | None = needed("How long it ran.")
+    free_lost_bytes: int | None = later(None, "Of MemFree, from before its work to after it.")
+    cached_grown_bytes: int | None = later(None, "Of Cached, from before its work to after it.")
 
 
 @dataclass(frozen=True, slots=True)

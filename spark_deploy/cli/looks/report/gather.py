@@ -120,7 +120,14 @@ def _subject(problem: Problem) -> str:
 
 def _jobs(status: HostStatus) -> Iterable[Work]:
     for job in status.told.jobs if status.told else ():
-        yield Work(job.kind or "unknown", job.state, job.elapsed_s)
+        seen = job.memory
+        yield Work(
+            kind=job.kind or "unknown",
+            state=job.state,
+            elapsed_s=job.elapsed_s,
+            free_lost_bytes=seen and seen.free_before_bytes - seen.free_after_bytes,
+            cached_grown_bytes=seen and seen.cached_after_bytes - seen.cached_before_bytes,
+        )
 
 
 def _engine(release: ReleaseState, shown: Evidence | None) -> EngineEvidence | None:
