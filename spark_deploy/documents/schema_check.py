@@ -174,7 +174,8 @@ def _action(error: jsonschema.ValidationError, schema: dict[str, Any]) -> str:
 
 def _forms(error: jsonschema.ValidationError) -> Iterator[str]:
     """Yield what to write for each form that a value may have, as far as they say it."""
-    for one in error.validator_value:
+    choices: Any = error.validator_value
+    for one in choices:
         if told := one.get("patternErrorMessage"):
             yield told
 

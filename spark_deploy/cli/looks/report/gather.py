@@ -125,8 +125,8 @@ def _jobs(status: HostStatus) -> Iterable[Work]:
             kind=job.kind or "unknown",
             state=job.state,
             elapsed_s=job.elapsed_s,
-            free_lost_bytes=seen and seen.free_before_bytes - seen.free_after_bytes,
-            cached_grown_bytes=seen and seen.cached_after_bytes - seen.cached_before_bytes,
+            free_lost_bytes=seen.free_before_bytes - seen.free_after_bytes if seen else None,
+            cached_grown_bytes=seen.cached_after_bytes - seen.cached_before_bytes if seen else None,
         )
 
 
