@@ -7,9 +7,9 @@ it is right, so a second run changes nothing and a killed run is finished by the
 from pyinfra.context import host, state
 
 from roles import base, cuda, docker, preflight, service, tools, work
+from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import plan_for, waves_for
-from spark_deploy.inventory.ssh import no_delay
 from spark_deploy.operations import lease
 from spark_deploy.operations.loop import each
 from spark_deploy.operations.service.uninstall import asked_of

@@ -4,8 +4,8 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host
 
 from roles import bootstrap
-from spark_deploy.inventory.bootstrap import contact_of, needs_none
-from spark_deploy.inventory.granted import plan_of, prove
+from spark_deploy.inventory.contact.bootstrap import contact_of, needs_none
+from spark_deploy.inventory.contact.granted import plan_of, prove
 
 if needs_none(host.name):
     host.log("nothing to bootstrap: no login over ssh leads here")

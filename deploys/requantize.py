@@ -9,9 +9,9 @@ from pyinfra.context import host, state
 
 from roles import base, cuda, docker, tools, work
 from spark_deploy.errors import PlanError
+from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import plan_for
-from spark_deploy.inventory.ssh import no_delay
 from spark_deploy.operations import lease
 from spark_deploy.operations.service.uninstall import asked_of
 from spark_deploy.payload.content import read_payload

@@ -11,9 +11,9 @@ from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.release import service_of
 
 from roles import service
+from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import waves_for
-from spark_deploy.inventory.ssh import no_delay
 from spark_deploy.operations import lease
 
 no_delay(state, host)

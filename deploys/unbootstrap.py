@@ -8,8 +8,8 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host
 
 from roles import unbootstrap
-from spark_deploy.inventory.bootstrap import needs_none
-from spark_deploy.inventory.granted import endpoint_of, plan_of, prove_shut
+from spark_deploy.inventory.contact.bootstrap import needs_none
+from spark_deploy.inventory.contact.granted import endpoint_of, plan_of, prove_shut
 
 if needs_none(host.name):
     host.log("nothing was bootstrapped: no login over ssh leads here")

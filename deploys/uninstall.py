@@ -7,8 +7,8 @@ them and `--data uninstall.engine=true`. What others made or installed is left a
 from pyinfra.context import host, state
 
 from roles import uninstall
+from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
-from spark_deploy.inventory.ssh import no_delay
 from spark_deploy.operations import lease
 from spark_deploy.operations.service.uninstall import asked_of
 

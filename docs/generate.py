@@ -40,7 +40,7 @@ from spark_deploy.planning.budget.memory import (  # noqa: E402
 from spark_deploy.planning.budget.weights import weights_of  # noqa: E402
 from spark_deploy.planning.resolve import problems_of  # noqa: E402
 from spark_deploy.planning.types import MemoryPlan  # noqa: E402
-from spark_deploy.settings.cluster import ClusterSettings  # noqa: E402
+from spark_deploy.settings.service.cluster import ClusterSettings  # noqa: E402
 from spark_deploy.settings.types import Settings  # noqa: E402
 
 

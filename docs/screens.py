@@ -28,9 +28,9 @@ from spark_deploy.cli.changes import screen  # noqa: E402
 from spark_deploy.cli.changes.transcript import HostView, Transcript  # noqa: E402
 from spark_deploy.cli.hosts import Listed, planned  # noqa: E402
 from spark_deploy.cli.looks import paper, top  # noqa: E402
-from spark_deploy.cli.plan import text  # noqa: E402
-from spark_deploy.cli.status import _NOTHING_TOLD  # noqa: E402
-from spark_deploy.cli.status import lines as status_lines  # noqa: E402
+from spark_deploy.cli.looks.status import _NOTHING_TOLD  # noqa: E402
+from spark_deploy.cli.looks.status import lines as status_lines  # noqa: E402
+from spark_deploy.cli.planned.plan import text  # noqa: E402
 from spark_deploy.planning.resolve import pair_of  # noqa: E402
 from spark_deploy.settings.load import load_hosts  # noqa: E402
 

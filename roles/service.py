@@ -14,7 +14,6 @@ from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.loop import in_waves, one_by_one
 from spark_deploy.operations.service.gateway import configured, gateway_paths, new_key
-from spark_deploy.operations.service.jobs import prepared
 from spark_deploy.operations.service.reboots import rebooted
 from spark_deploy.operations.service.releases import pruned, rolled_back, still_proven
 from spark_deploy.operations.service.schedule import scheduled
@@ -25,6 +24,7 @@ from spark_deploy.operations.service.serve import (
     rolled_out,
     started,
 )
+from spark_deploy.operations.work.jobs import prepared
 from spark_deploy.planning.serving.schedule import timer_files
 from spark_deploy.planning.types import GatewayPlan, NeedsPlan, ScheduledPlan
 from spark_deploy.planning.waves import Wave

@@ -8,7 +8,7 @@ from pyinfra.api.deploy import deploy
 
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.files import look_at
-from spark_deploy.operations.service.tools import home_of, host_tools, python_site
+from spark_deploy.operations.work.tools import home_of, host_tools, python_site
 from spark_deploy.payload.content import ToolFiles
 from spark_deploy.planning.types import ToolsPlan
 

@@ -12,11 +12,11 @@ from spark_contract.host.paths import HUB_TOKEN, PROXY
 
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.loop import each
-from spark_deploy.operations.service.hub_token import hub_token
-from spark_deploy.operations.service.jobs import job, prepared
-from spark_deploy.operations.service.proxy import proxied_jobs
-from spark_deploy.operations.service.share import closed, lent, surveyed
-from spark_deploy.operations.service.tools import quantiser
+from spark_deploy.operations.work.hub_token import hub_token
+from spark_deploy.operations.work.jobs import job, prepared
+from spark_deploy.operations.work.proxy import proxied_jobs
+from spark_deploy.operations.work.share import closed, lent, surveyed
+from spark_deploy.operations.work.tools import quantiser
 from spark_deploy.planning.work.jobs import Work, ready_name
 from spark_deploy.settings.secrets import SecretRef
 from spark_deploy.settings.sources import FleetSettings, ProxySettings

@@ -15,7 +15,7 @@ from spark_deploy.catalog.rails import COMPARISON
 from spark_deploy.catalog.tensor_sets import Tensors
 from spark_deploy.documents.declare import GIB, Gib, Text, needed, section, setting
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.serving import CATALOG_NAME, SERVED_NAME
+from spark_deploy.settings.service.serving import CATALOG_NAME, SERVED_NAME
 from spark_deploy.settings.sinks import IMAGE_ROLE
 
 # Keys of files that people may keep, and how the same is written now.

@@ -11,10 +11,10 @@ from spark_contract.work.orders import Scheme
 
 from spark_deploy.catalog.beside import Speculation
 from spark_deploy.documents.declare import Gib, Text, form, needed, section, setting
-from spark_deploy.settings.engine_environment import environment_problems
-from spark_deploy.settings.engine_options import option_problems
+from spark_deploy.settings.engine.environment import environment_problems
+from spark_deploy.settings.engine.options import option_problems
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.serving import (
+from spark_deploy.settings.service.serving import (
     CATALOG_NAME,
     ENVIRONMENT_NAMES,
     MAX_SEQUENCES,

@@ -18,7 +18,7 @@ from spark_deploy.bench.client import Endpoint
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load
 from spark_deploy.cli.changes import ladder
 from spark_deploy.cli.commands import Options
-from spark_deploy.cli.connect import connection_of, login_of
+from spark_deploy.cli.connecting.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, chosen_services, listed, planned, say
 from spark_deploy.errors import SparkError
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import click
 
-from spark_deploy.cli.clients import CLIENTS
+from spark_deploy.cli.connecting.clients import CLIENTS
 from spark_deploy.cli.taken import (
     BENCH,
     CHANGE,
@@ -92,16 +92,19 @@ COMMANDS: dict[str, Entry] = {
             flag("--verbose", "Show files, unit and the engine's arguments as well.", "-v"),
         ),
         asks=lambda options: options.on_host,
+        module="planned.plan",
     ),
     "status": Entry(
         LOOK,
         "Show what each host serves, how well it is proven and what differs from the plan.",
         asks=_always,
+        module="looks.status",
     ),
     "doctor": Entry(
         LOOK,
         "Look at hosts without changing them and say what speaks against a deploy.",
         asks=_always,
+        module="looks.doctor",
     ),
     "report": Entry(
         LOOK,
@@ -121,6 +124,7 @@ COMMANDS: dict[str, Entry] = {
             service_option("To this one of its services; else the main one."),
             flag("--tunnel", "Hold the SSH tunnels of these hosts open until interrupted."),
         ),
+        module="connecting.connect",
     ),
     "top": Entry(
         LOOK,
@@ -161,12 +165,13 @@ COMMANDS: dict[str, Entry] = {
             ),
         ),
         asks=_always,
+        module="changes.stop",
     ),
     "start": Entry(
         SERVE,
         "Put stopped hosts back into service with their last proven release.",
         (service_option("Only this one of its services; else all."),),
-        module="stop",
+        module="changes.stop",
         asks=_always,
     ),
     "rollback": Entry(
@@ -228,6 +233,7 @@ COMMANDS: dict[str, Entry] = {
             ),
         ),
         asks=lambda options: options.counted,
+        module="planned.lock",
     ),
     "settings": Entry(
         NAMES,

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli import lock
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import say
+from spark_deploy.cli.planned import lock
 from spark_deploy.errors import SparkError
 from spark_deploy.inventory.hosts_file import HOSTS_FILE, read_hosts
 from spark_deploy.inventory.names import LOCAL

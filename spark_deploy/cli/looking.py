@@ -16,8 +16,8 @@ from pyinfra.api.state import BaseStateCallback, State, StateStage
 from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.cli.hosts import Listed
-from spark_deploy.inventory.hearing import listen_carefully
-from spark_deploy.inventory.ssh import no_delay
+from spark_deploy.inventory.contact.hearing import listen_carefully
+from spark_deploy.inventory.contact.ssh import no_delay
 
 T = TypeVar("T")
 

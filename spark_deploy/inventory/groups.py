@@ -28,7 +28,7 @@ from spark_deploy.inventory.command_line import (
     command_line,
     overrides,
 )
-from spark_deploy.inventory.hearing import listen_carefully
+from spark_deploy.inventory.contact.hearing import listen_carefully
 from spark_deploy.inventory.known import KEY, Known
 from spark_deploy.inventory.names import host_problems, stray_files
 from spark_deploy.payload.certificates import check_gateway
@@ -143,7 +143,7 @@ def _first_contact(
 ) -> list[tuple[str, dict[str, Any]]]:
     """Let bootstrap look at the hosts; everything else never logs in with a password."""
     # Only this run needs an SSH client this early.
-    from spark_deploy.inventory.bootstrap import Asked, prepare
+    from spark_deploy.inventory.contact.bootstrap import Asked, prepare
 
     asked = _of_this_run("password", Asked)
     return list(prepare(data, asked=asked).items())

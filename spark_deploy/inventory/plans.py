@@ -11,7 +11,7 @@ from pyinfra.api.state import State
 from pyinfra.context import inventory
 
 from spark_deploy.errors import PlanError
-from spark_deploy.facts.machine.fabric import Fabric, Ports
+from spark_deploy.facts.network.fabric import Fabric, Ports
 from spark_deploy.inventory.held import held_for
 from spark_deploy.inventory.known import known_of
 from spark_deploy.lockfile.resolve import locked_for

@@ -14,7 +14,7 @@ from spark_deploy.catalog.rails import GuardRail, all_hold
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.planning.types import MemoryPlan
-from spark_deploy.settings.engine_options import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
+from spark_deploy.settings.engine.options import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
 from spark_deploy.settings.types import Settings
 
 _WIDEST = 1 << 20

@@ -12,7 +12,7 @@ from spark_deploy.catalog.types import Catalog
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import Problem
 from spark_deploy.planning.budget.memory import context_tokens, native_context_tokens
-from spark_deploy.settings.engine_options import meaning
+from spark_deploy.settings.engine.options import meaning
 from spark_deploy.settings.types import Settings
 
 

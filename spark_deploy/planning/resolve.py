@@ -14,7 +14,7 @@ from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import PlanError, Problem, SparkError
-from spark_deploy.facts.machine.fabric import Ports
+from spark_deploy.facts.network.fabric import Ports
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.planning.budget.memory import (
     GIB,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from spark_deploy.settings.serving import RolloutSettings
+from spark_deploy.settings.service.serving import RolloutSettings
 
 Wave = tuple[str, ...]
 

@@ -16,7 +16,6 @@ from spark_contract.serving.gateway import EXPOSURES
 
 from spark_deploy.documents.declare import Gib, Text, about, knowing_keys, section, setting
 from spark_deploy.documents.schema_check import closest
-from spark_deploy.settings.cluster import ClusterSettings, ReplicasSettings
 from spark_deploy.settings.host import (
     BaseSettings,
     CudaSettings,
@@ -27,8 +26,9 @@ from spark_deploy.settings.host import (
     SshSettings,
 )
 from spark_deploy.settings.rules import Broken, broken_in_sections
-from spark_deploy.settings.services import SERVICE_NAME, ServiceSettings
-from spark_deploy.settings.serving import (
+from spark_deploy.settings.service.cluster import ClusterSettings, ReplicasSettings
+from spark_deploy.settings.service.services import SERVICE_NAME, ServiceSettings
+from spark_deploy.settings.service.serving import (
     CATALOG_NAME,
     CheckpointSettings,
     CheckSettings,

@@ -11,7 +11,6 @@ from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.host import tool
 from spark_contract.host.paths import Paths
 
-from spark_host import evidence, status
 from spark_host.check import runner
 from spark_host.engine import serve
 from spark_host.gateway import gateway, share
@@ -23,6 +22,7 @@ from spark_host.rollout.ports import this_host
 from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.system.stored import default_paths
+from spark_host.told import evidence, status
 from spark_host.uninstall import uninstall
 from spark_host.watch import daily, loop
 

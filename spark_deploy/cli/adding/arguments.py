@@ -11,7 +11,7 @@ from spark_deploy.catalog.beside import OF_A_REPOSITORY, Speculation
 from spark_deploy.catalog.profile import KvCache
 from spark_deploy.documents.declare import convert, schema_of
 from spark_deploy.documents.schema_check import problems_of
-from spark_deploy.settings.engine_options import DEVICE_OPTIONS, option_problems
+from spark_deploy.settings.engine.options import DEVICE_OPTIONS, option_problems
 
 _SHORT = {
     "-tp": "tensor-parallel-size",

@@ -16,7 +16,7 @@ from spark_deploy.catalog.beside import HUB_REPOSITORY
 from spark_deploy.cli.adding.arguments import Arguments, arguments_of
 from spark_deploy.cli.adding.draft import Draft
 from spark_deploy.errors import CatalogError
-from spark_deploy.settings.engine_environment import environment_problems
+from spark_deploy.settings.engine.environment import environment_problems
 
 _SPARK = "dgx_spark_gb10"
 _OURS = "the gateway and serve.names decide it"

@@ -17,7 +17,7 @@ from spark_contract.host.digests import COMMIT
 from spark_deploy.documents.declare import convert, needed, schema_of, setting, typed
 from spark_deploy.documents.schema_check import dotted, problems_of
 from spark_deploy.errors import CatalogError, Problem
-from spark_deploy.settings.serving import CATALOG_NAME
+from spark_deploy.settings.service.serving import CATALOG_NAME
 
 _HEAD = """\
 # Written by `spark-deploy share`. To serve the same: `spark-deploy add THIS-FILE`, then `use`.

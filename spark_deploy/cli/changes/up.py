@@ -14,13 +14,13 @@ from pyinfra.connectors.sshuserclient.client import get_host_keys
 from rich.console import Console
 from rich.text import Text
 
-from spark_deploy.cli import lock
 from spark_deploy.cli.changes import line
 from spark_deploy.cli.changes.forecast import found_on, planned_all, sentence
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.cli.planned import lock
 from spark_deploy.errors import SparkError
-from spark_deploy.inventory.bootstrap import endpoint, needs_none, try_key
+from spark_deploy.inventory.contact.bootstrap import endpoint, needs_none, try_key
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import wanted_by
 

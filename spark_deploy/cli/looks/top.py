@@ -16,7 +16,7 @@ from spark_contract.host.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
 from spark_deploy.cli.commands import Options
-from spark_deploy.cli.connect import login_of
+from spark_deploy.cli.connecting.connect import login_of
 from spark_deploy.cli.hosts import chosen_services, listed, say
 
 EVERY_S = 2

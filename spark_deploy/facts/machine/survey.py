@@ -13,14 +13,15 @@ from spark_contract.host.sentences import STAND_IN
 from spark_contract.serving.records import DailyLook
 
 from spark_deploy.facts import sections
-from spark_deploy.facts.machine import containers, disk, gpu, memory, ports
+from spark_deploy.facts.machine import containers, disk, gpu, memory
 from spark_deploy.facts.machine import host as identity
 from spark_deploy.facts.machine.containers import Container
 from spark_deploy.facts.machine.disk import Above, Place, Reclaimable
 from spark_deploy.facts.machine.gpu import GpuState
 from spark_deploy.facts.machine.host import HostIdentity
 from spark_deploy.facts.machine.memory import Memory, Process
-from spark_deploy.facts.machine.ports import Listener
+from spark_deploy.facts.network import ports
+from spark_deploy.facts.network.ports import Listener
 from spark_deploy.facts.reading import HostFact
 from spark_deploy.facts.service import stored
 from spark_deploy.facts.service.stored import Stored

@@ -8,9 +8,9 @@ from typing import Any
 from pyinfra.api.operation import operation
 from pyinfra.context import host, state
 
-from spark_deploy.facts.machine.reach import Reach
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.facts.memo import answers_of, read
+from spark_deploy.facts.network.reach import Reach
 from spark_deploy.operations.commands import is_predicted, log
 from spark_deploy.operations.host_errors import Commands, Refused, host_errors, show
 from spark_deploy.planning.types import NeedsPlan

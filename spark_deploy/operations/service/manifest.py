@@ -25,7 +25,7 @@ from spark_contract.work.job import ImageProof, Job, ReceiptProof
 from spark_deploy.facts.machine.docker import DAEMON_JSON
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.machine.base import HOLD_PATH, SLEEP_TARGETS, directories
-from spark_deploy.operations.service.proxy import PULLS_THROUGH
+from spark_deploy.operations.work.proxy import PULLS_THROUGH
 from spark_deploy.payload.content import Payload
 from spark_deploy.payload.host_protection import earlyoom_file, guarantee_files
 from spark_deploy.planning.serving.release import release_files_of, unit_files_of

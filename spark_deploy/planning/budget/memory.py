@@ -16,7 +16,7 @@ from spark_deploy.planning.budget import beside, plain
 from spark_deploy.planning.budget.shape import CacheShape, group_layers
 from spark_deploy.planning.budget.weights import Weights, of_one_rank, weights_of
 from spark_deploy.planning.types import MemoryPlan
-from spark_deploy.settings.engine_options import meaning
+from spark_deploy.settings.engine.options import meaning
 from spark_deploy.settings.types import Settings
 
 GIB = 1024**3

@@ -9,7 +9,7 @@ from spark_deploy.catalog.anatomy import CacheLayers, CountedCache
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.planning.budget.shape import CacheShape, group_layers
-from spark_deploy.settings.engine_options import meaning, whole
+from spark_deploy.settings.engine.options import meaning, whole
 
 _PAGE_TOKENS = 16
 _GUESSED_CONTEXT_TOKENS = 8192

@@ -18,7 +18,7 @@ from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import context_tokens
 from spark_deploy.planning.serving.beside import adapters_told, drafts_told
 from spark_deploy.planning.types import MemoryPlan
-from spark_deploy.settings.engine_options import canonical, structure
+from spark_deploy.settings.engine.options import canonical, structure
 
 MODEL_MOUNT = "/model"
 CACHE_MOUNT = "/cache"

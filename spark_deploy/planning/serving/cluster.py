@@ -14,9 +14,9 @@ from spark_contract.serving.release import Cluster, Member, Release
 
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import PlanError, Problem
-from spark_deploy.facts.machine.fabric import Port, Ports
+from spark_deploy.facts.network.fabric import Port, Ports
 from spark_deploy.planning.types import Way
-from spark_deploy.settings.cluster import PORTS
+from spark_deploy.settings.service.cluster import PORTS
 from spark_deploy.settings.types import Settings
 
 # Of `docker run`: RDMA pins the memory it moves. The engine keeps no right of root for that.

@@ -30,7 +30,7 @@ from spark_deploy.catalog.asked import questions_of
 from spark_deploy.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.documents.digest import digest_of
-from spark_deploy.facts.machine.fabric import Ports
+from spark_deploy.facts.network.fabric import Ports
 from spark_deploy.planning.budget.memory import context_tokens
 from spark_deploy.planning.serving.argv import (
     CACHE_MOUNT,
@@ -49,7 +49,7 @@ from spark_deploy.planning.types import (
     RequantizedPlan,
     SourcePlan,
 )
-from spark_deploy.settings.engine_options import canonical
+from spark_deploy.settings.engine.options import canonical
 from spark_deploy.settings.types import Settings
 
 # A prompt shows in the counters only when all of it was read. Far below what a Spark can do (3,317

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.catalog.load import read_catalog
-from spark_deploy.cli.connect import connection_of
-from spark_deploy.cli.connect import lines as connect_lines
-from spark_deploy.cli.doctor import lines as doctor_lines
+from spark_deploy.cli.connecting.connect import connection_of
+from spark_deploy.cli.connecting.connect import lines as connect_lines
 from spark_deploy.cli.hosts import Listed
 from spark_deploy.cli.looking import Answer
-from spark_deploy.cli.status import lines as status_lines
-from spark_deploy.cli.status import summary_of
+from spark_deploy.cli.looks.doctor import lines as doctor_lines
+from spark_deploy.cli.looks.status import lines as status_lines
+from spark_deploy.cli.looks.status import summary_of
 from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.settings.load import load_hosts
 from tests.unit.statuses import told

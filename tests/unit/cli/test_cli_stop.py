@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli import stop
+from spark_deploy.cli.changes import stop
 from spark_deploy.cli.commands import Options
 from spark_deploy.errors import SparkError
 

@@ -83,7 +83,7 @@ def test_an_option_of_several_words_takes_them_all(words, given, monkeypatch):
     [(("--update", "--check"), True), (("--update",), True), (("--check",), False), ((), False)],
 )
 def test_an_update_without_a_name_is_one_of_all_names(words, all_of_them, monkeypatch):
-    from spark_deploy.cli import lock
+    from spark_deploy.cli.planned import lock
 
     seen = []
     monkeypatch.setattr(lock, "run", lambda options: seen.append(options) or 0)

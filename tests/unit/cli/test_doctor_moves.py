@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli import doctor, main, plan
+from spark_deploy.cli import main
 from spark_deploy.cli.looking import Answer
+from spark_deploy.cli.looks import doctor
+from spark_deploy.cli.planned import plan
 from spark_deploy.facts.service.stored import Stored
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.test_judge import OLLAMA, survey

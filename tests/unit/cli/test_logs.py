@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli import connect
+from spark_deploy.cli.connecting import connect
 from spark_deploy.cli.looks import logs
 
 

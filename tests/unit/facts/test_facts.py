@@ -20,10 +20,10 @@ from spark_contract.host.machine import LIBCUDA
 from spark_deploy.facts.machine.access import LoginAccess
 from spark_deploy.facts.machine.cuda import CudaState
 from spark_deploy.facts.machine.docker import DockerState
-from spark_deploy.facts.machine.fabric import Fabric
 from spark_deploy.facts.machine.packages import BaseState
-from spark_deploy.facts.machine.reach import Reach
 from spark_deploy.facts.machine.survey import HostSurvey
+from spark_deploy.facts.network.fabric import Fabric
+from spark_deploy.facts.network.reach import Reach
 
 FACTS = {
     fact.__name__: fact

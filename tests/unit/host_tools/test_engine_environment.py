@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_host.engine import environment, serve
+from spark_host.engine import serve
+from spark_host.engine.container import environment
 from spark_host.system import docker
 from stub_host import RELEASE, REPOSITORY, Host, release_data
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.serving.release import Release
-from spark_host import status
 from spark_host.engine import serve
 from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import traffic
 from spark_host.system import docker, systemd
+from spark_host.told import status
 from spark_host.watch import loop
 from stub_host import RELEASE, Host, release_data
 

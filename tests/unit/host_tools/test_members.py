@@ -10,7 +10,8 @@ from spark_contract.documents import read
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
 from spark_contract.serving.release import Release
-from spark_host.engine import environment, serve
+from spark_host.engine import serve
+from spark_host.engine.container import environment
 from spark_host.system import docker, members
 from stub_host import release_data
 

@@ -11,8 +11,9 @@ import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.serving.release import Release
 from spark_contract.work.job import ReceiptProof
-from spark_host.engine import account, serve
+from spark_host.engine import serve
 from spark_host.engine import tree as tree_of_engine
+from spark_host.engine.container import account
 from spark_host.jobs import jobs
 from stub_host import Host, release_data
 

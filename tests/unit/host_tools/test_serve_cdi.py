@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.host.paths import Paths
-from spark_host.engine import cdi
+from spark_host.engine.container import cdi
 from spark_host.records import proof
 
 # As `nvidia-ctk cdi generate` writes it, shortened; the link without a version comes first here.

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from spark_contract.serving.records import Proof
 from spark_contract.serving.release import Release
-from spark_host.check import long_text, runner
+from spark_host.check import runner
+from spark_host.check.questions import long_text
 from spark_host.engine.client import Engine
 from spark_host.records import proof
 from spark_host.system import systemd

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from spark_contract.serving.records import Rollout
 from spark_contract.serving.status import Evidence
-from spark_host import evidence
-from spark_host.engine import libraries, start_log
+from spark_host.engine import start_log
+from spark_host.engine.container import libraries
 from spark_host.system import docker, systemd
+from spark_host.told import evidence
 from stub_host import RELEASE, Host
 
 from spark_deploy.facts.service.evidence import Evidence as Fact

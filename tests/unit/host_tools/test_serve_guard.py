@@ -13,7 +13,7 @@ import pytest
 from spark_contract.serving.records import Proof
 from spark_contract.serving.release import Release
 from spark_host.check import runner
-from spark_host.engine import process
+from spark_host.engine.container import process
 from spark_host.engine.memory import GIB
 from spark_host.records import proof
 from spark_host.system import docker, systemd

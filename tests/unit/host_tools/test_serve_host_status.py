@@ -4,9 +4,9 @@ import json
 
 import pytest
 from spark_contract.serving.records import Good, WayBack
-from spark_host import status
 from spark_host.check import runner
 from spark_host.system import systemd
+from spark_host.told import status
 from spark_host.watch import loop
 from stub_host import RELEASE, Host
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from spark_contract import files
-from spark_host.engine import process
 from spark_host.engine.client import Engine, EngineError
+from spark_host.engine.container import process
 from spark_host.gateway import gateway
 from spark_host.system import docker, systemd
 from spark_host.watch import loop, sensors

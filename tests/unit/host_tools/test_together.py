@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from spark_contract.host.paths import Paths
 from spark_contract.serving.release import Release
-from spark_host.check import together as joining
+from spark_host.check.questions import together as joining
 from spark_host.watch import together as watching
 from test_members import clustered, with_tables
 

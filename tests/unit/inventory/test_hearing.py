@@ -22,7 +22,7 @@ from pyinfra.connectors import util
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.shown import heard, shown
-from spark_deploy.inventory import hearing
+from spark_deploy.inventory.contact import hearing
 
 OWNED = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"
 PRINTED = "".join(f"\\{byte:03o}" for byte in OWNED)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import paramiko
 import pytest
 
-from spark_deploy.inventory.ssh import NoDelay, no_delay
+from spark_deploy.inventory.contact.ssh import NoDelay, no_delay
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pyinfra.api.command import StringCommand
 from spark_deploy.errors import SettingsError
 from spark_deploy.facts.files import FileStates
 from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations.service.hub_token import hub_token
+from spark_deploy.operations.work.hub_token import hub_token
 from spark_deploy.settings.secrets import SecretRef
 from tests.unit.operations.test_operations import FakeHost, on
 

@@ -10,7 +10,7 @@ from spark_contract.work.job import ImageProof, Job, JobState, State
 
 from spark_deploy.facts.service.jobs import Jobs, JobStates
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.service import jobs
+from spark_deploy.operations.work import jobs
 from spark_deploy.planning.work.jobs import Work
 from tests.unit.operations.test_operations import on, shown
 from tests.unit.operations.test_releases import Answering, outcome

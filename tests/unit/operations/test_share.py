@@ -14,7 +14,7 @@ from spark_contract.work.sharing import SHARE_KEY
 from spark_deploy.facts.service.jobs import Jobs
 from spark_deploy.facts.service.share import LoginAddress
 from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations.service import share
+from spark_deploy.operations.work import share
 from spark_deploy.planning.work.jobs import Work, jobs_of
 from spark_deploy.settings.sources import FleetSettings
 from tests.unit.operations.test_releases import Answering, on, shown

@@ -7,12 +7,12 @@ import pytest
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.errors import PlanError
-from spark_deploy.facts.machine.fabric import Port, Ports
+from spark_deploy.facts.network.fabric import Port, Ports
 from spark_deploy.planning.budget.memory import GIB
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.resolve import Request, problems_of
 from spark_deploy.planning.types import HostPlan
-from spark_deploy.settings.cluster import ClusterSettings
+from spark_deploy.settings.service.cluster import ClusterSettings
 from spark_deploy.settings.types import Settings
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, plan_of, settings_of
 

@@ -10,7 +10,7 @@ import pytest
 from spark_deploy.catalog.anatomy import Anatomy, CacheLayers, CountedCache
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.types import Catalog
-from spark_deploy.cli.plan import text
+from spark_deploy.cli.planned.plan import text
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import SourceFile
 from spark_deploy.planning.budget.memory import GIB, shape_of

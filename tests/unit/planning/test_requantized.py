@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spark_deploy.cli.plan import text
+from spark_deploy.cli.planned.plan import text
 from spark_deploy.errors import PlanError, SettingsError
 from spark_deploy.lockfile.resolve import wanted_by
 from spark_deploy.planning.resolve import pair_of

@@ -6,7 +6,7 @@ import pytest
 
 from spark_deploy.catalog.beside import Speculation
 from spark_deploy.catalog.load import read_catalog
-from spark_deploy.cli.plan import lines
+from spark_deploy.cli.planned.plan import lines
 from spark_deploy.planning.budget.speed import (
     TOLERANCE,
     experts_touched,

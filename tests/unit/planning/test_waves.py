@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spark_deploy.planning.waves import waves_of
-from spark_deploy.settings.serving import RolloutSettings
+from spark_deploy.settings.service.serving import RolloutSettings
 
 
 def waves(hosts: str, **chosen: Any) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_host import evidence
 from spark_host.engine import start_log
+from spark_host.told import evidence
 
 from spark_deploy.facts.machine.cuda import CudaState, Toolkit
 from tests.unit.facts.test_facts import CAPTURES

@@ -18,10 +18,10 @@ from spark_checkpoint.build.config import result_config, usable
 from spark_checkpoint.build.copied import copied
 from spark_checkpoint.build.disk_room import peak_bytes
 from spark_checkpoint.build.gated import Gated, donor_tensors, gate
-from spark_checkpoint.build.grafting import graft_mtp
 from spark_checkpoint.build.layouts import Layout, Writer, finished, result_bytes
-from spark_checkpoint.build.replacements import Surgery
 from spark_checkpoint.build.staging import Changes, Staging
+from spark_checkpoint.build.tensors.grafting import graft_mtp
+from spark_checkpoint.build.tensors.replacements import Surgery
 from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.format.tree import (

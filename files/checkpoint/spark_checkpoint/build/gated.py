@@ -9,7 +9,7 @@ from typing import Any
 from spark_contract.work.orders import BuildPlan, DonorUrl
 from spark_contract.work.patterns import expand_all, uses_up
 
-from spark_checkpoint.build.mtp_shapes import graftable, model_sizes
+from spark_checkpoint.build.tensors.mtp_shapes import graftable, model_sizes
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.format.tree import Tree

@@ -19,8 +19,9 @@ from spark_contract.host.sentences import PHASE, STAND_IN, WAITED
 from spark_contract.serving.records import CacheCount, Finding, Proof
 from spark_contract.serving.release import Release
 
-from spark_host.check import comparing, together
+from spark_host.check import comparing
 from spark_host.check.probe import CheckError, Probe
+from spark_host.check.questions import together
 from spark_host.check.table import CHECKS, Check
 from spark_host.engine import start_log
 from spark_host.engine.client import Engine, EngineError

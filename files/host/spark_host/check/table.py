@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from spark_contract.host.sentences import PREFIX_REUSE
 
-from spark_host.check import answers, evidence, images, long_text, pooled, sounds
+from spark_host.check import evidence, images
 from spark_host.check.probe import Probe, Weight
+from spark_host.check.questions import answers, long_text, pooled, sounds
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from spark_contract.host.sentences import PHASE
 from spark_contract.host.units import DIGEST_LABEL, RELEASE_LABEL, SERVICE_LABEL, SWITCH
 from spark_contract.serving.release import Release
 
-from spark_host.engine import account, cdi, dialect, environment, memory, starts, tree
+from spark_host.engine import dialect, memory, starts, tree
+from spark_host.engine.container import account, cdi, environment
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system import docker, folders, members

@@ -47,6 +47,6 @@ def script_text(settings: Gateway, paths: Paths) -> str:
         {"service": one, "traffic": str(paths.traffic(one)), "names": list(names)}
         for one, names in (first | named).items()
     ]
-    script = resources.files("spark_host.gateway").joinpath(SCRIPT).read_text()
+    script = resources.files("spark_host.gateway").joinpath(f"templates/{SCRIPT}").read_text()
     known = (("SERVICES", services), ("ROUTES", settings.routes))
     return "".join(f"const {name} = {json.dumps(value)};\n" for name, value in known) + script

@@ -153,7 +153,7 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         "LIMITS": _limits(settings, shared.client),
         "REPLICAS": shared.http,
     }
-    template = resources.files("spark_host.gateway").joinpath("gateway.conf").read_text()
+    template = resources.files("spark_host.gateway").joinpath("templates/gateway.conf").read_text()
     return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
 
 

@@ -48,7 +48,7 @@ def together(settings: Gateway, listeners: tuple[Listener, ...], paths: Paths) -
         "LISTEN": "\n    ".join(f"listen {one} reuseport;" for one in heard),
         "TRIES": str(len(servers)),
     }
-    template = resources.files("spark_host.gateway").joinpath("replicas.conf").read_text()
+    template = resources.files("spark_host.gateway").joinpath("templates/replicas.conf").read_text()
     text = re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], template)
     return Together("\n\n" + text.rstrip(), "$spark_client", f"listen {own};", heard)
 

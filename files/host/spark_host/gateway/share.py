@@ -43,7 +43,7 @@ def config_text(share: Share, directory: Path, paths: Paths) -> str:
         "LISTEN": f"{address}:{share.port}",
         "TREES": "\n        ".join(_locations(tree, paths) for tree in share.trees),
     }
-    template = resources.files("spark_host.gateway").joinpath("share.conf").read_text()
+    template = resources.files("spark_host.gateway").joinpath("templates/share.conf").read_text()
     return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
 
 

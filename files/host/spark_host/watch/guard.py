@@ -16,7 +16,7 @@ from spark_contract.host.paths import Paths
 from spark_contract.serving.records import StartMemory
 from spark_contract.serving.release import Release
 
-from spark_host.engine import process
+from spark_host.engine.container import process
 from spark_host.engine.memory import Floor, available_bytes
 from spark_host.watch import loop
 

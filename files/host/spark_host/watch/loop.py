@@ -18,8 +18,8 @@ from spark_contract.host.paths import Paths
 from spark_contract.serving.records import Event
 from spark_contract.serving.release import Release, Watch
 
-from spark_host.engine import process
 from spark_host.engine.client import Engine, EngineError, SilentError
+from spark_host.engine.container import process
 from spark_host.engine.memory import Floor, available_bytes
 from spark_host.engine.metrics import Metrics
 from spark_host.gateway import gateway

@@ -12,7 +12,7 @@ from pyinfra.context import host
 from spark_contract.host.paths import PROXY
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.facts.machine.proxy import DaemonProxy
+from spark_deploy.facts.network.proxy import DaemonProxy
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import log, shell
 from spark_deploy.operations.files import place, states_of

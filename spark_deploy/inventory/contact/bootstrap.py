@@ -26,7 +26,7 @@ from pyinfra.connectors.sshuserclient.client import SSHClient
 
 from spark_deploy.errors import SettingsError
 from spark_deploy.facts.machine.access import ACCOUNT
-from spark_deploy.inventory.host_keys import (
+from spark_deploy.inventory.contact.host_keys import (
     CONNECT_TIMEOUT_S,
     Endpoint,
     Seen,

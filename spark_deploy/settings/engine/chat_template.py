@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.serving import EngineSettings
+from spark_deploy.settings.service.serving import EngineSettings
 
 OPTION = "chat-template"
 LARGEST_BYTES = 65_536

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from spark_deploy.documents.declare import Gib, about, form, in_gib, needed, section, setting
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.serving import (
+from spark_deploy.settings.service.serving import (
     CATALOG_NAME,
     SERVED_NAME,
     EngineSettings,

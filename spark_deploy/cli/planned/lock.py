@@ -54,7 +54,7 @@ def _lock_file(path: Path, hosts: list[Listed], options: Options) -> int:
     for host in hosts:
         lock = hold_if_told(host.settings.settings, host.catalog, lock, say)
     if options.counted:
-        from spark_deploy.cli.looks.counted import with_counts
+        from spark_deploy.cli.planned.counted import with_counts
 
         lock = with_counts(lock, hosts)
     if lock == before:

@@ -12,12 +12,12 @@ from spark_contract.serving.release import Release
 from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.commands import Options
-from spark_deploy.cli.doctor import surveyed
 from spark_deploy.cli.hosts import OPEN_COMMIT, Listed, answer, listed, planned, say
 from spark_deploy.cli.looking import look
-from spark_deploy.cli.looks import reuse
-from spark_deploy.cli.looks.brief import brief
-from spark_deploy.cli.looks.brief import row as _row
+from spark_deploy.cli.looks.doctor import surveyed
+from spark_deploy.cli.planned import reuse
+from spark_deploy.cli.planned.brief import brief
+from spark_deploy.cli.planned.brief import row as _row
 from spark_deploy.inventory.held import hold_if_told
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import size

@@ -13,8 +13,9 @@ from spark_contract.serving.release import Release
 from spark_contract.serving.status import EngineEvidence, Evidence
 
 from spark_host.check.runner import read_log
-from spark_host.engine import libraries, start_log
+from spark_host.engine import start_log
 from spark_host.engine.client import Engine, EngineError
+from spark_host.engine.container import libraries
 from spark_host.records import boot
 from spark_host.system import docker, programs, stored
 from spark_host.system.log import answer

@@ -25,7 +25,7 @@ from spark_deploy.operations.commands import HEARTBEAT_S, shell
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.reconnect import run_reconnecting
-from spark_deploy.operations.service.share import knowing_peers
+from spark_deploy.operations.work.share import knowing_peers
 from spark_deploy.planning.work.jobs import Work
 
 POLL_EVERY_S = 2.0

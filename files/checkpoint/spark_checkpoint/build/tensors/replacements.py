@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spark_checkpoint.build.packing import pack_weight
-from spark_checkpoint.build.spotcheck import (
+from spark_checkpoint.build.staging import Changes, NewTensor, Staging, pieces_of_span, read_span
+from spark_checkpoint.build.tensors.packing import pack_weight
+from spark_checkpoint.build.tensors.spotcheck import (
     Comparison,
     Error,
     check_module,
     check_outliers,
     check_scales,
 )
-from spark_checkpoint.build.staging import Changes, NewTensor, Staging, pieces_of_span, read_span
 from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.format.numbers import (
     Floats,

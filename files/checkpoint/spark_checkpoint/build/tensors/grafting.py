@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spark_checkpoint.build.replacements import Surgery, fp8_rows
 from spark_checkpoint.build.staging import NewTensor, pieces_of_span
+from spark_checkpoint.build.tensors.replacements import Surgery, fp8_rows
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.format.numbers import bf16_bits

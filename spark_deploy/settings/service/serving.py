@@ -11,8 +11,8 @@ from spark_contract.host.digests import DIGEST12
 from spark_contract.serving.gateway import EXPOSURES, Expose
 
 from spark_deploy.documents.declare import GIB, MIB, Gib, Mib, about, form, in_gib, needed, setting
-from spark_deploy.settings.engine_environment import environment_problems
-from spark_deploy.settings.engine_options import option_problems
+from spark_deploy.settings.engine.environment import environment_problems
+from spark_deploy.settings.engine.options import option_problems
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.secrets import GENERATED, OwnSecret
 

@@ -1,0 +1,1 @@
+"""The engine's container: its account, variables, devices and processes."""

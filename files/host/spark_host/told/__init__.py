@@ -1,0 +1,1 @@
+"""What a host tells a controller that asks."""

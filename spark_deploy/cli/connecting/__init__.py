@@ -1,0 +1,1 @@
+"""Ways to a server: what clients are told, and tunnels."""

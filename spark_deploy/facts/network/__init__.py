@@ -1,0 +1,1 @@
+"""What a host says of its network: ports, proxy, fabric, reach."""

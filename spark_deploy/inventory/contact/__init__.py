@@ -1,0 +1,1 @@
+"""First contact and every later one: host keys, what bootstrap grants, SSH."""

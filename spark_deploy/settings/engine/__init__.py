@@ -1,0 +1,1 @@
+"""What an owner may tell the engine itself: options, variables, a template, a text to tune with."""
