@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from spark_deploy.documents.declare import needed
 
+CALLED = "vLLM"
 _VERSION = re.compile(r"v?(0\.\d+\.\d+)(?![\d.])")
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
 
-from spark_deploy.catalog.engines import Engines, closest_of, version_of
+from spark_deploy.catalog.engines import CALLED, Engines, closest_of, version_of
 from spark_deploy.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import Problem
 from spark_deploy.planning.budget.memory import context_tokens, native_context_tokens
-from spark_deploy.settings.engine.options import meaning
+from spark_deploy.planning.engine.options import (
+    BRING_OWN_CLASS,
+    brings_own_class,
+    stretches_context,
+)
 from spark_deploy.settings.types import Settings
 
 
 def limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
     """Yield what of the effective profile the model or the engine refuses at its start."""
     most, wanted = native_context_tokens(model), context_tokens(model, profile)
-    if wanted > most and _knows_context(model) and not _stretched(meaning(profile.options)):
+    if wanted > most and _knows_context(model) and not stretches_context(profile):
         what = f"{wanted:,} tokens are more than {model.name} was made for ({most:,})"
         fix = f"set engine.max_context_tokens to {most} or less, or leave it out"
         yield Problem("engine.max_context_tokens", what, fix)
@@ -51,13 +54,14 @@ def architecture_problems(
         return
     image, named = settings.images.get(model.image.role, ""), model.anatomy.architecture
     version, engine = engines.of_image(image)
-    forced = meaning(profile.options).get("model-impl") in ("transformers", "terratorch")
-    if engine is None or not named or forced or engine.lists(named):
+    if engine is None or not named or brings_own_class(profile) or engine.lists(named):
         return
     others = closest_of(engines.engines, named)
-    fix = f"name an image of vLLM {', '.join(others)}" if others else "choose another repository"
-    what = f"its architecture {named} is not one that vLLM {version} lists"
-    yield Problem(f"model {model.name}", what, f"{fix}, or set engine.options.model-impl")
+    fix = (
+        f"name an image of {CALLED} {', '.join(others)}" if others else "choose another repository"
+    )
+    what = f"its architecture {named} is not one that {CALLED} {version} lists"
+    yield Problem(f"model {model.name}", what, f"{fix}, or {BRING_OWN_CLASS}")
 
 
 def _can_draft(model: Model) -> bool:
@@ -72,11 +76,6 @@ def _knows_context(model: Model) -> bool:
     if isinstance(model, PlainModel):
         return model.anatomy is not None and model.anatomy.context_tokens is not None
     return True
-
-
-def _stretched(options: Mapping[str, Any]) -> bool:
-    """Whether options change how positions are counted, as for longer contexts."""
-    return "rope" in str(options.get("hf-overrides", "")).lower()
 
 
 def role_problems(settings: Settings, catalog: Catalog) -> Iterator[Problem]:

@@ -24,8 +24,9 @@ from spark_deploy.planning.budget.memory import (
     plan_memory,
 )
 from spark_deploy.planning.effective import effective_profile
+from spark_deploy.planning.engine.facts import facts_of
 from spark_deploy.planning.fit import refusal
-from spark_deploy.planning.guard_rails import apply_rails, facts_of
+from spark_deploy.planning.guard_rails import apply_rails
 from spark_deploy.planning.limits import (
     architecture_problems,
     engine_problems,
@@ -110,7 +111,7 @@ def problems_of(
 ) -> list[Problem]:
     """Return why these settings can never be planned; empty when they can. Needs no lock.
 
-    ``engines`` are the versions of vLLM that the plugin knows; without, images are not judged.
+    ``engines`` are the versions that the plugin knows; without, images are not judged.
     """
     problems = _problems(lambda: resolve(settings, catalog), settings, engines)
     problems += role_problems(settings, catalog)

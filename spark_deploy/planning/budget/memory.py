@@ -15,8 +15,8 @@ from spark_deploy.catalog.profile import Profile
 from spark_deploy.planning.budget import beside, plain
 from spark_deploy.planning.budget.shape import CacheShape, group_layers
 from spark_deploy.planning.budget.weights import Weights, of_one_rank, weights_of
+from spark_deploy.planning.engine.options import prefill_backend
 from spark_deploy.planning.types import MemoryPlan
-from spark_deploy.settings.engine.options import meaning
 from spark_deploy.settings.types import Settings
 
 GIB = 1024**3
@@ -207,7 +207,7 @@ def _block_multiple(model: Architecture, profile: Profile) -> int:
     Where prefixes are kept, FlashInfer's prefill of linear layers hands its states out every 64
     tokens; the engine takes that prefill on a Spark by itself, for heads of 128.
     """
-    net, chosen = model.linear_attention, meaning(profile.options).get("gdn-prefill-backend")
+    net, chosen = model.linear_attention, prefill_backend(profile)
     by_flashinfer = net is not None and net.head_width == 128 and chosen != "triton"
     keeps = profile.prefix_caching and profile.engine_mode == "native"
     return 64 if keeps and by_flashinfer else 16

@@ -9,7 +9,7 @@ from spark_deploy.catalog.anatomy import CacheLayers, CountedCache
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.planning.budget.shape import CacheShape, group_layers
-from spark_deploy.settings.engine.options import meaning, whole
+from spark_deploy.planning.engine.options import block_tokens
 
 _PAGE_TOKENS = 16
 _GUESSED_CONTEXT_TOKENS = 8192
@@ -123,7 +123,7 @@ def _summed(layers: Iterable[CacheLayers], width: float, page_tokens: int) -> Ca
 
 def _page_tokens(profile: Profile) -> int:
     """Return how many tokens one block of the cache holds at least."""
-    return whole(meaning(profile.options).get("block-size")) or _PAGE_TOKENS
+    return block_tokens(profile) or _PAGE_TOKENS
 
 
 def _width(dtype: str) -> float | None:

@@ -17,6 +17,7 @@ from spark_deploy.catalog.model import Architecture, HybridModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.planning.budget.memory import layer_bytes_per_token, own_drafts, state_bytes
 from spark_deploy.planning.budget.weights import drafter_bytes, weights_of
+from spark_deploy.planning.engine.options import quantises_online
 
 BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by its data sheet
 # Shares of that bandwidth. Reported by the community of INT4 kernels:
@@ -134,7 +135,6 @@ def _shared_bytes(model: Architecture, profile: Profile) -> int:
     sizes = weights_of(model)
     if profile.shared_experts == "keep":
         # The one thing that is quantised while it is loaded, in profile online-fp8.
-        online = "quantization-config" in profile.options
-        return sizes.shared_fp8_bytes if online else sizes.shared_bytes
+        return sizes.shared_fp8_bytes if quantises_online(profile) else sizes.shared_bytes
     own = profile.shared_experts == "int8-g128"
     return sizes.shared_int8_bytes if own else sizes.shared_fp8_bytes

@@ -1,20 +1,14 @@
-"""What an engine reads beside the tree: where it lies in the container, and how it is told."""
+"""What an engine reads beside the tree, and where it lies in the container."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.lockfile.types import Lock
-from spark_deploy.planning.budget.beside import adapter_rank
+from spark_deploy.planning.engine.argv import ADAPTERS_MOUNT, DRAFTER_MOUNT
 from spark_deploy.planning.types import BesidePlan
 from spark_deploy.planning.work.checkpoint import locked_source, source_plan
 from spark_deploy.settings.types import Settings
-
-DRAFTER_MOUNT = "/drafter"
-ADAPTERS_MOUNT = "/adapters"
 
 
 def beside_plans(
@@ -32,31 +26,3 @@ def beside_plans(
         BesidePlan(source_plan(locked_source(lock, repository, revision), settings), target)
         for target, repository, revision in wanted
     )
-
-
-def drafts_told(profile: Profile) -> Mapping[str, Any] | None:
-    """Return the engine's speculative configuration."""
-    drafts = profile.speculation
-    if drafts is None:
-        return None
-    told: dict[str, Any] = {"method": drafts.method, "num_speculative_tokens": drafts.tokens}
-    if drafts.repository:
-        told["model"] = DRAFTER_MOUNT
-        if profile.engine_mode == "portable":
-            # That format is for trees of ours; a drafter is as it was published.
-            told["draft_load_config"] = {"load_format": "safetensors"}
-    words = {"prompt_lookup_max": drafts.longest_match, "prompt_lookup_min": drafts.shortest_match}
-    return {**told, **{name: count for name, count in words.items() if count is not None}}
-
-
-def adapters_told(model: Model) -> dict[str, Any]:
-    """Return the options for adapters; none without."""
-    if not model.adapters:
-        return {}
-    modules = [f"{name}={ADAPTERS_MOUNT}/{number}" for number, name in enumerate(model.adapters)]
-    return {
-        "enable-lora": True,
-        "max-loras": len(modules),
-        "max-lora-rank": adapter_rank(model),
-        "lora-modules": modules,
-    }

@@ -15,6 +15,7 @@ from spark_contract.serving.release import Cluster, Member, Release
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.facts.network.fabric import Port, Ports
+from spark_deploy.planning.engine.argv import rank_arguments, rank_environment
 from spark_deploy.planning.types import Way
 from spark_deploy.settings.service.cluster import PORTS
 from spark_deploy.settings.types import Settings
@@ -156,13 +157,10 @@ def spread(release: Release, settings: Settings, found: Mapping[str, Ports]) -> 
 
 
 def _member(link: Link, rank: int, port: int, joined: Sequence[Link]) -> Member:
-    argv = ["--tensor-parallel-size", str(len(joined)), "--nnodes", str(len(joined))]
-    argv += ["--node-rank", str(rank), "--master-addr", joined[0].address]
-    argv += ["--master-port", str(port)]
     return Member(
         host=link.host,
         address=link.address,
-        argv=(*argv, "--headless") if rank else tuple(argv),
+        argv=rank_arguments(rank, [one.address for one in joined], port),
         env=_environment(link),
         docker_args=(_PINNED, _RDMA) if link.devices else (),
     )
@@ -171,7 +169,7 @@ def _member(link: Link, rank: int, port: int, joined: Sequence[Link]) -> Member:
 def _environment(link: Link) -> dict[str, str]:
     """Return what the libraries of a rank need to take the fabric and nothing else."""
     named = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_NET_DEVICES")
-    found = {name: link.interface for name in named} | {"VLLM_HOST_IP": link.address}
+    found = {name: link.interface for name in named} | rank_environment(link.address)
     if not link.devices:
         return {**found, "NCCL_IB_DISABLE": "1"}
     found |= {

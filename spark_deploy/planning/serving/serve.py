@@ -24,7 +24,6 @@ from spark_contract.serving.release import (
     Tree,
     Watch,
 )
-from spark_contract.work.patterns import expand_all
 
 from spark_deploy.catalog.asked import questions_of
 from spark_deploy.catalog.model import HybridModel, Model, PlainModel
@@ -32,13 +31,14 @@ from spark_deploy.catalog.profile import Profile
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.facts.network.fabric import Ports
 from spark_deploy.planning.budget.memory import context_tokens
-from spark_deploy.planning.serving.argv import (
+from spark_deploy.planning.engine.argv import (
     CACHE_MOUNT,
     CONTAINER_ARGUMENTS,
     MODEL_MOUNT,
     engine_arguments,
     engine_environment,
 )
+from spark_deploy.planning.engine.lines import WEDGING_LINE, lines_of
 from spark_deploy.planning.serving.cluster import spread
 from spark_deploy.planning.serving.unit_limits import start_limits
 from spark_deploy.planning.types import (
@@ -49,20 +49,11 @@ from spark_deploy.planning.types import (
     RequantizedPlan,
     SourcePlan,
 )
-from spark_deploy.settings.engine.options import canonical
 from spark_deploy.settings.types import Settings
 
 # A prompt shows in the counters only when all of it was read. Far below what a Spark can do (3,317
 # tokens/s were published for two of them at 2K), because reading slows down as the context grows.
 _SLOWEST_PROMPT_TOKENS_PER_S = 1000
-PREFILL_LINES = {
-    "triton": r"Using Triton/FLA GDN prefill kernel \(requested=triton\b",
-    "flashinfer": r"Using FlashInfer GDN prefill kernel \(requested=flashinfer\b",
-}
-# Before 2.29.3 ranks on this CPU are reported to wait for each other for ever after some minutes.
-_WEDGING_NCCL = r"is using nccl==2\.(\d|1\d|2[0-8])\.|is using nccl==2\.29\.[0-2]\b"
-_FINITE_LINE = r"spark: all numbers of \d+ tensors and the logits of \d+ heads of \w+ are finite"
-_PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
 
 
 def serve_plan(
@@ -141,20 +132,7 @@ def check_plan(
     model: Model, profile: Profile, settings: Settings, memory: MemoryPlan, *, plugin: bool
 ) -> CheckPlan:
     """Return what the proof demands: of the model, of the profile, and of the plugin's log."""
-    required = list(profile.check.log_required)
-    forbidden = list(profile.check.log_forbidden)
-    portable = plugin and profile.engine_mode == "portable"
-    if plugin and isinstance(model, HybridModel) and profile.shared_experts.startswith("fp8"):
-        required.append(plugin_line(model))
-    if plugin and profile.tree_needs_plugin:
-        required.append(_FINITE_LINE)
-    required += prefill_line(model, profile)
-    if portable:
-        required.append(_PORTABLE_LINE)
-    elif plugin:
-        forbidden.append(r"spark portable mode")
-    if plugin:
-        forbidden += [r"Failed to load plugin", r"weight_scale_inv.* not found"]
+    required, forbidden = lines_of(model, profile, plugin=plugin)
     pools = isinstance(model, PlainModel) and model.pools
     return CheckPlan(
         timeout_s=settings.check.timeout_s,
@@ -174,9 +152,9 @@ def check_plan(
         acceptance_floor=profile.check.acceptance_floor if profile.speculation else None,
         # The first turn must fill a block: only whole blocks are found again.
         prefix=Prefix(memory.block_tokens) if profile.check.prefix_reuse else None,
-        log_required=tuple(required),
-        log_forbidden=tuple(forbidden),
-        portable=portable,
+        log_required=required,
+        log_forbidden=forbidden,
+        portable=plugin and profile.engine_mode == "portable",
         metrics_required=dict(profile.check.metrics_required),
         bench=_bench(model, settings),
         task=model.task if isinstance(model, PlainModel) else "chat",
@@ -209,27 +187,7 @@ def _of_cluster(check: CheckPlan, profile: Profile) -> CheckPlan:
     """Return what is demanded of several hosts beside: a library that does not wedge them."""
     if profile.engine_mode != "native":  # no GPU, and another library
         return check
-    return replace(check, log_forbidden=(*check.log_forbidden, _WEDGING_NCCL))
-
-
-def prefill_line(model: Model, profile: Profile) -> list[str]:
-    """Return the pattern of the line in which the engine names the prefill kernel it was told."""
-    told = {canonical(name): value for name, value in profile.options.items()}
-    line = PREFILL_LINES.get(str(told.get("gdn-prefill-backend")))
-    nets = isinstance(model, HybridModel) and model.architecture.linear_layers > 0
-    return [line] if line and nets else []
-
-
-def plugin_line(model: HybridModel) -> str:
-    """Return the pattern of the line in which the plugin states the exact sets it found."""
-    names = expand_all(model.tensors.swap)
-    modules = {name.replace(".gate_proj", ".gate_up_proj") for name in names}
-    modules -= {name for name in modules if name.endswith(".up_proj")}
-    rows, columns = model.tensors.block_shape
-    return (
-        rf"spark_inc: {len(names)} FP8 block names in {len(modules)} modules, "
-        rf"block_shape=\[{rows}, {columns}\]"
-    )
+    return replace(check, log_forbidden=(*check.log_forbidden, WEDGING_LINE))
 
 
 def _stall_s(settings: Settings, longest_prompt_tokens: int) -> int:

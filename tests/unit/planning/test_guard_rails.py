@@ -7,8 +7,9 @@ import pytest
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import plan_memory
-from spark_deploy.planning.guard_rails import apply_rails, facts_of
-from spark_deploy.planning.serving.argv import engine_options
+from spark_deploy.planning.engine.argv import engine_options
+from spark_deploy.planning.engine.facts import facts_of
+from spark_deploy.planning.guard_rails import apply_rails
 from spark_deploy.settings.engine.options import OWNED_OPTIONS
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of, settings_of, whats
 

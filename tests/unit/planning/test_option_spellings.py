@@ -9,8 +9,9 @@ import yaml
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.errors import CatalogError, PlanError, SettingsError
 from spark_deploy.planning.budget.memory import plan_memory
-from spark_deploy.planning.guard_rails import apply_rails, facts_of
-from spark_deploy.planning.serving.argv import engine_arguments
+from spark_deploy.planning.engine.argv import engine_arguments
+from spark_deploy.planning.engine.facts import facts_of
+from spark_deploy.planning.guard_rails import apply_rails
 from tests.unit.planning.plans import CATALOG, FIXTURE, LARGE, settings_of, whats
 
 FLASHINFER = "flashinfer-decode"

@@ -6,7 +6,7 @@ import pytest
 
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.memory import plan_memory
-from spark_deploy.planning.serving.argv import (
+from spark_deploy.planning.engine.argv import (
     engine_arguments,
     engine_environment,
     option_arguments,

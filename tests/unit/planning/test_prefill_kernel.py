@@ -9,7 +9,7 @@ import pytest
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.planning.effective import effective_profile
-from spark_deploy.planning.serving.serve import prefill_line
+from spark_deploy.planning.engine.lines import prefill_line
 from tests.unit.planning.plans import settings_of
 
 CATALOG, MODEL = read_catalog(), "qwen3.5-122b"

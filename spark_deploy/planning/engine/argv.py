@@ -15,13 +15,15 @@ from spark_contract.host.paths import ENGINE_SOCKET, ENGINE_USER
 from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import PlanError
+from spark_deploy.planning.budget.beside import adapter_rank
 from spark_deploy.planning.budget.memory import context_tokens
-from spark_deploy.planning.serving.beside import adapters_told, drafts_told
 from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.engine.options import canonical, structure
 
 MODEL_MOUNT = "/model"
 CACHE_MOUNT = "/cache"
+DRAFTER_MOUNT = "/drafter"
+ADAPTERS_MOUNT = "/adapters"
 HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
 """What the engine measured of the opt-in head at its first start on this host."""
 
@@ -87,8 +89,8 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "reasoning-parser": model.parsers.reasoning,
         "enable-auto-tool-choice": True if model.parsers.tool_call else None,
         "tool-call-parser": model.parsers.tool_call,
-        "speculative-config": drafts_told(profile),
-        **adapters_told(model),
+        "speculative-config": _drafts_told(profile),
+        **_adapters_told(model),
         **_further_options(profile),
     }
 
@@ -100,6 +102,34 @@ def _may_see(model: Model) -> bool:
 
 def _pools(model: Model) -> bool:
     return isinstance(model, PlainModel) and model.pools
+
+
+def _drafts_told(profile: Profile) -> Mapping[str, Any] | None:
+    """Return the engine's speculative configuration."""
+    drafts = profile.speculation
+    if drafts is None:
+        return None
+    told: dict[str, Any] = {"method": drafts.method, "num_speculative_tokens": drafts.tokens}
+    if drafts.repository:
+        told["model"] = DRAFTER_MOUNT
+        if profile.engine_mode == "portable":
+            # That format is for trees of ours; a drafter is as it was published.
+            told["draft_load_config"] = {"load_format": "safetensors"}
+    words = {"prompt_lookup_max": drafts.longest_match, "prompt_lookup_min": drafts.shortest_match}
+    return {**told, **{name: count for name, count in words.items() if count is not None}}
+
+
+def _adapters_told(model: Model) -> dict[str, Any]:
+    """Return the options for adapters; none without."""
+    if not model.adapters:
+        return {}
+    modules = [f"{name}={ADAPTERS_MOUNT}/{number}" for number, name in enumerate(model.adapters)]
+    return {
+        "enable-lora": True,
+        "max-loras": len(modules),
+        "max-lora-rank": adapter_rank(model),
+        "lora-modules": modules,
+    }
 
 
 def _further_options(profile: Profile) -> dict[str, Any]:
@@ -156,6 +186,19 @@ def engine_environment(
         # What it measures holds for this image only, and it cannot ask which one it runs in.
         environment["SPARK_IMAGE"] = image
     return {**environment, **profile.environment}
+
+
+def rank_arguments(rank: int, addresses: Sequence[str], port: int) -> tuple[str, ...]:
+    """Return what one host of a cluster is told beside: its place among the addresses of all."""
+    count = str(len(addresses))
+    argv = ["--tensor-parallel-size", count, "--nnodes", count, "--node-rank", str(rank)]
+    argv += ["--master-addr", addresses[0], "--master-port", str(port)]
+    return (*argv, "--headless") if rank else tuple(argv)
+
+
+def rank_environment(address: str) -> dict[str, str]:
+    """Return the variable that tells the engine of one host its own address."""
+    return {"VLLM_HOST_IP": address}
 
 
 def _value(name: str, value: Any) -> str:

@@ -1,0 +1,34 @@
+"""What options of the engine mean for the plan, where no key of the catalog says it."""
+
+from __future__ import annotations
+
+from spark_deploy.catalog.profile import Profile
+from spark_deploy.settings.engine.options import meaning, whole
+
+
+def block_tokens(profile: Profile) -> int | None:
+    """Return how many tokens a block of the KV cache was told to hold."""
+    return whole(meaning(profile.options).get("block-size"))
+
+
+def prefill_backend(profile: Profile) -> str:
+    """Return the name of the kernel that was chosen for gated delta nets."""
+    return str(meaning(profile.options).get("gdn-prefill-backend"))
+
+
+def quantises_online(profile: Profile) -> bool:
+    """Return whether the engine makes weights smaller while it loads them."""
+    return "quantization-config" in profile.options
+
+
+def brings_own_class(profile: Profile) -> bool:
+    """Return whether architectures that the engine does not list are loaded all the same."""
+    return meaning(profile.options).get("model-impl") in ("transformers", "terratorch")
+
+
+def stretches_context(profile: Profile) -> bool:
+    """Return whether options change how positions are counted, as for longer contexts."""
+    return "rope" in str(meaning(profile.options).get("hf-overrides", "")).lower()
+
+
+BRING_OWN_CLASS = "set engine.options.model-impl"
