@@ -26,8 +26,24 @@ from spark_deploy.facts.reading import HostFact
 from spark_deploy.facts.service import stored
 from spark_deploy.facts.service.stored import Stored
 
+
+def audit_script(folder: str = "/var/lib/dpkg") -> str:
+    """Return what tells of packages that are half installed, and not of those under way.
+
+    An installation outlives the run that began it; while dpkg's lock is held all that it has
+    begun is half installed, and who installs next waits for the lock.
+    """
+    return f"""
+echo '== dpkg-audit'
+busy=
+for lock in {folder}/lock-frontend {folder}/lock; do
+  inode=$(stat -c %i "$lock" 2>/dev/null) && grep -q ":$inode " /proc/locks && busy=yes
+done
+[ -n "$busy" ] || dpkg --audit
+"""
+
+
 _DPKG = rf"""
-echo '== dpkg-audit'; dpkg --audit
 echo '== stubs'
 dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {STAND_IN}
 echo '== daily'; head -c 65536 {DAILY} 2>/dev/null; echo
@@ -95,6 +111,7 @@ class HostSurvey(HostFact[Survey]):
                 containers.SCRIPT,
                 containers.images_script(images),
                 sections.SERVING,
+                audit_script(),
                 _DPKG,
             )
         )
