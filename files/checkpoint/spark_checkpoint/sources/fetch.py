@@ -26,7 +26,14 @@ from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import vouched, write_receipt
-from spark_checkpoint.sources.lookup import ContentHash, candidates, copy_hashed, hash_into
+from spark_checkpoint.sources.lookup import (
+    ContentHash,
+    candidates,
+    copy_hashed,
+    hash_into,
+    held,
+    name_of,
+)
 from spark_checkpoint.sources.peers import Peers
 from spark_checkpoint.sources.responses import RangeIgnored
 from spark_checkpoint.sources.transport import Transport
@@ -128,32 +135,40 @@ def _use_local(order: _Order, missing: list[FetchFile]) -> list[FetchFile]:
 
 def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:
     """Take one file of this host if its content is right; it is never moved or changed."""
-    target = order.tree_dir / file.path
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        before = stamp_of(path)
-        content = hash_into(path, order.content(file), order.progress.skip)
-        if content.mismatch() is not None or stamp_of(path) != before:
-            order.progress.skip(-file.size_bytes)
-            return False
-        target.unlink(missing_ok=True)
-        try:
-            if not path.stat().st_mode & stat.S_IROTH:
-                raise PermissionError(errno.EPERM, "not for everybody to read", str(path))
-            if why_not_ours(path) is not None:
-                raise PermissionError(errno.EPERM, "others could change it later", str(path))
-            os.link(path, target)
-        except OSError:
-            # Another filesystem, one without hard links, a file that its owner keeps from the
-            # engine's account or could write to later: copy, and trust only the copy.
-            refuse_without_room(order.tree_dir, file.size_bytes, f"copying {path}")
-            content = copy_hashed(path, order.part(file), order.content(file))
-            if content.mismatch() is not None:
-                return False
-            order.part(file).rename(target)
+        with held(path, file.size_bytes) as source:
+            return _take_held(order, file, source, path)
     except OSError as error:
         note(f"look_in: {path}: {error.strerror}; not used")
+    except TransferFailed as error:
+        note(f"look_in: {error}; not used")
+    return False
+
+
+def _take_held(order: _Order, file: FetchFile, source: int, path: Path) -> bool:
+    target = order.tree_dir / file.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    before, name = stamp_of(source), name_of(source)
+    content = hash_into(name, order.content(file), order.progress.skip, file.size_bytes)
+    if content.mismatch() is not None or stamp_of(source) != before:
+        order.progress.skip(-file.size_bytes)
         return False
+    target.unlink(missing_ok=True)
+    try:
+        if not os.fstat(source).st_mode & stat.S_IROTH:
+            raise PermissionError(errno.EPERM, "not for everybody to read", str(path))
+        if why_not_ours(source) is not None:
+            raise PermissionError(errno.EPERM, "others could change it later", str(path))
+        # With a folder's descriptor, which a whole name has no use for, Python follows the name.
+        os.link(name, target, src_dir_fd=source, follow_symlinks=True)
+    except OSError:
+        # Another filesystem, one without hard links, a file that its owner keeps from the
+        # engine's account or could write to later: copy, and trust only the copy.
+        refuse_without_room(order.tree_dir, file.size_bytes, f"copying {path}")
+        content = copy_hashed(name, order.part(file), order.content(file))
+        if content.mismatch() is not None:
+            return False
+        order.part(file).rename(target)
     order.proofs[file.path] = content.proof()
     return True
 

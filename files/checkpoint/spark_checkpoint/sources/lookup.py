@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from spark_contract.files import sync, write_all
@@ -27,6 +30,7 @@ class ContentHash:
 
     def __init__(self, file: FetchFile, *, with_pieces: bool):
         self._file = file
+        self.size_bytes = file.size_bytes
         self._sha256 = hashlib.sha256()
         self._pieces = PieceHasher() if with_pieces else None
         # Git names a blob by a hash of this prefix and the content; no security rests on it.
@@ -84,22 +88,47 @@ def candidates(files: Iterable[FetchFile], look_in: Iterable[str]) -> dict[int, 
     return found
 
 
+@contextmanager
+def held(path: Path, size_bytes: int) -> Iterator[int]:
+    """Hold a file that was found: who owns its folder may put anything in its place meanwhile.
+
+    Raises:
+        OSError: It is no file of that size any more; a pipe or a device is not even opened.
+    """
+    descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
+            raise OSError(errno.ESTALE, "is another file by now", str(path))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def name_of(descriptor: int) -> Path:
+    """Return a name that leads to what is held, and to nothing else."""
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
 def hash_into(
-    path: Path, content: ContentHash, on_bytes: Callable[[int], None] = lambda count: None
+    path: Path,
+    content: ContentHash,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    size_bytes: int | None = None,
 ) -> ContentHash:
-    """Feed a file to its hashes."""
-    for part in file_bytes(path):
+    """Feed a file to its hashes, or so many bytes of one that may grow meanwhile."""
+    for part in file_bytes(path, 0, size_bytes):
         content.update(part)
         on_bytes(len(part))
     return content
 
 
 def copy_hashed(path: Path, target: Path, content: ContentHash) -> ContentHash:
-    """Copy a file and hash what was copied."""
+    """Copy a file, and no more than was wanted, and hash what was copied."""
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     passed = Passed(fd)
     try:
-        for part in file_bytes(path):
+        for part in file_bytes(path, 0, content.size_bytes):
             content.update(part)
             write_all(fd, part)
             passed.go(len(part))

@@ -141,9 +141,13 @@ def exposed(tree: Path) -> str | None:
     return None
 
 
-def why_not_ours(path: Path) -> str | None:
-    """Say why a file or folder is not root's alone to write (or ours); ``None`` when it is."""
-    status = path.lstat()
+def why_not_ours(file: Path | int) -> str | None:
+    """Say why a file or folder is not root's alone to write (or ours); ``None`` when it is.
+
+    Args:
+        file: by name, or held by a descriptor.
+    """
+    status = os.fstat(file) if isinstance(file, int) else file.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "is a link"
     if status.st_uid not in (0, os.geteuid()):
