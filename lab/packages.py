@@ -23,7 +23,7 @@ OFFERED = (
     "python3-apt", "jq", "rsync",
     "git", "acl", "lsof", "psmisc", "file", "openssl", "ethtool", "numactl", "zstd", "unzip",
     "xz-utils", "ufw", "earlyoom", "unattended-upgrades", "chrony", "logrotate", "tmux",
-    "busybox-static", "pciutils", "gpg", "apt-transport-https",
+    "busybox-static", "pciutils", "gpg", "apt-transport-https", "netplan.io",
 )  # fmt: skip
 
 # The container engine. Debian 13 made the client a package of its own, and BuildKit's builder too.
