@@ -14,6 +14,7 @@ from spark_deploy.errors import SettingsError
 from spark_deploy.inventory.command_line import named_inventory, no_inventory
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.known import KEY
+from spark_deploy.inventory.names import host_problems
 
 
 def read_inventory(
@@ -51,9 +52,15 @@ def check_inventory() -> None:
     path = Path(named_inventory())
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
         return
-    groups = _run(path).values()
-    if not any(len(one[0] if _is_group(one) else one) for one in groups):
-        raise _no_host(path)
+    found = _run(path)
+    groups = {name: one[0] if _is_group(one) else one for name, one in found.items()}
+    # pyinfra takes no group with anything else in it, and goes on with the others.
+    taken = [one for one in groups.values() if all(isinstance(host, (str, tuple)) for host in one)]
+    if any(taken):
+        return
+    if len(taken) < len(groups):
+        raise SettingsError(list(host_problems(groups, file=str(path))))
+    raise _no_host(path)
 
 
 def _no_host(path: Path) -> SettingsError:

@@ -224,6 +224,18 @@ def test_pyinfra_with_a_plain_inventory_without_a_host_is_red(own, text):
     assert "empty.py: names no host" in done.stderr
 
 
+@pytest.mark.slow
+def test_pyinfra_with_a_plain_inventory_of_hosts_that_are_none_is_red(own):
+    """pyinfra itself ignores such a group and exits 0."""
+    with_our_config(own)
+    (own / "odd.py").write_text("hosts = [['spark-1']]")
+    done = run("pyinfra", "odd.py", "debug-inventory", cwd=own)
+    assert done.returncode == 1, done.stdout
+    assert "hosts of hosts: ['spark-1'] is no name" in done.stderr
+    (own / "odd.py").write_text("ports = [8000]\nhosts = ['spark-1']")
+    assert run("pyinfra", "odd.py", "debug-inventory", cwd=own).returncode == 0
+
+
 def with_our_config(own: Path) -> None:
     (own / "config.py").write_text((CHECKOUT / "config.py").read_text().replace(
         "_pathlib.Path(__file__).resolve().parent", repr(str(CHECKOUT))))  # fmt: skip
