@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def tables(checkout: Path) -> Iterator[str]:
         lab = part.lab.replace("{flavours}", _flavours())
         row = (part.part, lab, part.gpu, _column(part, reports))
         yield f"| {' | '.join(map(cell, row))} |".replace("|  |", "| |")
+    yield from _flavours_table(checkout)
     yield from ("", "## Open questions", "", OPEN, "")
     yield "| question | how a Spark answers it | answers |"
     yield "|---|---|---|"
@@ -60,6 +62,44 @@ def _flavours() -> str:
         f"`{one.name}` ({f'Debian {one.release.version}, ' if one.release else ''}{one.summary})"
         for one in found
     )
+
+
+def _flavours_table(checkout: Path) -> Iterator[str]:
+    """Yield what `tests/host/test_flavours.py` saw on a host of each flavour, whole runs only."""
+    path = checkout / "benchmarks/results/lab/flavours.json"
+    if not path.exists():
+        return
+    found = json.loads(path.read_text("utf-8"))
+    yield from ("", "## Every flavour, whole", "", FLAVOURS.format(**found), "")
+    yield "| flavour | doctor | first deploy | second | the owner's | after a reboot |"
+    yield "|---|---|---|---|---|---|"
+    for row in found["rows"]:
+        owners, again = row["owners"], row["rebooted"]
+        counted = ", ".join(f"{owners[key]:,} {words}" for key, words in COUNTED.items())
+        system = row["system"].partition(" (")[0]
+        cells = (
+            f"`{row['flavour']}`: {system}, docker {row['docker']}, {row['date']}",
+            f"exit {row['doctor']['exit_code']}, {row['doctor']['warnings']} warnings",
+            f"serves; {row['first']['changed']} operations changed something",
+            f"{row['second']['changed']} did",
+            f"{owners['changed']} different of {counted}",
+            f"serves; {again['owners_changed']} different; a deploy: {again['changed']} changes",
+        )
+        yield f"| {' | '.join(map(cell, cells))} |"
+
+
+FLAVOURS = """
+[flavours.json](../../benchmarks/results/lab/flavours.json), from {device}; `{command}` writes it
+anew. The owner's things are compared by `tests/host/belongings.py` with ordinary tools: content,
+mode and owner of files (below `/etc`, `/home`, `/root`, `/srv`, `/opt`, `/usr/local`, `/data`,
+crontabs, docker's volumes), units and whether they start, packages, containers with their
+configuration, images, who listens, accounts, the owner's keys of `daemon.json`. New ones are not
+counted.
+""".strip()
+COUNTED = {
+    "files": "files", "enabled": "units", "packages": "packages", "containers": "containers",
+    "images": "images", "sockets": "listeners",
+}  # fmt: skip
 
 
 def _column(part: Part, reports: dict[str, Report]) -> str:

@@ -54,6 +54,14 @@ class Belongings:
     accounts: set[str]
     daemon: dict[str, Any]
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many of each kind there are."""
+        return {
+            name: len(getattr(self, name))
+            for name in ("files", "enabled", "packages", "containers", "images", "sockets")
+        }
+
 
 def look(run: Callable[[str], str], units: tuple[str, ...]) -> Belongings:
     """Look at a host through ``run``, a shell as root."""

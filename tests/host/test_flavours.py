@@ -1,11 +1,17 @@
-"""Hosts as their owners have them: whatever they look like, they come to serve, and stay theirs."""
+"""Hosts as their owners have them: whatever they look like, they come to serve, and stay theirs.
+
+With RESULTS=write what was seen goes to benchmarks/results/lab/flavours.json.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,12 +19,13 @@ import yaml
 from lab import flavour
 from lab.flavour import Flavour
 from tests.host.belongings import Belongings, changes, look
-from tests.labkit import SPARE, STATE, Guest, Site, guest_named, lab
+from tests.labkit import CHECKOUT, SPARE, STATE, Guest, Site, guest_named, lab
 from tests.runs import Run
 
 NAME = SPARE[0]
 IN_THE_GATE = "awkward"
 PROXY_LOG = STATE / "run/proxy.log"
+RESULTS = CHECKOUT / "benchmarks/results/lab/flavours.json"
 QUESTION = "What is the capital of France?"
 
 
@@ -34,6 +41,7 @@ class Theirs:
     doctor_ready: tuple[int, str]
     first: Run
     proxy_log_bytes: int  # of earlier guests, and of what the owner fetched
+    seen: dict[str, Any] = field(default_factory=dict)  # by the tests, for the result file
 
     def asked_of_the_proxy(self) -> list[str]:
         """Return the requests that went through the proxy since the owner handed the host over."""
@@ -80,27 +88,58 @@ def theirs(
     doctor_ready = site.tool("doctor")
     first = site.deploy()
     guest = guest_named(NAME)
-    yield Theirs(chosen, site, guest, before, doctor_new, doctor_ready, first, log_bytes)
+    theirs = Theirs(chosen, site, guest, before, doctor_new, doctor_ready, first, log_bytes)
+    yield theirs
+    if os.environ.get("RESULTS") == "write":
+        keep(theirs)
     lab("down", NAME)
+
+
+def keep(theirs: Theirs) -> None:
+    """Put what the tests saw of one flavour into the result file; the others' rows stay."""
+    run = theirs.guest.run
+    row = {
+        "flavour": theirs.flavour.name,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "system": run(". /etc/os-release; echo $PRETTY_NAME"),
+        "docker": run("docker version --format '{{.Server.Version}}'"),
+        **theirs.seen,
+    }
+    before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    rows = {one["flavour"]: one for one in [*before, row]}
+    told = {
+        "command": "RESULTS=write pytest tests/host/test_flavours.py",
+        "device": "guests of the virtual lab, x86_64, the stub engine",
+        "rows": [rows[name] for name in sorted(rows)],
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def test_doctor_finds_a_healthy_host_before_anything_is_changed(theirs: Theirs) -> None:
     assert "bootstrap" in theirs.doctor_new
     code, said = theirs.doctor_ready
     assert code == 0, said
+    warned = sum(line.split()[:1] == ["warning"] for line in said.splitlines())
+    theirs.seen["doctor"] = {"exit_code": code, "warnings": warned}
 
 
 def test_the_first_deploy_serves(theirs: Theirs) -> None:
     assert theirs.first.exit_code == 0, f"{theirs.first.failed}\n{theirs.first.stderr[-6000:]}"
     assert theirs.guest.answers(QUESTION, "Paris")
+    theirs.seen["first"] = {"changed": len(theirs.first.changed), "served": True}
 
 
 def test_the_second_deploy_changes_nothing(theirs: Theirs) -> None:
-    theirs.site.deploy().must_have_changed_nothing()
+    second = theirs.site.deploy()
+    second.must_have_changed_nothing()
+    theirs.seen["second"] = {"changed": len(second.changed)}
 
 
 def test_what_belongs_to_the_owner_is_as_it_was(theirs: Theirs) -> None:
-    assert changes(theirs.before, theirs.belongings()) == []
+    found = changes(theirs.before, theirs.belongings())
+    assert found == []
+    theirs.seen["owners"] = {**theirs.before.counts, "changed": len(found)}
 
 
 def test_it_serves_again_after_a_reboot_and_the_rest_is_as_it_was(theirs: Theirs) -> None:
@@ -113,8 +152,13 @@ def test_it_serves_again_after_a_reboot_and_the_rest_is_as_it_was(theirs: Theirs
         "http://127.0.0.1:8000/v1/models", seconds=120,
     )  # fmt: skip
     assert theirs.guest.answers(QUESTION, "Paris")
-    assert changes(theirs.before, theirs.belongings(), rebooted=True) == []
-    theirs.site.deploy().must_have_changed_nothing()
+    found = changes(theirs.before, theirs.belongings(), rebooted=True)
+    assert found == []
+    third = theirs.site.deploy()
+    third.must_have_changed_nothing()
+    theirs.seen["rebooted"] = {
+        "served": True, "owners_changed": len(found), "changed": len(third.changed),
+    }  # fmt: skip
 
 
 def test_one_whose_only_way_out_is_a_proxy_got_everything_through_it(theirs: Theirs) -> None:
