@@ -26,6 +26,7 @@ NAME = SPARE[0]
 IN_THE_GATE = "awkward"
 PROXY_LOG = STATE / "run/proxy.log"
 RESULTS = CHECKOUT / "benchmarks/results/lab/flavours.json"
+WHOLE = {"doctor", "first", "second", "owners", "rebooted"}
 QUESTION = "What is the capital of France?"
 
 
@@ -90,7 +91,7 @@ def theirs(
     guest = guest_named(NAME)
     theirs = Theirs(chosen, site, guest, before, doctor_new, doctor_ready, first, log_bytes)
     yield theirs
-    if os.environ.get("RESULTS") == "write":
+    if os.environ.get("RESULTS") == "write" and theirs.seen.keys() == WHOLE:
         keep(theirs)
     lab("down", NAME)
 
