@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from lab.hub import answers
+from lab.hub import responses
 from lab.hub.body import send_body
 from lab.hub.faults import FaultSwitch
 from lab.hub.store import Commit, FileRecord, GatedError, NotFoundError, Store
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.faults.current("no-range", record.path):
             header = None
         try:
-            asked = answers.byte_range(header, record.size_bytes)
+            asked = responses.byte_range(header, record.size_bytes)
         except ValueError:
             total = {"Content-Range": f"bytes */{record.size_bytes}"}
             self.answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, b"", total)
@@ -148,7 +148,7 @@ class HubHandler(_Handler):
         elif words[:3] == ["api", "resolve-cache", "models"] and len(words) >= 7:
             commit = self._commit("/".join(words[3:5]), words[5])
             record = commit.file("/".join(words[6:]))
-            self.send_file(record, answers.file_headers(commit, record))
+            self.send_file(record, responses.file_headers(commit, record))
         elif len(words) >= 5 and words[2] == "resolve":
             self._resolve(self._commit("/".join(words[:2]), words[3]), "/".join(words[4:]))
         else:
@@ -162,8 +162,8 @@ class HubHandler(_Handler):
         action = rest[0] if rest else "revision"
         commit = self._commit(repo, "/".join(rest[1:]) or None)
         actions: dict[str, Callable[[], object]] = {
-            "revision": lambda: answers.model_info(commit, blobs="blobs" in query),
-            "tree": lambda: [answers.tree_entry(record) for record in commit.files],
+            "revision": lambda: responses.model_info(commit, blobs="blobs" in query),
+            "tree": lambda: [responses.tree_entry(record) for record in commit.files],
             "paths-info": lambda: self._paths_info(commit),
         }
         if action not in actions:
@@ -177,15 +177,17 @@ class HubHandler(_Handler):
             wanted = json.loads(body)["paths"]
         else:
             wanted = parse_qs(body).get("paths", [])
-        return [answers.tree_entry(record) for record in commit.files if record.path in wanted]
+        return [responses.tree_entry(record) for record in commit.files if record.path in wanted]
 
     def _resolve(self, commit: Commit, path: str) -> None:
         record = commit.file(path)
-        headers = answers.file_headers(commit, record)
+        headers = responses.file_headers(commit, record)
         if record.large:
             expired = self.hub.faults.current("expire", record.path)
             expires_at = int(time.time()) + (-1 if expired else LINK_LIFETIME_S)
-            link = answers.signed_link(self.hub.cdn_url, record.sha256, self.hub.secret, expires_at)
+            link = responses.signed_link(
+                self.hub.cdn_url, record.sha256, self.hub.secret, expires_at
+            )
             self.answer(HTTPStatus.FOUND, b"", {**headers, "Location": link})
             return
         cached = f"/api/resolve-cache/models/{commit.repo}/{commit.sha}/{record.path}"
@@ -200,7 +202,7 @@ class CdnHandler(_Handler):
         if "Authorization" in self.headers:
             self.refuse(HTTPStatus.BAD_REQUEST, "only one auth mechanism allowed: drop the token")
             return
-        refusal = answers.link_refusal(self.path, self.hub.secret, time.time())
+        refusal = responses.link_refusal(self.path, self.hub.secret, time.time())
         if refusal is not None:
             self.refuse(HTTPStatus.FORBIDDEN, refusal)
             return

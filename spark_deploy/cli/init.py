@@ -49,7 +49,7 @@ SETTINGS_TEXT = """\
 model: MODEL
 profile: PROFILE  # one to four people; `agent`: long repeated beginnings; `v2-tq`: long documents
 
-# Have another pair ready, so that a switch needs no download and no build:
+# Have another pair ready, so that a change needs no download and no build:
 # keep_ready:
 #   - {model: MODEL, profile: agent}
 

@@ -159,8 +159,25 @@ class SourcePlan:
         return self.locked.commit
 
 
+class _Made:
+    """A tree that a job makes by its order."""
+
+    __slots__ = ()
+    order: RequantizePlan | BuildPlan
+
+    @property
+    def dir(self) -> str:
+        """Where the tree will be on the host."""
+        return self.order.out
+
+    @property
+    def digest(self) -> str:
+        """Identity of everything the tree is made from."""
+        return self.order.digest
+
+
 @dataclass(frozen=True, slots=True)
-class RequantizedPlan:
+class RequantizedPlan(_Made):
     """An INT4 tree made here from a 16-bit repository; a base like a fetched one."""
 
     order: RequantizePlan
@@ -169,23 +186,13 @@ class RequantizedPlan:
     size_bytes: int  # computed from the architecture
 
     @property
-    def dir(self) -> str:
-        """Where the tree will be on the host."""
-        return self.order.out
-
-    @property
-    def digest(self) -> str:
-        """Identity of everything the tree is made from."""
-        return self.order.digest
-
-    @property
     def revision(self) -> str:
         """What its receipt names."""
         return self.order.digest
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointPlan:
+class CheckpointPlan(_Made):
     """The hybrid checkpoint to build."""
 
     order: BuildPlan
@@ -194,16 +201,6 @@ class CheckpointPlan:
     output_bytes: int  # new bytes on disk (overlay: the small shard only)
     donor_bytes: int  # of the swapped tensors, read as ranges
     keep_base: bool  # False: the base is removed once the tree is proven and serves
-
-    @property
-    def dir(self) -> str:
-        """Where the tree will be on the host."""
-        return self.order.out
-
-    @property
-    def digest(self) -> str:
-        """Identity of everything the tree is made from."""
-        return self.order.digest
 
 
 @dataclass(frozen=True, slots=True)

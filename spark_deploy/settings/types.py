@@ -79,7 +79,7 @@ class Settings:
     keep_ready: tuple[PairSettings, ...] = setting(
         (),
         "Other model and profile pairs whose downloads, tree and image a host has ready, so that "
-        "a switch to one of them needs no download and no build.",
+        "a change to one of them needs no download and no build.",
         uniqueItems=True,
         examples=[[{"model": "qwen3.5-122b", "profile": "base"}]],
     )

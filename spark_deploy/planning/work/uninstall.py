@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_contract.work.keep import Wanted
+from spark_contract.work.keep import Footprint
 
 from spark_deploy.planning.types import NJS
 from spark_deploy.settings.types import Settings
@@ -17,7 +17,7 @@ def wanted_of(
     shared_files: tuple[str, ...],
     masked: tuple[str, ...],
     access_files: tuple[str, ...],
-) -> Wanted:
+) -> Footprint:
     """Return what ``spark-host manifest`` and ``uninstall`` read.
 
     Args:
@@ -28,7 +28,7 @@ def wanted_of(
         access_files: how this project logs in.
     """
     docker = settings.docker
-    return Wanted(
+    return Footprint(
         models_dir=settings.paths.models_dir,
         sources_dir=settings.paths.sources_dir,
         cache_dir=settings.paths.cache_dir,

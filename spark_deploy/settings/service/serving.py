@@ -199,8 +199,8 @@ class ServeSettings:
     )
     drain_s: int = setting(
         30,
-        "Seconds that answers in flight may take before a switch stops the old engine; longer ones "
-        "are cut off.",
+        "Seconds that answers in flight may take before a change of release stops the old engine; "
+        "longer ones are cut off.",
         minimum=0,
     )
 

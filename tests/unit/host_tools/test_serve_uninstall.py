@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from spark_contract.host.paths import Paths, kept_aside
-from spark_contract.work.keep import Before, Wanted
+from spark_contract.work.keep import Before, Footprint
 from spark_host.system import docker, systemd
 from spark_host.uninstall import before as past
 from spark_host.uninstall import ours, packages, shared
@@ -16,7 +16,7 @@ from spark_host.uninstall import ours, packages, shared
 DAEMON_JSON = "/etc/docker/daemon.json"
 
 
-def wanted(**more: Any) -> Wanted:
+def wanted(**more: Any) -> Footprint:
     given: dict[str, Any] = {
         "models_dir": "/srv/m", "sources_dir": "/srv/s", "cache_dir": "/srv/c",
         "files": (), "shared_files": (DAEMON_JSON,), "daemon_json": DAEMON_JSON,
@@ -25,7 +25,7 @@ def wanted(**more: Any) -> Wanted:
         "gpu_packages": (), "docker_users": (), "access_files": (),
         "models": False, "engine": False,
     }  # fmt: skip
-    return Wanted(**{**given, **more})
+    return Footprint(**{**given, **more})
 
 
 def was(**more: Any) -> Before:

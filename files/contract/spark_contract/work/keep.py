@@ -39,7 +39,7 @@ class Pruning:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Footprint:
     """What the settings of a host would make there, and how much of it shall go."""
 
     models_dir: str

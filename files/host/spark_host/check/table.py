@@ -13,7 +13,7 @@ from spark_contract.host.sentences import PREFIX_REUSE
 
 from spark_host.check import evidence, images
 from spark_host.check.probe import Probe, Weight
-from spark_host.check.questions import answers, long_text, pooled, sounds
+from spark_host.check.questions import conversation, long_text, pooled, sounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,52 +49,52 @@ CHECKS = (
         lambda p: bool(p.plan.log_required or p.plan.log_forbidden),
     ),
     Check(
-        "first answer", "quick", answers.first_answer, "must",
+        "first answer", "quick", conversation.first_answer, "must",
         "damaged weights, a wrong kernel, a wedged engine: garbage, one token, nothing", _TALKATIVE,
         lambda p: bool(p.plan.plain_questions),
     ),
     Check(
-        "answers", "full", answers.all_answers, "must",
+        "answers", "full", conversation.all_answers, "must",
         "damage that one short answer does not show",
         "it thinks, and is wrong or does not come to an end: told as a warning",
         lambda p: len(p.plan.questions) > 1,
     ),
     Check(
-        "copy", "full", answers.copies, "must",
+        "copy", "full", conversation.copies, "must",
         "damaged numbers: letters fall out or change",
         "cannot: what it says around the string is not looked at",
         lambda p: bool(p.plan.copy),
     ),
     Check(
-        "stream", "full", answers.stream, "must",
+        "stream", "full", conversation.stream, "must",
         "an answer that breaks off, or lacks its end or its count of tokens", _TALKATIVE,
         lambda p: bool(p.plan.plain_questions),
     ),
     Check(
-        "repeat", "full", answers.repeats, "warn",
+        "repeat", "full", conversation.repeats, "warn",
         "states or caches that one request leaves to the next",
         "kernels add up in another order, and two words that are nearly as likely change places",
         lambda p: p.plan.repeat and bool(p.plan.plain_questions),
     ),
     Check(
-        "tool call", "full", answers.tool_call, "must",
+        "tool call", "full", conversation.tool_call, "must",
         "a call that stays text, arguments that are no JSON or of another type",
         "it calls no tool, or asks for other values: told as a warning",
         lambda p: p.plan.tool_call,
     ),
     Check(
-        "reasoning", "full", answers.reasoning, "must",
+        "reasoning", "full", conversation.reasoning, "must",
         "thinking that is mixed into the answer",
         "it does not think, or answers wrong after it: told as a warning",
         lambda p: p.plan.reasoning and bool(p.plan.plain_questions),
     ),
     Check(
-        "conversation", "full", answers.conversation, "must",
+        "conversation", "full", conversation.conversation, "must",
         "earlier turns that are lost or mixed up", _TALKATIVE,
         lambda p: p.plan.conversation and bool(p.plan.plain_questions),
     ),
     Check(
-        "parallel", "full", answers.parallel, "must",
+        "parallel", "full", conversation.parallel, "must",
         "requests that get each other's answers, or none, when several run", _TALKATIVE,
         lambda p: bool(p.plan.plain_questions),
     ),

@@ -35,14 +35,14 @@ class Listener:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Listeners:
     """What the settings ask for: the listeners possible now, and why some are missing."""
 
     listeners: tuple[Listener, ...]
     missing: str | None
 
 
-def wanted(settings: Gateway) -> Wanted:
+def wanted(settings: Gateway) -> Listeners:
     """Work out the listeners of a gateway; this host itself always gets plain HTTP.
 
     The loopback address is a listener of its own in every exposure, so that it stays open while
@@ -63,7 +63,7 @@ def wanted(settings: Gateway) -> Wanted:
         found.append(Listener("0.0.0.0", port, tls))
         if _is_ours("::1"):
             found += [Listener("::1", port, False), Listener("::", port, tls)]
-    return Wanted(tuple(found), missing)
+    return Listeners(tuple(found), missing)
 
 
 def listening(pid: int, port: int) -> frozenset[str]:

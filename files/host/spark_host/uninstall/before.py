@@ -10,7 +10,7 @@ from pathlib import Path
 from spark_contract import files
 from spark_contract.documents import DocumentError, parse, text_of
 from spark_contract.host.paths import Paths
-from spark_contract.work.keep import Before, Wanted
+from spark_contract.work.keep import Before, Footprint
 
 from spark_host.system import docker, systemd
 from spark_host.system.programs import finished
@@ -32,7 +32,7 @@ def noted(paths: Paths) -> Before | None:
         return None
 
 
-def note(wanted: Wanted, paths: Paths) -> bool:
+def note(wanted: Footprint, paths: Paths) -> bool:
     """Write down what the host is now; return whether that was done.
 
     The folder of our records comes with it in one step: a host that has the folder and not the
@@ -49,7 +49,7 @@ def note(wanted: Wanted, paths: Paths) -> bool:
     return True
 
 
-def seen(wanted: Wanted, paths: Paths) -> Before:
+def seen(wanted: Footprint, paths: Paths) -> Before:
     """Look at everything of the host that a deploy may change."""
     return Before(
         at=files.now(),
@@ -102,7 +102,7 @@ def groups() -> tuple[str, ...]:
     return tuple(sorted(entry.gr_name for entry in grp.getgrall()))
 
 
-def directories(wanted: Wanted, paths: Paths) -> tuple[str, ...]:
+def directories(wanted: Footprint, paths: Paths) -> tuple[str, ...]:
     """List the directories below /etc, those that lead to large data, and those of packages."""
     found = {folder for folder, _, _ in os.walk(paths.below("/etc"))}
     large = (wanted.models_dir, wanted.sources_dir, wanted.cache_dir)

@@ -26,7 +26,7 @@ from spark_contract.host.paths import (
 )
 from spark_contract.host.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
 from spark_contract.serving.records import GpuProof
-from spark_contract.work.keep import Before, Ours, Thing, Wanted
+from spark_contract.work.keep import Before, Footprint, Ours, Thing
 from spark_contract.work.sharing import SHARE_KEY, SHARE_SETTINGS
 
 from spark_host.prune import holdings
@@ -67,7 +67,7 @@ class Others:
     with_gpu: tuple[str, ...]
     images: frozenset[str]  # ids
 
-    def in_the_way(self, wanted: Wanted) -> dict[str, str]:
+    def in_the_way(self, wanted: Footprint) -> dict[str, str]:
         """Say of each package that containers of others need why it has to stay."""
         kept = [(wanted.engine_packages, self.containers), (wanted.gpu_packages, self.with_gpu)]
         return {
@@ -78,7 +78,7 @@ class Others:
         }
 
 
-def look(wanted: Wanted, paths: Paths) -> Ours:
+def look(wanted: Footprint, paths: Paths) -> Ours:
     """List what is ours."""
     before = past.noted(paths)
     deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
@@ -123,7 +123,7 @@ def _boot_links(paths: Paths) -> Iterator[Thing]:
                 yield Thing("boot link", str(link))
 
 
-def _data(wanted: Wanted, paths: Paths) -> Iterator[Thing]:
+def _data(wanted: Footprint, paths: Paths) -> Iterator[Thing]:
     known = holdings.known_jobs(paths)
     made = [
         paths.below(tree)
@@ -208,7 +208,7 @@ def _config(paths: Paths) -> Iterator[Thing]:
         yield Thing("configuration", str(path), 0, "" if mine else _NOT_OURS)
 
 
-def _files(wanted: Wanted, engine_stays: str, paths: Paths) -> Iterator[Thing]:
+def _files(wanted: Footprint, engine_stays: str, paths: Paths) -> Iterator[Thing]:
     commands = (f"{COMMANDS_DIR}/{name}" for name in (CHECK_TOOL, TOOL))
     for path in (*wanted.files, *commands, SYSUSERS, units.DAILY_STAMP):
         if paths.below(path).is_file():
@@ -223,7 +223,7 @@ def _files(wanted: Wanted, engine_stays: str, paths: Paths) -> Iterator[Thing]:
                 yield Thing("apt source", str(paths.below(key)), 0, engine_stays)
 
 
-def _engine_stays(engine: list[Thing], wanted: Wanted, others: Others) -> str:
+def _engine_stays(engine: list[Thing], wanted: Footprint, others: Others) -> str:
     if others.with_gpu:
         return f"{', '.join(others.with_gpu)} may need it"
     needing = (*wanted.engine_packages, *wanted.gpu_packages)
@@ -231,7 +231,7 @@ def _engine_stays(engine: list[Thing], wanted: Wanted, others: Others) -> str:
     return f"belongs to {', '.join(staying)}" if staying else ""
 
 
-def _host_care(wanted: Wanted, before: Before | None) -> Iterator[Thing]:
+def _host_care(wanted: Footprint, before: Before | None) -> Iterator[Thing]:
     unknown = "" if before else "nobody noted whether it was so before"
     was_masked = before.masked if before else ()
     for unit in past.masked(wanted.masked):
@@ -270,13 +270,13 @@ def _records(paths: Paths) -> Iterator[Thing]:
             yield Thing("run", str(path))
 
 
-def _access(wanted: Wanted, paths: Paths) -> list[Thing]:
+def _access(wanted: Footprint, paths: Paths) -> list[Thing]:
     why = "lets this project log in"
     return [Thing("access", path, 0, why) for path in wanted.access_files
             if paths.below(path).exists()]  # fmt: skip
 
 
-def _empty(wanted: Wanted, before: Before | None, paths: Paths) -> Iterator[Thing]:
+def _empty(wanted: Footprint, before: Before | None, paths: Paths) -> Iterator[Thing]:
     """List the folders that we made and that hold nothing any more."""
     own = {paths.below(CONFIG_DIR), paths.state, paths.tools}
     own |= {paths.below(path) for path in _large(wanted)}
@@ -297,7 +297,7 @@ def _empty(wanted: Wanted, before: Before | None, paths: Paths) -> Iterator[Thin
             yield Thing("directory", str(path))
 
 
-def _large(wanted: Wanted) -> tuple[str, ...]:
+def _large(wanted: Footprint) -> tuple[str, ...]:
     return (wanted.models_dir, wanted.sources_dir, wanted.cache_dir)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from spark_contract.work.keep import Before, Thing, Wanted
+from spark_contract.work.keep import Before, Footprint, Thing
 
 from spark_host.system import systemd
 from spark_host.uninstall.before import installed, told
@@ -14,7 +14,7 @@ _ENGINE_STAYS = "others may use it by now; --data uninstall.engine=true removes 
 _QUIET = {"nginx-light": "nginx.service"}
 
 
-def things(wanted: Wanted, before: Before | None, in_the_way: Mapping[str, str]) -> list[Thing]:
+def things(wanted: Footprint, before: Before | None, in_the_way: Mapping[str, str]) -> list[Thing]:
     """List the packages of our settings that were not there before us.
 
     Args:

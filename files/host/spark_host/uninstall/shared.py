@@ -7,7 +7,7 @@ from typing import Any
 
 from spark_contract import files
 from spark_contract.host.paths import Paths, kept_aside
-from spark_contract.work.keep import Before, Thing, Wanted
+from spark_contract.work.keep import Before, Footprint, Thing
 
 from spark_host.system import docker, systemd
 from spark_host.uninstall.before import content_of
@@ -15,7 +15,7 @@ from spark_host.uninstall.before import content_of
 _UNKNOWN = "what it was before us was not noted; take our part out by hand"
 
 
-def things(wanted: Wanted, before: Before | None, stays: str, paths: Paths) -> list[Thing]:
+def things(wanted: Footprint, before: Before | None, stays: str, paths: Paths) -> list[Thing]:
     """List what we changed in files of others.
 
     Args:
@@ -43,7 +43,7 @@ def things(wanted: Wanted, before: Before | None, stays: str, paths: Paths) -> l
     return found
 
 
-def restore(path: str, wanted: Wanted, before: Before | None, paths: Paths) -> None:
+def restore(path: str, wanted: Footprint, before: Before | None, paths: Paths) -> None:
     """Put a file back: daemon.json without our keys, any other as it was."""
     was, here = _was(path, wanted, before, paths), paths.below(path)
     if path == wanted.daemon_json:
@@ -59,7 +59,7 @@ def restore(path: str, wanted: Wanted, before: Before | None, paths: Paths) -> N
         systemd.systemctl("reload", "docker")
 
 
-def _was(path: str, wanted: Wanted, before: Before | None, paths: Paths) -> str | None:
+def _was(path: str, wanted: Footprint, before: Before | None, paths: Paths) -> str | None:
     if before is not None:
         return before.files.get(path)
     return (
@@ -69,7 +69,7 @@ def _was(path: str, wanted: Wanted, before: Before | None, paths: Paths) -> str 
     )
 
 
-def _without_ours(now: str, was: str | None, wanted: Wanted) -> dict[str, Any]:
+def _without_ours(now: str, was: str | None, wanted: Footprint) -> dict[str, Any]:
     """Return daemon.json with our keys as they were; what others set since stays."""
     here, then = _data(now), _data(was or "")
     left = {key: value for key, value in here.items() if key not in wanted.daemon_keys}

@@ -13,7 +13,7 @@ from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
 from spark_contract.serving.release import service_of
-from spark_contract.work.keep import Ours, Thing, Wanted
+from spark_contract.work.keep import Footprint, Ours, Thing
 
 from spark_host.prune import holdings
 from spark_host.rollout.rollout import one_at_a_time
@@ -29,7 +29,7 @@ _STOP_LIMIT_S = 900.0
 _ROUNDS = 6  # what is empty or unused is seen only when the rest is gone
 
 
-def remove(wanted: Wanted, paths: Paths) -> Ours:
+def remove(wanted: Footprint, paths: Paths) -> Ours:
     """Remove all that may go; return it, with what could not be removed."""
     gone: dict[tuple[str, str], Thing] = {}
     problems: list[str] = []
@@ -46,7 +46,7 @@ def remove(wanted: Wanted, paths: Paths) -> Ours:
     return replace(found, things=tuple(gone.values()), problems=tuple(problems))
 
 
-def _round(going: list[Thing], wanted: Wanted, paths: Paths) -> list[str]:
+def _round(going: list[Thing], wanted: Footprint, paths: Paths) -> list[str]:
     """Remove what a look found, kind by kind in its order; a kind that fails ends the round."""
     before = past.noted(paths)
     together: dict[str, Callable[[list[str]], str]] = {
@@ -130,9 +130,9 @@ def _run(*argv: str) -> None:
 
 
 def main(verb: str, text: str, paths: Paths) -> int:
-    """Run ``note``, ``manifest`` or ``uninstall``; ``text`` is a ``Wanted`` in JSON."""
+    """Run ``note``, ``manifest`` or ``uninstall``; ``text`` is a ``Footprint`` in JSON."""
     try:
-        wanted = parse(Wanted, text)
+        wanted = parse(Footprint, text)
     except DocumentError as error:
         raise HostToolError(
             verb, f"cannot be read: {error}", "run it from its deploy", 2

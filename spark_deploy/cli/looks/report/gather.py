@@ -11,8 +11,8 @@ from spark_contract.host.sentences import PREFIX_REUSE
 from spark_contract.serving.records import Event, Finding, Proof
 from spark_contract.serving.status import EngineEvidence, Evidence, ReleaseState
 
-from spark_deploy.cli.looks.report.answers import answered
 from spark_deploy.cli.looks.report.document import Checked, HostReport, Judged, Serving, Told, Work
+from spark_deploy.cli.looks.report.open_questions import answered
 from spark_deploy.cli.looks.report.redaction import all_redacted
 from spark_deploy.documents.declare import convert, typed
 from spark_deploy.errors import Problem
