@@ -43,9 +43,13 @@ def _word(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.@:-]", "_", text)[:64] or "_"
 
 
-_MACHINE = f"{uuid.getnode():x}"
-TOKEN = f"{_MACHINE}-{os.getpid()}"
-"""Which run this is: a machine and a process there."""
+def this_run() -> str:
+    """Return which run this is: a machine and a process there."""
+    return f"{_this_machine()}-{os.getpid()}"
+
+
+def _this_machine() -> str:
+    return f"{uuid.getnode():x}"
 
 
 def holder() -> str:
@@ -137,7 +141,7 @@ class Releases(BaseStateCallback):
         if held.renewing is not None:
             held.renewing.kill()
         try:
-            _asked(host, release_script(LEASE, TOKEN))
+            _asked(host, release_script(LEASE, this_run()))
         except _SILENT as error:
             host.log(f"its lease was not given back ({type(error).__name__}), it ends by itself")
 
@@ -196,11 +200,13 @@ def _asking(host: Host, *, only_look: bool) -> Problem | None:
 
 
 def _taken(host: Host, *, only_look: bool) -> Problem | None:
-    answer = _asked(host, take_script(LEASE, TOKEN, holder(), only_look=only_look))
+    answer = _asked(host, take_script(LEASE, this_run(), holder(), only_look=only_look))
     token, *rest = answer.removeprefix("held ").split(" ")
     if answer.startswith("held ") and _is_dead(token):
         # A run of this machine that was killed cannot give its lease back.
-        answer = _asked(host, take_script(LEASE, TOKEN, holder(), over=token, only_look=only_look))
+        answer = _asked(
+            host, take_script(LEASE, this_run(), holder(), over=token, only_look=only_look)
+        )
     if answer in ("taken", "free"):
         return None
     if not answer.startswith("held ") or len(rest) != 3:
@@ -216,7 +222,7 @@ def _taken(host: Host, *, only_look: bool) -> Problem | None:
 
 def _is_dead(token: str) -> bool:
     machine, _, process = token.rpartition("-")
-    if machine != _MACHINE or not process.isdecimal():
+    if machine != _this_machine() or not process.isdecimal():
         return False
     try:
         os.kill(int(process), 0)
@@ -231,7 +237,7 @@ def _renew(host: Host, held: _Held) -> None:
     while True:
         gevent.sleep(RENEW_S)
         try:
-            answer = _asked(host, take_script(LEASE, TOKEN, holder()))
+            answer = _asked(host, take_script(LEASE, this_run(), holder()))
         except _SILENT:
             continue  # a host that reboots, or a line that is down; the next one tries again
         held.lost_to = "" if answer == "taken" else answer

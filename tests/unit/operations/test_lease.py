@@ -20,9 +20,8 @@ from spark_deploy.operations import lease
 from spark_deploy.operations.host_errors import host_errors
 from tests.unit.operations.test_operations import FakeHost, on
 
-DEAD = (
-    f"{lease.TOKEN.rpartition('-')[0]}-{2**30}"  # of this machine, and no process has that number
-)
+# Of this machine, and no process has that number.
+DEAD = f"{lease.this_run().rpartition('-')[0]}-{2**30}"
 OTHER = "feedbeef-77"
 
 
@@ -81,7 +80,7 @@ def test_a_free_host_is_taken_before_the_first_command_and_given_back(path: Path
     host = RealShell({})
     assert changed(host) == ["first", "second"]
     token, _, since, who = path.read_text().split()
-    assert (token, who) == (lease.TOKEN, lease.holder())
+    assert (token, who) == (lease.this_run(), lease.holder())
     assert since.endswith("Z")
     lease.Releases.host_disconnect(None, host)  # type: ignore[arg-type]
     assert list(path.parent.iterdir()) == []
@@ -99,11 +98,11 @@ def test_a_host_that_another_run_changes_is_refused_in_one_line_and_left_alone(p
 def test_a_run_of_this_machine_that_was_killed_holds_nobody_up(path: Path) -> None:
     take(path, DEAD, "ann@desk")
     assert changed(RealShell({})) == ["first", "second"]
-    assert path.read_text().startswith(lease.TOKEN)
+    assert path.read_text().startswith(lease.this_run())
 
 
 def test_a_run_of_this_machine_that_lives_is_respected(path: Path) -> None:
-    alive = f"{lease.TOKEN.rpartition('-')[0]}-{os.getppid()}"
+    alive = f"{lease.this_run().rpartition('-')[0]}-{os.getppid()}"
     take(path, alive, "ann@desk")
     [said] = changed(RealShell({}))
     assert "ann@desk has been changing" in said
@@ -167,7 +166,7 @@ def test_a_damaged_lease_stops_nobody_for_ever_and_runs_nothing(path: Path, cont
 
 def test_only_the_run_that_holds_it_gives_it_back(path: Path) -> None:
     take(path, OTHER, "ben@laptop")
-    script(lease.release_script(str(path), lease.TOKEN))
+    script(lease.release_script(str(path), lease.this_run()))
     assert path.exists()
     script(lease.release_script(str(path), OTHER))
     assert not path.exists()
