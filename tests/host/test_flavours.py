@@ -217,7 +217,7 @@ def test_a_report_tells_what_it_shows_and_nothing_of_its_owner(
         assert private.lower() not in text.lower(), private
 
 
-def test_hosts_cloned_from_one_disk_are_told_of_it_and_a_torn_one_of_its_score(
+def test_hosts_cloned_from_one_disk_a_torn_one_and_one_of_yesterday_are_told_and_taken(
     tmp_path: Path,
 ) -> None:
     cloned = next(one for one in map(flavour.read, flavour.names()) if one.cloned_host_key)
@@ -225,6 +225,11 @@ def test_hosts_cloned_from_one_disk_are_told_of_it_and_a_torn_one_of_its_score(
     for name, torn in zip(SPARE, (0, 3), strict=True):  # guests of flavours have the other scores
         said = json.dumps({"name": "July 2026", "torn": torn})
         guest_named(name).run(f"echo '{said}' >/usr/lib/labstub/torn-score.json")
+    # Guests share the machine's clock: one whose day is another can only be told by `date`.
+    late = "#!/bin/sh\nexec /usr/bin/date -d '1 day ago' \"$@\""
+    guest_named(SPARE[1]).run(
+        f"cat >/usr/local/bin/date <<'E'\n{late}\nE\nchmod +x /usr/local/bin/date"
+    )
     site = site_of(tmp_path, [*SPARE], cloned)
     code, said = site.tool("doctor")
     site.choose(expect={"updates": "require"})
@@ -233,6 +238,8 @@ def test_hosts_cloned_from_one_disk_are_told_of_it_and_a_torn_one_of_its_score(
     assert code == 0, said
     for name in SPARE:
         assert f"warning   SSH host key: is also that of {name}" in said
+    assert said.count("minutes behind this machine's") == 1
+    assert "1,440 minutes behind" in said
     assert said.count("torn score") == 1
     assert "torn score 3 against July 2026" in said
     assert required != 0, refused
