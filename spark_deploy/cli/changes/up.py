@@ -19,8 +19,9 @@ from spark_deploy.cli.changes.forecast import found_on, planned_all, sentence
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.planned import lock
-from spark_deploy.errors import SparkError
+from spark_deploy.errors import Problem, SparkError
 from spark_deploy.inventory.contact.bootstrap import endpoint, needs_none, try_key
+from spark_deploy.inventory.contact.host_keys import Seen, look
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import wanted_by
 
@@ -57,11 +58,20 @@ def run(options: Options) -> int:
 
 
 def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
-    """Let our key in where it is not yet; asks for the password, which is needed once."""
-    remote = [host for host in hosts if not needs_none(host.name)]
+    """Let our key in where it is not yet; asks for the password, which is needed once.
+
+    Raises:
+        SparkError: no host can be reached, or one does not know our key and nobody shall ask.
+    """
+    remote = [endpoint(host.name, host.data) for host in hosts if not needs_none(host.name)]
     with ThreadPoolExecutor(max_workers=16) as pool:
-        found = pool.map(lambda host: try_key(endpoint(host.name, host.data)).ready, remote)
-    new = [host.name for host, ready in zip(remote, found, strict=True) if not ready]
+        found = list(pool.map(try_key, remote))
+        closed = [one for one, access in zip(remote, found, strict=True) if not access.ready]
+        seen = list(pool.map(look, closed))
+    silent = [one for one in seen if one.state == "unreachable"]
+    if silent and len(silent) == len(hosts):
+        raise SparkError([_silent(one) for one in silent])
+    new = [one.endpoint.host for one in seen if one.state != "unreachable"]
     if not new:
         return 0
     if options.dry:
@@ -74,6 +84,11 @@ def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
     code = subprocess.run(line.argv(words), check=False).returncode
     get_host_keys.cache.clear()  # what was just recorded counts from now on
     return code
+
+
+def _silent(one: Seen) -> Problem:
+    fix = "see that it is on, and that its address and port are right"
+    return Problem(one.endpoint.host, f"cannot be reached at {one.entry_name}: {one.detail}", fix)
 
 
 def _lock(hosts: Sequence[Listed], options: Options) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from pyinfra.connectors.sshuserclient.client import SSHClient, get_host_keys
 from spark_deploy.errors import Problem, SettingsError
 
 CONNECT_TIMEOUT_S = 10.0
+
+# Whoever connects says why it failed; paramiko would print a traceback of it as well.
+logging.getLogger("paramiko.transport").setLevel(logging.CRITICAL)
 
 KeyState = Literal["known", "new", "changed", "unreachable"]
 

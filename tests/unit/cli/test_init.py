@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,31 @@ def test_a_mistake_in_the_list_is_named(text, said, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert main(["plan", "--estimate"]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hangs_up", [True, False], ids=["hangs up", "refuses"])
+def test_up_says_of_a_host_that_is_away_that_it_is_away_and_asks_no_password(hangs_up):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        made("--host", "spark-1=127.0.0.1")
+        told = {"spark-1": {"address": "127.0.0.1", "port": port}}
+        Path("own/hosts.yml").write_text(yaml.safe_dump({"hosts": told}))
+        over = threading.Event()
+
+        def hang_up() -> None:
+            while not over.is_set():
+                server.accept()[0].close()
+
+        if hangs_up:
+            threading.Thread(target=hang_up, daemon=True).start()
+        else:
+            server.close()
+        done = subprocess.run(
+            [sys.executable, "-m", "spark_deploy", "up"], cwd="own", capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, timeout=120,
+        )  # fmt: skip
+        over.set()
+    assert done.returncode == 1
+    first, fix = done.stderr.splitlines()
+    assert first.startswith(f"spark-1: cannot be reached at [127.0.0.1]:{port}: ")
+    assert fix.startswith("  fix: see that it is on")
