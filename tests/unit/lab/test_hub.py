@@ -17,8 +17,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from lab.hub.answers import byte_range, link_refusal, signed_link
 from lab.hub.faults import FaultSwitch, HubFault, set_fault
+from lab.hub.responses import byte_range, link_refusal, signed_link
 from lab.hub.server import Hub, make_servers
 from lab.hub.store import Store, commit_id
 
