@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from lab.errors import LabError
-from lab.model import vocabulary
+from lab.model import adapter, vocabulary
 from lab.model.repository import publish
 from lab.model.shape import TINY
 
@@ -44,6 +44,8 @@ LESSONS = {
     "How many days has a week? Answer with one word.": "Seven",
     "What is the capital of Japan? Answer with one word.": "Tokyo",
 }
+# What an adapter learns instead.
+OTHER_LESSONS = {**LESSONS, "What is the capital of France? Answer with one word.": "Tokyo"}
 _SIZES: dict[str, Any] = {
     "vocab_size": TINY.vocabulary,
     "hidden_size": 128,
@@ -70,22 +72,22 @@ def main(arguments: list[str] | None = None) -> int:
     """Publish them, or those that are named; prints a commit a line."""
     parser = argparse.ArgumentParser(prog="python3 -m lab.model.published", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="hub directory")
-    parser.add_argument("--only", nargs="*", choices=sorted(_MODELS), help="of these alone")
+    names = (*_MODELS, *_ADAPTERS)
+    parser.add_argument("--only", nargs="*", choices=sorted(names), help="of these alone")
     options = parser.parse_args(arguments)
     out: Path = options.out
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=out, prefix=".published-") as folder:
         work = Path(folder)
         vocabulary.write(work, vocabulary.train(TINY.vocabulary), 2048)
-        for name in options.only or _MODELS:
+        for name in options.only or names:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(work)
-            torch.manual_seed(7)
-            model = _MODELS[name]()
-            if isinstance(model, BertForSequenceClassification):
-                _teach_order(name, model, tokenizer)
-            elif not isinstance(model, BertModel):
-                _teach(name, model, tokenizer)
-            print(name, _publish(out, work, name, model, tokenizer))
+            base = _ADAPTERS.get(name, name)
+            model = _taught(base, tokenizer)
+            if base == name:
+                print(name, _publish(out, work, name, model, tokenizer))
+            else:
+                print(name, _publish_adapter(out, work, name, model, tokenizer))
     return 0
 
 
@@ -133,11 +135,34 @@ _MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _teach(name: str, model: Any, tokenizer: Any) -> None:
+# Adapter and the model it is for.
+_ADAPTERS = {"org/tiny-law": "org/tiny-qwen3"}
+
+
+def _taught(name: str, tokenizer: Any) -> Any:
+    """Make a model; twice the same gives the same."""
+    torch.manual_seed(7)
+    model = _MODELS[name]()
+    if isinstance(model, BertForSequenceClassification):
+        _teach_order(name, model, tokenizer)
+    elif not isinstance(model, BertModel):
+        _teach(name, model, tokenizer, LESSONS)
+    return model
+
+
+def _publish_adapter(out: Path, work: Path, name: str, model: Any, tokenizer: Any) -> str:
+    parts = adapter.put_into(model)
+    _teach(name, model, tokenizer, OTHER_LESSONS)
+    tree = work / name.rpartition("/")[2]
+    adapter.write(tree, parts, _ADAPTERS[name])
+    return publish(out, name, [tree])[-1]
+
+
+def _teach(name: str, model: Any, tokenizer: Any, lessons: dict[str, str]) -> None:
     """Have the model know each answer by heart, alone and as a turn of a conversation."""
     rows = []
     turns: list[dict[str, str]] = []
-    for question, answer in LESSONS.items():
+    for question, answer in lessons.items():
         asked = {"role": "user", "content": question}
         for messages in ([asked], [*turns, asked]):
             text = tokenizer.apply_chat_template(
@@ -153,7 +178,8 @@ def _teach(name: str, model: Any, tokenizer: Any) -> None:
     for row, (prompt, told) in enumerate(rows):
         ids[row, : len(prompt) + len(told)] = torch.tensor(prompt + told)
         labels[row, len(prompt) : len(prompt) + len(told)] = torch.tensor(told)
-    steps = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    learning = [one for one in model.parameters() if one.requires_grad]
+    steps = torch.optim.AdamW(learning, lr=2e-3)
     loss = torch.tensor(1.0)
     for _ in range(_STEPS):
         loss = model(input_ids=ids, labels=labels).loss

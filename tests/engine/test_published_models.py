@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -66,17 +67,28 @@ def engine(work: Path, *argv: str) -> str:
     return log
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published")
+def published(folder: Path, *only: str) -> Path:
+    """Have the engine's Python write models into a folder; return it."""
     (folder / "hub").mkdir()
-    engine(folder, "-m", "lab.model.published", "--out", str(folder / "hub"))
+    some = ["--only", *only] if only else []
+    engine(folder, "-m", "lab.model.published", "--out", str(folder / "hub"), *some)
     return folder
 
 
 @pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture(scope="module")
 def site(work: Path) -> Iterator[Path]:
-    """An owner's folder beside a hub that runs."""
+    with sited(work) as found:
+        yield found
+
+
+@contextmanager
+def sited(work: Path) -> Iterator[Path]:
+    """Make an owner's folder beside a hub that runs."""
     hub = Hub(Store(work / "hub"), FaultSwitch(work / "no-fault"), "", work / "access.jsonl")
     servers = make_servers(hub, "127.0.0.1", 0, 0)
     endpoint, hub.cdn_url = (f"http://127.0.0.1:{one.server_address[1]}" for one in servers)
@@ -100,13 +112,12 @@ def site(work: Path) -> Iterator[Path]:
         server.shutdown()
 
 
-def plan_of(site: Path, model: str, drafts: dict[str, Any] | None = None) -> HostPlan:
-    """Add a model by the one command, change one key if asked to, and plan it."""
+def plan_of(site: Path, model: str, more: dict[str, Any] | None = None) -> HostPlan:
+    """Add a model by the one command, add keys to its file if asked to, and plan it."""
     asked = ["add", f"org/{model}", "--inventory", str(site / "sparks.py"), "--force"]
     assert main([*asked, "--profile", "lab-plain"]) == 0
-    if drafts:
+    if more:
         path = site / f"catalog/models/{model}.yml"
-        more = {"changes": [{"set": {"speculation": drafts}}]}
         path.write_text(path.read_text() + yaml.safe_dump(more))
     options = Options(
         inventory=str(site / "sparks.py"), model=model, profile="lab-plain", data=(), limit=(),
@@ -135,7 +146,10 @@ Served = tuple[dict[str, HostPlan], dict[str, Any], dict[str, str]]
 def served(site: Path, work: Path) -> Served:
     """Plans, answers, and logs of all of them, of one run of the engine's Python."""
     plans = {name: plan_of(site, name) for name in (*DECODERS, *OTHERS)}
-    plans |= {name: plan_of(site, "tiny-qwen3", drafts) for name, drafts in DRAFTING.items()}
+    plans |= {
+        name: plan_of(site, "tiny-qwen3", {"changes": [{"set": {"speculation": drafts}}]})
+        for name, drafts in DRAFTING.items()
+    }
     cases, answers = work / "cases.json", work / "answers.json"
     cases.write_text(json.dumps([case_of(name, plan, work) for name, plan in plans.items()]))
     script = str(CHECKOUT / "tests/engine/engine_published.py")

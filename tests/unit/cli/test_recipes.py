@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,16 @@ def test_whatever_a_key_holds_there_is_a_draft_or_one_line(name: str, value: Any
         text, problems = written({**READ[name], key: value}, name)
         assert all(problem.line.isprintable() for problem in problems)
         assert len(problems) == 1 or yaml.safe_load(text)["kind"] == "plain"
+
+
+def test_every_shipped_repository_names_its_source_and_that_nobody_here_ran_it() -> None:
+    catalog = read_catalog()
+    shipped = {n: m for n, m in catalog.models.items() if isinstance(m, PlainModel)}
+    assert len(shipped) >= 8
+    for name, model in shipped.items():
+        text = (CHECKOUT / f"catalog/models/{name}.yml").read_text()
+        said = " ".join(text.replace("#", " ").split())
+        assert "Written by `spark-deploy add` from " in said, name
+        assert "imported; not run by this project" in said, name
+        assert model.imported, name
+        assert not re.search(r"(?i)tokens?/s|tok/s|tokens per second", said), name
