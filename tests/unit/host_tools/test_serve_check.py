@@ -275,6 +275,26 @@ def test_a_slow_engine_is_waited_for(host: Host) -> None:
     assert result.checks[0].seconds > 0.5
 
 
+def test_what_a_loading_engine_said_last_is_told_and_not_what_was_told_of_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_host.check.runner._PROGRESS_S", 0.2)
+    release = host.release(timeouts__start_s=1.5)
+    host.start(release, "never-ready")
+    told: list[str] = []
+
+    def report(line: str) -> None:
+        told.append(line)
+        with host.log.open("a") as log:  # the unit's journal holds what its check prints as well
+            log.write(f"{line}\n")
+
+    runner.check(release, host.here, "quick", report, invocation_id="run-1")
+    waited = [line.partition(" last: ")[2] for line in told if "waited_s=" in line]
+    assert len(waited) > 2
+    assert all(waited)
+    assert not [one for one in waited if "waited_s=" in one]
+
+
 def test_an_engine_that_dies_during_the_check_is_not_proven(host: Host) -> None:
     release = host.release()
     host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_PIECE_S="0.05")

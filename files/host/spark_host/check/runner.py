@@ -204,10 +204,10 @@ def _ready(probe: Probe, report: Report, ended: Callable[[], str | None]) -> Fin
             return finding
         if time.monotonic() - told >= _PROGRESS_S:
             told = time.monotonic()
-            last = next((line for line in reversed(probe.read_log()) if line.strip()), reason)
-            report(
-                f"{PHASE}load {WAITED}{waited:.0f} limit_s={limit_s:.0f} last: {last.strip()[:160]}"
-            )
+            # Our own lines are in the engine's log, too; they would repeat each other.
+            said = (line.strip() for line in reversed(probe.read_log()) if WAITED not in line)
+            last = next(filter(None, said), reason)
+            report(f"{PHASE}load {WAITED}{waited:.0f} limit_s={limit_s:.0f} last: {last[:160]}")
         time.sleep(0.2 if waited < 10 else 1.0)
 
 

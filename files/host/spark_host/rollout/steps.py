@@ -142,6 +142,7 @@ def start(release: Release, host: Host, record: Record) -> None:
     unit = release.serve_unit
     host.units.begin(unit)
     begun = told = host.clock.monotonic()
+    last = ""
     while True:
         state = host.units.state(unit, "ActiveState", "SubState", "Job", "Result", "InvocationID")
         active = state.get("ActiveState")
@@ -158,7 +159,7 @@ def start(release: Release, host: Host, record: Record) -> None:
             lines = host.units.journal(state.get("InvocationID", ""), unit, lines=20)
             # The check at the start reports waiting, too; the engine's own words say more.
             said_by_engine = [line.strip() for line in lines if WAITED not in line]
-            last = said_by_engine[-1][:160] if said_by_engine else ""
+            last = said_by_engine[-1][:160] if said_by_engine else last
             record.report(f"{PHASE}start {WAITED}{told - begun:.0f} last: {last}")
         host.clock.sleep(0.25)
 
