@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -297,6 +298,45 @@ def test_an_older_release_is_known_by_the_names_that_it_answers_to(house):
     files.write_text(paths.traffic("embed"), "embed-0123456789ab\n")
     assert house.ask(CHAT, {"model": "embedder"})[0] == 200
     assert house.taken() == {"embed": [CHAT, CHAT]}
+
+
+def answered(house: House, bodies: list[bytes]) -> list[int]:
+    """Ask for all of them at once; return the statuses, once each has one or waits in an engine."""
+    with ThreadPoolExecutor(len(bodies)) as together:
+        asked = [together.submit(house.raw, CHAT, body) for body in bodies]
+        deadline = time.monotonic() + 20
+        engine = house.engines["embed"]
+        while len(engine.lines) + sum(one.done() for one in asked) < len(bodies):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        engine.hold.set()
+        return sorted(one.result()[0] for one in asked)
+
+
+def test_a_request_that_was_handed_on_counts_once(house):
+    house.engines["embed"].hold.clear()
+    large = json.dumps({"model": "embedder", "input": "x" * 200_000}).encode()
+    assert answered(house, [large] * 40) == [200] * 32 + [429] * 8
+
+
+def test_limits_of_an_address_count_a_request_once(host: Host, nginx_with_names: None) -> None:
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(recording(host.paths.engine_socket(name)))
+            for name in ("main", "embed")
+        }
+        prepare(host, "embed", NAMES["embed"])
+        names = {"main": NAMES["main"], "embed": NAMES["embed"]}
+        limits = {"max_connections": 6, "max_requests_per_s": 5}
+        house = House(
+            stack.enter_context(running(host, engine=False, names=names, **limits)), engines
+        )
+        engines["embed"].hold.clear()
+        body = json.dumps({"model": "embedder"}).encode()
+        assert answered(house, [body] * 9) == [200] * 6 + [429] * 3
+        time.sleep(2.2)
+        # One, and a burst of twice the rate.
+        assert [house.raw(CHAT, body)[0] for _ in range(10)] == [200] * 10
 
 
 def listed(*names: str) -> bytes:
