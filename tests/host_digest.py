@@ -30,7 +30,7 @@ VARIES = re.compile(
 )
 SECRET = re.compile(
     r"/etc/spark/api-key|/etc/shadow|/etc/ssh/ssh_host_.*|/etc/machine-id|.*/\.ssh/.*"
-    r"|/etc/spark/share-key"
+    r"|/etc/spark/share-key|/etc/docker/key\.json"
 )
 # Journals, caches and locks: what happened, not what is; backups of passwd name the step before.
 LEFT_OUT = re.compile(

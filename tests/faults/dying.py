@@ -4,7 +4,10 @@
 
 - ``SPARK_OPERATIONS``: a file for a line of JSON for each operation, with the seconds that each
   command took;
-- ``SPARK_DIE_AT``: ``NUMBER MOMENT COMMAND DELAY_S HOW``, where it ends.
+- ``SPARK_DIE_AT``: ``NUMBER MOMENT COMMAND DELAY_S HOW``, where it ends; in the place of the number
+  may stand the operation's name, with ``_`` for blanks;
+- ``SPARK_DIE_ANYWAY``: a file for what came of it. With it the run ends at that operation even if
+  there is nothing to send any more, or the command was over sooner than its delay.
 
 Nothing of the code under test knows of it: pyinfra's loop over operations is watched from around.
 """
@@ -33,7 +36,9 @@ def _end(host: Any, how: str, delay_s: float) -> None:
     if how == "CUT":
         gevent.spawn_later(delay_s, _cut, host)
     elif delay_s:
-        subprocess.Popen(["sh", "-c", f"sleep {delay_s:.3f}; kill -{how} {os.getpid()}"])
+        # Of a run that ended before, the number may be another program's by then.
+        still = f'[ "$(cut -d" " -f4 /proc/$$/stat)" = {os.getpid()} ]'
+        subprocess.Popen(["sh", "-c", f"sleep {delay_s:.3f}; {still} && kill -{how} {os.getpid()}"])
     else:
         os.kill(os.getpid(), signal.Signals[f"SIG{how}"])
 
@@ -44,6 +49,12 @@ def _cut(host: Any) -> None:
     transport.sock.close()
 
 
+def _came(what: str) -> None:
+    if path := os.environ.get("SPARK_DIE_ANYWAY"):
+        with open(path, "w", encoding="utf-8") as out:
+            out.write(what)
+
+
 class Watched:
     """One operation on one host: its commands, how long each took, and whether to end there."""
 
@@ -51,13 +62,21 @@ class Watched:
         self.number, self.name, self.host = number, name, host
         self.seconds: list[float] = []
         at = os.environ.get("SPARK_DIE_AT", "").split()
-        self.at = at[1:] if at and int(at[0]) == number else []
+        self.at = at[1:] if at and at[0] in (str(number), name.replace(" ", "_")) else []
+        self.how = self.at[3] if self.at else ""
 
     def here(self, moment: str, command: int) -> None:
         """End the run if this is the point."""
         if self.at and self.at[0] == moment and int(self.at[1]) in (command, -1):
-            _end(self.host, self.at[3], float(self.at[2]))
-            self.at = []
+            delay_s, self.at = float(self.at[2]), []
+            _came(moment)
+            _end(self.host, self.how, delay_s)
+
+    def anyway(self) -> None:
+        """End the run here if its point was at this operation."""
+        if self.how and "SPARK_DIE_ANYWAY" in os.environ:
+            _came("after" if self.seconds else "nothing to send")
+            _end(self.host, self.how, 0.0)
 
     def commands(self, commands: Iterator[Any]) -> Iterator[Any]:
         """Hand the commands on."""
@@ -87,6 +106,7 @@ def _watched(state: Any, host: Any, op_hash: str) -> bool:
     done = bool(_run_host_op(state, host, op_hash))
     if seen.seconds:
         seen.here("after", -1)
+    seen.anyway()
     seen.write()
     return done
 

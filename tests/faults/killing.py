@@ -9,18 +9,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults import disks
+from tests.faults.hold import JOBS, Hold, die
 from tests.faults.sweep import PARTS
 from tests.labkit import CHECKOUT, Guest, Site, guest_named, info, lab
 from tests.traces import difference, digest
 
 USUAL = {"model": "lab-stub", "profile": "v2"}
 QUESTION = ("What is the capital of France?", "Paris")
-BOOT_S = 300  # on a busy machine
 DEPLOY, ROLLBACK, PRUNE = "deploy.py", "deploys/rollback.py", "deploys/prune.py"
 
 
@@ -66,9 +67,15 @@ class Place:
 
     def is_up(self) -> None:
         """Wait until a guest that booted serves what its boot starts."""
-        self.guest.wait("systemctl is-system-running | grep -qE 'running|degraded'", seconds=BOOT_S)
+        self.guest.wait("systemctl is-system-running | grep -qE 'running|degraded'", seconds=HELD_S)
         for unit in self.guest.boots():
-            self.guest.wait(f"systemctl is-active {unit}", seconds=BOOT_S)
+            self.guest.wait(f"systemctl is-active {unit}", seconds=HELD_S)
+
+    def loses_power(self) -> None:
+        """Cut the power, with what was not synced, and wait until the next boot is over."""
+        lab("break", "power-cut", self.name)
+        lab("up", self.name, "--engine", "stub")
+        self.is_up()
 
     def digest(self) -> list[str]:
         """Return what the guest holds, without its own name and address."""
@@ -129,7 +136,7 @@ SCENARIOS = {
 }
 
 
-HOWS = {"KILL": "", "INT": ", interrupted", "CUT": ", connection cut"}
+HOWS = {"KILL": "", "INT": ", interrupted", "CUT": ", connection cut", "POWER": ", power cut"}
 OF_THE_CONTROLLER = ("INT", "CUT")  # it can still say something
 
 
@@ -157,9 +164,15 @@ class Point:
         return f"{self.number:03d} {self.moment} {self.name}{HOWS[self.how]}"
 
     @property
+    def is_middle(self) -> bool:
+        """Whether it lies in an operation, and not at an end of it."""
+        return self.moment == "during"
+
+    @property
     def words(self) -> str:
-        """Return it as ``dying.py`` reads it."""
-        return f"{self.number} {self.moment} {self.command} {self.delay_s:.3f} {self.how}"
+        """Return it as ``dying.py`` reads it; with a host's power its run ends too."""
+        how = "KILL" if self.how == "POWER" else self.how
+        return f"{self.number} {self.moment} {self.command} {self.delay_s:.3f} {how}"
 
 
 def points(operations: list[Sent], *, hows: tuple[str, ...] = ("KILL",)) -> list[Point]:
@@ -228,6 +241,28 @@ def ended_at(place: Place, scenario: Scenario, point: Point) -> tuple[str, str]:
     return saw, f"then served {serving}; " + converges(place, scenario)
 
 
+def ended_one_after_another(place: Place, scenario: Scenario, chain: list[Point]) -> list[str]:
+    """End a run at the first point, the next one at the second, and so on; insist that the one
+    after the last finishes the work. Return what came of each.
+    """  # fmt: skip
+    scenario.begin(place)
+    seen = []
+    for point in chain:
+        with tempfile.NamedTemporaryFile("r") as came:
+            env = {"SPARK_DIE_AT": point.words, "SPARK_DIE_ANYWAY": came.name}
+            done = watched(place, scenario.deploy, env)
+            told = done.stdout[-2000:] + done.stderr[-3000:]
+            assert "Traceback" not in told, f"{point}: {told}"
+            moment = came.read()
+        assert moment, f"{point}: the run did not come so far:\n{told}"
+        went_on = point.how == "CUT" and done.returncode == 0
+        ended = done.returncode == -signal.SIGKILL if point.how == "KILL" else done.returncode != 0
+        assert ended or went_on, f"{point}: {told}"
+        seen.append(moment + ", and the run went on" * went_on)
+    converges(place, scenario)
+    return seen
+
+
 def _ended(place: Place, scenario: Scenario, point: Point) -> str:
     for shorter in (1.0, 0.5, 0.0):
         scenario.begin(place)
@@ -238,6 +273,8 @@ def _ended(place: Place, scenario: Scenario, point: Point) -> str:
         # The command was over sooner than in the run that told how long it takes.
     else:
         raise AssertionError("the point was missed")
+    if point.how == "POWER":
+        place.loses_power()
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     told = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     return told[-1][-160:] if point.how in OF_THE_CONTROLLER else ""
@@ -254,3 +291,49 @@ def converges(place: Place, scenario: Scenario) -> str:
     assert not apart, "not as undisturbed:\n" + "\n".join(line[:400] for line in apart[:20])
     assert place.guest.answers(*QUESTION)
     return "next run finished, the one after changed nothing, digest equal"
+
+
+# Work of the host itself: the phases of a rollout, and the jobs of a first deploy.
+PHASES = ("prove", "drain", "stop", "memory", "start", "check", "open", "enable")
+JOB_KINDS = ("fetch", "checkpoint", "image-pull")
+STEPS = {"profile switch": PHASES, "first deploy": JOB_KINDS}
+WHO = {
+    "its process killed": "HOST", "the controller killed": "KILL", "power cut": "POWER",
+}  # fmt: skip
+
+
+HELD_S = 300  # from nothing to a job, on a busy machine
+
+
+def host_steps(steps: tuple[str, ...], *who: str) -> dict[str, tuple[str, str]]:
+    """Return the cases of work on the host: by name the step, and who ends there."""
+    return {f"{step}, {one}": (step, one) for step in steps for one in who}
+
+
+def step_ended(place: Place, step: str, who: str) -> tuple[str, str]:
+    """Stop the host's work at a step, end it or who waits for it; the next run finishes it."""
+    scenario = SCENARIOS["first deploy" if step in JOB_KINDS else "profile switch"]
+    scenario.begin(place)
+    begin = Hold.job if step in JOB_KINDS else Hold.switch
+    words = (step, JOBS[step]) if step in JOB_KINDS else (step,)
+    with begin(place.guest, *words, seconds=HELD_S) as hold:
+        process = place.site.start("--limit", place.name, deploy=scenario.deploy)
+        said: list[str] = []
+        reader = threading.Thread(target=lambda: said.extend(process.stdout or ()))
+        reader.start()
+        held = hold.wait(HELD_S + 20)
+        if WHO[who] == "HOST":
+            pids = " ".join(str(pid) for pid in held["pids"])
+            place.guest.run(f"kill -9 {pids}; kill -CONT {pids} 2>/dev/null || :")
+            process.wait(timeout=400)
+        else:
+            die(process)
+        if WHO[who] == "POWER":
+            hold.held = {}  # nothing of it lives
+            place.loses_power()
+        reader.join(timeout=20)
+    assert "Traceback" not in "".join(said), "".join(said)[-3000:]
+    told = [line.strip() for line in said if "error:" in line]
+    saw = told[-1][:200] if told and WHO[who] == "HOST" else ""
+    serving = ", ".join(place.guest.serving()) or "nothing"
+    return saw, f"then served {serving}; " + converges(place, scenario)

@@ -2,7 +2,8 @@
 
 Rows lie in ``build/sweeps`` as they come, so that a sweep that was ended goes on where it was; the
 whole table is written into ``benchmarks/results/sweeps`` when ``SPARK_SWEEP_RESULTS`` names that
-folder. ``SPARK_SWEEP_GUESTS`` says on which guests, side by side.
+folder. ``SPARK_SWEEP_GUESTS`` says on which guests, side by side; ``SPARK_SWEEP_CASES`` is a
+regular expression, for a part of the cases.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import threading
 import time
@@ -29,6 +31,8 @@ GUESTS = tuple(os.environ.get("SPARK_SWEEP_GUESTS", "lab-23 lab-24").split())
 LAB = "guests of the virtual lab with the stub engine; not a DGX Spark"
 PARTS = CHECKOUT / "build" / "sweeps"
 MANY = 300
+NOTHING = "nothing to send"
+CHOSEN = re.compile(os.environ.get("SPARK_SWEEP_CASES", ""))
 T = TypeVar("T")
 
 
@@ -70,7 +74,7 @@ class Sweep:
     def open_cases(self, group: str, cases: Iterable[str]) -> list[str]:
         """Return the cases of a group that have not been tried, or went wrong."""
         well = {row.case for row in self.rows() if row.group == group and not row.wrong}
-        return [case for case in cases if case not in well]
+        return [case for case in cases if case not in well and CHOSEN.search(case)]
 
     def tried(self, group: str, case: str, one: Callable[[], tuple[str, str]]) -> Row:
         """Try a case, which returns what was seen or raises, and keep its row."""
@@ -85,6 +89,25 @@ class Sweep:
         row = Row(group, case, saw, state, wrong, round(time.monotonic() - began, 1), self.code)
         self.add(row)
         return row
+
+    def tried_as_one(
+        self, group: str, cases: list[str], all_of_them: Callable[[], list[str]]
+    ) -> Row:
+        """Try cases that are judged together: each gets the verdict of all, and a word of its own.
+
+        One that had nothing to do is left out. Returns the row of the last one.
+        """  # fmt: skip
+        said: list[str] = []
+
+        def together() -> tuple[str, str]:
+            said.extend(all_of_them())
+            return said[-1], f"the last of {len(cases)} in a row"
+
+        last = self.tried(group, cases[-1], together)
+        for case, word in zip(cases[:-1], (said or [""] * len(cases))[:-1], strict=True):
+            if word != NOTHING:
+                self.add(Row(group, case, word, "one of a row", last.wrong, 0.0, self.code))
+        return last
 
     def write(
         self, title: str, about: dict[str, str], guest: Guest | None, counted: str, test: str = ""

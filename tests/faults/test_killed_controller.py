@@ -7,9 +7,12 @@ longer is in test_killed_controller_long.py.
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.faults.hold import JOBS, Hold, attach, controller, die, next_runs
+from tests.faults.killing import DEPLOY, Place, watched
 from tests.host.conftest import USUAL, Fleet
 
 pytestmark = pytest.mark.gate
@@ -45,6 +48,19 @@ def test_killed_in_each_phase_of_the_change(fleet: Fleet, phase: str) -> None:
     guest = fleet.guests[0]
     profile = guest.json(f"cat /etc/spark/releases/{guest.release()}/release.json")["profile"]
     kill_in_a_phase(fleet, phase, profile="v2" if profile == "v2-tq" else "v2-tq")
+
+
+def test_killed_in_an_operation_of_the_change(fleet: Fleet) -> None:
+    # One point of test_sweep_kill.py, which has them all.
+    guest = fleet.guests[0]
+    fleet.settle(guest)
+    fleet.site.choose(profile="v2-tq")
+    at = "Serve_|_Install_units_and_release during 0 0.05 KILL"
+    done = watched(Place(guest.name, fleet.site, {}), DEPLOY, {"SPARK_DIE_AT": at})
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    next_runs(fleet)
+    assert guest.serving() == guest.boots() == [f"spark-serve@{guest.release()}.service"]
+    assert guest.answers("What is the capital of France?", "Paris")
 
 
 def kill_in_the_middle_of_a_job(fleet: Fleet, kind: str, seconds: float = 90) -> None:
