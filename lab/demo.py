@@ -178,7 +178,7 @@ def say_what_it_takes(state_dir: Path, engine: str) -> None:
         f"  disk      {needed / 1e9:.0f} GB in all, {held / 1e9:.1f} GB of it there; "
         f"{free / 1e9:.0f} GB free\n"
         f"  time      {_MINUTES[engine]} minutes from nothing on two cores\n"
-        "  packages  for virtual hosts, where missing: systemd-container, debootstrap and others,\n"
+        "  packages  for virtual hosts, where missing: systemd-container, mmdebstrap and others,\n"
         "            each named when it is installed\n"
         "  undo      make lab-purge",
         flush=True,

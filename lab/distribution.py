@@ -14,7 +14,7 @@ from lab.shell import run
 # Program -> packages that bring it, on Debian and Ubuntu alike.
 PROGRAMS = {
     "systemd-nspawn": "systemd-container",
-    "debootstrap": "debootstrap",
+    "mmdebstrap": "mmdebstrap",
     "ssh-keygen": "openssh-client",
     "ssh": "openssh-client",
     "curl": "curl ca-certificates",  # in the lines that `connect` prints

@@ -24,7 +24,8 @@ from lab.paths import LabPaths
 
 MANIFEST_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
 _CONFIG_TYPE = "application/vnd.docker.container.image.v1+json"
-_LAYER_TYPE = "application/vnd.docker.image.rootfs.diff.tar.gzip"
+_PLAIN_LAYER_TYPE = "application/vnd.docker.image.rootfs.diff.tar"
+_LAYER_TYPE = f"{_PLAIN_LAYER_TYPE}.gzip"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _BLOCK_BYTES = 1 << 20
 
@@ -43,12 +44,17 @@ class ImageConfig:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A gzipped tar on disk, with the hashes of both its forms."""
+    """A tar on disk, gzipped or plain, with the hashes of both its forms."""
 
     path: Path
-    digest: str  # of the gzipped bytes
+    digest: str  # of the bytes on disk
     diff_id: str  # of the tar itself
     size_bytes: int
+
+    @property
+    def media_type(self) -> str:
+        """What a manifest calls it."""
+        return _PLAIN_LAYER_TYPE if self.digest == self.diff_id else _LAYER_TYPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class PublishedImage:
 def layer_from_tree(tree: Path, target: Path, *, prefix: str = "", gzip_level: int = 6) -> Layer:
     """Write ``tree`` as a layer under ``prefix``; equal files give equal bytes.
 
+    Level 0 leaves the tar as it is: between hosts of one machine, packing costs more than it saves.
     Owners become root and times zero: the layer's digest then depends on its content only.
     """
 
@@ -125,6 +132,11 @@ class _HashingWriter(io.RawIOBase):
 
 
 def _write_layer(target: Path, fill: Callable[[tarfile.TarFile], None], gzip_level: int) -> Layer:
+    if gzip_level == 0:
+        with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as tar:
+            fill(tar)
+        digest = _file_digest(target)
+        return Layer(target, digest, digest, _size(target))
     with target.open("wb") as raw, gzip.GzipFile("", "wb", gzip_level, raw, mtime=0) as packed:
         hashing = _HashingWriter(packed)
         with tarfile.open(fileobj=hashing, mode="w|", format=tarfile.GNU_FORMAT) as tar:
@@ -163,7 +175,7 @@ def manifest_bytes(layers: Sequence[Layer], config: bytes) -> bytes:
             "digest": f"sha256:{hashlib.sha256(config).hexdigest()}",
         },
         "layers": [
-            {"mediaType": _LAYER_TYPE, "size": layer.size_bytes, "digest": layer.digest}
+            {"mediaType": layer.media_type, "size": layer.size_bytes, "digest": layer.digest}
             for layer in layers
         ],
     }

@@ -69,17 +69,40 @@ def bootstrap(paths: LabPaths, distribution: Distribution) -> Path:
     debs.mkdir(parents=True, exist_ok=True)
 
     def make(target: Path) -> None:
-        run(
-            [
-                "debootstrap", "--variant=minbase", f"--cache-dir={debs}",
-                f"--components={distribution.components}", f"--include={','.join(PACKAGES)}",
-                distribution.codename, target, distribution.mirror,
-            ]
-        )  # fmt: skip
-        for archive in (target / "var/cache/apt/archives").glob("*.deb"):
-            archive.unlink()
+        source = f"deb {distribution.mirror} {distribution.codename} " + (
+            distribution.components.replace(",", " ")
+        )
+        unpack_release(target, distribution.codename, PACKAGES, source, keep=debs)
 
     return cached(paths.cache / f"bootstrap-{key}", make)
+
+
+def unpack_release(
+    target: Path, suite: str, packages: Sequence[str], source: str | None, keep: Path | None = None
+) -> None:
+    """Make a small Debian or Ubuntu: half of debootstrap's work, most of which is dpkg's.
+
+    Args:
+        target: folder that is made.
+        suite: codename of the release.
+        packages: what it holds beside the essential ones.
+        source: line of sources.list; ``None``: Debian's own.
+        keep: where downloaded packages go; ``None``: they are deleted.
+    """
+    # What a half-made tree lost in a power cut is made anew: nothing has to be on the disk early.
+    options = ["--mode=root", "--variant=minbase", "--dpkgopt=force-unsafe-io", "--quiet"]
+    options += ["--skip=essential/unlink,cleanup/apt/cache", f"--include={','.join(packages)}"]
+    options += ['--aptopt=APT::Sandbox::User "root"']
+    run(["mmdebstrap", *options, suite, target, *([source] if source else [])])
+    for place in ("etc/apt/apt.conf.d", "etc/dpkg/dpkg.cfg.d"):
+        (target / place / "99mmdebstrap").unlink()
+    for archive in (target / "var/cache/apt/archives").glob("*.deb"):
+        if keep:
+            shutil.move(archive, keep / archive.name)
+        else:
+            archive.unlink()
+    for index in (target / "var/cache/apt").glob("*.bin"):
+        index.unlink()
 
 
 def base_place(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     try:
         engine = build_engine(lab_paths().cache)
         if argv[:1] == ["run"]:
-            enter(engine, argv[1:])
+            enter(engine.rootfs, engine.venv, argv[1:])
         print(json.dumps({"rootfs": str(engine.rootfs), "venv": str(engine.venv)}))
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,15 +18,16 @@ from pathlib import Path
 
 from lab.content import cached, content_key
 from lab.distribution import this_distribution
-from lab.engine.patch import patch
+from lab.engine.inside import ENVIRONMENT, VENV, inside
+from lab.engine.patch import UNLOADED, patch
 from lab.errors import LabError
 from lab.images import ImageConfig, Layer, layer_from_tree
+from lab.rootfs import unpack_release
 from lab.shell import run, succeeds
 
 # Debian 12 on every machine: the pinned wheels are for its Python 3.11.
 SUITE = "bookworm"
 PACKAGES = ("python3", "python3-venv", "libnuma1", "libgomp1", "ca-certificates")
-VENV = "opt/vllm"
 SITE_PACKAGES = f"{VENV}/lib/python3.11/site-packages"
 MIRROR_VARIABLE = "SPARK_LAB_DEBIAN_MIRROR"
 GLIBC_MINORS = range(36, 4, -1)  # Debian 12 has glibc 2.36
@@ -37,17 +38,18 @@ EMPTIED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "var/lib/apt/li
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 
+# What a server of the lab's model has imported once it answers.
+IMPORTED = (
+    "vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.qwen3_5",
+    "vllm.model_executor.models.qwen3_5_mtp", "vllm.model_executor.models.registry",
+)  # fmt: skip
+
 CONFIG = ImageConfig(
     entrypoint=("vllm", "serve"),
-    env={
-        "PATH": f"/{VENV}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "HOME": "/root",
-        "LANG": "C.UTF-8",
-        # vLLM's sampler compiles C++ on its first request, even with --enforce-eager; there is
-        # no compiler in the image.
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    },
+    env=ENVIRONMENT,
 )
 
 
@@ -67,7 +69,7 @@ def build_engine(cache: Path) -> Engine:
         LabError: not root, not x86_64, or a download failed.
     """
     if os.geteuid() != 0:
-        raise LabError("lab.engine", "needs root (debootstrap, chroot)", "run it with sudo")
+        raise LabError("lab.engine", "needs root (chroot, mounts)", "run it with sudo")
     if platform.machine() != "x86_64":
         raise LabError(
             "lab.engine",
@@ -76,7 +78,9 @@ def build_engine(cache: Path) -> Engine:
         )
     base_key = content_key(SUITE, PACKAGES, EMPTIED)
     rootfs = cached(cache / f"engine-rootfs-{base_key}", _make_rootfs)
-    key = content_key(base_key, trees=[REQUIREMENTS, HERE / "patch.py", Path(__file__)])
+    made_by = [REQUIREMENTS, HERE / "patch.py", HERE / "inside.py", Path(__file__)]
+    # What this machine's processor never loads is left out, so another one needs its own.
+    key = content_key(base_key, UNLOADED, trees=made_by)
     venv = cached(cache / f"engine-venv-{key}", lambda target: _make_venv(target, rootfs))
     return Engine(rootfs, venv, key)
 
@@ -84,24 +88,22 @@ def build_engine(cache: Path) -> Engine:
 def engine_layers(engine: Engine, cache: Path) -> tuple[list[Layer], ImageConfig]:
     """Return the image's layers, written to ``cache``, and its configuration."""
     layers = [
-        layer_from_tree(engine.rootfs, cache / f"engine-{engine.key}-rootfs.tar.gz", gzip_level=1),
+        layer_from_tree(engine.rootfs, cache / f"engine-{engine.key}-rootfs.tar", gzip_level=0),
         layer_from_tree(
-            engine.venv, cache / f"engine-{engine.key}-vllm.tar.gz", prefix=VENV, gzip_level=1
+            engine.venv, cache / f"engine-{engine.key}-vllm.tar", prefix=VENV, gzip_level=0
         ),
     ]
     return layers, CONFIG
 
 
 def _make_rootfs(target: Path) -> None:
-    argv: list[str | Path] = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}"]
     mirror = os.environ.get(MIRROR_VARIABLE)
     here = this_distribution()
     if mirror is None and here.os_id == "debian":
         mirror = here.mirror
     elif here.os_id != "debian":
         run(["apt-get", "install", "-q", "-y", "--no-install-recommends", "debian-archive-keyring"])
-    # Without a mirror debootstrap takes its own default for the suite.
-    run([*argv, SUITE, target, *([mirror] if mirror else [])])
+    unpack_release(target, SUITE, PACKAGES, f"deb {mirror} {SUITE} main" if mirror else None)
     for name in EMPTIED:
         shutil.rmtree(target / name, ignore_errors=True)
         (target / name).mkdir(parents=True)
@@ -135,6 +137,19 @@ def _make_venv(target: Path, rootfs: Path) -> None:
     patch(root / SITE_PACKAGES)
     (root / VENV).rename(target)
     shutil.rmtree(root)
+    _compile(target, rootfs)
+
+
+def _compile(venv: Path, rootfs: Path) -> None:
+    """Have what a server imports compiled: a container cannot, and its processes all would.
+
+    Python takes compiled files whose source has the time they name. A layer has time zero.
+    """
+    for path in venv.rglob("*.py"):
+        os.utime(path, (0, 0))
+    argv = ["-c", f"import {', '.join(IMPORTED)}"]
+    clean = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}  # of whoever calls us
+    run(inside(rootfs, venv, [], argv, Path("/")), env={**ENVIRONMENT, **clean})
 
 
 def _download_wheels(target: Path) -> None:

@@ -8,11 +8,22 @@ SPARK_LAB_ENGINE_BIND (colon-separated) are seen at their own places.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lab.engine.build import CONFIG, VENV, Engine
 from lab.paths import lab_paths
+
+VENV = "opt/vllm"
+ENVIRONMENT = {
+    "PATH": f"/{VENV}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+    # vLLM's sampler compiles C++ on its first request, even with --enforce-eager; there is
+    # no compiler in the image.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 # The copy of the mount table would keep guests' disks busy for as long as the program runs.
 _ENTER = """\
@@ -35,19 +46,20 @@ exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "$workdir" "$@"
 """
 
 
-def enter(engine: Engine, argv: list[str]) -> NoReturn:
+def enter(rootfs: Path, venv: Path, argv: list[str]) -> NoReturn:
     """Replace this process by the engine's Python with ``argv``."""
     workdir = Path.cwd()
     binds = {str(workdir), *filter(None, os.environ.get("SPARK_LAB_ENGINE_BIND", "").split(":"))}
+    words = inside(rootfs, venv, sorted(binds), argv, workdir)
+    os.execvpe(words[0], words, {**os.environ, **ENVIRONMENT})
+
+
+def inside(
+    rootfs: Path, venv: Path, binds: Sequence[str], argv: Sequence[str], workdir: Path
+) -> list[str]:
+    """Return the command line that runs the engine's Python with ``argv`` in these two trees."""
     root = Path("/run/spark-lab-engine")
     root.mkdir(parents=True, exist_ok=True)
     words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "sh"]
-    words += [
-        str(lab_paths().guests),
-        str(root),
-        str(engine.rootfs),
-        str(engine.venv),
-        str(workdir),
-    ]
-    words += [":".join(sorted(binds)), f"/{VENV}/bin/python", *argv]
-    os.execvpe(words[0], words, {**os.environ, **CONFIG.env})
+    words += [str(lab_paths().guests), str(root), str(rootfs), str(venv), str(workdir)]
+    return [*words, ":".join(binds), f"/{VENV}/bin/python", *argv]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from lab import cgroup, demo
+from lab.engine.patch import _unloaded
 from lab.errors import LabError
 from tests.labkit import CHECKOUT
 
@@ -76,3 +77,19 @@ def test_make_says_it_then_prepares_beside_the_environment_and_then_runs(tmp_pat
         "bin/python3 -m lab prepare --engine none",
         ".venv/bin/python -m lab demo --engine stub --said",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "loaded"),
+    [
+        ({"avx2"}, "_C_AVX2"),
+        ({"avx2", "avx512f"}, "_C_AVX512"),
+        ({"avx2", "avx512f", "avx512_bf16"}, "_C"),
+    ],
+)
+def test_the_engine_keeps_the_operators_that_this_processor_loads(
+    flags: set[str], loaded: str
+) -> None:
+    left_out = _unloaded(flags)
+    assert len(left_out) == 2
+    assert f"vllm/{loaded}.abi3.so" not in left_out

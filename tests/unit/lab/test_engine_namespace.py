@@ -6,8 +6,6 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,8 +22,7 @@ def test_a_disk_that_is_unmounted_is_free_though_an_engine_runs(
     monkeypatch.setattr(LabPaths, "guests", tmp_path / "guests", raising=False)
     words: list[str] = []
     monkeypatch.setattr(os, "execvpe", lambda _, given, __: words.extend(given))
-    engine: Any = SimpleNamespace(rootfs=tmp_path, venv=tmp_path)
-    inside.enter(engine, ["-c", "pass"])
+    inside.enter(tmp_path, tmp_path, ["-c", "pass"])
     # Up to where the engine's own trees are mounted; then it waits instead of running.
     script = words.index("-c") + 1
     words[script] = words[script].partition("root=$1")[0] + "echo in; exec sleep 60"

@@ -56,6 +56,20 @@ def test_a_layer_carries_the_hashes_of_both_its_forms(tree, tmp_path):
     assert {member.uid for member in members.values()} == {0}
 
 
+def test_a_plain_layer_is_its_own_tar_and_the_manifest_says_so(tree, tmp_path):
+    plain = layer_from_tree(tree, tmp_path / "plain.tar", gzip_level=0)
+    packed = layer_from_tree(tree, tmp_path / "packed.tar.gz")
+    assert plain.digest == plain.diff_id == packed.diff_id
+    assert plain.digest == sha256((tmp_path / "plain.tar").read_bytes())
+    config = config_bytes([plain, packed], ImageConfig())
+    layers = json.loads(manifest_bytes([plain, packed], config))["layers"]
+    ends = ["rootfs.diff.tar", "rootfs.diff.tar.gzip"]
+    assert [one["mediaType"].endswith(end) for one, end in zip(layers, ends, strict=True)] == [
+        True,
+        True,
+    ]
+
+
 def test_an_existing_tar_becomes_the_layer_with_its_own_diff_id(tree, tmp_path):
     with tarfile.open(tmp_path / "plain.tar", "w") as tar:
         tar.add(tree, arcname=".")
