@@ -15,7 +15,7 @@ import pytest
 from stub_gateway import Door, running
 from stub_host import STUB_DIR, Host, Paths
 
-from lab.paths import lab_paths
+from tests.nginx import found_nginx, put_below
 
 
 @pytest.fixture(scope="session")
@@ -60,40 +60,20 @@ def _missing(what: str) -> NoReturn:
     pytest.skip(what)
 
 
-def _modules(package: Path) -> list[Path]:
-    return sorted(package.parent.glob("libnginx-mod-http-js_*.deb"))
-
-
 @pytest.fixture(scope="session")
 def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This machine's nginx, or else the one the lab gives its guests, unpacked."""
-    installed = shutil.which("nginx", path="/usr/sbin:/usr/bin")
-    if installed:
-        return Path(installed)
-    # Those of a set with the module come last; earlier checkouts offered none.
-    found = lab_paths().cache.glob("debs-*/nginx_*.deb")
-    packages = sorted(found, key=lambda one: (bool(_modules(one)), one))
-    if not packages:
+    found = found_nginx(tmp_path_factory.mktemp("nginx"))
+    if found is None:
         _missing("needs nginx, or the lab's packages: python -m lab prepare")
-    unpacked = tmp_path_factory.mktemp("nginx")
-    for package in (packages[-1], *_modules(packages[-1])):
-        subprocess.run(["dpkg-deb", "-x", str(package), str(unpacked)], check=True)
-    return unpacked / "usr/sbin/nginx"
+    return found
 
 
 @pytest.fixture
 def nginx_with_names(host: Host, nginx_program: Path) -> None:
     """Have the host's nginx know its own JavaScript."""
-    module = nginx_program.parents[1] / "lib/nginx/modules/ngx_http_js_module.so"
-    if not module.exists():
+    if not put_below(host.paths.root, nginx_program):
         _missing("needs libnginx-mod-http-js, or the lab's packages: python -m lab prepare")
-    for place, target in (
-        ("sbin/nginx", nginx_program),
-        (f"lib/nginx/modules/{module.name}", module),
-    ):
-        link = host.paths.root / "usr" / place
-        link.parent.mkdir(parents=True)
-        link.symlink_to(target)
 
 
 @pytest.fixture
