@@ -28,7 +28,10 @@ def all_guests(paths: LabPaths) -> list[Guest]:
 def host_key(guest: Guest) -> str | None:
     """Return the guest's public host key, ``None`` before its first boot."""
     path = guest.disk / "upper/etc/ssh/ssh_host_ed25519_key.pub"
-    return " ".join(path.read_text().split()[:2]) if path.exists() else None
+    try:
+        return " ".join(path.read_text().split()[:2])
+    except OSError:  # not there yet, or the power of this guest was cut while others come up
+        return None
 
 
 def _guest_record(guest: Guest) -> dict[str, object]:

@@ -29,7 +29,7 @@ from lab.content import cached, content_key
 from lab.errors import LabError
 from lab.guest import Guest
 from lab.paths import LabPaths, guest_names, lab_paths
-from lab.record import known_hosts_lines
+from lab.record import host_key, known_hosts_lines
 
 
 def test_a_number_means_the_first_guests_and_a_name_means_itself():
@@ -354,3 +354,15 @@ def test_a_port_that_another_program_has_is_named_before_a_server_starts(monkeyp
         monkeypatch.setitem(servers.SERVERS, "registry", taken)
         with pytest.raises(LabError, match=rf"another program listens on port {taken.port}"):
             servers.start(LabPaths(tmp_path), "registry")
+
+
+def test_a_guest_whose_disk_cannot_be_read_has_no_key_and_stops_no_other(tmp_path):
+    one = Guest(LabPaths(tmp_path), "lab-2")
+    key = one.disk / "upper/etc/ssh/ssh_host_ed25519_key.pub"
+    key.parent.mkdir(parents=True)
+    assert host_key(one) is None
+    key.mkdir()  # any error of the kernel's, as after a power cut under it
+    assert host_key(one) is None
+    key.rmdir()
+    key.write_text("ssh-ed25519 AAAA root@lab\n")
+    assert host_key(one) == "ssh-ed25519 AAAA"
