@@ -17,6 +17,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
+
 from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
 from proven import proven_page  # noqa: E402
 from results import results_page  # noqa: E402
@@ -42,6 +43,8 @@ from spark_deploy.planning.resolve import problems_of  # noqa: E402
 from spark_deploy.planning.types import MemoryPlan  # noqa: E402
 from spark_deploy.settings.service.cluster import ClusterSettings  # noqa: E402
 from spark_deploy.settings.types import Settings  # noqa: E402
+
+DEFAULT = Settings()
 
 
 @functools.cache
@@ -132,7 +135,7 @@ def _together(model: HybridModel, count: int) -> str:
     names = _served_with(model, count)
     if not names:
         return f"- served by {count} hosts together (`cluster.hosts`) with: no profile"
-    chosen = "v2" if "v2" in names else names[0]
+    chosen = DEFAULT.profile if DEFAULT.profile in names else names[0]
     profile = catalog().profile(chosen, model.name)
     plan = plan_memory(model, profile, _on(count, model.name, chosen))
     return (
@@ -289,8 +292,8 @@ def _compared() -> Iterator[str]:
 
 
 def _plan_at_090(dtype: str) -> MemoryPlan:
-    [model] = (one for one in _for_sparks() if one.name == "qwen3.5-122b")
-    profile = catalog().profile("v2", model.name)
+    [model] = (one for one in _for_sparks() if one.name == DEFAULT.model)
+    profile = catalog().profile(DEFAULT.profile, model.name)
     profile = dataclasses.replace(
         profile,
         kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype),

@@ -22,7 +22,6 @@ from spark_deploy.planning.budget.speed import (
 )
 from spark_deploy.settings.types import Settings
 
-FITTED = ("base", "hybrid")
 BEFORE = """
 `plan` says how fast a pair would stream, before anything is downloaded. It is arithmetic, and was
 measured on no Spark: a step of decoding waits for memory, so its time is the bytes that it reads
@@ -72,7 +71,7 @@ def _compared(catalog: Catalog) -> Iterator[str]:
         shape, profile = _shape(catalog, model), catalog.profile(name, model)
         found = speed_of(shape, profile, requests=figure.requests).tokens_per_s
         error = found / published - 1
-        told = f"{error:+.1%}" + (" (fitted)" if name in FITTED else "")
+        told = f"{error:+.1%}" + (" (fitted)" if figure.fitted else "")
         begun = f"| {name}, {model} | {figure.requests} | {published:g} | {cell(figure.source)}"
         yield f"{begun} | {found:.1f} | {told} |"
         missed += [f"{name}, {model}"] if abs(error) > TOLERANCE else []

@@ -26,7 +26,7 @@ _Document = TypeVar(
     "_Document", HybridModel, PlainModel, Profile, GuardRails, Engines, Families, OpenQuestions
 )
 # What is said of one profile is not true of those that differ from it.
-_OWN_OF_PROFILES = ("summary", "choose_when", "published", "proven")
+_OWN_OF_PROFILES = ("summary", "choose_when", "published", "stage", "proven")
 
 
 def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catalog:

@@ -51,6 +51,7 @@ class Figure:
         exclusiveMinimum=0,
     )
     requests: int = setting(1, "With tokens_per_s: requests at once, for all of them.", minimum=1)
+    fitted: bool = setting(False, "Whether numbers of the computed speed were fitted on it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,12 @@ class Profile:
         (),
         "Figures of others, each with its source; never our own measurements.",
         uniqueItems=True,
+    )
+    stage: int | SkipJsonSchema[None] = setting(
+        None,
+        "Its place among profiles that differ in one thing each: `bench --ladder` serves and "
+        "measures them in this order.",
+        minimum=1,
     )
     proven: tuple[ResultRow, ...] = setting(
         (),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import say
@@ -18,6 +19,7 @@ from spark_deploy.errors import SparkError
 from spark_deploy.inventory.hosts_file import HOSTS_FILE, read_hosts
 from spark_deploy.inventory.names import LOCAL
 from spark_deploy.inventory.reading import read_inventory
+from spark_deploy.settings.types import Settings
 
 PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
 INVENTORY = Path("inventory/spark.py")
@@ -47,11 +49,11 @@ SETTINGS_TEXT = """\
 # yaml-language-server: $schema=../schema/settings.schema.json
 # What your Sparks serve. For one host alone: host_vars/NAME.yml, with the same keys.
 model: MODEL
-profile: PROFILE  # one to four people; `agent`: long repeated beginnings; `v2-tq`: long documents
+profile: PROFILE  # OTHERS
 
 # Have another pair ready, so that a change needs no download and no build:
 # keep_ready:
-#   - {model: MODEL, profile: agent}
+#   - {model: MODEL, profile: ANOTHER}
 
 # Who may reach the server: loopback (ssh tunnel), docker, tailscale or lan. It asks for a key.
 # serve: {expose: lan, port: 8000}
@@ -128,8 +130,20 @@ def _entries(named: Sequence[str], user: str | None) -> list[str]:
 
 
 def _settings(model: str | None, profile: str | None) -> str:
-    text = SETTINGS_TEXT.replace("MODEL", model or "qwen3.5-122b")
-    return text.replace("PROFILE", profile or "v2")
+    model, profile = model or Settings().model, profile or Settings().profile
+    # Stages of a ladder are there to be compared.
+    others = [
+        name
+        for (name, of), one in read_catalog().profiles.items()
+        if of == model and name != profile and one.stage is None
+    ]
+    said = {
+        "MODEL": model,
+        "PROFILE": profile,
+        "OTHERS": f"or {', '.join(others)}: docs/reference/profiles.md" if others else "",
+        "ANOTHER": next(iter(others), profile),
+    }
+    return re.sub("|".join(said), lambda found: said[found[0]], SETTINGS_TEXT)
 
 
 def _schema(name: str) -> str:

@@ -8,13 +8,26 @@ from spark_deploy.bench.result import BenchResult
 from spark_deploy.cli.changes import line
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, planned, say
+from spark_deploy.errors import SparkError
 
-# The stages of the published table, from the plain tree to all of it.
-STAGES = ("base", "base-mtp1", "hybrid", "hybrid-mtp1", "hybrid-mtp2", "v2")
+
+def stages_of(host: Listed) -> list[str]:
+    """Return the profiles that are stages of what a host serves, in their order.
+
+    Raises:
+        SparkError: none is.
+    """
+    model = host.settings.settings.model
+    found = {one.stage: name for (name, of), one in host.catalog.profiles.items() if of == model}
+    found.pop(None, None)
+    if not found:
+        fix = "give profiles of catalog/ a `stage`"
+        raise SparkError.one(host.name, f"no profile is a stage of {model}", fix)
+    return [found[stage] for stage in sorted(filter(None, found))]
 
 
 def climb(
-    options: Options, measure: Callable[[Listed], BenchResult], stages: Sequence[str] = STAGES
+    options: Options, measure: Callable[[Listed], BenchResult]
 ) -> tuple[int, list[BenchResult]]:
     """Serve and measure the stages, then what the settings say again.
 
@@ -24,11 +37,12 @@ def climb(
     Raises:
         SparkError: a stage does not fit, before anything is changed; or nobody agreed.
     """
+    hosts = listed(options)
+    names, stages = [host.name for host in hosts], stages_of(hosts[0])
     steps = [Options(**{**vars(options), "profile": stage}) for stage in stages]
     for step in steps:
         for host in listed(step):
             planned(host)
-    names = [host.name for host in listed(options)]
     line.agreed(
         options,
         f"{', '.join(names)}: serve {', '.join(stages)} one after the other, and then what the "

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.checkout import catalog_names
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.cli.changes import ladder, line
 from spark_deploy.cli.commands import Options
 from spark_deploy.errors import SparkError
@@ -19,13 +19,32 @@ OPTIONS = Options(
 )  # fmt: skip
 
 
+STAGES = ["plain", "drafts", "all"]
+PROFILES = {
+    ("all", "mine"): 3, ("plain", "mine"): 1, ("drafts", "mine"): 2,
+    ("beside", "mine"): None, ("plain", "another"): 1,
+}  # fmt: skip
+
+
+def host_of(model, **more):
+    """A host whose catalog has three stages of one model, and other profiles."""
+    return SimpleNamespace(
+        name="spark-1",
+        settings=SimpleNamespace(settings=SimpleNamespace(model=model)),
+        catalog=SimpleNamespace(
+            profiles={pair: SimpleNamespace(stage=stage) for pair, stage in PROFILES.items()}
+        ),
+        **more,
+    )
+
+
 @pytest.fixture
 def story(monkeypatch):
     """What happened, in order; ``red`` holds profiles that do not come to serve."""
     told = SimpleNamespace(steps=[], red=set(), refused=set())
 
     def listed(options):
-        return [SimpleNamespace(name="spark-1", profile=options.profile)]
+        return [host_of("mine", profile=options.profile)]
 
     def planned(host):
         if host.profile in told.refused:
@@ -52,21 +71,21 @@ def climb(told, **more):
 
 def test_each_stage_is_served_then_measured_and_the_settings_come_last(story):
     code, results = climb(story)
-    assert (code, results) == (0, list(ladder.STAGES))
-    expected = [(what, one, "spark-1") for one in ladder.STAGES for what in ("serve", "measure")]
+    assert (code, results) == (0, STAGES)
+    expected = [(what, one, "spark-1") for one in STAGES for what in ("serve", "measure")]
     assert story.steps == [*expected, ("serve", None, "spark-1")]
 
 
 def test_a_stage_that_does_not_serve_ends_it_and_the_settings_are_served_again(story):
-    story.red.add("hybrid")
+    story.red.add("all")
     code, results = climb(story)
-    assert (code, results) == (3, ["base", "base-mtp1"])
-    assert story.steps[-2:] == [("serve", "hybrid", "spark-1"), ("serve", None, "spark-1")]
+    assert (code, results) == (3, ["plain", "drafts"])
+    assert story.steps[-2:] == [("serve", "all", "spark-1"), ("serve", None, "spark-1")]
 
 
 def test_a_stage_that_does_not_fit_is_refused_before_anything_changes(story):
-    story.refused.add("v2")
-    with pytest.raises(SparkError, match="v2: does not fit"):
+    story.refused.add("all")
+    with pytest.raises(SparkError, match="all: does not fit"):
         climb(story)
     assert story.steps == []
 
@@ -78,5 +97,12 @@ def test_nothing_changes_before_somebody_agreed(story, monkeypatch):
     assert story.steps == []
 
 
-def test_its_stages_are_profiles_of_the_catalog():
-    assert set(ladder.STAGES) <= set(catalog_names("profiles"))
+def test_a_model_without_stages_is_refused():
+    with pytest.raises(SparkError, match="no profile is a stage of third"):
+        ladder.stages_of(host_of("third"))
+
+
+def test_stages_of_one_model_have_places_of_their_own():
+    shipped = read_catalog()
+    places = [(of, one.stage) for (_, of), one in shipped.profiles.items() if one.stage]
+    assert len(places) == len(set(places)) > 5
