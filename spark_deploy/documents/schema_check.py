@@ -27,11 +27,11 @@ _LOGIN = re.compile(r'(?<=://)[^\s"]*@')
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """Write a key path the way people say it: ``serve.names[0]``."""
+    """Write a key path the way people say it: ``serve.names[0]``; in one line, whatever it holds."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part}"
-    return text
+    return text if text.isprintable() else ascii(text)
 
 
 def problems_of(
