@@ -27,7 +27,7 @@ _LOGIN = re.compile(r'(?<=://)[^\s"]*@')
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """Write a key path the way people say it: ``serve.names[0]``; in one line, whatever it holds."""
+    """Write a key path the way people say it, in one line: ``serve.names[0]``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part}"

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.documents.schema_check import dotted
 from spark_deploy.settings.load import merge
 
 SCHEMAS = sorted((CHECKOUT / "schema").glob("*.schema.json"))
@@ -27,6 +28,10 @@ def levels(schema: dict, path: str = ""):
             yield from levels(schema[key], f"{path}[]")
     for key, part in schema.get("$defs", {}).items():
         yield from levels(part, f"$defs.{key}")
+
+
+def test_a_key_of_several_lines_is_named_in_one():
+    assert dotted(("sources", "a\nb", 0)) == r"'sources.a\nb[0]'"
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
