@@ -106,7 +106,7 @@ def test_a_published_speed_names_its_stack_and_that_it_is_not_ours():
     figures = [one for name in STAGES.profile_names
                for one in STAGES.profile(name, "qwen3.5-122b").published
                if one.tokens_per_s]  # fmt: skip
-    assert sorted(one.tokens_per_s for one in figures) == [28.3, 30.8, 36.5, 38.4, 39, 51, 70, 112]
+    assert {28.3, 30.8, 36.5, 38.4, 39, 51, 70, 112} <= {one.tokens_per_s for one in figures}
     for one in figures:
         assert one.value == f"{one.tokens_per_s:g} tokens/s"
         assert "vLLM" in one.source
