@@ -218,6 +218,12 @@ COMMANDS: dict[str, Entry] = {
         CHANGE,
         module="changes.line",
     ),
+    "fabric": Entry(
+        SERVE,
+        "Give the cabled ports between hosts their addresses, tried before they are kept.",
+        (flag("--restore", "Take back what was set up."), *CHANGE),
+        module="changes.line",
+    ),
     "lock": Entry(
         NAMES,
         "Look up the commits and digests behind the names in use and write them down.",

@@ -32,6 +32,7 @@ from spark_deploy.planning.types import (
     HostPlan,
     NeedsPlan,
     PairPlan,
+    PayloadIdentity,
     ScheduledPlan,
     ServicePlan,
     SourcePlan,
@@ -85,10 +86,10 @@ def plan_host(request: Request) -> HostPlan:
             cluster=settings.cluster.hosts,
             ways=ways(settings, request.host, request.fabric),
         ),
-        base=_base(settings),
+        base=base_plan(settings),
         cuda=_cuda(settings),
         docker=docker,
-        tools=ToolsPlan(request.payload.tools_digest, request.payload.python_requirements),
+        tools=tools_plan(request.payload),
         disk=disk,
         ready=ready,
         services=services,
@@ -99,10 +100,16 @@ def plan_host(request: Request) -> HostPlan:
     )
 
 
-def _base(settings: Settings) -> BasePlan:
+def base_plan(settings: Settings) -> BasePlan:
+    """Return what every host of ours has, whatever it serves."""
     base = BasePlan(paths=settings.paths, **_fields(settings.base))
     # What chooses among several services runs inside nginx.
     return replace(base, packages=(*base.packages, NJS)) if settings.services else base
+
+
+def tools_plan(payload: PayloadIdentity) -> ToolsPlan:
+    """Return the tools that every host of ours has."""
+    return ToolsPlan(payload.tools_digest, payload.python_requirements)
 
 
 def _service_plan(name: str, served: Resolved, request: Request) -> ServicePlan:

@@ -44,6 +44,10 @@ URL = form(
     "https://hub.example/mirror",
 )
 """No login: it stands in jobs, locks and lists of apt, which everybody on a host may read."""
+INTERFACE = form(
+    r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$", "one interface, as `ip link` names it", "enp1s0f0np0"
+)
+"""A network interface, in shells and in netplan's file."""
 CONTAINER = form(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", "the name that `docker ps` shows", "ollama")
 LOGIN = form(r"^[A-Za-z_][A-Za-z0-9_.@-]*\$?$", "the name that one logs in with, alone", "spark")
 ADDRESS = form(

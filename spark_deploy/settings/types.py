@@ -26,7 +26,11 @@ from spark_deploy.settings.host import (
     SshSettings,
 )
 from spark_deploy.settings.rules import Broken, broken_in_sections
-from spark_deploy.settings.service.cluster import ClusterSettings, ReplicasSettings
+from spark_deploy.settings.service.cluster import (
+    ClusterSettings,
+    FabricSettings,
+    ReplicasSettings,
+)
 from spark_deploy.settings.service.services import SERVICE_NAME, ServiceSettings
 from spark_deploy.settings.service.serving import (
     CATALOG_NAME,
@@ -121,6 +125,7 @@ class Settings:
     requantize: RequantizeSettings = section(RequantizeSettings)
     cluster: ClusterSettings = section(ClusterSettings)
     replicas: ReplicasSettings = section(ReplicasSettings)
+    fabric: FabricSettings = section(FabricSettings)
     memory: MemorySettings = section(MemorySettings, heading="Memory: one pool for CPU and GPU")
     watch: WatchSettings = section(WatchSettings)
     check: CheckSettings = section(CheckSettings)

@@ -1,4 +1,4 @@
-"""Eight hosts, one line to the internet: what crosses it, and how long it takes.
+"""Eight hosts, one line to the internet: what crosses it, how long it takes, who notices.
 
 `tc` scales everything down together: the line from hub and registry for all hosts, and a network
 ten times as fast to each host. `SPARK_EIGHT_GUESTS` names other guests; with `SPARK_LINE_RESULT` a
@@ -11,6 +11,9 @@ import json
 import os
 import platform
 import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
@@ -29,6 +32,7 @@ NAMES = os.environ.get(
 LINE, NETWORK = "4mbit", "40mbit"
 FROM_REGISTRY = ("match", "ip", "src", "10.77.0.1", "match", "ip", "sport", "5000", "0xffff")
 FROM_PEERS = ("match", "ip", "sport", "8010", "0xffff")
+CAPITAL = "What is the capital of France?"
 FETCHED = (
     "journalctl -q -o short-unix _PID=1 | grep -E '(Starting|Finished) spark-job@' | "
     'grep -F "$(basename $(dirname $(grep -l \'"fetch"\' /var/lib/spark/jobs/*/job.json)))" | '
@@ -79,6 +83,32 @@ def shaped(guests: Sequence[Guest]) -> Iterator[None]:
         for guest in guests:
             stack.enter_context(slow(f"veth-{guest.name}", NETWORK, FROM_PEERS))
         yield
+
+
+class Asking:
+    """Somebody who asks each of some hosts every second."""
+
+    def __init__(self, guests: Sequence[Guest]):
+        self._guests, self._over = guests, threading.Event()
+        self._model = guests[0].names()[0]
+        self.seen: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._ask)
+
+    def _ask(self) -> None:
+        while not self._over.is_set():
+            for guest in self._guests:
+                right = guest.ask(CAPITAL, model=self._model)
+                told = "right" if right[0] == 200 and "Paris" in str(right[1]) else str(right)[:200]
+                self.seen[told] += 1
+            self._over.wait(1)
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 def tree(guest: Guest) -> str:
@@ -167,6 +197,28 @@ def test_a_peer_that_loses_its_power_in_the_middle_costs_the_others_little(eight
     assert from_hub < eight.result["first_deploy"]["model_bytes"]
     run = eight.site.deploy(timeout_s=1500)
     assert run.exit_code == 0, run.stderr[-4000:]
+
+
+def test_a_host_is_built_anew_from_its_peers_while_seven_serve(eight: Eight) -> None:
+    eight.site.hosts[:] = NAMES
+    *seven, last = eight.guests
+    began = time.monotonic()
+    with Asking(seven) as asking:
+        lab("up", last.name, "--fresh", "--engine", "stub")
+        anew = Site(eight.site.root / "anew", hosts=list(NAMES))  # knows the new host key
+        anew.choose(**eight.site.choices)
+        sent, pulled = Sent(), Pulled()
+        run = anew.deploy(timeout_s=1500)
+    assert run.exit_code == 0, run.stderr[-5000:]
+    assert sent.bytes_to(last) == 0
+    blobs = eight.guests[0].run("cd /srv/spark/sources/image--*; ls sha256:*").split()
+    assert not set(blobs) & pulled.by(last).keys()
+    assert last.answers(CAPITAL, "Paris")
+    assert set(asking.seen) == {"right"}, asking.seen
+    eight.result["rebuilt"] = {
+        "seconds": round(time.monotonic() - began, 1), "hub_sent_bytes": 0,
+        "asked_of_the_seven": asking.seen["right"],
+    }  # fmt: skip
 
 
 def write_result(folder: Path, found: dict[str, Any]) -> None:

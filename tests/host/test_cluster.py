@@ -57,6 +57,14 @@ class Pair:
         """Kill every process of the engine at once, as a fault of the machine would."""
         guest.run("docker kill --signal KILL $(docker ps -q --filter label=spark.release)")
 
+    def wait_until_it_is_closed(self) -> float:
+        began = time.monotonic()
+        while self.status() == 200:
+            assert time.monotonic() - began < 30, "the head answers though a rank is gone"
+            time.sleep(0.5)
+        assert self.status() == 503
+        return time.monotonic() - began
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
@@ -94,16 +102,35 @@ def test_a_rank_that_dies_closes_the_gateway_and_both_come_back(pair: Pair, whic
               for guest in (pair.head, pair.worker)}  # fmt: skip
     release = pair.release()
     pair.kill_engine(getattr(pair, which))
-    began = time.monotonic()
-    while pair.status() == 200:
-        assert time.monotonic() - began < 30, "the head answers though a rank is gone"
-        time.sleep(0.5)
-    assert pair.status() == 503
+    pair.wait_until_it_is_closed()
     pair.wait_until_it_answers()
     assert pair.release() == release
     for guest in (pair.head, pair.worker):
         # Each of the two was started anew: half of an engine computes nothing.
         assert guest.unit(f"spark-serve@{release}", "InvocationID") != before[guest.name]
+
+
+def test_a_cut_fabric_closes_the_gateway_and_its_return_brings_the_pair_back(pair: Pair) -> None:
+    pair.wait_until_it_answers()
+    release = pair.release()
+    # Nothing goes that way any more and nobody is told, as with a cable; the controller's stays.
+    pair.worker.run(f"ip route add blackhole {pair.head.ip}/32")
+    try:
+        pair.wait_until_it_is_closed()
+    finally:
+        pair.worker.run(f"ip route del blackhole {pair.head.ip}/32")
+    pair.wait_until_it_answers()
+    assert pair.release() == release
+
+
+def test_a_power_cut_of_the_head_ends_with_the_pair_serving_again(pair: Pair) -> None:
+    pair.wait_until_it_answers()
+    release = pair.release()
+    lab("break", "kill-guest", HEAD)
+    lab("up", HEAD, "--engine", "stub")
+    pair.wait_until_it_answers(400)
+    assert pair.release() == release
+    assert pair.head.answers(CAPITAL, "Paris")
 
 
 def test_both_change_together_and_a_candidate_that_fails_leaves_both_on_the_old(pair: Pair) -> None:
@@ -133,7 +160,8 @@ def test_a_way_back_is_gone_together(pair: Pair) -> None:
     assert pair.release() == newer
 
 
-def test_a_power_cut_of_the_worker_in_a_change_ends_with_the_old_group(pair: Pair) -> None:
+@pytest.mark.parametrize("which", [WORKER, HEAD], ids=["worker", "head"])
+def test_a_power_cut_in_a_change_ends_with_the_old_group(pair: Pair, which: str) -> None:
     pair.wait_until_it_answers()
     old = pair.release()
     pair.site.choose(engine={"environment": {"STUB_FAULT": "never-ready"}})
@@ -146,8 +174,8 @@ def test_a_power_cut_of_the_worker_in_a_change_ends_with_the_old_group(pair: Pai
         f"| grep -v {old} | grep spark-serve",
         seconds=200,
     )
-    lab("break", "kill-guest", WORKER)
-    lab("up", WORKER, "--engine", "stub")
+    lab("break", "kill-guest", which)
+    lab("up", which, "--engine", "stub")
     deploy.join(600)
     assert run
     assert run[0] != 0

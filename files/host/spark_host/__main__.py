@@ -19,6 +19,7 @@ from spark_host.prune import prune
 from spark_host.records import boot
 from spark_host.rollout import recover, request, rollout, way_back
 from spark_host.rollout.ports import this_host
+from spark_host.system import fabric
 from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.system.stored import default_paths
@@ -135,6 +136,10 @@ VERBS: dict[str, tuple[Verb, str]] = {
     tool.IMAGE: (
         image.main,
         "LAYERS.json COMMAND...: take an image's blobs from other hosts, then run docker",
+    ),
+    tool.FABRIC: (
+        fabric.main,
+        "try|confirm|restore: addresses of the ports between hosts, from a plan on standard input",
     ),
     "may-start": (_of_one(serve.may_start), "RELEASE: whether its unit may start"),
     "prepare": (_of_one(serve.prepare), "RELEASE: make the host ready for its start"),

@@ -24,6 +24,7 @@ from spark_deploy.errors import SparkError
 DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "up": ("deploy.py", {}),
     "bootstrap": ("deploys/bootstrap.py", {}),
+    "fabric": ("deploys/fabric.py", {"restore": "fabric.restore"}),
     "rollback": ("deploys/rollback.py", {"to": "releases.rollback_to"}),
     "prune": ("deploys/prune.py", {}),
     "requantize": ("deploys/requantize.py", {"requantized": "checkpoint.requantized"}),
@@ -37,6 +38,7 @@ DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 # What a person agrees to.
 _QUESTIONS = {
+    "fabric": "Change the network of the ports between them? (--dry shows the file)",
     "rollback": "Go back to the release that served before?",
     "prune": "Remove what no kept release needs? (--dry shows each thing)",
     "requantize": "Quantise there, for hours, with all of the host's memory?",

@@ -43,6 +43,16 @@ def prove(state: State, host: Host, endpoint: Endpoint) -> bool:
     return _refused(host, what, fix)
 
 
+def prove_way(state: State, host: Host, endpoint: Endpoint) -> bool:
+    """Log in anew: the host is still reached the way that deploys take."""
+    access = try_key(endpoint)
+    if access.ready:
+        host.log("a new login works")
+        return True
+    fix = "wait: the old network returns by itself; then look at cable and `ip route`"
+    return _refused(host, f"no new login at {endpoint.hostname} ({access.detail})", fix)
+
+
 def prove_shut(state: State, host: Host, endpoint: Endpoint) -> bool:
     """Try the key anew: it must not lead to root any more."""
     access = try_key(endpoint)

@@ -1,4 +1,4 @@
-"""Settings of hosts that serve one model together, or the same model side by side."""
+"""Settings of hosts that serve a model together or side by side, and of the cable between them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Annotated
 
 from spark_deploy.documents.declare import Text, about, form, setting
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.sinks import IP_ADDRESS
+from spark_deploy.settings.sinks import INTERFACE, IP_ADDRESS
 
 # What the engine keeps open between hosts: see planning/serving/cluster.py.
 PORTS = 2000
+_FIRST = 11  # the last number of the first host's addresses on a cable
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +87,67 @@ class ReplicasSettings:
         for name in self.addresses:
             if name not in self.hosts:
                 yield Broken(("addresses", name), "is none of the hosts", "name it there, too")
+
+
+@dataclass(frozen=True, slots=True)
+class FabricSettings:
+    """What `spark-deploy fabric` sets up. A deploy never does: it takes the network it finds."""
+
+    hosts: tuple[Text, ...] = setting(
+        (),
+        f"Hosts on the cables, in the order of their addresses: the first gets .{_FIRST}. Empty: "
+        "those of cluster.hosts.",
+        uniqueItems=True,
+        examples=[["spark-1", "spark-2"]],
+    )
+    networks: tuple[Text, ...] = setting(
+        ("192.168.100.0/24", "192.168.101.0/24"),
+        "One network for each interface of the cabled cage, in the order of their names; nothing "
+        "else at your place may use them. One network for both breaks routing.",
+        uniqueItems=True,
+        minItems=1,
+    )
+    interfaces: tuple[Annotated[str, about(**INTERFACE)], ...] = setting(
+        (),
+        "The interfaces, in the order of the networks. Empty: those with RDMA and a cable, which "
+        "have to be as many as the networks. They may differ from host to host: write them into "
+        "host_vars then.",
+        uniqueItems=True,
+        examples=[["enp1s0f0np0", "enP2p1s0f0np0"]],
+    )
+    mtu: int = setting(9000, "Largest packet; the same at both ends.", minimum=1280, maximum=9216)
+    confirm_s: int = setting(
+        90,
+        "Seconds after which the old network returns by itself, unless a new login over the "
+        "address that deploys use has confirmed the new one.",
+        minimum=20,
+        maximum=600,
+    )
+    restore: bool = setting(
+        False,
+        "Take back what was set up. Given on the command line: `spark-deploy fabric --restore`.",
+    )
+
+    def address(self, number: int, network: str) -> str:
+        """Return the address of the host of this number, with the length of the network."""
+        found = ipaddress.IPv4Network(network)
+        return f"{found[_FIRST + number]}/{found.prefixlen}"
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield what no network can be made of."""
+        for number, text in enumerate(self.networks):
+            key = ("networks", number)
+            try:
+                network = ipaddress.IPv4Network(text)
+            except ValueError as error:
+                yield Broken(key, str(error), "write it as in 192.168.100.0/24")
+                continue
+            if not network.is_private:
+                yield Broken(
+                    key, "is no private network", "take one of 192.168.0.0/16 or 10.0.0.0/8"
+                )
+            if network.num_addresses < _FIRST + len(self.hosts) + 2:
+                yield Broken(key, "has too few addresses", "take a /24")
+        if self.interfaces and len(self.interfaces) != len(self.networks):
+            what = f"{len(self.interfaces)} interfaces for {len(self.networks)} networks"
+            yield Broken(("interfaces",), what, "name one interface for each of fabric.networks")

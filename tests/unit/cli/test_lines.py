@@ -41,6 +41,8 @@ def run(monkeypatch, capsys, *words, code=0):
         (("rollback", "--to", "main-0123456789ab", "-y"), "deploys/rollback.py",
          ["--data", "releases.rollback_to=main-0123456789ab", "-y"]),
         (("prune", "--dry", "--json"), "deploys/prune.py", ["--dry", "--json"]),
+        (("fabric", "--restore", "-y"), "deploys/fabric.py",
+         ["--data", "fabric.restore=true", "-y"]),
         (("unbootstrap", "-y"), "deploys/unbootstrap.py", ["-y"]),
         (("rotate-key", "-y", "--verbose"), "deploys/rotate_key.py", ["-y"]),
     ],
@@ -59,7 +61,7 @@ def test_a_red_run_is_red(monkeypatch, capsys, command):
     assert run(monkeypatch, capsys, command, "-y", code=3)[0] == 3
 
 
-CHANGES = ["uninstall", "unbootstrap", "rollback", "prune", "rotate-key"]
+CHANGES = ["fabric", "uninstall", "unbootstrap", "rollback", "prune", "rotate-key"]
 
 
 @pytest.mark.parametrize("command", CHANGES)

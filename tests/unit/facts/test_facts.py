@@ -23,11 +23,21 @@ from spark_deploy.facts.machine.docker import DockerState
 from spark_deploy.facts.machine.packages import BaseState
 from spark_deploy.facts.machine.survey import HostSurvey
 from spark_deploy.facts.network.fabric import Fabric
+from spark_deploy.facts.network.netplan import NetplanFiles
 from spark_deploy.facts.network.reach import Reach
 
 FACTS = {
     fact.__name__: fact
-    for fact in (HostSurvey, BaseState, CudaState, DockerState, Fabric, LoginAccess, Reach)
+    for fact in (
+        HostSurvey,
+        BaseState,
+        CudaState,
+        DockerState,
+        Fabric,
+        LoginAccess,
+        NetplanFiles,
+        Reach,
+    )
 }
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "captures"
 CASES = sorted(Path(__file__).parent.glob("*/*.yml"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,19 @@ from spark_host.system import programs
 def test_what_it_prints_comes_in_plain_english(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     assert programs.output_of("sh", "-c", 'echo " $LC_ALL "; echo second') == "C \nsecond"
+
+
+def test_a_program_in_python_finds_its_own_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_it.py").write_text("said = 'found'\n")
+    (tmp_path / "program").write_text(
+        "#!/usr/bin/python3\nimport beside_it\nprint(beside_it.said)\n"
+    )
+    (tmp_path / "program").chmod(0o755)
+    # What our launcher sets for our own tools; netplan would not start with it.
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert programs.output_of(str(tmp_path / "program")) == "found"
 
 
 @pytest.mark.parametrize("argv", [("no-such-program",), ("false",), ("sleep", "5")])

@@ -23,7 +23,7 @@ from pyinfra.api.state import StateStage
 from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.facts import memo
-from spark_deploy.operations.machine import access, base, cuda, docker, preflight
+from spark_deploy.operations.machine import access, base, cuda, docker, fabric, preflight
 from spark_deploy.planning.types import (
     BasePlan,
     BootstrapPlan,
@@ -33,11 +33,16 @@ from spark_deploy.planning.types import (
     Way,
 )
 from spark_deploy.settings.host import PathSettings
+from spark_deploy.settings.service.cluster import ClusterSettings
 from spark_deploy.settings.sources import RepositorySettings
+from spark_deploy.settings.types import Settings
 
 HERE = Path(__file__).parent
 CASES = sorted(HERE.glob("*/*.yml"))
-MODULES = {"access": access, "base": base, "cuda": cuda, "docker": docker, "preflight": preflight}
+MODULES = {
+    "access": access, "base": base, "cuda": cuda, "docker": docker, "fabric": fabric,
+    "preflight": preflight,
+}  # fmt: skip
 
 VENDOR = RepositorySettings(
     name="vendor",
@@ -66,6 +71,7 @@ NEEDS = NeedsPlan(
     images=("spark-vllm:0123456789ab",),
 )
 PLANS: dict[str, Any] = {
+    "fabric": Settings(cluster=ClusterSettings(hosts=("spark-1", "spark-2"))),
     "base": BasePlan(
         packages=("curl", "nginx-light"),
         hold_driver_in_unattended_upgrades=True,

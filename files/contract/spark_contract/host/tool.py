@@ -14,6 +14,7 @@ MAKE_USERS = f"systemd-sysusers {SYSUSERS}"
 
 CHECK = "check"
 EVIDENCE = "evidence"
+FABRIC = "fabric"
 GATEWAY_NEW_KEY = "gateway-new-key"
 GATEWAY_RELOAD = "gateway-reload"
 IMAGE = "image"

@@ -61,7 +61,9 @@ def beginning_of(argv: Sequence[str], limit_s: float, most_bytes: int) -> str | 
 
 
 def _in_english() -> dict[str, str]:
-    return {**os.environ, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
+    # Programs in Python, as netplan and ufw are, find their own modules and not ours.
+    theirs = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return {**theirs, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
 
 
 def output_of(*argv: str) -> str | None:
@@ -105,7 +107,7 @@ def _said(argv: tuple[str, ...], limit_s: float) -> str | None:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "LC_ALL": "C"},
+            env=_in_english(),
         )
     except OSError:
         return None

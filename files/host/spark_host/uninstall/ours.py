@@ -13,6 +13,7 @@ from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.host import units
 from spark_contract.host.digests import DIGEST12
+from spark_contract.host.fabric import NETPLAN_FILE
 from spark_contract.host.paths import (
     API_KEY,
     CONFIG_DIR,
@@ -55,6 +56,9 @@ _RECORDS = frozenset(
 NOTE = "note"  # of what the host was before: goes when nothing is left that it tells about
 _MANAGED = "Managed by dgx-spark-deploy"
 _MODELS_STAY = "models are kept; --data uninstall.models=true removes them"
+_NETWORK_STAYS = (
+    "other hosts are reached by it; `spark-deploy fabric --restore` takes it back, before"
+)
 _NOT_OURS = "not made by us"
 _KEEPS_RECORD = ("package", "tree", "source", "image", "settings")
 
@@ -213,6 +217,8 @@ def _files(wanted: Footprint, engine_stays: str, paths: Paths) -> Iterator[Thing
     for path in (*wanted.files, *commands, SYSUSERS, units.DAILY_STAMP):
         if paths.below(path).is_file():
             yield Thing("file", str(paths.below(path)))
+    if paths.below(NETPLAN_FILE).is_file():
+        yield Thing("network", str(paths.below(NETPLAN_FILE)), 0, _NETWORK_STAYS)
     for source in sorted(paths.below("/etc/apt/sources.list.d").glob("spark-*.sources")):
         text = source.read_text()
         if _MANAGED not in text:

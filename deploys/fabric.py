@@ -1,0 +1,37 @@
+"""Give the cabled ports between hosts their addresses: tried, confirmed by a new login, kept.
+
+The only part of this project that changes a host's network, and only when asked to. Unless it is
+confirmed in time the old network returns by itself; a power cut ends a try as well.
+"""
+
+from pyinfra.api.command import FunctionCommand
+from pyinfra.context import host, state
+
+from roles import base, fabric, tools
+from spark_deploy.inventory.contact.bootstrap import needs_none
+from spark_deploy.inventory.contact.granted import endpoint_of, prove_way
+from spark_deploy.inventory.contact.ssh import no_delay
+from spark_deploy.inventory.known import known_of
+from spark_deploy.inventory.plans import payload_identity
+from spark_deploy.operations import lease
+from spark_deploy.operations.service.uninstall import asked_of
+from spark_deploy.payload.content import read_payload
+from spark_deploy.planning.host import base_plan, tools_plan
+from spark_deploy.planning.serving.release import unit_files_of
+
+no_delay(state, host)
+lease.hold(state, host)
+settings, payload = known_of(host).found.settings, read_payload()
+
+if settings.fabric.restore:
+    fabric.restore()
+else:
+    # Not the plan of what is served: that of a cluster needs the very addresses.
+    base.apply(plan=base_plan(settings), asked=asked_of(settings))
+    tools.apply(
+        plan=tools_plan(payload_identity()),
+        files=payload.tools,
+        units=unit_files_of(payload.units),
+    )
+    login = None if needs_none(host.name) else FunctionCommand(prove_way, [endpoint_of(host)], {})
+    fabric.apply(settings=settings, check=login)

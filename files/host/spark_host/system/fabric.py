@@ -1,0 +1,170 @@
+"""Give the ports between hosts their addresses: tried for a while, kept when confirmed.
+
+The try lies in netplan's folder below /run, so neither a lost connection nor a power cut leaves a
+host with a network that nobody can reach: the one ends the while, the other the file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from spark_contract import documents, files
+from spark_contract.errors import HostToolError
+from spark_contract.host.fabric import (
+    APPLY_UNIT,
+    KEPT_NETPLAN,
+    NETPLAN_FILE,
+    NETPLAN_TRIAL,
+    RETURN_UNIT,
+    FabricPlan,
+    FabricPort,
+    FabricRecord,
+)
+from spark_contract.host.paths import RUN_DIR, STATE_DIR, Paths
+from spark_contract.host.tool import FABRIC, HOST_TOOL
+
+from spark_host.system.programs import finished
+
+_APPLY_S = 60.0
+_TRIED = f"{RUN_DIR}/fabric.json"
+_KEPT = f"{STATE_DIR}/fabric/record.json"
+
+
+def main(words: Sequence[str], paths: Paths) -> int:
+    """``try`` (a plan on standard input), ``confirm`` or ``restore [--unconfirmed]``."""
+    with _alone(paths):
+        if words == ["try"]:
+            _try(documents.parse(FabricPlan, sys.stdin.read()), paths)
+        elif words == ["confirm"]:
+            _confirm(paths)
+        elif words in (["restore"], ["restore", "--unconfirmed"]):
+            _restore(paths, unconfirmed=len(words) == 2)
+        else:
+            raise HostToolError(
+                "fabric", f"{' '.join(words)!r} is no order", "try, confirm or restore"
+            )
+    return 0
+
+
+@contextmanager
+def _alone(paths: Paths) -> Iterator[None]:
+    """Let the end of a try and its confirmation come one after the other."""
+    paths.run.mkdir(parents=True, exist_ok=True)
+    with (paths.run / "fabric.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _try(plan: FabricPlan, paths: Paths) -> None:
+    """Put the file where no boot finds it, have the way back start by itself, then apply."""
+    trial = paths.below(NETPLAN_TRIAL)
+    if paths.below(NETPLAN_FILE).exists():
+        fix = "take it back first: spark-deploy fabric --restore"
+        raise HostToolError(NETPLAN_FILE, "another set-up of ours is in use", fix)
+    record = FabricRecord(plan.ports, {port.interface: _mtu(port) for port in plan.ports})
+    files.write_text(paths.below(_TRIED), documents.text_of(record), 0o600)
+    files.write_text(trial, plan.netplan, 0o600)
+    try:
+        _must(["netplan", "generate"], "netplan refuses the file")
+        _must(
+            ["systemd-run", "--quiet", "--collect", f"--unit={RETURN_UNIT}",
+             f"--on-active={plan.confirm_s}", "--timer-property=AccuracySec=1s",
+             HOST_TOOL, FABRIC, "restore", "--unconfirmed"],
+            "systemd does not take the way back",
+        )  # fmt: skip
+    except HostToolError:
+        files.remove(trial)
+        raise
+    # Not in this process: whoever asked may lose the connection by it.
+    _must(
+        ["systemd-run", "--quiet", "--collect", "--no-block", f"--unit={APPLY_UNIT}",
+         "netplan", "apply"],
+        "systemd does not take the change",
+    )  # fmt: skip
+
+
+def _confirm(paths: Paths) -> None:
+    """Keep what is being tried, once it is there; a second time this does nothing."""
+    trial, kept = paths.below(NETPLAN_TRIAL), paths.below(NETPLAN_FILE)
+    if not trial.exists():
+        if kept.exists():
+            return
+        raise HostToolError("fabric", "the time was over: what was before is back",
+                            "raise fabric.confirm_s, and run it again")  # fmt: skip
+    record = files.load(FabricRecord, paths.below(_TRIED), "no record of the try")
+    _wait_for(record.ports)
+    files.write_text(paths.below(_KEPT), documents.text_of(record), 0o600)
+    files.write_text(kept, trial.read_text(), 0o600)
+    files.remove(trial)
+    finished(["systemctl", "stop", f"{RETURN_UNIT}.timer"], _APPLY_S)
+
+
+def _restore(paths: Paths, *, unconfirmed: bool) -> None:
+    """Have the ports as they were before us; with ``unconfirmed`` only what nobody confirmed."""
+    trial, kept = paths.below(NETPLAN_TRIAL), paths.below(NETPLAN_FILE)
+    if not trial.exists() and (unconfirmed or not kept.exists()):
+        return
+    tried = paths.below(_TRIED if trial.exists() else _KEPT)
+    record = files.load(FabricRecord, tried, "nothing was set up by us") if tried.exists() else None
+    if kept.exists() and not unconfirmed:
+        files.write_text(paths.below(KEPT_NETPLAN), kept.read_text(), 0o600)
+        files.remove(kept)
+    files.remove(trial)
+    _must(["netplan", "apply"], "netplan refuses what was before")
+    # Neither of netplan's two renderers takes an address from an interface that it knows no more.
+    for port in record.ports if record else ():
+        finished(["ip", "address", "delete", port.address, "dev", port.interface], 10)
+        before = str(record.mtu_before.get(port.interface, 1500)) if record else "1500"
+        finished(["ip", "link", "set", port.interface, "mtu", before], 10)
+    files.remove(tried)
+    if not unconfirmed:
+        finished(["systemctl", "stop", f"{RETURN_UNIT}.timer"], _APPLY_S)
+
+
+def _wait_for(ports: Sequence[FabricPort]) -> None:
+    """Wait until every port has its address and its MTU.
+
+    Raises:
+        HostToolError: one has not, for longer than netplan takes.
+    """
+    until, missing = time.monotonic() + _APPLY_S, list(ports)
+    while missing and time.monotonic() < until:
+        missing = [port for port in missing if not _is_set(port)]
+        if missing:
+            time.sleep(0.5)
+    if missing:
+        what = f"{missing[0].interface} does not get {missing[0].address}, MTU {missing[0].mtu}"
+        raise HostToolError("fabric", what, f"look at `journalctl -u {APPLY_UNIT}` and networkd's")
+
+
+def _is_set(port: FabricPort) -> bool:
+    link = _link(port)
+    addresses = {f"{one['local']}/{one['prefixlen']}" for one in link["addr_info"]}
+    return port.address in addresses and link["mtu"] == port.mtu
+
+
+def _mtu(port: FabricPort) -> int:
+    return int(_link(port)["mtu"])
+
+
+def _link(port: FabricPort) -> dict[str, Any]:
+    shown = finished(["ip", "-j", "address", "show", "dev", port.interface], 10)
+    if shown.returncode != 0:
+        fix = "look at `ip link`, and name the ports by fabric.interfaces"
+        raise HostToolError(port.interface, "is no interface here", fix)
+    found: list[dict[str, Any]] = json.loads(shown.stdout)
+    return found[0]
+
+
+def _must(argv: list[str], what: str) -> None:
+    done = finished(argv, _APPLY_S)
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise HostToolError("fabric", f"{what}: {said[-1] if said else done.returncode}",
+                            f"try `{' '.join(argv[:2])}` on the host")  # fmt: skip

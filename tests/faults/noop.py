@@ -1,0 +1,195 @@
+"""A run that changes nothing, ours and as an Ansible playbook, alternated on the same hosts.
+
+python -m tests.faults.noop --inventory SITE/inventory/lab.py --ansible VENV/bin lab-1 [lab-2 ...]
+
+Wall time on a machine that others use says little, so the seconds of CPU are counted beside it: of
+the controller's processes, and of the guests by their cgroups. Commands are counted by the hosts'
+journal of sudo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from lab import cgroup
+from spark_deploy.bench import plots
+from tests.labkit import Guest, guest_named
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+# Those that a deploy asks for, as far as this host has them.
+PACKAGES = (
+    "dpkg-query -W -f '${Package}\\n' | grep -xE "
+    "'python3|python3-venv|nginx-light|jq|rsync|git|acl|lsof|psmisc|file|openssl|ethtool|docker.io'"
+)
+PLACED = (
+    "ls /etc/systemd/system/spark-*@.* /etc/docker/daemon.json /etc/sysusers.d/spark.conf "
+    "/etc/spark/gateway/main.json /etc/spark/releases/*/release.json"
+)
+
+
+def guest_cpu_s(name: str) -> float:
+    """Return the seconds of CPU that a guest used, in either layout of cgroups."""
+    if cgroup.is_v2():
+        stat = (cgroup.ROOT / cgroup.TREE / name / "cpu.stat").read_text().split()
+        return int(stat[stat.index("usage_usec") + 1]) / 1e6
+    return int((cgroup.ROOT / "cpuacct" / cgroup.TREE / name / "cpuacct.usage").read_text()) / 1e9
+
+
+def used_s(guests: list[Guest]) -> dict[str, float]:
+    """Return the seconds of CPU so far of processes we waited for, and of the guests."""
+    mine = resource.getrusage(resource.RUSAGE_CHILDREN)
+    theirs = sum(guest_cpu_s(guest.name) for guest in guests)
+    return {"controller_cpu_s": mine.ru_utime + mine.ru_stime, "hosts_cpu_s": theirs}
+
+
+def timed(words: list[str], guests: list[Guest], env: dict[str, str]) -> dict[str, float]:
+    """Run a command that has to succeed; return its times."""
+    before, began = used_s(guests), time.monotonic()
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **env},
+                          stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+    wall_s = time.monotonic() - began
+    if done.returncode != 0:
+        raise SystemExit(f"{shlex.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    if changed(words, done.stdout):
+        raise SystemExit(f"{words[0]} changed something:\n{done.stdout[-3000:]}")
+    after = used_s(guests)
+    times = {name: round(after[name] - before[name], 2) for name in before}
+    return {"wall_s": round(wall_s, 2), **times}
+
+
+def changed(words: list[str], said: str) -> bool:
+    """Return whether a run changed anything, by its own account."""
+    if "ansible" in words[0]:
+        return " changed=0 " not in said
+    return any(one["success"] for one in json.loads(said)["results"]["operations"])
+
+
+def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[str], dict[str, str]]:
+    """Write inventory and variables of the playbook; return its command and environment."""
+    hosts: dict[str, Any] = {}
+    for guest in guests:
+        placed = guest.run(PLACED).split()
+        for path in placed:
+            target = folder / guest.name / path.lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            mode, text = guest.run(f"stat -c %a {path}"), guest.run(f"base64 -w0 {path}")
+            target.write_bytes(base64.b64decode(text))
+            target.chmod(int(mode, 8))
+        login = guest.login()
+        hosts[guest.name] = {
+            "ansible_host": guest.ip, "ansible_user": login[-1].partition("@")[0],
+            "ansible_ssh_private_key_file": login[2], "files": str(folder / guest.name),
+            "ansible_python_interpreter": "/usr/bin/python3",
+            "placed": placed, "packages": guest.run(PACKAGES).split(),
+            "serve": f"spark-serve@{guest.release()}.service",
+            "watch": f"spark-watch@{guest.release()}.service",
+        }  # fmt: skip
+    # JSON is YAML, which is what the inventory plugin takes a file of this name for.
+    (folder / "hosts.yml").write_text(json.dumps({"all": {"hosts": hosts}}))
+    known = next(word for word in guests[0].login() if word.startswith("UserKnownHostsFile="))
+    environment = {
+        "ANSIBLE_PIPELINING": "True", "ANSIBLE_FORKS": str(max(5, len(guests))),
+        "ANSIBLE_NOCOLOR": "1", "ANSIBLE_SSH_ARGS":
+        f"-C -o ControlMaster=auto -o ControlPersist=60s -o {known} -o StrictHostKeyChecking=yes",
+        "ANSIBLE_HOME": str(folder / "home"), "LC_ALL": "C.UTF-8",
+    }  # fmt: skip
+    command = [str(programs / "ansible-playbook"), "-i", str(folder / "hosts.yml"),
+               str(CHECKOUT / "benchmarks/ansible/noop.yml")]  # fmt: skip
+    return command, environment
+
+
+def commands_of(guest: Guest, since: str) -> int:
+    """Return how many commands a host ran for logins since then, by sudo's journal."""
+    asked = f"journalctl -t sudo --since @{since} -o cat | grep -c COMMAND="
+    return int(guest.run(asked)) - 1
+
+
+def main() -> int:
+    """Measure and write the result and the plot."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--inventory", required=True)
+    parser.add_argument("--ansible", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=CHECKOUT / "benchmarks/results")
+    parser.add_argument("hosts", nargs="+")
+    options = parser.parse_args()
+    found = []
+    for names in ([options.hosts[0]], options.hosts)[: len(options.hosts)]:
+        guests = [guest_named(name) for name in names]
+        with tempfile.TemporaryDirectory(prefix="noop-") as folder:
+            limit = [word for name in names for word in ("--limit", name)]
+            ours = [str(Path(sys.executable).with_name("pyinfra")), options.inventory,
+                    str(CHECKOUT / "deploy.py"), *limit, "-y", "--json"]  # fmt: skip
+            subprocess.run(ours, capture_output=True, stdin=subprocess.DEVNULL, check=True)
+            theirs, environment = playbook(Path(folder), guests, options.ansible)
+            runs: dict[str, list[dict[str, float]]] = {"ours": [], "ansible": []}
+            for _ in range(options.rounds):
+                time.sleep(1)
+                since = guests[0].run("date +%s")
+                runs["ours"].append(timed(ours, guests, {}))
+                commands = commands_of(guests[0], since)
+                runs["ansible"].append(timed(theirs, guests, environment))
+        found.append({"hosts": len(names), "commands_a_host": commands, "runs": runs,
+                      "load": os.getloadavg()[0]})  # fmt: skip
+        sys.stdout.write(json.dumps(found[-1]) + "\n")
+        sys.stdout.flush()
+    result = {
+        "benchmark": "no-op",
+        "command": "python -m tests.faults.noop --inventory ... --ansible ... HOSTS",
+        "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": {"cpus": os.cpu_count(), "arch": platform.machine()},
+        "stands_in": "guests of the virtual lab on one machine; not a DGX Spark",
+        "median": [summary(one) for one in found],
+        "found": found,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "noop.json").write_text(json.dumps(result, indent=1) + "\n")
+    groups = [
+        (
+            f"{one['hosts']} hosts: {kind}",
+            [middle(one, kind, "wall_s"), middle(one, kind, "controller_cpu_s")],
+        )
+        for one in found
+        for kind in ("ours", "ansible")
+    ]
+    picture = plots.bars(
+        groups, "A run that changes nothing: seconds, and seconds of controller CPU"
+    )
+    (options.out / "noop.svg").write_text(
+        picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
+    )
+    return 0
+
+
+def middle(found: dict[str, Any], kind: str, what: str) -> float:
+    """Return the median of a number."""
+    return round(statistics.median(run[what] for run in found["runs"][kind]), 2)
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Return medians, and how many times as long the playbook takes."""
+    times = {
+        kind: {what: middle(found, kind, what) for what in found["runs"][kind][0]}
+        for kind in ("ours", "ansible")
+    }
+    ratio = {what: round(times["ansible"][what] / times["ours"][what], 1) for what in times["ours"]}
+    return {"hosts": found["hosts"], "commands_a_host": found["commands_a_host"], **times,
+            "ansible_to_ours": ratio}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Two hosts whose cables have no addresses yet, with the distribution's own netplan.
+
+`SPARK_FABRIC_GUESTS` names other guests. The ports are macvlan interfaces, made as a driver would
+make them: by the kernel's own means, before anybody asks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+import pytest
+from spark_contract.documents import text_of
+from spark_contract.host.fabric import FabricPlan, FabricPort
+
+from spark_deploy.planning.serving.fabric import netplan_of
+from tests.labkit import Guest, Run, Site, guest_named, lab
+
+NAMES = os.environ.get("SPARK_FABRIC_GUESTS", "lab-39 lab-40").split()
+FILE = "/etc/netplan/40-spark-fabric.yaml"
+TRIAL = "/run/netplan/40-spark-fabric.yaml"
+FABRIC = "deploys/fabric.py"
+MTU = 1400  # the lab's bridge carries no larger ones than 1500
+PORTS = "fab0 fab1"
+INSTALL = "apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y netplan.io"
+CABLE = f"""
+for n in {PORTS}; do
+  ip link show $n >/dev/null 2>&1 || ip link add $n link eth0 type macvlan mode bridge
+  ip link set $n up
+done
+"""
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    lab("up", *NAMES, "--fresh")
+    made = Site(tmp_path_factory.mktemp("site"), hosts=list(NAMES))
+    made.choose(fabric={"hosts": list(NAMES), "interfaces": PORTS.split(), "mtu": MTU})
+    for guest in map(guest_named, NAMES):
+        guest.run(INSTALL, timeout_s=300)
+        guest.run(CABLE)
+    yield made
+    lab("down", "--delete", *NAMES)
+
+
+def addresses(guest: Guest) -> dict[str, tuple[list[str], int]]:
+    """Return addresses and MTU of both ports by the kernel's word."""
+    found = json.loads(guest.run("ip -j address show"))
+    return {
+        link["ifname"]: (
+            [f"{one['local']}/{one['prefixlen']}" for one in link["addr_info"]
+             if one["family"] == "inet"],
+            link["mtu"],
+        )
+        for link in found
+        if link["ifname"] in PORTS.split()
+    }  # fmt: skip
+
+
+BARE = {"fab0": ([], 1500), "fab1": ([], 1500)}
+
+
+def whole(run: Run) -> None:
+    assert run.exit_code == 0, f"{run.failed}\n{run.stderr[-4000:]}"
+
+
+def test_a_dry_run_shows_the_file_and_changes_nothing(site: Site) -> None:
+    run = site.deploy(deploy=FABRIC, dry=True)
+    whole(run)
+    assert "192.168.100.11/24" in run.stderr
+    for guest in map(guest_named, NAMES):
+        assert addresses(guest) == BARE
+        assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
+
+
+def test_both_ports_of_both_hosts_get_their_addresses_and_a_second_run_changes_nothing(
+    site: Site,
+) -> None:
+    before = [guest_named(name).run("ip route show default; ip -4 -o addr show eth0")
+              for name in NAMES]  # fmt: skip
+    whole(site.deploy(deploy=FABRIC))
+    for number, guest in enumerate(map(guest_named, NAMES)):
+        assert addresses(guest) == {
+            "fab0": ([f"192.168.100.{11 + number}/24"], MTU),
+            "fab1": ([f"192.168.101.{11 + number}/24"], MTU),
+        }
+        assert guest.run(f"stat -c '%a %U' {FILE}").strip() == "600 root"
+        assert guest.run(f"ls {TRIAL} 2>/dev/null | wc -l").strip() == "0"
+        assert guest.run("systemctl list-units --plain --no-legend 'spark-fabric*'") == ""
+    first = guest_named(NAMES[0])
+    for network in (100, 101):
+        first.run(f"ping -q -n -M do -c 2 -W 2 -s {MTU - 28} 192.168.{network}.12")
+    after = [guest_named(name).run("ip route show default; ip -4 -o addr show eth0")
+             for name in NAMES]  # fmt: skip
+    assert after == before
+    site.deploy(deploy=FABRIC).must_have_changed_nothing()
+
+
+def test_it_outlives_a_reboot(site: Site) -> None:
+    guest = guest_named(NAMES[0])
+    guest.reboot()
+    guest.run(CABLE)  # the driver's part
+    guest.wait("ip -4 -o addr show fab0 | grep -q 192.168.100.11/24", seconds=30)
+    guest.wait(f"ip link show fab1 | grep -q 'mtu {MTU}'", seconds=30)
+
+
+def test_it_is_taken_back_on_demand(site: Site) -> None:
+    whole(site.deploy("--data", "fabric.restore=true", deploy=FABRIC))
+    for guest in map(guest_named, NAMES):
+        assert addresses(guest) == BARE
+        assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
+    again = site.deploy("--data", "fabric.restore=true", deploy=FABRIC)
+    again.must_have_changed_nothing()
+
+
+def tried(guest: Guest, confirm_s: int) -> None:
+    """Begin a try as the deploy does, and then be gone."""
+    port = FabricPort("fab0", "192.168.100.77/24", MTU)
+    plan = text_of(FabricPlan(netplan_of([port]), (port,), confirm_s))
+    guest.run(f"cat > /tmp/plan <<'END'\n{plan}\nEND")
+    guest.run("/usr/local/lib/spark/current/bin/spark-host fabric try < /tmp/plan")
+    guest.wait("ip -4 -o addr show fab0 | grep -q 192.168.100.77", seconds=30)
+
+
+def test_what_nobody_confirms_goes_by_itself(site: Site) -> None:
+    guest = guest_named(NAMES[1])
+    tried(guest, confirm_s=20)
+    guest.wait("! ip -4 -o addr show fab0 | grep -q 192.168.100.77", seconds=60)
+    assert addresses(guest) == BARE
+    refused = guest.run("/usr/local/lib/spark/current/bin/spark-host fabric confirm 2>&1",
+                        check=False)  # fmt: skip
+    assert "the time was over" in refused
+    assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
+
+
+def test_a_power_cut_in_a_try_ends_it(site: Site) -> None:
+    guest = guest_named(NAMES[1])
+    tried(guest, confirm_s=600)
+    lab("break", "kill-guest", guest.name)
+    lab("up", guest.name)
+    guest.run(CABLE)
+    guest.run("netplan apply")
+    assert addresses(guest)["fab0"][0] == []
+    assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
+
+
+def test_a_controller_that_is_killed_in_a_try_leaves_the_old_network_or_the_new_one(
+    site: Site,
+) -> None:
+    site.choose(fabric={**site.choices["fabric"], "confirm_s": 20})
+    guest = guest_named(NAMES[1])
+    process = site.start(deploy=FABRIC)
+    guest.wait(f"test -e {TRIAL} || test -e {FILE}", seconds=120)
+    process.kill()
+    process.wait()
+    guest.wait(f"! test -e {TRIAL}", seconds=60)
+    kept = guest.run(f"test -e {FILE} && echo kept || true").strip() == "kept"
+    assert bool(addresses(guest)["fab0"][0]) == kept
+    whole(site.deploy(deploy=FABRIC))
+    assert addresses(guest)["fab0"] == (["192.168.100.12/24"], MTU)

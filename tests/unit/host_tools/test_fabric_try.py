@@ -1,0 +1,144 @@
+"""A network between hosts is tried before it is kept, and nothing of a try outlives a reboot."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from spark_contract.documents import text_of
+from spark_contract.errors import HostToolError
+from spark_contract.host.fabric import NETPLAN_FILE, NETPLAN_TRIAL, FabricPlan, FabricPort
+from spark_host.system import fabric
+from stub_host import Paths
+
+PORT = FabricPort("fab0", "192.168.100.11/24", 9000)
+PLAN = FabricPlan("network: {version: 2}\n", (PORT,), 60)
+
+# Programs that note their words; `netplan apply` gives the port what the newest file stands for.
+NETPLAN = """#!/bin/sh
+echo "netplan $*" >> $HERE/asked
+[ "$1" = generate ] && exit $(cat $HERE/refuses 2>/dev/null || echo 0)
+if [ -e $HERE/run/netplan/*.yaml ] || [ -e $HERE/etc/netplan/*.yaml ]
+then echo '[{"mtu": 9000, "addr_info": [{"local": "192.168.100.11", "prefixlen": 24}]}]'
+else echo '[{"mtu": 1500, "addr_info": []}]'; fi > $HERE/link
+"""
+SYSTEMD_RUN = """#!/bin/sh
+echo "systemd-run $*" >> $HERE/asked
+case "$*" in *'netplan apply') netplan apply;; esac
+"""
+IP = """#!/bin/sh
+echo "ip $*" >> $HERE/asked
+case "$*" in *show*) cat $HERE/link;; esac
+"""
+
+
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    stand_ins = {"netplan": NETPLAN, "systemd-run": SYSTEMD_RUN, "ip": IP, "systemctl": IP}
+    for name, text in stand_ins.items():
+        (programs / name).write_text(text.replace("$HERE", str(tmp_path)))
+        (programs / name).chmod(0o755)
+    (tmp_path / "link").write_text('[{"mtu": 1500, "addr_info": []}]')
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setattr(fabric, "_APPLY_S", 1.0)
+    return Paths(tmp_path)
+
+
+def ask(paths: Paths, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text_of(PLAN)))
+    assert fabric.main(list(words), paths) == 0
+
+
+def mtu(paths: Paths) -> int:
+    return int(json.loads((paths.root / "link").read_text())[0]["mtu"])
+
+
+def asked(paths: Paths) -> str:
+    return (paths.root / "asked").read_text()
+
+
+def test_a_try_lies_where_no_boot_finds_it_and_its_end_is_planned_before_it_begins(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    assert mtu(paths) == 9000
+    assert paths.below(NETPLAN_TRIAL).stat().st_mode & 0o777 == 0o600
+    assert not paths.below(NETPLAN_FILE).exists()
+    order = [line for line in asked(paths).splitlines() if line.startswith("systemd-run")]
+    assert "--on-active=60" in order[0]
+    assert order[0].endswith("fabric restore --unconfirmed")
+    assert order[1].endswith("netplan apply")
+
+
+def test_what_is_confirmed_is_kept_and_the_end_of_the_try_changes_nothing_any_more(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    ask(paths, monkeypatch, "confirm")
+    ask(paths, monkeypatch, "confirm")
+    ask(paths, monkeypatch, "restore", "--unconfirmed")
+    assert paths.below(NETPLAN_FILE).read_text() == PLAN.netplan
+    assert paths.below(NETPLAN_FILE).stat().st_mode & 0o777 == 0o600
+    assert not paths.below(NETPLAN_TRIAL).exists()
+
+
+def test_what_nobody_confirms_is_gone_and_is_said_to_be(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    ask(paths, monkeypatch, "restore", "--unconfirmed")
+    assert mtu(paths) == 1500
+    assert "ip address delete 192.168.100.11/24 dev fab0" in asked(paths)
+    assert "ip link set fab0 mtu 1500" in asked(paths)
+    with pytest.raises(HostToolError, match="the time was over"):
+        ask(paths, monkeypatch, "confirm")
+
+
+def test_a_power_cut_in_a_try_leaves_nothing_of_it(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    shutil.rmtree(paths.below("/run"))
+    assert list(paths.below("/etc").rglob("*")) == []
+    with pytest.raises(HostToolError, match="the time was over"):
+        ask(paths, monkeypatch, "confirm")
+
+
+def test_a_port_that_never_gets_its_address_is_not_kept(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    (paths.root / "link").write_text('[{"mtu": 1500, "addr_info": []}]')
+    with pytest.raises(HostToolError, match=r"fab0 does not get 192.168.100.11/24, MTU 9000"):
+        ask(paths, monkeypatch, "confirm")
+    assert not paths.below(NETPLAN_FILE).exists()
+
+
+def test_a_file_that_netplan_refuses_is_not_left_behind(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (paths.root / "refuses").write_text("1")
+    with pytest.raises(HostToolError, match="netplan refuses the file"):
+        ask(paths, monkeypatch, "try")
+    assert not paths.below(NETPLAN_TRIAL).exists()
+    assert "apply" not in asked(paths)
+
+
+def test_taking_it_back_gives_what_was_before_and_keeps_a_copy(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    ask(paths, monkeypatch, "confirm")
+    with pytest.raises(HostToolError, match="another set-up of ours is in use"):
+        ask(paths, monkeypatch, "try")
+    ask(paths, monkeypatch, "restore")
+    ask(paths, monkeypatch, "restore")
+    assert mtu(paths) == 1500
+    assert not paths.below(NETPLAN_FILE).exists()
+    assert paths.below("/var/lib/spark/fabric/removed.yaml").read_text() == PLAN.netplan
+    assert asked(paths).count("netplan apply\n") == 3  # of systemd-run's two words, and one more
