@@ -24,6 +24,22 @@ FABRIC = "deploys/fabric.py"
 MTU = 1400  # the lab's bridge carries no larger ones than 1500
 PORTS = "fab0 fab1"
 INSTALL = "apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y netplan.io"
+# As an installed system has it; what a guest came up with was made from outside. And it has no
+# devices that udev could be told of.
+MANAGEMENT = """
+cat > /etc/netplan/01-management.yaml <<END
+network:
+  version: 2
+  ethernets:
+    eth0:
+      addresses: [$(ip -4 -o addr show eth0 | awk '{print $4}')]
+      routes: [{to: default, via: $(ip route show default | awk '{print $3}')}]
+END
+chmod 600 /etc/netplan/01-management.yaml
+printf '#!/bin/sh\\nexit 0\n' > /usr/local/bin/udevadm
+chmod 755 /usr/local/bin/udevadm
+systemd-run --quiet --wait --collect netplan apply
+"""
 CABLE = f"""
 for n in {PORTS}; do
   ip link show $n >/dev/null 2>&1 || ip link add $n link eth0 type macvlan mode bridge
@@ -41,6 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     made.choose(fabric={"hosts": list(NAMES), "interfaces": PORTS.split(), "mtu": MTU})
     for guest in map(guest_named, NAMES):
         guest.run(INSTALL, timeout_s=300)
+        guest.run(MANAGEMENT)
         guest.run(CABLE)
     yield made
     lab("down", "--delete", *NAMES)

@@ -31,7 +31,7 @@ from spark_contract.host.tool import FABRIC, HOST_TOOL
 
 from spark_host.system.programs import finished
 
-_APPLY_S = 60.0
+_APPLY_S = 30.0  # less than a command of the controller may take
 _TRIED = f"{RUN_DIR}/fabric.json"
 _KEPT = f"{STATE_DIR}/fabric/record.json"
 
