@@ -34,10 +34,13 @@ _KEEP_OUT = re.compile(
     r"(grub|shim|fwupd)"
 )
 
+# Without the option apt 2.6 waits for ever when a repository answers with a 503.
 _APT = (
     "env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l APT_LISTCHANGES_FRONTEND=none "
-    "apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Options::=--force-confold"
+    "apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Options::=--force-confold "
+    "-o Acquire::Retries::Delay=false"
 )
+_UPDATE_S = 600
 
 
 def forbidden(simulation: Iterable[str]) -> tuple[str, ...]:
@@ -208,9 +211,17 @@ def _change(host: Host, packages: Sequence[str], quiet_services: Sequence[str]) 
 
 def _update(host: Host) -> None:
     """Refresh the lists; a vendor's broken source must not stop packages of the others."""
-    for line in run(host, f"{_APT} update 2>&1 || true", timeout_s=900):
+    for line in run(host, update_script(), timeout_s=_UPDATE_S + 300):
         if line.startswith(("E:", "W:", "Err:")):
             host.log(f"apt-get update: {line}")
+
+
+def update_script(limit_s: int = _UPDATE_S) -> str:
+    """Return what refreshes the lists; what does not end is ended, and the old ones are used."""
+    return (
+        f"timeout -k 10 {limit_s} {_APT} update 2>&1; "
+        f'case $? in 124 | 137) echo "E: it did not end within {limit_s} s" ;; esac'
+    )
 
 
 # A unit made of a script that a removed package left behind is nobody's.

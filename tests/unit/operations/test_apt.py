@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -155,3 +156,29 @@ def test_keys_come_through_the_proxy_that_apt_was_told(tmp_path, said, http, htt
     )  # fmt: skip
     found = dict(line.split("=", 1) for line in done.stdout.splitlines())
     assert (found.get("http_proxy", ""), found.get("https_proxy", "")) == (http, https)
+
+
+@pytest.mark.parametrize(
+    ("apt_get", "said"),
+    [
+        ("sleep 60", "E: it did not end within 1 s"),
+        ("echo E: no such host; exit 100", "E: no such host"),
+        ("exit 0", ""),
+    ],
+)
+def test_lists_that_cannot_be_had_hold_no_run_up_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apt_get: str, said: str
+) -> None:
+    (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{apt_get}\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = subprocess.run(
+        ["sh", "-c", apt.update_script(1)], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith(said)
+
+
+def test_a_repository_that_answers_503_is_asked_again_at_once() -> None:
+    # apt 2.6 counts the pause before it asks again, and then never asks.
+    assert " -o Acquire::Retries::Delay=false " in apt.update_script()
