@@ -168,10 +168,9 @@ def _lock(folder: Path) -> None:
     inventory = str(folder / INVENTORY)
     asked = Options(
         inventory=inventory, limit=[], exclude=[], model=None, profile=None, data=[],
-        update=[], check=False, json=False,
     )  # fmt: skip
     try:
-        lock.run(asked)
+        lock.lock_missing(asked)
     except SparkError as error:
         say(f"not locked yet: {error.problems[0].what}; `up` looks names up when it needs them")
 

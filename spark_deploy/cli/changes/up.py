@@ -100,4 +100,4 @@ def _lock(hosts: Sequence[Listed], options: Options) -> None:
         for host in hosts
     )
     if any(one.names for one in missing):
-        lock.run(Options(**{**vars(options), "update": [], "check": False, "json": False}))
+        lock.lock_missing(options)

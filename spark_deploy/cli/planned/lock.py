@@ -15,6 +15,14 @@ from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.resolve import Names, resolve, wanted_by
 from spark_deploy.lockfile.types import Lock
 
+# What nobody asked for who locks on the way to something else.
+UNASKED = {"update": [], "check": False, "counted": False, "json": False}
+
+
+def lock_missing(options: Options) -> int:
+    """Lock what is missing and no more, for another command and with its options."""
+    return run(Options(**{**vars(options), **UNASKED}))
+
 
 def run(options: Options) -> int:
     """Lock what is missing, or look up names anew, and hold them; each lock file once."""

@@ -17,11 +17,13 @@ from spark_deploy.cli.changes import screen
 from spark_deploy.cli.changes.forecast import Found, sentence
 from spark_deploy.cli.changes.line import agreed
 from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes
-from spark_deploy.cli.commands import Options
+from spark_deploy.cli.commands import COMMANDS, Options
 from spark_deploy.cli.looking import Answer
+from spark_deploy.cli.planned import lock
 from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.jobs import Jobs
 from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.lockfile.resolve import Names
 from spark_deploy.payload.content import read_payload
 from spark_deploy.planning.work.jobs import jobs_of
 from tests.unit.planning.plans import plan_of
@@ -259,3 +261,16 @@ def test_a_wrong_inventory_is_red(tmp_path: Path):
 )
 def test_times_are_said_as_people_say_them(seconds, text):
     assert minutes(seconds) == text
+
+
+def test_names_are_locked_on_the_way_as_by_a_lock_command_that_nothing_was_asked_of(
+    monkeypatch, tmp_path
+):
+    """As ``init`` and a first ``up`` do, whose own options are others."""
+    place = tmp_path / "spark.lock.yml"
+    host = SimpleNamespace(catalog=None, settings=SimpleNamespace(lock_path=place, settings=None))
+    monkeypatch.setattr(lock, "listed", lambda _options: [host])
+    monkeypatch.setattr(lock, "wanted_by", lambda *_: Names(frozenset(), frozenset()))
+    monkeypatch.setattr(lock, "hold_if_told", lambda *words: words[2])
+    assert lock.lock_missing(Options(command="up", dry=False, verbose=False)) == 0
+    assert {str(one.name) for one in COMMANDS["lock"].takes} <= set(lock.UNASKED)
