@@ -13,6 +13,8 @@ from builder_trees import file_entries, run_tool, tree_tensors
 from spark_checkpoint.errors import TransferFailed
 from spark_checkpoint.storage import publish
 
+from tests.unit.prerequisites import missing
+
 LAYOUTS = ("overlay", "full")
 
 
@@ -216,13 +218,13 @@ def small_disk(tmp_path):
 
     def mount(size_bytes):
         if os.geteuid() != 0:
-            pytest.skip("mounting a small filesystem needs root")
+            missing("mounting a small filesystem needs root")
         place = tmp_path / f"disk{len(mounted)}"
         place.mkdir()
         command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(place)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
+            missing(f"mount is not allowed here: {done.stderr.strip()}")
         mounted.append(place)
         return place
 

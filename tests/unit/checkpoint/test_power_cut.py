@@ -23,6 +23,7 @@ from builder_hub import Hub, fetch_order
 from builder_trees import file_entries, run_tool, tool_environment, tree_tensors
 
 from tests.faults.sweep import Sweep, all_well
+from tests.unit.prerequisites import missing
 
 SHUTDOWN, WITHOUT_FLUSH = 0x8004587D, 2
 ABOUT = {
@@ -84,7 +85,7 @@ class Disk:
             shell=True, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode != 0:
-            pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
+            missing(f"mount is not allowed here: {done.stderr.strip()}")
 
     def cut(self) -> bool:
         """Cut the power and come back; return whether something was lost by it."""
@@ -109,7 +110,7 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     if os.geteuid() != 0:
-        pytest.skip("mounting a filesystem needs root")
+        missing("mounting a filesystem needs root")
     made = Disk(tmp_path)
     yield made
     subprocess.run(["umount", "-l", str(made.place)], check=True)
@@ -167,6 +168,35 @@ def test_a_record_is_whole_or_absent_and_there_once_it_was_reported(disk: Disk) 
     swept("records", int(done.stderr), cut_at)
 
 
+def cut_each_call(
+    verb: str, disk: Disk, order: Path, out: Path, content: Callable[[Path], object]
+) -> object:
+    """Cut the power at every call of the tool: its tree is there whole, or not, and then made.
+
+    Returns:
+        What an undisturbed run makes.
+    """
+    calls = run_broken(verb, order).calls
+    expected = content(out)
+
+    def cut_at(number: int) -> bool:
+        subprocess.run(["rm", "-rf", str(out)], check=True)
+        disk.sync()
+        code = run_broken(verb, order, number=number).returncode
+        assert code in (-9, 0)
+        lost = disk.cut()
+        assert out.exists() or code, f"a tree was lost after {verb} had reported it"
+        if out.exists():
+            run_tool("verify", out, "--full")
+        run_tool(verb, order)
+        assert content(out) == expected
+        assert [path.name for path in out.parent.iterdir()] == [out.name]
+        return lost
+
+    swept(verb, calls, cut_at)
+    return expected
+
+
 def test_a_fetch_is_whole_or_absent_and_the_next_one_finishes(
     disk: Disk, hub: Hub, tmp_path: Path
 ) -> None:
@@ -177,24 +207,7 @@ def test_a_fetch_is_whole_or_absent_and_the_next_one_finishes(
     order, out = tmp_path / "fetch.json", disk.place / "models" / "out"
     out.parent.mkdir()
     order.write_text(json.dumps(fetch_order(source, out, urls=[f"{hub.url}/r"])))
-    calls = run_broken("fetch", order).calls
-    expected = file_entries(source)
-
-    def cut_at(number: int) -> bool:
-        subprocess.run(["rm", "-rf", str(out)], check=True)
-        disk.sync()
-        code = run_broken("fetch", order, number=number).returncode
-        assert code in (-9, 0)
-        lost = disk.cut()
-        assert out.exists() or code, "a tree that was reported as fetched was lost"
-        if out.exists():
-            run_tool("verify", out, "--full")
-        run_tool("fetch", order)
-        assert file_entries(out) == expected
-        assert [path.name for path in out.parent.iterdir()] == [out.name]
-        return lost
-
-    swept("fetch", calls, cut_at)
+    assert cut_each_call("fetch", disk, order, out, file_entries) == file_entries(source)
 
 
 def test_a_build_is_whole_or_absent_and_the_next_one_finishes(disk: Disk, workshop: Any) -> None:
@@ -203,21 +216,4 @@ def test_a_build_is_whole_or_absent_and_the_next_one_finishes(disk: Disk, worksh
     out = disk.place / "models" / "out"
     out.parent.mkdir()
     plan = workshop.write_plan(layout="full", head="int8-g128", out=str(out))
-    calls = run_broken("build", plan).calls
-    expected = tree_tensors(out)
-
-    def cut_at(number: int) -> bool:
-        subprocess.run(["rm", "-rf", str(out)], check=True)
-        disk.sync()
-        code = run_broken("build", plan, number=number).returncode
-        assert code in (-9, 0)
-        lost = disk.cut()
-        assert out.exists() or code, "a tree that was reported as built was lost"
-        if out.exists():
-            run_tool("verify", out, "--full")
-        run_tool("build", plan)
-        assert tree_tensors(out) == expected
-        assert [path.name for path in out.parent.iterdir()] == [out.name]
-        return lost
-
-    swept("build", calls, cut_at)
+    assert cut_each_call("build", disk, plan, out, tree_tensors)

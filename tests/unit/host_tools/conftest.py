@@ -9,13 +9,13 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from stub_gateway import Door, running
 from stub_host import STUB_DIR, Host, Paths
 
 from tests.nginx import found_nginx, put_below
+from tests.unit.prerequisites import missing
 
 
 @pytest.fixture(scope="session")
@@ -53,19 +53,12 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     shutil.rmtree(root)
 
 
-def _missing(what: str) -> NoReturn:
-    """Skip where a person runs the tests; where they are counted on, fail."""
-    if os.environ.get("CI", "") not in ("", "false"):
-        pytest.fail(what)
-    pytest.skip(what)
-
-
 @pytest.fixture(scope="session")
 def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This machine's nginx, or else the one the lab gives its guests, unpacked."""
     found = found_nginx(tmp_path_factory.mktemp("nginx"))
     if found is None:
-        _missing("needs nginx, or the lab's packages: python -m lab prepare")
+        missing("needs nginx, or the lab's packages: python -m lab prepare")
     return found
 
 
@@ -73,13 +66,13 @@ def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nginx_with_names(host: Host, nginx_program: Path) -> None:
     """Have the host's nginx know its own JavaScript."""
     if not put_below(host.paths.root, nginx_program):
-        _missing("needs libnginx-mod-http-js, or the lab's packages: python -m lab prepare")
+        missing("needs libnginx-mod-http-js, or the lab's packages: python -m lab prepare")
 
 
 @pytest.fixture
 def gate(host: Host, nginx_program: Path) -> Iterator[Door]:
     if os.geteuid() != 0:
-        _missing("needs root, to run nginx as its own account")
+        missing("needs root, to run nginx as its own account")
     (host.paths.root / "usr/sbin").mkdir(parents=True)
     (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
     with running(host) as door:

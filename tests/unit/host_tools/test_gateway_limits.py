@@ -17,6 +17,7 @@ from stub_gateway import Door, free_port, running
 from stub_host import Host
 
 from spark_deploy.checkout import CHECKOUT
+from tests.unit.prerequisites import missing
 
 MIB = 1 << 20
 STRANGER = "127.0.0.2"
@@ -256,7 +257,7 @@ def test_a_settings_file_of_before_has_no_such_limits_and_is_read(host: Host) ->
 @pytest.fixture(autouse=True)
 def _root_only() -> None:
     if os.geteuid() != 0:
-        pytest.skip("needs root, to run nginx as its own account")
+        missing("needs root, to run nginx as its own account")
 
 
 def test_a_refused_key_is_noted_with_who_and_what_but_never_the_key(

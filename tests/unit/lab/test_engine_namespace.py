@@ -11,13 +11,14 @@ import pytest
 
 from lab.engine import inside
 from lab.paths import LabPaths
+from tests.unit.prerequisites import missing
 
 
 def test_a_disk_that_is_unmounted_is_free_though_an_engine_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+        missing("mounting needs root")
 
     monkeypatch.setattr(LabPaths, "guests", tmp_path / "guests", raising=False)
     words: list[str] = []
@@ -33,7 +34,7 @@ def test_a_disk_that_is_unmounted_is_free_though_an_engine_runs(
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
     mounted = subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=False)
     if mounted.returncode != 0:
-        pytest.skip("mount is not allowed here")
+        missing("mount is not allowed here")
     running = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert running.stdout is not None

@@ -12,6 +12,7 @@ import pytest
 from lab import cgroup, cli, guest, lifecycle, network
 from lab.errors import LabError
 from lab.paths import LabPaths
+from tests.unit.prerequisites import missing
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_what_is_still_mounted_in_it_is_not_lost_with_it(
     paths: LabPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if os.geteuid() != 0:
-        pytest.skip("needs root, to mount")
+        missing("needs root, to mount")
     place = paths.guests / "root"
     place.mkdir()
     subprocess.run(["mount", "--bind", tmp_path / "mine", place], check=True)
