@@ -11,15 +11,11 @@ from spark_contract.work.orders import Scheme
 
 from spark_deploy.catalog.beside import Speculation
 from spark_deploy.documents.declare import Gib, Text, form, needed, section, setting
+from spark_deploy.settings.engine.engine import ENVIRONMENT_NAMES, MAX_SEQUENCES, OPTION_NAMES
 from spark_deploy.settings.engine.environment import environment_problems
 from spark_deploy.settings.engine.options import option_problems
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.service.serving import (
-    CATALOG_NAME,
-    ENVIRONMENT_NAMES,
-    MAX_SEQUENCES,
-    OPTION_NAMES,
-)
+from spark_deploy.settings.service.serving import CATALOG_NAME
 
 # What a model's changes may depend on, in the words of the guard rails.
 TRAITS: dict[str, Callable[[Profile], Any]] = {

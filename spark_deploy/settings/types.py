@@ -16,6 +16,7 @@ from spark_contract.serving.gateway import EXPOSURES
 
 from spark_deploy.documents.declare import Gib, Text, about, knowing_keys, section, setting
 from spark_deploy.documents.schema_check import closest
+from spark_deploy.settings.engine.engine import EngineSettings
 from spark_deploy.settings.host import (
     BaseSettings,
     CudaSettings,
@@ -26,6 +27,7 @@ from spark_deploy.settings.host import (
     SshSettings,
 )
 from spark_deploy.settings.rules import Broken, broken_in_sections
+from spark_deploy.settings.service.checkpoint import CheckpointSettings, RequantizeSettings
 from spark_deploy.settings.service.cluster import (
     ClusterSettings,
     FabricSettings,
@@ -34,18 +36,13 @@ from spark_deploy.settings.service.cluster import (
 from spark_deploy.settings.service.services import SERVICE_NAME, ServiceSettings
 from spark_deploy.settings.service.serving import (
     CATALOG_NAME,
-    CheckpointSettings,
-    CheckSettings,
-    EngineSettings,
-    MemorySettings,
     PairSettings,
     ReleaseSettings,
-    RequantizeSettings,
     RolloutSettings,
     ScheduledSettings,
     ServeSettings,
-    WatchSettings,
 )
+from spark_deploy.settings.service.watching import CheckSettings, MemorySettings, WatchSettings
 from spark_deploy.settings.sinks import BELOW, CONTAINER, IMAGE, IMAGE_ROLE, RAIL_NAME
 from spark_deploy.settings.sources import (
     REPOSITORY_NAME,

@@ -10,8 +10,8 @@ import dataclasses
 import re
 from pathlib import Path
 
+from spark_deploy.settings.engine.engine import EngineSettings
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.service.serving import EngineSettings
 
 OPTION = "chat-template"
 LARGEST_BYTES = 65_536

@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from spark_deploy.documents.declare import Gib, about, form, in_gib, needed, section, setting
+from spark_deploy.settings.engine.engine import EngineSettings, ServiceEngineSettings
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.service.serving import (
-    CATALOG_NAME,
-    SERVED_NAME,
-    EngineSettings,
-    ServiceEngineSettings,
-)
+from spark_deploy.settings.service.serving import CATALOG_NAME, SERVED_NAME
 
 ROUTED_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/pooling")
 SERVICE_NAME = form(

@@ -1,32 +1,22 @@
-"""Settings of the service: names, gateway, engine, memory, watch, proof."""
+"""Settings of the service: what it serves, to whom, and how it changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 from spark_contract.host.digests import DIGEST12
 from spark_contract.serving.gateway import EXPOSURES, Expose
 
-from spark_deploy.documents.declare import GIB, MIB, Gib, Mib, about, form, in_gib, needed, setting
-from spark_deploy.settings.engine.environment import environment_problems
-from spark_deploy.settings.engine.options import option_problems
+from spark_deploy.documents.declare import MIB, Mib, about, form, needed, setting
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.secrets import GENERATED, OwnSecret
 
 CATALOG_NAME = form(
     r"^[a-z0-9][a-z0-9._-]*$", "the name of its file, without folder and .yml", "qwen3.5-35b"
 )
-ENVIRONMENT_NAMES = form(
-    "^[A-Z_][A-Z0-9_]*$", "the variable's name in capitals, digits and _", "NCCL_DEBUG"
-)
-OPTION_NAMES = form(
-    "^[a-z][a-z0-9_-]*$", "the option without its dashes and its value", "max-log-len"
-)
-# Above this no host of one GPU gains anything, and the engine captures graphs up to it.
-MAX_SEQUENCES = 1024
 SERVED_NAME = form(
     "^[A-Za-z0-9][A-Za-z0-9._/:-]*$", "one word that clients ask with", "qwen3.5-122b"
 )
@@ -217,220 +207,3 @@ class ServeSettings:
             if self.tls == "own-cert" and not getattr(self, key):
                 what = "is needed with tls: own-cert"
                 yield Broken((key,), what, "name a PEM file of this machine", set_by=("tls",))
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceEngineSettings:
-    """Values of the profile replaced for one service; null keeps the profile's."""
-
-    max_context_tokens: int | None = setting(
-        None, "Longest prompt plus answer, in tokens.", minimum=64
-    )
-    max_sequences: int | None = setting(
-        None, "Requests computed at the same time.", minimum=1, maximum=MAX_SEQUENCES
-    )
-    kv_cache_bytes: Gib | None = setting(
-        None,
-        "Pins the KV cache to this size (GiB) instead of deriving it from the memory fraction.",
-        key="kv_cache_gib",
-        exclusiveMinimum=0,
-    )
-    drafts: int | None = setting(
-        None,
-        "Draft tokens of each step, by the model's own MTP layer; 0 switches them off. The proof "
-        "then demands that half of them are accepted.",
-        minimum=0,
-        maximum=3,
-        examples=[1],
-    )
-    head: Literal["keep", "int8-g128", "int8-triton"] | None = setting(
-        None,
-        "The LM head, in the words of a profile's `head`; another tree is built where it needs "
-        "one.",
-    )
-    chat_template: str | None = setting(
-        None,
-        "File of this machine with a Jinja template that replaces the tree's own; a relative path "
-        "counts from the inventory's folder. Its text is part of the release: a changed file "
-        "changes the host over, with proof and way back.",
-        minLength=1,
-        examples=["templates/chat.jinja"],
-    )
-    vision: bool | None = setting(
-        None, "true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."
-    )
-    options: dict[str, Any] = setting(
-        dict,
-        "More options of `vllm serve`: name without dashes (words joined by - or _) to value. true "
-        "gives a bare flag, null drops an option of the profile.",
-        propertyNames=OPTION_NAMES,
-        examples=[{"seed": 1}],
-    )
-    environment: dict[str, str] = setting(
-        dict,
-        "More environment variables of the engine. Never secrets: they are visible on the host.",
-        propertyNames=ENVIRONMENT_NAMES,
-        examples=[{"VLLM_LOG_STATS_INTERVAL": "30"}],
-    )
-
-    def broken(self) -> Iterator[Broken]:
-        """Yield options and variables that must not be given here."""
-        for option, what, fix in option_problems(self.options):
-            yield Broken(("options", option), what, fix)
-        for name, what, fix in environment_problems(self.environment):
-            yield Broken(("environment", name), what, fix)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings(ServiceEngineSettings):
-    """Values of the profile replaced for a group or host; null keeps the profile's."""
-
-    memory_fraction: float | None = setting(
-        None,
-        "Share of memory.total_gib the engine may take in all; above 0.82 hosts were reported to "
-        "thrash or freeze.",
-        exclusiveMinimum=0,
-        maximum=0.95,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSettings:
-    """How the tree that a profile asks for is kept on the host."""
-
-    layout: Literal["overlay", "full"] | None = setting(
-        None,
-        "overlay: hard links to the base and one small file, for the plugin; takes seconds. full: "
-        "every file written anew, readable by any tool. null keeps the profile's.",
-    )
-    prebuilt: bool = setting(
-        False,
-        "true starts from the model's ready hybrid repository (sources.hybrid) instead of the INT4 "
-        "base: it passes the same gates and is held against the donor. Only with layout full.",
-    )
-    requantized: bool = setting(
-        False,
-        "true starts from an INT4 tree of our own, made of the model's 16-bit repository "
-        "(sources.original) by `spark-deploy requantize`, with the settings of requantize.",
-    )
-    keep_base: bool = setting(
-        True,
-        "false removes the downloaded base once a full tree was proven byte by byte and serves: "
-        "disk for one tree instead of two, and a rebuild downloads it again (`plan` says how "
-        "much). An overlay needs its base.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class RequantizeSettings:
-    """How `spark-deploy requantize` has AutoRound make an INT4 tree.
-
-    What is packed and what stays in 16 bits is said by the model's exact sets of names.
-    """
-
-    iters: int = setting(
-        200,
-        "Steps of tuning for each block; 0 rounds to nearest and needs no text.",
-        minimum=0,
-        maximum=5000,
-    )
-    nsamples: int = setting(128, "Pieces of text that it tunes with.", minimum=1, maximum=4096)
-    seqlen: int = setting(2048, "Tokens of a piece.", minimum=16, maximum=32768)
-    batch: int = setting(8, "Pieces of one step.", minimum=1, maximum=64)
-    calibration: str | None = setting(
-        None,
-        'File of this machine with the text: JSON lines, each {"text": ...}, best of what the '
-        "model will be asked; together at least nsamples times seqlen tokens. Its content is part "
-        "of what the tree is named by.",
-        examples=["calibration.jsonl"],
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySettings:
-    """The one memory pool that CPU and GPU share."""
-
-    total_bytes: Gib = setting(
-        round(119.7 * GIB),
-        "What MemTotal of the host shows, never the number on the box: 119.7 on a 128 GB Spark; "
-        "newer units show 121.7.",
-        key="total_gib",
-        exclusiveMinimum=0,
-    )
-    reserve_bytes: Gib = setting(
-        12 * GIB,
-        "Left to the system and to other workloads; raise it for them.",
-        key="reserve_gib",
-        minimum=0,
-    )
-    start_wait_s: int = setting(
-        300,
-        "Seconds to wait before a start for memory that a stopped engine gives back late.",
-        minimum=0,
-    )
-    floor_bytes: Gib = setting(
-        4 * GIB,
-        "Less available memory than this, while the engine starts or serves, and it is stopped "
-        "before the host dies.",
-        key="floor_gib",
-        minimum=0,
-    )
-
-    def broken(self) -> Iterator[Broken]:
-        """Yield what does not add up."""
-        reserve, total, floor = map(
-            in_gib, (self.reserve_bytes, self.total_bytes, self.floor_bytes)
-        )
-        if reserve >= total:
-            what = f"reserve_gib {reserve} leaves nothing of {total} GiB"
-            yield Broken(("reserve_gib",), what, "lower it below memory.total_gib")
-        if floor > reserve:
-            what = f"the watch would stop every engine: floor {floor} GiB is above the"
-            fix = "keep floor_gib at or below memory.reserve_gib"
-            yield Broken(("floor_gib",), f"{what} reserve {reserve} GiB", fix)
-
-
-@dataclass(frozen=True, slots=True)
-class WatchSettings:
-    """When a serving engine is restarted."""
-
-    stall_s: int = setting(
-        120,
-        "Seconds with running requests and no progress, or without any answer, before a restart; "
-        "never less than a second per 1000 tokens of context, because a long prompt is counted "
-        "only when all of it was read.",
-        minimum=5,
-    )
-    interval_s: int = setting(10, "Seconds between two looks.", minimum=1)
-    hot_celsius: int = setting(
-        90,
-        "Temperature of the GPU from which on the watch writes an event; it stops nothing for it. "
-        "Boards switch themselves off without a word near 105.",
-        minimum=40,
-        maximum=110,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class CheckSettings:
-    """The proof after every start, and the measurement after it."""
-
-    timeout_s: int = setting(
-        600,
-        "Seconds each check of the proof may take; one that runs out of them ends the proof.",
-        minimum=5,
-    )
-    bench_s: int = setting(
-        120,
-        "Seconds the speed is measured for, with the gateway open, after a proof under new "
-        "versions of driver, kernel, docker, toolkit, image or plugin; 0 leaves it out.",
-        minimum=0,
-        maximum=1800,
-    )
-    bench_worse_percent: int = setting(
-        15,
-        "A speed that is worse than at the last proof by more than this is reported, with a way "
-        "back.",
-        minimum=1,
-        maximum=90,
-    )

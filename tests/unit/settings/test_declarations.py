@@ -14,7 +14,7 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.declare import GIB, convert, schema_of, typed
 from spark_deploy.settings.types import Settings
 
-DECLARATION = "spark_deploy/settings/service/serving.py"
+DECLARATION = "spark_deploy/settings/service/watching.py"
 WRITTEN = {"docs/reference/settings.md", "group_vars/all.yml", "schema/settings.schema.json"}
 PARTS = (
     "spark_deploy", "files/contract", "files/host", "files/image", "files/checkpoint",

@@ -1,0 +1,96 @@
+"""Settings of the engine: what an owner may say instead of the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spark_deploy.documents.declare import Gib, form, setting
+from spark_deploy.settings.engine.environment import environment_problems
+from spark_deploy.settings.engine.options import option_problems
+from spark_deploy.settings.rules import Broken
+
+ENVIRONMENT_NAMES = form(
+    "^[A-Z_][A-Z0-9_]*$", "the variable's name in capitals, digits and _", "NCCL_DEBUG"
+)
+OPTION_NAMES = form(
+    "^[a-z][a-z0-9_-]*$", "the option without its dashes and its value", "max-log-len"
+)
+# Above this no host of one GPU gains anything, and the engine captures graphs up to it.
+MAX_SEQUENCES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceEngineSettings:
+    """Values of the profile replaced for one service; null keeps the profile's."""
+
+    max_context_tokens: int | None = setting(
+        None, "Longest prompt plus answer, in tokens.", minimum=64
+    )
+    max_sequences: int | None = setting(
+        None, "Requests computed at the same time.", minimum=1, maximum=MAX_SEQUENCES
+    )
+    kv_cache_bytes: Gib | None = setting(
+        None,
+        "Pins the KV cache to this size (GiB) instead of deriving it from the memory fraction.",
+        key="kv_cache_gib",
+        exclusiveMinimum=0,
+    )
+    drafts: int | None = setting(
+        None,
+        "Draft tokens of each step, by the model's own MTP layer; 0 switches them off. The proof "
+        "then demands that half of them are accepted.",
+        minimum=0,
+        maximum=3,
+        examples=[1],
+    )
+    head: Literal["keep", "int8-g128", "int8-triton"] | None = setting(
+        None,
+        "The LM head, in the words of a profile's `head`; another tree is built where it needs "
+        "one.",
+    )
+    chat_template: str | None = setting(
+        None,
+        "File of this machine with a Jinja template that replaces the tree's own; a relative path "
+        "counts from the inventory's folder. Its text is part of the release: a changed file "
+        "changes the host over, with proof and way back.",
+        minLength=1,
+        examples=["templates/chat.jinja"],
+    )
+    vision: bool | None = setting(
+        None, "true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."
+    )
+    options: dict[str, Any] = setting(
+        dict,
+        "More options of `vllm serve`: name without dashes (words joined by - or _) to value. true "
+        "gives a bare flag, null drops an option of the profile.",
+        propertyNames=OPTION_NAMES,
+        examples=[{"seed": 1}],
+    )
+    environment: dict[str, str] = setting(
+        dict,
+        "More environment variables of the engine. Never secrets: they are visible on the host.",
+        propertyNames=ENVIRONMENT_NAMES,
+        examples=[{"VLLM_LOG_STATS_INTERVAL": "30"}],
+    )
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield options and variables that must not be given here."""
+        for option, what, fix in option_problems(self.options):
+            yield Broken(("options", option), what, fix)
+        for name, what, fix in environment_problems(self.environment):
+            yield Broken(("environment", name), what, fix)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings(ServiceEngineSettings):
+    """Values of the profile replaced for a group or host; null keeps the profile's."""
+
+    memory_fraction: float | None = setting(
+        None,
+        "Share of memory.total_gib the engine may take in all; above 0.82 hosts were reported to "
+        "thrash or freeze.",
+        exclusiveMinimum=0,
+        maximum=0.95,
+    )
