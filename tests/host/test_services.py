@@ -27,6 +27,12 @@ def both_answer(guest: Guest) -> bool:
     return all(status == 200 and "Paris" in text for status, text in said)
 
 
+def listed(guest: Guest) -> list[str]:
+    status, told = guest.call("GET", "/v1/models")
+    assert status == 200
+    return [one["id"] for one in told["data"]]
+
+
 def containers(guest: Guest) -> dict[str, str]:
     """Return the id of each service's container, by docker's word."""
     out = guest.run("docker ps --format '{{.Label \"spark.service\"}} {{.ID}}'")
@@ -49,7 +55,12 @@ def test_a_second_service_is_deployed_beside_the_first_and_a_second_run_changes_
     assert set(containers(guest)) == {"main", "second"}
     assert len(guest.boots()) == 2
     assert both_answer(guest)
-    # Each gateway passes on to its own engine alone.
+    # The gateway of the main service knows all by name, that of another its own engine alone.
+    assert listed(guest) == ["lab-model", "second"]
+    status, said = ask(guest, 8000, "second")
+    assert (status, "Paris" in said) == (200, True)
+    status, said = ask(guest, 8000, "nobody")
+    assert (status, "model_not_found" in said) == (404, True)
     assert ask(guest, 8001, "lab-model")[0] == 404
     seen = fleet.site.look("status", "--limit", guest.name, "--json")
     [told] = json.loads(seen.stdout)
@@ -97,7 +108,8 @@ def test_stop_and_start_are_for_one_service_or_for_all(fleet: Fleet, guest: Gues
     assert fleet.site.look("stop", "--limit", guest.name, "--service", "second").returncode == 0
     assert set(containers(guest)) == {"main"}
     assert ask(guest, 8000, "lab-model")[0] == 200
-    assert ask(guest, 8001, "second")[0] == 503
+    assert ask(guest, 8001, "second")[0] == ask(guest, 8000, "second")[0] == 503
+    assert listed(guest) == ["lab-model"]
     assert fleet.site.look("start", "--limit", guest.name).returncode == 0
     assert both_answer(guest)
 
