@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from lab import archive, flavour, packages
 from lab.errors import LabError
 from lab.flavour import Flavour, Release
+from spark_deploy.checkout import CHECKOUT
 
 
 @pytest.mark.parametrize("name", flavour.names())
@@ -90,3 +92,14 @@ def test_a_package_of_a_later_suite_takes_the_place_of_the_release_s_own(tmp_pat
     assert "APT::Default-Release=trixie" in install
     sources = (tmp_path / "cache/apt-trixie-sid/sources.list").read_text()
     assert [line.split()[-2] for line in sources.splitlines()] == ["trixie", "sid"]
+
+
+def test_every_flavour_was_taken_whole_and_its_owner_s_things_are_as_they_were():
+    rows = json.loads((CHECKOUT / "benchmarks/results/lab/flavours.json").read_text())["rows"]
+    assert [row["flavour"] for row in rows] == flavour.names()
+    for row in rows:
+        assert row["doctor"]["exit_code"] == 0
+        assert row["first"]["served"]
+        assert row["second"]["changed"] == row["owners"]["changed"] == 0
+        assert row["owners"]["files"] > 100
+        assert row["rebooted"] == {"served": True, "owners_changed": 0, "changed": 0}
