@@ -5,15 +5,15 @@ import copy
 import pytest
 import yaml
 
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.model import HybridModel
 from spark_deploy.catalog.tensor_sets import Tensors
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.declare import convert
 from spark_deploy.documents.schema_check import dotted
+from tests.unit.planning.plans import shipped_catalog
 
 SHOWN = "catalog/models/qwen3.5-122b.yml"
-HYBRIDS = [n for n, one in read_catalog().models.items() if isinstance(one, HybridModel)]
+HYBRIDS = [n for n, one in shipped_catalog().models.items() if isinstance(one, HybridModel)]
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.files import load_schema
 from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import shipped_catalog
 
 PAGES = sorted(
     [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *(CHECKOUT / "docs").rglob("*.md")]
@@ -49,7 +49,7 @@ def part_of(kind: str, data: dict[str, Any]) -> bool:
 
 def are_settings(block: str, root: Path) -> None:
     """Have a block read as an owner's file; a model of their own stands for one of ours."""
-    known = read_catalog().models
+    known = shipped_catalog().models
     named = re.findall(r"^model: (\S+)", block, re.M)
     for name in [name for name in named if name not in known]:
         block = block.replace(f"model: {name}", "model: qwen3.5-35b")

@@ -18,10 +18,10 @@ from builder_hub import fetch_order
 from lab.model import original, repository, vocabulary
 from lab.model.safetensors import Tensors, write_model
 from lab.model.shape import TINY
-from spark_deploy.catalog.load import read_catalog
+from tests.unit.planning.plans import shipped_catalog
 
 ROOT = Path(__file__).parents[3]
-TENSORS = read_catalog().model("lab-tiny").tensors
+TENSORS = shipped_catalog().model("lab-tiny").tensors
 DOCKER = """#!/bin/sh
 echo "$@" >> {root}/asked
 [ "$1" = run ] || exit 0

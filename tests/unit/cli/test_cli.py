@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.lockfile.file import write_lock
 from spark_deploy.settings.load import HostSettings, load_hosts
-from tests.unit.planning.plans import made_up_lock
+from tests.unit.planning.plans import made_up_lock, shipped_catalog
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def test_an_update_of_a_name_nobody_uses_is_refused_with_a_guess(spark_deploy):
 def lock_path(tmp_path):
     """A lock of every name that the defaults need."""
     settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
-    write_lock(tmp_path / "spark.lock.yml", made_up_lock(settings, read_catalog()))
+    write_lock(tmp_path / "spark.lock.yml", made_up_lock(settings, shipped_catalog()))
     return tmp_path / "spark.lock.yml"
 
 

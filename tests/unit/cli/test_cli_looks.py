@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.cli.connecting.connect import connection_of
 from spark_deploy.cli.connecting.connect import lines as connect_lines
 from spark_deploy.cli.hosts import Listed
@@ -14,10 +13,11 @@ from spark_deploy.cli.looks.status import lines as status_lines
 from spark_deploy.cli.looks.status import summary_of
 from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import shipped_catalog
 from tests.unit.statuses import told
 
 RELEASE = "main-aaaaaaaaaaaa"
-CATALOG = read_catalog()
+CATALOG = shipped_catalog()
 
 
 def listed(tmp_path: Path, name="lab-1", data=None, **overrides) -> Listed:

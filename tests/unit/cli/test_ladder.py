@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.cli.changes import ladder, line
 from spark_deploy.cli.commands import Options
 from spark_deploy.errors import SparkError
+from tests.unit.planning.plans import shipped_catalog
 
 OPTIONS = Options(
     command="bench", inventory="x.py", limit=[], exclude=[], data=[], model=None, profile=None,
@@ -103,6 +103,6 @@ def test_a_model_without_stages_is_refused():
 
 
 def test_stages_of_one_model_have_places_of_their_own():
-    shipped = read_catalog()
+    shipped = shipped_catalog()
     places = [(of, one.stage) for (_, of), one in shipped.profiles.items() if one.stage]
     assert len(places) == len(set(places)) > 5

@@ -16,6 +16,7 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.adding.recipes import draft_of_recipe
 from spark_deploy.errors import CatalogError, Problem
 from tests.unit.hostile import ANYTHING
+from tests.unit.planning.plans import shipped_catalog
 
 FIXTURES = CHECKOUT / "tests/fixtures/recipes"
 READ = {path.name: yaml.safe_load(path.read_text()) for path in sorted(FIXTURES.glob("*.yaml"))}
@@ -143,7 +144,7 @@ def test_whatever_a_key_holds_there_is_a_draft_or_one_line(name: str, value: Any
 
 
 def test_every_shipped_repository_names_its_source_and_that_nobody_here_ran_it() -> None:
-    catalog = read_catalog()
+    catalog = shipped_catalog()
     shipped = {n: m for n, m in catalog.models.items() if isinstance(m, PlainModel)}
     assert len(shipped) >= 8
     for name, model in shipped.items():

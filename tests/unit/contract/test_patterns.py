@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 from spark_checkpoint.format.groups import groups
 from spark_contract.work.patterns import PatternError, count, expand, expand_all, uses_up
 
-from spark_deploy.catalog.load import read_catalog
+from tests.unit.planning.plans import shipped_catalog
 
-CATALOG = read_catalog()
+CATALOG = shipped_catalog()
 
 
 @pytest.mark.parametrize(

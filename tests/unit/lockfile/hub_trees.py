@@ -8,9 +8,9 @@ from pathlib import Path
 
 from spark_contract.work.patterns import expand_all
 
-from spark_deploy.catalog.load import read_catalog
+from tests.unit.planning.plans import shipped_catalog
 
-CATALOG = read_catalog()
+CATALOG = shipped_catalog()
 TENSORS = CATALOG.model("lab-tiny").tensors
 BASE, DONOR = "lab/tiny-int4", "lab/tiny-fp8"
 COMMITS = {BASE: "1" * 40, DONOR: "2" * 40}

@@ -12,7 +12,6 @@ from typing import ClassVar
 import pytest
 from spark_contract.work.images import parse_reference
 
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile import hub, registry
@@ -20,6 +19,7 @@ from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.resolve import locked_for, wanted_by
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.load import load_hosts
+from tests.unit.planning.plans import shipped_catalog
 
 COMMIT = {"lab/tiny-int4": "1" * 40, "lab/tiny-fp8": "2" * 40}
 CONFIGURATIONS = {
@@ -31,7 +31,7 @@ CONFIGURATIONS = {
 }  # fmt: skip
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 
-CATALOG = read_catalog()
+CATALOG = shipped_catalog()
 
 
 def sha(data: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -50,9 +51,21 @@ def plan_with(settings: Settings, catalog: Catalog = CATALOG) -> HostPlan:
     return plan_host(Request("a", settings, catalog, made_up_lock(settings, catalog), PAYLOAD))
 
 
-def shipped() -> Iterator[tuple[str, str, HostPlan | PlanError]]:
-    """Yield every model with every profile of the product's catalog: its plan, or its refusal."""
-    catalog, default = read_catalog(), Settings()
+@functools.cache
+def shipped_catalog() -> Catalog:
+    """Return the product's own catalog, read once for all tests of a process."""
+    return read_catalog()
+
+
+@functools.cache
+def shipped() -> tuple[tuple[str, str, HostPlan | PlanError], ...]:
+    """Return every model with every profile of the product's catalog: its plan, or its refusal."""
+    return tuple(_planned(shipped_catalog(), Settings()))
+
+
+def _planned(
+    catalog: Catalog, default: Settings
+) -> Iterator[tuple[str, str, HostPlan | PlanError]]:
     # Roles that only some group has an image for get one here: no pair stops for want of it.
     images = {model.image.role: f"registry.example/{model.image.role}:1"
               for model in catalog.models.values()}  # fmt: skip

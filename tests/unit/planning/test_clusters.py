@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.errors import PlanError
 from spark_deploy.facts.network.fabric import Port, Ports
 from spark_deploy.planning.budget.memory import GIB
@@ -14,7 +13,14 @@ from spark_deploy.planning.resolve import Request, problems_of
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.settings.service.cluster import ClusterSettings
 from spark_deploy.settings.types import Settings
-from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, plan_of, settings_of
+from tests.unit.planning.plans import (
+    CATALOG,
+    PAYLOAD,
+    made_up_lock,
+    plan_of,
+    settings_of,
+    shipped_catalog,
+)
 
 PAIR = ("spark-1", "spark-2")
 LAN = Port("enP7s7", True, 1500, 10000, ("192.168.1.10/24",), None, None)
@@ -136,13 +142,13 @@ def test_the_397b_needs_four_hosts_and_says_so(count: int, fits: bool) -> None:
     settings = dataclasses.replace(
         Settings(), model="qwen3.5-397b", cluster=ClusterSettings(hosts=hosts)
     )
-    problems = problems_of(settings, read_catalog())
+    problems = problems_of(settings, shipped_catalog())
     assert not problems if fits else "or 4 hosts that serve it together" in str(problems[0])
 
 
 def test_what_cannot_be_cut_evenly_is_refused_with_what_could() -> None:
     three = dataclasses.replace(Settings(), cluster=ClusterSettings(hosts=("a", "b", "c")))
-    problem = problems_of(three, read_catalog())[0]
+    problem = problems_of(three, shipped_catalog())[0]
     assert problem.where == "cluster.hosts"
     assert "2 heads of keys and values" in problem.what
     assert problem.fix == "name 2 or 4 hosts"
@@ -150,11 +156,11 @@ def test_what_cannot_be_cut_evenly_is_refused_with_what_could() -> None:
 
 def test_experts_of_one_group_on_a_rank_are_refused() -> None:
     eight = dataclasses.replace(Settings(), cluster=ClusterSettings(hosts=tuple("abcdefgh")))
-    assert "experts-of-one-group" in str(problems_of(eight, read_catalog())[0])
+    assert "experts-of-one-group" in str(problems_of(eight, shipped_catalog())[0])
 
 
 def test_prefixes_on_two_hosts_of_the_397b_are_refused() -> None:
-    catalog = read_catalog()
+    catalog = shipped_catalog()
     wide = dataclasses.replace(Settings().memory, total_bytes=400 * GIB)
     pair = dataclasses.replace(
         Settings(), model="qwen3.5-397b", profile="agent", memory=wide,
@@ -171,7 +177,7 @@ def test_prefixes_on_two_hosts_of_the_397b_are_refused() -> None:
 def test_how_the_engine_spreads_is_decided_by_the_hosts_alone(option: dict[str, int]) -> None:
     base = Settings(cluster=ClusterSettings(hosts=PAIR))
     chosen = dataclasses.replace(base, engine=dataclasses.replace(base.engine, options=option))
-    assert "one-gpu-in-a-host" in str(problems_of(chosen, read_catalog())[0])
+    assert "one-gpu-in-a-host" in str(problems_of(chosen, shipped_catalog())[0])
 
 
 @pytest.mark.parametrize(

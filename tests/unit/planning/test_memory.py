@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from spark_deploy.catalog.beside import Speculation
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.model import LinearAttention
 from spark_deploy.catalog.profile import KvCache
 from spark_deploy.cli.planned.plan import lines
@@ -16,7 +15,15 @@ from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.planning.effective import effective_profile
 from spark_deploy.planning.resolve import pair_of
 from spark_deploy.settings.load import load_hosts
-from tests.unit.planning.plans import CATALOG, FIXTURE, LARGE, plan_of, problems, settings_of
+from tests.unit.planning.plans import (
+    CATALOG,
+    FIXTURE,
+    LARGE,
+    plan_of,
+    problems,
+    settings_of,
+    shipped_catalog,
+)
 
 
 def profile_with(name, **changes):
@@ -28,7 +35,7 @@ def profile_with(name, **changes):
     [("qwen3.5-122b", 72.37, 5.05), ("qwen3.5-35b", 21.09, 0.46), ("qwen3.5-397b", 224.3, 13.2)],
 )
 def test_weights_from_the_architecture_match_the_published_trees(name, tree_gb, mtp_gb):
-    sizes = weights_of(read_catalog().model(name).architecture)
+    sizes = weights_of(shipped_catalog().model(name).architecture)
     assert sizes.tree_bytes / 1e9 == pytest.approx(tree_gb, rel=0.001)
     assert sizes.mtp_bytes / 1e9 == pytest.approx(mtp_gb, rel=0.01)
 

@@ -7,12 +7,11 @@ import re
 
 import pytest
 
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.planning.effective import effective_profile
 from spark_deploy.planning.engine.lines import prefill_line
-from tests.unit.planning.plans import settings_of
+from tests.unit.planning.plans import settings_of, shipped_catalog
 
-CATALOG, MODEL = read_catalog(), "qwen3.5-122b"
+CATALOG, MODEL = shipped_catalog(), "qwen3.5-122b"
 TRITON = (
     "INFO [qwen_gdn.py:178] Using Triton/FLA GDN prefill kernel (requested=triton, head_k_dim=128)."
 )

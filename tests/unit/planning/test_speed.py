@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from spark_deploy.catalog.beside import Speculation
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.cli.planned.plan import lines
 from spark_deploy.planning.budget.speed import (
     TOLERANCE,
@@ -15,9 +14,9 @@ from spark_deploy.planning.budget.speed import (
     tokens_per_step,
 )
 from spark_deploy.planning.resolve import pair_of
-from tests.unit.planning.plans import CATALOG, LARGE, plan_of, settings_of
+from tests.unit.planning.plans import CATALOG, LARGE, plan_of, settings_of, shipped_catalog
 
-SHIPPED = read_catalog()
+SHIPPED = shipped_catalog()
 FIGURES = [
     pytest.param(name, figure, id=f"{name}-{figure.value}")
     for name in SHIPPED.profile_names

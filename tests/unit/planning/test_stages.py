@@ -9,9 +9,9 @@ import yaml
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.errors import CatalogError
-from tests.unit.planning.plans import FIXTURE, plan_of, problems
+from tests.unit.planning.plans import FIXTURE, plan_of, problems, shipped_catalog
 
-STAGES = read_catalog()
+STAGES = shipped_catalog()
 LADDER = ("base", "base-mtp1", "hybrid", "hybrid-mtp1", "hybrid-mtp2", "v2", "v2-tq")
 
 

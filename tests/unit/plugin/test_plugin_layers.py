@@ -12,10 +12,10 @@ from spark_contract.work.patterns import expand_all
 from spark_vllm.checkpoint.layers import missing_modules
 from test_plugin_checkpoint import LAYOUTS, TEXT, Damaged, check
 
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.model import HybridModel
+from tests.unit.planning.plans import shipped_catalog
 
-CATALOG = read_catalog()
+CATALOG = shipped_catalog()
 # A gap shows where another layer of the kind tells what belongs to it.
 HYBRIDS = {n: one for n, one in CATALOG.models.items() if isinstance(one, HybridModel)}
 LAYERED = [n for n, one in HYBRIDS.items() if one.architecture.attention_layers > 1]
