@@ -53,7 +53,7 @@ def are_settings(block: str, root: Path) -> None:
     named = re.findall(r"^model: (\S+)", block, re.M)
     for name in [name for name in named if name not in known]:
         block = block.replace(f"model: {name}", "model: qwen3.5-35b")
-    (root / "group_vars").mkdir(parents=True)
+    (root / "group_vars").mkdir(parents=True, exist_ok=True)
     (root / "group_vars/spark.yml").write_text(block)
     load_hosts({"spark": ["spark-1"]}, root=root)
 
@@ -64,7 +64,19 @@ def test_every_yaml_of_a_page_is_taken(name: str, tmp_path: Path) -> None:
         block = block.replace("model: NAME", "model: qwen3.5-35b").replace("NAME", "plain")
         data = yaml.safe_load(block)
         if not any(part_of(kind, data) for kind in ("hosts", "plain_model", "model", "profile")):
-            are_settings(block, tmp_path / str(number))
+            root = tmp_path / str(number)
+            adds(name, root)
+            are_settings(block, root)
+
+
+def adds(name: str, root: Path) -> None:
+    """Put files there for the models that a page has owners add."""
+    folder = root / "catalog/models"
+    folder.mkdir(parents=True)
+    for repository in re.findall(r"^spark-deploy add (\S+/\S+)", text_of(name), re.M):
+        model = {"kind": "plain", "summary": "s", "choose_when": "c", "repository": repository}
+        stem = repository.rpartition("/")[2].lower()
+        (folder / f"{stem}.yml").write_text(yaml.safe_dump(model))
 
 
 def anchors(page: Path) -> set[str]:
