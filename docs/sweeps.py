@@ -43,6 +43,8 @@ def _sweep(path: Path, found: dict[str, Any]) -> Iterator[str]:
     for group, about in found["groups"].items():
         cases, held = (tried[group][what] for what in ("cases", "held"))
         yield f"| {cell(group)}: {cell(about)} | {cases or 'not tried yet'} | {held or ''} |"
+    if found.get("not_tried"):
+        yield f"\nNot tried yet: {', '.join(found['not_tried'])}."
     yield ""
     shown = [row for row in rows if row["saw"] and found["rows_shown"]]
     if shown:

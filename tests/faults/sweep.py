@@ -110,9 +110,24 @@ class Sweep:
         return last
 
     def write(
-        self, title: str, about: dict[str, str], guest: Guest | None, counted: str, test: str = ""
+        self,
+        title: str,
+        about: dict[str, str],
+        guest: Guest | None,
+        counted: str,
+        test: str = "",
+        listed: Iterable[str] = (),
     ) -> None:
-        """Write the table, where that was asked for; without a guest it is of no host."""
+        """Write the table, where that was asked for; without a guest it is of no host.
+
+        Args:
+            title: of the table.
+            about: what each group is about.
+            guest: one of those swept.
+            counted: what a case is.
+            test: the file, where it is not named after the sweep.
+            listed: all cases there are, so that the table names those that were not tried.
+        """  # fmt: skip
         where = os.environ.get("SPARK_SWEEP_RESULTS")
         if not where:
             return
@@ -132,6 +147,7 @@ class Sweep:
             "counted": counted,
             "groups": about,
             "rows_shown": self.name != "kill",
+            "not_tried": sorted(set(listed) - {row.case for row in rows}),
             "tried": {group: tally(rows, group) for group in about},
             # Of hundreds of points that are alike only those that went wrong.
             "rows": [asdict(row) for row in rows if len(rows) < MANY or row.wrong],

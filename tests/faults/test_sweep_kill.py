@@ -49,6 +49,8 @@ COUNTED = (
     "of the chain; a point there whose operation had nothing left to send, because the host had "
     "gone on by itself, is left out."
 )
+ENDED = ("its process killed", "the controller killed")
+LISTED = [case for steps in STEPS.values() for case in host_steps(steps, *ENDED)]
 LONG_S = 1.5
 CHAINS = {"killed": "KILL", "interrupted": "INT", "cut off": "CUT"}
 
@@ -87,7 +89,7 @@ def test_a_run_ended_anywhere_is_finished_by_the_next(
         sweep.open_cases(name, here),
         lambda place, case: sweep.tried(name, case, lambda: ended_at(place, scenario, here[case])),
     )
-    sweep.write("Runs ended anywhere", ABOUT, places[0].guest, COUNTED)
+    sweep.write("Runs ended anywhere", ABOUT, places[0].guest, COUNTED, listed=LISTED)
     all_well(row for row in sweep.rows() if row.group == name)
 
 
@@ -110,14 +112,14 @@ def test_runs_ended_one_after_another_at_every_point_are_finished_by_the_last(
 
     left = [which for which, one in chains.items() if sweep.open_cases(group, [str(one[-1])])]
     side_by_side(places, left, one)
-    sweep.write("Runs ended anywhere", ABOUT, places[0].guest, COUNTED)
+    sweep.write("Runs ended anywhere", ABOUT, places[0].guest, COUNTED, listed=LISTED)
     all_well(row for row in sweep.rows() if row.group == group)
 
 
 def test_work_of_the_host_ended_in_any_phase_is_finished_by_the_next(places: list[Place]) -> None:
     sweep, group = Sweep("kill"), WORK
     for scenario, steps in STEPS.items():
-        cases = host_steps(steps, "its process killed", "the controller killed")
+        cases = host_steps(steps, *ENDED)
         if left := sweep.open_cases(group, cases):
             undisturbed(places[0], SCENARIOS[scenario], sweep.code)
         side_by_side(
@@ -127,5 +129,5 @@ def test_work_of_the_host_ended_in_any_phase_is_finished_by_the_next(places: lis
                 group, case, lambda: step_ended(place, *cases[case])
             ),
         )
-        sweep.write("Runs ended anywhere", ABOUT, places[0].guest, COUNTED)
+        sweep.write("Runs ended anywhere", ABOUT, places[0].guest, COUNTED, listed=LISTED)
     all_well(row for row in sweep.rows() if row.group == group)

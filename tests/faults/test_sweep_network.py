@@ -172,5 +172,6 @@ def test_a_server_that_fails_costs_a_line_and_the_next_run_heals(
             service, case, partial(fails_and_heals, ways, service, place, cases[case])
         ),
     )
-    sweep.write("Servers that fail", ABOUT, places[0].guest, COUNTED)
+    listed = [f"{name}: {kind}" for name, about in SERVICES.items() for kind in about.kinds]
+    sweep.write("Servers that fail", ABOUT, places[0].guest, COUNTED, listed=listed)
     all_well(row for row in sweep.rows() if row.group == service)
