@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from spark_deploy.documents.declare import Gib, about, form, in_gib, needed, section, setting
-from spark_deploy.settings.engine.engine import EngineSettings, ServiceEngineSettings
+from spark_deploy.settings.engine.engine import ServiceEngineSettings
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.service.serving import CATALOG_NAME, SERVED_NAME
 
@@ -44,11 +43,6 @@ class ServiceSettings:
         examples=[["/v1/embeddings"]],
     )
     engine: ServiceEngineSettings = section(ServiceEngineSettings)
-
-    def as_engine(self) -> EngineSettings:
-        """Return the settings of its engine in the form of the main one's."""
-        own = {one.name: getattr(self.engine, one.name) for one in dataclasses.fields(self.engine)}
-        return EngineSettings(**own)
 
     def broken(self, total_bytes: int) -> Iterator[Broken]:
         """Yield what does not add up; keys are seen from the service."""

@@ -97,10 +97,6 @@ def _images(references: list[str]) -> str:
     return ""
 
 
-def _remove_tree(name: str) -> None:
-    holdings.remove_folder(Path(name))
-
-
 def _delete(name: str) -> None:
     path = Path(name)
     if path.is_dir() and not path.is_symlink():
