@@ -119,6 +119,18 @@ def test_a_failed_job_shows_its_last_lines(host: Host, units: dict[str, Any]) ->
     assert len(entry["log_tail"]) == 20
 
 
+def test_what_a_killed_run_left_half_written_goes_with_the_next(host: Host) -> None:
+    write_job(host, "raise SystemExit(1)")
+    folder = host.paths.job(D12)
+    for name in (".progress.1460", ".tail.1460", "progress", "tail"):
+        (folder / name).write_text("of a run that was killed")
+    before = {path.name for path in folder.iterdir()}
+    assert jobs.run(D12, host.paths) == 1
+    left = {path.name for path in folder.iterdir()}
+    assert before - left >= {".progress.1460", ".tail.1460"}
+    assert not any(name.startswith(".") for name in left)
+
+
 def test_progress_lines_become_numbers(host: Host, units: dict[str, Any]) -> None:
     write_job(host, "print('phase=write bytes=456 rate_bytes_per_s=78.9 eta_s=7')")
     jobs.run(D12, host.paths)

@@ -93,8 +93,10 @@ def run(digest12: str, paths: Paths) -> int:
         disk.write(directory / STATUS, JobRun("done", 0, memory=last.memory if last else None))
         return 0
     started = files.now()
-    for left in ("progress", "tail"):
-        files.remove(directory / left)
+    # With what was half written of them when an earlier run was killed.
+    for left in (".progress.*", "progress", ".tail.*", "tail"):
+        for path in directory.glob(left):
+            files.remove(path)
     disk.write(directory / STATUS, JobRun("running", None, started))
     aside = _set_aside(job)
     before = meminfo()
