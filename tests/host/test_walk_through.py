@@ -1,62 +1,34 @@
-"""A new owner's way, from the README alone: few commands and few edits, and they are counted."""
+"""A new owner's way: what is typed stands in the table of jobs; commands and edits are counted."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named, info, lab
+from tests.labkit import SPARE, Guest, Site, guest_named, info, lab
+from tests.owner import Owner, the_world_of_the_lab, told
 
 pytestmark = pytest.mark.host
 
 
-# What inventory/lab.py works out of the running lab.
-SEEN = """
-import json, runpy, sys
-import spark_deploy.inventory as inventory
-seen = {}
-inventory.group_from = lambda *words, **more: seen.update(more["generated"]) or ([], {})
-runpy.run_path(sys.argv[1])
-print(json.dumps(seen))
+SWITCH = "switch model or profile"
+ASK = """
+import os
+from openai import OpenAI
+asked = [{"role": "user", "content": "What is 7823 * 4519?"}]
+answer = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=asked)
+print(answer.choices[0].message.content)
 """
-
-
-@dataclass
-class Owner:
-    """Somebody with a terminal: every command and every edit is counted."""
-
-    folder: Path
-    env: dict[str, str]
-    commands: list[list[str]] = field(default_factory=list)
-    edits: int = 0
-
-    def types(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run ``spark-deploy`` and count it."""
-        self.commands.append(list(words))
-        done = subprocess.run(
-            [sys.executable, "-m", "spark_deploy", *words],
-            cwd=cwd or self.folder, env={**os.environ, **self.env}, text=True,
-            capture_output=True, stdin=subprocess.DEVNULL, timeout=900, check=False,
-        )  # fmt: skip
-        sys.stdout.write(f"$ spark-deploy {' '.join(words)}\n{done.stdout}{done.stderr}")
-        return done
-
-    def edits_profile(self, profile: str) -> None:
-        """Write another profile into the one file of settings."""
-        path = self.folder / "group_vars/all.yml"
-        text, found = re.subn(r"^profile: \S+", f"profile: {profile}", path.read_text(), flags=re.M)
-        assert found == 1
-        path.write_text(text)
-        self.edits += 1
 
 
 @dataclass
@@ -66,25 +38,6 @@ class Walk:
     owner: Owner
     guest: Guest
     first: subprocess.CompletedProcess[str]
-
-
-def the_world_of_the_lab(folder: Path, site: Site) -> None:
-    """Say what is otherwise in the lab than in the world: hub, registry, packages, time limits.
-
-    No choice of an owner: they are in group_vars/all.yml.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", SEEN, str(site.root / "inventory/lab.py")],
-        capture_output=True, text=True, check=True, cwd=CHECKOUT,
-    )  # fmt: skip
-    generated = json.loads(done.stdout)
-    settings = yaml.safe_load((CHECKOUT / "group_vars/lab.yml").read_text())
-    merged = {**settings, **generated}
-    for chosen in ("model", "profile", "lock_file"):
-        merged.pop(chosen, None)
-    merged["docker"] = {**settings.get("docker", {}), **generated["docker"]}
-    merged["ssh"].pop("user")
-    (folder / "group_vars/spark.yml").write_text(yaml.safe_dump(merged, sort_keys=False))
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +61,12 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
         Path.home() / ".cache/spark-deploy", root / "cache/spark-deploy", dirs_exist_ok=True,
         ignore_dangling_symlinks=True,
     ) if (Path.home() / ".cache/spark-deploy").is_dir() else None  # fmt: skip
-    done = owner.types(
-        "init", "own", "--host", f"{name}={about['ip']}", "--user", info()["ssh"]["user"],
-        "--model", "lab-stub", cwd=root,
-    )  # fmt: skip
+    user = info()["ssh"]["user"]
+    init, up = told("first server", address=about["ip"], user=user, folder="own")
+    done = owner.types(*init, "--model", "lab-stub", cwd=root)
     assert done.returncode == 0, done.stderr
-    the_world_of_the_lab(owner.folder, site)
-    first = owner.types("up", "-y")
+    the_world_of_the_lab(owner.folder, site.root / "inventory/lab.py")
+    first = owner.types(*up, "-y")
     return Walk(owner, guest_named(name), first)
 
 
@@ -126,8 +78,8 @@ def test_the_first_server_takes_two_commands_and_no_edit(walk: Walk) -> None:
 
 def test_it_says_what_will_happen_then_what_serves_where_and_how_proven(walk: Walk) -> None:
     said = walk.first.stdout
-    assert f"{walk.guest.name}: new here: will serve lab-stub with v2" in said
-    assert re.search(rf"{walk.guest.name}  serves lab-stub with profile v2 .*http://\S+", said)
+    assert "spark-1: new here: will serve lab-stub with v2" in said
+    assert re.search(r"spark-1  serves lab-stub with profile v2 .*http://\S+", said)
     assert re.search(r"proof: full check of \S+, \d+ checks", said)
     assert re.search(r"took \d+:\d\d \(.*engine \d+:\d\d", said)
     assert re.search(r"changed \d+ of \d+ steps", said)
@@ -146,17 +98,17 @@ def test_it_runs_the_line_it_prints(walk: Walk) -> None:
 
 
 def test_a_switch_is_one_edit_and_one_command_and_so_is_the_way_back(walk: Walk) -> None:
-    before = len(walk.owner.commands)
+    before, [switch], [go_back] = len(walk.owner.commands), told(SWITCH), told("go back")
     walk.owner.edits_profile("agent")
     dry = walk.owner.types("up", "--dry")
     assert "v2 → agent (lab-stub); " in dry.stdout
     assert re.search(r"nothing to download; engine restarts; clients get 503 for about", dry.stdout)
     assert walk.guest.answers("What is the capital of France?", "Paris")
 
-    switched = walk.owner.types("up", "-y")
+    switched = walk.owner.types(*switch, "-y")
     assert switched.returncode == 0, switched.stdout[-4000:]
     assert "--enable-prefix-caching" in walk.guest.argv()
-    back = walk.owner.types("rollback", "-y")
+    back = walk.owner.types(*go_back, "-y")
     assert back.returncode == 0, back.stderr[-4000:]
     assert "--no-enable-prefix-caching" in walk.guest.argv()
     assert (walk.owner.edits, len(walk.owner.commands) - before) == (1, 3)
@@ -176,3 +128,83 @@ def test_a_second_run_changes_nothing(walk: Walk) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is served and proven; nothing of it changes" in done.stdout
     assert "changed nothing" in done.stdout
+
+
+def test_a_client_needs_two_commands_and_no_key_in_its_hands(walk: Walk) -> None:
+    """The second one is the shell's, so it is a shell that takes what is printed."""
+    tunnel, [evaluated] = told("through an SSH tunnel")
+    assert evaluated == "$(spark-deploy connect spark-1 --for env)"
+    with walk.owner.goes_on_with(*tunnel):
+        wait_for("127.0.0.1", 8000)
+        printed = walk.owner.types("connect", "spark-1", "--for", "env").stdout
+        assert re.search(r'OPENAI_API_KEY="\$\(.*\)"', printed), "read when it is needed"
+        done = subprocess.run(
+            ["bash", "-euc", f'{printed}\nexec "$0" -c "$1"', sys.executable, ASK],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, "35352137"), done.stderr
+
+
+def wait_for(address: str, port: int) -> None:
+    until_s = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection((address, port), 2).close()
+        except OSError:
+            assert time.monotonic() < until_s
+            time.sleep(0.2)
+
+
+def test_the_gpu_is_free_for_an_hour_by_one_command(walk: Walk) -> None:
+    [stop] = told("free the GPU")
+    stopped = walk.owner.types(*stop)
+    assert stopped.returncode == 0, stopped.stderr
+    assert walk.guest.serving() == []
+    assert "stopped" in walk.owner.types("status").stdout
+    assert walk.owner.types("start").returncode == 0
+    assert walk.guest.answers("What is the capital of France?", "Paris")
+
+
+@pytest.mark.parametrize(
+    ("job", "more", "answer"),
+    [
+        ("why slow", ("--once",), r"spark-1 .*\b0\b"),
+        ("why dead", (), r"spark-1.*serves lab-stub with"),
+        ("measure it", ("--protocol", "seeds", "--out", "bench"), r"tok/s"),
+    ],
+)
+def test_a_look_is_one_command(walk: Walk, job: str, more: tuple[str, ...], answer: str) -> None:
+    [typed] = told(job)
+    done = walk.owner.types(*typed, *more)
+    assert done.returncode == 0, done.stderr
+    assert re.search(answer, done.stdout), done.stdout
+
+
+def test_day_and_night_are_one_edit_and_one_command(walk: Walk) -> None:
+    [up], path = told("day and night"), walk.owner.folder / "group_vars/all.yml"
+    before = path.read_text()
+    pairs = [{"model": "lab-stub", "profile": name} for name in ("v2", "agent")]
+    times = [{"at": at, **pair} for at, pair in zip(("04:00", "04:30"), pairs, strict=True)]
+    chosen = {"keep_ready": pairs[1:], "schedule": times}
+    path.write_text(f"{before}\n{yaml.safe_dump(chosen)}")
+    done = walk.owner.types(*up, "-y")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    timers = "systemctl list-timers --all --no-legend 'spark-hours@*'"
+    assert walk.guest.run(f"{timers} | wc -l").strip() == "2"
+    path.write_text(before)
+
+
+def test_the_logs_of_every_part_are_one_stream(walk: Walk) -> None:
+    said = walk.owner.types("logs", "-n", "400").stdout
+    parts = ("engine", "gateway", "watch")
+    assert [part for part in parts if part not in said] == []
+
+
+def test_one_command_takes_everything_away_and_one_more_the_way_in(walk: Walk) -> None:
+    [uninstall], [unbootstrap] = told("uninstall"), told("give up the way in")
+    gone = walk.owner.types(*uninstall, "-y")
+    assert gone.returncode == 0, gone.stdout[-4000:] + gone.stderr
+    assert walk.guest.run("ls -d /etc/spark /usr/local/lib/spark 2>/dev/null || true") == ""
+    assert walk.owner.types(*unbootstrap, "-y").returncode == 0
+    with pytest.raises(RuntimeError, match="Permission denied"):
+        walk.guest.run("true")

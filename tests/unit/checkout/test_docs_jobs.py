@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.commands import COMMANDS
+from tests.owner import JOBS_PAGE as PAGE
+from tests.owner import Job, jobs
 
-PAGE = CHECKOUT / "docs/how-to/README.md"
 # What each job may take at most: commands and edits.
 PROMISED = {
     "first server": (2, 0),
@@ -28,27 +27,6 @@ PROMISED = {
     "measure it": (1, 0),
     "uninstall": (1, 0),
 }
-
-
-@dataclass(frozen=True)
-class Job:
-    name: str
-    page: str | None
-    edits: int
-    commands: int
-    typed: tuple[str, ...]
-
-
-def jobs() -> list[Job]:
-    found = []
-    for line in PAGE.read_text("utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 4 and cells[1].isdigit():
-            link = re.fullmatch(r"\[(.+)\]\((.+)\)", cells[0])
-            name, page = (link[1], link[2]) if link else (cells[0], None)
-            typed = tuple(re.findall(r"`([^`]+)`", cells[3]))
-            found.append(Job(name, page, int(cells[1]), int(cells[2]), typed))
-    return found
 
 
 JOBS = jobs()
