@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine site editor photos clients host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -79,6 +79,11 @@ photos: site ## the pictures of pages that a browser shows, in docs/photos (Chro
 clients: venv ## opencode and Claude Code themselves, with what `connect` prints, against a real gateway (npm)
 	$(PY) -m pytest -q tests/clients
 
+recording: venv ## the film at the top of the README, from a real run in the lab (root)
+	@test -d build/record-venv || python3 -m venv build/record-venv
+	build/record-venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/record.txt
+	PATH=$$PWD/build/record-venv/bin:$$PATH $(PY) docs/record.py
+
 GPU_PYTHON ?= python3
 gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
@@ -130,6 +135,8 @@ lock-requirements: venv ## pin the Python dependencies anew, with hashes and wit
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/dev.txt
 	.venv/bin/uv pip compile requirements/docs.in --universal --python-version 3.10 \
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/docs.txt
+	.venv/bin/uv pip compile requirements/record.in --universal --python-version 3.10 \
+	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/record.txt
 
 advisories: venv ## ask osv.dev about holes in pinned packages; says when nobody could be asked
 	@$(PY) -m tools.advisories

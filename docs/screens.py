@@ -1,8 +1,8 @@
 """Draw the pictures of the command line in docs/screens; ``--check`` writes nothing.
 
 ``plan`` is made anew. What needs hosts is replayed from a recording of the virtual lab
-(docs/screens/recorded): what pyinfra printed, line by line with its second, and what status and top
-answered as JSON. The drawing code is that of the commands.
+(docs/screens/recorded, by `make recording`): what pyinfra printed, each line with its second, and
+what status and top answered as JSON. The drawing code is that of the commands.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def replayed(until: str | None = None) -> tuple[Transcript, float]:
     """Read the recorded deploy to its end, or to the last line with these words."""
     lines = list(_recorded())
     last = max(number for number, (_, line) in enumerate(lines) if not until or until in line)
-    seen = Transcript({name: HostView(name) for name in ("lab-17", "lab-18")})
+    hosts = [one["host"] for one in json.loads((RECORDED / "status.json").read_text("utf-8"))]
+    seen = Transcript({name: HostView(name) for name in hosts})
     for at_s, line in lines[: last + 1]:
         seen.read(line, at_s)
     return seen, lines[last][0]

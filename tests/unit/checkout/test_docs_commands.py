@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import runpy
 import shlex
@@ -102,3 +103,19 @@ def test_pictures_are_drawn_by_the_commands_from_what_was_recorded():
     }.items():
         assert words in drawn[name]
     assert set(drawn) == {path.stem for path in (CHECKOUT / "docs/screens").glob("*.svg")}
+
+
+def test_the_film_shows_a_first_deploy_a_switch_and_a_bad_one_that_is_refused():
+    film = CHECKOUT / "docs/recording/first.cast"
+    head, *events = map(json.loads, film.read_text("utf-8").splitlines())
+    assert (head["version"], head["width"]) == (2, 96)
+    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", "".join(text for _, _, text in events))
+    typed = re.findall(r"^\$ spark-deploy (.+?)\r?$", said, re.M)
+    assert [line.split()[0] for line in typed] == ["up", "top", "use", "up", "up", "status"]
+    assert "serves lab-stub with profile v2 as lab-model at http" in said
+    told = said.rpartition("# the client was told: ")[2].splitlines()[0]
+    assert re.fullmatch(r"\d+ x right(, \d+ x come back later)?(, \d+ x right)?", told)
+    assert events[-1][0] < 120, "nobody watches for longer"
+    drawn = film.with_suffix(".svg").read_text("utf-8")
+    assert "@keyframes" in drawn or "<animate" in drawn
+    assert "docs/recording/first.svg" in (CHECKOUT / "README.md").read_text("utf-8")[:2500]

@@ -1,0 +1,187 @@
+"""Record what pages show of hosts, in a real run in the lab, and draw it (`make recording`; root).
+
+Two virtual hosts, a stand-in for the engine, and the commands that a person types. asciinema films
+them; in the pauses, which the film cuts, commands are asked for the JSON that ``docs/screens.py``
+draws. ``first.cast`` is shown faster than it was, as it says; ``first.svg`` is drawn from it by
+termtosvg-ng.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/contract")]
+
+from lab import bad_switch, lifecycle  # noqa: E402
+from lab.paths import guest_names, lab_paths  # noqa: E402
+from tests.owner import the_world_of_the_lab  # noqa: E402
+
+FILM = CHECKOUT / "docs/recording"
+SCREENS = CHECKOUT / "docs/screens/recorded"
+COLUMNS, ROWS = 96, 24
+FASTER, LONGEST_PAUSE_S = 6, 1.5
+FRAME_MS = 150
+# The stand-in takes its time for each piece of an answer, so that there is something to see.
+PIECE_S = "0.02"
+_LONG = {
+    "model": "lab-model", "stream": True, "max_tokens": 400, "ignore_eos": True,
+    "messages": [{"role": "user", "content": "Write a long story."}],
+}  # fmt: skip
+
+
+def main() -> int:
+    """Record and draw, or draw again what was recorded, or play the scene; returns 0 when good."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", action="store_true", help="draw what was recorded once more")
+    parser.add_argument("--scene", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("guests", nargs="*", default=["lab-1", "lab-2"])
+    options = parser.parse_args()
+    if options.scene:
+        return scene(options.scene)
+    if not options.draw:
+        with tempfile.TemporaryDirectory(prefix="spark-film-") as folder:
+            record(Path(folder) / "sparks", guest_names(options.guests))
+    tool = ["termtosvg-ng", "render", str(FILM / "first.cast"), str(FILM / "first.svg")]
+    subprocess.run([*tool, "-m", str(FRAME_MS), "-D", "4000", "-t", "window_frame"], check=True)
+    return subprocess.run([sys.executable, CHECKOUT / "docs/screens.py"], check=False).returncode
+
+
+def record(folder: Path, names: list[str]) -> None:
+    """Bring the hosts up, write an owner's folder and film the scene in it."""
+    paths = lab_paths()
+    lifecycle.up(paths, names, fresh=True, bootstrap=frozenset(), engine="stub")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    guests = [one for one in json.loads(paths.record.read_text())["guests"] if one["name"] in names]
+    hosts = [f"--host=spark-{place}={one['ip']}" for place, one in enumerate(guests, 1)]
+    words = [*hosts, "--user", guests[0]["user"], "--model", "lab-stub"]
+    subprocess.run([*_ours(), "init", str(folder), *words], check=True)
+    the_world_of_the_lab(folder, CHECKOUT / "inventory/lab.py")
+    world = folder / "group_vars/spark.yml"
+    said = yaml.safe_load(world.read_text())
+    said["engine"] = {"environment": {"STUB_PIECE_S": PIECE_S}}
+    world.write_text(yaml.safe_dump(said))
+    raw = folder / "raw.cast"
+    inner = [sys.executable, __file__, "--scene", str(folder)]
+    size = ["--cols", str(COLUMNS), "--rows", str(ROWS), "--overwrite", "-q"]
+    argv = ["asciinema", "rec", *size, "-t", "dgx-spark-deploy", "-c", shlex.join(inner), str(raw)]
+    subprocess.run(argv, check=True)
+    if not (folder / "good").exists():
+        raise SystemExit(f"the scene went wrong:\n{raw.read_text()[-6000:]}")
+    FILM.mkdir(exist_ok=True)
+    (FILM / "first.cast").write_text("\n".join(faster(raw.read_text().splitlines())) + "\n")
+    for kept in (folder / "recorded").iterdir():
+        shutil.copy(kept, SCREENS / kept.name)
+
+
+def faster(lines: list[str]) -> Iterator[str]:
+    """Yield a recording with times divided and long pauses cut."""
+    head: dict[str, Any] = json.loads(lines[0])
+    kept = {key: head[key] for key in ("version", "width", "height", "title")}
+    yield json.dumps({**kept, "env": {"TERM": "xterm-256color"}})
+    shown_s = before_s = 0.0
+    for line in lines[1:]:
+        at_s, kind, text = json.loads(line)
+        shown_s += min((at_s - before_s) / FASTER, LONGEST_PAUSE_S)
+        before_s = at_s
+        yield json.dumps([round(shown_s, 3), kind, text])
+
+
+def scene(folder: Path) -> int:
+    """Type the commands; the last change answers garbage, and a client asks all the while."""
+    os.chdir(folder)
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    kept = folder / "recorded"
+    kept.mkdir()
+    _say(f"# virtual hosts, a stand-in for the engine; {FASTER} times as fast as it was")
+    good = _types("up", "-y") == 0
+    shutil.copy(folder / "cache/spark-deploy/up.log", kept)
+    (kept / "status.json").write_text(_told("status", "--json"))
+    login = _login()
+    with _busy(login):
+        _types("top", "--once")
+        (kept / "top.json").write_text(_told("top", "--once", "--json"))
+    _types("use", "agent")
+    (kept / "dry.json").write_text(_told("up", "--dry", "--json"))
+    good &= _types("up", "-y") == 0
+    _say("# an engine that answers garbage; a client goes on asking spark-1")
+    with bad_switch.asking(login) as seen:
+        good &= _types("up", "spark-1", "-y", *bad_switch.CHOICE) != 0
+    _say(f"# the client was told: {seen.counted}")
+    _types("status", "spark-1")
+    time.sleep(LONGEST_PAUSE_S * FASTER)
+    if good and not seen.worst:
+        (folder / "good").touch()
+    return 0
+
+
+def _login() -> list[str]:
+    """Return what leads to the first host, of the command that reads its key."""
+    words = shlex.split(json.loads(_told("connect", "--json"))[0]["read_key"])
+    return words[: words.index("sudo")] if "sudo" in words else words[:-1]
+
+
+@contextmanager
+def _busy(login: list[str]) -> Iterator[None]:
+    """Have three clients ask for long answers during a block."""
+    ask = (
+        "sudo sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key | "
+        "curl -s -N -m 60 -K - -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(_LONG))} http://127.0.0.1:8000/v1/chat/completions"
+    )
+    script = f"for turn in 1 2 3 4; do {ask}; done"
+    clients = [
+        subprocess.Popen([*login, script], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        for _ in range(3)
+    ]
+    time.sleep(3)
+    yield
+    for client in clients:
+        client.terminate()
+        client.wait()
+
+
+def _ours() -> list[str]:
+    return [sys.executable, "-m", "spark_deploy"]
+
+
+def _say(text: str) -> None:
+    _shown(f"\x1b[2m{text}\x1b[0m\n")
+
+
+def _shown(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _types(*words: str) -> int:
+    _shown(f"\x1b[1;32m$\x1b[0m spark-deploy {shlex.join(words)}\n")
+    time.sleep(1)
+    done = subprocess.run([*_ours(), *words], stdin=subprocess.DEVNULL, check=False)
+    _shown("\n")
+    return done.returncode
+
+
+def _told(*words: str) -> str:
+    """Return what a command prints; ``status`` ends with 1 when something differs."""
+    done = subprocess.run([*_ours(), *words], capture_output=True, text=True, check=False)
+    json.loads(done.stdout)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
