@@ -104,8 +104,8 @@ def test_a_model_is_added_and_served_by_two_commands_and_no_edit(owner: Owner) -
     assert added.returncode == 0, added.stdout + added.stderr
     assert f"UNPROVEN    nobody here ran {NAME}" in added.stdout
     chosen = (owner.folder / "group_vars/all.yml").read_text()
-    assert re.search(rf"^model: {MODEL}$", chosen, re.M)
-    assert re.search(r"^profile: plain$", chosen, re.M)
+    assert re.search(rf"^model: {MODEL}\b", chosen, re.M)
+    assert re.search(r"^profile: plain\b", chosen, re.M)
 
     up = owner.types(*make_it_so, "-y")
     assert up.returncode == 0, up.stdout[-4000:] + up.stderr[-2000:]

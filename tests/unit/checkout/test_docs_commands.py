@@ -73,7 +73,11 @@ def test_every_picture_on_a_page_is_there_and_every_picture_is_on_a_page():
         for page in PAGES
         for found in re.findall(r"!\[[^\]]*\]\(([^)]+\.svg)\)", page.read_text("utf-8"))
     }
-    drawn = {path.resolve() for path in (CHECKOUT / "docs/screens").glob("*.svg")}
+    drawn = {
+        path.resolve()
+        for folder in ("screens", "recording")
+        for path in (CHECKOUT / "docs" / folder).glob("*.svg")
+    }
     assert shown - drawn == set()
     assert drawn - shown == set()
 
