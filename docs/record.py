@@ -83,9 +83,16 @@ def record(folder: Path, names: list[str]) -> None:
     if not (folder / "good").exists():
         raise SystemExit(f"the scene went wrong:\n{raw.read_text()[-6000:]}")
     FILM.mkdir(exist_ok=True)
-    (FILM / "first.cast").write_text("\n".join(faster(raw.read_text().splitlines())) + "\n")
+    film = "\n".join(faster(_at_home(raw.read_text(), folder).splitlines()))
+    (FILM / "first.cast").write_text(f"{film}\n")
     for kept in (folder / "recorded").iterdir():
-        shutil.copy(kept, SCREENS / kept.name)
+        (SCREENS / kept.name).write_text(_at_home(kept.read_text(), folder))
+
+
+def _at_home(text: str, folder: Path) -> str:
+    """Return what was said with the paths of somebody else's machine."""
+    text = text.replace(f"{CHECKOUT}/.venv/bin/", "").replace(str(folder), "~/sparks")
+    return text.replace(str(CHECKOUT), "~/dgx-spark-deploy")
 
 
 def faster(lines: list[str]) -> Iterator[str]:
@@ -169,7 +176,7 @@ def _shown(text: str) -> None:
 
 
 def _types(*words: str) -> int:
-    _shown(f"\x1b[1;32m$\x1b[0m spark-deploy {shlex.join(words)}\n")
+    _shown(f"\x1b[1m$\x1b[0m spark-deploy {shlex.join(words)}\n")
     time.sleep(1)
     done = subprocess.run([*_ours(), *words], stdin=subprocess.DEVNULL, check=False)
     _shown("\n")
