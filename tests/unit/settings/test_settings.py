@@ -249,6 +249,16 @@ WRONG = {
         "/vllm-workspace/...",
     ),
     "infinite": ("memory: {total_gib: .inf}", "memory.total_gib: inf is no number", "finite"),
+    "too large a float": (
+        "memory: {total_gib: 1.0e+300}",
+        "memory.total_gib: is a number too",
+        "below",
+    ),
+    "too large a whole number": (
+        f"engine: {{options: {{seed: {2**63}}}}}",
+        "seed: is a number",
+        "below",
+    ),
     "not a number": ("engine: {memory_fraction: .nan}", "memory_fraction: nan is no", "finite"),
     "not a number for the engine": ("engine: {options: {seed: .nan}}", "seed: nan is no", "finite"),
     "a date": ("profile: 2026-01-31", "2026-01-31 is a date", 'quotes: "2026-01-31"'),
