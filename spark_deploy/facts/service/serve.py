@@ -37,6 +37,11 @@ class HostStatus:
         found = self.told.releases if self.told else ()
         return next((one for one in found if one.name == name), None)
 
+    def left_failed(self, release: str) -> bool:
+        """Whether the last change to a release ended as a failed unit."""
+        found = self.release(release)
+        return found is not None and found.change_failed
+
     def live(self, release: str) -> status.Live | None:
         """Return the outcome of one completion through the running engine."""
         told = (self.told.live, *self.told.more_live) if self.told else ()

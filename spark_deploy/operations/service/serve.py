@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 from spark_contract.host import tool
+from spark_contract.host.units import SWITCH
 from spark_contract.serving.release import Release
 
 from spark_deploy.facts.memo import read, read_now
@@ -92,6 +93,11 @@ def rolled_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ())
     if now != plan:
         log_once(f"serves {now.name} by its schedule; {plan.name} has its time, too")
         host.noop(f"{now.name} is served by its schedule")
+        return
+    if status.left_failed(plan.name) and not status.unproven(plan.service, plan.name):
+        # Its process was killed after the proof: nothing is left to change, but to say so.
+        log_once(f"the change to {plan.name} was ended by force, and it is proven all the same")
+        yield f"systemctl reset-failed {SWITCH.of(plan.name)}"
         return
     why = _needed(plan, status)
     if not why:

@@ -52,6 +52,13 @@ def test_a_release_is_told_with_how_it_runs_and_what_its_proof_is_worth(host: Ho
     assert told(ActiveState="failed").release(RELEASE).unproven == "not running"
 
 
+def test_a_change_that_was_ended_by_force_is_told_of_its_release_alone(host: Host, told) -> None:
+    host.release()
+    assert not told().left_failed(RELEASE)
+    assert told(ActiveState="failed").left_failed(RELEASE)
+    assert not told(ActiveState="failed").left_failed(OTHER)
+
+
 def test_a_service_is_told_with_its_way_back_and_its_events(host: Host, told) -> None:
     release, here = host.release(), host.here
     here.disk.write(here.paths.good("main"), Good(RELEASE, (OTHER,), "then"))

@@ -193,6 +193,21 @@ def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() ->
     assert f"group_vars say {RELEASE}" in host.logs[0]
 
 
+def test_a_change_ended_by_force_after_its_proof_leaves_no_failed_unit() -> None:
+    [release] = RIGHT["releases"]
+    host = Answering(Status=told({**RIGHT, "releases": [{**release, "change_failed": True}]}))
+    assert outcome(host, serve.rolled_out, plan(), 60) == [
+        f"systemctl reset-failed spark-switch@{RELEASE}.service"
+    ]
+    down = {**RIGHT["services"]["main"], "active": None}
+    host = Answering(
+        Status=told(
+            {**RIGHT, "releases": [{**release, "change_failed": True}], "services": {"main": down}}
+        )
+    )
+    assert outcome(host, serve.rolled_out, plan(), 60) == [f"change_now({RELEASE}, 60)"]
+
+
 OTHER = "main-aaaaaaaaaaaa"
 
 

@@ -24,6 +24,8 @@ class ReleaseState:
     proof: Proof | None
     unproven: str | None  # why the proof does not cover what runs now
     speed: tuple[str, ...]  # what was measured, in sentences
+    # The last change to it ended as a failed unit, whatever has become of the release since.
+    change_failed: bool = field(default=False, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import time
 
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
-from spark_contract.host.units import GATEWAY, MAIN_SERVICE
+from spark_contract.host.units import GATEWAY, MAIN_SERVICE, SWITCH
 from spark_contract.serving.records import DailyLook, Stopped
 from spark_contract.serving.release import Release
 from spark_contract.serving.status import (
@@ -39,7 +39,10 @@ def status(paths: Paths, live: bool) -> Status:
     known = [release for name in stored.names(paths) if (release := host.release(name))]
     services = sorted({release.service for release in known} | _marked(paths))
     # One question for all units: a call of systemctl each would cost more than all the rest.
-    asked = [*(r.serve_unit for r in known), *(GATEWAY.of(service) for service in services)]
+    asked = [
+        *(unit for r in known for unit in (r.serve_unit, SWITCH.of(r.name))),
+        *(GATEWAY.of(service) for service in services),
+    ]
     units = systemd.show(asked, ["ActiveState", "InvocationID", "NRestarts"])
     versions, free = proof.versions(), memory.meminfo()
     digests = jobs.all_digests(paths)
@@ -88,6 +91,7 @@ def _release(
         proof=found,
         unproven=why,
         speed=tuple(measure.sentences(found.bench)) if found and found.bench else (),
+        change_failed=units.get(SWITCH.of(release.name), {}).get("ActiveState") == "failed",
     )
 
 
