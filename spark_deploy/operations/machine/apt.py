@@ -216,11 +216,20 @@ def _update(host: Host) -> None:
             host.log(f"apt-get update: {line}")
 
 
-def update_script(limit_s: int = _UPDATE_S) -> str:
-    """Return what refreshes the lists; what does not end is ended, and the old ones are used."""
+_LISTS = "/var/lib/apt/lists"
+
+
+def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
+    """Return what refreshes the lists; what does not end is ended, and the old ones are used.
+
+    apt does not sync what it fetched: a power cut leaves lists of no length, with a date by which
+    the repository says that they are current. Empty ones are dropped first, new ones are synced.
+    """
+    files = f"find {lists} -maxdepth 1 -type f ! -name lock"
     return (
-        f"timeout -k 10 {limit_s} {_APT} update 2>&1; "
-        f'case $? in 124 | 137) echo "E: it did not end within {limit_s} s" ;; esac'
+        f"{files} -empty -delete; timeout -k 10 {limit_s} {_APT} update 2>&1; "
+        f'case $? in 124 | 137) echo "E: it did not end within {limit_s} s" ;; esac; '
+        f"{files} -exec sync {{}} + || :"
     )
 
 

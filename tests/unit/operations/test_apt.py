@@ -172,11 +172,31 @@ def test_lists_that_cannot_be_had_hold_no_run_up_for_ever(
     (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{apt_get}\n")
     (tmp_path / "apt-get").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    done = subprocess.run(
-        ["sh", "-c", apt.update_script(1)], capture_output=True, text=True, timeout=30, check=False
-    )
+    done = refreshed(tmp_path)
     assert done.returncode == 0
     assert done.stdout.startswith(said)
+
+
+def refreshed(lists: Path) -> subprocess.CompletedProcess[str]:
+    script = apt.update_script(1, str(lists))
+    return subprocess.run(
+        ["sh", "-c", script], capture_output=True, text=True, timeout=30, check=False
+    )
+
+
+def test_lists_that_a_power_cut_left_empty_are_fetched_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Seen in the lab: apt took an empty list for current and did not know the package.
+    lists = tmp_path / "lists"
+    (lists / "partial").mkdir(parents=True)
+    for name in ("lock", "torn_Packages", "whole_Packages", "partial/begun"):
+        (lists / name).write_text("Package: a\n" if name.startswith("whole") else "")
+    (tmp_path / "apt-get").write_text(f"#!/bin/sh\nls {lists}\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert refreshed(lists).stdout.split() == ["lock", "partial", "whole_Packages"]
+    assert (lists / "partial/begun").exists()
 
 
 def test_a_repository_that_answers_503_is_asked_again_at_once() -> None:
