@@ -32,7 +32,7 @@ def run(options: Options) -> int:
     if options.ladder:
         code, results = ladder.climb(options, lambda one: _one(one, options, out)[0])
         return _written(options, results, out, "ladder") or code if results else code
-    for one in listed(options):
+    for one in listed(options, judged=False):
         result, name = _one(one, options, out)
         _written(options, [result], out, name)
     return 0
@@ -107,7 +107,11 @@ def _submit(one: Listed, release: Release, result: BenchResult, files: Path, raw
     """Write what Spark Arena and NVIDIA take, where figures of theirs were measured."""
     if not result.cells and not result.loads:
         return
-    plan = planned(one)
+    try:
+        plan = planned(one)
+    except SparkError as error:
+        say(f"{one.name}: no folder for others: {error.problems[0].line}")
+        return
     mine = next((s for s in plan.served if s.serve.name == release.name), None)
     if mine is None:
         say(f"{one.name}: what serves is not what the settings say: no folder for others")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,27 @@ class Listed:
     # By lock file: what hub and registries said already, for all hosts of the command.
     looked_up: dict[Path, Lock] = field(default_factory=dict)
 
+    def serving(self, model: str, profile: str) -> Listed:
+        """Return the host as it would be with this pair, and none to have ready beside it."""
+        own = replace(
+            self.settings.settings, model=model, profile=profile, keep_ready=(), schedule=()
+        )
+        return replace(self, settings=replace(self.settings, settings=own))
 
-def listed(options: Options) -> list[Listed]:
-    """Return the hosts that the command line names."""
+
+def listed(options: Options, *, judged: bool = True) -> list[Listed]:
+    """Return the hosts that the command line names.
+
+    With ``judged=False`` they may choose what cannot be served: for commands that do not serve it.
+    """
     path = inventory_of(options)
     data = list(options.data)
     data += [
         f"{key}={getattr(options, key)}" for key in ("model", "profile") if getattr(options, key)
     ]
-    found = read_inventory(path, data=data, limit=options.limit, exclude=options.exclude)
+    found = read_inventory(
+        path, data=data, limit=options.limit, exclude=options.exclude, judged=judged
+    )
     looked_up: dict[Path, Lock] = {}
     return [
         Listed(name, more, more[KEY].found, more[KEY].catalog, looked_up)
@@ -68,7 +80,7 @@ def listed(options: Options) -> list[Listed]:
 
 def every_name(options: Options) -> list[str]:
     """Return the names of all hosts of the inventory, those that were not chosen as well."""
-    return list(read_inventory(inventory_of(options), data=list(options.data)))
+    return list(read_inventory(inventory_of(options), data=list(options.data), judged=False))
 
 
 def inventory_of(options: Options) -> Path:

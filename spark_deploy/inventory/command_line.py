@@ -15,6 +15,21 @@ import click
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import Problem, SettingsError
 
+# Deploys that make no plan: what hosts are to serve need not be possible for them.
+_PLAN_NOTHING = {"rollback.py", "rotate_key.py", "unbootstrap.py", "uninstall.py"}
+
+
+def plans(deploy: str) -> bool:
+    """Whether a deploy, by its file, makes hosts serve what the settings choose."""
+    place = Path(deploy)
+    return place.parent.name != "deploys" or place.name not in _PLAN_NOTHING
+
+
+def judges(arguments: Mapping[str, Any]) -> bool:
+    """Whether choices that cannot be served are refused: where a plan may be made of them."""
+    operations: Sequence[str] = arguments.get("operations") or []
+    return bool(arguments.get("judged", plans(operations[0] if operations else "")))
+
 
 def command_line() -> dict[str, Any]:
     """Return the command line of pyinfra or of `spark-deploy`; empty when used from elsewhere."""

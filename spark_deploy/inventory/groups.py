@@ -11,7 +11,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from spark_deploy.inventory.clusters import cluster_problems, knowing_addresses,
 from spark_deploy.inventory.command_line import (
     check_patterns,
     command_line,
+    judges,
     overrides,
 )
 from spark_deploy.inventory.contact.hearing import listen_carefully
@@ -75,14 +76,15 @@ def groups_from(
     if wrong := list(host_problems(groups, file=file)):
         raise SettingsError(wrong)
     check_patterns(arguments, groups, Path(file).stem)
-    found = _loaded(groups, file, overrides(arguments), generated)
+    judged = judges(arguments)
+    found = _loaded(groups, file, overrides(arguments), generated, judged=judged)
     extra = host_data or {}
     found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
     found = knowing_addresses(found)
     _check_canaries(found)
     root = vars_root(file)
     catalog = _of_this_run(f"catalog of {root}", functools.partial(read_catalog, own=root))
-    _check_pairs(found, catalog)
+    refuse_together(found, catalog, judged=found if judged else ())
     if arguments:
         signal.signal(signal.SIGINT, _stop)
     data = {
@@ -101,13 +103,15 @@ def _loaded(
     file: str,
     chosen: Mapping[str, Any],
     generated: Mapping[str, Any] | None,
+    *,
+    judged: bool,
 ) -> dict[str, HostSettings]:
     """Return the settings of all hosts; files that nobody reads are told with their mistakes."""
     root = vars_root(file)
     problems = list(stray_files(groups, root=root, file=file))
     found: dict[str, HostSettings] = {}
     try:
-        found = load_hosts(groups, root=root, overrides=chosen, generated=generated)
+        found = load_hosts(groups, root=root, overrides=chosen, generated=generated, judged=judged)
     except SettingsError as error:
         problems += error.problems
     if problems:
@@ -213,11 +217,17 @@ def _check_canaries(found: Mapping[str, HostSettings]) -> None:
         raise SettingsError(problems)
 
 
-def _check_pairs(found: Mapping[str, HostSettings], catalog: Catalog) -> None:
-    """Refuse settings that cannot work together, for all hosts at once."""
+def refuse_together(
+    found: Mapping[str, HostSettings], catalog: Catalog, *, judged: Collection[str]
+) -> None:
+    """Refuse settings that cannot work together, for all hosts at once.
+
+    Of those in ``judged`` it is refused as well what cannot be served.
+    """
     problems = [*cluster_problems(found), *replica_problems(found)]
     for host in found.values():
-        problems += problems_of(host.settings, catalog, supported_engines())
+        if host.host in judged:
+            problems += problems_of(host.settings, catalog, supported_engines())
         problems += check_gateway(gateway_plan(host.settings, host.host))
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))

@@ -23,17 +23,21 @@ def read_inventory(
     data: Sequence[str] = (),
     limit: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    judged: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Run an inventory file outside pyinfra and return pyinfra's data of each chosen host.
 
     Plain inventories of pyinfra, lists of names without ``group_from``, get their settings here.
+    With ``judged=False`` hosts may choose what cannot be served: nothing is planned from it.
     """
     listed = _hosts_of_text(str(path)) if not path.exists() else None
     if listed is None and not path.is_file():
         raise no_inventory(str(path))
     # What pyinfra would have been called with; inventory files look nowhere else.
     with click.Context(click.Command("spark-deploy")) as context:
-        context.params.update(inventory=str(path), data=data, limit=limit, exclude=exclude)
+        context.params.update(
+            inventory=str(path), data=data, limit=limit, exclude=exclude, judged=judged
+        )
         groups = _with_settings({"hosts": listed} if listed else _run(path), path)
     hosts = {host: more for members, _ in groups.values() for host, more in members}
     if not hosts:

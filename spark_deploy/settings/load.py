@@ -60,6 +60,7 @@ def load_hosts(
     overrides: Mapping[str, Any] | None = None,
     generated: Mapping[str, Any] | None = None,
     checkout: Path = CHECKOUT,
+    judged: bool = True,
 ) -> dict[str, HostSettings]:
     """Return the settings of every host, or raise one error with all mistakes.
 
@@ -69,6 +70,7 @@ def load_hosts(
         overrides: ``--data`` of the command line, dotted keys allowed.
         generated: what an inventory works out itself; ranks between group and host files.
         checkout: where the defaults, the schema and the catalog lie.
+        judged: whether models and profiles must be in a catalog.
     """
     problems: list[Problem] = []
     common = _common_layers(root, checkout, problems)
@@ -86,7 +88,7 @@ def load_hosts(
             host_file = root / "host_vars" / f"{name}.yml"
             one = _file_layer(host_file, root, checkout, problems)
             layers = [*common, *middle, *own, *one, *last]
-            found[host] = _host_settings(host, group, root, layers, checkout, problems)
+            found[host] = _host_settings(host, group, root, layers, checkout, problems, judged)
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))
     return found
@@ -146,6 +148,7 @@ def _host_settings(
     layers: Sequence[Layer],
     checkout: Path,
     problems: list[Problem],
+    judged: bool,
 ) -> HostSettings:
     data: dict[str, Any] = {}
     for layer in layers:
@@ -170,7 +173,7 @@ def _host_settings(
         catalog = functools.partial(catalog_names, checkout=checkout, own=root)
         found = [
             Problem(f"{where(one.set_by or one.key)}: {dotted(one.key)}", one.what, one.fix)
-            for one in settings.broken(catalog)
+            for one in (*(settings.unknown_names(catalog) if judged else ()), *settings.broken())
         ]
         settings = _alone_unless_named(settings, host)
     if not found:

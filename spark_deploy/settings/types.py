@@ -279,8 +279,8 @@ class Settings:
             fix = "add a time for it, or make the pair of another time the model and profile"
             yield Broken(("schedule",), what, fix)
 
-    def broken(self, catalog: Callable[[str], Sequence[str]]) -> Iterator[Broken]:
-        """Yield every broken rule of all sections.
+    def unknown_names(self, catalog: Callable[[str], Sequence[str]]) -> Iterator[Broken]:
+        """Yield every model and profile that is in no catalog.
 
         Args:
             catalog: returns the names there are of ``models`` or ``profiles``.
@@ -300,6 +300,9 @@ class Settings:
                         f"'{name}' is not a {key} (known: {', '.join(known)})",
                         f"did you mean {guess}?" if guess else fix,
                     )
+
+    def broken(self) -> Iterator[Broken]:
+        """Yield every broken rule of all sections."""
         yield from self._unready_times()
         for role in ("cuda", "docker"):
             for name in getattr(self, role).repositories:

@@ -30,10 +30,10 @@ _PROFILE = "plain"
 
 def run(options: Options) -> int:
     """Write the file, check it as every file is, and print its plan and what is open."""
-    # For the new model; what hosts serve now is looked at as it is.
-    profile, options.profile = options.profile or _PROFILE, None
+    # For the new model; what hosts serve now need not go with it, nor be possible at all.
+    profile, options.model, options.profile = options.profile or _PROFILE, None, None
     # Hosts of an inventory may differ in hub and folder: the first one's count.
-    host = listed(options)[0]
+    host = listed(options, judged=False)[0]
     data = _file(options.place)
     if data is not None and is_shared(data):
         shared = read(data, options.place)
@@ -52,9 +52,8 @@ def _planned(
     options: Options, model: str, profile: str, still_open: Iterable[str], repository: str
 ) -> int:
     """Print the plan of the new file and what is open."""
-    options.model, options.profile = model, profile
     try:
-        after = listed(options)[0]
+        after = listed(options, judged=False)[0].serving(model, profile)
         plan = planned(after)
         print("\n".join(lines(plan, *pair_of(after.settings.settings, after.catalog))))
     except SparkError as error:
@@ -66,8 +65,7 @@ def _planned(
         print(f"  OPEN        {what}")
     print(f"  UNPROVEN    nobody here ran {repository}; the first deploy asks it and says so")
     if options.use:
-        choice = f"{model}/{profile}"
-        chosen = {"choice": choice, "model": None, "profile": None, "dry": False, "json": False}
+        chosen = {"choice": f"{model}/{profile}", "dry": False, "json": False}
         return use.run(Options(**{**vars(options), **chosen}))
     print(f"  NEXT        spark-deploy use {model}/{profile}; then spark-deploy up")
     return 0

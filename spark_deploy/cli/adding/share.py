@@ -22,9 +22,8 @@ from spark_deploy.planning.types import HostPlan
 
 def run(options: Options) -> int:
     """Write the file and say what is in it."""
-    hosts = listed(options)
-    options.model, options.profile = _pair(options.choice, hosts[0])
-    host = listed(options)[0]
+    hosts = listed(options, judged=False)
+    host = hosts[0].serving(*_pair(options.choice, hosts[0]))
     plan = planned(host)
     proof = None if options.unasked else _proof(hosts, plan)
     shared = _shared(host, plan, proof)

@@ -19,6 +19,7 @@ from spark_deploy.cli.changes.screen import watch
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import inventory_of, listed
 from spark_deploy.errors import SparkError
+from spark_deploy.inventory.command_line import plans
 
 # Deploys by command, and the settings that options of the command stand for.
 DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -54,7 +55,8 @@ def run(options: Options) -> int:
     Raises:
         SparkError: the inventory, or a host that is named, is not there; or nobody can agree.
     """
-    hosts = [host.name for host in listed(options)]
+    judged = plans(DEPLOYS[options.command][0])
+    hosts = [host.name for host in listed(options, judged=judged)]
     if options.dry or options.json:
         flags = ["--dry"] if options.dry else ["-y"] if options.yes else []
         words = line(options.command, options, hosts, flags + ["--json"] * options.json)

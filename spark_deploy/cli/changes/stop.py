@@ -30,7 +30,7 @@ def run(options: Options) -> int:
     rest = ["--by", by] if options.command == "stop" else []
     if options.command == "stop" and options.period:
         rest += ["--for", str(_seconds(options.period))]
-    hosts = listed(options)
+    hosts = listed(options, judged=False)
     if options.service in (None, MAIN_SERVICE):
         _refuse_half_a_cluster(hosts, options.command)
     orders = {

@@ -6,17 +6,19 @@ Nothing is kept beside those files: what a deploy does can be read in them befor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 from spark_contract import files
 
+from spark_deploy.catalog.types import Catalog
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, say
-from spark_deploy.documents.schema_check import closest
-from spark_deploy.errors import SparkError
+from spark_deploy.documents.schema_check import closest, dotted
+from spark_deploy.errors import Problem, SettingsError, SparkError
+from spark_deploy.inventory.groups import refuse_together
 from spark_deploy.settings.load import HostSettings
 
 _KEYS = ("model", "profile")
@@ -35,13 +37,18 @@ class Edit:
 
 def run(options: Options) -> int:
     """Write the choice for the chosen hosts; hosts themselves are not touched."""
-    now, every = listed(options), listed(Options(**{**vars(options), "limit": (), "exclude": ()}))
+    # What is to be replaced may be what cannot be served.
+    now = listed(options, judged=False)
+    every = listed(Options(**{**vars(options), "limit": (), "exclude": ()}), judged=False)
     model, profile = _meant(options.choice, now)
-    # Refused here, with the reason, is what could not be served: nothing is written then.
-    wanted = {**vars(options), "model": model, "profile": profile}
-    listed(Options(**wanted))
+    wanted = {"model": model, "profile": profile}
     chosen = {host.name for host in now}
-    edits = list(_edits(now, every, chosen, {"model": model, "profile": profile}))
+    after = {
+        host.name: _with(host, model, profile) if host.name in chosen else host.settings
+        for host in every
+    }
+    _refuse(after, chosen, now[0].catalog)
+    edits = list(_edits(now, every, chosen, wanted))
     for file in dict.fromkeys(edit.file for edit in edits):
         _write(file, [edit for edit in edits if edit.file == file], dry=options.dry)
     answer(options, edits, (_lines(edit) for edit in edits))
@@ -50,6 +57,28 @@ def run(options: Options) -> int:
     elif not options.dry:
         say(f"now make it so: spark-deploy up {' '.join(sorted(chosen))}")
     return 0
+
+
+def _with(host: Listed, model: str | None, profile: str | None) -> HostSettings:
+    own = host.settings.settings
+    chosen = replace(own, model=model or own.model, profile=profile or own.profile)
+    return replace(host.settings, settings=chosen)
+
+
+def _refuse(after: Mapping[str, HostSettings], chosen: set[str], catalog: Catalog) -> None:
+    """Refuse, with every reason, what the chosen hosts could not serve; nothing is written then.
+
+    What the other hosts choose is left for them.
+    """
+    problems = [
+        Problem(f"{name}: {dotted(one.key)}", one.what, one.fix)
+        for name, found in after.items()
+        if name in chosen
+        for one in found.settings.broken()
+    ]
+    if problems:
+        raise SettingsError(problems)
+    refuse_together(after, catalog, judged=chosen)
 
 
 def _meant(choice: str, hosts: Sequence[Listed]) -> tuple[str | None, str | None]:

@@ -42,7 +42,7 @@ def run(options: Options) -> int:
     Raises:
         SparkError: a client is to be told of several hosts, or a tunnel ended.
     """
-    hosts = _answering(listed(options), options.service)
+    hosts = _answering(listed(options, judged=False), options.service)
     tailnet = _tailnet_addresses(hosts)
     places = {name: place for place, name in enumerate(every_name(options))}
     found = [

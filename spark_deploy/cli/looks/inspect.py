@@ -18,7 +18,7 @@ from spark_deploy.planning.work.checkpoint import exact_sets
 def run(options: Options) -> int:
     """Print what the headers of a repository say; no byte of its weights is read."""
     # Hosts of an inventory may differ in hub and catalog: the first one's are asked.
-    host = listed(options)[0]
+    host = listed(options, judged=False)[0]
     with workplace(host.settings.settings.hub) as builder:
         words = ["--json"] if options.json else []
         for model in host.catalog.models.values():

@@ -37,7 +37,7 @@ class Line:
 
 def run(options: Options) -> int:
     """Print the journals of the chosen hosts, merged by time; 1 when one could not be read."""
-    logins = [login_of(one) for one in listed(options)]
+    logins = [login_of(one) for one in listed(options, judged=False)]
     script = journal(options.lines, follow=options.follow)
     readers = [
         (login.name, subprocess.Popen(

@@ -20,7 +20,7 @@ def run(options: Options) -> int:
     """Print what is ours on the chosen hosts; 1 when one gave no answer."""
     if options.planned:
         return _planned(options)
-    answers = look(listed(options), _ask)
+    answers = look(listed(options, judged=False), _ask)
     found = [{**plain_answer(one), **(plain(one.value) if one.value else {})} for one in answers]
     answer(options, found, (_shown(one) for one in answers))
     return 0 if all(one.value is not None for one in answers) else 1

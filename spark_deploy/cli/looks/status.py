@@ -15,6 +15,7 @@ from spark_contract.serving.status import ReleaseState, Status
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer
+from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.facts.service.serve import Status as StatusFact
 from spark_deploy.lockfile.file import read_lock
@@ -27,7 +28,7 @@ from spark_deploy.planning.work.jobs import jobs_of
 
 def run(options: Options) -> int:
     """Print the state of the chosen hosts; 1 when one does not provably serve its plan."""
-    answers = look(listed(options), _ask)
+    answers = look(listed(options, judged=False), _ask)
     found = [summary_of(one) for one in answers]
     answer(options, found, map(lines, found), between="\n")
     return 0 if all(one["reachable"] and not one["drift"] for one in found) else 1
@@ -43,10 +44,10 @@ def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:
     status = said.value
     if status is None:
         return {**plain_answer(said), "drift": said.problem}
-    plan = _plan(said.host)
+    plan, unplanned = _plan(said.host)
     scheduled = [one.release for one in plan.schedule] if plan else []
     wanted = status.due(plan.serve, scheduled).name if plan else None
-    drift = status.unproven(MAIN_SERVICE, wanted) if wanted else "the plan is not locked yet"
+    drift = status.unproven(MAIN_SERVICE, wanted) if wanted else unplanned
     beside = _beside(plan, status)
     found = {**plain_answer(said), "installed": status.installed, "planned": wanted}
     found |= {
@@ -128,12 +129,15 @@ def _proof_of(release: ReleaseState) -> dict[str, Any]:
     return {**proof, **worth, "speed": list(release.speed)}
 
 
-def _plan(host: Listed) -> HostPlan | None:
-    """Return what the settings ask for; ``None`` while names are not locked."""
+def _plan(host: Listed) -> tuple[HostPlan | None, str]:
+    """Return what the settings ask for, or why there is no plan."""
     lock = read_lock(host.settings.lock_path)
-    if wanted_by(host.settings.settings, host.catalog).missing_in(lock).names:
-        return None
-    return planned(host)
+    try:
+        if wanted_by(host.settings.settings, host.catalog).missing_in(lock).names:
+            return None, "the plan is not locked yet"
+        return planned(host), ""
+    except SparkError as error:
+        return None, f"what the settings choose cannot be served: {error.problems[0].line}"
 
 
 def _readiness(plan: HostPlan, status: HostStatus) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ def run(options: Options) -> int:
     """Show the chosen hosts until somebody ends it; 1 when one could not be asked."""
     followed = {
         _title(one.name, service): (login_of(one), service)
-        for one in listed(options)
+        for one in listed(options, judged=False)
         for service in chosen_services(one, options.service)
     }
     seen: dict[str, list[Look]] = {title: [] for title in followed}

@@ -6,6 +6,7 @@ keeps whatever amount a host sends in memory, and with ``-v`` prints it to the o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from queue import Queue
 from typing import Any
@@ -67,3 +68,5 @@ def _close(io: Any) -> None:
 def listen_carefully() -> None:
     """Have all output of hosts come in through here, from now on."""
     util.read_buffer = read_buffer
+    # Why a connection failed is raised as well, and said in one line.
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL)

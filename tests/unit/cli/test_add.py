@@ -207,3 +207,37 @@ def test_it_chooses_what_it_wrote_when_it_is_told_to(hub: Hub, site: Path) -> No
     chosen = yaml.safe_load(settings.read_text())
     assert (chosen["model"], chosen["profile"]) == ("new", "plain")
     assert chosen["hub"]["endpoint"] == hub.url
+
+
+IMPOSSIBLE = {
+    "that fits on no host": "model: qwen3.5-397b\n",
+    "that is in no catalog": "model: nobody-has-this\nprofile: nor-this\n",
+    "of a profile with another model": "profile: plain\n",
+}
+
+
+@pytest.mark.parametrize("present", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_choice_that_cannot_be_served_is_replaced_by_what_is_added(
+    hub: Hub, site: Path, present: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(hub, "org/new", CONFIG, tokenizer_config__json={"chat_template": "{{ messages }}"})
+    settings = site / "group_vars/spark.yml"
+    settings.write_text(settings.read_text() + present)
+    assert add(site, "org/new", "--use") == 0, capsys.readouterr().err
+    chosen = yaml.safe_load(settings.read_text())
+    assert (chosen["model"], chosen["profile"]) == ("new", "plain")
+
+
+def test_what_else_a_host_has_ready_or_changes_to_at_night_is_no_part_of_a_new_model(
+    hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(hub, "org/new", CONFIG, tokenizer_config__json={"chat_template": "{{ messages }}"})
+    settings = site / "group_vars/spark.yml"
+    night = "[{at: '20:00', model: qwen3.5-122b, profile: v2}]"
+    settings.write_text(f"{settings.read_text()}schedule: {night}\n")
+    assert add(site, "org/new") == 0
+    # To serve it is another matter: no time of the schedule would lead back to it.
+    before = settings.read_text()
+    assert add(site, "org/new", "--use", "--force") == 1
+    assert "no time leads back to new with plain" in capsys.readouterr().err
+    assert settings.read_text() == before

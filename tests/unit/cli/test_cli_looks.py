@@ -252,3 +252,12 @@ def test_connect_gives_each_host_of_an_inventory_a_port_of_its_own_here(tmp_path
     assert "http://127.0.0.1:8002/v1/chat/completions" in one.example
     network = connection_of(listed(tmp_path, **{"serve.expose": "lan"}), place=2)
     assert network.base_url == "http://10.0.0.9:8000/v1"
+
+
+def test_what_a_host_serves_is_shown_when_what_it_is_to_serve_is_impossible(tmp_path):
+    """Nobody has to mend a choice before looking."""
+    host = listed(tmp_path).serving("nobody-has-this", "v2")
+    text = "\n".join(status_lines(summary_of(Answer(host, told(document())))))
+    assert f"lab-stub with v2 as lab-model ({RELEASE})" in text
+    assert "what the settings choose cannot be served: " in text
+    assert "nobody-has-this" in text

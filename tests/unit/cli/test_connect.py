@@ -96,3 +96,9 @@ def wait(done) -> None:
             return
         time.sleep(0.1)
     raise AssertionError("not in time")
+
+
+def test_whom_to_talk_to_does_not_hang_on_a_choice_that_can_be_served(site: Path) -> None:
+    (site / "group_vars/spark.yml").write_text("model: qwen3.5-397b\n")
+    assert main(["plan", "--estimate"]) == 1
+    assert main(["connect", "spark-1", "--for", "env"]) == 0

@@ -82,3 +82,29 @@ def test_a_file_in_another_form_is_left_alone_and_the_owner_is_told_what_to_writ
     assert main(["use", "agent"]) == 1
     assert "write profile: agent into it" in capsys.readouterr().err
     assert (site / "group_vars/all.yml").read_text() == text
+
+
+@pytest.mark.parametrize("present", ["qwen3.5-397b", "nobody-has-this"])
+def test_a_choice_that_cannot_be_served_can_be_replaced(site, present):
+    (site / "group_vars/all.yml").write_text(ALL.replace("qwen3.5-35b ", f"{present} "))
+    assert main(["use", "qwen3.5-122b"]) == 0
+    assert "model: qwen3.5-122b " in (site / "group_vars/all.yml").read_text()
+
+
+def test_what_hosts_choose_that_were_not_named_is_left_for_them(site, capsys):
+    (site / "host_vars").mkdir()
+    (site / "host_vars/a.yml").write_text("model: qwen3.5-397b\n")
+    assert main(["use", "agent", "b"]) == 0
+    capsys.readouterr()
+    # Of the host that is named it is refused.
+    assert main(["use", "agent", "a"]) == 1
+    assert "does not fit" in capsys.readouterr().err
+
+
+def test_a_choice_that_breaks_a_rule_between_settings_is_refused_for_its_host(site, capsys):
+    night = "schedule: [{at: '20:00', model: qwen3.5-35b, profile: v2}]\n"
+    (site / "host_vars").mkdir()
+    (site / "host_vars/b.yml").write_text(night)
+    assert main(["use", "agent", "a"]) == 0
+    assert main(["use", "agent", "b"]) == 1
+    assert "b: schedule: no time leads back to qwen3.5-35b with agent" in capsys.readouterr().err

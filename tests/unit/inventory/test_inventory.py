@@ -1,11 +1,13 @@
 """Inventories through pyinfra itself: nothing here gets a connection."""
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,34 @@ def test_a_pair_that_cannot_work_is_refused_before_connecting(foreign):
     assert tried.returncode == 1
     assert "Connecting to hosts" in tried.stderr
     assert "Could not connect" in tried.stderr
+
+
+@pytest.mark.parametrize("name", ["rollback", "rotate_key", "unbootstrap", "uninstall"])
+def test_a_deploy_that_serves_nothing_asks_nobody_what_could_be_served(foreign, name):
+    """Else a slip in the choice would hold back the way to the release before."""
+    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["127.0.0.1"]))
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        port = f"ssh.port={host.getsockname()[1]}"
+    wrong = ("--data", port, "--data", "model=qwen3.5-397b", "-y")
+    tried = pyinfra(foreign, *wrong, what=str(CHECKOUT / f"deploys/{name}.py"))
+    assert "does not fit" not in tried.stderr
+    assert "Could not connect" in tried.stderr
+
+
+def test_a_peer_that_hangs_up_is_one_line_and_no_traceback(foreign):
+    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["127.0.0.1"]))
+
+    def hang_up(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        threading.Thread(target=hang_up, args=(host,), daemon=True).start()
+        port = f"ssh.port={host.getsockname()[1]}"
+        tried = pyinfra(foreign, "--data", port, "-y", what=str(CHECKOUT / "deploy.py"))
+    assert "[127.0.0.1] SSH error" in tried.stderr
+    assert "Traceback" not in tried.stderr
 
 
 def test_the_inventory_of_the_checkout_works_from_any_folder(tmp_path):
