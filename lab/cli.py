@@ -16,6 +16,7 @@ from lab.errors import LabError
 from lab.guest import Guest
 from lab.hub import server as hub_server
 from lab.paths import APT_PORT, CDN_PORT, HOST_IP, HUB_PORT, USER, LabPaths, guest_names, lab_paths
+from lab.room import held_bytes
 from lab.webserver import serve_files
 
 
@@ -64,10 +65,11 @@ def _down(paths: LabPaths, options: argparse.Namespace) -> int:
 
 def _purge(paths: LabPaths) -> None:
     """Give back what the lab has on the disk; nothing of it is mounted any more."""
-    held = sum(file.lstat().st_blocks * 512 for file in paths.state.rglob("*"))
+    held = held_bytes([paths.state])
     shutil.rmtree(paths.state)
     print(f"{held / 1e9:.1f} GB given back: {paths.state} is gone")
-    print("what stays: .venv of this checkout, and Debian packages that the lab installed")
+    print("what stays: .venv of this checkout, what pip keeps of its downloads, and Debian packages"
+          " that the lab installed")  # fmt: skip
 
 
 def _status(paths: LabPaths, options: argparse.Namespace) -> int:
@@ -124,7 +126,7 @@ def _break(paths: LabPaths, options: argparse.Namespace) -> int:
 
 def _demo(paths: LabPaths, options: argparse.Namespace) -> int:
     if not options.said:
-        demo.say_what_it_takes(paths.state, options.engine)
+        demo.say_what_it_takes(paths, options.engine)
     if options.say:
         return 0
     names = list(demo.HOSTS)

@@ -14,12 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lab import bad_switch, cgroup
+from lab import bad_switch, cgroup, room
+from lab.distribution import missing_packages
 from lab.errors import LabError
+from lab.paths import LabPaths
+from lab.room import Part
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 INVENTORY = "inventory/lab.py"
@@ -27,8 +30,6 @@ HOSTS = ("lab-1", "lab-2")
 # The lab may know others, from what was tried before; they may be down.
 _LIMITS = [word for name in HOSTS for word in ("--limit", name)]
 QUESTION = bad_switch.QUESTION
-# Measured from nothing: what the lab's folder holds at the end, and the environment beside it.
-_NEEDED_BYTES = {"stub": 4_500_000_000, "cpu": 18_000_000_000}
 _MINUTES = {"stub": "2 to 5", "cpu": "6 to 15"}
 
 T = TypeVar("T")
@@ -167,25 +168,45 @@ def _again(model: list[str]) -> int:
     return sum(1 for operation in operations if operation["success"] or operation["error"])
 
 
-def say_what_it_takes(state_dir: Path, engine: str) -> None:
+def say_what_it_takes(paths: LabPaths, engine: str) -> None:
     """Say before anything is done what comes onto this machine, and refuse a disk that is full."""
-    needed, there = _NEEDED_BYTES[engine], state_dir if state_dir.exists() else Path("/")
-    held = sum(file.lstat().st_blocks * 512 for file in state_dir.rglob("*"))
-    free = shutil.disk_usage(there).free
+    found = room.parts(paths, CHECKOUT, HOSTS, engine)
+    stays = sum(part.size_bytes for part in found if not part.passing)
+    to_come = sum(part.to_come_bytes for part in found)
+    missing = " ".join(missing_packages())
     print(
         f"This makes two virtual hosts with systemd, Docker and "
-        f"{'the real vLLM on the CPU' if engine == 'cpu' else 'a stub engine'}, in {state_dir}.\n"
-        f"  disk      {needed / 1e9:.0f} GB in all, {held / 1e9:.1f} GB of it there; "
-        f"{free / 1e9:.0f} GB free\n"
+        f"{'the real vLLM on the CPU' if engine == 'cpu' else 'a stub engine'}, in {paths.state}.\n"
+        f"  disk      {_gb(stays)} at the end; {_gb(to_come)} more at most than there is now"
+    )
+    for part in found:
+        there = f", {_gb(part.there_bytes)} there" if part.there_bytes else ""
+        print(f"            {_gb(part.size_bytes):>8}  {part.what}{there}")
+    print(
         f"  time      {_MINUTES[engine]} minutes from nothing on two cores\n"
-        "  packages  for virtual hosts, where missing: systemd-container, mmdebstrap and others,\n"
-        "            each named when it is installed\n"
+        f"  packages  {missing or 'none: all that hosts need is installed'}\n"
         "  undo      make lab-purge",
         flush=True,
     )
-    if free < needed - held:
-        what = f"{free / 1e9:.1f} GB free, {(needed - held) / 1e9:.1f} GB needed"
-        raise LabError(str(there), what, "free some, or set SPARK_LAB_DIR to another disk")
+    _refuse_full_disks(found)
+
+
+def _refuse_full_disks(found: Sequence[Part]) -> None:
+    """Refuse a disk with less room than the parts take that lie on it."""
+    by_disk: dict[int, list[Part]] = {}
+    for part in found:
+        by_disk.setdefault(room.nearest(part.folder).stat().st_dev, []).append(part)
+    for wanted in by_disk.values():
+        folder = wanted[0].folder
+        free = shutil.disk_usage(room.nearest(folder)).free
+        to_come = sum(part.to_come_bytes for part in wanted)
+        if free < to_come:
+            what = f"{_gb(free)} free, {_gb(to_come)} needed"
+            raise LabError(str(folder), what, "free some, or set SPARK_LAB_DIR to another disk")
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB"
 
 
 def _bad_switch(info: dict[str, Any], model: list[str]) -> None:

