@@ -6,7 +6,7 @@ from pyinfra.api.deploy import deploy
 
 from spark_deploy.operations.machine import base
 from spark_deploy.operations.service.uninstall import noted
-from spark_deploy.planning.types import BasePlan
+from spark_deploy.planning.machine import BasePlan
 
 
 @deploy("Base")

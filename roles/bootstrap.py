@@ -7,7 +7,7 @@ from pyinfra.api.deploy import deploy
 from pyinfra.api.hiddenvalue import HiddenValue
 
 from spark_deploy.operations.machine import access
-from spark_deploy.planning.types import BootstrapPlan
+from spark_deploy.planning.machine import BootstrapPlan
 
 
 @deploy("Bootstrap")

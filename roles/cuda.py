@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.operations.machine import cuda
-from spark_deploy.planning.types import CudaPlan
+from spark_deploy.planning.machine import CudaPlan
 
 
 @deploy("CUDA")

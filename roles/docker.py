@@ -7,7 +7,7 @@ from pyinfra.api.deploy import deploy
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.machine import docker
 from spark_deploy.operations.work.proxy import DROP_IN, proxied_docker, proxied_jobs
-from spark_deploy.planning.types import DockerPlan
+from spark_deploy.planning.machine import DockerPlan
 from spark_deploy.settings.sources import ProxySettings
 
 

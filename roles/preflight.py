@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.operations.machine import preflight
-from spark_deploy.planning.types import NeedsPlan
+from spark_deploy.planning.machine import NeedsPlan
 
 
 @deploy("Preflight")

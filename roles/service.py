@@ -25,9 +25,10 @@ from spark_deploy.operations.service.serve import (
     started,
 )
 from spark_deploy.operations.work.jobs import prepared
+from spark_deploy.planning.machine import NeedsPlan
 from spark_deploy.planning.serving.schedule import timer_files
-from spark_deploy.planning.types import GatewayPlan, NeedsPlan, ScheduledPlan
-from spark_deploy.planning.waves import Wave
+from spark_deploy.planning.serving.waves import Wave
+from spark_deploy.planning.types import GatewayPlan, ScheduledPlan
 from spark_deploy.planning.work.jobs import Work
 
 

@@ -10,7 +10,7 @@ from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.work.tools import home_of, host_tools, python_site
 from spark_deploy.payload.content import ToolFiles
-from spark_deploy.planning.types import ToolsPlan
+from spark_deploy.planning.machine import ToolsPlan
 
 
 @deploy("Tools")

@@ -23,12 +23,7 @@ from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import Problem, SettingsError
 from spark_deploy.inventory.clusters import cluster_problems, knowing_addresses, replica_problems
-from spark_deploy.inventory.command_line import (
-    check_patterns,
-    command_line,
-    judges,
-    overrides,
-)
+from spark_deploy.inventory.command_line import check_patterns, command_line, judges, overrides
 from spark_deploy.inventory.contact.hearing import listen_carefully
 from spark_deploy.inventory.known import KEY, Known
 from spark_deploy.inventory.names import host_problems, stray_files
@@ -147,7 +142,8 @@ def _first_contact(
 ) -> list[tuple[str, dict[str, Any]]]:
     """Let bootstrap look at the hosts; everything else never logs in with a password."""
     # Only this run needs an SSH client this early.
-    from spark_deploy.inventory.contact.bootstrap import Asked, prepare
+    from spark_deploy.inventory.contact.bootstrap import prepare
+    from spark_deploy.inventory.contact.password import Asked
 
     asked = _of_this_run("password", Asked)
     return list(prepare(data, asked=asked).items())

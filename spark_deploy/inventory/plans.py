@@ -17,9 +17,10 @@ from spark_deploy.inventory.known import known_of
 from spark_deploy.lockfile.resolve import locked_for
 from spark_deploy.payload.content import SITE_REQUIREMENTS, quantiser_digest, read_payload
 from spark_deploy.planning.host import plan_host
+from spark_deploy.planning.machine import PayloadIdentity
 from spark_deploy.planning.resolve import Request
-from spark_deploy.planning.types import HostPlan, PayloadIdentity
-from spark_deploy.planning.waves import Wave, waves_of
+from spark_deploy.planning.serving.waves import Wave, waves_of
+from spark_deploy.planning.types import HostPlan
 
 # Hosts run at the same time; the first one asks the hub, the others wait for its answer.
 _locking = threading.Lock()

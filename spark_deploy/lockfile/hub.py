@@ -16,7 +16,7 @@ from huggingface_hub.hf_api import ModelInfo
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.host.digests import COMMIT
-from spark_contract.work.orders import FetchFile
+from spark_contract.work.fetching import FetchFile
 
 from spark_deploy.documents.shown import shown
 from spark_deploy.errors import LockError

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from pyinfra.context import host, inventory
 
-from spark_deploy.planning.waves import Wave
+from spark_deploy.planning.serving.waves import Wave
 
 T = TypeVar("T")
 

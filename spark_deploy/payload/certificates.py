@@ -1,45 +1,26 @@
-"""Certificates of gateways, on the controller: judged when given, made by a CA of our own.
-
-Only elliptic curve keys are made (P-256: every client of today takes it). Private keys leave this
-module as bytes and are written by whoever sends them, never printed.
-"""
+"""Certificates of gateways, on the controller: read, and judged when given."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
-    NoEncryption,
-    PrivateFormat,
     PublicFormat,
     load_pem_private_key,
 )
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from spark_contract.files import write_pieces
 
-from spark_deploy.errors import Problem, SettingsError
-from spark_deploy.payload.name_constraints import constraints, missing, permitted
+from spark_deploy.errors import Problem
 from spark_deploy.planning.types import GatewayPlan
 
 _Loaded = TypeVar("_Loaded")
-
-CA_DAYS = 3650
-LEAF_DAYS = 365
-RENEW_DAYS = 30  # a certificate that ends sooner is made anew by the next run
-CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +29,6 @@ class Pair:
 
     certificate: bytes
     key: bytes = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Authority:
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
 
 
 def now() -> datetime:
@@ -88,7 +63,7 @@ def given_problems(certificate: str, key: str, name: str) -> list[Problem]:
     """
     found: list[Problem] = []
     chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, found)
-    private = _read(key, "serve.tls_key", _private_key, found)
+    private = _read(key, "serve.tls_key", read_key, found)
     if private is not None and Path(key).expanduser().stat().st_mode & 0o007:
         what = f"{key} can be read by everybody on this machine"
         found.append(Problem("serve.tls_key", what, f"chmod 600 {key}; if others had access, "
@@ -96,7 +71,7 @@ def given_problems(certificate: str, key: str, name: str) -> list[Problem]:
     if chain is None:
         return found
     leaf = chain[0]
-    if private is not None and _public(leaf) != _public(private):
+    if private is not None and public_half(leaf) != public_half(private):
         what = f"{key} is not the key of {certificate}"
         fix = "name the two files that were made together, the host's own certificate first"
         found.append(Problem("serve.tls_key", what, fix))
@@ -107,7 +82,7 @@ def given_problems(certificate: str, key: str, name: str) -> list[Problem]:
         )
         found.append(Problem("serve.tls_certificate", what, "get a new certificate"))
     if not covers(leaf, name):
-        what = f"{certificate} is for {', '.join(_names(leaf)) or 'no name at all'}, not {name}"
+        what = f"{certificate} is for {', '.join(names_in(leaf)) or 'no name at all'}, not {name}"
         fix = "get one that covers it, or set serve.address to a name it covers"
         found.append(Problem("serve.tls_certificate", what, fix))
     return found
@@ -115,172 +90,15 @@ def given_problems(certificate: str, key: str, name: str) -> list[Problem]:
 
 def covers(certificate: x509.Certificate, name: str) -> bool:
     """Return whether clients that call a host ``name`` accept the certificate for it."""
-    names = list(map(str.lower, _names(certificate)))
+    names = list(map(str.lower, names_in(certificate)))
     wanted = name.lower()
     # A star stands for exactly one label, and addresses have none.
     star = f"*.{wanted.partition('.')[2]}"
-    return wanted in names or ("." in wanted and not _is_address(wanted) and star in names)
+    return wanted in names or ("." in wanted and not is_address(wanted) and star in names)
 
 
-def why_not(
-    certificate: bytes | None, public_key: bytes | None, names: Sequence[str], ca_dir: str
-) -> str:
-    """Say why a host's certificate of the private CA has to be made anew; "" when it is right.
-
-    Args:
-        certificate: what the host has, PEM.
-        public_key: the public half of the key the host has, PEM.
-        names: what it shall cover.
-        ca_dir: where the CA is.
-    """
-    authority = _authority(ca_dir)
-    if authority is None:
-        return f"there is no CA in {ca_dir} yet; one is made"
-    if not certificate or not public_key:
-        return "the host has no certificate or no key"
-    try:
-        leaf = x509.load_pem_x509_certificates(certificate)[0]
-        leaf.verify_directly_issued_by(authority.certificate)
-    except (ValueError, TypeError, InvalidSignature) as error:
-        return f"not issued by the CA in {ca_dir} ({type(error).__name__})"
-    if _public(leaf) != public_key.strip():
-        return "the host's key is not that of its certificate"
-    missing = [name for name in names if name.lower() not in map(str.lower, _names(leaf))]
-    if missing:
-        return f"it does not cover {', '.join(missing)}"
-    if leaf.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
-        return f"it ends on {leaf.not_valid_after_utc:%Y-%m-%d}"
-    return ""
-
-
-def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
-    """Return a new key with a certificate of the private CA, which is made when there is none."""
-    authority = _widened(_authority(ca_dir) or _make_authority(ca_dir, names), names, ca_dir)
-    key = ec.generate_private_key(ec.SECP256R1())
-    end = min(now() + timedelta(days=days), authority.certificate.not_valid_after_utc)
-    builder = (
-        # Not the name itself: without a DNS name beside it, clients would take it for one.
-        _builder(_name(f"gateway of {names[0]}"), end)
-        .issuer_name(authority.certificate.subject)
-        .public_key(key.public_key())
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(
-            x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False
-        )
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()),
-            critical=False,
-        )
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    )
-    leaf = builder.sign(authority.key, hashes.SHA256())
-    return Pair(leaf.public_bytes(Encoding.PEM), _pem(key))
-
-
-def ca_path(ca_dir: str) -> Path:
-    """Return the file that clients need to trust the CA."""
-    return Path(ca_dir).expanduser() / CA_FILE
-
-
-def _authority(ca_dir: str) -> _Authority | None:
-    folder = Path(ca_dir).expanduser()
-    if not folder.exists():
-        return None
-    fix = f"put the CA's two files back from a copy, or remove {folder} for a new CA"
-    try:
-        certificate = x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())[0]
-        key = _private_key((folder / CA_KEY_FILE).read_bytes())
-    except (OSError, ValueError, TypeError) as error:
-        what = f"{folder} does not hold a CA ({type(error).__name__})"
-        raise SettingsError.one("serve.ca_dir", what, fix) from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or _public(certificate) != _public(key):
-        raise SettingsError.one("serve.ca_dir", f"the files in {folder} are no pair", fix)
-    if certificate.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
-        what = f"the CA in {folder} ends on {certificate.not_valid_after_utc:%Y-%m-%d}"
-        fix = f"move {folder} away: the next run makes a new one, which clients must be given"
-        raise SettingsError.one("serve.ca_dir", what, fix)
-    return _Authority(certificate, key)
-
-
-def _make_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
-    """Make the CA's folder in one step, so that there is a whole one or none."""
-    folder = Path(ca_dir).expanduser()
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = _name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")
-    certificate = _self_signed(key, subject, now() + timedelta(days=CA_DAYS), names)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    (made / CA_FILE).write_bytes(certificate.public_bytes(Encoding.PEM))
-    with open(os.open(made / CA_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as to:
-        to.write(_pem(key))
-    made.rename(folder)
-    return _Authority(certificate, key)
-
-
-def _widened(authority: _Authority, names: Sequence[str], ca_dir: str) -> _Authority:
-    """Return the CA with leave to sign for these names, too: same key, same name, same end.
-
-    Clients with the earlier file still trust the hosts that it was made for.
-    """
-    before = authority.certificate
-    if not missing(before, names):
-        return authority
-    certificate = _self_signed(
-        authority.key,
-        before.subject,
-        before.not_valid_after_utc,
-        [*(permitted(before) or ()), *names],
-    )
-    path = ca_path(ca_dir)
-    write_pieces(path, [certificate.public_bytes(Encoding.PEM)])
-    return _Authority(certificate, authority.key)
-
-
-def _self_signed(
-    key: ec.EllipticCurvePrivateKey, subject: x509.Name, end: datetime, names: Sequence[str]
-) -> x509.Certificate:
-    return (
-        _builder(subject, end)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .add_extension(constraints(names), critical=True)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(
-            x509.KeyUsage(
-                digital_signature=False, content_commitment=False, key_encipherment=False,
-                data_encipherment=False, key_agreement=False, key_cert_sign=True, crl_sign=True,
-                encipher_only=False, decipher_only=False,
-            ),
-            critical=True,
-        )
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )  # fmt: skip
-
-
-def _builder(subject: x509.Name, end: datetime) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .serial_number(x509.random_serial_number())
-        # Clocks of hosts and clients differ a little.
-        .not_valid_before(now() - timedelta(hours=1))
-        .not_valid_after(end)
-    )
-
-
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
-
-
-def _general_name(name: str) -> x509.GeneralName:
-    if _is_address(name):
-        return x509.IPAddress(ipaddress.ip_address(name))
-    return x509.DNSName(name)
-
-
-def _is_address(name: str) -> bool:
+def is_address(name: str) -> bool:
+    """Return whether clients call a host by an address, not by a name."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -288,7 +106,8 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _names(certificate: x509.Certificate) -> list[str]:
+def names_in(certificate: x509.Certificate) -> list[str]:
+    """Return the names and addresses that a certificate covers."""
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -299,15 +118,13 @@ def _names(certificate: x509.Certificate) -> list[str]:
     ]
 
 
-def _private_key(text: bytes) -> PrivateKeyTypes:
+def read_key(text: bytes) -> PrivateKeyTypes:
+    """Return a private key, which must not be encrypted."""
     return load_pem_private_key(text, password=None)
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _public(of: x509.Certificate | PrivateKeyTypes) -> bytes:
+def public_half(of: x509.Certificate | PrivateKeyTypes) -> bytes:
+    """Return the public key of a certificate or of a private key, PEM."""
     public = of.public_key()
     return public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).strip()
 

@@ -17,6 +17,15 @@ from spark_deploy.planning.budget.disk import (
     image_peak_bytes,
     needed_by_path,
 )
+from spark_deploy.planning.machine import (
+    NJS,
+    BasePlan,
+    CudaPlan,
+    DockerPlan,
+    NeedsPlan,
+    PayloadIdentity,
+    ToolsPlan,
+)
 from spark_deploy.planning.resolve import Request, Resolved, resolve, resolve_service
 from spark_deploy.planning.serving.beside import beside_plans
 from spark_deploy.planning.serving.cluster import ways
@@ -24,25 +33,14 @@ from spark_deploy.planning.serving.gateway import gateway_plan, named
 from spark_deploy.planning.serving.image import image_plan, locked_image
 from spark_deploy.planning.serving.serve import cache_dir, serve_plan
 from spark_deploy.planning.types import (
-    NJS,
-    BasePlan,
-    CudaPlan,
     DiskUse,
-    DockerPlan,
     HostPlan,
-    NeedsPlan,
     PairPlan,
-    PayloadIdentity,
     ScheduledPlan,
     ServicePlan,
     SourcePlan,
-    ToolsPlan,
 )
-from spark_deploy.planning.work.checkpoint import (
-    checkpoint_plan,
-    served_source,
-    source_plan,
-)
+from spark_deploy.planning.work.checkpoint import checkpoint_plan, served_source, source_plan
 from spark_deploy.planning.work.requantized import requantized_plan
 from spark_deploy.settings.host import BaseSettings, ExpectSettings
 from spark_deploy.settings.sources import RepositorySettings

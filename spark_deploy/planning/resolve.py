@@ -16,13 +16,7 @@ from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import PlanError, Problem, SparkError
 from spark_deploy.facts.network.fabric import Ports
 from spark_deploy.lockfile.types import Lock
-from spark_deploy.planning.budget.memory import (
-    GIB,
-    context_tokens,
-    gib,
-    missing_bytes,
-    plan_memory,
-)
+from spark_deploy.planning.budget.memory import GIB, context_tokens, gib, missing_bytes, plan_memory
 from spark_deploy.planning.effective import effective_profile
 from spark_deploy.planning.engine.facts import facts_of
 from spark_deploy.planning.fit import refusal
@@ -34,7 +28,8 @@ from spark_deploy.planning.limits import (
     role_problems,
     spread_problems,
 )
-from spark_deploy.planning.types import MemoryPlan, PayloadIdentity
+from spark_deploy.planning.machine import PayloadIdentity
+from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.planning.work.checkpoint import refuse_impossible_trees
 from spark_deploy.settings.types import Settings
 

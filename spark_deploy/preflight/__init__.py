@@ -6,7 +6,7 @@ Nothing here talks to a host, so `doctor` judges in the same words as a deploy.
 from __future__ import annotations
 
 from spark_deploy.facts.machine.survey import Survey
-from spark_deploy.planning.types import NeedsPlan
+from spark_deploy.planning.machine import NeedsPlan
 from spark_deploy.preflight import capacity, health, identity, workloads
 from spark_deploy.preflight.verdict import Verdict
 

@@ -10,7 +10,7 @@ from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.memory import Memory
 from spark_deploy.facts.machine.survey import Survey
 from spark_deploy.planning.budget.memory import START_MARGIN
-from spark_deploy.planning.types import NeedsPlan
+from spark_deploy.planning.machine import NeedsPlan
 from spark_deploy.preflight.verdict import Verdict
 
 GIB = 1 << 30

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.survey import Survey
-from spark_deploy.planning.types import Way
+from spark_deploy.planning.machine import Way
 from spark_deploy.preflight.verdict import Verdict
 
 _FULL_MBIT_PER_S = 200_000  # of one cable, told by each of the two interfaces of its cage

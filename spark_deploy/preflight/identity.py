@@ -13,7 +13,7 @@ from spark_contract.host.machine import version_key
 from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.gpu import GpuState
 from spark_deploy.facts.machine.survey import Survey
-from spark_deploy.planning.types import NeedsPlan
+from spark_deploy.planning.machine import NeedsPlan
 from spark_deploy.preflight.verdict import Verdict
 
 

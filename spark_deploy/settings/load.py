@@ -22,6 +22,7 @@ from spark_deploy.documents.files import load_schema, read_mapping
 from spark_deploy.documents.plain_data import KeyPath
 from spark_deploy.documents.schema_check import dotted, problems_of
 from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.settings.between import broken, unknown_names
 from spark_deploy.settings.engine.calibration import with_calibration
 from spark_deploy.settings.engine.chat_template import with_template
 from spark_deploy.settings.rules import Broken
@@ -173,7 +174,7 @@ def _host_settings(
         catalog = functools.partial(catalog_names, checkout=checkout, own=root)
         found = [
             Problem(f"{where(one.set_by or one.key)}: {dotted(one.key)}", one.what, one.fix)
-            for one in (*(settings.unknown_names(catalog) if judged else ()), *settings.broken())
+            for one in (*(unknown_names(settings, catalog) if judged else ()), *broken(settings))
         ]
         settings = _alone_unless_named(settings, host)
     if not found:

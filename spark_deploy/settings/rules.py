@@ -1,7 +1,7 @@
 """Rules between settings, which a schema cannot express: how sections state them.
 
 A section that has some yields them from ``broken()``, beside the settings they are about; those
-between sections stand in ``Settings.broken``.
+between sections stand in ``between.py``.
 """
 
 from __future__ import annotations

@@ -7,15 +7,10 @@ Each stands once: type, default, meaning and limits where it is declared, rules 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from spark_contract.host.units import MAIN_SERVICE
-from spark_contract.serving.gateway import EXPOSURES
-
 from spark_deploy.documents.declare import Gib, Text, about, knowing_keys, section, setting
-from spark_deploy.documents.schema_check import closest
 from spark_deploy.settings.engine.engine import EngineSettings
 from spark_deploy.settings.host import (
     BaseSettings,
@@ -26,13 +21,8 @@ from spark_deploy.settings.host import (
     PathSettings,
     SshSettings,
 )
-from spark_deploy.settings.rules import Broken, broken_in_sections
 from spark_deploy.settings.service.checkpoint import CheckpointSettings, RequantizeSettings
-from spark_deploy.settings.service.cluster import (
-    ClusterSettings,
-    FabricSettings,
-    ReplicasSettings,
-)
+from spark_deploy.settings.service.cluster import ClusterSettings, FabricSettings, ReplicasSettings
 from spark_deploy.settings.service.services import SERVICE_NAME, ServiceSettings
 from spark_deploy.settings.service.serving import (
     CATALOG_NAME,
@@ -262,98 +252,3 @@ class Settings:
     def of_pair(self, pair: PairSettings) -> Settings:
         """Return these settings as they would be with another pair to serve."""
         return dataclasses.replace(self, model=pair.model, profile=pair.profile)
-
-    def _unready_times(self) -> Iterator[Broken]:
-        served = PairSettings(self.model, self.profile)
-        timed = [PairSettings(one.model, one.profile) for one in self.schedule]
-        for place, pair in enumerate(timed):
-            if pair not in (served, *self.keep_ready):
-                what = f"{pair.model} with {pair.profile} is not kept ready"
-                fix = f"keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
-                yield Broken(("schedule", place), what, fix)
-        if timed and self.ranks > 1:
-            what = "the members of a cluster change together, and a host's timer changes it alone"
-            yield Broken(("schedule",), what, "leave the schedule out, or the cluster")
-        if timed and served not in timed:
-            what = f"no time leads back to {served.model} with {served.profile}"
-            fix = "add a time for it, or make the pair of another time the model and profile"
-            yield Broken(("schedule",), what, fix)
-
-    def unknown_names(self, catalog: Callable[[str], Sequence[str]]) -> Iterator[Broken]:
-        """Yield every model and profile that is in no catalog.
-
-        Args:
-            catalog: returns the names there are of ``models`` or ``profiles``.
-        """
-        for prefix, pair in [
-            ((), self),
-            *((("keep_ready", i), p) for i, p in enumerate(self.keep_ready)),
-            *((("services", name), one) for name, one in self.services.items()),
-        ]:
-            for key in ("model", "profile"):
-                name, known = getattr(pair, key), catalog(f"{key}s")
-                if name not in known:
-                    guess = closest(name, known)
-                    fix = f"set one of these, or add catalog/{key}s/{name}.yml"
-                    yield Broken(
-                        (*prefix, key),
-                        f"'{name}' is not a {key} (known: {', '.join(known)})",
-                        f"did you mean {guess}?" if guess else fix,
-                    )
-
-    def broken(self) -> Iterator[Broken]:
-        """Yield every broken rule of all sections."""
-        yield from self._unready_times()
-        for role in ("cuda", "docker"):
-            for name in getattr(self, role).repositories:
-                if name not in self.repositories:
-                    known = ", ".join(sorted(self.repositories)) or "none"
-                    what = f"'{name}' is not described (known: {known})"
-                    fix = f"describe it under repositories: {{{name}: ...}}"
-                    yield Broken((role, "repositories"), what, fix)
-        yield from self._broken_services()
-        yield from self._broken_replicas()
-        yield from broken_in_sections(self)
-
-    def _broken_replicas(self) -> Iterator[Broken]:
-        replicas = self.replicas
-        if not replicas.hosts:
-            return
-        if self.cluster.hosts:
-            what = "hosts of a cluster serve together, replicas each by itself"
-            yield Broken(("replicas", "hosts"), what, "leave one of the two out")
-        if EXPOSURES[self.serve.expose].audience is None or self.serve.expose == "docker":
-            what = f"replicas do not reach each other with expose: {self.serve.expose}"
-            yield Broken(("serve", "expose"), what, "set tailscale, or lan")
-        if self.serve.tls != "off":
-            what = "replicas speak to each other without TLS"
-            yield Broken(("serve", "tls"), what, "set expose: tailscale, which encrypts by itself")
-        if self.serve.api_key.kind == "generate":
-            what = "each host would make a key of its own, and clients know one"
-            fix = "name one for all: {env: NAME}, {file: PATH} or {command: [PROGRAM]}"
-            yield Broken(("serve", "api_key"), what, fix)
-        if self.rollout.at_once == "all" or self.rollout.at_once >= len(replicas.hosts):
-            what = "all replicas would be away at the same time"
-            yield Broken(("rollout", "at_once"), what, f"at most {len(replicas.hosts) - 1}")
-
-    def _broken_services(self) -> Iterator[Broken]:
-        ports, answered = {self.serve.port: "serve.port"}, dict[str, str]()
-        if self.replicas.hosts and ports.setdefault(self.replicas.port, "") == "serve.port":
-            what = f"{self.replicas.port} is serve.port, too"
-            yield Broken(("replicas", "port"), what, "choose another one")
-        for name, one in self.services.items():
-            where = ("services", name)
-            if name == MAIN_SERVICE:
-                fix = "give it another name; model and profile at the top are the main one's"
-                yield Broken(where, "is the name of the main service", fix)
-            taken = ports.setdefault(one.port, f"services.{name}.port")
-            for path in one.paths:
-                first = answered.setdefault(path, name)
-                if first != name:
-                    what = f"{path} is answered by services.{first}"
-                    yield Broken((*where, "paths"), what, "leave it with one of them")
-            if taken != f"services.{name}.port":
-                what = f"{one.port} is the port of {taken}"
-                yield Broken((*where, "port"), what, "give each service a port of its own")
-            for broken in one.broken(self.memory.total_bytes):
-                yield broken._replace(key=(*where, *broken.key))

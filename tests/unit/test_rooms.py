@@ -77,6 +77,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         # Names become commits and digests: the network beyond the hosts is seen from here alone.
         ("spark_deploy/lockfile/types.py", "pydantic"),
         ("spark_deploy/lockfile", "yaml httpx2 huggingface_hub"),
+        ("spark_deploy/planning/machine.py", ""),
         ("spark_deploy/planning/types.py", ""),
         ("spark_deploy/planning/engine/options.py", ""),
         ("spark_deploy/planning/budget", ""),
@@ -130,7 +131,7 @@ REMEMBER = {
     "spark_deploy/payload/content.py",
     "files/checkpoint/spark_checkpoint/format/header.py",
     "files/checkpoint/spark_checkpoint/format/numbers.py",
-    "files/checkpoint/spark_checkpoint/sources/transport.py",
+    "files/checkpoint/spark_checkpoint/sources/connections.py",
     "files/contract/spark_contract/documents.py",
 }
 KEPT = {

@@ -15,6 +15,7 @@ from typing import NoReturn
 from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
+from spark_contract.work.fetching import FetchPlan, Wire
 from spark_contract.work.images import LayersPlan
 from spark_contract.work.orders import (
     CONFIG,
@@ -22,9 +23,7 @@ from spark_contract.work.orders import (
     RECIPE_VERSION,
     TOKENIZER,
     BuildPlan,
-    FetchPlan,
     RequantizePlan,
-    Wire,
 )
 from spark_contract.work.sharing import CopyPlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spark_contract import documents
-from spark_contract.work.orders import RECEIPT_NAME
+from spark_contract.host.paths import RECEIPT_NAME
 from spark_contract.work.receipts import AnyReceipt, Receipt, ReceiptFile, parse
 
 from spark_checkpoint.errors import TreeDiffers

@@ -15,10 +15,12 @@ Numbers keep the form they have, so what was read is written back byte for byte.
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
+from pathlib import PurePosixPath
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
@@ -206,3 +208,22 @@ def _wrong(path: str, what: str) -> DocumentError:
 def _shown(data: object) -> str:
     text = repr(data)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def of_form(where: str, value: str | None, pattern: str) -> None:
+    """Refuse a text that does not match; None is left out, and right."""
+    if value is not None and not re.fullmatch(pattern, value):
+        raise DocumentError(f"{where}: {value!r} is not of the form {pattern}")
+
+
+def plain_directory(where: str, value: str) -> None:
+    """Refuse what is no absolute path of a folder to make."""
+    path = PurePosixPath(value)
+    if not path.is_absolute() or ".." in path.parts or not path.name or path.name.startswith("."):
+        raise DocumentError(f"{where}: {value!r} is not a plain absolute path")
+
+
+def in_range(where: str, value: float, least: float, most: float = float("inf")) -> None:
+    """Refuse a number outside of its limits."""
+    if not least <= value <= most:
+        raise DocumentError(f"{where}: {value} is not from {least} to {most}")

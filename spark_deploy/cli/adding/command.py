@@ -17,7 +17,7 @@ from spark_deploy.cli.adding.take import take, write_files
 from spark_deploy.cli.changes import use
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, planned, say
-from spark_deploy.cli.planned.plan import lines
+from spark_deploy.cli.planned.parts import lines
 from spark_deploy.documents.files import read_mapping
 from spark_deploy.errors import CatalogError, SparkError
 from spark_deploy.lockfile.anatomy import anatomy_of, ask_hub

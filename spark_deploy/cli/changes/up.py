@@ -20,8 +20,9 @@ from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.planned import lock
 from spark_deploy.errors import Problem, SparkError
-from spark_deploy.inventory.contact.bootstrap import endpoint, needs_none, try_key
+from spark_deploy.inventory.contact.bootstrap import needs_none
 from spark_deploy.inventory.contact.host_keys import Seen, look
+from spark_deploy.inventory.contact.login import endpoint, try_key
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import wanted_by
 

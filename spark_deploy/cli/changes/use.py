@@ -19,6 +19,7 @@ from spark_deploy.cli.hosts import Listed, answer, listed, say
 from spark_deploy.documents.schema_check import closest, dotted
 from spark_deploy.errors import Problem, SettingsError, SparkError
 from spark_deploy.inventory.groups import refuse_together
+from spark_deploy.settings.between import broken
 from spark_deploy.settings.load import HostSettings
 
 _KEYS = ("model", "profile")
@@ -74,7 +75,7 @@ def _refuse(after: Mapping[str, HostSettings], chosen: set[str], catalog: Catalo
         Problem(f"{name}: {dotted(one.key)}", one.what, one.fix)
         for name, found in after.items()
         if name in chosen
-        for one in found.settings.broken()
+        for one in broken(found.settings)
     ]
     if problems:
         raise SettingsError(problems)

@@ -23,7 +23,7 @@ from spark_deploy.cli.hosts import Listed, answer, chosen_services, every_name, 
 from spark_deploy.cli.looking import look
 from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.gateway import TailnetAddress
-from spark_deploy.payload.certificates import ca_path
+from spark_deploy.payload.authority import ca_path
 from spark_deploy.planning.budget.memory import context_tokens
 from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.serving.gateway import (

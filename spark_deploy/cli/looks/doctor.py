@@ -17,7 +17,7 @@ from spark_deploy.errors import LockError, Problem
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.operations.machine.preflight import question
 from spark_deploy.planning.budget.memory import gib
-from spark_deploy.planning.types import NeedsPlan
+from spark_deploy.planning.machine import NeedsPlan
 from spark_deploy.preflight import judge
 from spark_deploy.preflight.together import same_host_key
 from spark_deploy.preflight.workloads import in_the_way

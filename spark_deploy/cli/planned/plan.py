@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import shlex
 from collections.abc import Iterator, Sequence
 
-from spark_contract.serving.release import Release
-
-from spark_deploy.catalog.model import HybridModel, Model
+from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.commands import Options
-from spark_deploy.cli.hosts import OPEN_COMMIT, Listed, answer, listed, planned, say
+from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
 from spark_deploy.cli.looking import look
 from spark_deploy.cli.looks.doctor import surveyed
 from spark_deploy.cli.planned import reuse
 from spark_deploy.cli.planned.brief import brief
 from spark_deploy.cli.planned.brief import row as _row
+from spark_deploy.cli.planned.parts import lines, speed
 from spark_deploy.inventory.held import hold_if_told
 from spark_deploy.lockfile.file import read_lock
-from spark_deploy.lockfile.resolve import size
-from spark_deploy.lockfile.types import LockedSource
-from spark_deploy.planning.budget.disk import disk_total
-from spark_deploy.planning.budget.memory import gib
-from spark_deploy.planning.budget.speed import TOLERANCE, Speed, next_lever, speed_of
 from spark_deploy.planning.resolve import pair_of
-from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.serving.release import document
-from spark_deploy.planning.types import (
-    CheckpointPlan,
-    GatewayPlan,
-    HostPlan,
-    MemoryPlan,
-    RequantizedPlan,
-    ServicePlan,
-)
-
-_LONG_WORD = 1000
+from spark_deploy.planning.types import HostPlan
 
 
 def run(options: Options) -> int:
@@ -85,7 +67,7 @@ def text(
     if verbose:
         yield from lines(plan, model, profile)
         return
-    yield from itertools.islice(_speed(plan, model, profile), 1)
+    yield from itertools.islice(speed(plan, model, profile), 1)
     yield _row("more", "with -v: what is fetched, built and started, with which arguments")
 
 
@@ -94,222 +76,3 @@ def hold(host: Listed) -> None:
     path = host.settings.lock_path
     lock = host.looked_up.get(path) or read_lock(path)
     host.looked_up[path] = hold_if_told(host.settings.settings, host.catalog, lock, say)
-
-
-def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
-    """Yield every part of the plan of one host; the profile is as this host serves it."""
-    yield _row("release", plan.serve.name)
-    yield _row("model", model.summary)
-    yield _row("profile", profile.summary)
-    for source in plan.sources:
-        commit = _identity(source.locked.commit)
-        yield _row("download", f"{source.locked.repo} {commit}, {size(source.size_bytes)}")
-        if plan.checkpoint and not plan.checkpoint.keep_base:
-            yield _row("", _without_base(plan.checkpoint))
-    if plan.requantized:
-        yield _row("", _quantised(plan.requantized))
-    yield _row("checkpoint", _checkpoint(plan))
-    if plan.checkpoint and plan.checkpoint.donor:
-        yield _row("", _donor(plan.checkpoint.donor))
-    layer = "with our plugin layer" if plan.image.plugin else "unchanged"
-    yield _row("image", f"{plan.image.base}, {size(plan.image.size_bytes)} compressed, {layer}")
-    yield from _ready(plan)
-    yield from _memory(plan, profile)
-    yield from _speed(plan, model, profile)
-    yield from _disk(plan)
-    yield _row("engine", shlex.join(["vllm", "serve", *map(_word, plan.serve.engine.argv)]))
-    yield from _cluster(plan.serve)
-    yield from _unit(plan)
-    yield from _service(plan.serve, plan.gateway)
-    for one in plan.services:
-        yield from _beside(one)
-
-
-def _word(word: str) -> str:
-    """Return an argument, or of a text of many lines what it is known by."""
-    if "\n" not in word and len(word) < _LONG_WORD:
-        return word
-    digest = hashlib.sha256(word.encode()).hexdigest()[:12]
-    return f"<{len(word.splitlines())} lines, sha256 {digest}>"
-
-
-def _beside(one: ServicePlan) -> Iterator[str]:
-    """Yield every part of a service beside the main one."""
-    yield _row("service", f"{one.serve.service}, release {one.serve.name}")
-    for source in one.sources:
-        commit = _identity(source.locked.commit)
-        yield _row("download", f"{source.locked.repo} {commit}, {size(source.size_bytes)}")
-    yield _row("image", one.image.base)
-    used = one.memory.weights_bytes + one.memory.drafter_bytes + one.memory.graphs_bytes
-    tokens = one.memory.kv_tokens
-    cache = gib(one.memory.kv_cache_bytes) + ("" if tokens is None else f" of {tokens:,} tokens")
-    yield _row("memory", f"weights, drafter and runtime {gib(used)}, KV cache {cache}")
-    yield _row("engine", shlex.join(["vllm", "serve", *map(_word, one.serve.engine.argv)]))
-    yield from _service(one.serve, one.gateway)
-
-
-def _identity(commit: str) -> str:
-    return "(estimated, not locked)" if commit == OPEN_COMMIT else f"at {commit[:12]}"
-
-
-def _checkpoint(plan: HostPlan) -> str:
-    built = plan.checkpoint
-    if built is None:
-        return "the downloaded tree is served as it is"
-    return (
-        f"{built.dir}, {size(built.output_bytes)} new ({built.order.layout}; shared experts "
-        f"{built.order.shared_experts}, head {built.order.head})"
-    )
-
-
-def _quantised(made: RequantizedPlan) -> str:
-    return (
-        f"quantised on the host to {size(made.size_bytes)} in {made.dir}: AutoRound, "
-        f"{made.order.iters} steps, {gib(made.order.memory_bytes)} of memory (estimated); "
-        "`spark-deploy requantize` does it"
-    )
-
-
-def _without_base(built: CheckpointPlan) -> str:
-    donor = f" and {size(built.donor_bytes)} of the donor" if built.donor_bytes else ""
-    return (
-        "not fetched while the tree below is whole, removed once that is proven and serves; "
-        f"a rebuild would fetch {size(built.base.size_bytes)}{donor} again"
-    )
-
-
-def _donor(donor: LockedSource) -> str:
-    return f"byte ranges of {donor.repo} {_identity(donor.commit)} are read, not kept"
-
-
-def _ready(plan: HostPlan) -> Iterator[str]:
-    title = "kept ready"
-    for pair in plan.ready:
-        tree = pair.checkpoint.dir if pair.checkpoint else pair.sources[0].dir
-        yield _row(title, f"{pair.model} with {pair.profile}: {tree}, image {pair.image.tag}")
-        title = ""
-
-
-def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
-    memory = plan.memory
-    used = memory.weights_bytes + memory.drafter_bytes + memory.graphs_bytes
-    left = memory.total_bytes - used - memory.kv_cache_bytes
-    vision = f" (vision {gib(memory.vision_bytes)} of them)" if memory.vision_bytes else ""
-    yield _row(
-        "memory",
-        f"{gib(memory.total_bytes)} = weights {gib(memory.weights_bytes)}{vision} + drafter "
-        f"{gib(memory.drafter_bytes)} + runtime {gib(memory.graphs_bytes)} + KV cache "
-        f"{gib(memory.kv_cache_bytes)} + left {gib(left)}",
-    )
-    yield _row("", _left_for(memory, left))
-    for what in memory.unknown:
-        yield _row("", f"NOT KNOWN: {what}; the engine says it at its start")
-    if memory.counted_by:
-        yield _row("", f"a token of the KV cache is as an engine counted it: {memory.counted_by}")
-    context = plan.serve.check.max_model_len
-    if memory.kv_tokens is None:
-        return
-    yield _row(
-        "",
-        f"KV cache of {memory.kv_tokens:,} tokens has room for {memory.full_context_users:.1f} "
-        f"requests of {context:,}; {profile.limits.max_sequences} are computed at once",
-    )
-
-
-def _speed(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
-    """Say how fast it would be; an engine without the kernels of a Spark is no matter of bytes."""
-    if profile.engine_mode != "native" or not isinstance(model, HybridModel):
-        return
-    if plan.serve.cluster:
-        return  # what goes between hosts is not in the arithmetic
-    shape, most = model.architecture, profile.limits.max_sequences
-    one = speed_of(shape, profile)
-    full = plan.serve.check.max_model_len
-    deep = speed_of(shape, profile, context_tokens=full)
-    said = f"{_range(one)} tokens/s for one request, {_range(deep)} behind {full:,} tokens"
-    if most > 1:
-        said += f", {_range(speed_of(shape, profile, requests=most))} in all for {most}"
-    yield _row("speed", f"{said} (computed, measured on no Spark: docs/reference/speed.md)")
-    largest = sorted(one.parts_s, key=lambda part: -part[1])[:4]
-    shares = ", ".join(f"{name} {seconds / one.step_s:.0%}" for name, seconds in largest)
-    yield _row(
-        "",
-        f"a step takes {one.step_s * 1000:.0f} ms and yields {one.tokens_per_step:.2f} tokens: "
-        f"{shares}",
-    )
-    lever = next_lever(model, profile)
-    told = (
-        f"{lever.setting}, about {lever.gain:.0%} more" if lever else "no setting gains a percent"
-    )
-    yield _row("", f"next lever: {told}")
-
-
-def _range(speed: Speed) -> str:
-    low, high = (speed.tokens_per_s * (1 + side * TOLERANCE) for side in (-1, 1))
-    return f"{low:.0f} to {high:.0f}"
-
-
-def _left_for(memory: MemoryPlan, left: int) -> str:
-    """Say what the memory beside the engine is for."""
-    peaks = left - memory.reserve_bytes
-    return (
-        f"left for the system and other programs {gib(memory.reserve_bytes)} (memory.reserve_gib), "
-        f"for peaks of a start and the file cache {gib(peaks)}; with less than "
-        f"{gib(memory.floor_bytes)} available the engine is stopped (memory.floor_gib)"
-    )
-
-
-def _disk(plan: HostPlan) -> Iterator[str]:
-    title = "disk"
-    for use in plan.disk:
-        peak = f", {size(use.peak_bytes)} on the way" if use.peak_bytes != use.after_bytes else ""
-        yield _row(title, f"{size(use.after_bytes):>9}{peak} for {use.what} in {use.path}")
-        title = ""
-    peak_bytes, after_bytes = disk_total(plan.disk)
-    yield _row(
-        "",
-        f"{size(after_bytes):>9}, at most {size(peak_bytes)} on the way, in all on a "
-        "bare host; `doctor` compares with each filesystem",
-    )
-
-
-def _cluster(release: Release) -> Iterator[str]:
-    """Say what each member is told beside the rest; a plan made here knows no addresses yet."""
-    title = "cluster"
-    for member in release.cluster.members if release.cluster else ():
-        yield _row(title, f"{member.host}: {shlex.join(member.argv)}")
-        title = ""
-    if release.cluster:
-        yield _row("", "a deploy asks the members for their addresses and names the release anew")
-
-
-def _unit(plan: HostPlan) -> Iterator[str]:
-    unit = document(plan)["unit"]
-    yield _row("unit", f"{unit['name']} with {unit['drop_in']}:")
-    yield _row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
-
-
-_ASKED = {
-    "tool_call": "tool call",
-    "reasoning": "reasoning",
-    "repeat": "repeat",
-    "conversation": "a growing conversation",
-    "image": "pictures",
-}
-
-
-def _service(serve: Release, gateway: GatewayPlan) -> Iterator[str]:
-    addresses = ", ".join(f"{url} ({who})" for url, who in base_urls(gateway))
-    yield _row(
-        "serves", f"{addresses} as {', '.join(serve.names)}; key in {gateway.settings.key_path}"
-    )
-    check = serve.check
-    parts = [f"{len(check.questions)} questions", f"{len(check.copy)} copies"]
-    parts += [what for name, what in _ASKED.items() if getattr(check, name)]
-    if check.acceptance_floor:
-        parts.append(f"draft acceptance of {check.acceptance_floor} or more")
-    if check.prefix:
-        parts.append("cached prefixes of a growing conversation")
-    if check.portable:
-        parts.append("PORTABLE MODE: every layer dequantised, says nothing of a Spark")
-    yield _row("check", ", ".join(parts))

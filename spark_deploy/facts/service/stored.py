@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from spark_contract.documents import DocumentError
 from spark_contract.host.digests import SHA256
+from spark_contract.host.paths import RECEIPT_NAME
 from spark_contract.work import receipts
-from spark_contract.work.orders import RECEIPT_NAME
 
 from spark_deploy.facts.sections import Sections
 

@@ -7,10 +7,10 @@ from pyinfra.api.state import State
 
 from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.access import ACCOUNT
-from spark_deploy.inventory.contact.bootstrap import endpoint, public_key, try_key
 from spark_deploy.inventory.contact.host_keys import Endpoint
+from spark_deploy.inventory.contact.login import endpoint, public_key, try_key
 from spark_deploy.inventory.known import known_of
-from spark_deploy.planning.types import BootstrapPlan
+from spark_deploy.planning.machine import BootstrapPlan
 
 
 def endpoint_of(host: Host) -> Endpoint:

@@ -23,7 +23,7 @@ from spark_deploy.facts.machine.access import (
 from spark_deploy.facts.memo import read
 from spark_deploy.operations.commands import CommandFailed, run
 from spark_deploy.operations.host_errors import Commands, Refused, host_command, host_errors, refuse
-from spark_deploy.planning.types import BootstrapPlan
+from spark_deploy.planning.machine import BootstrapPlan
 
 # Names that mean nothing special in sudoers(5).
 _PLAIN_USER = re.compile(r"[a-z_][a-z0-9_.-]{0,31}")

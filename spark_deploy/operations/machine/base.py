@@ -26,7 +26,7 @@ from spark_deploy.operations.files import put
 from spark_deploy.operations.host_errors import Commands, host_errors
 from spark_deploy.operations.machine import apt
 from spark_deploy.payload import host_protection
-from spark_deploy.planning.types import NJS, BasePlan
+from spark_deploy.planning.machine import NJS, BasePlan
 
 SLEEP_TARGETS = (
     "sleep.target",

@@ -9,7 +9,7 @@ from spark_deploy.facts.machine.cuda import Cuda, CudaState, Toolkit
 from spark_deploy.facts.memo import read
 from spark_deploy.operations.host_errors import Commands, host_errors
 from spark_deploy.operations.machine import apt
-from spark_deploy.planning.types import CudaPlan
+from spark_deploy.planning.machine import CudaPlan
 
 
 def state_of(plan: CudaPlan) -> Cuda:

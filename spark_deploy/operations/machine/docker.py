@@ -19,7 +19,7 @@ from spark_deploy.operations.commands import log, log_once
 from spark_deploy.operations.files import put
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.machine import apt, daemon_json, docker_engine, gpu_access
-from spark_deploy.planning.types import DockerPlan
+from spark_deploy.planning.machine import DockerPlan
 
 GROUP = "docker"  # whoever is in it can become root on the host
 

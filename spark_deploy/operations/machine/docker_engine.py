@@ -19,7 +19,7 @@ from spark_deploy.facts.machine.docker import Docker, DockerState
 from spark_deploy.operations.commands import CommandFailed, heartbeat, run
 from spark_deploy.operations.host_errors import Refused, host_command, refuse
 from spark_deploy.operations.machine import daemon_json, gpu_access
-from spark_deploy.planning.types import DockerPlan
+from spark_deploy.planning.machine import DockerPlan
 from spark_deploy.preflight import workloads
 
 # Its own words; those of systemd about it say nothing new.

@@ -13,7 +13,7 @@ from spark_deploy.facts.memo import answers_of, read
 from spark_deploy.facts.network.reach import Reach
 from spark_deploy.operations.commands import is_predicted, log
 from spark_deploy.operations.host_errors import Commands, Refused, host_errors, show
-from spark_deploy.planning.types import NeedsPlan
+from spark_deploy.planning.machine import NeedsPlan
 from spark_deploy.preflight import judge
 from spark_deploy.preflight.fabric import judge_ways, unlike
 from spark_deploy.preflight.together import same_host_key

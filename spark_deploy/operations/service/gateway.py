@@ -27,7 +27,8 @@ from spark_deploy.facts.service.tools import SymlinkTarget
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.files import place, states_of
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
-from spark_deploy.payload.certificates import given_pair, issue, why_not
+from spark_deploy.payload.authority import issue, why_not
+from spark_deploy.payload.certificates import given_pair
 from spark_deploy.planning.serving.gateway import gateway_file
 from spark_deploy.planning.types import GatewayPlan
 from spark_deploy.settings.read_secret import read_secret

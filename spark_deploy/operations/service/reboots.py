@@ -26,7 +26,7 @@ from spark_deploy.operations.host_errors import Commands, host_command, host_err
 from spark_deploy.operations.machine.preflight import question, survey_of
 from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.operations.service.rollout import change_now, hold_back, interrupt
-from spark_deploy.planning.types import NeedsPlan
+from spark_deploy.planning.machine import NeedsPlan
 
 _DOWN_WITHIN_S = 600
 _ASK_EVERY_S = 3.0

@@ -24,7 +24,7 @@ from spark_deploy.operations.machine.base import HOLD_PATH, SLEEP_TARGETS, state
 from spark_deploy.operations.machine.gpu_access import SPECIFICATION
 from spark_deploy.payload.host_protection import EARLYOOM_PATH, guarantee_files
 from spark_deploy.payload.sent import sent_command, sent_tools
-from spark_deploy.planning.types import SUDOERS_PATH, BasePlan
+from spark_deploy.planning.machine import SUDOERS_PATH, BasePlan
 from spark_deploy.planning.work.uninstall import wanted_of
 from spark_deploy.settings.types import Settings
 

@@ -15,9 +15,9 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 from spark_contract.documents import text_of
+from spark_contract.host.paths import RECEIPT_NAME
 from spark_contract.host.units import PREPARE, SHARE_UNIT
 from spark_contract.work.job import ReceiptProof
-from spark_contract.work.orders import RECEIPT_NAME
 from spark_contract.work.sharing import SHARE_KEY, SHARE_SETTINGS, Share, SharedTree
 
 from spark_deploy.facts.files import FileStates

@@ -24,7 +24,7 @@ from spark_deploy.payload.content import (
     ToolFiles,
     site_archive,
 )
-from spark_deploy.planning.types import ToolsPlan
+from spark_deploy.planning.machine import ToolsPlan
 
 
 @operation()

@@ -16,7 +16,7 @@ from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.facts.network.fabric import Port, Ports
 from spark_deploy.planning.engine.argv import rank_arguments, rank_environment
-from spark_deploy.planning.types import Way
+from spark_deploy.planning.machine import Way
 from spark_deploy.settings.service.cluster import PORTS
 from spark_deploy.settings.types import Settings
 

@@ -10,7 +10,8 @@ from spark_deploy.catalog.profile import Profile
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import Lock, LockedImage
-from spark_deploy.planning.types import ImagePlan, PayloadIdentity
+from spark_deploy.planning.machine import PayloadIdentity
+from spark_deploy.planning.types import ImagePlan
 from spark_deploy.settings.types import Settings
 
 

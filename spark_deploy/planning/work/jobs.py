@@ -13,9 +13,10 @@ from spark_contract.documents import text_of
 from spark_contract.host import units
 from spark_contract.host.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, hub_token_of, job_dir
 from spark_contract.host.units import DIGEST_LABEL
+from spark_contract.work.fetching import FetchFile, FetchPlan
 from spark_contract.work.images import LayersPlan
 from spark_contract.work.job import AbsentProof, ImageProof, Job, ReceiptProof
-from spark_contract.work.orders import DonorUrl, FetchFile, FetchPlan
+from spark_contract.work.orders import DonorUrl
 
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.managed import ManagedFile

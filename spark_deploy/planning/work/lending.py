@@ -8,9 +8,9 @@ from typing import Literal
 
 from spark_contract.documents import parse, text_of
 from spark_contract.host import tool
+from spark_contract.work.fetching import FetchPlan
 from spark_contract.work.images import LayersPlan
 from spark_contract.work.job import ReceiptProof
-from spark_contract.work.orders import FetchPlan
 from spark_contract.work.sharing import CopyPlan, FinishedTree, Peers, SharedTree
 
 from spark_deploy.managed import ManagedFile

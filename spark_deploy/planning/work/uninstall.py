@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spark_contract.work.keep import Footprint
 
-from spark_deploy.planning.types import NJS
+from spark_deploy.planning.machine import NJS
 from spark_deploy.settings.types import Settings
 
 DAEMON_JSON = "/etc/docker/daemon.json"

@@ -15,6 +15,8 @@ from spark_deploy.errors import SettingsError
 from spark_deploy.inventory import groups as inventory
 from spark_deploy.inventory.contact import bootstrap, host_keys
 from spark_deploy.inventory.contact.host_keys import Endpoint, Seen
+from spark_deploy.inventory.contact.login import Access, public_key
+from spark_deploy.inventory.contact.password import PASSWORD_FILE_VARIABLE, Asked
 from spark_deploy.operations.machine.access import explained, sudoers
 
 
@@ -29,11 +31,11 @@ def seen(path: Path, state: Any, name: str = "10.0.0.1", **given: Any) -> Seen:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(bootstrap.PASSWORD_FILE_VARIABLE, raising=False)
+    monkeypatch.delenv(PASSWORD_FILE_VARIABLE, raising=False)
 
 
 def prepare(hosts: dict[str, dict[str, Any]], ask: Any = None) -> dict[str, dict[str, Any]]:
-    asked = bootstrap.Asked(ask) if ask else bootstrap.Asked()
+    asked = Asked(ask) if ask else Asked()
     return bootstrap.prepare(hosts, asked=asked, confirm=lambda _: "y")
 
 
@@ -66,7 +68,7 @@ def new_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict
     monkeypatch.setattr(
         bootstrap,
         "try_key",
-        lambda e: bootstrap.Access(e.host == "ready", e.host == "ready"),
+        lambda e: Access(e.host == "ready", e.host == "ready"),
     )
     return {
         name: {
@@ -136,7 +138,7 @@ def test_a_host_with_another_password_does_not_stop_the_others(
 @pytest.mark.usefixtures("_terminal")
 def test_a_second_group_does_not_ask_again(new_hosts) -> None:
     asked = []
-    password = bootstrap.Asked(lambda text: asked.append(text) or "x")
+    password = Asked(lambda text: asked.append(text) or "x")
     for name in ("spark-1", "spark-2"):
         bootstrap.prepare({name: new_hosts[name]}, asked=password, confirm=lambda _: "y")
     assert len(asked) == 1
@@ -146,7 +148,7 @@ def test_a_second_group_does_not_ask_again(new_hosts) -> None:
 @pytest.mark.usefixtures("_terminal")
 def test_new_keys_that_nobody_agrees_to_are_not_recorded(new_hosts, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="not agreed"):
-        bootstrap.prepare(new_hosts, asked=bootstrap.Asked(), confirm=lambda _: "n")
+        bootstrap.prepare(new_hosts, asked=Asked(), confirm=lambda _: "n")
     assert not (tmp_path / "known_hosts").exists()
 
 
@@ -166,14 +168,12 @@ def test_no_password_goes_to_a_host_whose_key_nobody_saw(
     new_hosts, monkeypatch, tmp_path: Path
 ) -> None:
     (tmp_path / "password").write_text("secret\n")
-    monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
+    monkeypatch.setenv(PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
     for contact in ("try_key", "takes_password"):
         monkeypatch.setattr(bootstrap, contact, lambda *_: pytest.fail("was contacted"))
     # As `-y` has it: nobody is asked.
     with pytest.raises(SettingsError, match="which -y does not do") as refused:
-        bootstrap.prepare(
-            new_hosts, asked=bootstrap.Asked(), confirm=lambda _: pytest.fail("asked")
-        )
+        bootstrap.prepare(new_hosts, asked=Asked(), confirm=lambda _: pytest.fail("asked"))
     assert bootstrap.HOST_KEYS_FILE_VARIABLE in str(refused.value)
     assert not (tmp_path / "known_hosts").exists()
 
@@ -183,8 +183,8 @@ def test_a_key_that_was_brought_along_is_recorded_and_another_one_is_refused(
     new_hosts, monkeypatch, tmp_path: Path
 ) -> None:
     (tmp_path / "password").write_text("secret\n")
-    monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
-    asked = bootstrap.Asked()
+    monkeypatch.setenv(PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
+    asked = Asked()
     bootstrap.prepare(new_hosts, asked=asked, confirm=lambda _: pytest.fail("asked"))
     assert (tmp_path / "known_hosts").read_text().count("\n") == 3
 
@@ -199,7 +199,7 @@ def test_a_key_that_was_brought_along_is_recorded_and_another_one_is_refused(
 
 @pytest.mark.usefixtures("_pipe", "_compared")
 def test_without_a_terminal_the_way_to_give_a_password_is_named(new_hosts) -> None:
-    with pytest.raises(SettingsError, match=bootstrap.PASSWORD_FILE_VARIABLE):
+    with pytest.raises(SettingsError, match=PASSWORD_FILE_VARIABLE):
         prepare(new_hosts)
 
 
@@ -208,7 +208,7 @@ def test_a_password_file_serves_where_there_is_no_terminal(
     new_hosts, monkeypatch, tmp_path
 ) -> None:
     (tmp_path / "password").write_text("pass word\nsecond line\n")
-    monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
+    monkeypatch.setenv(PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
     data = prepare(new_hosts)
     assert data["spark-2"]["ssh_password"] == "pass word"
     assert contact_in(data, "spark-2").password.unmask() == "pass word"
@@ -217,7 +217,7 @@ def test_a_password_file_serves_where_there_is_no_terminal(
 @pytest.mark.usefixtures("_compared")
 def test_debug_output_shows_stars_for_the_password(new_hosts, monkeypatch, tmp_path) -> None:
     (tmp_path / "password").write_text("geheim\n")
-    monkeypatch.setenv(bootstrap.PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
+    monkeypatch.setenv(PASSWORD_FILE_VARIABLE, str(tmp_path / "password"))
     data = prepare(new_hosts)
     assert "geheim" not in f"{data!r} {data} {contact_in(data, 'spark-1')!r}"
 
@@ -227,8 +227,8 @@ def test_the_account_for_deploys_is_made_by_the_login_there_is_and_proven_by_its
     new_hosts, monkeypatch
 ) -> None:
     logins = []
-    ann = bootstrap.Access(logs_in=True, sudo_free=False)
-    none = bootstrap.Access(logs_in=False, sudo_free=False)
+    ann = Access(logs_in=True, sudo_free=False)
+    none = Access(logs_in=False, sudo_free=False)
     monkeypatch.setattr(
         bootstrap, "try_key", lambda e: logins.append(e.user) or (ann if e.user is None else none)
     )
@@ -266,15 +266,15 @@ def test_a_host_that_nobody_looked_at_is_a_clear_error() -> None:
 
 def test_a_missing_key_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="ssh-keygen -t ed25519"):
-        bootstrap.public_key(None, home=tmp_path)
+        public_key(None, home=tmp_path)
     with pytest.raises(SettingsError, match=f"ssh-keygen -t ed25519 -f {tmp_path}/none"):
-        bootstrap.public_key(str(tmp_path / "none"))
+        public_key(str(tmp_path / "none"))
 
 
 def test_the_public_key_is_made_from_the_private_one_when_it_has_no_file(tmp_path: Path) -> None:
     key = new_key()
     key.write_private_key_file(str(tmp_path / "id"))
-    assert bootstrap.public_key(str(tmp_path / "id")) == f"{key.get_name()} {key.get_base64()}"
+    assert public_key(str(tmp_path / "id")) == f"{key.get_name()} {key.get_base64()}"
 
 
 def test_the_sudo_rule_is_one_line_for_one_user() -> None:
@@ -318,8 +318,8 @@ def test_no_other_deploy_makes_a_first_contact() -> None:
 
 
 def test_groups_of_one_command_share_the_password_and_the_next_command_asks_anew() -> None:
-    def asked() -> bootstrap.Asked:
-        return inventory._of_this_run("password", bootstrap.Asked)
+    def asked() -> Asked:
+        return inventory._of_this_run("password", Asked)
 
     with click.Context(click.Command("pyinfra")):
         first, second = asked(), asked()

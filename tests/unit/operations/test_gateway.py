@@ -27,7 +27,7 @@ from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.facts.service.tools import SymlinkTarget
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.service import gateway
-from spark_deploy.payload.certificates import issue
+from spark_deploy.payload.authority import issue
 from spark_deploy.planning.serving.gateway import gateway_file
 from spark_deploy.planning.types import GatewayPlan, TlsPlan
 from spark_deploy.settings.secrets import GENERATED, SecretRef

@@ -24,7 +24,7 @@ from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.facts import memo
 from spark_deploy.operations.machine import access, base, cuda, docker, fabric, preflight
-from spark_deploy.planning.types import (
+from spark_deploy.planning.machine import (
     BasePlan,
     BootstrapPlan,
     CudaPlan,

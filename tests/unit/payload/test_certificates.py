@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import stat
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.payload import certificates
-from spark_deploy.payload.certificates import check_gateway, given_problems, issue, why_not
+from spark_deploy.payload import authority, certificates
+from spark_deploy.payload.authority import issue, why_not
+from spark_deploy.payload.certificates import check_gateway, given_problems
 from spark_deploy.planning.serving.gateway import gateway_plan
 from spark_deploy.settings.load import load_hosts
 
@@ -75,7 +77,7 @@ def test_a_key_of_another_certificate_is_refused(tmp_path):
 def test_a_certificate_that_ended_is_refused(tmp_path, monkeypatch):
     files = pair(tmp_path, "DNS:spark.example.org", "-days", "3")
     assert given_problems(*files, NAMES[0]) == []
-    later = certificates.now() + certificates.timedelta(days=4)
+    later = certificates.now() + timedelta(days=4)
     monkeypatch.setattr(certificates, "now", lambda: later)
     said(given_problems(*files, NAMES[0]), "not now", "new certificate")
 
@@ -134,7 +136,7 @@ def test_the_ca_is_made_once_and_its_leaves_are_left_alone_until_they_are_due(tm
     assert "does not cover new.example.org" in why_not(
         one.certificate, public(one.key), (*NAMES, "new.example.org"), ca
     )
-    due = issue(NAMES, ca, days=certificates.RENEW_DAYS - 1)
+    due = issue(NAMES, ca, days=authority.RENEW_DAYS - 1)
     assert "it ends on" in why_not(due.certificate, public(due.key), NAMES, ca)
     foreign = issue(NAMES, str(tmp_path / "other"))
     assert "not issued by" in why_not(foreign.certificate, public(foreign.key), NAMES, ca)
@@ -152,8 +154,8 @@ def test_half_a_ca_is_never_replaced_silently(tmp_path):
 def test_a_ca_that_ends_is_said_before_clients_notice(tmp_path, monkeypatch):
     ca = str(tmp_path / "ca")
     issue(NAMES, ca)
-    later = certificates.now() + certificates.timedelta(days=certificates.CA_DAYS - 10)
-    monkeypatch.setattr(certificates, "now", lambda: later)
+    later = certificates.now() + timedelta(days=authority.CA_DAYS - 10)
+    monkeypatch.setattr(authority, "now", lambda: later)
     with pytest.raises(SettingsError, match="clients must be given"):
         issue(NAMES, ca)
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 from spark_contract import documents
-from spark_contract.work.orders import BuildPlan, FetchPlan
+from spark_contract.work.fetching import FetchPlan
+from spark_contract.work.orders import BuildPlan
 from spark_contract.work.patterns import expand_all
 
 from spark_deploy.planning.work.jobs import jobs_of

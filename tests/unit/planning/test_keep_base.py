@@ -7,7 +7,7 @@ import pytest
 from spark_contract.documents import plain
 from spark_contract.work.job import AbsentProof, ReceiptProof
 
-from spark_deploy.cli.planned.plan import lines
+from spark_deploy.cli.planned.parts import lines
 from spark_deploy.errors import PlanError
 from spark_deploy.facts.machine.disk import Place
 from spark_deploy.lockfile.resolve import size

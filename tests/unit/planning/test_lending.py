@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from spark_contract.documents import parse
 from spark_contract.host.tool import HOST_TOOL
+from spark_contract.work.fetching import FetchPlan
 from spark_contract.work.images import LayersPlan
-from spark_contract.work.orders import FetchPlan
 from spark_contract.work.sharing import CopyPlan, FinishedTree, Peers
 
 from spark_deploy.planning.work.jobs import Work, jobs_of

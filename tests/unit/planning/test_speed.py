@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from spark_deploy.catalog.beside import Speculation
-from spark_deploy.cli.planned.plan import lines
+from spark_deploy.cli.planned.parts import lines
 from spark_deploy.planning.budget.speed import (
     TOLERANCE,
     experts_touched,

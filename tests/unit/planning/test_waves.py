@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.planning.waves import waves_of
+from spark_deploy.planning.serving.waves import waves_of
 from spark_deploy.settings.service.serving import RolloutSettings
 
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from spark_deploy.planning.machine import Way
 from spark_deploy.planning.serving.cluster import ways
-from spark_deploy.planning.types import Way
 from spark_deploy.preflight.fabric import judge_ways, unlike
 from tests.unit.planning.test_clusters import FABRIC, clustered
 from tests.unit.preflight.test_judge import survey

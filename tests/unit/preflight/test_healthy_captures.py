@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from spark_deploy.facts.machine.survey import Survey
-from spark_deploy.planning.types import HostPlan, NeedsPlan
+from spark_deploy.planning.machine import NeedsPlan
+from spark_deploy.planning.types import HostPlan
 from spark_deploy.preflight import judge
 from tests.unit.facts.test_facts import CAPTURES
 from tests.unit.planning.plans import shipped

@@ -15,8 +15,10 @@ from urllib.parse import quote
 
 from spark_contract.documents import DocumentError
 from spark_contract.files import sync, write_all
+from spark_contract.host.paths import RECEIPT_NAME
 from spark_contract.work import receipts
-from spark_contract.work.orders import RECEIPT_NAME, BuildPlan, RequantizePlan, Wire
+from spark_contract.work.fetching import Wire
+from spark_contract.work.orders import BuildPlan, RequantizePlan
 from spark_contract.work.receipts import (
     CheckpointReceipt,
     ReceiptFile,

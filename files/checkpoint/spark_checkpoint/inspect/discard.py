@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from spark_contract.files import sync_directory
-from spark_contract.work.orders import RECEIPT_NAME
+from spark_contract.host.paths import RECEIPT_NAME
 from spark_contract.work.receipts import CheckpointReceipt, Receipt
 
 from spark_checkpoint.errors import GateRefused

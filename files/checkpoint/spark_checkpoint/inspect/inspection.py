@@ -11,19 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spark_contract.work.orders import BuildPlan, Wire
+from spark_contract.work.fetching import Wire
+from spark_contract.work.orders import BuildPlan
 from spark_contract.work.patterns import expand_all
 
 from spark_checkpoint.errors import GateRefused, InputRefused
 from spark_checkpoint.format.groups import groups
 from spark_checkpoint.format.header import Header, read_header
 from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, files_of, read_index, read_json
-from spark_checkpoint.inspect.anatomy import (
-    examine,
-    plain_name,
-    recipe_of,
-    scales_missing,
-)
+from spark_checkpoint.inspect.anatomy import examine, plain_name, recipe_of, scales_missing
 from spark_checkpoint.sources.donor import UrlFiles
 from spark_checkpoint.verify.expected import base_patterns, exact_result, replacements
 from spark_checkpoint.verify.gates import MTP_PREFIX, same_names

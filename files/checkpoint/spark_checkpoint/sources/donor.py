@@ -12,7 +12,8 @@ from typing import Any
 from urllib.parse import quote
 
 from spark_contract.files import sync, write_all
-from spark_contract.work.orders import DonorDir, DonorUrl, Wire
+from spark_contract.work.fetching import Wire
+from spark_contract.work.orders import DonorDir, DonorUrl
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.format.header import Header, Tensor, header_json_bytes, parse_header

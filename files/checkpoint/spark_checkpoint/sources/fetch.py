@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from spark_contract.files import now, sync, write_all
-from spark_contract.work.orders import FetchFile, FetchPlan
+from spark_contract.work.fetching import FetchFile, FetchPlan
 from spark_contract.work.receipts import ReceiptFile, SourceReceipt, why_not_ours
 
 from spark_checkpoint import TOOL_VERSION
@@ -249,7 +249,7 @@ def _grow(
         pieces = transport.stream(url, present, file.size_bytes, file.size_bytes)
         for number, piece in enumerate(pieces):
             if number == 0:
-                _check_promise(transport, file, url)
+                transport.refuse_other_content(url, file)
             content.update(piece)
             write_all(fd, piece)
             passed.go(len(piece))
@@ -259,22 +259,6 @@ def _grow(
     finally:
         os.close(fd)
     return content
-
-
-def _check_promise(transport: Transport, file: FetchFile, url: str) -> None:
-    """Stop at the first byte when the hub itself names other content than the lock."""
-    promise = transport.promise(url)
-    if promise is None:
-        return
-    tag = promise.content_hash
-    known = {64: file.sha256, 40: file.git_sha1}.get(len(tag or ""))
-    if promise.size_bytes not in (None, file.size_bytes) or (known and tag != known):
-        raise GateRefused(
-            url,
-            f"the hub offers {promise.size_bytes} bytes with hash {tag}, the lock says "
-            f"{file.size_bytes} and {file.sha256 or file.git_sha1}",
-            "lock the repository again",
-        )
 
 
 def _discard(order: _Order, part: Path) -> None:

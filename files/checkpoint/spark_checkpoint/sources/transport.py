@@ -4,32 +4,26 @@ Hub files are redirected to a content host with a signed, expiring address. The 
 the hub's origin only; an address that stopped working is asked for again; a range that was not
 honoured exactly is refused, because its bytes would be written in the wrong place.
 
-Connections, TLS and proxies are urllib3's. Redirects are followed here: what the hub says of a
-file stands in the answer that redirects, and the signed address serves many ranges.
+Redirects are followed here: what the hub says of a file stands in the answer that redirects, and
+the signed address serves many ranges.
 """
 
 from __future__ import annotations
 
 import re
-import ssl
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import TypeVar
-from urllib.parse import unquote, urljoin
+from urllib.parse import urljoin
 
 from spark_contract.host.digests import COMMIT
-from spark_contract.work.orders import Wire
-from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager, Retry
-from urllib3.connection import port_by_scheme
+from spark_contract.work.fetching import FetchFile, Wire
+from urllib3 import BaseHTTPResponse, Retry
 from urllib3.exceptions import HTTPError
-from urllib3.util import make_headers, parse_url
 
-from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
-from spark_checkpoint.sources.challenge import token_for
+from spark_checkpoint.errors import GateRefused, TransferFailed
+from spark_checkpoint.sources.connections import Connections, origin_of
 from spark_checkpoint.sources.pacing import Again, Attempt, RateLimit, cancelled
 from spark_checkpoint.sources.responses import body_bytes, content_range
 
@@ -44,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class _Promise:
     """What a hub says of a file before it redirects; None where it says nothing."""
 
     size_bytes: int | None
@@ -72,17 +66,12 @@ class Transport:
             stop: set when reads shall end soon; one of its own when left out.
             accept: which kinds of answer are understood.
         """
-        self._wire, self._accept = wire, accept
-        self._pools = _pools(wire, {} if direct else urllib.request.getproxies())
+        self._wire = wire
+        self._connections = Connections(wire, trusted_urls, direct=direct, accept=accept)
         self._limit = RateLimit(wire.rate_limit_bytes_per_s)
-        self._token = _read_token(wire.token_file)
-        try:
-            self._trusted = frozenset(_origin_of(url) for url in trusted_urls)
-        except ValueError as error:
-            raise InputRefused("sources", str(error), "correct the address") from error
         self._lock = threading.Lock()
         self._locations: dict[str, str] = {}
-        self._promises: dict[str, Promise] = {}
+        self._promises: dict[str, _Promise] = {}
         self.stop = stop or threading.Event()
         self.received_bytes = 0
 
@@ -90,9 +79,20 @@ class Transport:
         """Let every read of every thread end soon; what was received stays."""
         self.stop.set()
 
-    def promise(self, url: str) -> Promise | None:
-        """Return what the hub said of a file that was asked for already."""
-        return self._promises.get(url)
+    def refuse_other_content(self, url: str, file: FetchFile) -> None:
+        """Stop at the first byte when the hub itself names other content than the lock."""
+        promise = self._promises.get(url)
+        if promise is None:
+            return
+        tag = promise.content_hash
+        known = {64: file.sha256, 40: file.git_sha1}.get(len(tag or ""))
+        if promise.size_bytes not in (None, file.size_bytes) or (known and tag != known):
+            raise GateRefused(
+                url,
+                f"the hub offers {promise.size_bytes} bytes with hash {tag}, the lock says "
+                f"{file.size_bytes} and {file.sha256 or file.git_sha1}",
+                "lock the repository again",
+            )
 
     def read(self, url: str, begin: int, end: int, total_bytes: int | None = None) -> bytes:
         """Return the bytes of a small range; fewer when the file ends before ``end``."""
@@ -159,7 +159,7 @@ class Transport:
 
     def _attempt(self, url: str) -> Attempt:
         # Mirrors and peers are given up for the next source; after the hub there is none.
-        outage_s = self._wire.outage_s if _origin_of(url) in self._trusted else 0.0
+        outage_s = self._wire.outage_s if self._connections.trusts(url) else 0.0
         return Attempt(url, self._wire, self.stop, outage_s)
 
     def _until_answered(self, url: str, once: Callable[[], T]) -> T:
@@ -197,7 +197,7 @@ class Transport:
         with self._lock:
             address = self._locations.get(url, url)
         for _ in range(_REDIRECT_LIMIT):
-            response = self._ask(address, byte_range)
+            response = self._connections.ask(address, byte_range)
             if address == url:
                 self._note_promise(url, response.headers)
             target = response.get_redirect_location()
@@ -214,44 +214,6 @@ class Transport:
         response.close()
         raise self._refused(url, address, response)
 
-    def _ask(self, address: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
-        headers = {
-            "Accept": self._accept,
-            "Accept-Encoding": "identity",
-            "User-Agent": "spark-checkpoint",
-        }
-        if byte_range is not None:
-            headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
-        response = self._send(address, headers)
-        challenge = response.headers.get("WWW-Authenticate", "")
-        if response.status != 401 or _origin_of(address) not in self._trusted or not challenge:
-            return response
-        scheme = _origin_of(address)[0]
-        token = token_for(challenge, self._pool(parse_url(address).host or "", scheme), scheme)
-        if token is None:
-            return response
-        response.drain_conn()
-        self._token = token  # good for some minutes, then there is another challenge
-        return self._send(address, headers)
-
-    def _send(self, address: str, headers: Mapping[str, str]) -> BaseHTTPResponse:
-        origin = _origin_of(address)
-        login = (
-            {"Authorization": f"Bearer {self._token}"}
-            if self._token and origin in self._trusted
-            else {}
-        )
-        # How much arrived is counted here, so that an early end is told in bytes.
-        return self._pool(origin[1], origin[0]).request(
-            "GET", address, headers={**headers, **login}, redirect=False, retries=False,
-            preload_content=False, enforce_content_length=False,
-        )  # fmt: skip
-
-    def _pool(self, host: str, scheme: str) -> PoolManager:
-        if urllib.request.proxy_bypass(host):
-            return self._pools[""]
-        return self._pools.get(scheme, self._pools[""])
-
     def _note_promise(self, url: str, headers: Mapping[str, str]) -> None:
         commit, asked = headers.get("X-Repo-Commit"), _COMMIT.search(url)
         if commit and asked and commit != asked[1]:
@@ -260,7 +222,7 @@ class Transport:
             )
         size = headers.get("X-Linked-Size", "")
         tag = headers.get("X-Linked-ETag", "").removeprefix("W/").strip('"')
-        promise = Promise(int(size) if size.isdigit() else None, tag or None)
+        promise = _Promise(int(size) if size.isdigit() else None, tag or None)
         with self._lock:
             self._promises[url] = promise
 
@@ -272,8 +234,8 @@ class Transport:
         with self._lock:
             self._locations.pop(url, None)
         # Another host speaks of its signed link, which the hub replaces; the hub itself of us.
-        if status in _EXPIRED and _origin_of(address) != _origin_of(url):
-            return Again(f"HTTP {status} from {_origin_of(address)[1]}: the signed link expired")
+        if status in _EXPIRED and origin_of(address) != origin_of(url):
+            return Again(f"HTTP {status} from {origin_of(address)[1]}: the signed link expired")
         fixes = {
             401: "give a token",
             403: "give a token that may read it",
@@ -287,69 +249,12 @@ class Transport:
             self.received_bytes += count_bytes
 
 
-def _origin_of(url: str) -> tuple[str, str, int]:
-    """Return scheme, host and port, what a token belongs to; ``ValueError`` if not http(s)."""
-    parts = parse_url(url)
-    if parts.scheme not in port_by_scheme or not parts.host:
-        raise ValueError(f"{url!r} is no http(s) address")
-    return parts.scheme, parts.host, parts.port or port_by_scheme[parts.scheme]
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    """Return the trusted certificates, which take a tenth of a second to read."""
-    return ssl.create_default_context()
-
-
-def _pools(wire: Wire, proxies_known: Mapping[str, str]) -> dict[str, PoolManager]:
-    """Return the connections by scheme where the environment names a proxy; "" goes directly."""
-    tls = _tls()
-    proxies = {
-        scheme: proxy if "://" in proxy else f"http://{proxy}"
-        for scheme, proxy in proxies_known.items()
-        if scheme in port_by_scheme
-    }
-    pools = {
-        scheme: ProxyManager(
-            proxy,
-            proxy_headers=_login(proxy),
-            maxsize=wire.parallel,
-            timeout=wire.timeout_s,
-            ssl_context=tls,
-        )
-        for scheme, proxy in proxies.items()
-    }
-    direct = PoolManager(maxsize=wire.parallel, timeout=wire.timeout_s, ssl_context=tls)
-    return {"": direct, **pools}
-
-
-def _login(proxy: str) -> dict[str, str]:
-    """Return the header that a proxy with a login in its address is asked with."""
-    login = parse_url(proxy).auth
-    return dict(make_headers(proxy_basic_auth=unquote(login))) if login else {}
-
-
 def _redirected(address: str, location: str) -> str:
     target = urljoin(address, location)
     try:
-        scheme = _origin_of(target)[0]
+        scheme = origin_of(target)[0]
     except ValueError as error:
         raise TransferFailed(address, f"redirects to {error}", "check the address") from error
     if address.startswith("https:") and scheme != "https":
         raise TransferFailed(address, "redirects from https to http", "use another source")
     return target
-
-
-def _read_token(file: str | None) -> str | None:
-    if file is None:
-        return None
-    path = Path(file)
-    try:
-        token = path.read_text("utf-8").strip()
-    except OSError as error:
-        raise InputRefused(
-            str(path), f"token cannot be read ({error.strerror})", "check token_file"
-        ) from error
-    if not token or not token.isprintable() or " " in token:
-        raise InputRefused(str(path), "holds no token", "write the token alone into it")
-    return token

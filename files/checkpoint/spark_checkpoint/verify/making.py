@@ -6,7 +6,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from spark_contract.work.orders import BuildPlan, FetchPlan, RequantizePlan
+from spark_contract.work.fetching import FetchPlan
+from spark_contract.work.orders import BuildPlan, RequantizePlan
 from spark_contract.work.sharing import growing_dir, growing_tree
 
 from spark_checkpoint.errors import GateRefused

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
-from spark_contract.work.orders import RECEIPT_NAME, BuildPlan, RequantizePlan
+from spark_contract.host.paths import RECEIPT_NAME
+from spark_contract.work.orders import BuildPlan, RequantizePlan
 from spark_contract.work.receipts import AnyReceipt, Receipt, ReceiptFile, SourceReceipt
 
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers

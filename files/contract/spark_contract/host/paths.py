@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spark_contract.host.units import BOOT_LINKS, MAIN_SERVICE, UNITS_DIR
 
+RECEIPT_NAME = "receipt.json"  # written last into a tree, see ``work/receipts.py``
 CONFIG_DIR = "/etc/spark"
 RELEASES_DIR = f"{CONFIG_DIR}/releases"
 GATEWAY_DIR = f"{CONFIG_DIR}/gateway"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from spark_contract.documents import OPTIONAL
-from spark_contract.work.orders import Wire
+from spark_contract.work.fetching import Wire
 from spark_contract.work.sharing import Peers
 
 # What names without a host mean; this is the address behind that word.

@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from spark_contract.documents import OPTIONAL, older
 from spark_contract.host import units
-from spark_contract.host.paths import job_dir
+from spark_contract.host.paths import RECEIPT_NAME, job_dir
 from spark_contract.host.sentences import PHASE
-from spark_contract.work.orders import RECEIPT_NAME
 
 
 @dataclass(frozen=True, slots=True)

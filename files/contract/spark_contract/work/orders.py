@@ -1,4 +1,4 @@
-"""What the builder of trees is told: ``fetch.json`` and ``plan.json``, from controller to host.
+"""What the builder of trees is told: ``plan.json`` and ``requantize.json``.
 
 ``Held`` is what it answers when it holds names against an order before any bytes are fetched.
 
@@ -7,17 +7,15 @@ A class that cannot be what it says refuses itself, so both sides stop at the sa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from spark_contract.documents import OPTIONAL, DocumentError
+from spark_contract.documents import OPTIONAL, DocumentError, in_range, of_form, plain_directory
 from spark_contract.host.digests import COMMIT, SHA256
-from spark_contract.work.sharing import Peers
+from spark_contract.work.fetching import FetchPlan, Wire
 
-RECEIPT_NAME = "receipt.json"
 # Of the builder. Raise it exactly when the bytes of a built tree change for the same plan; a
 # golden-hash test (tests/unit/checkpoint/test_builder_golden.py) fails when one happens without
 # the other.
@@ -27,98 +25,6 @@ _DIRECTORY = "/.+"
 
 Scheme = Literal["fp8-donor", "fp8-base", "fp8-self", "int8-g128", "keep"]
 WITH_DONOR = ("fp8-donor", "fp8-base")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
-    """How patiently and how widely the network is used."""
-
-    tries: int = 8  # attempts without progress, then the next source or the end
-    # The hub itself is asked for at least so long without a new byte: lines break for hours.
-    outage_s: float = field(default=0.0, metadata=OPTIONAL)
-    backoff_s: float = 1.0  # before the second try; doubles up to 30
-    # Sent to the hub's own host only: not to peers and mirrors, not to where the hub redirects.
-    token_file: str | None = field(default=None, metadata=OPTIONAL)
-    parallel: int = field(default=4, metadata=OPTIONAL)  # requests at once
-    timeout_s: float = field(default=30.0, metadata=OPTIONAL)  # a connection may stay silent
-    rate_limit_bytes_per_s: int | None = field(default=None, metadata=OPTIONAL)
-
-    def __post_init__(self) -> None:
-        """Refuse what no network can be used with."""
-        _in_range("tries", self.tries, 1, 100)
-        _in_range("parallel", self.parallel, 1, 64)
-        _in_range("backoff_s", self.backoff_s, 0)
-        _in_range("outage_s", self.outage_s, 0)
-        _in_range("timeout_s", self.timeout_s, 0.1)
-        _in_range("rate_limit_bytes_per_s", self.rate_limit_bytes_per_s or 1, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class FetchFile:
-    """One file to fetch; at least one of the hashes is set."""
-
-    path: str  # relative, with forward slashes
-    size_bytes: int
-    sha256: str | None = field(default=None, metadata=OPTIONAL)
-    git_sha1: str | None = field(default=None, metadata=OPTIONAL)  # of a blob: all small files have
-
-    def __post_init__(self) -> None:
-        """Refuse a file that is outside of its tree or cannot be proven."""
-        if not is_inside(self.path):
-            raise DocumentError(f"files: path {self.path!r} leaves the tree")
-        if self.path == RECEIPT_NAME or self.path.endswith(".part"):
-            raise DocumentError(f"files: path {self.path!r} is taken")
-        if self.sha256 is None and self.git_sha1 is None:
-            raise DocumentError(f"files: {self.path}: sha256 is missing, and git_sha1 as well")
-        _form(f"files: {self.path}: sha256", self.sha256, SHA256)
-        _form(f"files: {self.path}: git_sha1", self.git_sha1, COMMIT)
-        _in_range(f"files: {self.path}: size_bytes", self.size_bytes, 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchPlan(Wire):
-    """``fetch.json``: one repository at one commit, and every place its bytes may come from."""
-
-    SCHEMA_VERSION: ClassVar[int] = 1
-
-    digest: str  # of the tree, made by the controller
-    name: str  # org/repo
-    commit: str
-    out: str  # appears complete or not at all
-    files: tuple[FetchFile, ...]
-    urls: tuple[str, ...]  # a file's path is appended; mirrors first, the hub last
-    peers: Peers | None = field(default=None, metadata=OPTIONAL)  # asked before all of these
-    pieces: bool  # hash every 4 MiB too, so that a build in layout full reads each byte once
-    look_in: tuple[str, ...]  # globs of directories on this host, searched before any download
-    token_file: str | None
-    parallel: int  # files at once
-    rate_limit_bytes_per_s: int | None  # of all downloads together
-
-    def __post_init__(self) -> None:
-        """Refuse an order that cannot be followed."""
-        Wire.__post_init__(self)
-        _form("digest", self.digest, SHA256)
-        _form("commit", self.commit, COMMIT)
-        _form("name", self.name, ".+")
-        _plain_directory("out", self.out)
-        for url in self.urls:
-            _form("urls", url, "https?://.+")
-        paths = [file.path for file in self.files]
-        twice = next((path for path in paths if paths.count(path) > 1), None)
-        if twice is not None:
-            raise DocumentError(f"files: path {twice!r} is taken")
-        if not paths or not (self.urls or self.look_in):
-            raise DocumentError("urls: names no source" if paths else "files: names no file")
-
-    @property
-    def out_dir(self) -> Path:
-        """The directory to make."""
-        return Path(self.out)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole tree."""
-        return sum(file.size_bytes for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,18 +105,18 @@ class BuildPlan:
 
     def __post_init__(self) -> None:
         """Refuse a plan that no tree can be built by."""
-        _form("digest", self.digest, SHA256)
-        _form("name", self.name, _NAME)
-        _form("base.dir", self.base.dir, _DIRECTORY)
-        _form("base.revision", self.base.revision, f"{COMMIT}|{SHA256}")
-        _plain_directory("out", self.out)
+        of_form("digest", self.digest, SHA256)
+        of_form("name", self.name, _NAME)
+        of_form("base.dir", self.base.dir, _DIRECTORY)
+        of_form("base.revision", self.base.revision, f"{COMMIT}|{SHA256}")
+        plain_directory("out", self.out)
         if isinstance(self.donor, DonorUrl):
-            _form("donor.url", self.donor.url, f"https?://.+/resolve/{COMMIT}/?")
+            of_form("donor.url", self.donor.url, f"https?://.+/resolve/{COMMIT}/?")
         elif self.donor is not None:
-            _form("donor.dir", self.donor.dir, _DIRECTORY)
+            of_form("donor.dir", self.donor.dir, _DIRECTORY)
         for where, sizes in self._shapes():
             for size in sizes:
-                _in_range(where, size, 1)
+                in_range(where, size, 1)
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -275,15 +181,15 @@ class RequantizePlan:
 
     def __post_init__(self) -> None:
         """Refuse a plan that no tree can be made by."""
-        _form("digest", self.digest, SHA256)
-        _form("name", self.name, _NAME)
-        _form("packages", self.packages, _DIRECTORY)
-        _form("calibration", self.calibration, _DIRECTORY)
-        _form("gpu", self.gpu, _DIRECTORY)
-        _plain_directory("out", self.out)
-        _in_range("iters", self.iters, 0)
+        of_form("digest", self.digest, SHA256)
+        of_form("name", self.name, _NAME)
+        of_form("packages", self.packages, _DIRECTORY)
+        of_form("calibration", self.calibration, _DIRECTORY)
+        of_form("gpu", self.gpu, _DIRECTORY)
+        plain_directory("out", self.out)
+        in_range("iters", self.iters, 0)
         for where in ("layers", "nsamples", "seqlen", "batch"):
-            _in_range(where, getattr(self, where), 1)
+            in_range(where, getattr(self, where), 1)
         if not self.base_tensors:
             raise DocumentError("base_tensors: names no tensor")
 
@@ -318,27 +224,3 @@ class Described:
     repeats_names: bool
     files: dict[str, int | None]  # sizes, as the hub says them
     documents: dict[str, dict[str, Any]]  # by name, those there are
-
-
-def is_inside(path: str) -> bool:
-    """Return whether a relative path stays in its tree, and is written the plain way."""
-    relative = PurePosixPath(path)
-    parts = relative.parts
-    return bool(parts) and not relative.is_absolute() and ".." not in parts and "\0" not in path \
-        and str(relative) == path  # fmt: skip
-
-
-def _form(where: str, value: str | None, pattern: str) -> None:
-    if value is not None and not re.fullmatch(pattern, value):
-        raise DocumentError(f"{where}: {value!r} is not of the form {pattern}")
-
-
-def _plain_directory(where: str, value: str) -> None:
-    path = PurePosixPath(value)
-    if not path.is_absolute() or ".." in path.parts or not path.name or path.name.startswith("."):
-        raise DocumentError(f"{where}: {value!r} is not a plain absolute path")
-
-
-def _in_range(where: str, value: float, least: float, most: float = float("inf")) -> None:
-    if not least <= value <= most:
-        raise DocumentError(f"{where}: {value} is not from {least} to {most}")

@@ -11,7 +11,9 @@ from typing import Any, ClassVar, Literal
 
 from spark_contract import documents
 from spark_contract.documents import OPTIONAL, DocumentError
-from spark_contract.work.orders import RECEIPT_NAME, BuildPlan, RequantizePlan, is_inside
+from spark_contract.host.paths import RECEIPT_NAME
+from spark_contract.work.fetching import is_inside
+from spark_contract.work.orders import BuildPlan, RequantizePlan
 
 
 @dataclass(frozen=True, slots=True)

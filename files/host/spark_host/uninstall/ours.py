@@ -5,12 +5,8 @@ from __future__ import annotations
 import pwd
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from spark_contract import files
-from spark_contract.errors import HostToolError
 from spark_contract.host import units
 from spark_contract.host.digests import DIGEST12
 from spark_contract.host.fabric import NETPLAN_FILE
@@ -26,14 +22,13 @@ from spark_contract.host.paths import (
     Paths,
 )
 from spark_contract.host.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
-from spark_contract.serving.records import GpuProof
 from spark_contract.work.keep import Before, Footprint, Ours, Thing
 from spark_contract.work.sharing import SHARE_KEY, SHARE_SETTINGS
 
 from spark_host.prune import holdings
 from spark_host.system import docker, systemd
 from spark_host.uninstall import before as past
-from spark_host.uninstall import packages, shared
+from spark_host.uninstall import containers, packages, shared
 
 TEMPLATES = (
     units.HOURS, units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.SHARE, units.WATCH,
@@ -63,31 +58,12 @@ _NOT_OURS = "not made by us"
 _KEEPS_RECORD = ("package", "tree", "source", "image", "settings")
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
-    """What other people run in Docker."""
-
-    containers: tuple[str, ...]
-    with_gpu: tuple[str, ...]
-    images: frozenset[str]  # ids
-
-    def in_the_way(self, wanted: Footprint) -> dict[str, str]:
-        """Say of each package that containers of others need why it has to stay."""
-        kept = [(wanted.engine_packages, self.containers), (wanted.gpu_packages, self.with_gpu)]
-        return {
-            package: f"containers of others are there: {', '.join(names)}"
-            for packages_of, names in kept
-            for package in packages_of
-            if names
-        }
-
-
 def look(wanted: Footprint, paths: Paths) -> Ours:
     """List what is ours."""
     before = past.noted(paths)
     deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
-    others = _others()
-    things = [*_running(), *_boot_links(paths), *_data(wanted, paths), *_images(
+    others = containers.of_others()
+    things = [*_running(), *_boot_links(paths), *_data(wanted, paths), *containers.images(
         before, others, paths)]  # fmt: skip
     engine = packages.things(wanted, before, others.in_the_way(wanted)) if deployed else []
     stays = _engine_stays(engine, wanted, others)
@@ -154,50 +130,6 @@ def _data(wanted: Footprint, paths: Paths) -> Iterator[Thing]:
         yield Thing("other", str(path), 0, _NOT_OURS)
 
 
-def _others() -> Others:
-    if docker.client("version").returncode == 127:
-        return Others((), (), frozenset())
-    if not docker.is_up():
-        fix = "systemctl start docker, then run again"
-        raise HostToolError("docker", "does not answer, so nobody knows what is in it", fix)
-    mine = set(docker.engine_containers())
-    names, gpu, images = [], [], set()
-    for item in docker.ask("/containers/json?all=1") or []:
-        name = str((item.get("Names") or [item.get("Id")])[0]).lstrip("/")
-        if name in mine:
-            continue
-        names.append(name)
-        images.add(str(item.get("ImageID")))
-        detail: dict[str, Any] = (docker.container(name, 60) or {}).get("HostConfig") or {}
-        if detail.get("Runtime") == "nvidia" or detail.get("DeviceRequests"):
-            gpu.append(name)
-    return Others(tuple(sorted(names)), tuple(sorted(gpu)), frozenset(images))
-
-
-def _images(before: Before | None, others: Others, paths: Paths) -> Iterator[Thing]:
-    found = holdings.images(holdings.known_jobs(paths), paths)
-    found += _check_image({image.reference for image in found}, paths)
-    sizes = holdings.image_bytes(found, [])
-    for image in sorted(found, key=lambda one: -len(one.layers)):
-        identity = str((docker.image(image.reference) or {}).get("Id"))
-        if before is not None and identity in before.images:
-            continue
-        stays = "a container of others uses it" if identity in others.images else ""
-        yield Thing("image", image.reference, sizes[image.reference], stays)
-
-
-def _check_image(known: set[str], paths: Paths) -> Iterator[holdings.Image]:
-    """Yield the image that proved the GPU, unless somebody gave it a name since."""
-    try:
-        reference = files.load(GpuProof, paths.gpu_receipt, "no container saw the GPU").key["image"]
-    except (HostToolError, KeyError):
-        return
-    image = docker.image(reference) if reference and reference not in known else None
-    if image is not None and not image.get("RepoTags"):
-        layers = tuple((image.get("RootFS") or {}).get("Layers") or ())
-        yield holdings.Image(reference, int(image.get("Size") or 0), layers)
-
-
 def _units(paths: Paths) -> Iterator[Thing]:
     for path in sorted(paths.units.iterdir()) if paths.units.is_dir() else ():
         if _OUR_UNIT.match(path.name):
@@ -229,7 +161,7 @@ def _files(wanted: Footprint, engine_stays: str, paths: Paths) -> Iterator[Thing
                 yield Thing("apt source", str(paths.below(key)), 0, engine_stays)
 
 
-def _engine_stays(engine: list[Thing], wanted: Footprint, others: Others) -> str:
+def _engine_stays(engine: list[Thing], wanted: Footprint, others: containers.Others) -> str:
     if others.with_gpu:
         return f"{', '.join(others.with_gpu)} may need it"
     needing = (*wanted.engine_packages, *wanted.gpu_packages)
