@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from pyinfra.api.deploy import deploy
 from spark_contract.host.paths import HUB_TOKEN, PROXY
+from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, REQUANTIZE_JOB
 
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.loop import each
@@ -25,12 +26,10 @@ _REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before
 _QUANTISING_TIMEOUT_S = 4 * 86400  # 40 hours are foreseen for 122B
 
 
-def _start(
-    jobs: Sequence[Work], release: str, kinds: tuple[str, ...], named: Callable[[Work], str]
-) -> None:
+def _start(jobs: Sequence[Work], release: str, named: Callable[[Work], str], *kinds: str) -> None:
     # All of them in each question, so that one answer serves every operation.
     names = tuple(work.job.digest12 for work in jobs)
-    for work in each(work for work in jobs if work.job.kind.startswith(kinds)):
+    for work in each(work for work in jobs if not kinds or work.job.kind in kinds):
         job(name=named(work), work=work, release=release, names=names)
 
 
@@ -49,41 +48,41 @@ def fetch(
     hub_token(name="Have the hub's token where jobs find it", token=token)
     surveyed(name="See which files the hosts have", jobs=tuple(jobs), release=release, fleet=fleet)
     lent(name="Lend the other hosts what they lack", jobs=tuple(jobs), fleet=fleet)
-    _start(jobs, release, ("fetch",), lambda one: f"Fetch {one.job.title.removeprefix('fetch ')}")
+    _start(jobs, release, lambda one: f"Fetch {one.job.title.removeprefix('fetch ')}", FETCH_JOB)
 
 
 @deploy("Checkpoint")
 def build(*, jobs: Sequence[Work], release: str) -> None:
     """Build the checkpoint once its base is fetched; its receipt is the proof."""
     if not _quantised(jobs):
-        _start(jobs, release, ("checkpoint",), lambda _: "Build the checkpoint")
+        _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
 
 
 @deploy("Image")
 def image(*, jobs: Sequence[Work], release: str) -> None:
     """Have the pinned base with our plugin, which checks itself in the build."""
-    _start(jobs, release, ("image",), lambda _: "Prepare the engine image")
+    _start(jobs, release, lambda _: "Prepare the engine image", *IMAGE_JOBS)
     if _quantised(jobs):
         # In the engine's image, which systemd has begin before it.
-        _start(jobs, release, ("requantize",), lambda one: f"Have an INT4 tree: {one.job.title}")
-        _start(jobs, release, ("checkpoint",), lambda _: "Build the checkpoint")
+        _start(jobs, release, lambda one: f"Have an INT4 tree: {one.job.title}", REQUANTIZE_JOB)
+        _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
 
 
 def _quantised(jobs: Sequence[Work]) -> bool:
-    return any(work.job.kind == "requantize" for work in jobs)
+    return any(work.job.kind == REQUANTIZE_JOB for work in jobs)
 
 
 @deploy("Quantise")
 def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
     """Have AutoRound make the INT4 tree; its receipt is the proof."""
-    wanted = tuple(work for work in jobs if work.job.kind in ("image-build", "image-pull"))
+    wanted = tuple(work for work in jobs if work.job.kind in IMAGE_JOBS)
     prepared(
         name="Wait until the engine image is there",
         jobs=tuple(work.job for work in wanted),
         release=release,
     )
     quantiser(name="Have AutoRound beside the engine image", image=image)
-    _start(jobs, release, ("requantize",), lambda one: f"Begin to {one.job.title}")
+    _start(jobs, release, lambda one: f"Begin to {one.job.title}", REQUANTIZE_JOB)
     prepared(
         name="Wait until the tree is quantised",
         jobs=tuple(work.job for work in jobs),
@@ -97,7 +96,7 @@ def ready(*, jobs: Sequence[Work], service: str) -> None:
     """Do the slow work of pairs that are not served, so that a rollout to one need not wait."""
     # A prepare target of their own: the release's is retired as soon as the release is whole.
     target = f"{service}-ready"
-    _start(jobs, target, ("",), lambda one: ready_name(one.job))
+    _start(jobs, target, lambda one: ready_name(one.job))
     prepared(
         name="Wait until the other pairs are ready",
         jobs=tuple(work.job for work in jobs),

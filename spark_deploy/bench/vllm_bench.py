@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from spark_contract.serving.api import CHAT
 from spark_contract.serving.release import Release
 
 from spark_deploy.bench.host import Login
@@ -105,7 +106,7 @@ def script(release: Release, port: int, key_path: str, case: Case, seed: int) ->
 def _arguments(release: Release, port: int, case: Case, seed: int) -> list[str]:
     return [
         "vllm", "bench", "serve", "--backend", "openai-chat",
-        "--base-url", f"http://127.0.0.1:{port}", "--endpoint", "/v1/chat/completions",
+        "--base-url", f"http://127.0.0.1:{port}", "--endpoint", CHAT,
         "--model", release.names[0], "--tokenizer", "/model", "--dataset-name", "random",
         "--random-input-len", str(case.prompt_tokens),
         "--random-output-len", str(case.answer_tokens),

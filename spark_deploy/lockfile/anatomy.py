@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spark_contract import documents
 from spark_contract.documents import DocumentError
+from spark_contract.work.builder import ALL_DOCUMENTS, DESCRIBE, LEAVE_OUT
 from spark_contract.work.orders import CONFIG, Described
 
 from spark_deploy.catalog.anatomy import Anatomy, CacheLayers
@@ -34,10 +35,10 @@ def ask_hub(
     place: str, hub: HubSettings, *, leave_out: tuple[str, ...] = (), all_documents: bool = False
 ) -> Described:
     """Return what a repository says of itself, as the builder of this checkout reads it."""
-    words = [f"--leave-out={pattern}" for pattern in leave_out]
-    words += ["--all-documents"] if all_documents else []
+    words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
+    words += [ALL_DOCUMENTS] if all_documents else []
     with workplace(hub) as builder:
-        said = builder.ask("describe", *words, place)
+        said = builder.ask(DESCRIBE, *words, place)
     try:
         return documents.parse(Described, said)
     except DocumentError as error:

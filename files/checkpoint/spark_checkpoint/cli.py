@@ -15,6 +15,7 @@ from typing import NoReturn
 from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
+from spark_contract.work import builder
 from spark_contract.work.fetching import FetchPlan, Wire
 from spark_contract.work.images import LayersPlan
 from spark_contract.work.orders import (
@@ -56,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         arguments = _parser().parse_args(argv)
-        with Progress(quiet=arguments.command in ("inspect", "hold", "describe")) as progress:
+        with Progress(
+            quiet=arguments.command in (builder.INSPECT, builder.HOLD, builder.DESCRIBE)
+        ) as progress:
             return _run(arguments, progress)
     except HostToolError as error:
         return _fail(str(error), error.exit_code)
@@ -75,25 +78,25 @@ def _told(error: OSError) -> str:
 
 
 def _run(arguments: argparse.Namespace, progress: Progress) -> int:
-    if arguments.command == "fetch":
+    if arguments.command == builder.FETCH:
         fetch(files.load(FetchPlan, arguments.order, "is missing"), progress)
-    elif arguments.command == "layers":
+    elif arguments.command == builder.LAYERS:
         order = files.load(LayersPlan, arguments.order, "is missing")
         fetch_layers(order, arguments.manifests, progress)
-    elif arguments.command == "build":
+    elif arguments.command == builder.BUILD:
         # numpy comes with it, which nothing else needs.
         from spark_checkpoint.build.build import build
 
         copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
         build(read_build_plan(arguments.plan), progress, copies)
-    elif arguments.command == "requantize":
+    elif arguments.command == builder.REQUANTIZE:
         from spark_checkpoint.requantize.requantize import requantize
 
         copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
         requantize(files.load(RequantizePlan, arguments.order, "is missing"), progress, copies)
-    elif arguments.command == "verify":
+    elif arguments.command == builder.VERIFY:
         verify_tree(arguments.dir, progress, full=arguments.full)
-    elif arguments.command == "discard":
+    elif arguments.command == builder.DISCARD:
         discard(arguments.base, arguments.tree, progress)
     else:
         return _look(arguments)
@@ -116,7 +119,7 @@ def read_build_plan(path: Path) -> BuildPlan:
 def _look(arguments: argparse.Namespace) -> int:
     # Somebody waits for it; nothing is lost by asking again.
     wire = Wire(token_file=arguments.token_file, parallel=8, tries=3)
-    if arguments.command == "describe":
+    if arguments.command == builder.DESCRIBE:
         subject = open_subject(
             arguments.place, arguments.endpoint, wire, leave_out=arguments.leave_out,
             documents=(CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,),
@@ -124,7 +127,7 @@ def _look(arguments: argparse.Namespace) -> int:
         print(json.dumps(plain(describe(subject))), flush=True)
         return 0
     subject = open_subject(arguments.place, arguments.endpoint, wire)
-    if arguments.command == "hold":
+    if arguments.command == builder.HOLD:
         print(json.dumps(plain(hold(subject, read_build_plan(arguments.plan)))), flush=True)
         return 0
     data = report(subject)
@@ -156,7 +159,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="spark_checkpoint",
+        prog=builder.BUILDER,
         description="Fetches sources, builds hybrid checkpoints and proves both.",
         epilog="exit codes: 0 ok, 2 bad input, 3 gate refused, 4 I/O or network, 5 tree differs",
     )
@@ -164,18 +167,22 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"{TOOL_VERSION} recipe {RECIPE_VERSION}"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("fetch", help="have a repository at a commit, verified")
+    one = commands.add_parser(builder.FETCH, help="have a repository at a commit, verified")
     one.add_argument("order", type=Path, metavar="FETCH.json")
-    one = commands.add_parser("layers", help="have the blobs and manifests of an image, verified")
+    one = commands.add_parser(
+        builder.LAYERS, help="have the blobs and manifests of an image, verified"
+    )
     one.add_argument("order", type=Path, metavar="LAYERS.json")
     one.add_argument("manifests", type=Path, metavar="DIR")
-    one = commands.add_parser("build", help="build the checkpoint of a plan")
+    one = commands.add_parser(builder.BUILD, help="build the checkpoint of a plan")
     one.add_argument("plan", type=Path, metavar="PLAN.json")
-    one.add_argument("--or-copy", type=Path, metavar="COPY.json", help="hosts that have it")
-    one = commands.add_parser("requantize", help="quantise a 16-bit repository with AutoRound")
+    one.add_argument(builder.OR_COPY, type=Path, metavar="COPY.json", help="hosts that have it")
+    one = commands.add_parser(
+        builder.REQUANTIZE, help="quantise a 16-bit repository with AutoRound"
+    )
     one.add_argument("order", type=Path, metavar="REQUANTIZE.json")
-    one.add_argument("--or-copy", type=Path, metavar="COPY.json", help="hosts that have it")
-    one = commands.add_parser("verify", help="check a tree against its receipt")
+    one.add_argument(builder.OR_COPY, type=Path, metavar="COPY.json", help="hosts that have it")
+    one = commands.add_parser(builder.VERIFY, help="check a tree against its receipt")
     one.add_argument("dir", type=Path, metavar="DIR")
     depth = one.add_mutually_exclusive_group()
     depth.add_argument(
@@ -184,28 +191,40 @@ def _parser() -> argparse.ArgumentParser:
         help="sizes, headers, index and touched files (what it does without an option)",
     )
     depth.add_argument("--full", action="store_true", help="hash every file")
-    one = commands.add_parser("discard", help="remove the base of a full tree, after proving it")
+    one = commands.add_parser(
+        builder.DISCARD, help="remove the base of a full tree, after proving it"
+    )
     one.add_argument("base", type=Path, metavar="BASE_DIR")
-    one.add_argument("--tree", type=Path, required=True, metavar="DIR", help="made from this base")
-    one = commands.add_parser("hold", help="hold a plan's base and donor against it, by headers")
+    one.add_argument(
+        builder.TREE, type=Path, required=True, metavar="DIR", help="made from this base"
+    )
+    one = commands.add_parser(
+        builder.HOLD, help="hold a plan's base and donor against it, by headers"
+    )
     one.add_argument("plan", type=Path, metavar="PLAN.json")
     _place(one)
-    one = commands.add_parser("describe", help="print what an engine would load, and config.json")
+    one = commands.add_parser(
+        builder.DESCRIBE, help="print what an engine would load, and config.json"
+    )
     _place(one)
-    one.add_argument("--leave-out", action="append", default=[], metavar="PATTERN")
-    one.add_argument("--all-documents", action="store_true", help="tokenizer and generation, too")
-    one = commands.add_parser("inspect", help="print what a tree or repository holds")
+    one.add_argument(builder.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
+    one.add_argument(
+        builder.ALL_DOCUMENTS, action="store_true", help="tokenizer and generation, too"
+    )
+    one = commands.add_parser(builder.INSPECT, help="print what a tree or repository holds")
     _place(one)
     one.add_argument("--plan", type=Path, help="PLAN.json to hold the names against")
     one.add_argument(
-        "--against", type=Path, action="append", default=[], metavar="PLAN.json",
+        builder.AGAINST, type=Path, action="append", default=[], metavar="PLAN.json",
         help="say as which part it fits into this plan; may be given often",
     )  # fmt: skip
-    one.add_argument("--json", action="store_true", help="print JSON")
+    one.add_argument(builder.JSON, action="store_true", help="print JSON")
     return parser
 
 
 def _place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
-    parser.add_argument("--endpoint", help="hub address (default: HF_ENDPOINT, or the public hub)")
-    parser.add_argument("--token-file", help="file holding a hub token")
+    parser.add_argument(
+        builder.ENDPOINT, help="hub address (default: HF_ENDPOINT, or the public hub)"
+    )
+    parser.add_argument(builder.TOKEN_FILE, help="file holding a hub token")

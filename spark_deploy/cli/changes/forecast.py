@@ -11,7 +11,7 @@ from spark_contract.documents import DocumentError, parse
 from spark_contract.host import tool
 from spark_contract.host.units import MAIN_SERVICE, PREPARE
 from spark_contract.serving.records import Rollout
-from spark_contract.work.job import Job
+from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, Job
 
 from spark_deploy.cli.changes.transcript import minutes
 from spark_deploy.cli.hosts import Listed, planned
@@ -126,15 +126,15 @@ def _change(old: tuple[str, str], new: tuple[str, str]) -> str:
 def _work(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
     """Say what is not prepared yet; what a job has already is not fetched again."""
     todo = [job for job in _jobs(plan) if not jobs.done([job.digest12])]
-    fetches = sum(_left_bytes(job, jobs) for job in todo if job.kind == "fetch")
-    image = plan.image.size_bytes if any(job.kind.startswith("image") for job in todo) else 0
+    fetches = sum(_left_bytes(job, jobs) for job in todo if job.kind == FETCH_JOB)
+    image = plan.image.size_bytes if any(job.kind in IMAGE_JOBS for job in todo) else 0
     if not todo:
         yield "nothing to download"
     if fetches or image:
         parts = [f"{size(fetches)} of files"] * bool(fetches)
         parts += [f"an image of {size(image)}"] * bool(image)
         yield f"fetches {' and '.join(parts)}"
-    if any(job.kind == "checkpoint" for job in todo):
+    if any(job.kind == CHECKPOINT_JOB for job in todo):
         yield "builds the checkpoint"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spark_contract.documents import text_of
+from spark_contract.work.builder import AGAINST, INSPECT, JSON
 from spark_contract.work.orders import WITH_DONOR, Base, BuildPlan, DonorDir, Scheme
 
 from spark_deploy.catalog.model import HybridModel
@@ -20,13 +21,13 @@ def run(options: Options) -> int:
     # Hosts of an inventory may differ in hub and catalog: the first one's are asked.
     host = listed(options, judged=False)[0]
     with workplace(host.settings.settings.hub) as builder:
-        words = ["--json"] if options.json else []
+        words = [JSON] if options.json else []
         for model in host.catalog.models.values():
             for order in _orders(model) if isinstance(model, HybridModel) else ():
                 name = f"{model.name}.{order.shared_experts}.json"
                 (builder.folder / name).write_text(text_of(order), encoding="utf-8")
-                words += ["--against", name]
-        print(shown(builder.ask("inspect", *words, options.place)), end="")
+                words += [AGAINST, name]
+        print(shown(builder.ask(INSPECT, *words, options.place)), end="")
     return 0
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
-from spark_contract.host.sentences import PREFIX_REUSE, SPEED
+from spark_contract.host.sentences import SPEED
 from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.serving.checks import PREFIX_REUSE
 from spark_contract.serving.status import ReleaseState, Status
 
 from spark_deploy.cli.commands import Options

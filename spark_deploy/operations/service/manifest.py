@@ -20,7 +20,7 @@ from spark_contract.host.paths import (
     TOOLS_DIR,
 )
 from spark_contract.host.units import DAILY_STAMP
-from spark_contract.work.job import ImageProof, Job, ReceiptProof
+from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, ImageProof, Job, ReceiptProof
 
 from spark_deploy.facts.machine.docker import DAEMON_JSON
 from spark_deploy.managed import ManagedFile
@@ -102,9 +102,9 @@ def _artefacts(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     for job in (work.job for work in served_jobs_of(plan, payload.image_context)):
         if job.unless:
             continue  # a base not kept leaves the host
-        if job.kind == "fetch":
+        if job.kind == FETCH_JOB:
             yield _made(job, f"Sources | Fetch {job.title.removeprefix('fetch ')}")
-        elif job.kind == "checkpoint":
+        elif job.kind == CHECKPOINT_JOB:
             yield _made(job, "Checkpoint | Build the checkpoint")
         else:
             yield _made(job, "Image | Prepare the engine image")

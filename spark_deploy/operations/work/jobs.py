@@ -16,7 +16,7 @@ from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
 from spark_contract.host.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
-from spark_contract.work.job import Job, JobState
+from spark_contract.work.job import FETCH_JOB, Job, JobState
 
 from spark_deploy.facts.memo import read, remembered
 from spark_deploy.facts.service.jobs import JobStates, parse_poll, poll_command, progress_text
@@ -61,7 +61,7 @@ def job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     if state is not None and state.state == "unknown":
         # Neither done nor missing: work begun on a guess would be told as a change.
         refuse(f"{host.name}: {spec.title}", progress_text(state), "run again when it answers")
-    if spec.kind == "fetch" and not host.state.is_executing:  # told once, before a dry run's end
+    if spec.kind == FETCH_JOB and not host.state.is_executing:  # told once, before a dry run's end
         host.log(f"{spec.title}: not on this host, {spec.total_bytes or 0} bytes to fetch")
     yield from place((*knowing_peers(work).files(), _pulled_in(spec, release)))
     yield shell(

@@ -7,15 +7,28 @@ The formats are the contract with the host tools: ``job.json`` (files/host), ``f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from spark_contract.documents import text_of
 from spark_contract.host import units
 from spark_contract.host.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, hub_token_of, job_dir
 from spark_contract.host.units import DIGEST_LABEL
+from spark_contract.work import builder
 from spark_contract.work.fetching import FetchFile, FetchPlan
 from spark_contract.work.images import LayersPlan
-from spark_contract.work.job import AbsentProof, ImageProof, Job, ReceiptProof
+from spark_contract.work.job import (
+    CHECKPOINT_JOB,
+    DISCARD_JOB,
+    FETCH_JOB,
+    IMAGE_BUILD_JOB,
+    IMAGE_JOBS,
+    IMAGE_PULL_JOB,
+    REQUANTIZE_JOB,
+    AbsentProof,
+    ImageProof,
+    Job,
+    JobKind,
+    ReceiptProof,
+)
 from spark_contract.work.orders import DonorUrl
 
 from spark_deploy.documents.digest import digest_of
@@ -48,7 +61,7 @@ class Work:
     def _order(self) -> str:
         """Return the drop-in that says what has to be there before the job."""
         before = [units.JOB.of(digest12) for digest12 in self.job.after]
-        if self.job.kind.startswith("image"):
+        if self.job.kind in IMAGE_JOBS:
             before.append("docker.service")
         text = f"Requires={' '.join(before)}\nAfter={' '.join(before)}\n" if before else ""
         if isinstance(self.job.proof, ReceiptProof):
@@ -83,7 +96,7 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
         source: the repository.
         tree: what is built from it; when that keeps no base, nothing is fetched once it is there.
     """
-    identity = {"kind": "fetch", "source": source.digest, "dir": source.dir}
+    identity = {"kind": FETCH_JOB, "source": source.digest, "dir": source.dir}
     unless = None
     if tree is not None and not tree.keep_base:
         unless = _receipt(tree)
@@ -97,9 +110,9 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
     )
     job = Job(
         digest=digest,
-        kind="fetch",
+        kind=FETCH_JOB,
         title=f"fetch {source.locked.repo}@{source.locked.commit[:12]}",
-        argv=("python3", "-m", "spark_checkpoint", "fetch", f"{where}/fetch.json"),
+        argv=builder.argv(builder.FETCH, f"{where}/fetch.json"),
         env=PYTHON,
         proof=_receipt(source),
         total_bytes=source.size_bytes,
@@ -143,13 +156,13 @@ def requantize_job(plan: RequantizedPlan, image: Job) -> Work:
 
     It fetches that repository itself: a host that copies the result needs nothing of it.
     """
-    digest = digest_of({"kind": "requantize", "tree": plan.digest, "dir": plan.dir})
+    digest = digest_of({"kind": REQUANTIZE_JOB, "tree": plan.digest, "dir": plan.dir})
     where = job_dir(digest)
     job = Job(
         digest=digest,
-        kind="requantize",
+        kind=REQUANTIZE_JOB,
         title=f"quantise {plan.order.name}-int4-{plan.digest[:12]}",
-        argv=("python3", "-m", "spark_checkpoint", "requantize", f"{where}/requantize.json"),
+        argv=builder.argv(builder.REQUANTIZE, f"{where}/requantize.json"),
         env=PYTHON,
         proof=_receipt(plan),
         total_bytes=None,
@@ -167,13 +180,13 @@ def requantize_job(plan: RequantizedPlan, image: Job) -> Work:
 
 def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
     """Build the hybrid tree from the whole base and ranges of the donor."""
-    digest = digest_of({"kind": "checkpoint", "checkpoint": plan.digest, "dir": plan.dir})
+    digest = digest_of({"kind": CHECKPOINT_JOB, "checkpoint": plan.digest, "dir": plan.dir})
     where = job_dir(digest)
     job = Job(
         digest=digest,
-        kind="checkpoint",
+        kind=CHECKPOINT_JOB,
         title=f"build {plan.order.name}-{plan.digest[:12]}",
-        argv=("python3", "-m", "spark_checkpoint", "build", f"{where}/plan.json"),
+        argv=builder.argv(builder.BUILD, f"{where}/plan.json"),
         env=PYTHON,
         proof=_receipt(plan),
         total_bytes=plan.output_bytes,
@@ -197,12 +210,12 @@ def _discard_jobs(pair: PairPlan) -> tuple[Work, ...]:
     tree = pair.checkpoint
     if tree is None or tree.keep_base or not isinstance(tree.base, SourcePlan):
         return ()
-    digest = digest_of({"kind": "discard", "base": tree.base.dir, "tree": tree.dir})
+    digest = digest_of({"kind": DISCARD_JOB, "base": tree.base.dir, "tree": tree.dir})
     job = Job(
         digest=digest,
-        kind="discard",
+        kind=DISCARD_JOB,
         title=f"remove {tree.base.locked.repo}@{tree.base.locked.commit[:12]}",
-        argv=("python3", "-m", "spark_checkpoint", "discard", tree.base.dir, "--tree", tree.dir),
+        argv=builder.argv(builder.DISCARD, tree.base.dir, builder.TREE, tree.dir),
         env=PYTHON,
         proof=AbsentProof(tree.base.dir),
         total_bytes=tree.output_bytes,
@@ -218,7 +231,7 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
         plan: the image slice.
         context: the build context, with paths relative to its root.
     """
-    kind: Literal["image-pull", "image-build"] = "image-build" if plan.plugin else "image-pull"
+    kind: JobKind = IMAGE_BUILD_JOB if plan.plugin else IMAGE_PULL_JOB
     digest = digest_of({"kind": kind, "image": plan.digest})
     inside = f"{job_dir(digest)}/context"
     pull = ("docker", "pull", "--quiet", plan.base)

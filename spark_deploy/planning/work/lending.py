@@ -8,9 +8,10 @@ from typing import Literal
 
 from spark_contract.documents import parse, text_of
 from spark_contract.host import tool
+from spark_contract.work import builder
 from spark_contract.work.fetching import FetchPlan
 from spark_contract.work.images import LayersPlan
-from spark_contract.work.job import ReceiptProof
+from spark_contract.work.job import FETCH_JOB, ReceiptProof
 from spark_contract.work.sharing import CopyPlan, FinishedTree, Peers, SharedTree
 
 from spark_deploy.managed import ManagedFile
@@ -41,7 +42,7 @@ def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
     for work in jobs:
         proof, name = work.job.proof, work.job.digest12
         if isinstance(proof, ReceiptProof):
-            whole_only = work.job.kind != "fetch"
+            whole_only = work.job.kind != FETCH_JOB
             found[proof.digest] = SharedTree(proof.digest, proof.tree, name, not whole_only)
         elif work.layers is not None:
             layers = work.layers
@@ -98,7 +99,7 @@ def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
     if not isinstance(proof, ReceiptProof):
         return work
     urls = peers_of(me, proof.digest, members)
-    if work.job.kind == "fetch" and urls:
+    if work.job.kind == FETCH_JOB and urls:
         return replace(work, inputs=tuple(_naming(file, Peers(urls)) for file in work.inputs))
     receipts = {one.url: one.receipts.get(proof.digest) for one in members}
     there = tuple(FinishedTree(url, known) for url in urls if (known := receipts[url]))
@@ -128,5 +129,5 @@ def _naming(file: ManagedFile, peers: Peers) -> ManagedFile:
 
 def _or_copied(work: Work, order: CopyPlan) -> Work:
     file = ManagedFile(f"{work.job.dir}/copy.json", text_of(order).encode())
-    job = replace(work.job, argv=(*work.job.argv, "--or-copy", file.path))
+    job = replace(work.job, argv=(*work.job.argv, builder.OR_COPY, file.path))
     return replace(work, job=job, inputs=(*work.inputs, file))

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from spark_contract.serving.api import EMBEDDINGS, ROUTED
+
 from spark_deploy.documents.declare import Gib, about, form, in_gib, needed, section, setting
 from spark_deploy.settings.engine.engine import ServiceEngineSettings
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.service.serving import CATALOG_NAME, SERVED_NAME
 
-ROUTED_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/pooling")
 SERVICE_NAME = form(
     "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 small letters, digits and dashes", "search"
 )
@@ -35,12 +36,12 @@ class ServiceSettings:
     names: tuple[Annotated[str, about(**SERVED_NAME)], ...] = setting(
         (), "As serve.names.", uniqueItems=True
     )
-    paths: tuple[Literal[ROUTED_PATHS], ...] = setting(  # type: ignore[valid-type]
+    paths: tuple[Literal[ROUTED], ...] = setting(  # type: ignore[valid-type]
         (),
         "Paths of the main service's gateway that this one answers when a request names no model; "
         "one that does goes to the service of that name.",
         uniqueItems=True,
-        examples=[["/v1/embeddings"]],
+        examples=[[EMBEDDINGS]],
     )
     engine: ServiceEngineSettings = section(ServiceEngineSettings)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-PREFIX_REUSE = "prefix reuse"  # the check that times a growing conversation
 SPEED = "speed: "  # begins a measurement that is not worse than the one before
 PHASE = "phase="  # begins lines that tell how far work is
 WAITED = "waited_s="  # in our own lines of an engine's log, not in the engine's

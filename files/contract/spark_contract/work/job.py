@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from spark_contract.documents import OPTIONAL, older
 from spark_contract.host import units
 from spark_contract.host.paths import RECEIPT_NAME, job_dir
 from spark_contract.host.sentences import PHASE
+
+FETCH_JOB: Final = "fetch"
+REQUANTIZE_JOB: Final = "requantize"
+CHECKPOINT_JOB: Final = "checkpoint"
+IMAGE_BUILD_JOB: Final = "image-build"
+IMAGE_PULL_JOB: Final = "image-pull"
+DISCARD_JOB: Final = "discard"
+JobKind = Literal["fetch", "requantize", "checkpoint", "image-build", "image-pull", "discard"]
+IMAGE_JOBS: Final = (IMAGE_BUILD_JOB, IMAGE_PULL_JOB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class Job:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     digest: str
-    kind: Literal["fetch", "requantize", "checkpoint", "image-build", "image-pull", "discard"]
+    kind: JobKind
     title: str
     argv: tuple[str, ...]
     env: dict[str, str]

@@ -6,6 +6,8 @@ import re
 import time
 from typing import Any
 
+from spark_contract.serving.api import MODELS
+
 from spark_host.check.probe import CheckError, Probe, short
 from spark_host.engine.client import EngineError
 from spark_host.engine.metrics import Metrics
@@ -18,14 +20,14 @@ _COUNTER_WAIT_S = 10.0
 def listed_models(probe: Probe) -> list[dict[str, Any]]:
     """Return what ``/v1/models`` lists."""
     try:
-        reply = probe.engine.get("/v1/models", probe.left_s)
+        reply = probe.engine.get(MODELS, probe.left_s)
         if reply.status != 200:
-            raise CheckError(f"/v1/models answers HTTP {reply.status}")
+            raise CheckError(f"{MODELS} answers HTTP {reply.status}")
         data = reply.json().get("data")
     except EngineError as error:
-        raise CheckError(f"/v1/models: {error}") from error
+        raise CheckError(f"{MODELS}: {error}") from error
     if not isinstance(data, list) or not all(isinstance(item, dict) for item in data):
-        raise CheckError("/v1/models lists no models")
+        raise CheckError(f"{MODELS} lists no models")
     return data
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spark_contract.serving.api import CHAT, COMPLETIONS
 from spark_contract.serving.release import CheckPlan, Release
 
-from spark_host.engine.client import CHAT, COMPLETION, Engine, EngineError
+from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.metrics import Metrics
 
 Message = dict[str, Any]
@@ -75,11 +76,11 @@ class Probe:
     @property
     def path(self) -> str:
         """Where text is asked for: a base model goes on with a text and knows no roles."""
-        return COMPLETION if self.plan.task == "completion" else CHAT
+        return COMPLETIONS if self.plan.task == "completion" else CHAT
 
     def body(self, messages: list[Message], max_tokens: int, **more: Any) -> dict[str, Any]:
         """Return a greedy request; thinking is off unless ``more`` says otherwise."""
-        if self.path == COMPLETION:
+        if self.path == COMPLETIONS:
             more.pop("chat_template_kwargs", None)
             prompt = "\n".join(str(one["content"]) for one in messages)
             asked = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens}

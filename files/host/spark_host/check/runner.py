@@ -16,6 +16,7 @@ from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
 from spark_contract.host.sentences import PHASE, STAND_IN, WAITED
+from spark_contract.serving import checks
 from spark_contract.serving.records import CacheCount, Finding, Proof
 from spark_contract.serving.release import Release
 
@@ -170,7 +171,7 @@ def _stopped(guard: StartGuard | None) -> str | None:
 def _memory(guard: StartGuard) -> Finding:
     """Say how much memory the start left; the first of the findings, for it explains the others."""
     if guard.starved is not None:
-        return Finding("memory", False, guard.starved, 0.0)
+        return Finding(checks.MEMORY, False, guard.starved, 0.0)
     seen = guard.seen
     text = "not looked at"
     if seen is not None:
@@ -178,7 +179,7 @@ def _memory(guard: StartGuard) -> Finding:
             f"{seen.lowest_bytes / GIB:.1f} GiB or more were available while it started "
             f"(least after {seen.after_s:.0f} s, floor {seen.floor_bytes / GIB:.1f} GiB)"
         )
-    return Finding("memory", seen is not None, text, 0.0)
+    return Finding(checks.MEMORY, seen is not None, text, 0.0)
 
 
 def _ready(probe: Probe, report: Report, ended: Callable[[], str | None]) -> Finding:
@@ -192,14 +193,14 @@ def _ready(probe: Probe, report: Report, ended: Callable[[], str | None]) -> Fin
             status = probe.engine.get("/health", 5).status
             if status == 200:
                 probe.engine_version = _version(probe)
-                return Finding("ready", True, "the engine answers", round(waited, 3))
+                return Finding(checks.READY, True, "the engine answers", round(waited, 3))
             reason = f"/health answers HTTP {status}"
         except EngineError as error:
             reason = str(error)
         gone = ended() or _unit_gone(probe.release)
         if gone or waited > limit_s:
             what = gone or f"not ready after {limit_s:.0f} s: {reason}"
-            finding = Finding("ready", False, what, round(waited, 3))
+            finding = Finding(checks.READY, False, what, round(waited, 3))
             report(_line(finding))
             return finding
         if time.monotonic() - told >= _PROGRESS_S:

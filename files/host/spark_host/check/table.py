@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spark_contract.host.sentences import PREFIX_REUSE
+from spark_contract.serving import checks
 
 from spark_host.check import evidence, images
 from spark_host.check.probe import Probe, Weight
@@ -39,11 +39,11 @@ CHECKS = (
         "another engine, or other arguments, than the release's", NEVER,
     ),
     Check(
-        "context length", "quick", evidence.context_length, "must",
+        checks.CONTEXT_LENGTH, "quick", evidence.context_length, "must",
         "the engine lowered the context, or read another configuration", NEVER,
     ),
     Check(
-        "log lines", "quick", evidence.log_lines, "must",
+        checks.LOG_LINES, "quick", evidence.log_lines, "must",
         "plugin, kernels or scales other than those that were proven",
         "cannot: the image is named by its digest, so its words do not change",
         lambda p: bool(p.plan.log_required or p.plan.log_forbidden),
@@ -134,25 +134,25 @@ CHECKS = (
         lambda p: p.plan.task == "classification",
     ),
     Check(
-        PREFIX_REUSE, "full", long_text.prefix_reuse, "must",
+        checks.PREFIX_REUSE, "full", long_text.prefix_reuse, "must",
         "prefix caching that is off, or gives back what was not asked",
         "it does not find the number in turn 1, which no cache has a part in: told as a warning",
         lambda p: p.plan.prefix is not None,
     ),
     Check(
-        "acceptance", "full", evidence.acceptance, "must",
+        checks.ACCEPTANCE, "full", evidence.acceptance, "must",
         "speculation that is off, or a drafter without its weights: under a tenth is accepted",
         "below the floor and above a tenth it is slow and right: told as a warning",
         lambda p: p.plan.acceptance_floor is not None,
     ),
     Check(
-        "needle", "deep", long_text.needle, "warn",
+        checks.NEEDLE, "deep", long_text.needle, "warn",
         "positions or caches that are damaged far from the end",
         "the model loses one number in a text that fills three quarters of its context",
         lambda p: p.plan.needle is not None,
     ),
     Check(
-        "counters", "quick", evidence.counters_move, "must",
+        checks.COUNTERS, "quick", evidence.counters_move, "must",
         "metrics that stand still, by which the watch would not see a stall", NEVER,
         lambda p: bool(p.plan.plain_questions) or p.plan.task in POOLING,
     ),
@@ -162,7 +162,7 @@ CHECKS = (
         lambda p: bool(p.plan.metrics_required),
     ),
     Check(
-        "health", "quick", evidence.healthy, "must",
+        checks.HEALTH, "quick", evidence.healthy, "must",
         "an engine that died of the questions", NEVER,
     ),
 )  # fmt: skip
@@ -170,12 +170,12 @@ CHECKS = (
 # What stands around the questions; the runner asks it by itself.
 AROUND = (
     (
-        "memory", "at a start",
+        checks.MEMORY, "at a start",
         "less memory available than `memory.floor_gib` while it starts: the engine is stopped",
         "cannot: the host would have died; what else holds memory is a reason, too",
     ),
     (
-        "ready", "quick", "it ends, or does not listen within `serve.start_timeout_s`",
+        checks.READY, "quick", "it ends, or does not listen within `serve.start_timeout_s`",
         "it loads from a slow disk: raise the limit",
     ),
     (

@@ -19,6 +19,7 @@ from typing import Any
 
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
+from spark_contract.serving.api import CHAT
 from spark_contract.serving.release import Release
 
 from spark_host.engine import dialect
@@ -30,7 +31,6 @@ from spark_host.system import folders, sockets
 _ANSWER_BYTES = 16 << 20
 _METRICS_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 16
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 class EngineError(Exception):

@@ -10,6 +10,7 @@ from spark_contract.errors import HostToolError, problem_in
 from spark_contract.host.sentences import PHASE
 from spark_contract.serving.release import Release, Tree
 from spark_contract.work import receipts
+from spark_contract.work.builder import BUILDER, VERIFY
 
 from spark_host.system.log import Report
 
@@ -56,7 +57,7 @@ def _prove(path: Path, report: Report) -> None:
     )
     # Its output goes to the journal as it comes: hashing all of a large tree takes minutes.
     done = subprocess.run(
-        [sys.executable, "-m", "spark_checkpoint", "verify", str(path)],
+        [sys.executable, "-m", BUILDER, VERIFY, str(path)],
         stderr=subprocess.PIPE, text=True, errors="replace", check=False,
     )  # fmt: skip
     if done.returncode == 0:

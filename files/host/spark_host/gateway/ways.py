@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from spark_contract.serving import api
+
 _ANSWER = "(?<id>resp_[A-Za-z0-9_-]+)"
 _MODEL = "(?<id>[A-Za-z0-9][A-Za-z0-9._:-]*)"
 
@@ -52,21 +54,21 @@ class Way:
 
 
 WAYS = (
-    Way("POST", "/v1/chat/completions"),
-    Way("POST", "/v1/completions"),
-    Way("POST", "/v1/responses"),
-    Way("GET", "/v1/responses/", _ANSWER),
-    Way("POST", "/v1/responses/", _ANSWER, "/cancel"),
-    Way("POST", "/v1/messages"),
-    Way("POST", "/v1/messages/count_tokens"),
-    Way("POST", "/v1/embeddings"),
-    Way("POST", "/v1/rerank"),
-    Way("POST", "/v1/score"),
+    Way("POST", api.CHAT),
+    Way("POST", api.COMPLETIONS),
+    Way("POST", api.RESPONSES),
+    Way("GET", f"{api.RESPONSES}/", _ANSWER),
+    Way("POST", f"{api.RESPONSES}/", _ANSWER, "/cancel"),
+    Way("POST", api.MESSAGES),
+    Way("POST", api.COUNT_TOKENS),
+    Way("POST", api.EMBEDDINGS),
+    Way("POST", api.RERANK),
+    Way("POST", api.SCORE),
     # The engine has these two without the version in front.
-    Way("POST", "/v1/classify", engine="/classify"),
-    Way("POST", "/v1/pooling", engine="/pooling"),
-    Way("GET", "/v1/models"),
-    Way("GET", "/v1/models/", _MODEL),
+    Way("POST", api.CLASSIFY, engine="/classify"),
+    Way("POST", api.POOLING, engine="/pooling"),
+    Way("GET", api.MODELS),
+    Way("GET", f"{api.MODELS}/", _MODEL),
 )
 
 
@@ -88,13 +90,12 @@ def locations(target_of: Callable[[str], Target], named: Mapping[str, Target]) -
             )
             for service, target in named.items()
             for way in WAYS
-            if way.takes_name or way.path.startswith(_MODELS)
+            if way.takes_name or way.path.startswith(api.MODELS)
             for passed in (_passed(way, target),)
         ]
     return "\n\n        ".join(found)
 
 
-_MODELS = "/v1/models"
 # What names.js is asked for. It reads a body that does not fit into memory by the name of its file,
 # which only such a one has: others are gone from the disk when their last reader is.
 _CHOOSING = (
@@ -108,7 +109,7 @@ def _chosen(way: Way, own: Target) -> tuple[str, ...]:
     if way.takes_name:
         large = f"if ($spark_large) {{ rewrite ^ /by-name-large{way.path} last; }}"
         return large, f"rewrite ^ /by-name{way.path} last;"
-    if way.path.startswith(_MODELS):
+    if way.path.startswith(api.MODELS):
         if way.named:
             return ("js_content names.one;",)
         return "subrequest_output_buffer_size 256k;", "js_content names.all;"

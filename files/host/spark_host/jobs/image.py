@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
+from spark_contract.work.builder import BUILDER, LAYERS
 from spark_contract.work.images import MANIFEST_TYPES, LayersPlan, parse_reference
 
 from spark_host.gateway import nginx
@@ -47,7 +48,7 @@ def main(words: list[str], paths: Paths) -> int:
 def _take(order: Path, paths: Paths) -> None:
     plan = files.load(LayersPlan, order, "no such order")
     tree, manifests = Path(plan.out), order.parent / "manifests"
-    fetched = [sys.executable, "-m", "spark_checkpoint", "layers", str(order), str(manifests)]
+    fetched = [sys.executable, "-m", BUILDER, LAYERS, str(order), str(manifests)]
     if subprocess.run(fetched, stdin=subprocess.DEVNULL, check=False).returncode != 0:
         raise HostToolError(plan.reference, "its blobs were not fetched", "see the lines above")
     reference = parse_reference(plan.reference)

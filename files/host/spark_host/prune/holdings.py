@@ -18,7 +18,7 @@ from spark_contract.host.digests import DIGEST12
 from spark_contract.host.paths import Paths
 from spark_contract.host.units import CACHE_NAME, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
 from spark_contract.work import receipts
-from spark_contract.work.job import ImageProof, Job, JobRun
+from spark_contract.work.job import IMAGE_PULL_JOB, ImageProof, Job, JobRun
 
 from spark_host.jobs import jobs
 from spark_host.system import disk, docker
@@ -146,7 +146,7 @@ def images(known: dict[str, Job], paths: Paths) -> list[Image]:
     pulled = {
         image
         for digest12, job in known.items()
-        if job.kind == "image-pull" and _ran(digest12, paths) and (image := image_of(job))
+        if job.kind == IMAGE_PULL_JOB and _ran(digest12, paths) and (image := image_of(job))
     } | {job.base for job in known.values() if job.base}
     found = {}
     for entry in docker.ask("/images/json") or []:

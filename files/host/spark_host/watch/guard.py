@@ -13,6 +13,7 @@ import time
 from types import TracebackType
 
 from spark_contract.host.paths import Paths
+from spark_contract.serving import checks
 from spark_contract.serving.records import StartMemory
 from spark_contract.serving.release import Release
 
@@ -86,6 +87,6 @@ class StartGuard:
         # Before anything is written: at the speed at which weights load a disk is too slow.
         problem = process.end(self._release.container, self._held)
         self.starved = f"{stopped}; fix: {_FIX}"
-        loop.event(self._release, "starving", stopped, self._paths)
+        loop.event(self._release, checks.STARVING, stopped, self._paths)
         self._told.set()
         loop.kill_unit_after(problem, self._release, self._paths)

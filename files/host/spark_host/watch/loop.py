@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from spark_contract import documents, files
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
+from spark_contract.serving import checks
 from spark_contract.serving.records import Event
 from spark_contract.serving.release import Release, Watch
 
@@ -107,14 +108,14 @@ def run(name: str, paths: Paths) -> int:
                 held = process.hold(release.container)
             reason = floor.broken(available_bytes())
             if reason is not None:
-                act(release, "starving", reason, held, paths)
+                act(release, checks.STARVING, reason, held, paths)
                 floor.low_samples = 0
             if together.lost is not None:
                 act(release, "member", together.lost, held, paths)
                 together.forget()
             reason = None if worker else _wedged(engine, judge)
             if reason is not None:
-                act(release, "stalled", reason, held, paths)
+                act(release, checks.STALLED, reason, held, paths)
                 judge.moved_at_s = None
                 judge.answered()
             # A worker is watched from when it joined: its weights are loaded after that.
@@ -168,7 +169,7 @@ def kill_unit_after(problem: str, release: Release, paths: Paths) -> None:
     if not problem:
         time.sleep(_UNIT_ENDS_S)
         problem = f"its unit goes on after {_UNIT_ENDS_S:.0f} s"
-    event(release, "kill", f"{problem}; killing the unit", paths)
+    event(release, checks.KILLED, f"{problem}; killing the unit", paths)
     systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
 
 

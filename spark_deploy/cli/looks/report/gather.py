@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.host.sentences import PREFIX_REUSE
+from spark_contract.serving import checks
 from spark_contract.serving.records import Event, Finding, Proof
 from spark_contract.serving.status import EngineEvidence, Evidence, ReleaseState
 
@@ -23,10 +23,13 @@ from spark_deploy.preflight import judge
 
 # Checks whose findings are numbers of ours; those of the others quote what was said.
 _IN_NUMBERS = frozenset(
-    {"memory", "context length", "log lines", PREFIX_REUSE, "acceptance", "counters", "health"}
-)
+    {checks.MEMORY, checks.CONTEXT_LENGTH, checks.LOG_LINES, checks.PREFIX_REUSE,
+     checks.ACCEPTANCE, checks.COUNTERS, checks.HEALTH}
+)  # fmt: skip
 # Events that are sentences of ours; those of the others may name addresses or quote programs.
-_IN_OUR_WORDS = frozenset({"hot", "cooled", "power", "starving", "stalled"})
+_IN_OUR_WORDS = frozenset(
+    {checks.HOT, checks.COOLED, checks.POWER, checks.STARVING, checks.STALLED}
+)
 _DGX = ("DGX_NAME", "DGX_PRETTY_NAME", "DGX_SWBUILD_DATE", "DGX_SWBUILD_VERSION",
         "DGX_OTA_VERSION", "DGX_OTA_DATE")  # fmt: skip
 _REPOSITORY = re.compile(r"^.*/(?=[^/]*$)")  # of an image: its registry may be an owner's

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from spark_contract.serving import checks
+from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB
+
 from spark_deploy.cli.looks.report.document import Answered, Checked, HostReport, Serving
 
 GIB = 1 << 30
@@ -71,7 +74,7 @@ def _check(serving: Serving, name: str) -> Checked | None:
 
 
 def _loaded(host: HostReport, serving: Serving) -> Found:
-    found = _check(serving, "log lines")
+    found = _check(serving, checks.LOG_LINES)
     if serving.portable or found is None:
         return None, "portable mode" if serving.portable else "its log lines were not looked at"
     return found.ok, "every line that the release demands" if found.ok else "a line is missing"
@@ -98,14 +101,14 @@ def _acceptance(host: HostReport, serving: Serving) -> Found:
     if serving.drafted_tokens:
         share = (serving.accepted_tokens or 0) / serving.drafted_tokens
         text = f"{share:.1%} of {serving.drafted_tokens:,} drafted tokens since the start"
-        found = _check(serving, "acceptance")
+        found = _check(serving, checks.ACCEPTANCE)
         return (found.ok if found else True), text
-    found = _check(serving, "acceptance")
+    found = _check(serving, checks.ACCEPTANCE)
     return (found.ok, found.detail) if found else (None, "no drafts")
 
 
 def _needle(host: HostReport, serving: Serving) -> Found:
-    found = _check(serving, "needle")
+    found = _check(serving, checks.NEEDLE)
     return (found.ok, f"asked in {found.seconds:.0f} s") if found else (None, "not asked")
 
 
@@ -142,7 +145,7 @@ def _gpu_container(host: HostReport) -> Found:
 
 def _start_time(host: HostReport, serving: Serving) -> Found:
     parts = [f"{name} {seconds:.0f} s" for name, seconds in serving.start_times_s.items()]
-    ready = _check(serving, "ready")
+    ready = _check(serving, checks.READY)
     if not parts and (ready is None or not ready.ok):
         return None, "no step is timed"
     waited = [f"waited {ready.seconds:.0f} s until it answered"] if ready and ready.ok else []
@@ -181,14 +184,14 @@ ANSWERS: dict[str, Callable[[HostReport], Found]] = {
     "preflight": _served(_preflight),
     "local": _served(_local),
     "neighbours": _served(_neighbours),
-    "fetched": _jobs("fetch"),
-    "built": _jobs("checkpoint"),
+    "fetched": _jobs(FETCH_JOB),
+    "built": _jobs(CHECKPOINT_JOB),
     "loaded": _served(_loaded),
     "answers": _served(_answers),
     "gdn-prefill": _served(_gdn_prefill),
     "acceptance": _served(_acceptance),
     "needle": _served(_needle),
-    "watch": _quiet("stalled", "starving", "kill"),
+    "watch": _quiet(checks.STALLED, checks.STARVING, checks.KILLED),
     "rollout": _served(_rollout),
     "restarted": _served(_restarted),
     "gpu-container": _gpu_container,
@@ -196,6 +199,6 @@ ANSWERS: dict[str, Callable[[HostReport], Found]] = {
     "memory-left": _served(_memory_left),
     "kv-cache": _served(_kv_cache),
     "speed": _served(_speed),
-    "heat": _quiet("hot", "power"),
+    "heat": _quiet(checks.HOT, checks.POWER),
     "driver-trouble": _driver_trouble,
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from spark_contract.serving.api import EMBEDDINGS, RERANK
+
 from spark_host.check.probe import CheckError, Probe, short
 from spark_host.engine.client import EngineError
 
@@ -15,7 +17,7 @@ _FAR = "The central bank raised interest rates by a quarter of a point on Thursd
 
 def embedding(probe: Probe) -> str:
     """Texts that say the same are nearer to each other than those that do not."""
-    answer = _ask(probe, "/v1/embeddings", {"input": [_QUESTION, _NEAR, _FAR]})
+    answer = _ask(probe, EMBEDDINGS, {"input": [_QUESTION, _NEAR, _FAR]})
     vectors = [_vector(item) for item in _list(answer, "data")]
     sizes = {len(vector) for vector in vectors}
     if len(vectors) != 3 or len(sizes) != 1:
@@ -33,8 +35,8 @@ def embedding(probe: Probe) -> str:
 
 def embedding_repeat(probe: Probe) -> str:
     """The same text gives the same embedding, whatever is computed beside it."""
-    alone = _ask(probe, "/v1/embeddings", {"input": [_QUESTION]})
-    beside = _ask(probe, "/v1/embeddings", {"input": [_FAR, _QUESTION, _NEAR]})
+    alone = _ask(probe, EMBEDDINGS, {"input": [_QUESTION]})
+    beside = _ask(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]})
     first = _vector(_list(alone, "data")[0])
     second = _vector((_list(beside, "data") + [None] * 2)[1])
     same = _cosine(first, second) if len(first) == len(second) else 0.0
@@ -46,7 +48,7 @@ def embedding_repeat(probe: Probe) -> str:
 def ranking(probe: Probe) -> str:
     """The document that answers a question is ranked above one that does not."""
     asked = {"query": _QUESTION, "documents": [_FAR, _NEAR]}
-    answer = _ask(probe, "/v1/rerank", asked)
+    answer = _ask(probe, RERANK, asked)
     scores: dict[Any, float] = {}
     for item in _list(answer, "results"):
         score = item.get("relevance_score") if isinstance(item, dict) else None

@@ -1,0 +1,44 @@
+"""Names that both sides know stand once, in the contract, and are imported from there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from spark_contract.serving import api, checks
+from spark_contract.work import job
+
+from spark_deploy.checkout import CHECKOUT
+
+SIDES = ("spark_deploy", "roles", "deploys", "files/host", "files/checkpoint")
+# What nobody writes by chance; a name of one plain word may mean something else elsewhere.
+NAMES = {
+    value
+    for module in (api, checks, job)
+    for name, value in vars(module).items()
+    if name.isupper() and isinstance(value, str) and re.search(r"[ /-]", value)
+}
+
+
+def written(path: Path) -> set[str]:
+    """Return the texts in a module, and the beginnings of those that are put together."""
+    tree = ast.parse(path.read_text("utf-8"))
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_no_side_writes_a_name_of_the_contract_by_hand(side: str) -> None:
+    assert {"/v1/chat/completions", "log lines", "image-pull"} <= NAMES
+    twins = {
+        f"{path.relative_to(CHECKOUT)}: {text!r}"
+        for path in (CHECKOUT / side).rglob("*.py")
+        for text in written(path)
+        if text in NAMES or re.match(r"/v1/\S", text)
+    }
+    assert twins == set()
