@@ -12,6 +12,7 @@ from spark_contract.work.keep import Before, Footprint
 from spark_host.system import docker, systemd
 from spark_host.uninstall import before as past
 from spark_host.uninstall import ours, packages, shared
+from spark_host.uninstall.containers import Others
 
 DAEMON_JSON = "/etc/docker/daemon.json"
 
@@ -82,7 +83,7 @@ def judged(
 ) -> dict[str, str]:
     monkeypatch.setattr(past, "told", apt.told)
     monkeypatch.setattr(packages, "told", apt.told)
-    in_the_way = ours.Others(containers, (), frozenset()).in_the_way(wanted())
+    in_the_way = Others(containers, (), frozenset()).in_the_way(wanted())
     found = packages.things(wanted(**more), before, in_the_way)
     return {thing.name: thing.stays for thing in found}
 
