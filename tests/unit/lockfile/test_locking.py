@@ -275,8 +275,8 @@ def test_references_are_read_as_the_container_engine_reads_them(text, host, name
         ),
         (
             f"schema_version: 1\nimages: {{}}\nsources:\n  a/b:\n    revision: main\n"
-            f"    commit: {'1' * 40}\n    files: [{{path: ../x, size_bytes: 1, "
-            f"git_sha1: {'1' * 40}}}]\n",
+            f"    commit: '{'1' * 40}'\n    files: [{{path: ../x, size_bytes: 1, "
+            f"git_sha1: '{'1' * 40}'}}]\n",
             "path",
         ),
     ],
