@@ -6,20 +6,21 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import click
 
 from spark_deploy.cli.commands import COMMANDS, Entry, Options
-from spark_deploy.cli.taken import Several, host_options, json_option
+from spark_deploy.cli.taken import Several, host_options, json_option, plan_options
 
 _ABOUT = "Turn NVIDIA DGX Sparks into proven model servers: from an SSH login to answers."
-_COMPLETION = """
-bash: spark-deploy completion bash > ~/.local/share/bash-completion/completions/spark-deploy
-
-zsh: spark-deploy completion zsh > a file named _spark-deploy in a folder of $fpath
-
-fish: spark-deploy completion fish > ~/.config/fish/completions/spark-deploy.fish
+# Behind a \\b click breaks no line.
+_COMPLETION = """\b
+Where it goes; that of zsh into any folder of $fpath:
+spark-deploy completion bash > ~/.local/share/bash-completion/completions/spark-deploy
+spark-deploy completion zsh > /usr/local/share/zsh/site-functions/_spark-deploy
+spark-deploy completion fish > ~/.config/fish/completions/spark-deploy.fish
 """
 
 
@@ -71,7 +72,11 @@ class _Command(click.Command):
     """A command of the table; its callback hands on what it was called with."""
 
     def __init__(self, name: str, entry: Entry) -> None:
-        more = [*(host_options() if entry.about_hosts else []), *([json_option()] * entry.json)]
+        more = [
+            *(host_options() if entry.about_hosts else []),
+            *(plan_options() if entry.plans else []),
+            *([json_option()] * entry.json),
+        ]
         super().__init__(
             name,
             params=[*entry.takes, *more],
@@ -106,6 +111,7 @@ def _spread(words: Iterable[str], several: set[str]) -> Iterator[str]:
 def _options(name: str, entry: Entry, values: dict[str, object]) -> Options:
     found = {key: list(one) if isinstance(one, tuple) else one for key, one in values.items()}
     if entry.about_hosts:
+        found = {"model": None, "profile": None, **found}
         words: list[str] = found.pop("words")  # type: ignore[assignment]  # click's, of nargs=-1
         files = [word for word in words if _is_inventory(word)]
         if len(files) > 1 or (files and found["inventory"]):
@@ -130,6 +136,16 @@ class _Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return _Command(cmd_name, COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that is named; one that is none gets a guess."""
+        if args and args[0] not in COMMANDS and not ctx.resilient_parsing:
+            guess = get_close_matches(args[0], COMMANDS, n=1)
+            meant = f" Did you mean {guess[0]}?" if guess else ""
+            ctx.fail(f"No such command '{args[0]}'.{meant}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section in dict.fromkeys(entry.section for entry in COMMANDS.values()):

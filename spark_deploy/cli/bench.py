@@ -22,11 +22,15 @@ from spark_deploy.cli.connecting.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, chosen_services, listed, planned, say
 from spark_deploy.errors import SparkError
 
+_NAME_FILES = "name files that `spark-deploy bench` wrote (DIR/HOST-TIME.json)"
+
 
 def run(options: Options) -> int:
     """Measure the chosen hosts one after the other, or compare files."""
     out = Path(options.out)
     if options.compare:
+        if "" in options.compare:
+            raise SparkError.one("--compare", "names no file", _NAME_FILES)
         results = [_read(Path(name)) for name in options.compare]
         return _written(options, results, out, "comparison")
     if options.ladder:
@@ -62,8 +66,8 @@ def _read(path: Path) -> BenchResult:
     try:
         return parse(BenchResult, path.read_text(encoding="utf-8"))
     except (OSError, DocumentError) as error:
-        fix = "name files that `spark-deploy bench` wrote (DIR/HOST-TIME.json)"
-        raise SparkError.one(str(path), f"is no result of a bench: {error}", fix) from error
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise SparkError.one(str(path), f"is no result of a bench: {why}", _NAME_FILES) from error
 
 
 def measured(one: Listed, options: Options, began: str, files: Path) -> BenchResult:

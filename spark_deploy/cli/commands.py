@@ -18,6 +18,7 @@ from spark_deploy.cli.taken import (
     CHANGE,
     Several,
     flag,
+    name_option,
     names_of,
     option,
     service_option,
@@ -28,7 +29,7 @@ class Options(SimpleNamespace):
     """What a command was called with: one attribute for each option, by its long name.
 
     Commands about hosts have ``inventory``, ``limit``, ``exclude``, ``model``, ``profile`` and
-    ``data``.
+    ``data``; those that take no model or profile have ``None`` there.
     """
 
 
@@ -43,6 +44,7 @@ class Entry:
     # Whether it asks hosts over pyinfra's connections: gevent must come before any socket.
     asks: Callable[[Options], bool] = lambda options: False
     about_hosts: bool = True  # takes hosts, an inventory and settings
+    plans: bool = False  # may be told of another model or profile than the settings choose
     json: bool = True
 
 
@@ -59,10 +61,10 @@ COMMANDS: dict[str, Entry] = {
         (
             click.Argument(["folder"], default=".", metavar="[DIR]"),
             option("--host", "A Spark.", multiple=True, metavar="NAME[=ADDRESS]"),
-            option("--user", "Login user of these hosts; else as ssh does."),
+            option("--user", "Login user of these hosts; else as ssh does.", metavar="NAME"),
             flag("--local", "Serve on the machine this runs on."),
-            option("--model", "What to serve.", shell_complete=names_of("models")),
-            option("--profile", "How to serve it.", shell_complete=names_of("profiles")),
+            name_option("--model", "What to serve."),
+            name_option("--profile", "How to serve it."),
         ),
         about_hosts=False,
         json=False,
@@ -73,12 +75,16 @@ COMMANDS: dict[str, Entry] = {
         CHANGE,
         module="changes.up",
         asks=_always,
+        plans=True,
     ),
     "use": Entry(
         SERVE,
         "Write another model or profile where your files choose it; then run up.",
         (
-            click.Argument(["choice"], metavar="MODEL|PROFILE|MODEL/PROFILE"),
+            click.Argument(
+                ["choice"], metavar="MODEL|PROFILE|MODEL/PROFILE",
+                shell_complete=names_of("models", "profiles"),
+            ),
             flag("--dry", "Say what would be written."),
         ),
         module="changes.use",
@@ -93,18 +99,21 @@ COMMANDS: dict[str, Entry] = {
         ),
         asks=lambda options: options.on_host,
         module="planned.plan",
+        plans=True,
     ),
     "status": Entry(
         LOOK,
         "Show what each host serves, how well it is proven and what differs from the plan.",
         asks=_always,
         module="looks.status",
+        plans=True,
     ),
     "doctor": Entry(
         LOOK,
         "Look at hosts without changing them and say what speaks against a deploy.",
         asks=_always,
         module="looks.doctor",
+        plans=True,
     ),
     "report": Entry(
         LOOK,
@@ -112,6 +121,7 @@ COMMANDS: dict[str, Entry] = {
         (option("--out", "The file; else spark-report-TIME.md here.", metavar="FILE"),),
         module="looks.report.command",
         asks=_always,
+        plans=True,
     ),
     "connect": Entry(
         LOOK,
@@ -140,7 +150,10 @@ COMMANDS: dict[str, Entry] = {
         "Print what engines, gateways, watches and jobs print, merged.",
         (
             flag("--follow", "Go on as lines come.", "-f"),
-            click.Option(["-n", "--lines"], type=int, default=100, help="How many of the last."),
+            click.Option(
+                ["-n", "--lines"], type=click.IntRange(min=0), default=100, metavar="N",
+                help="How many of the last.",
+            ),
         ),
         module="looks.logs",
     ),
@@ -150,9 +163,13 @@ COMMANDS: dict[str, Entry] = {
         (flag("--planned", "What a deploy would own; asks no host."),),
         module="looks.manifest",
         asks=lambda options: not options.planned,
+        plans=True,
     ),
     "bench": Entry(
-        LOOK, "Measure what hosts serve, through their gateways; compare results.", BENCH
+        LOOK,
+        "Measure what hosts serve, through their gateways; compare results.",
+        BENCH,
+        plans=True,
     ),
     "stop": Entry(
         SERVE,
@@ -185,6 +202,7 @@ COMMANDS: dict[str, Entry] = {
         "Remove what no kept release needs; --dry shows each thing and its bytes.",
         CHANGE,
         module="changes.line",
+        plans=True,
     ),
     "requantize": Entry(
         SERVE,
@@ -240,6 +258,7 @@ COMMANDS: dict[str, Entry] = {
         ),
         asks=lambda options: options.counted,
         module="planned.lock",
+        plans=True,
     ),
     "settings": Entry(
         NAMES,
@@ -252,6 +271,7 @@ COMMANDS: dict[str, Entry] = {
         "Write a catalog file beside the inventory for a repository, a shared file or a recipe.",
         (
             click.Argument(["place"], metavar="ORG/NAME[@REVISION]|FILE"),
+            name_option("--profile", "How to serve it; else plain."),
             flag("--use", "Choose it as well, where your files choose what is served."),
             flag("--force", "Write over a file that is there."),
         ),
@@ -262,7 +282,9 @@ COMMANDS: dict[str, Entry] = {
         NAMES,
         "Write one file with a model, its profile, what is locked and what is proven, for add.",
         (
-            click.Argument(["choice"], metavar="MODEL|MODEL/PROFILE"),
+            click.Argument(
+                ["choice"], metavar="MODEL|MODEL/PROFILE", shell_complete=names_of("models")
+            ),
             option("--out", "The file; else MODEL.spark.yml here.", metavar="FILE"),
             flag("--unasked", "Ask no host: the file then tells no proof."),
         ),

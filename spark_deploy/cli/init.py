@@ -77,10 +77,16 @@ def run(options: Options) -> int:
             Path(f"schema/{name}.schema.json"): _schema(name) for name in ("hosts", "settings")
         },
     }  # fmt: skip
-    for name, text in texts.items():
-        _write(folder / name, text)
-    read_hosts(folder / HOSTS_FILE)
-    read_inventory(folder / INVENTORY)
+    written = [folder / name for name, text in texts.items() if _write(folder / name, text)]
+    try:
+        read_hosts(folder / HOSTS_FILE)
+        read_inventory(folder / INVENTORY)
+    except SparkError:
+        for path in written:  # else the next try would keep the mistake
+            path.unlink()
+        raise
+    for name in texts:
+        say(f"{'written' if folder / name in written else 'kept':<8} {folder / name}")
     _lock(folder)
     _say_what_next(folder)
     return 0
@@ -150,17 +156,17 @@ def _schema(name: str) -> str:
     return (CHECKOUT / f"schema/{name}.schema.json").read_text("utf-8")
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> bool:
+    """Write a file that is not there yet, and tell whether that was so."""
     if path.exists():
-        say(f"kept     {path}")
-        return
+        return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "name a folder that may be written"
         raise SparkError.one(str(path), f"cannot be written: {error.strerror}", fix) from error
-    say(f"written  {path}")
+    return True
 
 
 def _lock(folder: Path) -> None:

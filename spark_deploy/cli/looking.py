@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -75,7 +76,7 @@ def _one(
             if not host.connected:
                 reason = refused.reasons.get(host.name, "no reason given")
                 hint = "; run deploys/bootstrap.py first" if "No host key" in reason else ""
-                return Answer(listed, None, f"cannot be reached: {reason}{hint}")
+                return Answer(listed, None, f"cannot be reached: {_in_words(reason)}{hint}")
             state.activate_host(host)
             no_delay(state, host)
             listen_carefully()
@@ -83,6 +84,11 @@ def _one(
         except (PyinfraError, OSError) as error:
             return Answer(listed, None, f"cannot be asked: {_why(host, state, error)}")
     return Answer(listed, value, "" if value is not None else "gave no answer that can be read")
+
+
+def _in_words(reason: str) -> str:
+    """Return a reason without the numbers that Python puts before an error of the system."""
+    return re.sub(r"\[Errno \S+\] ", "", reason)
 
 
 def _why(host: Host, state: State, error: Exception) -> str:

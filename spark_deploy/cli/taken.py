@@ -27,10 +27,25 @@ def flag(name: str, does: str, *also: str) -> click.Option:
     return click.Option([*also, name], is_flag=True, help=does)
 
 
-def names_of(kind: str) -> Callable[..., list[str]]:
+def names_of(*kinds: str) -> Callable[..., list[str]]:
     """Return what completes names of models or profiles."""
     return lambda _context, _option, begun: [
-        name for name in catalog_names(kind) if name.startswith(begun)
+        name for kind in kinds for name in catalog_names(kind) if name.startswith(begun)
+    ]
+
+
+def name_option(name: str, does: str) -> click.Option:
+    """Return ``--model`` or ``--profile``."""
+    return option(
+        name, does, metavar="NAME", shell_complete=names_of(f"{name.removeprefix('--')}s")
+    )
+
+
+def plan_options() -> list[click.Parameter]:
+    """Return what commands take that plan."""
+    return [
+        name_option("--model", "Plan with this model instead."),
+        name_option("--profile", "Plan with this profile instead."),
     ]
 
 
@@ -44,8 +59,6 @@ def host_options() -> list[click.Parameter]:
             help="Only these hosts or groups; the same as naming them.",
         ),
         option("--exclude", "All hosts but these.", multiple=True, metavar="NAME"),
-        option("--model", "Plan with this model instead.", shell_complete=names_of("models")),
-        option("--profile", "Plan with this profile instead.", shell_complete=names_of("profiles")),
         option("--data", "Any setting, for this run alone.", multiple=True, metavar="KEY=VALUE"),
     ]  # fmt: skip
 

@@ -104,9 +104,9 @@ def test_the_lines_of_connect_work_as_they_are_printed(fleet: Fleet) -> None:
     printed = fleet.site.look("connect", "--limit", FIRST)
     assert printed.returncode == 0, printed.stderr
     text = printed.stdout
-    assert row(text, "base URL") == "http://127.0.0.1:8000/v1 (this host)"
+    assert row(text, "base URL") == "http://127.0.0.1:8000/v1 (here, through the tunnel below)"
     assert row(text, "model") == guest.names()[0]
-    where, _, how = row(text, "API key").partition(" on the host; print it with: ")
+    where, how = row(text, "API key").removesuffix(" on the host"), row(text, "read it")
     key = subprocess.run(how, shell=True, capture_output=True, text=True, check=True).stdout.strip()
     assert key == guest.run(f"cat {where}")
     assert key not in text

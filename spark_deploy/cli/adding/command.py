@@ -31,7 +31,7 @@ _PROFILE = "plain"
 def run(options: Options) -> int:
     """Write the file, check it as every file is, and print its plan and what is open."""
     # For the new model; what hosts serve now need not go with it, nor be possible at all.
-    profile, options.model, options.profile = options.profile or _PROFILE, None, None
+    profile, options.profile = options.profile or _PROFILE, None
     # Hosts of an inventory may differ in hub and folder: the first one's count.
     host = listed(options, judged=False)[0]
     data = _file(options.place)

@@ -55,8 +55,10 @@ def run(options: Options) -> int:
     Raises:
         SparkError: the inventory, or a host that is named, is not there; or nobody can agree.
     """
-    judged = plans(DEPLOYS[options.command][0])
-    hosts = [host.name for host in listed(options, judged=judged)]
+    deploy = DEPLOYS[options.command][0]
+    # What options stand for is judged here, too: a mistake in it is no failed run.
+    told = Options(**{**vars(options), "data": [*options.data, *_chosen(options.command, options)]})
+    hosts = [host.name for host in listed(told, judged=plans(deploy))]
     if options.dry or options.json:
         flags = ["--dry"] if options.dry else ["-y"] if options.yes else []
         words = line(options.command, options, hosts, flags + ["--json"] * options.json)
@@ -96,15 +98,20 @@ def line(
     deploy: str, options: Options, hosts: Iterable[str], flags: Sequence[str] = ()
 ) -> list[str]:
     """Return the words of the pyinfra line, with every host by its name."""
-    file, settings = DEPLOYS[deploy]
-    chosen = {key: getattr(options, name) for name, key in settings.items()}
     pair = {key: getattr(options, key) for key in ("model", "profile")}
-    data = [*options.data, *(_said(key, value) for key, value in (pair | chosen).items() if value)]
+    data = [*options.data, *(_said(key, value) for key, value in pair.items() if value)]
+    data += _chosen(deploy, options)
     return [
-        "pyinfra", str(inventory_of(options)), str(CHECKOUT / file),
+        "pyinfra", str(inventory_of(options)), str(CHECKOUT / DEPLOYS[deploy][0]),
         *(word for host in hosts for word in ("--limit", host)),
         *(word for item in data for word in ("--data", item)), *flags,
     ]  # fmt: skip
+
+
+def _chosen(deploy: str, options: Options) -> list[str]:
+    """Return the settings that options of a command stand for."""
+    chosen = {key: getattr(options, name) for name, key in DEPLOYS[deploy][1].items()}
+    return [_said(key, value) for key, value in chosen.items() if value]
 
 
 def _said(key: str, value: Any) -> str:

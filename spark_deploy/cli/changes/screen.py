@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from rich.text import Text
 from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes, parts_text
 
 PIPED_EVERY_S = 30.0
+_BEGINS = re.compile(r"--> .*\.\.\.$")  # what pyinfra says of its own first steps
 
 
 def watch(argv: Sequence[str], hosts: Sequence[str], log: Path, console: Console) -> int:
@@ -163,7 +165,9 @@ def ended(seen: Transcript, code: int, took_s: float) -> Iterator[Text]:
         of = f"{host.changed} of {host.steps} steps" if host.changed else "nothing"
         yield Text(f"  changed {of}", "dim")
     if not seen.parts_s:
-        for line in seen.others[-12:]:  # it ended before its first step: the reason is all there is
+        # It ended before its first step: the reason is all there is.
+        reasons = [line for line in seen.others if line.strip() and not _BEGINS.match(line)]
+        for line in reasons[-12:]:
             yield coloured(line)
     yield Text(f"took {parts_text(seen.parts_s, took_s)}")
     if code:

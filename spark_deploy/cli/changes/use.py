@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 from spark_contract import files
+from spark_contract.documents import plain
 
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.cli.commands import Options
@@ -52,7 +53,8 @@ def run(options: Options) -> int:
     edits = list(_edits(now, every, chosen, wanted))
     for file in dict.fromkeys(edit.file for edit in edits):
         _write(file, [edit for edit in edits if edit.file == file], dry=options.dry)
-    answer(options, edits, (_lines(edit) for edit in edits))
+    found = [{**plain(edit), "file": str(edit.file)} for edit in edits]
+    answer(options, found, (_lines(edit) for edit in edits), between="\n")
     if not edits:
         say("the files say so already")
     elif not options.dry:

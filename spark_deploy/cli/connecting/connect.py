@@ -42,6 +42,10 @@ def run(options: Options) -> int:
     Raises:
         SparkError: a client is to be told of several hosts, or a tunnel ended.
     """
+    for also in ("json", "tunnel"):
+        if options.client and getattr(options, also):
+            what, fix = "are two answers, and one can be given", f"leave --{also} out"
+            raise SparkError.one(f"--for and --{also}", what, fix)
     hosts = _answering(listed(options, judged=False), options.service)
     tailnet = _tailnet_addresses(hosts)
     places = {name: place for place, name in enumerate(every_name(options))}
@@ -142,6 +146,7 @@ def connection_of(
     tunnel = [*login[:1], *forward, *login[1:]]
     if inside:
         base_url = base_url.replace(f":{plan.settings.port}/", f":{port}/")
+        users = "here, through the tunnel below"
     private = plan.tls is not None and plan.tls.mode == "private-ca"
     ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and private else None
     return Connection(
@@ -205,7 +210,8 @@ def lines(one: Connection) -> Iterator[str]:
         yield f"  containers {one.container}, on this host, with"
         yield f"             docker run --add-host {CONTAINER_NAME}:host-gateway ..."
     yield f"  model      {one.model}{also}"
-    yield f"  API key    {one.key_path} on the host; print it with: {one.read_key}"
+    yield f"  API key    {one.key_path} on the host"
+    yield f"  read it    {one.read_key}"
     if one.ca:
         yield f"  CA         {one.ca} on this machine, made by the first deploy; clients need it:"
         yield f"             curl --cacert {one.ca}; Python: SSL_CERT_FILE={one.ca}"

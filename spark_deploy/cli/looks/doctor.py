@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pyinfra.api.host import Host
@@ -26,7 +26,7 @@ from spark_deploy.preflight.workloads import in_the_way
 def run(options: Options) -> int:
     """Print the verdict on the chosen hosts; 1 when a deploy would refuse one of them."""
     hosts = listed(options)
-    needs = {host.name: _needs(host) for host in hosts}
+    needs = _needs(hosts)
     answers = look(hosts, lambda host, one: surveyed(host, needs[one.name]))
     surveys = {one.host.name: one.value for one in answers if one.value is not None}
     twins = same_host_key(surveys)
@@ -35,13 +35,17 @@ def run(options: Options) -> int:
     return 0 if all(one["reachable"] and not one["problems"] for one in found) else 1
 
 
-def _needs(host: Listed) -> NeedsPlan:
-    """Return what a deploy would demand; sizes are estimated when the hub cannot be asked."""
-    try:
-        return planned(host).needs
-    except LockError as error:
-        say(f"{error.problems[0]}\ngoing on with estimated sizes")
-        return planned(host, estimate=True).needs
+def _needs(hosts: Sequence[Listed]) -> dict[str, NeedsPlan]:
+    """Return what a deploy would demand; sizes are estimated once the hub could not be asked."""
+    found, estimate = dict[str, NeedsPlan](), False
+    for host in hosts:
+        try:
+            found[host.name] = planned(host, estimate=estimate).needs
+        except LockError as error:
+            say(f"{error.problems[0]}\ngoing on with estimated sizes")
+            estimate = True
+            found[host.name] = planned(host, estimate=True).needs
+    return found
 
 
 def surveyed(host: Host, needs: NeedsPlan) -> Survey | None:

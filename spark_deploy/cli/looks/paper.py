@@ -9,6 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 _TITLE = re.compile(r"^(?:\S+: | *\S+(?: \S+)? {2,}| {2,})")
+# What people copy into a shell.
+_COMMAND = re.compile(
+    r"(?:ssh (?:-|\S+ (?:sudo|cat) )|(?:sudo )?cat /|curl -|docker run |spark-deploy |vllm serve )"
+)
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _STYLES = {
     "REFUSED": "bold red",
     "FAILED": "bold red",
@@ -28,20 +33,24 @@ def show(lines: Iterable[str], console: Console | None = None) -> None:
 def wrapped(line: str, width: int) -> list[str]:
     """Return a line as several of at most ``width``; words longer than that stay whole.
 
-    What follows stands below where the text began, behind its title.
+    What follows stands below where the text began, behind its title. A command goes on behind a
+    backslash, so that it can be copied.
     """
     if len(line) <= width:
         return [line]
     title = _TITLE.match(line)
     indent = min(len(title[0]) if title and line.startswith(" ") else 4, width // 2)
+    command = bool(title and _COMMAND.match(line, title.end()))
     found, rest = [], line
     while len(rest) > width:
-        cut = rest.rfind(" ", indent + 1, width + 1)
+        # A break inside quotes would be part of the command.
+        seen = _QUOTED.sub(lambda word: "x" * len(word[0]), rest) if command else rest
+        cut = seen.rfind(" ", indent + 1, width + 1 - 2 * command)
         if cut <= indent:
-            cut = rest.find(" ", indent + 1)
+            cut = seen.find(" ", indent + 1)
         if cut < 0:
             break
-        found.append(rest[:cut].rstrip())
+        found.append(rest[:cut].rstrip() + " \\" * command)
         rest = " " * indent + rest[cut:].lstrip()
     return [*found, rest] if rest.strip() else found
 

@@ -13,5 +13,5 @@ from spark_deploy.cli.commands import Options
 def run(options: Options) -> int:
     """Print the file of defaults, as people would write settings of their own."""
     text = (CHECKOUT / "group_vars/all.yml").read_text("utf-8")
-    print(json.dumps(yaml.safe_load(text), indent=1) if options.json else text, end="")
+    print(json.dumps(yaml.safe_load(text), indent=1) if options.json else text.rstrip("\n"))
     return 0

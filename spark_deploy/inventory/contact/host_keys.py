@@ -88,7 +88,8 @@ def look(endpoint: Endpoint) -> Seen:
         finally:
             transport.close()
     except (OSError, EOFError, SSHException) as error:
-        return Seen(endpoint, name, path, "unreachable", None, None, str(error))
+        why = getattr(error, "strerror", None) or str(error)
+        return Seen(endpoint, name, path, "unreachable", None, None, why)
     same_type = recorded.get(key.get_name())
     if same_type is None:
         return Seen(endpoint, name, path, "changed" if recorded else "new", key, None)

@@ -164,3 +164,24 @@ def test_the_command_runs_outside_a_test_too(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "http://127.0.0.1:8000/v1" in done.stdout
+
+
+def test_defaults_as_json_end_with_their_line(spark_deploy):
+    _, out, _ = spark_deploy("settings", "--json")
+    assert out.endswith("}\n")
+    assert json.loads(out)["model"]
+
+
+def test_a_comparison_of_nothing_says_what_to_name(spark_deploy):
+    for words, said in (((), "names no file"), (("nothing.json",), "No such file or directory")):
+        code, out, err = spark_deploy("bench", "--compare", *words)
+        assert (code, out) == (1, "")
+        assert said in err
+        assert "Errno" not in err
+
+
+def test_a_release_of_no_such_form_is_refused_before_anything_is_run(spark_deploy):
+    code, out, err = spark_deploy("rollback", "spark-1", "--to", "x", "-y")
+    assert (code, out) == (1, "")
+    assert 'releases.rollback_to: "x" does not have the form that is needed' in err
+    assert "pyinfra" not in err

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -107,3 +108,45 @@ def test_bash_completes_commands_and_names_of_the_catalog(line, expected):
 def test_each_shell_gets_a_script_of_its_own(shell, capsys):
     assert main(["completion", shell]) == 0
     assert f"_SPARK_DEPLOY_COMPLETE={shell}_complete" in capsys.readouterr().out
+
+
+def test_a_command_that_is_none_gets_a_guess(capsys):
+    assert main(["statsu"]) == 2
+    assert "Did you mean status?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", ["80", "160"])
+def test_where_a_completion_goes_can_be_copied_from_its_help(width):
+    said = run("completion", "--help", COLUMNS=width).stdout
+    for shell in ("bash", "zsh", "fish"):
+        assert re.search(rf"^ *spark-deploy completion {shell} > \S+$", said, re.M)
+
+
+def test_what_a_command_may_be_about_is_completed():
+    for words, expected in (("use v", "v2-tq"), ("use qwen3.5-1", "qwen3.5-122b")):
+        done = run(
+            COMP_WORDS=f"spark-deploy {words}", COMP_CWORD="2",
+            _SPARK_DEPLOY_COMPLETE="bash_complete",
+        )  # fmt: skip
+        assert f"plain,{expected}" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_another_model_is_offered_where_a_plan_is_made_of_it(name, capsys):
+    assert main([name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert ("Plan with this model instead" in said) == COMMANDS[name].plans
+
+
+def test_no_number_of_lines_is_below_zero(capsys):
+    assert main(["logs", "-n", "-5"]) == 2
+    assert "-n" in capsys.readouterr().err
+
+
+def test_a_host_that_is_away_is_told_in_words(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    (tmp_path / "sparks.py").write_text("spark = ['127.0.0.1']\n")
+    done = run("status", str(tmp_path / "sparks.py"), "--data", f"ssh.port={port}")
+    assert done.returncode == 1
+    assert "127.0.0.1: cannot be reached: Could not connect (Unable to connect to" in done.stdout

@@ -102,3 +102,18 @@ def test_whom_to_talk_to_does_not_hang_on_a_choice_that_can_be_served(site: Path
     (site / "group_vars/spark.yml").write_text("model: qwen3.5-397b\n")
     assert main(["plan", "--estimate"]) == 1
     assert main(["connect", "spark-1", "--for", "env"]) == 0
+
+
+@pytest.mark.parametrize("more", ["--json", "--tunnel"])
+def test_two_forms_of_one_answer_are_refused(
+    site: Path, more: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["connect", "spark-1", "--for", "env", more]) == 1
+    assert f"--for and {more}" in capsys.readouterr().err
+
+
+def test_an_address_behind_a_tunnel_says_so(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["connect"]) == 0
+    told = capsys.readouterr().out
+    assert "http://127.0.0.1:8001/v1 (here, through the tunnel below)" in told
+    assert "(this host)" not in told

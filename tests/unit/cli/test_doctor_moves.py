@@ -16,6 +16,7 @@ from spark_deploy.cli import main
 from spark_deploy.cli.looking import Answer
 from spark_deploy.cli.looks import doctor
 from spark_deploy.cli.planned import plan
+from spark_deploy.errors import LockError
 from spark_deploy.facts.service.stored import Stored
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.test_judge import OLLAMA, survey
@@ -86,3 +87,21 @@ def test_a_plan_asks_the_host_what_lies_there_when_it_is_told_to(
     reached = "another"
     assert main([*words, "--on-host"]) == 1
     assert "spark-1: is off" in capsys.readouterr().err
+
+
+def test_a_hub_that_is_silent_is_asked_once_for_all_hosts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts: list[Any] = [SimpleNamespace(name=f"spark-{number}") for number in (1, 2, 3)]
+    asked = []
+
+    def planned(host: Any, *, estimate: bool) -> Any:
+        asked.append((host.name, estimate))
+        if not estimate:
+            raise LockError.one("hub", "cannot be asked", "look at the network")
+        return SimpleNamespace(needs=NEEDS)
+
+    monkeypatch.setattr(doctor, "planned", planned)
+    assert list(doctor._needs(hosts)) == ["spark-1", "spark-2", "spark-3"]
+    assert [name for name, estimate in asked if not estimate] == ["spark-1"]
+    assert capsys.readouterr().err.count("cannot be asked") == 1

@@ -159,3 +159,23 @@ def test_up_says_of_a_host_that_is_away_that_it_is_away_and_asks_no_password(han
     first, fix = done.stderr.splitlines()
     assert first.startswith(f"spark-1: cannot be reached at [127.0.0.1]:{port}: ")
     assert fix.startswith("  fix: see that it is on")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--host", "a", "--model", "nope"), "'nope' is not a model"),
+        (("--host", "a", "--model", "qwen3.5-397b"), "does not fit on one host"),
+        (("--host", "a", "--host", "a=10.0.0.7"), "hosts.yml"),
+        (("--host", "a: b"), "hosts.yml"),
+        (("--host", ""), "hosts.yml"),
+    ],
+)
+def test_a_mistake_leaves_no_file_that_the_next_try_would_keep(words, said, capsys):
+    assert main(["init", "own", *words]) == 1
+    told = capsys.readouterr().err
+    assert said in told
+    assert "Traceback" not in told
+    assert "written" not in told
+    assert not [path for path in Path("own").rglob("*") if path.is_file()]
+    assert hosts(made("--host", "a")) == {"a": None}

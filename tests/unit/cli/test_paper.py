@@ -1,6 +1,7 @@
 """Lines at every width: nothing lost, nothing wider, and what is wrong can be seen."""
 
 import io
+import shlex
 
 import pytest
 from hypothesis import given
@@ -61,3 +62,23 @@ def test_the_plan_answers_first_and_keeps_units_and_arguments_for_verbose(capsys
     for part in ("vllm serve", "spark-serve@", "StartLimitBurst"):
         assert part in whole
         assert part not in brief
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_command_can_be_copied_from_a_narrow_screen(width, tmp_path, monkeypatch, capsys):
+    """A line break in it goes on behind a backslash, and never inside quotes."""
+    (tmp_path / "sparks.py").write_text("spark = ['spark-1.of-a-long-domain.example']\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["connect", "--inventory", "sparks.py"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    typed = [line[13:] for line in lines if line[13:].startswith(("ssh ", "curl "))]
+    assert len(typed) == 3
+    for line in lines:
+        if line[13:] not in typed:
+            continue
+        shown = [one[13:] for one in wrapped(line, width)]
+        assert all(one.endswith(" \\") for one in shown[:-1])
+        as_a_shell_reads = "\n".join(shown).replace("\\\n", "")
+        assert shlex.split(as_a_shell_reads) == shlex.split(line[13:])
+        whole = [word for word in shown if len(word) > width - 13]
+        assert all("'" in word for word in whole)

@@ -274,3 +274,21 @@ def test_names_are_locked_on_the_way_as_by_a_lock_command_that_nothing_was_asked
     monkeypatch.setattr(lock, "hold_if_told", lambda *words: words[2])
     assert lock.lock_missing(Options(command="up", dry=False, verbose=False)) == 0
     assert {str(one.name) for one in COMMANDS["lock"].takes} <= set(lock.UNASKED)
+
+
+def test_a_run_that_reaches_nobody_shows_the_reason_without_pyinfras_own_steps():
+    said = [
+        "--> Loading config...",
+        "--> Connecting to hosts...",
+        "    [spark-1] Could not connect (Unable to connect)",
+        "",
+        "--> Disconnecting from hosts...",
+        "--> pyinfra error: No hosts remaining!",
+    ]
+    seen = Transcript({"spark-1": HostView("spark-1")})
+    for line in said:
+        seen.read(line, 0.0)
+    shown = [text.plain for text in screen.ended(seen, 1, 1.0)]
+    assert "  Could not connect (Unable to connect)" in shown
+    assert "--> pyinfra error: No hosts remaining!" in shown
+    assert not [line for line in shown if line.endswith("...") or not line.strip()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,10 @@ def test_a_choice_that_breaks_a_rule_between_settings_is_refused_for_its_host(si
     assert main(["use", "agent", "a"]) == 0
     assert main(["use", "agent", "b"]) == 1
     assert "b: schedule: no time leads back to qwen3.5-35b with agent" in capsys.readouterr().err
+
+
+def test_what_changes_can_be_read_by_programs(site, capsys):
+    assert main(["use", "agent", "--json", "--dry"]) == 0
+    [edit] = json.loads(capsys.readouterr().out)
+    assert (edit["file"], edit["key"]) == (str(site / "group_vars/all.yml"), "profile")
+    assert (edit["before"], edit["after"], edit["hosts"]) == ("v2", "agent", ["a", "b"])
