@@ -76,7 +76,7 @@ editor: venv ## completion and marks of the real YAML language server (npm)
 photos: site ## the pictures of pages that a browser shows, in docs/photos (Chromium)
 	$(PY) docs/photos.py
 
-clients: venv ## opencode and Claude Code themselves, with what `connect` prints, against a real gateway (npm)
+clients: venv ## clients by their real packages, with what `connect` prints, against a real gateway (npm, PyPI)
 	$(PY) -m pytest -q tests/clients
 
 recording: venv ## the film at the top of the README, from a real run in the lab (root)

@@ -116,7 +116,9 @@ def _openwebui(one: Connection) -> Iterator[str]:
     yield _key("OPENAI_API_KEY", one)
     # The name alone: docker takes the value from its environment, not from its argv.
     words = ["docker", "run", "-d", "--name", "open-webui", "--network", "host"]
-    words += ["-e", f"PORT={_WEBUI_PORT}", "-e", f"OPENAI_API_BASE_URL={one.base_url}"]
+    # On this machine alone: its first visitor becomes its administrator, and it holds the key.
+    words += ["-e", "HOST=127.0.0.1", "-e", f"PORT={_WEBUI_PORT}"]
+    words += ["-e", f"OPENAI_API_BASE_URL={one.base_url}"]
     words += ["-e", "OPENAI_API_KEY", "-v", "open-webui:/app/backend/data"]
     if one.ca:
         inside = "/etc/ssl/spark-ca.pem"

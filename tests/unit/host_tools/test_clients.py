@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from openai import OpenAI
 from stub_gateway import Door
 
 from spark_deploy.cli.connecting.clients import CLIENTS, QUESTION, Connection
+from tests.open_webui import READS
 
 ANSWER = "35352137"
 
@@ -161,3 +164,16 @@ def test_open_webui_gets_the_key_from_the_environment_and_not_from_argv(
     assert gate.key not in " ".join(argv)
     assert f"OPENAI_API_BASE_URL={connection.base_url}" in argv
     assert argv[argv.index("OPENAI_API_KEY") - 1] == "-e"
+
+
+def test_open_webui_is_told_nothing_that_it_does_not_read_and_listens_here_alone(
+    connection: Connection,
+) -> None:
+    """Its first visitor becomes its administrator, and it holds the key."""
+    for ca in (None, "/home/me/ca.pem"):
+        argv = shlex.split(text_of("openwebui", replace(connection, ca=ca)).splitlines()[1])
+        given = dict(
+            argv[place + 1].partition("=")[::2] for place, word in enumerate(argv) if word == "-e"
+        )
+        assert set(given) <= {name for names in READS.values() for name in names}
+        assert (given["HOST"], given["PORT"]) == ("127.0.0.1", "3000")

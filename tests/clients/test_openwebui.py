@@ -1,0 +1,81 @@
+"""Open WebUI's own reading of what `connect` prints, from its wheel (`make clients`: PyPI, 106 MB).
+
+The whole program is several gigabytes, so only the statements that read its environment are run.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spark_deploy.cli.connecting.clients import CLIENTS, Connection
+from tests.open_webui import READS, VERSION
+
+KEY = "sk-0123456789abcdef"
+BASE_URL = "http://127.0.0.1:8000/v1"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the file of its wheel that reads its environment."""
+    home = tmp_path_factory.mktemp("open-webui")
+    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
+    # It says for which Pythons it is; none of it is installed here.
+    argv += ["--ignore-requires-python", "--dest", str(home), f"open-webui=={VERSION}"]
+    subprocess.run(argv, check=True)
+    [wheel] = home.glob("*.whl")
+    with zipfile.ZipFile(wheel) as held:
+        return held.read("open_webui/config.py").decode()
+
+
+def test_it_asks_the_server_with_the_key_that_connect_names(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    body = ast.parse(config).body
+    first, end = (place_of(name, body) for name in ("OPENAI_API_KEY", "OPENAI_API_CONFIGS"))
+    found: dict[str, Any] = {"os": os}
+    exec(compile(ast.Module(body[first:end], []), "config.py", "exec"), found)
+    assert found["OPENAI_API_BASE_URLS"] == [BASE_URL]
+    assert found["OPENAI_API_KEYS"] == [KEY]
+
+
+def test_it_reads_every_name_that_is_said_to_be_read(config: str) -> None:
+    for name in READS["config.py"]:
+        assert f"os.getenv('{name}'" in config
+
+
+def place_of(name: str, body: list[ast.stmt]) -> int:
+    """Return where a name is first given a value."""
+    return next(
+        place
+        for place, one in enumerate(body)
+        if isinstance(one, ast.Assign) and [ast.unparse(target) for target in one.targets] == [name]
+    )
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return what the container gets, by docker's rules, from the lines that are printed."""
+    one = Connection(
+        "spark-1", BASE_URL, "here", "main-model", ("main-model",), "/etc/spark/api-key",
+        f"echo {KEY}", None, None, None, "",
+    )  # fmt: skip
+    docker = home / "docker"
+    docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nenv\n')
+    docker.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-euc", "\n".join(CLIENTS["openwebui"].text(one))],
+        capture_output=True, text=True, check=True, env={"PATH": f"{home}:/usr/bin:/bin"},
+    )  # fmt: skip
+    words = done.stdout.splitlines()
+    held = dict(word.split("=", 1) for word in words if "=" in word)
+    given = [words[place + 1] for place, word in enumerate(words) if word == "-e"]
+    return {name: value or held[name] for name, _, value in (one.partition("=") for one in given)}
