@@ -55,10 +55,12 @@ def _run(options: Options) -> int:
     try:
         return int(module.run(options))
     except SparkError as error:
+        from spark_deploy.cli.looks.paper import tell
+
         for problem in error.problems:
             where, *fix = shown(str(problem)).splitlines()
-            click.secho(where, fg="red", err=True)  # without colours where nobody sees them
-            click.echo("\n".join(fix), err=True)
+            tell(where, "red")
+            tell("\n".join(fix))
         return 1
     except (click.Abort, KeyboardInterrupt):
         print("\nended; nothing more was done", file=sys.stderr)

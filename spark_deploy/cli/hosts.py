@@ -176,4 +176,6 @@ def answer(
 
 def say(text: str) -> None:
     """Tell a person something that is no part of the answer."""
-    print(shown(text), file=sys.stderr)
+    from spark_deploy.cli.looks.paper import tell
+
+    tell(shown(text))

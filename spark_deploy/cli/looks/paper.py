@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -28,6 +29,17 @@ def show(lines: Iterable[str], console: Console | None = None) -> None:
     for line in lines:
         for text in wrapped(line, paper.width):
             paper.print(styled(text), no_wrap=True, overflow="ignore", crop=False)
+
+
+def tell(text: str, style: str = "") -> None:
+    """Print what is no part of an answer, at the width of the terminal where there is one."""
+    console = Console(stderr=True, highlight=False)
+    for line in text.splitlines():
+        if not console.is_terminal:
+            print(line, file=sys.stderr)
+            continue
+        for part in wrapped(line, console.width):
+            console.print(Text(part, style), no_wrap=True, overflow="ignore", crop=False)
 
 
 def wrapped(line: str, width: int) -> list[str]:

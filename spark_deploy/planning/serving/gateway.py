@@ -103,8 +103,8 @@ def gateway_file(plan: GatewayPlan) -> ManagedFile:
 
 
 def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
-    """Return each base URL with who uses it; this host's own comes first."""
-    here = (url(plan, LOOPBACK), "this host")
+    """Return each base URL with who uses it; the host's own comes first."""
+    here = (url(plan, LOOPBACK), "the host itself")
     audience = EXPOSURES[plan.settings.expose].audience
     if audience is None:
         return (here,)

@@ -1,13 +1,23 @@
 """Lines at every width: nothing lost, nothing wider, and what is wrong can be seen."""
 
+import contextlib
+import fcntl
 import io
+import os
+import pty
+import re
 import shlex
+import struct
+import subprocess
+import sys
+import termios
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.cli.looks.paper import show, styled, wrapped
 
@@ -82,3 +92,24 @@ def test_a_command_can_be_copied_from_a_narrow_screen(width, tmp_path, monkeypat
         assert shlex.split(as_a_shell_reads) == shlex.split(line[13:])
         whole = [word for word in shown if len(word) > width - 13]
         assert all("'" in word for word in whole)
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_mistake_is_told_within_the_width_of_the_terminal(width, tmp_path):
+    """As a person sees it, whose terminal is no file."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    words = [sys.executable, "-m", "spark_deploy", "plan", "--model", "qwen3.5-397b"]
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm", "NO_COLOR": "1"}
+    inventory = str(CHECKOUT / "inventory/spark.py")
+    with subprocess.Popen([*words, inventory], cwd=tmp_path, stderr=slave, env=env) as process:
+        os.close(slave)
+        said = b""
+        with contextlib.suppress(OSError):  # the end, when nobody writes any more
+            while more := os.read(master, 1 << 16):
+                said += more
+    os.close(master)
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said.decode()).splitlines()
+    assert process.returncode == 1
+    assert "does not fit on one host" in " ".join(line.strip() for line in lines)
+    assert max(map(len, lines)) <= width
