@@ -9,11 +9,12 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from spark_contract.serving.gateway import Gateway
 from spark_host.gateway import api_key, gateway, traffic
 from spark_host.system import stored
@@ -90,8 +91,41 @@ def long_answer(gate: Door) -> http.client.HTTPResponse:
     return answer
 
 
+class _Became(Exception):  # noqa: N818 - no error
+    """A verb of the tool would be another program from here on."""
+
+
+def becomes(run: Callable[[], int], **environment: str) -> list[str]:
+    """Return the command that a verb of the tool becomes: Python takes longer than nginx to start.
+
+    Args:
+        run: the verb.
+        environment: what its unit gives it.
+    """
+
+    def execv(program: str, words: list[str]) -> None:
+        raise _Became(*words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "execv", execv)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(_Became) as became:
+            run()
+    return list(became.value.args)
+
+
+def as_a_unit_does(host: Host) -> list[str]:
+    """Return the command of the gateway's unit."""
+    homes = f"PYTHONPATH={REPOSITORY}/files/host:{REPOSITORY}/files/contract"
+    tool = [sys.executable, "-m", "spark_host", "gateway", "main"]
+    return ["env", homes, f"SPARK_ROOT={host.paths.root}", *tool]
+
+
 @contextmanager
-def running(host: Host, *, engine: bool = True, **changes: Any) -> Iterator[Door]:
+def running(
+    host: Host, *, engine: bool = True, command: list[str] | None = None, **changes: Any
+) -> Iterator[Door]:
     """Run a gateway on a free port before the stub, or before what listens in its place."""
     settings = host.gateway(port=free_port(), **changes)
     release = host.release()
@@ -99,14 +133,7 @@ def running(host: Host, *, engine: bool = True, **changes: Any) -> Iterator[Door
         host.started(release, STUB_PIECE_S="0.05")
     api_key.make(settings, host.paths)
     traffic.open_for(release, host.paths)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "spark_host", "gateway", "main"],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{REPOSITORY}/files/host:{REPOSITORY}/files/contract",
-            "SPARK_ROOT": str(host.paths.root),
-        },
-    )
+    process = subprocess.Popen(command or becomes(lambda: gateway.run("main", host.paths)))
     try:
         gateway.wait_until_listening("main", host.paths)
         yield Door(host, process)

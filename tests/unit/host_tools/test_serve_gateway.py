@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from spark_contract.errors import HostToolError
 from spark_host.gateway import api_key, gateway, traffic, ways
-from stub_gateway import QUESTION, Door, long_answer
+from stub_gateway import QUESTION, Door, as_a_unit_does, long_answer, running
 from stub_host import REPOSITORY, Host
 
 
@@ -87,6 +87,14 @@ def test_what_only_some_engines_have_is_theirs_to_refuse(
     assert gate.ask(path, body)[0] == 401
     _, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
     assert b"no such path" not in text  # the gateway's words
+
+
+def test_the_tool_becomes_the_gateway_as_its_unit_starts_it(gate: Door) -> None:
+    gate.process.terminate()
+    gate.process.wait(10)
+    with running(gate.host, engine=False, command=as_a_unit_does(gate.host)) as door:
+        assert door.chat(Authorization=f"Bearer {door.key}") == 200
+        assert "nginx" in Path(f"/proc/{door.process.pid}/comm").read_text()
 
 
 def test_health_needs_no_key_and_models_does(gate: Door) -> None:

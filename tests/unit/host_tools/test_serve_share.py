@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import http.client
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +14,8 @@ from spark_contract.documents import text_of
 from spark_contract.errors import HostToolError
 from spark_contract.work.sharing import SHARE_SETTINGS, Share, SharedTree, growing_tree
 from spark_host.gateway import share
-from stub_gateway import free_port
-from stub_host import REPOSITORY, Host
+from stub_gateway import becomes, free_port
+from stub_host import Host
 
 FETCHED, BUILT = "a" * 64, "b" * 64
 KEY = "key-of-this-run-1234"
@@ -63,16 +61,10 @@ def lender(host: Host, nginx_program: Path, tmp_path: Path) -> Iterator[Lender]:
     given.mkdir()
     run.mkdir()
     (given / "key").write_text(f"{KEY}\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "spark_host", "share"],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{REPOSITORY}/files/host:{REPOSITORY}/files/contract",
-            "SPARK_ROOT": str(root),
-            "RUNTIME_DIRECTORY": str(run),
-            "CREDENTIALS_DIRECTORY": str(given),
-        },
+    lend = becomes(
+        lambda: share.run(host.paths), RUNTIME_DIRECTORY=str(run), CREDENTIALS_DIRECTORY=str(given)
     )
+    process = subprocess.Popen(lend)
     try:
         _wait(made)
         yield made
