@@ -13,6 +13,7 @@ import yaml
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
+from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import write_repository
 
@@ -52,7 +53,8 @@ def publish(
 
 
 @pytest.fixture
-def site(hub: Hub, tmp_path: Path) -> Path:
+def site(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    forked.have_builder(monkeypatch)
     root = tmp_path / "site"
     (root / "group_vars").mkdir(parents=True)
     choices = f"hub: {{endpoint: {hub.url!r}}}\n"

@@ -19,7 +19,9 @@ from spark_deploy.errors import SettingsError
 from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.reading import read_inventory
 from spark_deploy.planning.serving.gateway import base_urls, gateway_plan
+from tests import forked
 
+PYINFRA = ("pyinfra_cli.cli", "spark_deploy.inventory.groups")
 INVENTORY = """
 import sys as _sys
 _sys.path.insert(0, {checkout!r})
@@ -41,11 +43,9 @@ def foreign(tmp_path: Path) -> Path:
 def pyinfra(
     inventory: Path, *arguments: str, cwd: Path | None = None, what: str = "debug-inventory"
 ):
-    command = [sys.executable, "-m", "pyinfra", str(inventory), *arguments, what]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd or inventory.parent, env=environment
-    )
+    words = ["pyinfra", inventory, *arguments, what]
+    return forked.run(words, cwd=cwd or inventory.parent, env=environment, ready=PYINFRA)
 
 
 def data_of(text: str, host: str) -> dict:

@@ -22,6 +22,7 @@ from spark_deploy.lockfile.types import Lock, LockedImage
 from spark_deploy.settings.load import load_hosts
 from spark_deploy.settings.secrets import SecretRef
 from spark_deploy.settings.types import Settings
+from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (
     BASE,
@@ -148,6 +149,7 @@ def inventory(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
         "from spark_deploy.inventory.groups import group_from as _group_from\n"
         'lab = _group_from("lab", hosts=["spark-1"], file=__file__)\n'
     )
+    forked.have_builder(monkeypatch)
     monkeypatch.chdir(here)
     monkeypatch.setattr(
         registry, "look_up", lambda text, **_: LockedImage(text, f"sha256:{'0' * 64}", 1)

@@ -11,6 +11,7 @@ import pytest
 from spark_deploy.catalog.model import HybridModel
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
+from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (
     BASE,
@@ -37,6 +38,7 @@ def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "from spark_deploy.inventory.groups import group_from as _group_from\n"
         'lab = _group_from("lab", hosts=["spark-1"], file=__file__)\n'
     )
+    forked.have_builder(monkeypatch)
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 
