@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,15 @@ def digests(name: str, root: Path = ROOT) -> dict[str, str]:
 def digest(path: Path) -> str:
     """Return a digest of what a file computes; of Python what is left without its words."""
     data = path.read_bytes()
-    if path.suffix == ".py":
-        data = repr(_plain(_without_docstrings(ast.parse(data)))).encode()
+    return _of_python(data) if path.suffix == ".py" else _short(data)
+
+
+@cache  # most results rest on the same modules
+def _of_python(data: bytes) -> str:
+    return _short(repr(_plain(_without_docstrings(ast.parse(data)))).encode())
+
+
+def _short(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 

@@ -86,7 +86,7 @@ def _code_of(asked: dict[str, Any]) -> int:
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
-        print(end.code, file=sys.stderr)
+        sys.stderr.write(f"{end.code}\n")
         return 1
     except BaseException:
         sys.excepthook(*sys.exc_info())

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from anthropic import Anthropic
-from openai import OpenAI
 from stub_gateway import Door
 
 from spark_deploy.cli.connecting.clients import CLIENTS, QUESTION, Connection
@@ -100,6 +98,8 @@ with client.messages.stream(model=model, max_tokens=100, messages=asked) as stre
 
 
 def test_openai_streams_through_the_gateway(connection: Connection, gate: Door) -> None:
+    from openai import OpenAI
+
     client = OpenAI(base_url=connection.base_url, api_key=gate.key)
     assert [model.id for model in client.models.list()] == ["main-model", "alias"]
     asked = [{"role": "user", "content": QUESTION}]
@@ -119,12 +119,12 @@ def test_a_wrong_key_is_what_both_packages_call_it(connection: Connection) -> No
 
     asked = [{"role": "user", "content": "?"}]
     with pytest.raises(openai.AuthenticationError):
-        OpenAI(base_url=connection.base_url, api_key="wrong").chat.completions.create(
+        openai.OpenAI(base_url=connection.base_url, api_key="wrong").chat.completions.create(
             model="main-model", messages=asked
         )  # type: ignore[call-overload]
     root = connection.base_url.removesuffix("/v1")
     with pytest.raises(anthropic.AuthenticationError):
-        Anthropic(base_url=root, api_key="wrong").messages.create(
+        anthropic.Anthropic(base_url=root, api_key="wrong").messages.create(
             model="main-model", messages=asked, max_tokens=5
         )
 

@@ -75,6 +75,7 @@ def test_a_newer_python_that_has_more_to_say_of_the_same_code_gives_the_same_dig
     for kind in (ast.FunctionDef, ast.ClassDef):
         monkeypatch.setattr(kind, "_fields", (*kind._fields, "one_more"))
         monkeypatch.setattr(kind, "one_more", [], raising=False)
+    code._of_python.cache_clear()
     assert code.changed("engine-eager", before, root) == []
 
 
