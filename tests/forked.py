@@ -26,11 +26,16 @@ import pytest
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.lockfile import names
 
+PYINFRA = ("pyinfra_cli.cli", "spark_deploy.inventory.groups")
 HOMES = [str(CHECKOUT / "files" / home) for home in ("contract", "checkpoint")]
 
 
 def run(
-    words: Sequence[str | Path], *, cwd: Path | str, env: Mapping[str, str], ready: Sequence[str]
+    words: Sequence[str | Path],
+    *,
+    cwd: Path | str,
+    env: Mapping[str, str],
+    ready: Sequence[str] = PYINFRA,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m`` with these words; its standard input is empty.
 

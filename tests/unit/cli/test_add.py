@@ -55,7 +55,11 @@ def publish(
 @pytest.fixture
 def site(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     forked.have_builder(monkeypatch)
-    root = tmp_path / "site"
+    return make_site(tmp_path / "site", hub)
+
+
+def make_site(root: Path, hub: Hub) -> Path:
+    """Write a folder of an owner, whose images are locked."""
     (root / "group_vars").mkdir(parents=True)
     choices = f"hub: {{endpoint: {hub.url!r}}}\n"
     (root / "group_vars/spark.yml").write_text(choices)

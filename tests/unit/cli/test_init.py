@@ -4,7 +4,6 @@ import io
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import init, main
 from spark_deploy.errors import LockError
+from tests import forked
 
 
 @pytest.fixture(autouse=True)
@@ -100,13 +99,9 @@ def test_every_setting_it_shows_in_a_comment_is_one(monkeypatch):
 
 def test_pyinfra_reads_the_same_hosts_and_refuses_an_inventory_that_is_not_there():
     folder = made("--host", "a=10.0.0.7", "--user", "nvidia")
-    env = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT}/files/contract"}
-    pyinfra = [str(Path(sys.executable).with_name("pyinfra"))]
 
     def ask(*words):
-        return subprocess.run(
-            [*pyinfra, *words], cwd=folder, env=env, capture_output=True, text=True
-        )
+        return forked.run(("pyinfra", *words), cwd=folder.absolute(), env=os.environ)
 
     shown = ask("inventory/spark.py", "debug-inventory")
     assert shown.returncode == 0, shown.stderr
@@ -150,10 +145,7 @@ def test_up_says_of_a_host_that_is_away_that_it_is_away_and_asks_no_password(han
             threading.Thread(target=hang_up, daemon=True).start()
         else:
             server.close()
-        done = subprocess.run(
-            [sys.executable, "-m", "spark_deploy", "up"], cwd="own", capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, timeout=120,
-        )  # fmt: skip
+        done = forked.run(("spark_deploy", "up"), cwd=Path("own").absolute(), env=os.environ)
         over.set()
     assert done.returncode == 1
     first, fix = done.stderr.splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ from spark_deploy.cli.adding import share as command
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import listed, planned
 from spark_deploy.cli.looking import Answer
+from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
-from tests.unit.cli.test_add import CONFIG, add, hub, publish, site
+from tests.unit.cli.test_add import CONFIG, add, make_site, publish
 from tests.unit.statuses import told
 
-__all__ = ["hub", "site"]
 CANARY = "canary-4f9c2d7b1e"
 
 
@@ -34,26 +36,33 @@ def release_of(root: Path, model: str) -> Any:
     return planned(found[0]).serve
 
 
-def copied(site: Path, to: Path) -> Path:
-    """Return another owner's folder: the same hub, an own catalog and lock."""
-    (to / "group_vars").mkdir(parents=True)
-    for name in ("sparks.py", "spark.lock.yml", "group_vars/spark.yml"):
-        (to / name).write_text((site / name).read_text())
-    return to
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folders of two owners of the same hub, the first of whom added a model and shared it."""
+    root = tmp_path_factory.mktemp("shared")
+    with Hub(root / "hub") as hub, pytest.MonkeyPatch.context() as patch:
+        forked.have_builder(patch)
+        publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
+        site, path = make_site(root / "site", hub), root / "tiny.spark.yml"
+        make_site(root / "other", hub)
+        assert add(site, "org/tiny") == 0
+        assert share(site, "tiny/plain", "--unasked", "--out", str(path)) == 0
+        yield root
 
 
 @pytest.fixture
-def other(site: Path, tmp_path: Path) -> Path:
-    return copied(site, tmp_path / "other")
+def site(shared: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(shared / "site", tmp_path / "site")
 
 
 @pytest.fixture
-def file(hub: Hub, site: Path, tmp_path: Path) -> Path:
-    publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
-    assert add(site, "org/tiny") == 0
-    path = tmp_path / "tiny.spark.yml"
-    assert share(site, "tiny/plain", "--unasked", "--out", str(path)) == 0
-    return path
+def other(shared: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(shared / "other", tmp_path / "other")
+
+
+@pytest.fixture
+def file(shared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(shared / "tiny.spark.yml", tmp_path))
 
 
 def test_what_is_shared_is_the_same_release_elsewhere(
@@ -68,14 +77,10 @@ def test_what_is_shared_is_the_same_release_elsewhere(
     assert not (other / "catalog/profiles").exists(), "ours says the same"
 
 
-def test_a_profile_of_ones_own_goes_with_it(
-    hub: Hub, site: Path, other: Path, tmp_path: Path
-) -> None:
-    publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
+def test_a_profile_of_ones_own_goes_with_it(site: Path, other: Path, tmp_path: Path) -> None:
     (site / "catalog/profiles").mkdir(parents=True)
     mine = {"based_on": "plain", "summary": "Mine", "choose_when": "I do", "prefix_caching": True}
     (site / "catalog/profiles/mine.yml").write_text(yaml.safe_dump(mine))
-    assert add(site, "org/tiny") == 0
     path = tmp_path / "x.yml"
     assert share(site, "tiny/mine", "--unasked", "--out", str(path)) == 0
     assert add(other, str(path)) == 0

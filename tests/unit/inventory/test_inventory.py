@@ -21,7 +21,6 @@ from spark_deploy.inventory.reading import read_inventory
 from spark_deploy.planning.serving.gateway import base_urls, gateway_plan
 from tests import forked
 
-PYINFRA = ("pyinfra_cli.cli", "spark_deploy.inventory.groups")
 INVENTORY = """
 import sys as _sys
 _sys.path.insert(0, {checkout!r})
@@ -45,7 +44,7 @@ def pyinfra(
 ):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = ["pyinfra", inventory, *arguments, what]
-    return forked.run(words, cwd=cwd or inventory.parent, env=environment, ready=PYINFRA)
+    return forked.run(words, cwd=cwd or inventory.parent, env=environment)
 
 
 def data_of(text: str, host: str) -> dict:

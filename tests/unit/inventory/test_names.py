@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import SettingsError
 from spark_deploy.inventory.groups import groups_from
 from spark_deploy.inventory.reading import read_inventory
+from tests import forked
 
 OURS = """
 import sys as _sys
@@ -192,9 +192,7 @@ def test_a_host_in_two_groups_of_ours_is_refused(own):
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, cwd=cwd, env=environment
-    )
+    return forked.run(words, cwd=cwd, env=environment)
 
 
 @pytest.mark.slow

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from spark_deploy.checkout import CHECKOUT
+from tests import forked
 
 INVENTORY = """
 import sys as _sys
@@ -37,15 +37,8 @@ class Here:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         path = f"{self.root / 'bin'}:{os.environ['PATH']}"
-        return subprocess.run(
-            [sys.executable, "-m", *words],
-            cwd=self.root, capture_output=True, text=True, timeout=120, check=False,
-            stdin=subprocess.DEVNULL,
-            env={
-                "HOME": str(self.root / "home"), "PATH": path,
-                "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT}/files/contract",
-            },
-        )  # fmt: skip
+        env = {"HOME": str(self.root / "home"), "PATH": path}
+        return forked.run(words, cwd=self.root, env=env)
 
 
 @pytest.fixture

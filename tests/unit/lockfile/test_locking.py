@@ -3,8 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import subprocess
-import sys
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -19,6 +18,7 @@ from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.resolve import locked_for, wanted_by
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.load import load_hosts
+from tests import forked
 from tests.unit.planning.plans import shipped_catalog
 
 COMMIT = {"lab/tiny-int4": "1" * 40, "lab/tiny-fp8": "2" * 40}
@@ -305,11 +305,11 @@ def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, hub, tmp_
         "from spark_deploy.inventory.plans import plan_for\n"
         "assert plan_for(host).sources[0].locked.commit == '1' * 40\n"
     )
-    command = [sys.executable, "-m", "pyinfra", "inventory.py", "deploy.py", "-y"]
+    words = ("pyinfra", "inventory.py", "deploy.py", "-y")
     for first in (True, False):
         Server.asked.clear()
         hub.requests.clear()
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        done = forked.run(words, cwd=tmp_path, env=os.environ)
         assert done.returncode == 0, done.stderr
         assert ("lab/tiny-int4: main is commit 111111111111, 3.0 MB" in done.stderr) == first
         assert ("names of lab/tiny-int4 and " in done.stderr) == first
