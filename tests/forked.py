@@ -27,6 +27,7 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.lockfile import names
 
 PYINFRA = ("pyinfra_cli.cli", "spark_deploy.inventory.groups")
+BUILDER = ("spark_checkpoint.cli", "numpy")
 HOMES = [str(CHECKOUT / "files" / home) for home in ("contract", "checkpoint")]
 
 
@@ -60,7 +61,7 @@ def have_builder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def reader(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
         words = command[command.index("-m") + 1 :]
-        return run(words, cwd=how["cwd"], env=how["env"], ready=["spark_checkpoint.cli"])
+        return run(words, cwd=how["cwd"], env=how["env"], ready=BUILDER)
 
     monkeypatch.setattr(names, "subprocess", SimpleNamespace(run=reader, DEVNULL=None))
 

@@ -8,8 +8,6 @@ import dataclasses
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from builder_hub import fetch_order
 from lab.model import original, repository, vocabulary
 from lab.model.safetensors import Tensors, write_model
 from lab.model.shape import TINY
+from tests import forked
 from tests.unit.planning.plans import shipped_catalog
 
 ROOT = Path(__file__).parents[3]
@@ -97,11 +96,9 @@ class Bench:
 
 
 def tool(*arguments, path=None):
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}/files/contract:{ROOT}/files/checkpoint"}
-    if path:
-        env["PATH"] = f"{path}:{env['PATH']}"
-    command = [sys.executable, "-m", "spark_checkpoint", *map(str, arguments)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    env = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"} if path else os.environ
+    words = ("spark_checkpoint", *arguments)
+    done = forked.run(words, cwd=ROOT, env=env, ready=forked.BUILDER)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 CHECKOUT = Path(__file__).resolve().parents[3]
 CONFTEST = Path(__file__).resolve().parents[2] / "conftest.py"
 LAB_FOLDERS = ("tests/host", "tests/faults")
@@ -28,11 +30,9 @@ def run(
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n host: lab\n gate: counts\n")
     (tmp_path / "tests/conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / f"tests/{folder}/test_lab.py").write_text(text.format("lab"))
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, *asked],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "CI": ci, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-    )  # fmt: skip
+    words = ("pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, *asked)
+    env = {**os.environ, "CI": ci, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return forked.run(words, cwd=tmp_path, env=env, ready=["pytest"])
 
 
 @pytest.mark.parametrize(
