@@ -68,6 +68,12 @@ def _run(options: Options) -> int:
     except BrokenPipeError:  # `spark-deploy plan | head`
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        click.secho(shown(f"{error.filename}: {error.strerror}"), fg="red", err=True)
+        click.echo("  fix: name a place that can be read and written, or mend that one", err=True)
+        return 1
 
 
 class _Command(click.Command):

@@ -73,6 +73,7 @@ def json_option() -> click.Option:
     return flag("--json", "Print the answer as JSON.")
 
 
+_COUNT = click.IntRange(min=1)
 BENCH = (
     option("--out", "Folder of the results.", metavar="DIR", default="bench"),
     option(
@@ -83,11 +84,11 @@ BENCH = (
     ),
     service_option("This one of its services; else the main one."),
     Several("--compare", metavar="FILE...", help="Put results beside each other; asks no host."),
-    Several("--depths", type=int, metavar="N...", help="Depths of llama-benchy."),
-    Several("--clients", type=int, metavar="N...", help="Numbers of concurrent clients."),
-    option("--pp", "Tokens of its prompts; its own default otherwise.", type=int),
-    option("--tg", "Tokens of its answers; its own default otherwise.", type=int),
-    option("--runs", "How often it measures; its own default otherwise.", type=int),
+    Several("--depths", type=click.IntRange(min=0), metavar="N...", help="Depths of llama-benchy."),
+    Several("--clients", type=_COUNT, metavar="N...", help="Numbers of concurrent clients."),
+    option("--pp", "Tokens of its prompts; else its own default.", type=_COUNT, metavar="N"),
+    option("--tg", "Tokens of its answers; else its own default.", type=_COUNT, metavar="N"),
+    option("--runs", "How often it measures; else its own default.", type=_COUNT, metavar="N"),
     flag("--ladder", "Serve and measure the published stages one after the other, then go back."),
     flag("--yes", "Ask nothing; it asks only before a ladder.", "-y"),
     option("--book-url", "The text that llama-benchy makes prompts of.", metavar="URL"),

@@ -71,6 +71,9 @@ def groups_from(
     if wrong := list(host_problems(groups, file=file)):
         raise SettingsError(wrong)
     check_patterns(arguments, groups, Path(file).stem)
+    if not chosen_hosts(arguments, groups, Path(file).stem):
+        excluded = " ".join(f"--exclude {one}" for one in arguments.get("exclude") or ())
+        raise SettingsError.one(excluded, "leaves no host", "exclude fewer of them")
     judged = judges(arguments)
     found = _loaded(groups, file, overrides(arguments), generated, judged=judged)
     extra = host_data or {}

@@ -28,7 +28,7 @@ def run(options: Options) -> int:
     verb = tool.STOP_SERVICE if options.command == "stop" else tool.START_SERVICE
     by = f"{getpass.getuser()}@{socket.gethostname()}"
     rest = ["--by", by] if options.command == "stop" else []
-    if options.command == "stop" and options.period:
+    if options.command == "stop" and options.period is not None:
         rest += ["--for", str(_seconds(options.period))]
     hosts = listed(options, judged=False)
     if options.service in (None, MAIN_SERVICE):
@@ -57,7 +57,7 @@ def _refuse_half_a_cluster(hosts: Sequence[Listed], command: str) -> None:
 
 def _seconds(period: str) -> int:
     number, unit = period[:-1], period[-1:]
-    if not number.isdigit() or not int(number) or unit not in _UNITS_S:
+    if not number.isdecimal() or not int(number) or unit not in _UNITS_S:
         fix = "a number and one of m, h, d: --for 90m"
         raise SparkError.one("--for", f"{period!r} is no period", fix)
     return int(number) * _UNITS_S[unit]

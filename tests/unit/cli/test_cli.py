@@ -185,3 +185,21 @@ def test_a_release_of_no_such_form_is_refused_before_anything_is_run(spark_deplo
     assert (code, out) == (1, "")
     assert 'releases.rollback_to: "x" does not have the form that is needed' in err
     assert "pyinfra" not in err
+
+
+def test_a_place_that_cannot_be_written_is_one_message(spark_deploy, tmp_path):
+    (tmp_path / "file").write_text("")
+    recorded = str(CHECKOUT / "docs/screens/recorded/bench.json")
+    code, out, err = spark_deploy("bench", "--compare", recorded, "--out", "file/below")
+    assert (code, out) == (1, "")
+    assert err.startswith("file/below: Not a directory\n  fix: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--runs", "0"), ("--pp", "-4"), ("--tg", "0"), ("--clients", "0")],
+)
+def test_nothing_is_measured_less_than_once(spark_deploy, words):
+    code, out, err = spark_deploy("bench", *words)
+    assert (code, out) == (2, "")
+    assert words[0] in err

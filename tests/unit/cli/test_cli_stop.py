@@ -96,7 +96,7 @@ def test_both_commands_are_there(command: str, tmp_path: Path) -> None:
     assert re.fullmatch(r"\S+none.py: is not an inventory file\n  fix: .*\n", done.stderr)
 
 
-@pytest.mark.parametrize("period", ["1", "h", "0h", "-1h", "1w", "1.5h", "1h30m"])
+@pytest.mark.parametrize("period", ["", "1", "h", "0h", "-1h", "1w", "1.5h", "1h30m", "²h"])
 def test_a_period_that_is_none_is_refused_before_a_host_is_asked(period: str) -> None:
     with pytest.raises(SparkError, match="is no period"):
         stop.run(Options(command="stop", json=False, period=period))

@@ -84,6 +84,17 @@ def test_a_pattern_that_matches_nothing_is_refused(foreign, option):
     assert "did you mean spark-1?" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words", [("--exclude", "spark-*"), ("--limit", "spark-1", "--exclude", "spark-1")]
+)
+def test_patterns_that_leave_no_host_are_refused(foreign, words):
+    """pyinfra itself would do nothing, and call that a success."""
+    done = pyinfra(foreign, *words)
+    assert done.returncode == 1
+    assert "leaves no host" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_names_globs_and_groups_are_good_limits(foreign):
     """Together, as one that is none is refused in any company."""
     patterns = ["spark-1", "spark-*", "spark", "all", "sparks"]
