@@ -88,13 +88,13 @@ def up_ended(console: Console) -> None:
     """Draw the end of a first deploy."""
     seen, passed_s = replayed()
     for line in screen.ended(seen, 0, passed_s):
-        console.print(line)
+        screen.lay(line, console)
 
 
 def dry(console: Console) -> None:
     """Draw what a switch would do."""
     for one in json.loads((RECORDED / "dry.json").read_text("utf-8")):
-        console.print(Text.assemble((one["host"], "bold"), f": {one['text']}"))
+        screen.lay(Text.assemble((one["host"], "bold"), f": {one['text']}"), console)
 
 
 def status(console: Console) -> None:

@@ -17,6 +17,7 @@ from rich.text import Text
 from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes, parts_text
 
 PIPED_EVERY_S = 30.0
+_INDENT = 4  # of what a line goes on with
 _BEGINS = re.compile(r"--> .*\.\.\.$")  # what pyinfra says of its own first steps
 
 
@@ -35,10 +36,20 @@ def watch(argv: Sequence[str], hosts: Sequence[str], log: Path, console: Console
         )  # fmt: skip
         code = _shown(process, seen, told.write, began_s, console)
     for text in ended(seen, code, time.monotonic() - began_s):
-        console.print(text, soft_wrap=True)
+        lay(text, console)
     if code:
         console.print(Text(f"everything pyinfra said: {log}", "dim"), soft_wrap=True)
     return code
+
+
+def lay(text: Text, console: Console) -> None:
+    """Print a line: at a terminal within its width, else whole."""
+    if not console.is_terminal:
+        console.print(text, soft_wrap=True)
+        return
+    first, *rest = text.wrap(console, console.width - _INDENT)
+    for line in (first, *(Text(" " * _INDENT) + one for one in rest)):
+        console.print(line, soft_wrap=True)
 
 
 def _shown(
@@ -82,7 +93,7 @@ class _Piped:
         pass
 
     def say(self, text: str) -> None:
-        self.console.print(coloured(text), soft_wrap=True)
+        lay(coloured(text), self.console)
 
     def look(self) -> None:
         if time.monotonic() - self.at_s < PIPED_EVERY_S:

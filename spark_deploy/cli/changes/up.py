@@ -16,6 +16,7 @@ from rich.text import Text
 
 from spark_deploy.cli.changes import line
 from spark_deploy.cli.changes.forecast import found_on, planned_all, sentence
+from spark_deploy.cli.changes.screen import lay
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.planned import lock
@@ -44,9 +45,9 @@ def run(options: Options) -> int:
     else:
         console = Console(highlight=False)
         for one, host in zip(told, hosts, strict=True):
-            console.print(Text.assemble((host.name, "bold"), f": {one['text']}"), soft_wrap=True)
+            lay(Text.assemble((host.name, "bold"), f": {one['text']}"), console)
             for warning in plans[host.name].warnings:
-                console.print(Text(f"  WARNING {warning}", "yellow"), soft_wrap=True)
+                lay(Text(f"  WARNING {warning}", "yellow"), console)
     if options.dry and not options.verbose:
         say("every single step, and nothing of it done:")
         line.show(words)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from spark_contract.host.paths import engine_dir
 from spark_contract.host.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
+from spark_deploy.cli.changes.screen import shortened
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connecting.connect import login_of
 from spark_deploy.cli.hosts import chosen_services, listed, say
@@ -183,16 +185,22 @@ def _show(found: list[Now], options: Options) -> None:
     if options.json:
         print(json.dumps([asdict(one) for one in found]), flush=True)
         return
-    text = "\n".join(table(found))
-    if sys.stdout.isatty() and not options.once:
+    there = sys.stdout.isatty()
+    columns = shutil.get_terminal_size().columns if there else sys.maxsize
+    text = "\n".join(table(found, columns))
+    if there and not options.once:
         text = f"\x1b[H\x1b[2J{text}"  # from the upper left corner, on an empty screen
     print(text, flush=True)
 
 
-def table(found: list[Now]) -> Iterator[str]:
-    """Yield a line for each host below a line of names."""
+def table(found: list[Now], columns: int = sys.maxsize) -> Iterator[str]:
+    """Yield a line for each host below a line of names, closer and shorter where room is scarce."""
     width = max(len(_HEAD[0]), *(len(one.host) for one in found))
-    yield f"{_HEAD[0]:<{width}}" + "".join(f"{title:>9}" for title in _HEAD[1:])
+    widths = [9 for _ in _HEAD[1:]]
+    if width + sum(widths) > columns:
+        widths = [max(len(title), 6) + 1 for title in _HEAD[1:]]
+        width = min(width, max(len(_HEAD[0]), columns - sum(widths)))
+    yield _row(_HEAD[0], _HEAD[1:], width, widths)
     for one in found:
         free = one.available_bytes / 1e9 if one.available_bytes is not None else None
         cells = (
@@ -201,7 +209,13 @@ def table(found: list[Now]) -> Iterator[str]:
             _text(one.cache_fraction, "{:.0%}"), _text(free, "{:.1f}"),
             _text(one.temperature_c, "{:.0f}"), _text(one.power_w, "{:.0f}"),
         )  # fmt: skip
-        yield f"{one.host:<{width}}" + "".join(f"{cell:>9}" for cell in cells)
+        yield _row(shortened(one.host, width), cells, width, widths)
+
+
+def _row(name: str, cells: Sequence[str], width: int, widths: Sequence[int]) -> str:
+    return f"{name:<{width}}" + "".join(
+        f"{cell:>{room}}" for cell, room in zip(cells, widths, strict=True)
+    )
 
 
 def _text(value: float | None, form: str) -> str:

@@ -75,3 +75,15 @@ def test_each_service_has_a_line_of_its_own_and_an_engine_of_its_own(monkeypatch
     assert [now["host"] for now in json.loads(capsys.readouterr().out)] == ["a", "a/embed"]
     for folder in ("engines/main/engine.sock", "engines/embed/engine.sock"):
         assert folder in asked.read_text()
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_a_line_is_no_wider_than_the_screen_and_keeps_a_name_where_it_can(columns: int) -> None:
+    names = ["spark-kitchen-1.lan", "spark-kitchen-2.lan", "spark-of-the-cellar.home.example"]
+    found = [top.now_of(name, []) for name in names]
+    lines = list(top.table(found, columns))
+    assert max(map(len, lines)) <= columns
+    assert [line.split()[0] for line in lines[1:3]] == names[:2]
+    assert list(top.table(found))[3].startswith(names[2])
+    # With room for all of it nothing stands closer.
+    assert list(top.table(found[:2], 100)) == list(top.table(found[:2]))

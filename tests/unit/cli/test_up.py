@@ -1,6 +1,7 @@
 """``up``: what it says before, while and after it runs pyinfra; and that it asks."""
 
 import io
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 from spark_contract.serving.records import Rollout
 from spark_contract.work.job import JobState, Progress
 
@@ -292,3 +294,16 @@ def test_a_run_that_reaches_nobody_shows_the_reason_without_pyinfras_own_steps()
     assert "  Could not connect (Unable to connect)" in shown
     assert "--> pyinfra error: No hosts remaining!" in shown
     assert not [line for line in shown if line.endswith("...") or not line.strip()]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_lines_of_a_run_break_between_words_at_a_terminal_and_nowhere_in_a_file(width):
+    said = " ".join(f"word{number}" for number in range(60))
+    there, piped = io.StringIO(), io.StringIO()
+    screen.lay(Text(f"  {said}"), Console(file=there, width=width, force_terminal=True))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", there.getvalue()).splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(lines).split() == said.split()
+    assert all(line.startswith("    ") for line in lines[1:])
+    screen.lay(Text(f"  {said}"), Console(file=piped, width=width))
+    assert piped.getvalue() == f"  {said}\n"
