@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,9 @@ spark-deploy completion fish > ~/.config/fish/completions/spark-deploy.fish
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 fine, 1 something is wrong, 2 bad usage)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may not know all characters
     try:
         called = _GROUP.main(words, "spark-deploy", standalone_mode=False)
     except click.ClickException as error:

@@ -32,7 +32,8 @@ def watch(argv: Sequence[str], hosts: Sequence[str], log: Path, console: Console
     with log.open("w", encoding="utf-8") as told:
         process = subprocess.Popen(
             list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            encoding="utf-8", errors="replace",
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
         )  # fmt: skip
         code = _shown(process, seen, told.write, began_s, console)
     for text in ended(seen, code, time.monotonic() - began_s):

@@ -150,3 +150,13 @@ def test_a_host_that_is_away_is_told_in_words(tmp_path):
     done = run("status", str(tmp_path / "sparks.py"), "--data", f"ssh.port={port}")
     assert done.returncode == 1
     assert "127.0.0.1: cannot be reached: Could not connect (Unable to connect to" in done.stdout
+
+
+def test_a_terminal_without_unicode_gets_every_answer(tmp_path):
+    folder = tmp_path / "own"
+    spoken = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    words = ("init", str(folder), "--host", "a", "--profile", "v2")
+    assert run(*words, **spoken).returncode == 0
+    done = run("use", "agent", str(folder / "inventory/spark.py"), "--dry", **spoken)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "profile: v2 ? agent (a)" in done.stdout
