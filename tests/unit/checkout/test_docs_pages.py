@@ -98,3 +98,17 @@ def test_every_link_of_a_page_leads_somewhere(name: str) -> None:
         assert there.exists(), f"{name}: {target}"
         if anchor and there.suffix == ".md":
             assert anchor in anchors(there), f"{name}: {target}"
+
+
+def test_every_setting_that_a_page_names_is_one():
+    keys = load_schema("settings")["properties"]
+    sections = {name: set(one["properties"]) for name, one in keys.items() if "properties" in one}
+    named = {
+        (page.name, *found)
+        for page in PAGES
+        for found in re.findall(r"`([a-z_]+)\.([a-z_]+)(?=[:.`\s])", page.read_text("utf-8"))
+        if found[0] in sections
+    }
+    assert len(named) > 40
+    wrong = [(page, f"{first}.{key}") for page, first, key in named if key not in sections[first]]
+    assert wrong == [("0024-another-engine.md", "engine.kind")]  # of a release, not of settings
