@@ -54,18 +54,18 @@ def _down(paths: LabPaths, options: argparse.Namespace) -> int:
         names = guest_names(options.guests)
         if names and options.purge:
             raise LabError("lab down", "--purge is about the whole lab", "name no guest")
+        held = held_bytes([paths.state]) if options.purge else 0  # disks of hosts go first
         lifecycle.down(paths, names, delete=options.delete or options.purge)
         left = [] if names else lifecycle.leftovers(paths)
     for line in left:
         print(f"left over: {line}", file=sys.stderr)
     if options.purge and not left:
-        _purge(paths)
+        _purge(paths, held)
     return 1 if left else 0
 
 
-def _purge(paths: LabPaths) -> None:
-    """Give back what the lab has on the disk; nothing of it is mounted any more."""
-    held = held_bytes([paths.state])
+def _purge(paths: LabPaths, held: int) -> None:
+    """Give back what the lab had on the disk; nothing of it is mounted any more."""
     shutil.rmtree(paths.state)
     print(f"{held / 1e9:.1f} GB given back: {paths.state} is gone")
     print("what stays: .venv of this checkout, what pip keeps of its downloads, and Debian packages"

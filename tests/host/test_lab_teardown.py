@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -95,12 +96,15 @@ def second() -> Iterator[SecondLab]:
     shutil.rmtree(SECOND_STATE)
 
 
-def share_cache() -> None:
+def share_cache(
+    state: Path = SECOND_STATE, enter: Sequence[str] = (), *, copied: bool = False
+) -> None:
     """Hard-link the heavy pieces: nothing is bootstrapped twice for this test."""
-    target = SECOND_STATE / "cache"
-    target.mkdir(parents=True, exist_ok=True)
+    target = state / "cache"
+    subprocess.run([*enter, "mkdir", "-p", str(target)], check=True)
     pieces = [str(path) for name in PIECES for path in (STATE / "cache").glob(name)]
-    subprocess.run(["cp", "-al", *pieces, str(target)], check=True)
+    how = "-a" if copied else "-al"  # a copy where it is another filesystem
+    subprocess.run([*enter, "cp", how, *pieces, str(target)], check=True)
 
 
 def test_three_hosts_reboot_and_a_lab_that_is_down_leaves_nothing(second: SecondLab) -> None:
@@ -131,6 +135,44 @@ def test_everything_killed_at_once_is_cleaned_by_down_and_taken_up_again(
     os.kill(int((SECOND_STATE / "guests/lab-1/supervisor.pid").read_text()), signal.SIGKILL)
     second.run("down")
     assert second.traces() == []
+
+
+def test_a_purge_gives_every_byte_back_and_leaves_the_other_lab_alone(second: SecondLab) -> None:
+    """On a filesystem of its own, for on a shared one others write as well."""
+    shutil.rmtree(SECOND_STATE)
+    image = SECOND_STATE.with_suffix(".ext4")
+    image.touch()
+    os.truncate(image, 8 * 10**9)
+    SECOND_STATE.mkdir()
+    second.look("mkfs.ext4", "-q", str(image))
+    second.look("mount", "-o", "loop", str(image), str(SECOND_STATE))
+    second.env["SPARK_LAB_DIR"] = f"{SECOND_STATE}/lab"
+
+    def used_bytes() -> int:
+        said = second.look("df", "--output=used", "-B1", str(SECOND_STATE))
+        return int(said.split()[-1])
+
+    try:
+        others, before = guests_of_the_shared_lab(), used_bytes()
+        share_cache(SECOND_STATE / "lab", enter=second.enter, copied=True)
+        second.run("up", "1", "--engine", "none")
+        taken = used_bytes() - before
+        said = second.run("down", "--purge")
+        told = re.search(rf"([\d.]+) GB given back: {SECOND_STATE}/lab is gone", said)
+        assert told is not None, said
+        assert float(told[1]) == pytest.approx(taken / 1e9, abs=0.1)
+        assert taken > 5 * 10**8
+        assert used_bytes() - before < 10**6  # a folder that once was long keeps its blocks
+        assert second.traces() == []
+        assert guests_of_the_shared_lab() == others
+    finally:
+        second.run("down", "--purge")
+        second.look("umount", str(SECOND_STATE))
+        image.unlink()
+
+
+def guests_of_the_shared_lab() -> set[str]:
+    return {path.name for path in (STATE / "guests").iterdir()}
 
 
 def test_an_up_killed_at_any_moment_is_finished_by_the_next(second: SecondLab) -> None:
