@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.labkit import SPARE, Guest, Site, guest_named, info, lab
 from tests.owner import Owner, the_world_of_the_lab, told
@@ -162,3 +163,48 @@ def test_the_gpu_is_free_for_an_hour_by_one_command(walk: Walk) -> None:
     assert "stopped" in walk.owner.types("status").stdout
     assert walk.owner.types("start").returncode == 0
     assert walk.guest.answers("What is the capital of France?", "Paris")
+
+
+@pytest.mark.parametrize(
+    ("job", "more", "answer"),
+    [
+        ("why slow", ("--once",), r"spark-1 .*\b0\b"),
+        ("why dead", (), r"spark-1.*serves lab-stub with"),
+        ("measure it", ("--protocol", "seeds", "--out", "bench"), r"tok/s"),
+    ],
+)
+def test_a_look_is_one_command(walk: Walk, job: str, more: tuple[str, ...], answer: str) -> None:
+    [typed] = told(job)
+    done = walk.owner.types(*typed, *more)
+    assert done.returncode == 0, done.stderr
+    assert re.search(answer, done.stdout), done.stdout
+
+
+def test_day_and_night_are_one_edit_and_one_command(walk: Walk) -> None:
+    [up], path = told("day and night"), walk.owner.folder / "group_vars/all.yml"
+    before = path.read_text()
+    pairs = [{"model": "lab-stub", "profile": name} for name in ("v2", "agent")]
+    times = [{"at": at, **pair} for at, pair in zip(("04:00", "04:30"), pairs, strict=True)]
+    chosen = {"keep_ready": pairs[1:], "schedule": times}
+    path.write_text(f"{before}\n{yaml.safe_dump(chosen)}")
+    done = walk.owner.types(*up, "-y")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    timers = "systemctl list-timers --all --no-legend 'spark-hours@*'"
+    assert walk.guest.run(f"{timers} | wc -l").strip() == "2"
+    path.write_text(before)
+
+
+def test_the_logs_of_every_part_are_one_stream(walk: Walk) -> None:
+    said = walk.owner.types("logs", "-n", "400").stdout
+    parts = ("engine", "gateway", "watch")
+    assert [part for part in parts if part not in said] == []
+
+
+def test_one_command_takes_everything_away_and_one_more_the_way_in(walk: Walk) -> None:
+    [uninstall], [unbootstrap] = told("uninstall"), told("give up the way in")
+    gone = walk.owner.types(*uninstall, "-y")
+    assert gone.returncode == 0, gone.stdout[-4000:] + gone.stderr
+    assert walk.guest.run("ls -d /etc/spark /usr/local/lib/spark 2>/dev/null || true") == ""
+    assert walk.owner.types(*unbootstrap, "-y").returncode == 0
+    with pytest.raises(RuntimeError, match="Permission denied"):
+        walk.guest.run("true")
