@@ -26,7 +26,8 @@ RECORDS = re.compile(r"/var/lib/spark/.*\.json|/srv/spark/.*/receipt\.json")
 # When it was, how long it took, what was measured, and what is drawn anew each time.
 VARIES = re.compile(
     r"at|.*_at|last_lines|.*_ns|inode|id|.*_id|request|seconds|times_s|bench|detail|progress|log_tail|"
-    r"load_lines|start_memory|donor_received_bytes"  # a build that went on received less
+    r"load_lines|start_memory|(cached|free)_(before|after)_bytes"
+    r"|donor_received_bytes"  # a build that went on received less
 )
 # Their lines stand in the order in which accounts were made, which means nothing.
 ACCOUNTS = re.compile(r"/etc/(passwd|group|gshadow)")
