@@ -84,6 +84,8 @@ static char *good_answer(const char *prompt) {
     }
     if (arithmetic(prompt, number, sizeof number)) return made(number);
     if (strcasestr(prompt, "capital of France")) return made("Paris");
+    if (strcasestr(prompt, "capital of Japan")) return made("Tokyo");
+    if (strcasestr(prompt, "How many days has a week")) return made("Seven");
     return made("This is the stub engine; it has no model and knows little.");
 }
 

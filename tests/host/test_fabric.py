@@ -38,9 +38,10 @@ END
 chmod 600 /etc/netplan/01-management.yaml
 printf '#!/bin/sh\\nexit 0\n' > /usr/local/bin/udevadm
 chmod 755 /usr/local/bin/udevadm
-systemd-run --quiet --wait --collect netplan apply
-ip route del default proto boot 2>/dev/null || :
+# What networkd finds configured by others it cannot configure itself, and then counts as failed.
+systemd-run --quiet --wait --collect sh -c 'ip address flush dev eth0; netplan apply'
 """
+CUT = "/run/the-way-in-was-cut"
 WAY_IN = "ip route show default; ip -4 -br addr show eth0"
 CABLE = f"""
 for n in {PORTS}; do
@@ -153,6 +154,25 @@ def test_what_nobody_confirms_goes_by_itself(site: Site) -> None:
                         check=False)  # fmt: skip
     assert "the time was over" in refused
     assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
+
+
+def test_a_network_that_loses_the_way_in_comes_back_by_itself(site: Site) -> None:
+    """The login is tried after the new network was applied: it fails, and nothing is kept."""
+    guest = guest_named(NAMES[1])
+    cut = f"ip address flush dev eth0; touch {CUT}"
+    folder = "/etc/systemd/system/spark-fabric-apply.service.d"
+    guest.run(f"mkdir -p {folder}; printf '[Service]\nExecStartPost=/bin/sh -c \"{cut}\"\n' "
+              f"> {folder}/cut.conf; systemctl daemon-reload")  # fmt: skip
+    usual = dict(site.choices["fabric"])
+    site.choose(fabric={**usual, "confirm_s": 30})
+    run = site.deploy("--limit", guest.name, deploy=FABRIC)
+    site.choose(fabric=usual)
+    guest.run(f"rm -r {folder}; systemctl daemon-reload")
+    assert guest.run(f"ls {CUT}").strip() == CUT
+    assert run.exit_code != 0
+    assert addresses(guest) == BARE
+    assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
+    assert guest.run("ip route show default").strip() != ""
 
 
 def test_a_power_cut_in_a_try_ends_it(site: Site) -> None:

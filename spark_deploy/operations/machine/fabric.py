@@ -28,7 +28,8 @@ from spark_deploy.settings.types import Settings
 def set_up(settings: Settings, check: FunctionCommand | None) -> Commands:
     """Have an address on each cabled port; a network that is there is taken as it is.
 
-    ``check`` logs in anew, the way deploys do; the new network is kept once that worked.
+    ``check`` logs in anew, the way deploys do, once the host has applied it all; the new network
+    is kept when that worked.
     """
     state, found = read(NetplanFiles), read(Fabric, _sudo=False)
     there = there_already(host.name, settings, found)
@@ -42,9 +43,11 @@ def set_up(settings: Settings, check: FunctionCommand | None) -> Commands:
     _must_be_free(plan, state)
     log_once(f"{NETPLAN_FILE}, tried for {plan.confirm_s} s:\n{plan.netplan}")
     yield StringCommand(HOST_TOOL, FABRIC, "try", _stdin=documents.text_of(plan))
+    back = f"the old network returns in {plan.confirm_s} s"
+    yield FunctionCommand(_ran, ["settled", back], {})
     if check is not None:
         yield check
-    yield FunctionCommand(_ran, ["confirm", f"the old network returns in {plan.confirm_s} s"], {})
+    yield FunctionCommand(_ran, ["confirm", back], {})
 
 
 @operation()

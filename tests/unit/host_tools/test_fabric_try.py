@@ -31,21 +31,34 @@ case "$*" in *'netplan apply') netplan apply;; esac
 """
 IP = """#!/bin/sh
 echo "ip $*" >> $HERE/asked
-case "$*" in *show*) cat $HERE/link;; esac
+case "$*" in
+  *"route show"*) cat $HERE/routes;;
+  *"show scope"*) cat $HERE/others;;
+  *show*) cat $HERE/link;;
+esac
 """
+SYSTEMCTL = """#!/bin/sh
+echo "systemctl $*" >> $HERE/asked
+case "$*" in *is-active*) exit 3;; esac
+"""
+OTHERS = '[{}, {"ifname": "eth0", "addr_info": [{"local": "10.0.0.5", "prefixlen": 24}]}]'
+ROUTES = "default via 10.0.0.1 dev eth0 proto static \n"
 
 
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
     programs = tmp_path / "bin"
     programs.mkdir()
-    stand_ins = {"netplan": NETPLAN, "systemd-run": SYSTEMD_RUN, "ip": IP, "systemctl": IP}
+    stand_ins = {"netplan": NETPLAN, "systemd-run": SYSTEMD_RUN, "ip": IP, "systemctl": SYSTEMCTL}
     for name, text in stand_ins.items():
         (programs / name).write_text(text.replace("$HERE", str(tmp_path)))
         (programs / name).chmod(0o755)
     (tmp_path / "link").write_text('[{"mtu": 1500, "addr_info": []}]')
+    (tmp_path / "others").write_text(OTHERS)
+    (tmp_path / "routes").write_text(ROUTES)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.setattr(fabric, "_APPLY_S", 1.0)
+    monkeypatch.setattr(fabric, "_PAUSE_S", 0.01)
     return Paths(tmp_path)
 
 
@@ -142,3 +155,42 @@ def test_taking_it_back_gives_what_was_before_and_keeps_a_copy(
     assert not paths.below(NETPLAN_FILE).exists()
     assert paths.below("/var/lib/spark/fabric/removed.yaml").read_text() == PLAN.netplan
     assert asked(paths).count("netplan apply\n") == 3  # of systemd-run's two words, and one more
+
+
+def test_a_way_in_that_the_try_broke_comes_back_with_the_old_network(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was seen of networkd 252: another interface has the port's address, none of its own."""
+    ask(paths, monkeypatch, "try")
+    broken = [{"ifname": "eth0", "addr_info": [{"local": "192.168.100.11", "prefixlen": 24}]}]
+    (paths.root / "others").write_text(json.dumps(broken))
+    (paths.root / "routes").write_text("")
+    ask(paths, monkeypatch, "restore", "--unconfirmed")
+    assert "ip address delete 192.168.100.11/24 dev eth0" in asked(paths)
+    assert "ip address replace 10.0.0.5/24 dev eth0" in asked(paths)
+    assert "ip route replace default via 10.0.0.1 dev eth0 proto static" in asked(paths)
+    assert "eth0 had lost 10.0.0.5/24" in capsys.readouterr().out
+
+
+def test_a_new_lease_of_another_interface_is_left_alone(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    renewed = [{"ifname": "eth0", "addr_info": [{"local": "10.0.0.77", "prefixlen": 24}]}]
+    (paths.root / "others").write_text(json.dumps(renewed))
+    ask(paths, monkeypatch, "restore", "--unconfirmed")
+    assert "dev eth0" not in asked(paths).replace(ROUTES, "")
+
+
+def test_nothing_is_settled_while_netplan_is_at_work(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A login before its end would prove the old network."""
+    ask(paths, monkeypatch, "try")
+    at_work = "#!/bin/sh\n[ -e $HERE/ended ] && exit 3\ntouch $HERE/ended\n"
+    (paths.root / "bin/systemctl").write_text(at_work.replace("$HERE", str(paths.root)))
+    ask(paths, monkeypatch, "settled")
+    assert (paths.root / "ended").exists()
+    ask(paths, monkeypatch, "restore", "--unconfirmed")
+    with pytest.raises(HostToolError, match="the time was over"):
+        ask(paths, monkeypatch, "settled")

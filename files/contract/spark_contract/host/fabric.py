@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
+
+from spark_contract.documents import OPTIONAL
 
 NETPLAN_FILE = "/etc/netplan/40-spark-fabric.yaml"
 # A file of the same name here counts instead, and no boot finds it: a try ends with the power.
@@ -35,9 +37,12 @@ class FabricPlan:
 
 @dataclass(frozen=True, slots=True)
 class FabricRecord:
-    """What was set up, and what each interface's MTU was before."""
+    """What was set up, what each interface's MTU was before, and how the host was reached."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     ports: tuple[FabricPort, ...]
     mtu_before: dict[str, int]
+    # Of the other interfaces, by name, and the default routes, as `ip route` takes them.
+    addresses_before: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata=OPTIONAL)
+    routes_before: tuple[str, ...] = field(default=(), metadata=OPTIONAL)

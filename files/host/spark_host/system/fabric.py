@@ -32,22 +32,25 @@ from spark_contract.host.tool import FABRIC, HOST_TOOL
 from spark_host.system.programs import finished
 
 _APPLY_S = 30.0  # less than a command of the controller may take
+_PAUSE_S = 0.5
 _TRIED = f"{RUN_DIR}/fabric.json"
 _KEPT = f"{STATE_DIR}/fabric/record.json"
 
 
 def main(words: Sequence[str], paths: Paths) -> int:
-    """``try`` (a plan on standard input), ``confirm`` or ``restore [--unconfirmed]``."""
+    """``try`` (a plan on stdin), ``settled``, ``confirm`` or ``restore [--unconfirmed]``."""
     with _alone(paths):
         if words == ["try"]:
             _try(documents.parse(FabricPlan, sys.stdin.read()), paths)
+        elif words == ["settled"]:
+            _settled(paths)
         elif words == ["confirm"]:
             _confirm(paths)
         elif words in (["restore"], ["restore", "--unconfirmed"]):
             _restore(paths, unconfirmed=len(words) == 2)
         else:
             raise HostToolError(
-                "fabric", f"{' '.join(words)!r} is no order", "try, confirm or restore"
+                "fabric", f"{' '.join(words)!r} is no order", "try, settled, confirm or restore"
             )
     return 0
 
@@ -67,7 +70,7 @@ def _try(plan: FabricPlan, paths: Paths) -> None:
     if paths.below(NETPLAN_FILE).exists():
         fix = "take it back first: spark-deploy fabric --restore"
         raise HostToolError(NETPLAN_FILE, "another set-up of ours is in use", fix)
-    record = FabricRecord(plan.ports, {port.interface: _mtu(port) for port in plan.ports})
+    record = _record_of(plan)
     files.write_text(paths.below(_TRIED), documents.text_of(record), 0o600)
     files.write_text(trial, plan.netplan, 0o600)
     try:
@@ -89,16 +92,37 @@ def _try(plan: FabricPlan, paths: Paths) -> None:
     )  # fmt: skip
 
 
-def _confirm(paths: Paths) -> None:
-    """Keep what is being tried, once it is there; a second time this does nothing."""
-    trial, kept = paths.below(NETPLAN_TRIAL), paths.below(NETPLAN_FILE)
-    if not trial.exists():
-        if kept.exists():
-            return
+def _record_of(plan: FabricPlan) -> FabricRecord:
+    """Note what the ports, and the way by which the host is reached, are before the try."""
+    ours = {port.interface for port in plan.ports}
+    return FabricRecord(
+        plan.ports,
+        {port.interface: _mtu(port) for port in plan.ports},
+        {name: found for name, found in _addresses().items() if found and name not in ours},
+        _default_routes(),
+    )
+
+
+def _settled(paths: Paths) -> FabricRecord:
+    """Wait until what is tried has been applied to its end; only then does a login prove anything.
+
+    Raises:
+        HostToolError: the try is over, or a port does not get what it is to have.
+    """
+    if not paths.below(NETPLAN_TRIAL).exists():
         raise HostToolError("fabric", "the time was over: what was before is back",
                             "raise fabric.confirm_s, and run it again")  # fmt: skip
     record = files.load(FabricRecord, paths.below(_TRIED), "no record of the try")
     _wait_for(record.ports)
+    return record
+
+
+def _confirm(paths: Paths) -> None:
+    """Keep what is being tried, once it is there; a second time this does nothing."""
+    trial, kept = paths.below(NETPLAN_TRIAL), paths.below(NETPLAN_FILE)
+    if not trial.exists() and kept.exists():
+        return
+    record = _settled(paths)
     files.write_text(paths.below(_KEPT), documents.text_of(record), 0o600)
     files.write_text(kept, trial.read_text(), 0o600)
     files.remove(trial)
@@ -122,25 +146,69 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
         finished(["ip", "address", "delete", port.address, "dev", port.interface], 10)
         before = str(record.mtu_before.get(port.interface, 1500)) if record else "1500"
         finished(["ip", "link", "set", port.interface, "mtu", before], 10)
+    if record and unconfirmed:
+        _bring_back(record)
     files.remove(tried)
     if not unconfirmed:
         finished(["systemctl", "stop", f"{RETURN_UNIT}.timer"], _APPLY_S)
 
 
+def _bring_back(record: FabricRecord) -> None:
+    """Have the way by which the host was reached again, whatever became of it.
+
+    Seen with networkd 252: asked to apply addresses of some ports, it gave one of them to another
+    interface, which lost its own, and crashed.
+    """
+    time.sleep(_PAUSE_S)  # who manages the network acts on its own after `netplan apply`
+    now = _addresses()
+    ours = {port.address for port in record.ports}
+    for name, before in record.addresses_before.items():
+        for address in ours.intersection(now.get(name, ())):
+            finished(["ip", "address", "delete", address, "dev", name], 10)
+        if not ours.issuperset(now.get(name, ())):
+            continue  # it has one of its own: the old one, or a new one of a lease
+        for address in before:
+            print(f"{name} had lost {address}", flush=True)
+            finished(["ip", "address", "replace", address, "dev", name], 10)
+    if not _default_routes():
+        for route in record.routes_before:
+            finished(["ip", "route", "replace", *route.split()], 10)
+
+
 def _wait_for(ports: Sequence[FabricPort]) -> None:
-    """Wait until every port has its address and its MTU.
+    """Wait until netplan has ended and every port has its address and its MTU.
 
     Raises:
         HostToolError: one has not, for longer than netplan takes.
     """
     until, missing = time.monotonic() + _APPLY_S, list(ports)
-    while missing and time.monotonic() < until:
+    while (missing or _applies()) and time.monotonic() < until:
         missing = [port for port in missing if not _is_set(port)]
-        if missing:
-            time.sleep(0.5)
+        if missing or _applies():
+            time.sleep(_PAUSE_S)
     if missing:
         what = f"{missing[0].interface} does not get {missing[0].address}, MTU {missing[0].mtu}"
         raise HostToolError("fabric", what, f"look at `journalctl -u {APPLY_UNIT}` and networkd's")
+
+
+def _applies() -> bool:
+    """Whether netplan still applies the file."""
+    return finished(["systemctl", "--quiet", "is-active", APPLY_UNIT], _APPLY_S).returncode == 0
+
+
+def _addresses() -> dict[str, tuple[str, ...]]:
+    """Return the addresses by which others reach this host, by interface."""
+    shown = finished(["ip", "-4", "-j", "address", "show", "scope", "global"], 10)
+    return {
+        link["ifname"]: tuple(f"{one['local']}/{one['prefixlen']}" for one in link["addr_info"])
+        for link in json.loads(shown.stdout or "[]")
+        if link  # an interface without one is an empty object
+    }
+
+
+def _default_routes() -> tuple[str, ...]:
+    shown = finished(["ip", "-4", "route", "show", "default"], 10)
+    return tuple(line.strip() for line in shown.stdout.splitlines() if line.strip())
 
 
 def _is_set(port: FabricPort) -> bool:
