@@ -161,7 +161,7 @@ def test_a_network_that_loses_the_way_in_comes_back_by_itself(site: Site) -> Non
     guest = guest_named(NAMES[1])
     cut = f"ip address flush dev eth0; touch {CUT}"
     folder = "/etc/systemd/system/spark-fabric-apply.service.d"
-    guest.run(f"mkdir -p {folder}; printf '[Service]\nExecStartPost=/bin/sh -c \"{cut}\"\n' "
+    guest.run(f"mkdir -p {folder}; printf '[Service]\nExecStopPost=/bin/sh -c \"{cut}\"\n' "
               f"> {folder}/cut.conf; systemctl daemon-reload")  # fmt: skip
     usual = dict(site.choices["fabric"])
     site.choose(fabric={**usual, "confirm_s": 30})

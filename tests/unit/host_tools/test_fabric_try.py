@@ -39,7 +39,7 @@ esac
 """
 SYSTEMCTL = """#!/bin/sh
 echo "systemctl $*" >> $HERE/asked
-case "$*" in *is-active*) exit 3;; esac
+printf 'Id=%s\nActiveState=inactive\n' "$(echo "$*" | sed 's/.* //')"
 """
 OTHERS = '[{}, {"ifname": "eth0", "addr_info": [{"local": "10.0.0.5", "prefixlen": 24}]}]'
 ROUTES = "default via 10.0.0.1 dev eth0 proto static \n"
@@ -187,7 +187,10 @@ def test_nothing_is_settled_while_netplan_is_at_work(
 ) -> None:
     """A login before its end would prove the old network."""
     ask(paths, monkeypatch, "try")
-    at_work = "#!/bin/sh\n[ -e $HERE/ended ] && exit 3\ntouch $HERE/ended\n"
+    at_work = (
+        "#!/bin/sh\n[ -e $HERE/ended ] && now=inactive || now=deactivating\ntouch $HERE/ended\n"
+        'echo "Id=spark-fabric-apply.service"; echo "ActiveState=$now"\n'
+    )
     (paths.root / "bin/systemctl").write_text(at_work.replace("$HERE", str(paths.root)))
     ask(paths, monkeypatch, "settled")
     assert (paths.root / "ended").exists()

@@ -29,6 +29,7 @@ from spark_contract.host.fabric import (
 from spark_contract.host.paths import RUN_DIR, STATE_DIR, Paths
 from spark_contract.host.tool import FABRIC, HOST_TOOL
 
+from spark_host.system import systemd
 from spark_host.system.programs import finished
 
 _APPLY_S = 30.0  # less than a command of the controller may take
@@ -193,7 +194,8 @@ def _wait_for(ports: Sequence[FabricPort]) -> None:
 
 def _applies() -> bool:
     """Whether netplan still applies the file."""
-    return finished(["systemctl", "--quiet", "is-active", APPLY_UNIT], _APPLY_S).returncode == 0
+    state = systemd.state(f"{APPLY_UNIT}.service", "ActiveState").get("ActiveState")
+    return state not in ("inactive", "failed", None)
 
 
 def _addresses() -> dict[str, tuple[str, ...]]:
