@@ -169,7 +169,7 @@ def test_the_gpu_is_free_for_an_hour_by_one_command(walk: Walk) -> None:
     ("job", "more", "answer"),
     [
         ("why slow", ("--once",), r"spark-1 .*\b0\b"),
-        ("why dead", (), r"spark-1.*serves lab-stub with"),
+        ("why dead", (), r"spark-1: lab-stub with v2 as lab-model"),
         ("measure it", ("--protocol", "seeds", "--out", "bench"), r"tok/s"),
     ],
 )
