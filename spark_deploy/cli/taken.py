@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -30,7 +31,10 @@ def flag(name: str, does: str, *also: str) -> click.Option:
 def names_of(*kinds: str) -> Callable[..., list[str]]:
     """Return what completes names of models or profiles."""
     return lambda _context, _option, begun: [
-        name for kind in kinds for name in catalog_names(kind) if name.startswith(begun)
+        name
+        for kind in kinds
+        for name in catalog_names(kind, own=Path.cwd())
+        if name.startswith(begun)
     ]
 
 

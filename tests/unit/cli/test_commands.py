@@ -12,6 +12,7 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.cli.commands import COMMANDS
 from spark_deploy.cli.looks import top
+from spark_deploy.cli.taken import names_of
 
 
 def run(*words, **environment):
@@ -160,3 +161,11 @@ def test_a_terminal_without_unicode_gets_every_answer(tmp_path):
     done = run("use", "agent", str(folder / "inventory/spark.py"), "--dry", **spoken)
     assert (done.returncode, done.stderr) == (0, "")
     assert "profile: v2 ? agent (a)" in done.stdout
+
+
+def test_a_model_of_ones_own_is_completed_in_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "catalog/models").mkdir(parents=True)
+    (tmp_path / "catalog/models/mine-4b.yml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert names_of("models")(None, None, "mine") == ["mine-4b"]
+    assert "qwen3.5-122b" in names_of("models", "profiles")(None, None, "qwen")
