@@ -59,14 +59,13 @@ def run(options: Options) -> int:
     # What options stand for is judged here, too: a mistake in it is no failed run.
     told = Options(**{**vars(options), "data": [*options.data, *_chosen(options.command, options)]})
     hosts = [host.name for host in listed(told, judged=plans(deploy))]
-    if options.dry or options.json:
-        flags = ["--dry"] if options.dry else ["-y"] if options.yes else []
-        words = line(options.command, options, hosts, flags + ["--json"] * options.json)
-        show(words)
-        return subprocess.run(argv(words), check=False).returncode
-    agreed(options, f"{', '.join(hosts)}: {_QUESTIONS[options.command]}")
-    words = line(options.command, options, hosts, ["-y"])
+    if not options.dry:
+        agreed(options, f"{', '.join(hosts)}: {_QUESTIONS[options.command]}")
+    flags = ["--dry" if options.dry else "-y", *["--json"] * options.json]
+    words = line(options.command, options, hosts, flags)
     show(words)
+    if options.dry or options.json:
+        return subprocess.run(argv(words), check=False).returncode
     return watched(words, hosts, options)
 
 

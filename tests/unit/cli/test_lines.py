@@ -122,3 +122,15 @@ def test_the_line_names_the_whole_path_of_a_pyinfra_that_no_shell_would_find(mon
     monkeypatch.setenv("PATH", "/nowhere")
     _, [argv], said = run(monkeypatch, capsys, "prune", "--dry")
     assert shlex.split(said) == argv
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_nothing_is_run_before_somebody_agreed_whatever_the_answer_looks_like(
+    monkeypatch, capsys, more
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    code, ran, said = run(monkeypatch, capsys, "uninstall", *more)
+    assert (code, ran) == (1, [])
+    assert "asks before it changes hosts, and nobody is there" in said
+    code, [argv], _ = run(monkeypatch, capsys, "uninstall", "-y", *more)
+    assert (code, argv[-1 - len(more) :]) == (0, ["-y", *more])
