@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.judged_once import judged_once
 from tests.unit.lockfile.hub_trees import (
     BASE,
     DONOR,
@@ -15,6 +16,8 @@ from tests.unit.lockfile.hub_trees import (
     donor_entries,
     write_repository,
 )
+
+__all__ = ["hub", "judged_once"]
 
 
 @pytest.fixture

@@ -1,0 +1,35 @@
+"""A catalog that many tests read, whose files are held against their schemas once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spark_deploy.catalog import load
+from spark_deploy.checkout import CHECKOUT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def judged_once() -> Iterator[None]:
+    """Remember verdicts: a command reads the catalog several times, tests run many commands."""
+    judge, read = load.problems_of, load.load_schema
+    schemas: dict[str, Any] = {}
+    known: dict[tuple[int, str, str], list[Any]] = {}
+
+    def schema_of(name: str, *, checkout: Path = CHECKOUT) -> Any:
+        text = (checkout / "schema" / f"{name}.schema.json").read_text("utf-8")
+        return schemas.get(text) or schemas.setdefault(text, read(name, checkout=checkout))
+
+    def problems_of(data: Any, schema: Any, where: Any, *more: Any) -> list[Any]:
+        key = (id(schema), repr(data), where(()))
+        if key not in known:
+            known[key] = list(judge(data, schema, where, *more))
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "load_schema", schema_of)
+        patch.setattr(load, "problems_of", problems_of)
+        yield
