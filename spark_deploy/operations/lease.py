@@ -4,6 +4,7 @@ It lies in ``/run``: who, since when, until (in seconds of the host's own uptime
 matters). It is renewed while the run lives, given back at its end and when it is interrupted, and
 ends by itself soon after the last sign of a run that was killed. A dry run takes none, and neither
 does a run that changes nothing. Written by the shell alone, for hosts without anything of ours.
+Its lock is for root alone: whoever may read a file may hold its lock.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def take_script(
     """
     lease = shlex.quote(path)
     found = "echo free; exit 0" if only_look else ":"
-    return f"""set -e; umask 022
+    return f"""set -e; umask 077
 exec 9>>{lease}.lock; flock -w 20 9
 now=$(cut -d. -f1 /proc/uptime)
 have= until=0 since= who=
@@ -91,7 +92,7 @@ def release_script(path: str, token: str) -> str:
     """Return the script that gives a lease back, when it is still this run's."""
     lease = shlex.quote(path)
     return f"""[ -f {lease} ] || exit 0
-exec 9>>{lease}.lock; flock -w 20 9
+umask 077; exec 9>>{lease}.lock; flock -w 20 9
 read -r have rest < {lease} || :
 if [ "$have" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
 

@@ -158,8 +158,11 @@ def room_left(path: Path) -> str:
 
 @contextmanager
 def sole_use(directory: Path) -> Iterator[None]:
-    """Hold a lock on ``directory`` (made when missing) that dies with this process."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Hold a lock on ``directory`` (made when missing) that dies with this process.
+
+    Others may pass through it and not read it: who may, can hold the lock as well.
+    """
+    directory.mkdir(mode=0o711, parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

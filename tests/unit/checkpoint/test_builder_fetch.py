@@ -360,10 +360,13 @@ def test_two_fetches_of_one_tree_do_not_mix(order, hub, tmp_path):
     while not (tmp_path / ".out.partial/parts").exists():
         time.sleep(0.02)
     second = run_tool("fetch", order(), check=False)
+    # A user of the host who may read the folder may lock it, and no fetch would ever begin.
+    mode = (tmp_path / ".out.partial").stat().st_mode
     released.set()
     assert first.wait() == 0
     assert second.returncode == 3
     assert "another process is working here" in second.stderr
+    assert mode & 0o777 == 0o711
 
 
 def test_a_stopped_fetch_ends_soon_and_says_so(order, hub, tmp_path):

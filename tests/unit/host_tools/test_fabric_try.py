@@ -112,6 +112,15 @@ def test_what_nobody_confirms_is_gone_and_is_said_to_be(
         ask(paths, monkeypatch, "confirm")
 
 
+def test_a_user_of_the_host_cannot_hold_up_the_way_back(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whoever may open the lock to read it may hold it, and the old network would never return.
+    ask(paths, monkeypatch, "try")
+    ask(paths, monkeypatch, "confirm")
+    assert (paths.run / "fabric.lock").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_power_cut_in_a_try_leaves_nothing_of_it(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

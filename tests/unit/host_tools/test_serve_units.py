@@ -112,6 +112,12 @@ def test_the_reference_states_how_exposed_every_unit_is(tmp_path: Path) -> None:
         assert float(measured) == pytest.approx(float(exposure), abs=0.01 if same else 0.5), unit
 
 
+@pytest.mark.parametrize("unit", sorted(path.name for path in UNITS.glob("*.service")))
+def test_nothing_that_is_printed_chooses_its_own_level(unit: str) -> None:
+    # What begins with <0> went to every terminal of the host, escapes and all; engines print it.
+    assert section(unit, "Service").get("SyslogLevelPrefix") == "no"
+
+
 def test_a_server_that_fails_rests_for_a_minute_or_more() -> None:
     assert int(section("spark-serve@.service", "Service")["RestartSec"]) >= 60
     assert min(start_limits(release)["delay_s"] for release in RELEASES) >= 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -162,6 +163,16 @@ def test_a_damaged_lease_stops_nobody_for_ever_and_runs_nothing(path: Path, cont
     path.write_text(content)
     said = take(path, OTHER, "ben@laptop")
     assert said == "taken" or said == "held a " + said.split()[2] + " s $(id)"
+
+
+def test_a_user_of_the_host_cannot_hold_the_lock_that_runs_wait_for(path: Path) -> None:
+    # Whoever may open a file to read it may flock it, for as long as he likes.
+    lock = Path(f"{path}.lock")
+    take(path, OTHER, "ann@desk")
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+    lock.unlink()
+    script(lease.release_script(str(path), "beef-1"))
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
 
 
 def test_only_the_run_that_holds_it_gives_it_back(path: Path) -> None:

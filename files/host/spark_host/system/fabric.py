@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -60,9 +61,13 @@ def main(words: Sequence[str], paths: Paths) -> int:
 def _alone(paths: Paths) -> Iterator[None]:
     """Let the end of a try and its confirmation come one after the other."""
     paths.run.mkdir(parents=True, exist_ok=True)
-    with (paths.run / "fabric.lock").open("w") as lock:
+    # For root alone: whoever may read a file may hold its lock, and nothing would come back.
+    lock = os.open(paths.run / "fabric.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def _try(plan: FabricPlan, paths: Paths) -> None:
