@@ -26,8 +26,10 @@ def hold_tunnels(tunnels: Sequence[tuple[str, str, str]]) -> None:
     """
     if not tunnels:
         raise SparkError.one("--tunnel", "these hosts need none", "see `spark-deploy connect`")
-    # Reading an inventory made Ctrl-C mean something else, for what goes on on hosts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Reading an inventory made Ctrl-C mean something else, for what goes on on hosts. Here it is
+    # noted, so that it comes between no tunnel and the note that it has to be ended.
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     with ExitStack() as held:
         running: list[tuple[str, subprocess.Popen[bytes]]] = []
         for host, base_url, command in tunnels:
@@ -36,15 +38,15 @@ def hold_tunnels(tunnels: Sequence[tuple[str, str, str]]) -> None:
             running.append((host, process))
             say(f"{host}: {base_url}")
         say("open until Ctrl-C")
-        try:
-            while True:
-                time.sleep(_LOOK_EVERY_S)
-                for host, process in running:
-                    if process.poll() is not None:
-                        what = f"its tunnel ended with exit code {process.returncode}"
-                        raise SparkError.one(host, what, "read what ssh says above, and try again")
-        except KeyboardInterrupt:
-            say("")
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            if pressed:  # which ended the tunnels as well
+                say("")
+                return
+            for host, process in running:
+                if process.poll() is not None:
+                    what = f"its tunnel ended with exit code {process.returncode}"
+                    raise SparkError.one(host, what, "read what ssh says above, and try again")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
