@@ -95,7 +95,7 @@ _LOCKED = (
     'f=open("/var/lib/dpkg/lock-frontend","w"); fcntl.lockf(f,fcntl.LOCK_EX); time.sleep(9999)\''
 )
 _MEMORY = (
-    "sed 's/^MemAvailable:.*/MemAvailable:     900000 kB/' /proc/meminfo > /run/meminfo && "
+    "sed 's/^MemAvailable:.*/MemAvailable:     100000 kB/' /proc/meminfo > /run/meminfo && "
     "mount --bind /run/meminfo /proc/meminfo"
 )
 _HELD = "kill -{0} $(systemctl show -p MainPID --value docker)"

@@ -22,9 +22,9 @@ NAME = SPARE[0]
 CHAT, EMBEDDER, RANKER = "tiny-qwen3", "tiny-embedder", "tiny-reranker"
 START_S = 1500  # of an engine on two cores that others use as well
 SERVICES = {
-    "embed": {"model": EMBEDDER, "profile": "lab-plain", "port": 8001, "memory_gib": 4,
+    "embed": {"model": EMBEDDER, "profile": "lab-plain", "port": 8001, "memory_gib": 5,
               "names": ["embedder"]},
-    "rerank": {"model": RANKER, "profile": "lab-plain", "port": 8002, "memory_gib": 4,
+    "rerank": {"model": RANKER, "profile": "lab-plain", "port": 8002, "memory_gib": 5,
                "names": ["ranker"]},
 }  # fmt: skip
 QUESTION = "What is the capital of France? Answer with one word."
@@ -48,7 +48,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     for model in (CHAT, EMBEDDER, RANKER):
         added(made, f"org/{model}")
     made.choose(
-        model=CHAT, profile="lab-plain", services=SERVICES, serve={"start_timeout_s": START_S}
+        model=CHAT,
+        profile="lab-plain",
+        services=SERVICES,
+        serve={"start_timeout_s": START_S},
+        memory={"total_gib": 20},
     )
     return made
 
