@@ -23,6 +23,7 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
 def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None:
     """Replace ``path`` atomically and durably; its directory is created when missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _forget_left(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = _new_file(aside, mode)
     try:
@@ -37,6 +38,27 @@ def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
         os.close(descriptor)
     os.rename(aside, path)
     sync_directory(path.parent)
+
+
+def _forget_left(path: Path) -> None:
+    """Remove what was written aside for this file by processes that live no more."""
+    prefix = f".{path.name}."
+    with os.scandir(path.parent) as entries:
+        left = [one for one in entries if one.name.startswith(prefix)]
+    for one in left:
+        writer = one.name.removeprefix(prefix)
+        if writer.isdecimal() and not _lives(int(writer)):
+            Path(one).unlink(missing_ok=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _new_file(path: Path, mode: int) -> int:
