@@ -21,6 +21,13 @@ def shown(text: str) -> str:
     return _IN_TEXT.sub("\ufffd", text)
 
 
+def one_line(words: object) -> str:
+    """Return other people's words as part of one line, which moves no terminal's cursor."""
+    line = shown((str(words).strip().splitlines() or ["no reason given"])[0])[:300]
+    # Letters that no font knows yet as well: what a line holds is to be seen.
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in line)
+
+
 def heard(line: str) -> str:
     """Return a line that a host printed, so that neither it nor JSON in it holds such characters.
 

@@ -18,7 +18,7 @@ from spark_contract.documents import DocumentError
 from spark_contract.host.digests import COMMIT
 from spark_contract.work.fetching import FetchFile
 
-from spark_deploy.documents.shown import shown
+from spark_deploy.documents.shown import one_line
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.left_out import parted
 from spark_deploy.lockfile.types import LockedSource, SourceFile
@@ -50,7 +50,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
         fix = "correct the name, or set hub.token when it is private"
         raise LockError.one(where, "no such repository", fix) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
-        what = f"the hub cannot be asked: {type(error).__name__}: {_shown(error)}"
+        what = f"the hub cannot be asked: {type(error).__name__}: {one_line(error)}"
         fix = "check hub.endpoint and the network of this machine, then run again"
         raise LockError.one(where, what, fix) from error
     except _ODD_ANSWERS as error:
@@ -74,19 +74,12 @@ def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple
         return "", False, ""
     license_ = said if isinstance(said, str) else str(named[0])[8:] if named else ""
     task = info.pipeline_tag if isinstance(info.pipeline_tag, str) else ""
-    return _shown(license_ or "no reason given")[:60] if license_ else "", bool(info.gated), task
+    return one_line(license_ or "no reason given")[:60] if license_ else "", bool(info.gated), task
 
 
 def _no_hub(where: str, why: str) -> LockError:
     fix = "correct hub.endpoint; a proxy may have answered in the hub's place"
-    return LockError.one(where, f"the answer is not that of a hub ({_shown(why)})", fix)
-
-
-def _shown(words: object) -> str:
-    """Return other people's words as part of one line, which moves no terminal's cursor."""
-    line = shown((str(words).strip().splitlines() or ["no reason given"])[0])[:300]
-    # Letters that no font knows yet as well: what a line holds is to be seen.
-    return "".join(sign if sign.isprintable() else "\ufffd" for sign in line)
+    return LockError.one(where, f"the answer is not that of a hub ({one_line(why)})", fix)
 
 
 def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSource:
@@ -97,7 +90,7 @@ def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSour
             continue
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         if sibling.size is None or (sha256 is None and sibling.blob_id is None):
-            what = f"says neither size nor hash of {_shown(sibling.rfilename)}"
+            what = f"says neither size nor hash of {one_line(sibling.rfilename)}"
             raise LockError.one(where, what, "set hub.endpoint to a hub that does")
         files.append(_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
     if not info.sha or not files:

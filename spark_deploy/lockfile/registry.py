@@ -8,7 +8,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
-from http.client import HTTPMessage
+from http.client import HTTPException, HTTPMessage, HTTPResponse
 from typing import Any
 
 from spark_contract.work.images import (
@@ -18,11 +18,14 @@ from spark_contract.work.images import (
     token_question,
 )
 
+from spark_deploy.documents.shown import one_line
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.types import LockedImage
 
 _TIMEOUT_S = 30
+_MOST_BYTES = 4 << 20  # what registries take for a manifest; the others are smaller
 _ACCEPT = ", ".join(MANIFEST_TYPES)
+_ODD_ANSWERS = (HTTPException, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 def look_up(
@@ -37,8 +40,9 @@ def look_up(
     """
     try:
         return _ask(text, arch, insecure, engine)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        what = f"the answer is not that of a registry ({type(error).__name__}: {error})"
+    except _ODD_ANSWERS as error:
+        why = one_line(f"{type(error).__name__}: {error}")
+        what = f"the answer is not that of a registry ({why})"
         fix = "correct the image's address; a proxy may have answered in the registry's place"
         raise LockError.one(f"image {text}", what, fix) from error
 
@@ -82,7 +86,7 @@ class _Client:
         digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
         claimed = headers.get("Docker-Content-Digest", digest)
         if claimed != digest or (version.startswith("sha256:") and version != digest):
-            what = f"the registry sent other bytes than {claimed}"
+            what = f"the registry sent other bytes than {one_line(claimed)}"
             raise LockError.one(f"image {self._shown}", what, "try again; check for a proxy")
         data: dict[str, Any] = json.loads(body)
         return data, digest
@@ -92,7 +96,7 @@ class _Client:
         digest = manifest["config"]["digest"]
         body, _ = self._get(f"{self._base}/blobs/{digest}")
         if f"sha256:{hashlib.sha256(body).hexdigest()}" != digest:
-            what = f"the registry sent other bytes than {digest}"
+            what = f"the registry sent other bytes than {one_line(digest)}"
             raise LockError.one(f"image {self._shown}", what, "try again; check for a proxy")
         data: dict[str, Any] = json.loads(body)
         return data
@@ -103,14 +107,14 @@ class _Client:
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                return answer.read(), answer.headers
+                return _body(answer), answer.headers
         except urllib.error.HTTPError as error:
             if error.code != 401 or self._token:
                 raise self._refused(error) from error
             self._token = self._ask_token(error.headers.get("WWW-Authenticate", ""))
             return self._get(url)
         except OSError as error:
-            what = f"the registry cannot be asked: {getattr(error, 'reason', error)}"
+            what = f"the registry cannot be asked: {one_line(getattr(error, 'reason', error))}"
             fix = "check the network; a registry over plain HTTP belongs in registries.insecure"
             raise LockError.one(f"image {self._shown}", what, fix) from error
 
@@ -123,9 +127,10 @@ class _Client:
         try:
             url = f"{realm}?{urllib.parse.urlencode(fields)}"
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-                data = json.load(answer)
+                data = json.loads(_body(answer))
         except OSError as error:
-            what = f"{realm} gives no token: {getattr(error, 'reason', error)}"
+            why = getattr(error, "reason", error)
+            what = f"{one_line(realm)} gives no token: {one_line(why)}"
             fix = "use an image that can be read without a login, or check the network"
             raise LockError.one(f"image {self._shown}", what, fix) from error
         return str(data.get("token") or data.get("access_token"))
@@ -133,8 +138,17 @@ class _Client:
     def _refused(self, error: urllib.error.HTTPError) -> LockError:
         if error.code == 404:
             return LockError.one(f"image {self._shown}", "no such image or tag", "correct images")
-        what = f"the registry answered {error.code} {error.reason}"
+        what = f"the registry answered {error.code} {one_line(error.reason)}"
         return LockError.one(f"image {self._shown}", what, "try again later")
+
+
+def _body(answer: HTTPResponse) -> bytes:
+    body = answer.read(_MOST_BYTES + 1)
+    if len(body) > _MOST_BYTES:
+        raise ValueError(f"longer than {_MOST_BYTES} bytes")
+    if answer.length:  # a read of so many bytes says nothing of those that never came
+        raise ValueError(f"broke off with {answer.length} bytes missing")
+    return body
 
 
 def _platform(entries: Sequence[Mapping[str, Any]], arch: str) -> Mapping[str, Any] | None:
