@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.host.exposure import NAME, SLOW, Place
+from tests.host.exposure import HERE, NAME, SLOW, Place
 from tests.labkit import Guest, Site, guest_named, info, lab
 from tests.runs import Run
 
@@ -98,4 +98,4 @@ def narrow_again(place: Place) -> Iterator[None]:
     """Leave the gateway to this host alone, and see that nothing else listens."""
     yield
     assert place.deploy().exit_code == 0
-    assert place.listening() == {"127.0.0.1"}
+    assert place.listening() == HERE

@@ -16,6 +16,7 @@ NAME = os.environ.get("SPARK_GATEWAY_GUEST", "lab-12")
 CONFIGURE = "Serve | Configure the gateway"
 QUESTION = "What is 7823 * 4519?"
 TAILNET = "100.101.102.103"
+HERE = {"127.0.0.1", "[::1]"}  # where every gateway listens
 # A piece each 50 ms: what a buffer would hold back is seen.
 SLOW = {"STUB_PIECE_S": "0.05"}
 

@@ -136,7 +136,8 @@ def test_the_gateway_is_the_only_way_in(fleet: Fleet) -> None:
     assert guest.run("stat -c '%a %U' /etc/spark/api-key") == "600 root"
     listening = guest.run("ss -Hltn | awk '{print $4}'").split()
     # One socket for each worker of the gateway.
-    assert {address for address in listening if address.endswith(":8000")} == {"127.0.0.1:8000"}
+    here = {"127.0.0.1:8000", "[::1]:8000"}
+    assert {address for address in listening if address.endswith(":8000")} == here
     key = guest.key()
     # Whoever may look at processes, units or containers must not learn the key.
     for command in ("ps axww -o args", "systemctl cat 'spark-*'", "journalctl -b -o cat",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.host.exposure import CONFIGURE, NAME, QUESTION, TAILNET, Place, stream
+from tests.host.exposure import CONFIGURE, HERE, NAME, QUESTION, TAILNET, Place, stream
 from tests.labkit import CHECKOUT, info
 
 pytestmark = pytest.mark.usefixtures("narrow_again")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("narrow_again")
 
 def test_by_default_nobody_outside_reaches_it(place: Place) -> None:
     place.exposed()
-    assert place.listening() == {"127.0.0.1"}
+    assert place.listening() == HERE
     assert place.curl(place.url()) == "curl 7"
     assert place.guest.ask(QUESTION)[0] == 200
 
@@ -34,7 +34,7 @@ def test_containers_reach_it_when_asked_for_and_the_network_does_not(place: Plac
     run = place.exposed(expose="docker")
     bridge = place.guest.run("ip -4 -o addr show docker0 | sed 's/.*inet //; s,/.*,,'")
     assert run.changed == [CONFIGURE]
-    assert place.listening() == {"127.0.0.1", bridge}
+    assert place.listening() == {*HERE, bridge}
     assert place.curl(place.url()) == "curl 7"
 
     image = info()["images"]["cuda-check"]
@@ -80,11 +80,11 @@ def test_a_tailnet_is_refused_until_it_is_up_and_then_bound(place: Place) -> Non
     assert "tailscale: has no address on this host: no current Tailscale IPs" in refused.stderr
     assert "tailscale up" in refused.stderr
     assert place.engine() == before
-    assert place.listening() == {"127.0.0.1"}
+    assert place.listening() == HERE
 
     place.guest.run("tailscale up")
     place.exposed(address=None, expose="tailscale")
-    assert place.listening() == {"127.0.0.1", TAILNET}
+    assert place.listening() == {*HERE, TAILNET}
     assert place.curl(place.url()) == "curl 7"
     assert place.connect()["base_url"] == f"http://{TAILNET}:8000/v1"
     code = "curl -s -o /dev/null -w '%{http_code} '"
@@ -103,7 +103,7 @@ def test_a_tailnet_is_refused_until_it_is_up_and_then_bound(place: Place) -> Non
 
 def test_the_network_needs_the_key_and_sees_only_what_is_allowed(place: Place) -> None:
     place.exposed(expose="lan")
-    assert {"127.0.0.1", "0.0.0.0"} <= place.listening()
+    assert {*HERE, "0.0.0.0"} <= place.listening()
     assert place.curl(place.url()) == "200"
     assert place.curl(place.url(), key=None) == "401"
     assert place.curl(place.url(), key="wrong-key-0123456789") == "401"

@@ -23,6 +23,9 @@ def addresses(port: int) -> set[str]:
     return {address for address, _, number in found if number == str(port)}
 
 
+HERE = {"127.0.0.1", "[::1]"} if socket.has_ipv6 and listeners._is_ours("::1") else {"127.0.0.1"}
+
+
 def outside() -> str:
     """Return an address of this machine other than loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -54,18 +57,18 @@ def served(port: int, *words: str) -> str:
 
 def test_widening_and_going_back_changes_listeners_and_cuts_no_answer(gate: Door) -> None:
     port, pid = gate.settings.port, gate.process.pid
-    assert addresses(port) == {"127.0.0.1"}
+    assert addresses(port) == HERE
     answer = long_answer(gate)
 
     gate.host.gateway(port=port, expose="lan")
     assert "changed" in str(gateway.difference("main", gate.host.paths))
     gateway.reload("main", gate.host.paths)
-    assert {"127.0.0.1", "0.0.0.0"} <= addresses(port)
+    assert {*HERE, "0.0.0.0"} <= addresses(port)
     assert gateway.difference("main", gate.host.paths) is None
 
     gate.host.gateway(port=port)
     gateway.reload("main", gate.host.paths)
-    assert addresses(port) == {"127.0.0.1"}
+    assert addresses(port) == HERE
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((outside(), port), 2)
     assert answer.read().rstrip().endswith(b"data: [DONE]")
@@ -127,7 +130,7 @@ def test_a_certificate_that_nginx_refuses_leaves_the_gateway_as_it_was(gate: Doo
     gate.host.gateway(port=gate.settings.port, expose="lan", tls=tls)
     with pytest.raises(HostToolError, match="nginx refuses it"):
         gateway.reload("main", gate.host.paths)
-    assert addresses(gate.settings.port) == {"127.0.0.1"}
+    assert addresses(gate.settings.port) == HERE
     assert gate.chat(Authorization=f"Bearer {gate.key}") == 200
 
 
@@ -174,29 +177,40 @@ def tailscale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return state
 
 
+@pytest.mark.skipif("[::1]" not in HERE, reason="needs IPv6")
+def test_no_user_of_the_host_takes_the_keys_of_those_who_ask_localhost(gate: Door) -> None:
+    # Many programs ask ::1 first. Who listened there was sent their keys.
+    with (
+        socket.socket(socket.AF_INET6) as taken,
+        pytest.raises(OSError, match="Address already in use"),
+    ):
+        taken.bind(("::1", gate.settings.port))
+
+
 def test_the_gateway_follows_the_tailnet_s_address(gate: Door, tailscale: Path) -> None:
     port = gate.settings.port
     gate.host.gateway(port=port, expose="tailscale")
     gateway.reload("main", gate.host.paths)
-    assert addresses(port) == {"127.0.0.1"}
+    assert addresses(port) == HERE
     assert "state: Stopped" in str(gateway.difference("main", gate.host.paths))
     assert gateway.follow("main", gate.host.paths) is None
 
     tailscale.write_text("127.0.0.77\n")
     assert "127.0.0.77" in str(gateway.follow("main", gate.host.paths))
-    assert addresses(port) == {"127.0.0.1", "127.0.0.77"}
+    assert addresses(port) == {*HERE, "127.0.0.77"}
     assert gateway.difference("main", gate.host.paths) is None
     assert gateway.follow("main", gate.host.paths) is None
 
     tailscale.unlink()
-    assert gateway.follow("main", gate.host.paths) == f"listens on 127.0.0.1:{port}"
-    assert addresses(port) == {"127.0.0.1"}
+    told = "listens on " + ", ".join(f"{one}:{port}" for one in sorted(HERE))
+    assert gateway.follow("main", gate.host.paths) == told
+    assert addresses(port) == HERE
 
 
 def test_an_address_that_no_interface_has_is_left_out(host: Host, tailscale: Path) -> None:
     tailscale.write_text("100.101.102.103\n")
     wanted = listeners.wanted(host.gateway(expose="tailscale"))
-    assert [one.address for one in wanted.listeners] == ["127.0.0.1"]
+    assert {str(one).rpartition(":")[0] for one in wanted.listeners} == HERE
     assert "on no interface" in str(wanted.missing)
 
 
@@ -205,7 +219,8 @@ def test_a_bridge_without_address_is_named(host: Host, monkeypatch: pytest.Monke
     assert "is docker running?" in str(listeners.wanted(host.gateway(expose="docker")).missing)
     monkeypatch.setattr(listeners, "_BRIDGE", "lo")
     wanted = listeners.wanted(host.gateway(expose="docker"))
-    assert ([one.address for one in wanted.listeners][1:], wanted.missing) == (["127.0.0.1"], None)
+    assert ([one.address for one in wanted.listeners][-1], wanted.missing) == ("127.0.0.1", None)
+    assert len(wanted.listeners) == len(HERE) + 1
 
 
 def test_unknown_settings_are_refused_with_where_and_fix(host: Host) -> None:

@@ -45,11 +45,13 @@ class Listeners:
 def wanted(settings: Gateway) -> Listeners:
     """Work out the listeners of a gateway; this host itself always gets plain HTTP.
 
-    The loopback address is a listener of its own in every exposure, so that it stays open while
-    others come and go.
+    The loopback addresses are listeners of their own in every exposure, so that they stay open
+    while others come and go, and none is left to a user of the host who would be sent keys: what
+    asks for localhost often asks ::1 first.
     """
     port = settings.port
-    found = [Listener("127.0.0.1", port, False)]
+    six = _is_ours("::1")
+    found = [Listener("127.0.0.1", port, False)] + [Listener("::1", port, False)] * six
     missing = None
     if settings.expose == "docker":
         address = _bridge_address()
@@ -61,8 +63,7 @@ def wanted(settings: Gateway) -> Listeners:
     elif settings.expose == "lan":
         tls = settings.tls is not None
         found.append(Listener("0.0.0.0", port, tls))
-        if _is_ours("::1"):
-            found += [Listener("::1", port, False), Listener("::", port, tls)]
+        found += [Listener("::", port, tls)] if six else []
     return Listeners(tuple(found), missing)
 
 
