@@ -17,6 +17,7 @@ from pyinfra.api.state import BaseStateCallback, State, StateStage
 from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.cli.hosts import Listed
+from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.inventory.contact.hearing import listen_carefully
 from spark_deploy.inventory.contact.ssh import no_delay
 
@@ -43,6 +44,12 @@ class _Refused(BaseStateCallback):
     ) -> None:
         """Remember the reason."""
         self.reasons[host.name] = str(error)
+
+
+def status_of(host: Host, one: Listed) -> HostStatus | None:
+    """Ask a host for its state, wherever it has our tools."""
+    found: HostStatus | None = host.get_fact(Status)
+    return found
 
 
 def look(hosts: Sequence[Listed], ask: Callable[[Host, Listed], T | None]) -> list[Answer[T]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from spark_contract.documents import shown
+
 from spark_deploy.errors import LockError
 
 _LARGEST = 1 << 32
@@ -45,7 +47,7 @@ class Numbers:
             if value is None:
                 continue
             if type(value) is not int or not 0 <= value < _LARGEST:
-                what = f"{name} is {_shown(value)}, which no model has"
+                what = f"{name} is {shown(value)}, which no model has"
                 raise LockError.one(self.where, what, "choose another commit of the repository")
             return value
         return None
@@ -67,8 +69,3 @@ class Numbers:
         """Return a list of words; empty when it is not there, or none."""
         value = self.get(name)
         return tuple(map(str, value)) if isinstance(value, list) and len(value) < 4096 else ()
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

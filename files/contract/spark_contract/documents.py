@@ -108,7 +108,7 @@ def _read(kind: Any, data: Any, path: str) -> Any:
         return reader(kind, data, path)
     wanted = (int, float) if kind is float else (kind,)
     if type(data) not in wanted:  # not isinstance: True is no number
-        raise _wrong(path, f"{kind.__name__} expected, not {_shown(data)}")
+        raise _wrong(path, f"{kind.__name__} expected, not {shown(data)}")
     return data
 
 
@@ -154,7 +154,7 @@ def _read_union(kind: Any, data: Any, path: str) -> Any:
 def _one_of(known: tuple[Any, ...], data: Any, path: str) -> Any:
     # Not `in`: True would be 1.
     if not any(type(one) is type(data) and one == data for one in known):
-        raise _wrong(path, f"{_shown(data)}, known: {', '.join(map(str, known))}")
+        raise _wrong(path, f"{shown(data)}, known: {', '.join(map(str, known))}")
     return data
 
 
@@ -193,7 +193,7 @@ _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
 
 def _of(kind: type, called: str, data: Any, path: str) -> Any:
     if not isinstance(data, kind):
-        raise _wrong(path, f"{called} expected, not {_shown(data)}")
+        raise _wrong(path, f"{called} expected, not {shown(data)}")
     return data
 
 
@@ -205,7 +205,8 @@ def _wrong(path: str, what: str) -> DocumentError:
     return DocumentError(f"{path}: {what}" if path else what)
 
 
-def _shown(data: object) -> str:
+def shown(data: object) -> str:
+    """Return a value as a message shows it."""
     text = repr(data)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from pyinfra.api.host import Host
 from spark_contract import files
 from spark_contract.serving.records import Proof
 
@@ -14,9 +13,7 @@ from spark_deploy.catalog.load import read_file
 from spark_deploy.cli.adding.shared import Identity, Shared, Summary, text_of
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, planned, say
-from spark_deploy.cli.looking import look
-from spark_deploy.facts.service.serve import HostStatus
-from spark_deploy.facts.service.serve import Status as StatusFact
+from spark_deploy.cli.looking import look, status_of
 from spark_deploy.planning.types import HostPlan
 
 
@@ -69,18 +66,13 @@ def _proof(hosts: list[Listed], plan: HostPlan) -> Proof | None:
     """Return the newest proof of this pair that a host has, of the release that runs there."""
     found = [
         release.proof
-        for said in look(hosts, _ask)
+        for said in look(hosts, status_of)
         if said.value is not None and said.value.told is not None
         for release in said.value.told.releases
         if (release.model, release.profile) == (plan.model, plan.profile)
         and release.proof is not None and release.unproven is None
     ]  # fmt: skip
     return max(found, key=lambda one: one.checked_at, default=None)
-
-
-def _ask(host: Host, one: Listed) -> HostStatus | None:
-    found: HostStatus | None = host.get_fact(StatusFact)
-    return found
 
 
 def _summary(proof: Proof) -> Summary:

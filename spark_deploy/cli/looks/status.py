@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
-from pyinfra.api.host import Host
 from spark_contract.documents import plain
 from spark_contract.host.sentences import SPEED
 from spark_contract.host.units import MAIN_SERVICE
@@ -15,10 +14,9 @@ from spark_contract.serving.status import ReleaseState, Status
 
 from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
-from spark_deploy.cli.looking import Answer, look, plain_answer
+from spark_deploy.cli.looking import Answer, look, plain_answer, status_of
 from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.serve import HostStatus
-from spark_deploy.facts.service.serve import Status as StatusFact
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import wanted_by
 from spark_deploy.payload.content import read_payload
@@ -29,15 +27,10 @@ from spark_deploy.planning.work.jobs import jobs_of
 
 def run(options: Options) -> int:
     """Print the state of the chosen hosts; 1 when one does not provably serve its plan."""
-    answers = look(listed(options, judged=False), _ask)
+    answers = look(listed(options, judged=False), status_of)
     found = [summary_of(one) for one in answers]
     answer(options, found, map(lines, found), between="\n")
     return 0 if all(one["reachable"] and not one["drift"] for one in found) else 1
-
-
-def _ask(host: Host, one: Listed) -> HostStatus | None:
-    found: HostStatus | None = host.get_fact(StatusFact)
-    return found
 
 
 def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pyinfra.api.host import Host
-
 from spark_deploy.catalog.anatomy import Anatomy, CountedCache
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.cli.hosts import Listed, planned, say
-from spark_deploy.cli.looking import look
+from spark_deploy.cli.looking import look, status_of
 from spark_deploy.facts.service.serve import HostStatus
-from spark_deploy.facts.service.serve import Status as StatusFact
 from spark_deploy.lockfile.types import Lock
 
 
 def with_counts(lock: Lock, hosts: Sequence[Listed]) -> Lock:
     """Return the lock with the figures of every host that proved what it is planned to serve."""
-    for said in look(hosts, _ask):
+    for said in look(hosts, status_of):
         if said.value is None:
             say(f"{said.host.name}: {said.problem}")
             continue
@@ -28,11 +25,6 @@ def with_counts(lock: Lock, hosts: Sequence[Listed]) -> Lock:
             if told is not None:
                 say(f"  {found.repository}: {told.token_bytes:,} bytes of a token, by {told.by}")
     return lock
-
-
-def _ask(host: Host, one: Listed) -> HostStatus | None:
-    found: HostStatus | None = host.get_fact(StatusFact)
-    return found
 
 
 def _counted(host: Listed, status: HostStatus, lock: Lock) -> Iterator[Anatomy]:
