@@ -59,11 +59,19 @@ Unattended-Upgrade::Package-Blacklist {
 )
 
 
-def directories(plan: BasePlan) -> tuple[str, ...]:
-    """List the directories we own; everybody may look into them."""
+def directories(plan: BasePlan) -> dict[str, str]:
+    """Return the directories we own and their modes; everybody may look into all but one.
+
+    What an engine leaves in its cache, programs that run as its account say, reaches no user.
+    """
     paths = plan.paths
     ours = (CONFIG_DIR, RELEASES_DIR, STATE_DIR, JOBS_DIR, PROOFS_DIR, RECEIPTS_DIR, SWITCH_DIR)
-    return (paths.models_dir, paths.sources_dir, paths.cache_dir, *ours, TOOLS_DIR)
+    return {
+        paths.models_dir: "755",
+        paths.sources_dir: "755",
+        paths.cache_dir: "700",
+        **dict.fromkeys((*ours, TOOLS_DIR), "755"),
+    }
 
 
 # Any of these brings the program that our gateway runs with a configuration of its own.
@@ -82,7 +90,7 @@ def state_of(plan: BasePlan) -> Base:
     return read(
         BaseState,
         packages=(*wanted_packages(plan), *NGINX, *NJS_MODULES),
-        directories=directories(plan),
+        directories=tuple(directories(plan)),
         files=(
             HOLD_PATH,
             host_protection.EARLYOOM_PATH,
@@ -116,12 +124,16 @@ def packages(plan: BasePlan) -> Commands:
 def owned_directories(plan: BasePlan) -> Commands:
     """Have the directories that hold models, state and tools."""
     present = state_of(plan).directories
-    wrong = [path for path in directories(plan) if present.get(path) != ("755", "root:root")]
+    wrong = {
+        path: mode
+        for path, mode in directories(plan).items()
+        if present.get(path) != (mode, "root:root")
+    }
     if not wrong:
         host.noop(f"{len(present)} directories are as planned")
         return
-    for path in wrong:
-        yield f"install -d -o root -g root -m 755 {shlex.quote(path)}"
+    for path, mode in wrong.items():
+        yield f"install -d -o root -g root -m {mode} {shlex.quote(path)}"
 
 
 @operation()
