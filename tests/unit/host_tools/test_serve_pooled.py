@@ -6,6 +6,7 @@ import pytest
 from spark_contract.serving.records import Proof
 from spark_contract.serving.release import Release
 from spark_host.check import runner
+from spark_host.told import status
 from stub_host import Host
 
 PLAIN = {
@@ -62,6 +63,22 @@ VIOLATIONS = [
     (EMBEDDING, "counters-flat", "counters", "moved by 0"),
     (HEARING, "blind", "sound", "a sound of 4 s takes"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [(EMBEDDING, "numbers"), (RANKING, "the document that answers"), (CLASSES, "classes")],
+)
+def test_a_look_at_what_runs_asks_for_what_the_model_gives(
+    host: Host, asked: dict[str, object], said: str
+) -> None:
+    # The real engine knows no chat for such a model: it answers 404.
+    release = release_of(host, asked)
+    host.started(release)
+    found = status.ask(release, host.paths)
+    assert found.ok, found
+    assert said in found.detail
+    assert "/v1/chat/completions" not in host.log.read_text()
 
 
 @pytest.mark.parametrize(("asked", "fault", "violated", "sentence"), VIOLATIONS)

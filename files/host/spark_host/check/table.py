@@ -30,7 +30,6 @@ class Check:
 
 
 NEVER = "cannot"
-POOLING = ("embedding", "reranking", "classification")
 _TALKATIVE = "cannot: any instruct model answers the questions without thinking"
 
 CHECKS = (
@@ -154,7 +153,7 @@ CHECKS = (
     Check(
         checks.COUNTERS, "quick", evidence.counters_move, "must",
         "metrics that stand still, by which the watch would not see a stall", NEVER,
-        lambda p: bool(p.plan.plain_questions) or p.plan.task in POOLING,
+        lambda p: bool(p.plan.plain_questions) or p.plan.task in pooled.ASKED,
     ),
     Check(
         "metrics", "quick", evidence.metrics_required, "must",

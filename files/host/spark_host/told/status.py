@@ -20,6 +20,7 @@ from spark_contract.serving.status import (
 
 from spark_host.check import measure
 from spark_host.check.probe import CheckError, Probe
+from spark_host.check.questions import pooled
 from spark_host.engine import memory
 from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
@@ -134,20 +135,26 @@ def _live(running: list[Release], paths: Paths) -> list[Live]:
 
 
 def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
-    """Return whether one short completion comes through the engine's socket."""
+    """Return whether one short answer of the model's kind comes through the engine's socket."""
     start = time.monotonic()
     if members.is_worker(release, paths):
         away = ", ".join(one.host for one in members.missing(release, paths))
         detail = f"{away} is not joined" if away else "joined with its head, which answers"
         return Live(not away, release.name, 0.0, detail)
     probe = Probe(release, Engine.of(release, paths), list, until_s=start + timeout_s)
-    question = release.check.questions[0].prompt if release.check.questions else "Hello"
     try:
-        detail = probe.say(question, 8)
+        detail = _answer(probe)
     except CheckError as error:
         detail = str(error)
     ok = probe.tokens_seen > 0
     return Live(ok, release.name, round(time.monotonic() - start, 3), detail[:_DETAIL])
+
+
+def _answer(probe: Probe) -> str:
+    if probe.plan.task in pooled.ASKED:
+        return pooled.ASKED[probe.plan.task](probe)
+    questions = probe.plan.questions
+    return probe.say(questions[0].prompt if questions else "Hello", 8)
 
 
 def main(words: list[str], paths: Paths) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from spark_contract.serving.api import EMBEDDINGS, RERANK
@@ -127,3 +128,11 @@ def _cosine(one: list[float], other: list[float]) -> float:
     if not lengths:
         raise CheckError("an embedding is all zeros")
     return sum(a * b for a, b in zip(one, other, strict=True)) / lengths
+
+
+# By the task of a model: what it is asked for, where one question has to do.
+ASKED: dict[str | None, Callable[[Probe], str]] = {
+    "embedding": embedding,
+    "reranking": ranking,
+    "classification": classes,
+}
