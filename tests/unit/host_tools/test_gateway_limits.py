@@ -250,6 +250,22 @@ def test_a_head_that_does_not_end_is_cut_off(host: Host, nginx_program: Path) ->
         assert time.monotonic() - start < 20
 
 
+def test_heads_of_all_connections_fit_into_the_gateway_s_memory(
+    host: Host, nginx_program: Path
+) -> None:
+    # Over TLS a head of 33 KiB cost 60 KiB, and 16384 of them a gigabyte, the gateway's limit.
+    with gateway_with(host, nginx_program) as (door, _):
+        fields = "".join(f"X-{number}: {'y' * 7900}\r\n" for number in range(3))
+        large = f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{fields}\r\n".encode()
+        assert status(knock(door, large)) == 400
+        name = "x" * 7900
+        usual = asking(f"/v1/models?{name}", door.key, method="GET", length=0)
+        assert status(knock(door, usual)) == 200
+    unit = (CHECKOUT / "files/units/spark-gateway@.service").read_text()
+    # Should it not fit after all, a worker ends and the next one begins.
+    assert "OOMPolicy=continue" in unit
+
+
 def test_a_settings_file_of_before_has_no_such_limits_and_is_read(host: Host) -> None:
     assert host.gateway().max_connections is None
 
