@@ -1,5 +1,5 @@
 """What these tests share."""
 
-from tests.unit.judged_once import judged_once
+from tests.judged_once import judged_once
 
 __all__ = ["judged_once"]

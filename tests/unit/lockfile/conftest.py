@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.judged_once import judged_once
 from tests.unit.checkpoint.builder_hub import Hub
-from tests.unit.judged_once import judged_once
 from tests.unit.lockfile.hub_trees import (
     BASE,
     DONOR,

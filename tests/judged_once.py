@@ -15,6 +15,13 @@ from spark_deploy.checkout import CHECKOUT
 @pytest.fixture(scope="session", autouse=True)
 def judged_once() -> Iterator[None]:
     """Remember verdicts: a command reads the catalog several times, tests run many commands."""
+    with pytest.MonkeyPatch.context() as patch:
+        remember(patch)
+        yield
+
+
+def remember(patch: pytest.MonkeyPatch) -> None:
+    """Have the catalog's reader hold the same text against the same schema once."""
     judge, read = load.problems_of, load.load_schema
     schemas: dict[str, Any] = {}
     known: dict[tuple[int, str, str], list[Any]] = {}
@@ -29,7 +36,5 @@ def judged_once() -> Iterator[None]:
             known[key] = list(judge(data, schema, where, *more))
         return known[key]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "load_schema", schema_of)
-        patch.setattr(load, "problems_of", problems_of)
-        yield
+    patch.setattr(load, "load_schema", schema_of)
+    patch.setattr(load, "problems_of", problems_of)
