@@ -139,6 +139,10 @@ def _levers(
     if settings.memory.reserve_bytes > reserve_gib * GIB:
         what = f"lower memory.reserve_gib to {reserve_gib}"
         yield Lever(what, "reserve", _reserve(reserve_gib))
+    share_gib = _largest_share_gib(settings, fits)
+    if settings.services and share_gib < _share_gib(settings):
+        names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
+        yield Lever(f"lower {names} to {share_gib} together", "services", _share(share_gib))
     context = _longest_context(settings, context_tokens(model, profile) // 2, fits)
     if context >= _LEAST_CONTEXT_TOKENS:
         what = f"set engine.max_context_tokens to {context}"
@@ -179,6 +183,34 @@ def _largest_reserve_gib(settings: Settings, fits: Fits) -> int:
         if fits(_reserve(size_gib)(settings)):
             return size_gib
     return _LEAST_RESERVE_GIB
+
+
+def _share_gib(settings: Settings) -> int:
+    """Return what the services beside the main one may take together."""
+    return sum(one.memory_bytes for one in settings.services.values()) // GIB
+
+
+def _share(size_gib: int) -> Change:
+    """Lower what services may take to this size together, each by the same part."""
+
+    def change(settings: Settings) -> Settings:
+        part = size_gib / max(1, _share_gib(settings))
+        services = {
+            name: replace(one, memory_bytes=int(one.memory_bytes * part))
+            for name, one in settings.services.items()
+        }
+        return replace(settings, services=services)
+
+    return change
+
+
+def _largest_share_gib(settings: Settings, fits: Fits) -> int:
+    """Return the most that services can take if nothing else changes; else a GiB for each."""
+    most_gib = min(_share_gib(settings) - 1, settings.memory.total_bytes // GIB)
+    for size_gib in range(most_gib, len(settings.services), -1):
+        if fits(_share(size_gib)(settings)):
+            return size_gib
+    return len(settings.services)
 
 
 def _longest_context(settings: Settings, half_tokens: int, fits: Fits) -> int:

@@ -140,4 +140,4 @@ def test_memory_that_three_cannot_share_is_refused_with_the_number_that_fits(sit
     assert done.returncode != 0
     said = done.stdout + done.stderr
     assert "Traceback" not in said
-    assert "memory_gib" in said
+    assert "lower services.embed.memory_gib, services.rerank.memory_gib to " in said

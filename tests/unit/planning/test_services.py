@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from spark_contract.documents import parse, text_of
@@ -78,6 +79,16 @@ def test_too_little_memory_is_refused_with_the_number_that_would_do():
 def test_what_does_not_fit_beside_the_main_one_is_refused():
     found = problems(services={"second": {**SMALL, "memory_gib": 90}})
     assert any("does not fit on one host" in one.what for one in found)
+
+
+def test_what_services_would_have_to_give_up_for_the_main_one_is_said():
+    asked = {"second": {**SMALL, "memory_gib": 90}}
+    [fix] = [one.fix for one in problems(services=asked, **ROOM) if "on one host" in one.what]
+    words = re.search(r"lower services\.second\.memory_gib to (\d+) together", fix)
+    assert words is not None, fix
+    enough = int(words[1])
+    assert problems(services={"second": {**SMALL, "memory_gib": enough}}, **ROOM) == []
+    assert problems(services={"second": {**SMALL, "memory_gib": enough + 1}}, **ROOM) != []
 
 
 def test_ports_and_downloads_of_all_are_looked_at_and_kept_by_a_prune():
