@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ COUNTED = (
 # Two attempts with a short pause: a case need not wait through all of them.
 HASTY = {"downloads": {"tries": 2, "retry_pause_s": 0.2}}
 STATUSES = ("401", "403", "404", "429", "500", "502", "503")
+LIMIT_S = 240  # of a deploy; what an owner would wait for a word
 BODIES = ("truncated", "reset", "stall", "wrong bytes")
 WHOLE = ("no answer", "reset before", "redirect loop", "login page")
 
@@ -122,11 +124,12 @@ def fails_and_heals(ways: Ways, service: str, place: Place, kind: str) -> tuple[
     before = guest.serving()
     with ways.broken(guest.ip, fault_of(service, kind)):
         began = time.monotonic()
-        run = place.site.deploy()
+        run = place.site.deploy(timeout_s=LIMIT_S)
         waited_s = time.monotonic() - began
         asked = len(ways.asked[guest.ip])
     assert asked, "nobody asked the server that misbehaves"
     assert run.exit_code != 0, "the deploy went well"
+    assert run.exit_code != -signal.SIGKILL, f"the deploy did not end within {LIMIT_S} s"
     assert "Traceback" not in run.stderr, run.stderr[-3000:]
     if about.serves_on:
         assert before
