@@ -206,3 +206,25 @@ def test_nothing_is_settled_while_netplan_is_at_work(
     ask(paths, monkeypatch, "restore", "--unconfirmed")
     with pytest.raises(HostToolError, match="the time was over"):
         ask(paths, monkeypatch, "settled")
+
+
+def test_a_netplan_that_never_ends_proves_nothing(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    at_work = "#!/bin/sh\necho Id=spark-fabric-apply.service; echo ActiveState=active\n"
+    (paths.root / "bin/systemctl").write_text(at_work)
+    with pytest.raises(HostToolError, match="netplan has not ended"):
+        ask(paths, monkeypatch, "confirm")
+    assert not paths.below(NETPLAN_FILE).exists()
+
+
+def test_the_way_in_comes_back_also_where_netplan_fails(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    (paths.root / "others").write_text("[]")
+    (paths.root / "bin/netplan").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(HostToolError, match="netplan refuses what was before"):
+        ask(paths, monkeypatch, "restore", "--unconfirmed")
+    assert "ip address replace 10.0.0.5/24 dev eth0" in asked(paths)

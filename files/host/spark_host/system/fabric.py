@@ -146,17 +146,23 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
         files.write_text(paths.below(KEPT_NETPLAN), kept.read_text(), 0o600)
         files.remove(kept)
     files.remove(trial)
-    _must(["netplan", "apply"], "netplan refuses what was before")
-    # Neither of netplan's two renderers takes an address from an interface that it knows no more.
+    try:
+        _must(["netplan", "apply"], "netplan refuses what was before")
+    finally:  # the way in comes back also where netplan fails
+        _take_from_ports(record)
+        if record and unconfirmed:
+            _bring_back(record)
+    files.remove(tried)
+    if not unconfirmed:
+        finished(["systemctl", "stop", f"{RETURN_UNIT}.timer"], _APPLY_S)
+
+
+def _take_from_ports(record: FabricRecord | None) -> None:
+    """Neither of netplan's two renderers takes an address from an interface it knows no more."""
     for port in record.ports if record else ():
         finished(["ip", "address", "delete", port.address, "dev", port.interface], 10)
         before = str(record.mtu_before.get(port.interface, 1500)) if record else "1500"
         finished(["ip", "link", "set", port.interface, "mtu", before], 10)
-    if record and unconfirmed:
-        _bring_back(record)
-    files.remove(tried)
-    if not unconfirmed:
-        finished(["systemctl", "stop", f"{RETURN_UNIT}.timer"], _APPLY_S)
 
 
 def _bring_back(record: FabricRecord) -> None:
@@ -195,6 +201,9 @@ def _wait_for(ports: Sequence[FabricPort]) -> None:
     if missing:
         what = f"{missing[0].interface} does not get {missing[0].address}, MTU {missing[0].mtu}"
         raise HostToolError("fabric", what, f"look at `journalctl -u {APPLY_UNIT}` and networkd's")
+    if _applies():  # a login now would prove the old network
+        what = f"netplan has not ended within {_APPLY_S:.0f} s"
+        raise HostToolError("fabric", what, f"look at `journalctl -u {APPLY_UNIT}`")
 
 
 def _applies() -> bool:
