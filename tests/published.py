@@ -1,9 +1,18 @@
-"""The models that ``lab.model.published`` writes, and how an engine without a GPU serves them."""
+"""The models that ``lab.model.published`` writes: added and asked, without a GPU."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from tests.labkit import CHECKOUT, STATE, Guest, Site, lab
+
+START_S = 1500  # of an engine on two cores that others use as well
 # All that an owner of such hosts would write.
 PROFILE: dict[str, Any] = {
     "based_on": "plain",
@@ -22,3 +31,72 @@ DECODERS = {
 }
 DRAFTS = {"method": "draft_model", "tokens": 2, "repository": "org/tiny-draft"}
 WORDS = {"method": "ngram", "tokens": 3, "longest_match": 4, "shortest_match": 2}
+
+
+def site_of(root: Path, name: str) -> Site:
+    """Make one host anew and the models with it; return a site that may add and serve them."""
+    lab("prepare", "--engine", "cpu")
+    lab("up", name, "--fresh", "--engine", "cpu")
+    argv = ["-m", "lab.engine", "run", "-m", "lab.model.published", "--out", str(STATE / "hub")]
+    env = {**os.environ, "SPARK_LAB_ENGINE_BIND": str(STATE)}
+    subprocess.run([sys.executable, *argv], cwd=CHECKOUT, env=env, check=True, timeout=900)
+    site = Site(root, hosts=[name])
+    profiles = site.root / "catalog/profiles"
+    profiles.mkdir(parents=True)
+    (profiles / "lab-plain.yml").write_text(yaml.safe_dump(PROFILE))
+    site.choose(serve={"start_timeout_s": START_S})
+    return site
+
+
+def add(site: Site, repository: str) -> tuple[int, str]:
+    """Type the one command; return its exit code and both outputs."""
+    words = ["add", repository, "--inventory", str(site.root / "inventory/lab.py")]
+    more = ["--limit", site.hosts[0], "--profile", "lab-plain", "--force"]
+    done = subprocess.run(
+        [sys.executable, "-m", "spark_deploy", *words, *more],
+        capture_output=True, text=True, check=False, cwd=CHECKOUT, timeout=300,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def added(site: Site, repository: str) -> str:
+    """Type the one command, which must succeed; return what it said."""
+    code, said = add(site, repository)
+    assert code == 0, said
+    return said
+
+
+def chat(guest: Guest) -> tuple[int, str]:
+    """Ask what a decoder learnt by heart; one whose template knows thinking, without."""
+    question = "What is the capital of France? Answer with one word."
+    body = {
+        "model": guest.names()[0], "temperature": 0, "max_tokens": 16,
+        "messages": [{"role": "user", "content": question}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }  # fmt: skip
+    status, answer = guest.call("POST", "/v1/chat/completions", body)
+    return status, answer["choices"][0]["message"]["content"] if status == 200 else str(answer)
+
+
+def ranked(guest: Guest, model: str) -> tuple[int, list[int]]:
+    """Ask which of two texts answers a question; return their numbers, the better one first."""
+    body = {
+        "model": model, "query": "When does the train leave?",
+        "documents": [
+            "How do I bake bread at home without a machine?",
+            "The next train leaves from platform four at noon.",
+        ],
+    }  # fmt: skip
+    status, answer = guest.call("POST", "/v1/rerank", body)
+    if status != 200:
+        return status, []
+    best = sorted(answer["results"], key=lambda one: -float(one["relevance_score"]))
+    return status, [one["index"] for one in best]
+
+
+def embedded(guest: Guest, model: str) -> tuple[int, list[int]]:
+    """Ask for two texts as numbers; return how many there are of each."""
+    body = {"model": model, "input": ["one text", "another"]}
+    status, answer = guest.call("POST", "/v1/embeddings", body)
+    return status, [len(one["embedding"]) for one in answer["data"]] if status == 200 else []

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,29 +16,28 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.labkit import CHECKOUT, SPARE, STATE, Guest, Site, guest_named, lab
-from tests.published import DECODERS, DRAFTS, PROFILE
+from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named
+from tests.published import (
+    DECODERS,
+    DRAFTS,
+    START_S,
+    add,
+    added,
+    chat,
+    embedded,
+    ranked,
+    site_of,
+)
 
 pytestmark = pytest.mark.engine
 
 NAME = SPARE[0]
 RESULTS = CHECKOUT / "benchmarks/results/cpu/plain-models.json"
-START_S = 1500  # of an engine on two cores that others use as well
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    lab("prepare", "--engine", "cpu")
-    lab("up", NAME, "--fresh", "--engine", "cpu")
-    argv = ["-m", "lab.engine", "run", "-m", "lab.model.published", "--out", str(STATE / "hub")]
-    env = {**os.environ, "SPARK_LAB_ENGINE_BIND": str(STATE)}
-    subprocess.run([sys.executable, *argv], cwd=CHECKOUT, env=env, check=True, timeout=900)
-    made = Site(tmp_path_factory.mktemp("plain"), hosts=[NAME])
-    profiles = made.root / "catalog/profiles"
-    profiles.mkdir(parents=True)
-    (profiles / "lab-plain.yml").write_text(yaml.safe_dump(PROFILE))
-    made.choose(serve={"start_timeout_s": START_S})
-    return made
+    return site_of(tmp_path_factory.mktemp("plain"), NAME)
 
 
 @pytest.fixture(scope="module")
@@ -66,24 +63,6 @@ def seen(guest: Guest) -> Iterator[list[dict[str, Any]]]:
         "rows": sorted(kept.values(), key=lambda row: str(row["model"])),
     }
     RESULTS.write_text(json.dumps(told, indent=1) + "\n")
-
-
-def add(site: Site, repository: str) -> tuple[int, str]:
-    """Type the one command; return its exit code and both outputs."""
-    inventory = str(site.root / "inventory/lab.py")
-    words = ["add", repository, "--inventory", inventory, "--limit", NAME]
-    done = subprocess.run(
-        [sys.executable, "-m", "spark_deploy", *words, "--profile", "lab-plain", "--force"],
-        capture_output=True, text=True, check=False, cwd=CHECKOUT, timeout=300,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
-
-
-def added(site: Site, repository: str) -> str:
-    code, said = add(site, repository)
-    assert code == 0, said
-    return said
 
 
 def served(site: Site, model: str) -> float:
@@ -153,15 +132,7 @@ def test_a_decoder_is_added_by_one_command_and_proven(
     assert f"UNPROVEN    nobody here ran org/{model}" in said
     deploy_s = served(site, model)
 
-    # Where its template knows thinking it was taught to answer without.
-    question = "What is the capital of France? Answer with one word."
-    body = {
-        "model": guest.names()[0], "temperature": 0, "max_tokens": 16,
-        "messages": [{"role": "user", "content": question}],
-        "chat_template_kwargs": {"enable_thinking": False},
-    }  # fmt: skip
-    status, body = guest.call("POST", "/v1/chat/completions", body)
-    assert (status, body["choices"][0]["message"]["content"]) == (200, "Paris")
+    assert chat(guest) == (200, "Paris")
     asked = {one["name"] for one in proof_of(guest)["checks"]}
     assert {"first answer", "answers", "stream", "parallel"} <= asked
     row = row_of(site, guest, model, deploy_s)
@@ -182,9 +153,7 @@ def test_an_embedder_is_added_by_one_command_and_proven_by_its_numbers(
     asked = {one["name"]: one["detail"] for one in proof["checks"]}
     assert asked["embedding"].startswith("128 numbers")
     assert "first answer" not in asked
-    body = {"model": guest.names()[0], "input": ["one text", "another"]}
-    status, answer = guest.call("POST", "/v1/embeddings", body)
-    assert (status, [len(one["embedding"]) for one in answer["data"]]) == (200, [128, 128])
+    assert embedded(guest, guest.names()[0]) == (200, [128, 128])
     seen.append(row_of(site, guest, "tiny-embedder", deploy_s))
 
 
@@ -198,17 +167,7 @@ def test_a_reranker_is_added_by_one_command_and_proven_by_an_order(
     asked = {one["name"] for one in proof_of(guest)["checks"]}
     assert "ranking" in asked
     assert "embedding" not in asked
-    body = {
-        "model": guest.names()[0], "query": "When does the train leave?",
-        "documents": [
-            "How do I bake bread at home without a machine?",
-            "The next train leaves from platform four at noon.",
-        ],
-    }  # fmt: skip
-    status, answer = guest.call("POST", "/v1/rerank", body)
-    assert status == 200
-    scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
-    assert scores[1] > scores[0]
+    assert ranked(guest, guest.names()[0]) == (200, [1, 0])
     seen.append(row_of(site, guest, "tiny-reranker", deploy_s))
 
 
