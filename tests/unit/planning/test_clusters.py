@@ -180,6 +180,15 @@ def test_how_the_engine_spreads_is_decided_by_the_hosts_alone(option: dict[str, 
     assert "one-gpu-in-a-host" in str(problems_of(chosen, shipped_catalog())[0])
 
 
+def test_a_cluster_on_ray_is_refused_with_what_to_use_instead() -> None:
+    base = Settings(cluster=ClusterSettings(hosts=PAIR))
+    option = {"distributed-executor-backend": "ray"}
+    chosen = dataclasses.replace(base, engine=dataclasses.replace(base.engine, options=option))
+    [problem] = problems_of(chosen, shipped_catalog())
+    assert "guard rail ray: the engine's image has no Ray" in problem.what
+    assert "cluster.hosts" in problem.fix
+
+
 @pytest.mark.parametrize(
     ("version", "refused"),
     [("2.28.9", True), ("2.29.2", True), ("2.29.3", False), ("2.29.30", False), ("2.30.4", False)],

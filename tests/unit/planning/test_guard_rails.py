@@ -95,7 +95,7 @@ TRIPS = {
     "drafter-of-a-repository": {"own_draft_model": True},
     "drafts-by-option": {"drafts_by_option": True},
     "one-gpu-in-a-host": {"devices": 2},
-    "ray-on-one-host": {"executor": "ray"},
+    "ray": {"executor": "ray"},
     "pipeline-parallel-with-drafts": {"pipeline_stages": 2, "speculation_tokens": 2},
     "experts-of-one-group": {"expert_width_per_device": 128},
     "prefixes-on-a-pair-of-397b": {
