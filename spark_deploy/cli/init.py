@@ -137,11 +137,11 @@ def _entries(named: Sequence[str], user: str | None) -> list[str]:
 
 def _settings(model: str | None, profile: str | None) -> str:
     model, profile = model or Settings().model, profile or Settings().profile
-    # Stages of a ladder are there to be compared.
+    # Some stages of the ladder are there to be compared, and say so.
     others = [
         name
         for (name, of), one in read_catalog().profiles.items()
-        if of == model and name != profile and one.stage is None
+        if of == model and name != profile and not one.choose_when.startswith("you compare")
     ]
     said = {
         "MODEL": model,

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import init, main
 from spark_deploy.errors import LockError
 from tests import forked
@@ -95,6 +97,14 @@ def test_every_setting_it_shows_in_a_comment_is_one(monkeypatch):
     path.write_text("\n".join([*lines, *opened]))
     monkeypatch.chdir(folder)
     assert main(["plan", "--estimate"]) == 0
+
+
+def test_every_profile_that_the_front_page_lets_one_choose_is_named_beside_the_chosen_one():
+    page = (CHECKOUT / "README.md").read_text("utf-8").partition("## Which profile")[2]
+    choices = set(re.findall(r"^\| `([\w-]+)` \|", page, re.M))
+    text = (made("--host", "a", "--profile", "agent") / "group_vars/all.yml").read_text()
+    named = set(re.search(r"^profile: agent  # or (.*): docs", text, re.M)[1].split(", "))
+    assert choices == {"agent"} | named - {"plain"}
 
 
 def test_pyinfra_reads_the_same_hosts_and_refuses_an_inventory_that_is_not_there():

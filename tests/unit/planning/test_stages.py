@@ -86,6 +86,15 @@ def test_a_profile_is_based_on_one_that_stands_alone_and_says_itself_what_it_is_
         found.profile("mute", "large")
 
 
+def test_the_ladder_of_a_bench_is_the_published_one_from_its_first_stage_to_its_last():
+    places = {
+        one.stage: name
+        for (name, of), one in STAGES.profiles.items()
+        if of == "qwen3.5-122b" and one.stage
+    }
+    assert tuple(places[place] for place in sorted(places)) == LADDER
+
+
 def test_each_stage_of_the_published_ladder_differs_from_the_one_before_in_one_thing():
     kinds = [
         (one.shared_experts, one.head, one.speculation and one.speculation.tokens,
