@@ -10,8 +10,9 @@ from pydantic.json_schema import SkipJsonSchema
 from spark_contract.work.orders import Scheme
 
 from spark_deploy.catalog.beside import Speculation
-from spark_deploy.documents.declare import Gib, Text, form, needed, section, setting
-from spark_deploy.settings.engine.engine import ENVIRONMENT_NAMES, MAX_SEQUENCES, OPTION_NAMES
+from spark_deploy.documents.declare import Text, form, needed, section, setting
+from spark_deploy.settings.engine.arguments import KvCache, Limits
+from spark_deploy.settings.engine.engine import ENVIRONMENT_NAMES, OPTION_NAMES
 from spark_deploy.settings.engine.environment import environment_problems
 from spark_deploy.settings.engine.options import option_problems
 from spark_deploy.settings.rules import Broken
@@ -60,52 +61,6 @@ class ResultRow:
         **form(r"^[a-z0-9-]+\.json$", "the file's name alone", "recall.json"),
     )
     claim: str = needed("The row's claim in that file, word for word.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvCache:
-    """Type and size of the KV cache."""
-
-    dtype: str = setting(
-        "auto",
-        "auto (16 bit), fp8 or a turboquant_* preset; of others the plan cannot count the bytes.",
-        enum=[
-            "auto",
-            "bfloat16",
-            "float16",
-            "fp8",
-            "fp8_e4m3",
-            "fp8_e5m2",
-            "turboquant_k8v4",
-            "turboquant_4bit_nc",
-            "turboquant_k3v4_nc",
-            "turboquant_3bit_nc",
-        ],
-    )
-    size_bytes: Gib | None = setting(
-        None,
-        "Pins the cache to this size in GiB; null derives it from limits.memory_fraction.",
-        key="size_gib",
-        exclusiveMinimum=0,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one host serves."""
-
-    max_context_tokens: int | None = setting(
-        None, "Longest prompt plus answer; null for the model's native context.", minimum=64
-    )
-    max_sequences: int = needed(
-        "Requests computed at the same time.", minimum=1, maximum=MAX_SEQUENCES
-    )
-    max_batched_tokens: int = needed(
-        "Tokens of one engine step; more speeds up prompts and needs memory.", minimum=1
-    )
-    memory_fraction: float = needed(
-        "Share of memory.total_gib the engine may take in all.", exclusiveMinimum=0, maximum=0.95
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ def setting(
     *,
     key: str | None = None,
     heading: str | None = None,
+    note: Any = None,
     **keywords: Any,
 ) -> _T:
     """Declare a key that may be left out.
@@ -43,17 +44,35 @@ def setting(
         description: what it means, in plain sentences; shown in errors and reference pages.
         key: what people type, when it differs from the field: sizes are typed in GiB or MiB.
         heading: chapter of ``group_vars/all.yml`` that starts here, and a paragraph about it.
+        note: what else is to be known of the field, for ``notes_of``.
         keywords: further keywords of JSON schema: limits, pattern, examples.
     """
-    said = _said(description, key, heading, keywords)
+    said = _said(description, key, heading, keywords, note)
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=said)
     return dataclasses.field(default=default, metadata=said)
 
 
-def needed(description: str | None = None, *, key: str | None = None, **keywords: Any) -> Any:
+def needed(
+    description: str | None = None, *, key: str | None = None, note: Any = None, **keywords: Any
+) -> Any:
     """Declare a key that must be there; arguments as in ``setting``."""
-    return dataclasses.field(metadata=_said(description, key, None, keywords))
+    return dataclasses.field(metadata=_said(description, key, None, keywords, note))
+
+
+def instead_of(
+    cls: type[Any], name: str, description: str | None = None, *, key: str | None = None
+) -> Any:
+    """Declare a key that replaces one of another document within its limits; null keeps that."""
+    [field] = (field for field in dataclasses.fields(cls) if field.name == name)
+    said = {name: one for name, one in (("description", description), ("alias", key)) if one}
+    return dataclasses.field(default=None, metadata={**field.metadata, **said, "note": None})
+
+
+def notes_of(cls: type[Any]) -> dict[str, Any]:
+    """Return the fields of a document that were declared with a note, and the note."""
+    fields = dataclasses.fields(cls)
+    return {one.name: one.metadata["note"] for one in fields if one.metadata.get("note")}
 
 
 def later(default: _T, description: str) -> _T:
@@ -94,9 +113,13 @@ def about(description: str | None = None, **keywords: Any) -> Any:
 
 
 def _said(
-    description: str | None, key: str | None, heading: str | None, keywords: Schema
+    description: str | None,
+    key: str | None,
+    heading: str | None,
+    keywords: Schema,
+    note: Any = None,
 ) -> dict[str, Any]:
-    said = {"description": description, "alias": key, "json_schema_extra": keywords}
+    said = {"description": description, "alias": key, "json_schema_extra": keywords, "note": note}
     return {"heading": heading, **{name: value for name, value in said.items() if value}}
 
 

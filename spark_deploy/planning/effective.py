@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from spark_deploy.catalog.beside import Speculation
-from spark_deploy.catalog.profile import KvCache, Limits, Profile
+from spark_deploy.catalog.profile import Profile
+from spark_deploy.settings.engine.arguments import KvCache, Limits
 from spark_deploy.settings.types import Settings
 
 _Part = TypeVar("_Part", Profile, Limits, KvCache)

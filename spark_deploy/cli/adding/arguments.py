@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from spark_deploy.catalog.beside import OF_A_REPOSITORY, Speculation
-from spark_deploy.catalog.profile import KvCache
+from spark_deploy.catalog.profile import Profile
 from spark_deploy.documents.declare import convert, schema_of
 from spark_deploy.documents.schema_check import problems_of
+from spark_deploy.settings.engine.arguments import DECIDING
 from spark_deploy.settings.engine.options import DEVICE_OPTIONS, option_problems
 
 _SHORT = {
@@ -32,16 +33,11 @@ _DRAFTING = {
     "prompt_lookup_min": ("shortest_match", int),
 }  # fmt: skip
 _OLD = {"tensor-parallel": "tensor-parallel-size", "pipeline-parallel": "pipeline-parallel-size"}
-# Options that become a key of their own: where it stands, and what its value must be.
-_WHOLE: Callable[[Any], Any] = int
-_KEYS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
-    "max-model-len": (("limits", "max_context_tokens"), _WHOLE),
-    "max-num-seqs": (("limits", "max_sequences"), _WHOLE),
-    "max-num-batched-tokens": (("limits", "max_batched_tokens"), _WHOLE),
-    "gpu-memory-utilization": (("limits", "memory_fraction"), float),
-    "kv-cache-dtype": (("kv_cache", "dtype"), str),
-    "load-format": (("load_format",), str),
-    "enable-prefix-caching": (("prefix_caching",), bool),
+# Options that become a key of their own, and where it stands.
+_KEYS: dict[str, tuple[str, ...]] = {
+    **{option: path for option, path in DECIDING.items() if option != "kv-cache-memory-bytes"},
+    "load-format": ("load_format",),
+    "enable-prefix-caching": ("prefix_caching",),
 }
 _PARSERS = {"reasoning-parser": "reasoning", "tool-call-parser": "tool_call"}
 _SAID = ("enable-auto-tool-choice",)  # follows from the parser
@@ -98,15 +94,10 @@ def _take(name: str, value: Any, taken: Arguments) -> None:
 
 
 def _set(name: str, value: Any, taken: Arguments) -> None:
-    path, kind = _KEYS[name]
-    numbers = (int, float) if kind is float else (kind,)
-    fits = type(value) in numbers and not (kind in (int, float) and value <= 0)
-    dtypes = schema_of(KvCache, "kv_cache")["properties"]["dtype"]["enum"]
-    if name == "kv-cache-dtype" and value not in dtypes:
-        fits = False
-    if name == "gpu-memory-utilization" and fits and value > 0.95:
-        fits = False
-    if not fits:
+    path, said = _KEYS[name], schema_of(Profile, "profile")
+    for key in path:
+        said = said["properties"][key]
+    if list(problems_of(value, said, lambda path: "")):
         taken.unused.append(f"--{name} {str(value)[:60]}: is nothing that a profile can say")
         return
     place = taken.profile

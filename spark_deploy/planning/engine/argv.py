@@ -18,6 +18,7 @@ from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.beside import adapter_rank
 from spark_deploy.planning.budget.memory import context_tokens
 from spark_deploy.planning.types import MemoryPlan
+from spark_deploy.settings.engine.arguments import told
 from spark_deploy.settings.engine.options import canonical, structure
 
 MODEL_MOUNT = "/model"
@@ -71,16 +72,14 @@ def option_arguments(options: Mapping[str, Any]) -> list[str]:
 
 def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[str, Any]:
     """Return the options of ``vllm serve`` that follow from model, profile and memory plan."""
-    limits = profile.limits
     portable = profile.engine_mode == "portable"
     return {
         # The watch asks every few seconds; the journal is for what clients ask.
         "disable-access-log-for-endpoints": "/health,/metrics",
+        **told(profile.limits),
         "max-model-len": context_tokens(model, profile),
-        "max-num-seqs": limits.max_sequences,
-        "max-num-batched-tokens": limits.max_batched_tokens,
         "gpu-memory-utilization": memory.memory_fraction,
-        "kv-cache-memory-bytes": profile.kv_cache.size_bytes,
+        **told(profile.kv_cache),
         "kv-cache-dtype": None if profile.kv_cache.dtype == "auto" else profile.kv_cache.dtype,
         "load-format": "spark_portable" if portable else profile.load_format,
         "enable-prefix-caching": profile.prefix_caching,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spark_deploy.documents.declare import Gib, form, setting
+from spark_deploy.documents.declare import Gib, form, instead_of, setting
+from spark_deploy.settings.engine.arguments import KvCache, Limits
 from spark_deploy.settings.engine.environment import environment_problems
 from spark_deploy.settings.engine.options import option_problems
 from spark_deploy.settings.rules import Broken
@@ -17,25 +18,21 @@ ENVIRONMENT_NAMES = form(
 OPTION_NAMES = form(
     "^[a-z][a-z0-9_-]*$", "the option without its dashes and its value", "max-log-len"
 )
-# Above this no host of one GPU gains anything, and the engine captures graphs up to it.
-MAX_SEQUENCES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceEngineSettings:
     """Values of the profile replaced for one service; null keeps the profile's."""
 
-    max_context_tokens: int | None = setting(
-        None, "Longest prompt plus answer, in tokens.", minimum=64
+    max_context_tokens: int | None = instead_of(
+        Limits, "max_context_tokens", "Longest prompt plus answer, in tokens."
     )
-    max_sequences: int | None = setting(
-        None, "Requests computed at the same time.", minimum=1, maximum=MAX_SEQUENCES
-    )
-    kv_cache_bytes: Gib | None = setting(
-        None,
+    max_sequences: int | None = instead_of(Limits, "max_sequences")
+    kv_cache_bytes: Gib | None = instead_of(
+        KvCache,
+        "size_bytes",
         "Pins the KV cache to this size (GiB) instead of deriving it from the memory fraction.",
         key="kv_cache_gib",
-        exclusiveMinimum=0,
     )
     drafts: int | None = setting(
         None,
@@ -87,10 +84,9 @@ class ServiceEngineSettings:
 class EngineSettings(ServiceEngineSettings):
     """Values of the profile replaced for a group or host; null keeps the profile's."""
 
-    memory_fraction: float | None = setting(
-        None,
+    memory_fraction: float | None = instead_of(
+        Limits,
+        "memory_fraction",
         "Share of memory.total_gib the engine may take in all; above 0.82 hosts were reported to "
         "thrash or freeze.",
-        exclusiveMinimum=0,
-        maximum=0.95,
     )

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from spark_deploy.settings.engine.arguments import INSTEAD
+
 # Options that a setting or the gateway already decides.
 OWNED_OPTIONS = {
     "model": "set model",
@@ -22,15 +24,10 @@ OWNED_OPTIONS = {
     "api-key": "set serve.api_key: the gateway holds the key",
     "ssl-keyfile": "leave it out: the gateway ends TLS",
     "ssl-certfile": "leave it out: the gateway ends TLS",
-    "max-model-len": "set engine.max_context_tokens",
-    "max-num-seqs": "set engine.max_sequences",
-    "gpu-memory-utilization": "set engine.memory_fraction",
+    **INSTEAD,
     "device-memory-utilization": "set engine.memory_fraction",
-    "kv-cache-memory-bytes": "set engine.kv_cache_gib",
     "num-gpu-blocks-override": "set engine.kv_cache_gib",
     "language-model-only": "set engine.vision",
-    "max-num-batched-tokens": "set limits.max_batched_tokens in a profile of your own",
-    "kv-cache-dtype": "set kv_cache.dtype in a profile of your own",
     "enable-prefix-caching": "set prefix_caching in a profile of your own, or choose agent",
     "runner": "set task in the model's file, of kind: plain",
     "quantization": "leave it out: the checkpoint names its own",

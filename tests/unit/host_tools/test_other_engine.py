@@ -15,6 +15,8 @@ from spark_host.engine.client import Engine
 from spark_host.engine.dialect import ENGINES
 from stub_host import REPOSITORY, Host, release_data
 
+from spark_deploy.settings.engine.arguments import DECIDING
+
 OTHER = dataclasses.replace(
     ENGINES["vllm"],
     **{
@@ -93,6 +95,7 @@ def test_nothing_in_plans_outside_one_room_knows_an_engine_by_its_options() -> N
     room = folder / "engine"
     written = re.compile(r"[\"'](?:--)?([a-z]+(?:-[a-z]+)+)[\"']")
     options = {name for path in room.glob("*.py") for name in written.findall(path.read_text())}
+    options |= set(DECIDING)
     assert {"max-num-seqs", "block-size", "tensor-parallel-size", "served-model-name"} <= options
     found = {
         (str(path.relative_to(folder)), said)

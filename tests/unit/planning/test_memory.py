@@ -8,12 +8,12 @@ import yaml
 
 from spark_deploy.catalog.beside import Speculation
 from spark_deploy.catalog.model import LinearAttention
-from spark_deploy.catalog.profile import KvCache
 from spark_deploy.cli.planned.parts import lines
 from spark_deploy.planning.budget.memory import GIB, cache_shape, plan_memory
 from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.planning.effective import effective_profile
 from spark_deploy.planning.resolve import pair_of
+from spark_deploy.settings.engine.arguments import KvCache
 from spark_deploy.settings.load import load_hosts
 from tests.unit.planning.plans import (
     CATALOG,

@@ -1,4 +1,4 @@
-"""A setting is declared once; schema, reference page and all.yml are written from it."""
+"""A setting, and an argument of the engine, is declared once; the rest is written from it."""
 
 import shutil
 import subprocess
@@ -11,7 +11,9 @@ import yaml
 from spark_deploy.catalog.model import HybridModel, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.declare import GIB, convert, schema_of, typed
+from spark_deploy.documents.declare import GIB, convert, notes_of, schema_of, typed
+from spark_deploy.settings.engine.arguments import KvCache, Limits
+from spark_deploy.settings.engine.engine import EngineSettings
 from spark_deploy.settings.types import Settings
 
 DECLARATION = "spark_deploy/settings/service/watching.py"
@@ -38,6 +40,29 @@ try:
     nap()
 except SettingsError as error:
     print(error)
+"""
+# The same of an argument of the engine; the second place is the profile that says a value.
+ARGUMENTS = "spark_deploy/settings/engine/arguments.py"
+MADE_UP_ARGUMENT = (
+    '    naps: int | None = setting(None, "Naps.", minimum=1, note=Option("max-naps"))\n'
+)
+USE_ARGUMENT = """
+from spark_deploy.catalog.load import read_catalog
+from spark_deploy.cli.adding.arguments import arguments_of
+from spark_deploy.planning.budget.memory import plan_memory
+from spark_deploy.planning.engine.argv import engine_arguments
+from spark_deploy.settings.engine.options import option_problems
+from spark_deploy.settings.types import Settings
+catalog = read_catalog()
+model, settings = catalog.model("qwen3.5-122b"), Settings()
+for name in ("v2", "agent"):
+    profile = catalog.profile(name, model.name)
+    argv = engine_arguments(model, profile, plan_memory(model, profile, settings), ())
+    print(argv[argv.index("--max-naps") + 1] if "--max-naps" in argv else "not told")
+print(*option_problems({"max_naps": 4}))
+for naps in ("5", "0"):
+    taken = arguments_of(["--max-naps", naps])
+    print(taken.profile, taken.unused)
 """
 
 
@@ -87,6 +112,31 @@ def test_a_new_setting_is_typed_in_one_place_and_used_in_another(checkout, tmp_p
     assert (default, chosen) == ("7", "9")
     assert "group_vars/a.yml: watch.nap_s: 0 is below 1" in "".join(refusal)
     assert "fix: use 1 or more. Seconds of a nap." in "".join(refusal)
+
+
+@pytest.mark.slow
+def test_a_new_argument_of_the_engine_is_typed_in_one_place_and_said_in_another(checkout):
+    declaration, profile = checkout / ARGUMENTS, checkout / "catalog/profiles/v2.yml"
+    before = declaration.read_text("utf-8")
+    line = next(line for line in before.splitlines(True) if "    max_batched_tokens" in line)
+    declaration.write_text(before.replace(line, MADE_UP_ARGUMENT + line))
+    profile.write_text(profile.read_text("utf-8").replace("\nlimits:\n", "\nlimits:\n  naps: 3\n"))
+
+    was = contents(checkout)
+    run(checkout, "docs/generate.py")
+    now = contents(checkout)
+
+    assert {name for name in now if now[name] != was.get(name)} == {"schema/profile.schema.json"}
+    said, silent, refusal, taken, left = run(checkout, "-c", USE_ARGUMENT).splitlines()
+    assert (said, silent) == ("3", "not told")
+    assert "decided elsewhere', 'set limits.naps in a profile of your own'" in refusal
+    assert taken == "{'limits': {'naps': 5}} []"
+    assert left == "{} ['--max-naps 0: is nothing that a profile can say']"
+
+
+def test_what_owners_are_told_to_set_instead_of_an_option_is_a_setting():
+    chosen = {option.setting for cls in (Limits, KvCache) for option in notes_of(cls).values()}
+    assert {f"engine.{key}" for key in typed(EngineSettings())} > chosen - {None}
 
 
 def test_all_yml_says_what_the_declarations_say():
