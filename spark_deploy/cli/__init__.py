@@ -12,8 +12,15 @@ from pathlib import Path
 
 import click
 
-from spark_deploy.cli.commands import COMMANDS, Entry, Options
-from spark_deploy.cli.taken import Several, host_options, json_option, plan_options
+from spark_deploy.cli.commands import COMMANDS
+from spark_deploy.cli.taken import (
+    Entry,
+    Options,
+    Several,
+    host_options,
+    json_option,
+    plan_options,
+)
 
 _ABOUT = "Turn NVIDIA DGX Sparks into proven model servers: from an SSH login to answers."
 # Behind a \\b click breaks no line.

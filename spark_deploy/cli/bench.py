@@ -17,9 +17,9 @@ from spark_deploy.bench import benchy, host, markdown, page, seeds, submission, 
 from spark_deploy.bench.client import Endpoint
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load
 from spark_deploy.cli.changes import ladder
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connecting.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, chosen_services, listed, planned, say
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 
 _NAME_FILES = "name files that `spark-deploy bench` wrote (DIR/HOST-TIME.json)"
@@ -32,13 +32,22 @@ def run(options: Options) -> int:
         if "" in options.compare:
             raise SparkError.one("--compare", "names no file", _NAME_FILES)
         results = [_read(Path(name)) for name in options.compare]
-        return _written(options, results, out, "comparison")
+        _tell(options, results, _written(results, out, "comparison"))
+        return 0
     if options.ladder:
         code, results = ladder.climb(options, lambda one: _one(one, options, out)[0])
-        return _written(options, results, out, "ladder") or code if results else code
+        if results:
+            _tell(options, results, _written(results, out, "ladder"))
+        return code
+    results = []
     for one in listed(options, judged=False):
         result, name = _one(one, options, out)
-        _written(options, [result], out, name)
+        results.append(result)
+        text = _written([result], out, name)
+        if not options.json:  # which is one document of all hosts
+            print(text)
+    if options.json:
+        _tell(options, results, "")
     return 0
 
 
@@ -48,18 +57,22 @@ def _one(one: Listed, options: Options, out: Path) -> tuple[BenchResult, str]:
     name = f"{one.name.lstrip('@')}-{began.replace(':', '')}"
     out.mkdir(parents=True, exist_ok=True)
     result = measured(one, options, began, out / name)
-    (out / f"{name}.json").write_text(text_of(result))
+    (out / f"{name}.json").write_text(text_of(result), encoding="utf-8")
     return result, name
 
 
-def _written(options: Options, results: Sequence[BenchResult], out: Path, name: str) -> int:
+def _written(results: Sequence[BenchResult], out: Path, name: str) -> str:
+    """Write what people read of some results, and return it."""
     out.mkdir(parents=True, exist_ok=True)
     text = markdown.text_of(results)
-    (out / f"{name}.md").write_text(text)
-    (out / f"{name}.html").write_text(page.page_of(results))
-    print(json.dumps(plain(results), indent=1) if options.json else text)
+    (out / f"{name}.md").write_text(text, encoding="utf-8")
+    (out / f"{name}.html").write_text(page.page_of(results), encoding="utf-8")
     say(f"written: {out / name}.md and .html")
-    return 0
+    return text
+
+
+def _tell(options: Options, results: Sequence[BenchResult], text: str) -> None:
+    print(json.dumps(plain(results), indent=1) if options.json else text)
 
 
 def _read(path: Path) -> BenchResult:

@@ -6,51 +6,21 @@ when its command runs, so that help and completion load nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
-
 import click
 
 from spark_deploy.cli.connecting.clients import CLIENTS
 from spark_deploy.cli.taken import (
     BENCH,
     CHANGE,
+    Entry,
     Several,
+    always,
     flag,
     name_option,
     names_of,
     option,
     service_option,
 )
-
-
-class Options(SimpleNamespace):
-    """What a command was called with: one attribute for each option, by its long name.
-
-    Commands about hosts have ``inventory``, ``limit``, ``exclude``, ``model``, ``profile`` and
-    ``data``; those that take no model or profile have ``None`` there.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One command."""
-
-    section: str
-    does: str  # for --help: plain words, without markup
-    takes: tuple[click.Parameter, ...] = ()
-    module: str | None = None  # below spark_deploy.cli; None: named as the command
-    # Whether it asks hosts over pyinfra's connections: gevent must come before any socket.
-    asks: Callable[[Options], bool] = lambda options: False
-    about_hosts: bool = True  # takes hosts, an inventory and settings
-    plans: bool = False  # may be told of another model or profile than the settings choose
-    json: bool = True
-
-
-def _always(_options: Options) -> bool:
-    return True
-
 
 FIRST, LOOK, SERVE, NAMES = "From nothing", "Look", "Change", "Names and files"
 
@@ -67,14 +37,13 @@ COMMANDS: dict[str, Entry] = {
             name_option("--profile", "How to serve it."),
         ),
         about_hosts=False,
-        json=False,
     ),
     "up": Entry(
         FIRST,
         "Make hosts serve what the settings say, proven; asks once, and tells how it goes.",
         CHANGE,
         module="changes.up",
-        asks=_always,
+        asks=always,
         plans=True,
     ),
     "use": Entry(
@@ -104,14 +73,14 @@ COMMANDS: dict[str, Entry] = {
     "status": Entry(
         LOOK,
         "Show what each host serves, how well it is proven and what differs from the plan.",
-        asks=_always,
+        asks=always,
         module="looks.status",
         plans=True,
     ),
     "doctor": Entry(
         LOOK,
         "Look at hosts without changing them and say what speaks against a deploy.",
-        asks=_always,
+        asks=always,
         module="looks.doctor",
         plans=True,
     ),
@@ -120,7 +89,7 @@ COMMANDS: dict[str, Entry] = {
         "Write what hosts show into one redacted file that may be sent to others.",
         (option("--out", "The file; else spark-report-TIME.md here.", metavar="FILE"),),
         module="looks.report.command",
-        asks=_always,
+        asks=always,
         plans=True,
     ),
     "connect": Entry(
@@ -181,7 +150,7 @@ COMMANDS: dict[str, Entry] = {
                 help="Come back after 30m, 1h or 2d by themselves.",
             ),
         ),
-        asks=_always,
+        asks=always,
         module="changes.stop",
     ),
     "start": Entry(
@@ -189,7 +158,7 @@ COMMANDS: dict[str, Entry] = {
         "Put stopped hosts back into service with their last proven release.",
         (service_option("Only this one of its services; else all."),),
         module="changes.stop",
-        asks=_always,
+        asks=always,
     ),
     "rollback": Entry(
         SERVE,
@@ -276,7 +245,6 @@ COMMANDS: dict[str, Entry] = {
             flag("--force", "Write over a file that is there."),
         ),
         module="adding.command",
-        json=False,
     ),
     "share": Entry(
         NAMES,
@@ -290,7 +258,6 @@ COMMANDS: dict[str, Entry] = {
         ),
         module="adding.share",
         asks=lambda options: not options.unasked,
-        json=False,
     ),
     "inspect": Entry(
         NAMES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.commands import Options
+from spark_deploy.cli.taken import Options
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.documents.shown import shown
 from spark_deploy.errors import SettingsError, SparkError
@@ -172,6 +173,12 @@ def answer(
         show(between.join("\n".join(text) for text in texts).splitlines())
     else:
         print(shown(between.join("\n".join(text) for text in texts)))
+
+
+def again(options: Options, *words: str) -> str:
+    """Return a command about the same inventory, to be typed next."""
+    same = ["--inventory", str(options.inventory)] if options.inventory else []
+    return shlex.join(["spark-deploy", *words, *same])
 
 
 def say(text: str) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.commands import Options
-from spark_deploy.cli.hosts import say
+from spark_deploy.cli.hosts import answer, say
 from spark_deploy.cli.planned import lock
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from spark_deploy.inventory.hosts_file import HOSTS_FILE, read_hosts
+from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.names import LOCAL
 from spark_deploy.inventory.reading import read_inventory
 from spark_deploy.settings.types import Settings
@@ -80,16 +82,31 @@ def run(options: Options) -> int:
     written = [folder / name for name, text in texts.items() if _write(folder / name, text)]
     try:
         read_hosts(folder / HOSTS_FILE)
-        read_inventory(folder / INVENTORY)
+        here = read_inventory(folder / INVENTORY)
     except SparkError:
         for path in written:  # else the next try would keep the mistake
             path.unlink()
         raise
+    kept = [folder / name for name in texts if folder / name not in written]
     for name in texts:
-        say(f"{'written' if folder / name in written else 'kept':<8} {folder / name}")
-    _lock(folder)
-    _say_what_next(folder)
+        say(f"{'kept' if folder / name in kept else 'written':<8} {folder / name}")
+    open_names = _lock(folder)
+    command = f"{_into(folder)}spark-deploy up"
+    found = {
+        "folder": str(folder), "written": [str(path) for path in written],
+        "kept": [str(path) for path in kept], "hosts": list(_served(here)),
+        "not_locked": open_names, "next": [command],
+    }  # fmt: skip
+    before = "      (before that, if you like: `spark-deploy plan`, `spark-deploy doctor`)"
+    answer(options, found, [[f"next: {command}", before]])
     return 0
+
+
+def _served(hosts: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, str]]:
+    """Yield what each host of the folder is to serve."""
+    for name, data in hosts.items():
+        settings = data[KEY].found.settings
+        yield {"host": name, "model": settings.model, "profile": settings.profile}
 
 
 def _hosts_here(folder: Path, options: Options) -> list[str]:
@@ -169,8 +186,11 @@ def _write(path: Path, text: str) -> bool:
     return True
 
 
-def _lock(folder: Path) -> None:
-    """Lock the names in use, where hub and registry answer; a deploy does it otherwise."""
+def _lock(folder: Path) -> str | None:
+    """Lock the names in use, where hub and registry answer, else return why they are not.
+
+    A deploy does it otherwise.
+    """
     inventory = str(folder / INVENTORY)
     asked = Options(
         inventory=inventory, limit=[], exclude=[], model=None, profile=None, data=[],
@@ -178,15 +198,11 @@ def _lock(folder: Path) -> None:
     try:
         lock.lock_missing(asked)
     except SparkError as error:
-        say(f"not locked yet: {error.problems[0].what}; `up` looks names up when it needs them")
+        why = error.problems[0].what
+        say(f"not locked yet: {why}; `up` looks names up when it needs them")
+        return why
+    return None
 
 
-def _say_what_next(folder: Path) -> None:
-    for line in _next(folder):
-        print(line)
-
-
-def _next(folder: Path) -> Iterator[str]:
-    into = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    yield f"next: {into}spark-deploy up"
-    yield "      (before that, if you like: `spark-deploy plan`, `spark-deploy doctor`)"
+def _into(folder: Path) -> str:
+    return "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "

@@ -1,14 +1,44 @@
-"""What commands take on their command line, in click's words."""
+"""What a command is: what it takes on its command line, in click's words, and was called with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 
 from spark_deploy.checkout import catalog_names
+
+
+class Options(SimpleNamespace):
+    """What a command was called with: one attribute for each option, by its long name.
+
+    Commands about hosts have ``inventory``, ``limit``, ``exclude``, ``model``, ``profile`` and
+    ``data``; those that take no model or profile have ``None`` there.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One command of the table."""
+
+    section: str
+    does: str  # for --help: plain words, without markup
+    takes: tuple[click.Parameter, ...] = ()
+    module: str | None = None  # below spark_deploy.cli; None: named as the command
+    # Whether it asks hosts over pyinfra's connections: gevent must come before any socket.
+    asks: Callable[[Options], bool] = lambda options: False
+    about_hosts: bool = True  # takes hosts, an inventory and settings
+    plans: bool = False  # may be told of another model or profile than the settings choose
+    json: bool = True  # without only where a program reads the answer anyway
+
+
+def always(_options: Options) -> bool:
+    """Every time."""
+    return True
 
 
 class Several(click.Option):

@@ -26,8 +26,8 @@ from lab.hub.server import Hub, make_servers
 from lab.hub.store import Store
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import listed, planned
+from spark_deploy.cli.taken import Options
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.settings.types import Settings
 from tests.published import DECODERS, DRAFTS, PROFILE, WORDS

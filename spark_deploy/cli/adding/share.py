@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from spark_contract.serving.records import Proof
 
 from spark_deploy.catalog.load import read_file
 from spark_deploy.cli.adding.shared import Identity, Shared, Summary, text_of
-from spark_deploy.cli.commands import Options
-from spark_deploy.cli.hosts import Listed, listed, planned, say
+from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
 from spark_deploy.cli.looking import look, status_of
+from spark_deploy.cli.taken import Options
 from spark_deploy.planning.types import HostPlan
+
+_UNPROVEN = "no host was asked that serves and proved it"
 
 
 def run(options: Options) -> int:
@@ -26,9 +29,18 @@ def run(options: Options) -> int:
     shared = _shared(host, plan, proof)
     path = Path(options.out or f"{shared.name}.spark.yml")
     files.write_text(path, text_of(shared), 0o644)
-    say(f"{path}: written, {_worth(proof)}")
-    for name in _left_out(host):
-        say(f"not in it: engine.{name} of your settings; tell who takes the file")
+    left_out = [f"engine.{name}" for name in _left_out(host)]
+    found = {
+        "file": str(path), "model": shared.name, "profile": shared.profile_name,
+        "sources": shared.sources, "proof": shared.proof,
+        "unproven": None if proof else _UNPROVEN,
+        "fetched_bytes": sum(source.size_bytes for source in plan.sources),
+        "left_out": left_out,
+        "next": [shlex.join(["spark-deploy", "add", str(path)])],
+    }  # fmt: skip
+    answer(options, found, [[f"{path}: written, {_worth(proof)}"]])
+    for name in left_out:
+        say(f"not in it: {name} of your settings; tell who takes the file")
     return 0
 
 
@@ -64,9 +76,13 @@ def _identities(plan: HostPlan) -> Iterator[tuple[str, Identity]]:
 
 def _proof(hosts: list[Listed], plan: HostPlan) -> Proof | None:
     """Return the newest proof of this pair that a host has, of the release that runs there."""
+    answers = look(hosts, status_of)
+    for one in answers:
+        if one.problem:
+            say(f"{one.host.name}: {one.problem}")
     found = [
         release.proof
-        for said in look(hosts, status_of)
+        for said in answers
         if said.value is not None and said.value.told is not None
         for release in said.value.told.releases
         if (release.model, release.profile) == (plan.model, plan.profile)
@@ -89,7 +105,7 @@ def _summary(proof: Proof) -> Summary:
 
 def _worth(proof: Proof | None) -> str:
     if proof is None:
-        return "without a proof: no host was asked that serves and proved it"
+        return f"without a proof: {_UNPROVEN}"
     passed = sum(one.ok for one in proof.checks)
     return f"with the {proof.level} check of {proof.checked_at}, {passed} of {len(proof.checks)}"
 

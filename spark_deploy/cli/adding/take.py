@@ -19,8 +19,10 @@ from spark_deploy.lockfile.types import LockedSource, without_tag
 from spark_deploy.settings.read_secret import read_secret
 
 
-def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> None:
+def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> list[Path]:
     """Write files by (kind, name); refuse those that nobody could use, or that are there.
+
+    Returns where they are.
 
     Raises:
         CatalogError: nothing was changed.
@@ -48,6 +50,7 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
         if ours is not None and ours != path:
             say(f"{name} is one of our {kind} as well: the new file is used instead of it")
         say(f"{path}: written")
+    return list(paths.values())
 
 
 def _check(root: Path, pairs: list[tuple[str, str]]) -> None:
@@ -60,8 +63,10 @@ def _check(root: Path, pairs: list[tuple[str, str]]) -> None:
                 catalog.profile(profile, model)
 
 
-def take(shared: Shared, host: Listed, *, force: bool) -> list[str]:
-    """Write what somebody shared, its commits as the hub here confirms them; return what is open.
+def take(shared: Shared, host: Listed, *, force: bool) -> tuple[list[Path], list[str]]:
+    """Write what somebody shared, its commits as the hub here confirms them.
+
+    Returns the files that were written, and what is open.
 
     Raises:
         SparkError: it cannot be used, or the hub knows other files; nothing was changed.
@@ -75,14 +80,15 @@ def take(shared: Shared, host: Listed, *, force: bool) -> list[str]:
         if _there(kind, name, root) != keys
     }
     locked = list(_confirmed(shared, host))
-    write_files(root, texts, force=force)
+    written = write_files(root, texts, force=force)
     path = host.settings.lock_path
     lock = read_lock(path)
     changed = checked(lock.also(locked))
     if changed != lock:
         write_lock(path, changed)
         say(f"{path}: {len(locked)} repositories as they were shared")
-    return list(_open(shared, host))
+        written.append(path)
+    return written, list(_open(shared, host))
 
 
 def _there(kind: str, name: str, root: Path) -> dict[str, object] | None:

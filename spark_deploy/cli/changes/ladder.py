@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from spark_deploy.bench.result import BenchResult
 from spark_deploy.cli.changes import line
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, planned, say
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 
 
@@ -63,7 +63,7 @@ def climb(
 
 def _served(options: Options, names: Sequence[str]) -> int:
     """Run a deploy as `up` does; returns its exit code."""
-    step = Options(**{**vars(options), "command": "up", "json": False, "verbose": False})
+    step = Options(**{**vars(options), "command": "up", "verbose": False})
     words = line.line("up", step, names, ["-y"])
     line.show(words)
     return line.watched(words, names, step)

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.changes.screen import watch
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import inventory_of, listed
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from spark_deploy.inventory.command_line import plans
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spark_deploy.cli.changes import line
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import say
+from spark_deploy.cli.taken import Options
 
 
 def run(options: Options) -> int:

@@ -11,9 +11,9 @@ from pyinfra.api.host import Host
 from spark_contract.host import tool
 from spark_contract.host.units import MAIN_SERVICE
 
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, chosen_services, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from spark_deploy.operations.commands import heartbeat, shell
 

@@ -17,9 +17,9 @@ from rich.text import Text
 from spark_deploy.cli.changes import line
 from spark_deploy.cli.changes.forecast import found_on, planned_all, sentence
 from spark_deploy.cli.changes.screen import lay
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.planned import lock
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import Problem, SparkError
 from spark_deploy.inventory.contact.bootstrap import needs_none
 from spark_deploy.inventory.contact.host_keys import Seen, look

@@ -9,14 +9,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from spark_contract import files
 from spark_contract.documents import plain
 
 from spark_deploy.catalog.types import Catalog
-from spark_deploy.cli.commands import Options
-from spark_deploy.cli.hosts import Listed, answer, listed, say
+from spark_deploy.cli.hosts import Listed, again, answer, listed, say
+from spark_deploy.cli.taken import Options
 from spark_deploy.documents.schema_check import closest, dotted
 from spark_deploy.errors import Problem, SettingsError, SparkError
 from spark_deploy.inventory.groups import refuse_together
@@ -39,6 +40,21 @@ class Edit:
 
 def run(options: Options) -> int:
     """Write the choice for the chosen hosts; hosts themselves are not touched."""
+    edits, hosts = choose(options)
+    answer(options, as_json(edits), ([line_of(edit)] for edit in edits), between="\n")
+    if not edits:
+        say("the files say so already")
+    elif not options.dry:
+        say(f"now make it so: {again(options, 'up', *hosts)}")
+    return 0
+
+
+def choose(options: Options) -> tuple[list[Edit], list[str]]:
+    """Write the choice; return the lines that changed, and the hosts that are meant.
+
+    Raises:
+        SparkError: they could not serve it, or the files do not let it be written.
+    """
     # What is to be replaced may be what cannot be served.
     now = listed(options, judged=False)
     every = listed(Options(**{**vars(options), "limit": (), "exclude": ()}), judged=False)
@@ -53,13 +69,18 @@ def run(options: Options) -> int:
     edits = list(_edits(now, every, chosen, wanted))
     for file in dict.fromkeys(edit.file for edit in edits):
         _write(file, [edit for edit in edits if edit.file == file], dry=options.dry)
-    found = [{**plain(edit), "file": str(edit.file)} for edit in edits]
-    answer(options, found, (_lines(edit) for edit in edits), between="\n")
-    if not edits:
-        say("the files say so already")
-    elif not options.dry:
-        say(f"now make it so: spark-deploy up {' '.join(sorted(chosen))}")
-    return 0
+    return edits, sorted(chosen)
+
+
+def as_json(edits: Sequence[Edit]) -> list[dict[str, Any]]:
+    """Return the lines that changed as plain data."""
+    return [{**plain(edit), "file": str(edit.file)} for edit in edits]
+
+
+def line_of(edit: Edit) -> str:
+    """Say what changed in a line."""
+    before = f"{edit.before} → " if edit.before else ""
+    return f"{edit.file}: {edit.key}: {before}{edit.after} ({', '.join(edit.hosts)})"
 
 
 def _with(host: Listed, model: str | None, profile: str | None) -> HostSettings:
@@ -180,8 +201,3 @@ def _with_line(text: str, key: str, value: str) -> str:
     line = re.compile(rf"^{key}:[ \t]*[^#\n]*?(?P<rest>[ \t]*(#.*)?)$", re.MULTILINE)
     changed, count = line.subn(lambda at: f"{key}: {value}{at['rest']}", text)
     return changed if count else f"{text.rstrip()}\n{key}: {value}\n".lstrip("\n")
-
-
-def _lines(edit: Edit) -> Iterator[str]:
-    before = f"{edit.before} → " if edit.before else ""
-    yield f"{edit.file}: {edit.key}: {before}{edit.after} ({', '.join(edit.hosts)})"

@@ -16,11 +16,11 @@ from spark_contract.host.units import MAIN_SERVICE
 from spark_deploy.bench.host import Login
 from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connecting.clients import CLIENTS, QUESTION, Connection
 from spark_deploy.cli.connecting.tunnels import hold_tunnels
 from spark_deploy.cli.hosts import Listed, answer, chosen_services, every_name, listed, say
 from spark_deploy.cli.looking import look
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.gateway import TailnetAddress
 from spark_deploy.payload.authority import ca_path

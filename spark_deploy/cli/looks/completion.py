@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from spark_deploy.cli.commands import Options
+from spark_deploy.cli.taken import Options
 
 
 def run(options: Options) -> int:

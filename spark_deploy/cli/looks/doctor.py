@@ -9,10 +9,10 @@ from typing import Any
 
 from pyinfra.api.host import Host
 
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.cli.planned import reuse
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.operations.machine.preflight import question

@@ -9,8 +9,8 @@ from spark_contract.work.builder import AGAINST, INSPECT, JSON
 from spark_contract.work.orders import WITH_DONOR, Base, BuildPlan, DonorDir, Scheme
 
 from spark_deploy.catalog.model import HybridModel
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import listed
+from spark_deploy.cli.taken import Options
 from spark_deploy.documents.shown import shown
 from spark_deploy.lockfile.names import workplace
 from spark_deploy.planning.work.checkpoint import exact_sets

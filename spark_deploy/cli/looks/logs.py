@@ -12,9 +12,9 @@ from datetime import datetime
 
 from spark_contract.host.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
 
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connecting.connect import login_of
 from spark_deploy.cli.hosts import listed, say
+from spark_deploy.cli.taken import Options
 from spark_deploy.documents.shown import shown
 
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}

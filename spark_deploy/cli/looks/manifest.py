@@ -8,9 +8,9 @@ from pyinfra.api.host import Host
 from spark_contract.documents import plain
 from spark_contract.work.keep import Ours
 
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer
+from spark_deploy.cli.taken import Options
 from spark_deploy.operations.service.manifest import manifest_of
 from spark_deploy.operations.service.uninstall import asked_of, gigabytes, ours_on_host
 from spark_deploy.payload.content import read_payload

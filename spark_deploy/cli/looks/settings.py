@@ -7,7 +7,7 @@ import json
 import yaml
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.commands import Options
+from spark_deploy.cli.taken import Options
 
 
 def run(options: Options) -> int:

@@ -12,9 +12,9 @@ from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.checks import PREFIX_REUSE
 from spark_contract.serving.status import ReleaseState, Status
 
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer, status_of
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.lockfile.file import read_lock

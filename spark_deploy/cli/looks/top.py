@@ -17,9 +17,9 @@ from spark_contract.host.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
 from spark_deploy.cli.changes.screen import shortened
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.connecting.connect import login_of
 from spark_deploy.cli.hosts import chosen_services, listed, say
+from spark_deploy.cli.taken import Options
 
 EVERY_S = 2
 _METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$")

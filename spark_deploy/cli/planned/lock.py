@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.cli.taken import Options
 from spark_deploy.documents.declare import typed
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import LockError

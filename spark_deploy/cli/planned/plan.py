@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
 from spark_deploy.cli.looking import look
 from spark_deploy.cli.looks.doctor import surveyed
@@ -15,6 +14,7 @@ from spark_deploy.cli.planned import reuse
 from spark_deploy.cli.planned.brief import brief
 from spark_deploy.cli.planned.brief import row as _row
 from spark_deploy.cli.planned.parts import lines, speed
+from spark_deploy.cli.taken import Options
 from spark_deploy.inventory.held import hold_if_told
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.planning.resolve import pair_of

@@ -12,6 +12,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -22,7 +23,7 @@ from spark_deploy.bench import benchy, host, markdown, page, seeds
 from spark_deploy.bench.client import Endpoint, ask
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Sample, Served
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli import main
+from spark_deploy.cli import bench, main
 from spark_deploy.errors import SparkError
 
 KEY = "sk-never-shown"
@@ -253,6 +254,15 @@ def test_comparing_needs_no_host_and_says_which_file_is_no_result(tmp_path, caps
     files[1].write_text('{"at": 1}')
     assert main(words) == 1
     assert f"{files[1]}: is no result of a bench" in capsys.readouterr().err
+
+
+def test_results_of_several_hosts_are_one_document_for_programs(tmp_path, monkeypatch, capsys):
+    hosts = [SimpleNamespace(name=name) for name in ("a", "b")]
+    monkeypatch.setattr(bench, "listed", lambda options, judged: hosts)
+    monkeypatch.setattr(bench, "_one", lambda one, options, out: (result(), one.name))
+    assert main(["bench", "--out", str(tmp_path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    assert (tmp_path / "b.md").exists()
 
 
 def test_a_host_that_cannot_be_asked_is_named():

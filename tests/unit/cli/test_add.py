@@ -115,6 +115,44 @@ def test_one_command_writes_a_file_that_plans(
     assert add(site, "org/Tiny-Chat", "--force") == 0
 
 
+def test_a_script_reads_what_was_written_what_is_open_and_what_comes_next(
+    hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(hub, "org/Tiny-Chat", CONFIG, tokenizer_config__json={"chat_template": "x"})
+    assert add(site, "org/Tiny-Chat", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["files"] == [str(site / "catalog/models/tiny-chat.yml")]
+    assert (found["model"], found["profile"]) == ("tiny-chat", "plain")
+    assert found["fetched_bytes"] > 0
+    assert "org/Tiny-Chat" in found["unproven"]
+    # As they are to be typed here: the inventory is not that of the folder.
+    same = f"--inventory {site / 'sparks.py'}"
+    expected = [f"spark-deploy use tiny-chat/plain {same}", f"spark-deploy up {same}"]
+    assert (found["next"], found["problems"]) == (expected, [])
+
+    assert add(site, "org/Tiny-Chat", "--json", "--use", "--force") == 0
+    found = json.loads(capsys.readouterr().out)
+    chosen = {(one["key"], one["after"], one["file"]) for one in found["chosen"]}
+    settings = str(site / "group_vars/spark.yml")
+    assert chosen == {("model", "tiny-chat", settings), ("profile", "plain", settings)}
+    assert found["next"] == [f"spark-deploy up a {same}"]
+
+
+def test_a_script_reads_why_what_was_written_cannot_be_served(
+    hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(hub, "org/new", {**CONFIG, "architectures": ["BrandNewForCausalLM"]},
+            tokenizer_config__json={"chat_template": "x"})  # fmt: skip
+    assert add(site, "org/new", "--json") == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    [problem] = found["problems"]
+    assert "BrandNewForCausalLM" in problem["what"]
+    assert "BrandNewForCausalLM" in said.err
+    assert (found["release"], found["next"]) == (None, [])
+    assert found["files"] == [str(site / "catalog/models/new.yml")]
+
+
 KINDS = {
     "org/base-model": ({}, {}, "completion"),
     "org/some-embedding": ({"tokenizer_config__json": {"chat_template": "x"}}, {}, "embedding"),

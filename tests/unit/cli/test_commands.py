@@ -1,15 +1,18 @@
 """Words, help and completion: one table for all commands, and nothing heavy before they run."""
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
 
+import click
 import pytest
 
+from spark_deploy import cli
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli import main
+from spark_deploy.cli import init, main
 from spark_deploy.cli.commands import COMMANDS
 from spark_deploy.cli.looks import top
 from spark_deploy.cli.taken import names_of
@@ -30,6 +33,42 @@ def test_every_command_has_help_in_plain_words(name, capsys):
     if COMMANDS[name].about_hosts:
         for option in ("--inventory", "--limit", "--data"):
             assert re.search(rf"{option}\b.*\S", said)
+
+
+# What a program reads anyway.
+NO_JSON = {"completion"}
+
+
+def test_every_command_that_prints_for_people_prints_for_programs_too():
+    with click.Context(cli._GROUP) as context:
+        names = cli._GROUP.list_commands(context)
+        made = [cli._GROUP.get_command(context, name) for name in names]
+    without = {one.name for one in made if all("--json" not in given.opts for given in one.params)}
+    assert without == NO_JSON
+
+
+OWN = ("--inventory", "own/inventory/spark.py")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("init", "own", "--host", "b"),
+        ("settings",),
+        ("connect", *OWN),
+        ("lock", "--check", *OWN),
+        ("plan", "--estimate", *OWN),
+        ("use", "agent", "--dry", *OWN),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_a_program_reads_is_one_document(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init, "_lock", lambda folder: None)  # which would ask a hub
+    main(["init", "own", "--host", "a"])
+    capsys.readouterr()
+    main([*words, "--json"])
+    assert json.loads(capsys.readouterr().out)
 
 
 def test_help_lists_every_command_and_loads_no_pyinfra():

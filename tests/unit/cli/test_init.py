@@ -56,6 +56,19 @@ def test_hosts_are_written_as_they_are_named(words, expected, capsys):
     assert "next: cd own && spark-deploy up" in capsys.readouterr().out
 
 
+def test_a_script_reads_what_was_written_and_what_comes_next(capsys):
+    folder = made("--host", "a", "--profile", "agent")
+    (folder / "hosts.yml").unlink()
+    capsys.readouterr()
+    assert main(["init", "own", "--host", "b", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["written"] == ["own/hosts.yml"]
+    assert "own/group_vars/all.yml" in found["kept"]
+    assert found["hosts"] == [{"host": "b", "model": "qwen3.5-122b", "profile": "agent"}]
+    assert found["not_locked"] == "cannot be asked"
+    assert found["next"] == ["cd own && spark-deploy up"]
+
+
 def test_on_a_spark_it_serves_on_this_machine(tmp_path):
     (tmp_path / "product_name").write_text("NVIDIA_DGX_Spark\n")
     assert hosts(made()) == {"@local": None}

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from spark_deploy.cli.changes import ladder, line
-from spark_deploy.cli.commands import Options
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from tests.unit.planning.plans import shipped_catalog
 
 OPTIONS = Options(
     command="bench", inventory="x.py", limit=[], exclude=[], data=[], model=None, profile=None,
-    yes=True, json=False,
+    yes=True, json=True,
 )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def story(monkeypatch):
 
     def watched(words, hosts, options):
         profile = dict(word.split("=") for word in words if "profile=" in word).get("profile")
+        assert options.json, "else its screen would stand among the results"
         told.steps.append(("serve", profile, *hosts))
         return 3 if profile in told.red else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,12 @@ import yaml
 
 from spark_deploy.cli import main
 from spark_deploy.cli.adding import share as command
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import listed, planned
 from spark_deploy.cli.looking import Answer
+from spark_deploy.cli.taken import Options
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
-from tests.unit.cli.test_add import CONFIG, add, make_site, publish
+from tests.unit.cli.test_add import COMMIT, CONFIG, add, make_site, publish
 from tests.unit.statuses import told
 
 CANARY = "canary-4f9c2d7b1e"
@@ -77,6 +78,36 @@ def test_what_is_shared_is_the_same_release_elsewhere(
     assert not (other / "catalog/profiles").exists(), "ours says the same"
 
 
+def test_a_script_reads_what_the_file_holds_and_that_it_proves_nothing(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = site / "group_vars/spark.yml"
+    settings.write_text(f"{settings.read_text()}engine: {{max_sequences: 2}}\n")
+    path = tmp_path / "a file.yml"
+    capsys.readouterr()
+    assert share(site, "tiny/plain", "--unasked", "--json", "--out", str(path)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["file"], found["model"], found["profile"]) == (str(path), "tiny", "plain")
+    assert found["sources"]["org/tiny"]["commit"] == COMMIT
+    assert found["left_out"] == ["engine.max_sequences"]
+    assert (found["proof"], found["unproven"]) == (None, command._UNPROVEN)
+    assert found["fetched_bytes"] > 0
+    assert found["next"] == [f"spark-deploy add '{path}'"]
+
+
+def test_a_host_that_cannot_be_asked_for_a_proof_is_named(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = "cannot be reached: no route to host"
+    monkeypatch.setattr(command, "look", lambda hosts, ask: [Answer(hosts[0], None, away)])
+    asked = Options(
+        inventory=str(site / "sparks.py"), choice="tiny/plain", model=None, profile=None, data=(),
+        limit=(), exclude=(), out=str(tmp_path / "x.yml"), unasked=False, json=False,
+    )  # fmt: skip
+    assert command.run(asked) == 0
+    assert f"a: {away}" in capsys.readouterr().err
+
+
 def test_a_profile_of_ones_own_goes_with_it(site: Path, other: Path, tmp_path: Path) -> None:
     (site / "catalog/profiles").mkdir(parents=True)
     mine = {"based_on": "plain", "summary": "Mine", "choose_when": "I do", "prefix_caching": True}
@@ -115,7 +146,7 @@ def test_a_proof_is_told_without_the_host_it_is_of(
     # Not by main(), which would have this whole process wait by gevent.
     asked = Options(
         inventory=str(site / "sparks.py"), choice="tiny/plain", model=None, profile=None, data=(),
-        limit=(), exclude=(), out=str(path), unasked=False,
+        limit=(), exclude=(), out=str(path), unasked=False, json=False,
     )  # fmt: skip
     assert command.run(asked) == 0
     found = yaml.safe_load(path.read_text())["proof"]

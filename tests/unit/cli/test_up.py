@@ -19,9 +19,10 @@ from spark_deploy.cli.changes import screen
 from spark_deploy.cli.changes.forecast import Found, sentence
 from spark_deploy.cli.changes.line import agreed
 from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes
-from spark_deploy.cli.commands import COMMANDS, Options
+from spark_deploy.cli.commands import COMMANDS
 from spark_deploy.cli.looking import Answer
 from spark_deploy.cli.planned import lock
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.jobs import Jobs
 from spark_deploy.facts.service.serve import HostStatus

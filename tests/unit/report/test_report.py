@@ -9,13 +9,13 @@ import pytest
 from hosts import EVIDENCE, PLAN, PROOF, RELEASE, report_of, said_of, status_of, survey_of
 
 from spark_deploy.catalog.load import read_questions
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.looking import Answer
 from spark_deploy.cli.looks.report import command
 from spark_deploy.cli.looks.report.document import HostReport, Report
 from spark_deploy.cli.looks.report.gather import Said
 from spark_deploy.cli.looks.report.markdown import file_of, read_report
 from spark_deploy.cli.looks.report.open_questions import ANSWERS
+from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from tests.unit.statuses import told
 

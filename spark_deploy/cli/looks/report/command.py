@@ -12,12 +12,12 @@ from spark_contract import files
 from spark_contract.host.units import MAIN_SERVICE
 
 from spark_deploy.catalog.load import read_questions
-from spark_deploy.cli.commands import Options
 from spark_deploy.cli.hosts import listed, planned, say
 from spark_deploy.cli.looking import look
 from spark_deploy.cli.looks.report.document import HostReport, Report
 from spark_deploy.cli.looks.report.gather import Said, host_report
 from spark_deploy.cli.looks.report.markdown import file_of
+from spark_deploy.cli.taken import Options
 from spark_deploy.documents.declare import typed
 from spark_deploy.facts.machine.survey import HostSurvey
 from spark_deploy.facts.service.evidence import Evidence
@@ -59,7 +59,7 @@ def _ask(host: Host, plan: HostPlan) -> Said | None:
 
 def _tell(options: Options, report: Report, path: Path) -> None:
     if options.json:
-        print(json.dumps(typed(report)))
+        print(json.dumps({"file": str(path), **typed(report)}))
         return
     for host in report.hosts:
         states = [answer.state for answer in host.answers]
