@@ -1,8 +1,11 @@
-"""The page of the result files: when, where and with which code each was made."""
+"""The page of the result files, and on other pages which of them are older than the code."""
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,20 @@ from declared import cell
 
 from proofs import code
 
+AS_HERE = "as here"
+OLDER = " (older code)"
+NAMED = re.compile(r"(?<![\w/.-])(?:benchmarks/results/gpu/)?([\w.-]+\.json)")
+BEGIN = "<!-- generated from benchmarks/results/gpu by `make docs` -->"
+END = "<!-- the rest is written by hand -->"
+PROOFS_BEFORE = """
+**Older than the code.** These results were made before the code that they rest on was what it is
+now ([which code](results.md)). What this page says of them was seen with the code of then:
+"""
+UNBROKEN: Any = {
+    "subsequent_indent": "  ",
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
 CHECKOUT = Path(__file__).resolve().parent.parent
 RESULTS = CHECKOUT / "benchmarks/results/gpu"
 SHOWN = 3
@@ -32,11 +49,16 @@ def results_page() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for path in sorted(RESULTS.glob("*.json")):
         found = json.loads(path.read_text("utf-8"))
-        device = str(found.get("device") or "not kept").partition(",")[0]
         verdicts = [row["passed"] for row in found.get("rows", []) if "passed" in row]
         counts = (verdicts.count(True), verdicts.count(None), verdicts.count(False))
         link = f"[{path.name}](../../benchmarks/results/gpu/{path.name})"
-        cells = (link, found.get("date") or "not kept", device, *counts, age(path.stem, found))
+        cells = (
+            link,
+            found.get("date") or "not kept",
+            _device(found),
+            *counts,
+            age(path.stem, found),
+        )
         yield f"| {' | '.join(cell(str(one)) for one in cells)} |"
 
 
@@ -46,6 +68,49 @@ def age(name: str, found: dict[str, Any]) -> str:
         return "older: from before digests were kept"
     other = [Path(path).name for path in code.changed(name, found["code"])]
     if not other:
-        return "as here"
+        return AS_HERE
     more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
     return f"older: {', '.join(other[:SHOWN])}{more} changed"
+
+
+@functools.cache
+def older() -> dict[str, str]:
+    """Return the result files that were made with other code than this, and where."""
+    found = {path: json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    return {
+        path.name: _device(one) for path, one in found.items() if age(path.stem, one) != AS_HERE
+    }
+
+
+def device_of(name: str) -> str:
+    """Return the short name of what a result was made on, such as H100."""
+    device = _device(json.loads((RESULTS / name).read_text("utf-8")))
+    return next((word for word in device.split() if re.match(r"[A-Z]+\d", word)), device)
+
+
+def _device(found: dict[str, Any]) -> str:
+    return str(found.get("device") or "not kept").partition(",")[0].partition("\n")[0]
+
+
+def marked(text: str) -> str:
+    """Return a text that says of each result file it names whether that is older."""
+    return NAMED.sub(lambda name: name[0] + (OLDER if name[1] in older() else ""), text)
+
+
+def proofs_page() -> Iterator[str]:
+    """Yield the page of the proofs, with its list of older results made anew."""
+    page = (CHECKOUT / "docs/reference/engine-proofs.md").read_text("utf-8")
+    before, _, rest = page.partition(BEGIN)
+    yield before + BEGIN
+    yield PROOFS_BEFORE
+    for device in sorted(set(older().values())):
+        links = (
+            f"[{name.removesuffix('.json')}](../../benchmarks/results/gpu/{name})"
+            for name, of in older().items()
+            if of == device
+        )
+        yield from textwrap.wrap(f"- {device}: {', '.join(links)}", 118, **UNBROKEN)
+    if not older():
+        yield "- none"
+    yield ""
+    yield END + rest.partition(END)[2]

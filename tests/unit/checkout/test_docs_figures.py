@@ -1,0 +1,167 @@
+"""Figures and devices that pages tell are those of the result files that stand beside them."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from spark_deploy.catalog.load import read_catalog
+from spark_deploy.checkout import CHECKOUT
+
+sys.path.insert(0, str(CHECKOUT / "docs"))
+import results
+from results import NAMED, device_of, older
+
+RESULTS = CHECKOUT / "benchmarks/results"
+PAGE = (CHECKOUT / "docs/reference/engine-proofs.md").read_text("utf-8")
+LINK = re.compile(r"\]\([^)]*results/[a-z]+/([\w.-]+\.json)\)")
+FIGURE = re.compile(r"(?<![\w.#])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?!\w)(?: ?%)?")
+SMALL = 20  # counts of layers, drafts and requests: they would be found in any file
+# Figures of a row that no result holds as they are, by words of the row: what was asked, and sums.
+ASKED = {
+    "prompts of 60,000, 33,000 and 20,011": {"33,000", "20,011"},
+    "sees a wrong scale and swapped layers": {"0.006"},
+    "pictures through the full class": {"0.054"},
+    "one layer of each kind": {"248,320", "512"},
+    "two hosts of a `cluster:`": {"4,096", "12,288"},
+    "| pictures are seen |": {"450"},
+    "trained from nothing but a seed": {"629"},
+    "falls when the cache is damaged": {"0.54", "0.985"},
+    "prefix caching and drafts, each alone": {"558,410", "544", "43,000"},
+    "the same with another script": {"0.40"},
+    "accepted by place in a step": {"0.58"},
+    "35B, 400 steps of 256": {"400", "256", "2048"},  # reported by others
+    "`spark-check --compare` on the engine": {"1e-16"},
+    "| preset | mean divergence of a decoded token": {"1e-6"},
+    "| 16 bit | 2 (drafts and graphs)": {"522,869"},
+    "| `turboquant_3bit_nc` | 516": {"5.1"},  # times the tokens of 16 bit
+    "peak memory while it is quantised": {"8,192"},  # rows of a block
+}
+
+
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """Yield the rows of all tables with the files that they, the row above or the section name."""
+    for section in re.split(r"^#{2,3} ", PAGE, flags=re.M):
+        above: list[str] = []
+        of_section = list(dict.fromkeys(LINK.findall(section)))
+        for line in section.splitlines():
+            if line.startswith("|") and not line.startswith("|--"):
+                above = LINK.findall(line) or (above if re.search(r"\| same\b", line) else [])
+                yield line, above or of_section
+
+
+def leaves(found: Any) -> Iterator[Any]:
+    if isinstance(found, dict):
+        for key, value in found.items():
+            yield key
+            yield from leaves(value)
+    elif isinstance(found, list):
+        yield len(found)
+        for value in found:
+            yield from leaves(value)
+    else:
+        yield found
+
+
+@cache
+def numbers(name: str) -> frozenset[float]:
+    """Return every number of a result file, those in its words as well."""
+    [path] = RESULTS.rglob(name)
+    found: set[float] = set()
+    for leaf in leaves(json.loads(path.read_text("utf-8"))):
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+            found.add(float(leaf))
+        elif isinstance(leaf, str):
+            found |= {
+                float(one.replace(",", "")) for one in re.findall(r"\d[\d,]*(?:\.\d+)?", leaf)
+            }
+    return frozenset(found)
+
+
+def strange(line: str, files: list[str]) -> list[str]:
+    """Return the figures of a row that stand in none of its files."""
+    known = frozenset[float]().union(*map(numbers, files))
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)
+    return [one for one in FIGURE.findall(text) if not stands(one, known)]
+
+
+def stands(figure: str, known: frozenset[float]) -> bool:
+    plain = figure.rstrip(" %").replace(",", "")
+    value, places = float(plain), len(plain.partition(".")[2]) if "e" not in plain else 0
+    if value <= SMALL and "." not in plain and "e" not in plain:
+        return True
+    if "e" in plain:
+        return any(f"{one:.0e}" == f"{value:.0e}" for one in known)
+    half = 0.5 * 10**-places + 1e-9
+    # Shares are told as percent, times in other units, what was refused as what was accepted.
+    told = (1.0, 100.0, 1e3, 1e6, 1e-6)
+    return any(
+        abs(one * scale - value) <= half or abs((1 - one) * scale - value) <= half
+        for one in known
+        for scale in told
+    )
+
+
+ROWS = [pytest.param(*row, id=f"{place}") for place, row in enumerate(rows()) if row[1]]
+
+
+@pytest.mark.parametrize(("line", "files"), ROWS)
+def test_every_figure_of_a_row_stands_in_a_result_it_names(line, files):
+    asked = set[str]().union(*(said for words, said in ASKED.items() if words in line))
+    assert [one for one in strange(line, files) if one not in asked] == []
+
+
+def test_a_figure_that_no_result_holds_is_noticed():
+    line, files = next((line, files) for line, files in rows() if "every module equals" in line)
+    assert strange(line, files) == []
+    assert strange(line.replace("0.0017", "0.0019"), files) == ["0.0019"]
+
+
+def test_what_is_asked_of_rows_is_still_in_them():
+    lines = [line for line, _ in rows()]
+    for words, said in ASKED.items():
+        [line] = [line for line in lines if words in line]
+        assert all(one in line for one in said), words
+
+
+def devices(text: str) -> set[str]:
+    return set(re.findall(r"\b(H100|H200)\b", text))
+
+
+@pytest.mark.parametrize(("line", "files"), ROWS)
+def test_a_row_names_the_device_of_its_results_and_no_other(line, files):
+    of_files = {device_of(name) for name in files if (RESULTS / "gpu" / name).exists()}
+    assert devices(line) <= of_files | {"CPU"}
+
+
+CATALOG = read_catalog()
+SAID = [
+    *((rail.rule, f"{rail.reason} {rail.source}", rail.source) for rail in CATALOG.rails),
+    *((name, row.what, row.result) for name in CATALOG.profile_names
+      for row in CATALOG.profile(name, "qwen3.5-122b").proven),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "source"), SAID)
+def test_a_rail_and_a_profile_name_the_device_of_their_results_and_no_other(name, text, source):
+    files = [one for one in NAMED.findall(source) if (RESULTS / "gpu" / one).exists()]
+    if files:
+        assert devices(text) <= {device_of(one) for one in files}, name
+
+
+def test_a_result_that_is_older_than_its_code_is_called_so_where_it_is_named(monkeypatch):
+    monkeypatch.setattr(results, "older", lambda: {"engine-eager.json": "H100"})
+    said = "benchmarks/results/gpu/engine-eager.json; experts.json on an H100"
+    assert results.marked(said) == said.replace("eager.json", f"eager.json{results.OLDER}")
+
+
+def test_a_page_that_quotes_older_results_leads_to_what_says_so():
+    pages = [*CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("*.md")]
+    quoting = [page for page in pages if set(LINK.findall(page.read_text("utf-8"))) & {*older()}]
+    assert [page for page in quoting if "results.md" not in page.read_text("utf-8")] == [
+        CHECKOUT / "docs/reference/results.md"
+    ] * bool(older())
