@@ -19,7 +19,7 @@ from spark_deploy.cli.planned import plan
 from spark_deploy.errors import LockError
 from spark_deploy.facts.service.stored import Stored
 from tests.unit.operations.test_operations import NEEDS
-from tests.unit.preflight.test_judge import OLLAMA, survey
+from tests.unit.preflight.surveyed import OLLAMA, survey
 
 RUNNING = OLLAMA.replace("STATE", "running").replace("RESTART", "always")
 SECOND = RUNNING.replace("ollama", "vllm").replace("a1", "b2")

@@ -15,7 +15,7 @@ from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.work.jobs import discard_jobs_of, jobs_of
 from spark_deploy.preflight.capacity import demands
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
-from tests.unit.preflight.test_judge import survey
+from tests.unit.preflight.surveyed import survey
 
 LET_GO = {"checkpoint.layout": "full", "checkpoint.keep_base": False}
 GIB = 1 << 30

@@ -18,7 +18,7 @@ from spark_host.told import evidence
 
 from spark_deploy.facts.machine.cuda import CudaState, Toolkit
 from tests.unit.facts.test_facts import CAPTURES
-from tests.unit.preflight.test_judge import problems, survey, warnings
+from tests.unit.preflight.surveyed import problems, survey, warnings
 
 MODULE = {"580.142": "proc-driver-nvidia-version--580.142--03.txt",
           "580.126.09": "proc-driver-nvidia-version--580.126.09--01.txt"}  # fmt: skip

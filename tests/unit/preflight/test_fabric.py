@@ -10,7 +10,7 @@ from spark_deploy.planning.machine import Way
 from spark_deploy.planning.serving.cluster import ways
 from spark_deploy.preflight.fabric import judge_ways, unlike
 from tests.unit.planning.test_clusters import FABRIC, clustered
-from tests.unit.preflight.test_judge import survey
+from tests.unit.preflight.surveyed import survey
 
 ONE = Way("enp1s0f1np1", "rocep1s0f1", 9000, 200000, "spark-2", "192.168.100.11", 9000)
 TWIN = Way("enP2p1s0f1np1", "roceP2p1s0f1", 9000, 200000, "spark-2", "192.168.101.11", 9000)

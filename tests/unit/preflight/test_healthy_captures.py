@@ -17,7 +17,7 @@ from spark_deploy.planning.types import HostPlan
 from spark_deploy.preflight import judge
 from tests.unit.facts.test_facts import CAPTURES
 from tests.unit.planning.plans import shipped
-from tests.unit.preflight.test_judge import survey
+from tests.unit.preflight.surveyed import survey
 
 _UNITS = {"G": 1 << 20, "T": 1 << 30, "Gi": 1 << 20, "Ti": 1 << 30}  # in KiB
 
