@@ -8,9 +8,15 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from gateway_house import MIB, NAMES, House, prepare
+from prune_machine import Machine
+from recorder import recording
+from spark_host.system import docker, systemd
 from stub_gateway import Door, running
 from stub_host import STUB_DIR, Host, Paths
 
@@ -77,3 +83,44 @@ def gate(host: Host, nginx_program: Path) -> Iterator[Door]:
     (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
     with running(host) as door:
         yield door
+
+
+@pytest.fixture
+def machine(host: Host, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(host)
+
+    def ask(path: str, timeout_s: float = 10) -> Any:
+        if path == "/images/json":
+            return list(made.images.values())
+        return []
+
+    def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        assert words[0] == "rmi"
+        made.removed.append(words[1])
+        made.images.pop(words[1])
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(docker, "ask", ask)
+    monkeypatch.setattr(docker, "is_up", lambda: True)
+    monkeypatch.setattr(docker, "image", lambda tag: made.images.get(tag))
+    monkeypatch.setattr(docker, "client", client)
+    monkeypatch.setattr(systemd, "show", lambda units, fields: made.units)
+    monkeypatch.setattr(
+        systemd, "systemctl", lambda *words, **_: subprocess.CompletedProcess(words, 0, "", "")
+    )
+    return made
+
+
+@pytest.fixture
+def house(host: Host, nginx_with_names: None) -> Iterator[House]:
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(recording(host.paths.engine_socket(name))) for name in NAMES
+        }
+        for name in ("embed", "rank"):
+            prepare(host, name, NAMES[name])
+        door = stack.enter_context(
+            running(host, engine=False, names=NAMES, max_body_bytes=8 * MIB,
+                    routes={"/v1/embeddings": "embed", "/v1/rerank": "rank"})
+        )  # fmt: skip
+        yield House(door, engines)

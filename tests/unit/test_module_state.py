@@ -1,0 +1,143 @@
+"""No module keeps what one run found out: what a run knows travels in values."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.test_rooms import MODULES, none, tree_of
+
+# Remembered is what follows from the code or the checkout alone. The payload is read once, so that
+# every host of a run gets the same bytes, whatever becomes of the checkout meanwhile.
+REMEMBER = {
+    "spark_deploy/documents/declare.py",
+    "spark_deploy/payload/content.py",
+    "files/checkpoint/spark_checkpoint/format/header.py",
+    "files/checkpoint/spark_checkpoint/format/numbers.py",
+    "files/checkpoint/spark_checkpoint/sources/connections.py",
+    "files/contract/spark_contract/documents.py",
+}
+KEPT = {
+    # Processes that no signal ends: the kernel keeps them, and who started them has to know.
+    "files/host/spark_host/system/programs.py": "_stuck",
+    # A script of its own, that nothing imports.
+    "files/checkpoint/spark_checkpoint/requantize/inside.py": "ROOT",
+}
+# What is made to be filled; constants are written out, or frozen.
+FILLED = re.compile(
+    r"\{\}|\[\]|([a-z]+\.)?"
+    r"(dict|defaultdict|OrderedDict|UserDict|UserList|list|set|deque|Counter|Weak\w+)\(.*\)"
+)
+FILLING = {"append", "add", "update", "setdefault", "extend", "insert", "pop", "popitem", "clear",
+           "remove", "discard", "appendleft"}  # fmt: skip
+# What says something else every time: found out by one run, and no fact of the code.
+DRAWN = re.compile(
+    r"(secrets|random|time|uuid|subprocess|socket|getpass|tempfile)\.\w+$"
+    r"|os\.(getpid|getenv|urandom|environ|getcwd)\b"
+)
+
+
+@pytest.mark.parametrize(
+    "side", ["spark_deploy/", "files/contract/", "files/host/", "files/checkpoint/", "roles/"]
+)
+def test_no_module_keeps_what_one_run_found_out(side: str) -> None:
+    """What a run knows travels in values, in pyinfra's data of a host or with the command.
+
+    What is kept weakly by pyinfra's own host is data of that host, and goes with it.
+    """
+    none(
+        [
+            f"{name} {found}"
+            for name in MODULES
+            if name.startswith(side)
+            for found in state_of(tree_of(name), may_remember=name in REMEMBER)
+            if KEPT.get(name, "\n") not in found
+        ]
+    )
+
+
+def state_of(tree: ast.Module, *, may_remember: bool = False) -> Iterator[str]:
+    """Yield each way in which a module could keep something from one call to the next."""
+    of_module = {
+        name: node
+        for name, node in _assigned(tree.body)
+        if not re.search(r"Weak\w+\[Host\b", ast.unparse(node))
+    }
+    for target, node in of_module.items():
+        if (value := node.value) is None:
+            continue
+        made = ast.unparse(value)
+        if FILLED.fullmatch(made) or (isinstance(value, ast.List) and "None" in made):
+            yield f"line {node.lineno}: {target} will be filled"
+        calls = (ast.unparse(one.func) for one in ast.walk(value) if isinstance(one, ast.Call))
+        if any(DRAWN.match(call) for call in calls):
+            yield f"line {node.lineno}: {target} is found out when the module is imported"
+    for part in ast.walk(tree):
+        words = [ast.unparse(one) for one in getattr(part, "decorator_list", ())]
+        yield from (f"remembers {word}" for word in words if "cache" in word and not may_remember)
+        if isinstance(part, ast.Global):
+            yield "has a global"
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _changes(part, set(of_module))
+
+
+def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((one.id, node) for one in targets if isinstance(one, ast.Name))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _assigned(node.body)
+
+
+def _changes(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> Iterator[str]:
+    """Yield what a function does to a name of its module: fill it, or set something of it."""
+    own = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+    own |= {
+        one.id
+        for one in ast.walk(function)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
+    for node in ast.walk(function):
+        changed: ast.expr | None = None
+        if isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            changed = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changed = node.func.value if node.func.attr in FILLING else None
+        if isinstance(changed, ast.Name) and changed.id in names - own:
+            yield f"line {node.lineno}: {function.name} changes {changed.id}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "known = {}",
+        "known: dict[str, str] = dict()",
+        "known = collections.UserDict()",
+        "password = [None]",
+        "key = secrets.token_hex(8)",
+        "began = time.monotonic()",
+        "answer = subprocess.run(['id'])",
+        "names = ('a',)\ndef f():\n    global names",
+        "table = {'a': 1}\ndef f():\n    table['b'] = 2",
+        "table = {'a': 1}\ndef f():\n    table.update(b=2)",
+        "plan = Holder(0)\ndef f():\n    plan.value = 3",
+        "@functools.lru_cache\ndef f():\n    return ask()",
+    ],
+)
+def test_each_way_of_keeping_something_is_seen(code: str) -> None:
+    assert list(state_of(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "TABLE = {'a': 1}",
+        "WORDS = ('a', 'b')\ndef f():\n    table = {}\n    table['b'] = 2\n    table.update(c=3)",
+        "leases: WeakKeyDictionary[Host, Held] = WeakKeyDictionary()",
+        "FORM = re.compile('x')",
+    ],
+)
+def test_what_stays_as_it_is_written_may_stand_in_a_module(code: str) -> None:
+    assert list(state_of(ast.parse(code))) == []
