@@ -9,6 +9,8 @@ from declared import cell
 from spark_deploy.catalog.model import Architecture, HybridModel
 from spark_deploy.catalog.profile import Figure
 from spark_deploy.catalog.types import Catalog
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.planned.recalibrated import calibration, files_of, measured
 from spark_deploy.planning.budget.speed import (
     BANDWIDTH_BYTES_PER_S,
     FIRST_ACCEPTED,
@@ -37,6 +39,11 @@ TurboQuant cache costs to pack and unpack, which attention backend runs, how oft
 accepted for a given kind of text, the time of prompts, and anything of two Sparks. The published
 v2 had a head kernel that takes longer for three tokens than ours, and FlashInfer attention.
 """
+SPARKS = """
+A deploy measures one request, and `spark-deploy report` tells it. `plan` multiplies what it
+computes by the median of measured over computed, of the reports in `reports/` and of those beside
+an inventory (`spark-report-*.md`, or `reports/*.md`); then it says by how many.
+"""
 ON_H200 = "[measured](engine-proofs.md#lm-head-kernel) on an H200, of its own bandwidth"
 NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
@@ -57,6 +64,7 @@ def speed_page(catalog: Catalog) -> Iterator[str]:
     yield BEFORE
     yield from _compared(catalog)
     yield ""
+    yield from _sparks(catalog)
     yield from _steps(catalog)
     yield from ("", "## Numbers in it", "", "| number | value | from |", "|---|---|---|")
     for row in NUMBERS:
@@ -78,6 +86,24 @@ def _compared(catalog: Catalog) -> Iterator[str]:
     yield ""
     yield f"More than {TOLERANCE:.0%} off: {', '.join(missed) or 'none'}."
     yield UNKNOWN.rstrip()
+
+
+def _sparks(catalog: Catalog) -> Iterator[str]:
+    """Yield what reports of Sparks measured beside what is computed."""
+    yield from ("## What Sparks measured", "", SPARKS.strip(), "")
+    found = list(measured(files_of(CHECKOUT), catalog))
+    if not found:
+        yield from ("No report is here yet, so nothing is moved.", "")
+        return
+    yield "| report | profile, model | measured | computed | |"
+    yield "|---|---|---|---|---|"
+    for one in found:
+        link = f"[{one.report}](../../reports/{one.report})"
+        apart = one.tokens_per_s / one.computed_tokens_per_s
+        begun = f"| {link} | {one.profile}, {one.model} | {one.tokens_per_s:.1f}"
+        yield f"{begun} | {one.computed_tokens_per_s:.1f} | times {apart:.2f} |"
+    moved = calibration(CHECKOUT, catalog)
+    yield from ("", f"`plan` multiplies by their median, {moved.factor:.2f}.", "")
 
 
 def _steps(catalog: Catalog) -> Iterator[str]:

@@ -16,7 +16,7 @@ from spark_deploy.lockfile.resolve import size
 from spark_deploy.lockfile.types import LockedSource
 from spark_deploy.planning.budget.disk import disk_total
 from spark_deploy.planning.budget.memory import gib
-from spark_deploy.planning.budget.speed import TOLERANCE, Speed, next_lever, speed_of
+from spark_deploy.planning.budget.speed import TOLERANCE, Calibration, Speed, next_lever, speed_of
 from spark_deploy.planning.serving.gateway import base_urls
 from spark_deploy.planning.serving.release import document
 from spark_deploy.planning.types import (
@@ -29,9 +29,12 @@ from spark_deploy.planning.types import (
 )
 
 _LONG_WORD = 1000
+UNMEASURED = Calibration()
 
 
-def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
+def lines(
+    plan: HostPlan, model: Model, profile: Profile, measured: Calibration = UNMEASURED
+) -> Iterator[str]:
     """Yield every part of the plan of one host; the profile is as this host serves it."""
     yield _row("release", plan.serve.name)
     yield _row("model", model.summary)
@@ -50,7 +53,7 @@ def lines(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     yield _row("image", f"{plan.image.base}, {size(plan.image.size_bytes)} compressed, {layer}")
     yield from _ready(plan)
     yield from _memory(plan, profile)
-    yield from speed(plan, model, profile)
+    yield from speed(plan, model, profile, measured)
     yield from _disk(plan)
     yield _row("engine", shlex.join(["vllm", "serve", *map(_word, plan.serve.engine.argv)]))
     yield from _cluster(plan.serve)
@@ -151,7 +154,9 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
     )
 
 
-def speed(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
+def speed(
+    plan: HostPlan, model: Model, profile: Profile, measured: Calibration = UNMEASURED
+) -> Iterator[str]:
     """Say how fast it would be; an engine without the kernels of a Spark is no matter of bytes."""
     if profile.engine_mode != "native" or not isinstance(model, HybridModel):
         return
@@ -161,10 +166,15 @@ def speed(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     one = speed_of(shape, profile)
     full = plan.serve.check.max_model_len
     deep = speed_of(shape, profile, context_tokens=full)
-    said = f"{_range(one)} tokens/s for one request, {_range(deep)} behind {full:,} tokens"
+    times = measured.factor
+    said = f"{_range(one, times)} tokens/s for one request, {_range(deep, times)} behind "
+    said += f"{full:,} tokens"
     if most > 1:
-        said += f", {_range(speed_of(shape, profile, requests=most))} in all for {most}"
-    yield _row("speed", f"{said} (computed, measured on no Spark: docs/reference/speed.md)")
+        said += f", {_range(speed_of(shape, profile, requests=most), times)} in all for {most}"
+    known = "measured on no Spark"
+    if count := measured.reports:
+        known = f"times {times:.2f} by {count} report{'s' if count > 1 else ''} of a Spark"
+    yield _row("speed", f"{said} (computed, {known}: docs/reference/speed.md)")
     largest = sorted(one.parts_s, key=lambda part: -part[1])[:4]
     shares = ", ".join(f"{name} {seconds / one.step_s:.0%}" for name, seconds in largest)
     yield _row(
@@ -179,8 +189,8 @@ def speed(plan: HostPlan, model: Model, profile: Profile) -> Iterator[str]:
     yield _row("", f"next lever: {told}")
 
 
-def _range(speed: Speed) -> str:
-    low, high = (speed.tokens_per_s * (1 + side * TOLERANCE) for side in (-1, 1))
+def _range(speed: Speed, times: float) -> str:
+    low, high = (speed.tokens_per_s * times * (1 + side * TOLERANCE) for side in (-1, 1))
     return f"{low:.0f} to {high:.0f}"
 
 

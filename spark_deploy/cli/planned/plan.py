@@ -13,10 +13,12 @@ from spark_deploy.cli.looks.doctor import surveyed
 from spark_deploy.cli.planned import reuse
 from spark_deploy.cli.planned.brief import brief
 from spark_deploy.cli.planned.brief import row as _row
-from spark_deploy.cli.planned.parts import lines, speed
+from spark_deploy.cli.planned.parts import UNMEASURED, lines, speed
+from spark_deploy.cli.planned.recalibrated import calibration
 from spark_deploy.cli.taken import Options
 from spark_deploy.inventory.held import hold_if_told
 from spark_deploy.lockfile.file import read_lock
+from spark_deploy.planning.budget.speed import Calibration
 from spark_deploy.planning.resolve import pair_of
 from spark_deploy.planning.serving.release import document
 from spark_deploy.planning.types import HostPlan
@@ -31,7 +33,8 @@ def run(options: Options) -> int:
     there = _there(hosts, plans) if options.on_host else {}
     texts = (
         text(plan, *pair_of(host.settings.settings, host.catalog), verbose=options.verbose,
-             there=reuse.told(found) if (found := there.get(plan.host)) else "")
+             there=reuse.told(found) if (found := there.get(plan.host)) else "",
+             measured=calibration(host.settings.root, host.catalog))
         for plan, host in zip(plans, hosts, strict=True)
     )  # fmt: skip
     more = [{"reuse": there.get(plan.host)} if options.on_host else {} for plan in plans]
@@ -55,19 +58,25 @@ def _there(hosts: Sequence[Listed], plans: Sequence[HostPlan]) -> dict[str, reus
 
 
 def text(
-    plan: HostPlan, model: Model, profile: Profile, *, verbose: bool, there: str = ""
+    plan: HostPlan,
+    model: Model,
+    profile: Profile,
+    *,
+    verbose: bool,
+    there: str = "",
+    measured: Calibration = UNMEASURED,
 ) -> Iterator[str]:
     """Yield what a person asked for of the plan of one host, or all of it.
 
-    ``there`` says what of it lies on the host already.
+    ``there`` says what of it lies on the host already, ``measured`` what reports say of the speed.
     """
     yield from brief(plan, profile)
     if there:
         yield _row("on the host", there)
     if verbose:
-        yield from lines(plan, model, profile)
+        yield from lines(plan, model, profile, measured)
         return
-    yield from itertools.islice(speed(plan, model, profile), 1)
+    yield from itertools.islice(speed(plan, model, profile, measured), 1)
     yield _row("more", "with -v: what is fetched, built and started, with which arguments")
 
 

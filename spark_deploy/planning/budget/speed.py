@@ -9,7 +9,8 @@ say how many tokens it yields. docs/reference/speed.md holds it against publishe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from spark_deploy.catalog.beside import Speculation
@@ -59,6 +60,20 @@ class Lever:
 
     setting: str
     gain: float  # 0.1 is ten percent
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How Sparks differed from what is computed: times ``factor``, as so many reports tell."""
+
+    factor: float = 1.0
+    reports: int = 0
+
+
+def calibrated(pairs: Iterable[tuple[float, float]]) -> Calibration:
+    """Return the median of measured over computed; of no measurement, nothing is changed."""
+    found = [measured / computed for measured, computed in pairs]
+    return Calibration(statistics.median(found), len(found)) if found else Calibration()
 
 
 def speed_of(
