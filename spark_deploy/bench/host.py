@@ -25,17 +25,20 @@ from spark_deploy.errors import SparkError
 _LIMIT_S = 60.0
 _WAIT_S = 15.0
 _EVERY_S = 1
+# Prints CELSIUS,WATTS, or nothing; read by `heat`.
+HEAT = (
+    "$(nvidia-smi --query-gpu=temperature.gpu,power.draw --format=csv,noheader,nounits "
+    "2>/dev/null | tr -d ' ')"
+)
 _LOOK = (
     f"while sleep {_EVERY_S}; do "
-    "echo $(date +%s.%N) $(awk '/^MemAvailable/{print $2}' /proc/meminfo) "
-    "$(nvidia-smi --query-gpu=temperature.gpu,power.draw --format=csv,noheader,nounits "
-    "2>/dev/null | tr -d ' '); done"
+    f"echo $(date +%s.%N) $(awk '/^MemAvailable/{{print $2}}' /proc/meminfo) {HEAT}; done"
 )
 _TOKENIZER = "tokenizer.json tokenizer_config.json vocab.json merges.txt config.json"
-_SYSTEM = """. /etc/os-release; echo "os=$PRETTY_NAME"
+SYSTEM = """. /etc/os-release; echo "os=$PRETTY_NAME"
 echo "product=$(cat /sys/class/dmi/id/product_name 2>/dev/null)"
 echo "gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)"
-echo "cuda=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\\([0-9.]*\\).*/\1/p')" """
+echo "cuda=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\\([0-9.]*\\).*/\\1/p')" """
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(draft|accepted)_tokens_total\S* (\S+)$", re.M)
 
 
@@ -81,7 +84,7 @@ def served_by(login: Login, service: str) -> tuple[Served, Release]:
         raise SparkError.one(login.name, "serves nothing that could be measured", fix)
     path = release_file(found.active)
     release = parse(Release, login.told(f"cat {shlex.quote(path)}"))
-    asked = dict(line.split("=", 1) for line in login.told(_SYSTEM).splitlines() if "=" in line)
+    asked = dict(line.split("=", 1) for line in login.told(SYSTEM).splitlines() if "=" in line)
     told = {**status.versions, **asked}
     versions = {key: str(value).strip() for key, value in told.items() if value}
     served = Served(
@@ -165,9 +168,14 @@ def read_samples(lines: Iterable[str]) -> Iterator[Sample]:
         if len(words) < 2 or not words[1].isdigit():
             continue
         began = float(words[0]) if began is None else began
-        gpu = [_number(word) for word in words[2].split(",")] if len(words) > 2 else []
-        temperature, power = (*gpu, None, None)[:2]
-        yield Sample(round(float(words[0]) - began, 1), int(words[1]) * 1024, temperature, power)
+        gpu = heat(words[2] if len(words) > 2 else "")
+        yield Sample(round(float(words[0]) - began, 1), int(words[1]) * 1024, *gpu)
+
+
+def heat(text: str) -> tuple[float | None, float | None]:
+    """Return temperature and power of what ``HEAT`` prints."""
+    temperature, power = ([_number(word) for word in text.split(",")] + [None, None])[:2]
+    return temperature, power
 
 
 def _number(word: str) -> float | None:

@@ -160,6 +160,16 @@ class MemoryPlan:
     unknown: tuple[str, ...] = ()  # what could not be computed, and why
     counted_by: str = ""  # who counted a token of a cache that nobody could compute
 
+    @property
+    def engine_bytes(self) -> int:
+        """What the engine takes before its cache."""
+        return self.weights_bytes + self.drafter_bytes + self.graphs_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """What is left for all else."""
+        return self.total_bytes - self.engine_bytes - self.kv_cache_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from spark_contract.host.paths import engine_dir
 from spark_contract.host.units import MAIN_SERVICE
 
-from spark_deploy.bench.host import Login
+from spark_deploy.bench.host import HEAT, Login, heat
 from spark_deploy.cli.changes.screen import shortened
 from spark_deploy.cli.connecting.connect import login_of
 from spark_deploy.cli.hosts import chosen_services, listed, say
@@ -28,10 +28,9 @@ _LOOK = """while :; do
   curl -s -m 5 --unix-socket FOLDER/engine.sock http://engine/metrics |
     grep -E '^vllm:(num_requests_|generation_tokens_total|kv_cache_usage|spec_decode_num_)'
   awk '/^MemAvailable/{print "memory", $2}' /proc/meminfo
-  echo "gpu $(nvidia-smi --query-gpu=temperature.gpu,power.draw --format=csv,noheader,nounits \\
-    2>/dev/null | tr -d ' ')"
+  echo "gpu HEAT"
   echo end; sleep EVERY
-done"""
+done""".replace("HEAT", HEAT)
 _HEAD = ("host", "running", "waiting", "tok/s", "accepted", "cache", "free GB", "°C", "W")
 
 
@@ -140,8 +139,7 @@ def read_looks(lines: Iterable[str]) -> Iterator[Look]:
 
 
 def _look(found: Mapping[str, float], words: Mapping[str, str]) -> Look:
-    gpu = [_number(word) for word in words.get("gpu", "").split(",")]
-    temperature, power = (*gpu, None, None)[:2]
+    temperature, power = heat(words.get("gpu", ""))
     memory = words.get("memory", "")
     return Look(
         at_s=float(words["at"]),
@@ -155,13 +153,6 @@ def _look(found: Mapping[str, float], words: Mapping[str, str]) -> Look:
         temperature_c=temperature,
         power_w=power,
     )
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
 
 
 def now_of(host: str, looks: list[Look]) -> Now:

@@ -56,8 +56,6 @@ def _minutes(seconds: float) -> str:
 
 def _memory(plan: HostPlan, profile: Profile) -> str:
     memory = plan.memory
-    engine = memory.weights_bytes + memory.drafter_bytes + memory.graphs_bytes
-    left = memory.total_bytes - engine - memory.kv_cache_bytes
     room = "of how many tokens the engine will say"
     if memory.full_context_users is not None:
         room = (
@@ -65,6 +63,6 @@ def _memory(plan: HostPlan, profile: Profile) -> str:
             f"{plan.serve.check.max_model_len:,} tokens"
         )
     return (
-        f"engine {gib(engine)}, KV cache {gib(memory.kv_cache_bytes)} ({room}; "
-        f"{profile.limits.max_sequences} at once), left for all else {gib(left)}"
+        f"engine {gib(memory.engine_bytes)}, KV cache {gib(memory.kv_cache_bytes)} ({room}; "
+        f"{profile.limits.max_sequences} at once), left for all else {gib(memory.left_bytes)}"
     )

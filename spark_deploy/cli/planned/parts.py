@@ -78,10 +78,11 @@ def _beside(one: ServicePlan) -> Iterator[str]:
         commit = _identity(source.locked.commit)
         yield _row("download", f"{source.locked.repo} {commit}, {size(source.size_bytes)}")
     yield _row("image", one.image.base)
-    used = one.memory.weights_bytes + one.memory.drafter_bytes + one.memory.graphs_bytes
     tokens = one.memory.kv_tokens
     cache = gib(one.memory.kv_cache_bytes) + ("" if tokens is None else f" of {tokens:,} tokens")
-    yield _row("memory", f"weights, drafter and runtime {gib(used)}, KV cache {cache}")
+    yield _row(
+        "memory", f"weights, drafter and runtime {gib(one.memory.engine_bytes)}, KV cache {cache}"
+    )
     yield _row("engine", shlex.join(["vllm", "serve", *map(_word, one.serve.engine.argv)]))
     yield from _service(one.serve, one.gateway)
 
@@ -130,16 +131,14 @@ def _ready(plan: HostPlan) -> Iterator[str]:
 
 def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
     memory = plan.memory
-    used = memory.weights_bytes + memory.drafter_bytes + memory.graphs_bytes
-    left = memory.total_bytes - used - memory.kv_cache_bytes
     vision = f" (vision {gib(memory.vision_bytes)} of them)" if memory.vision_bytes else ""
     yield _row(
         "memory",
         f"{gib(memory.total_bytes)} = weights {gib(memory.weights_bytes)}{vision} + drafter "
         f"{gib(memory.drafter_bytes)} + runtime {gib(memory.graphs_bytes)} + KV cache "
-        f"{gib(memory.kv_cache_bytes)} + left {gib(left)}",
+        f"{gib(memory.kv_cache_bytes)} + left {gib(memory.left_bytes)}",
     )
-    yield _row("", _left_for(memory, left))
+    yield _row("", _left_for(memory))
     for what in memory.unknown:
         yield _row("", f"NOT KNOWN: {what}; the engine says it at its start")
     if memory.counted_by:
@@ -194,9 +193,9 @@ def _range(speed: Speed, times: float) -> str:
     return f"{low:.0f} to {high:.0f}"
 
 
-def _left_for(memory: MemoryPlan, left: int) -> str:
+def _left_for(memory: MemoryPlan) -> str:
     """Say what the memory beside the engine is for."""
-    peaks = left - memory.reserve_bytes
+    peaks = memory.left_bytes - memory.reserve_bytes
     return (
         f"left for the system and other programs {gib(memory.reserve_bytes)} (memory.reserve_gib), "
         f"for peaks of a start and the file cache {gib(peaks)}; with less than "

@@ -271,6 +271,18 @@ def test_a_host_that_cannot_be_asked_is_named():
         login.told("true")
 
 
+def test_what_a_host_is_made_of_is_told_in_words(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n[ $# = 0 ] && echo '| Driver Version: 580.95  CUDA Version: 13.0  |' || "
+        "echo NVIDIA GB10\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    said = host.Login("@local", (), False).told(host.SYSTEM).splitlines()
+    assert {"gpu=NVIDIA GB10", "cuda=13.0"} <= set(said)
+
+
 def test_commands_on_this_machine_go_through_no_ssh():
     login = host.Login("@local", (), False)
     assert login.told("echo $((6*7))") == "42\n"
