@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,11 @@ HUB_REPOSITORY = form(
 # Which methods draft with weights of another repository.
 OF_A_REPOSITORY = ("dflash", "eagle3", "draft_model")
 _MOST_MTP_TOKENS = 8
+
+
+def is_repository(name: str) -> bool:
+    """Whether a hub could have a repository of this name; none is as long as 200 characters."""
+    return len(name) < 200 and bool(re.fullmatch(HUB_REPOSITORY["pattern"], name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,12 +167,14 @@ def answer(
     """Print what a command found: as JSON, or as the lines of each host for people."""
     if options.json:
         print(json.dumps(plain(found), indent=1))
-    elif sys.stdout.isatty():
+        return
+    text = shown(between.join("\n".join(text) for text in texts))
+    if sys.stdout.isatty():
         from spark_deploy.cli.looks.paper import show
 
-        show(between.join("\n".join(text) for text in texts).splitlines())
+        show(text.splitlines())
     else:
-        print(shown(between.join("\n".join(text) for text in texts)))
+        print(text)
 
 
 def again(options: Options, *words: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.plain_data import odd_values
+from spark_deploy.documents.plain_data import MOST_VALUES, odd_values
 from spark_deploy.documents.schema_check import dotted
 from spark_deploy.errors import Problem
 
@@ -41,17 +41,38 @@ class _NoDuplicates(_Loader):  # type: ignore[misc]
         return found
 
 
+class _DatesAreText(_NoDuplicates):
+    """The same for documents of others, who write dates without quotes."""
+
+
+_DatesAreText.add_constructor("tag:yaml.org,2002:timestamp", _DatesAreText.construct_yaml_str)
+
+
+class _TooLargeError(Exception):
+    """A file is larger than any settings are."""
+
+
 _DEPTH = 100
+_MOST_BYTES = 8 << 20
+_MOST_EVENTS = 2 * MOST_VALUES
 
 
-def _load(text: str) -> Any:
-    """Return the plain data of a YAML text.
+def _load(path: Path, loader: Any) -> Any:
+    """Return the plain data of a YAML file.
 
     Raises:
         RecursionError: it nests deeper than any settings do; the parser in C would end the process.
+        _TooLargeError: reading it would take minutes, or all memory.
     """
+    with path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise _TooLargeError(f"is larger than {_MOST_BYTES} bytes")
+    text = data.decode("utf-8")
     depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
+    for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        if number > _MOST_EVENTS:
+            raise _TooLargeError(f"holds more than {MOST_VALUES} values")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > _DEPTH:
@@ -59,13 +80,21 @@ def _load(text: str) -> Any:
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
     # The loader derives from a safe one, so it builds plain data only.
-    return yaml.load(text, Loader=_NoDuplicates)
+    return yaml.load(text, Loader=loader)
 
 
-def read_mapping(path: Path, *, shown: str) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the mapping of ``path`` (empty when it has none) and what is wrong with it."""
+def read_mapping(
+    path: Path, *, shown: str, of_others: bool = False
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the mapping of ``path`` (empty when it has none) and what is wrong with it.
+
+    Args:
+        path: of the file.
+        shown: how messages call it.
+        of_others: its form is not ours, so a date in it is text and no mistake.
+    """
     try:
-        data = _load(path.read_text(encoding="utf-8"))
+        data = _load(path, _DatesAreText if of_others else _NoDuplicates)
     except OSError as error:
         return {}, [Problem(shown, f"cannot be read: {error.strerror}", "check the file")]
     except UnicodeDecodeError:
@@ -75,6 +104,8 @@ def read_mapping(path: Path, *, shown: str) -> tuple[dict[str, Any], list[Proble
         where = f"{shown} line {mark.line + 1}" if mark else shown
         what = getattr(error, "problem", None) or "is not YAML"
         return {}, [Problem(where, str(what), "correct the YAML of that line or the one above")]
+    except _TooLargeError as error:
+        return {}, [Problem(shown, str(error), "name the file that is meant")]
     except RecursionError:
         return {}, [Problem(shown, "nests too deeply", "write fewer levels")]
     except (ValueError, OverflowError, AttributeError, KeyError) as error:

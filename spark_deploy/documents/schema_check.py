@@ -22,8 +22,7 @@ _TYPES = {
     "object": "a mapping",
     "null": "null",
 }
-# The login of a URL, up to its last @: a password may hold any other character.
-_LOGIN = re.compile(r'(?<=://)[^\s"]*@')
+_URL = re.compile(r'://[^\s"]*')
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -102,9 +101,15 @@ def _all_keys(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
         yield from _all_keys(value, f"{prefix}{key}.")
 
 
+def _without_login(url: re.Match[str]) -> str:
+    """Return a URL without its login, up to the last @: a password may hold any other character."""
+    _, at, rest = url[0].rpartition("@")
+    return f"://...@{rest}" if at else url[0]
+
+
 def _say(error: jsonschema.ValidationError) -> str:
     value = json.dumps(error.instance, default=str, ensure_ascii=False)
-    value = _LOGIN.sub("...@", value)  # messages are pasted into issues, and kept in logs
+    value = _URL.sub(_without_login, value)  # messages are pasted into issues, and kept in logs
     value = value if len(value) <= 60 else value[:57] + "..."
     limit: Any = error.validator_value
     if error.validator == "type":

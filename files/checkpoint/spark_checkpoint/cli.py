@@ -41,6 +41,7 @@ from spark_checkpoint.sources.layers import fetch_layers
 from spark_checkpoint.storage import room_left
 from spark_checkpoint.verify.verify import verify_tree
 
+_LONGEST_LINE = 800
 _FIXES = {
     errno.ENOSPC: "free space on this filesystem, then run again: it goes on from here",
     errno.EDQUOT: "raise the quota, then run again: it goes on from here",
@@ -140,7 +141,10 @@ def _look(arguments: argparse.Namespace) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(ERROR + _printable(" ".join(message.split())), file=sys.stderr, flush=True)
+    line = _printable(" ".join(message.split()))
+    if len(line) > _LONGEST_LINE:  # of a name that somebody made so
+        line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 4 :]}"
+    print(ERROR + line, file=sys.stderr, flush=True)
     return code
 
 

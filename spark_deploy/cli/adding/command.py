@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.catalog.beside import HUB_REPOSITORY
+from spark_deploy.catalog.beside import is_repository
 from spark_deploy.catalog.load import read_families
 from spark_deploy.cli.adding.draft import Draft
 from spark_deploy.cli.adding.recipes import draft_of_recipe
@@ -19,6 +18,7 @@ from spark_deploy.cli.hosts import Listed, again, answer, listed, planned, say
 from spark_deploy.cli.planned.parts import lines
 from spark_deploy.cli.taken import Options
 from spark_deploy.documents.files import read_mapping
+from spark_deploy.documents.shown import one_line
 from spark_deploy.errors import CatalogError, SparkError
 from spark_deploy.lockfile.anatomy import anatomy_of, ask_hub
 from spark_deploy.lockfile.hub import card_of
@@ -100,7 +100,7 @@ def _planned(options: Options, added: _Added, found: dict[str, Any]) -> list[str
     found["image_bytes"] = plan.image.size_bytes
     return [
         *lines(plan, *pair_of(after.settings.settings, after.catalog)),
-        *(f"  OPEN        {what}" for what in added.open),
+        *(f"  OPEN        {one_line(what)}" for what in added.open),
         f"  UNPROVEN    {found['unproven']}",
     ]
 
@@ -117,7 +117,7 @@ def _file(place: str) -> dict[str, Any] | None:
     path = Path(place)
     if not path.is_file():
         return None
-    data, problems = read_mapping(path, shown=path.name)
+    data, problems = read_mapping(path, shown=path.name, of_others=True)
     if problems:
         raise CatalogError(problems)
     return data
@@ -126,7 +126,7 @@ def _file(place: str) -> dict[str, Any] | None:
 def _of_repository(place: str, host: Listed) -> Draft:
     """Return the file of ``ORG/NAME[@REVISION]``."""
     repository, _, asked = place.partition("@")
-    if not re.match(HUB_REPOSITORY["pattern"], repository):
+    if not is_repository(repository):
         what = "is neither a file nor ORG/NAME[@REVISION]"
         raise CatalogError.one(place, what, "check the spelling")
     hub = host.settings.settings.hub

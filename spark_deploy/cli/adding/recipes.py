@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_deploy.catalog.beside import HUB_REPOSITORY
+from spark_deploy.catalog.beside import is_repository
 from spark_deploy.cli.adding.arguments import Arguments, arguments_of
 from spark_deploy.cli.adding.draft import Draft
 from spark_deploy.errors import CatalogError
@@ -31,6 +31,10 @@ _WHY_NOT = {
 }  # fmt: skip
 
 
+# What ends a command, or says where its output goes.
+_SHELL = re.compile(r"[|&;]|\d?>")
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*=[^$`]*$")
+_MOST_CHARACTERS = 4_000_000
 _OF_MODEL = {"model_id", "base_args", "base_env", "min_vllm_version"}
 _OF_VARIANT = {"model_id", "extra_args", "extra_env", "hardware_overrides"}
 
@@ -57,10 +61,8 @@ def draft_of_recipe(data: Mapping[str, Any], source: str) -> Draft:
         CatalogError: It is of no known kind, names no repository, or is for several hosts.
     """
     recipe = _read(data, source)
-    if not isinstance(recipe.repository, str) or not re.match(
-        HUB_REPOSITORY["pattern"], recipe.repository
-    ):
-        what = f"names no repository of the hub ({str(recipe.repository)[:60]!r})"
+    if not is_repository(recipe.repository):
+        what = f"names no repository of the hub ({recipe.repository[:60]!r})"
         raise CatalogError.one(source, what, "write ORG/NAME as its model")
     taken = arguments_of(recipe.words)
     nodes = max(recipe.nodes, taken.devices)
@@ -104,13 +106,13 @@ def _read(data: Mapping[str, Any], source: str) -> Recipe:
     if isinstance(data.get("model"), Mapping) and isinstance(data.get("variants"), Mapping):
         return _vllm_project(data)
     if "model" in data and ("command" in data or "defaults" in data):
-        return _sparkrun(data)
+        return _sparkrun(data, source)
     what = "is no recipe of a kind known here"
     fix = "sparkrun 2, spark-vllm-docker 1, NVIDIA's recipe.yaml and vllm-project/recipes are"
     raise CatalogError.one(source, what, fix)
 
 
-def _sparkrun(data: Mapping[str, Any]) -> Recipe:
+def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
     """Both forms: a command with places for the defaults, or the defaults alone."""
     defaults = _mapping(data.get("defaults"))
     text = data.get("command")
@@ -118,25 +120,31 @@ def _sparkrun(data: Mapping[str, Any]) -> Recipe:
             "command", "solo_only", "cluster_only", "min_nodes", "max_nodes"}  # fmt: skip
     values = {**defaults, "model": data.get("model")}
     if isinstance(text, str):
-        filled = re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), text)
-        words = _served(filled)
-        named = {name for name in defaults if f"{{{name}}}" in text}
-        unused = [f"defaults.{name}: the command does not say it" for name in defaults
-                  if name not in named]  # fmt: skip
+        words, exported, unused = _served(_filled(text, values, source))
+        unused += [f"defaults.{name}: the command does not say it" for name in defaults
+                   if f"{{{name}}}" not in text]  # fmt: skip
     else:
-        words, unused = list(_of_defaults(defaults)), []
+        words, exported, unused = list(_of_defaults(defaults)), {}, []
     nodes = _count(data.get("min_nodes"), 1)
     version = str(data.get("recipe_version", ""))
     return Recipe(
-        kind=f"a recipe of sparkrun or spark-vllm-docker, version {version or 'not said'}",
+        kind=f"a recipe of sparkrun or spark-vllm-docker, version {version[:20] or 'not said'}",
         repository=str(data.get("model")),
         words=words,
-        environment=_mapping(data.get("env")),
+        environment={**_mapping(data.get("env")), **exported},
         revision=str(data.get("model_revision") or "main"),
         summary=str(data.get("description") or data.get("name") or ""),
         nodes=max(nodes, 2) if data.get("cluster_only") is True else nodes,
         unused=[*unused, *_others(data, used)],
     )
+
+
+def _filled(text: str, values: Mapping[str, Any], source: str) -> str:
+    """Return a command with the defaults in their places."""
+    said = {name: str(value) for name, value in values.items()}
+    if len(text) * max(map(len, said.values())) > _MOST_CHARACTERS:
+        raise CatalogError.one(source, "its command is too long to be one", "take another recipe")
+    return re.sub(r"\{(\w+)\}", lambda one: said.get(one[1], one[0]), text)
 
 
 def _of_defaults(defaults: Mapping[str, Any]) -> Iterator[str]:
@@ -152,6 +160,7 @@ def _nvidia(data: Mapping[str, Any]) -> Recipe:
     serve, checkpoint = _mapping(data.get("serve")), _mapping(data.get("checkpoint"))
     topology = _mapping(data.get("topology"))
     told = str(serve.get("command") or "")
+    words, exported, unused = _served(told)
     used = {"schema_version", "title", "model", "serve", "checkpoint", "topology", "backend",
             "hardware"}  # fmt: skip
     inner = [f"serve.{key}: {_OURS}" for key in serve if key not in ("command", "label", "target")]
@@ -159,10 +168,11 @@ def _nvidia(data: Mapping[str, Any]) -> Recipe:
     recipe = Recipe(
         kind="a recipe.yaml of NVIDIA/local-ai-inference-recipes",
         repository=str(checkpoint.get("target_label") or checkpoint.get("target") or ""),
-        words=_served(told),
+        words=words,
+        environment=exported,
         summary=str(data.get("title") or ""),
         nodes=_count(topology.get("node_count"), 1),
-        unused=[*inner, *_others(data, used)],
+        unused=[*unused, *inner, *_others(data, used)],
     )
     if draft and str(draft) not in told:
         recipe.unused.append(f"checkpoint.draft {draft}: the command does not say it")
@@ -195,7 +205,7 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
     others = [f"variants.{name}" for name in _mapping(data.get("variants")) if name != chosen]
     used = {"meta", "model", "features", "opt_in_features", "variants", "hardware_overrides"}
     recipe = Recipe(
-        kind=f"a document of vllm-project/recipes, variant {chosen}",
+        kind=f"a document of vllm-project/recipes, variant {chosen[:40]}",
         repository=str(variant.get("model_id") or model.get("model_id") or ""),
         words=words,
         environment=environment,
@@ -221,17 +231,28 @@ def _variant(variants: Mapping[str, Any]) -> str:
     return "default" if "default" in variants else str(next(iter(variants), "default"))
 
 
-def _served(command: str) -> list[str]:
-    """Return the words after ``vllm serve MODEL``; of anything else none."""
-    text = re.sub(r"^\s*#.*$", "", command.replace("\\\n", " "), flags=re.MULTILINE)
+def _served(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Return the words after ``vllm serve MODEL``, variables set before, and what is not used."""
+    text = re.sub(r"^[ \t]*#.*$", "", command.replace("\\\n", " "), flags=re.MULTILINE)
     try:
         words = shlex.split(text)
     except ValueError:
-        return []
+        words = []
     if "serve" not in words:
-        return []
-    after = words[words.index("serve") + 1 :]
-    return after[1:] if after and not after[0].startswith("-") else after
+        return [], {}, ["command: it does not call `vllm serve`"] if command.strip() else []
+    at = words.index("serve")
+    ends = next((n for n, word in enumerate(words) if n > at and _SHELL.match(word)), len(words))
+    exported = dict(word.split("=", 1) for word in words[:at] if _ASSIGNED.match(word))
+    others = [
+        word for word in (*words[:at], *words[ends:]) if word.split("=", 1)[0] not in exported
+    ]
+    unused = [
+        f"command: {word}: only `vllm serve`, its arguments and its environment are taken"
+        for word in others
+        if word not in ("vllm", "exec", "export")
+    ]
+    after = words[at + 1 : ends]
+    return after[1:] if after and not after[0].startswith("-") else after, exported, unused
 
 
 def _others(data: Mapping[str, Any], used: Iterable[str]) -> list[str]:

@@ -16,6 +16,7 @@ from spark_deploy.cli.adding.draft import Draft
 
 # Other formats of the same weights, which the engine does not read.
 _OTHER_FORMATS = ("original/*", "metal/*", "onnx/*", "openvino/*", "*.gguf", "consolidated*")
+_MOST_BYTES = 1 << 50  # no file is larger
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -101,7 +102,7 @@ def _only_pools(architecture: str, engine: Any) -> bool:
 
 
 def _about(anatomy: Anatomy, found: Described, card: Card, asked: str) -> Iterator[str]:
-    total = sum(size for size in found.files.values() if size)
+    total = sum(size for size in found.files.values() if size and 0 < size < _MOST_BYTES)
     yield (
         f"Written by `spark-deploy add` from {anatomy.repository} at {asked}, which was commit "
         f"{anatomy.commit[:12]}. Nobody proved it yet: a deploy does."
@@ -118,9 +119,14 @@ def _about(anatomy: Anatomy, found: Described, card: Card, asked: str) -> Iterat
         yield f"context: {anatomy.context_tokens:,} tokens"
     sampling = found.documents.get(GENERATION, {})
     numbers = {key: sampling.get(key) for key in _SAMPLING}
-    said = [f"{key} {value}" for key, value in numbers.items() if type(value) in (int, float)]
+    said = [f"{key} {value}" for key, value in numbers.items() if _is_small(value)]
     if said:
         yield f"sampling that its publisher advises (the engine takes it): {', '.join(said)}"
+
+
+def _is_small(value: object) -> bool:
+    """Whether it is a number that somebody could mean; not true, infinite or half a page long."""
+    return type(value) in (int, float) and abs(value) < 10**6  # type: ignore[arg-type]
 
 
 def _open(anatomy: Anatomy, found: Described) -> Iterator[str]:

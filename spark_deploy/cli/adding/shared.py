@@ -25,7 +25,7 @@ _HEAD = """\
 """
 _SECRET = re.compile(
     r"(?i)\b(?:bearer|basic)\s+\S{8,}|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[abpr]-"
-    r"|AKIA)[\w-]{8,}|\beyJ[\w-]+\.[\w-]+\.|://[^/\s@]+:[^/\s@]*@|-----BEGIN "
+    r"|AKIA)[\w-]{8,}|\beyJ[\w-]+\.[\w-]+\.|://[^/\s@:]+:[^/\s@]*@|-----BEGIN "
 )
 _SECRET_KEY = re.compile(r"(?i)(token|secret|password|api[-_]?key)$")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import yaml
+from spark_contract import files
 
 from spark_deploy.catalog.load import read_catalog, read_file
 from spark_deploy.checkout import catalog_files
@@ -35,15 +36,14 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
     before = {path: path.read_bytes() if path.exists() else None for path in paths.values()}
     try:
         for pair, path in paths.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(texts[pair], encoding="utf-8")
+            files.write_text(path, texts[pair])
         _check(root, list(texts))
-    except CatalogError:
+    except BaseException:  # whatever ends it, a full disk or Ctrl-C: all files or none
         for path, content in before.items():
             if content is None:
                 path.unlink(missing_ok=True)
-            else:
-                path.write_bytes(content)
+            elif path.read_bytes() != content:
+                files.write_pieces(path, [content])
         raise
     for (kind, name), path in paths.items():
         ours = catalog_files(kind).get(name)

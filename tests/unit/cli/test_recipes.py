@@ -14,12 +14,16 @@ from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.adding.recipes import draft_of_recipe
+from spark_deploy.documents.files import read_mapping
 from spark_deploy.errors import CatalogError, Problem
 from tests.unit.hostile import ANYTHING
 from tests.unit.planning.plans import shipped_catalog
 
 FIXTURES = CHECKOUT / "tests/fixtures/recipes"
-READ = {path.name: yaml.safe_load(path.read_text()) for path in sorted(FIXTURES.glob("*.yaml"))}
+READ = {
+    path.name: read_mapping(path, shown=path.name, of_others=True)[0]
+    for path in sorted(FIXTURES.glob("*.yaml"))
+}
 CHANGED: dict[str, dict[str, Any]] = {
     "sparkrun-2.yaml": {
         "limits": {"max_context_tokens": 65536, "memory_fraction": 0.7},
@@ -37,6 +41,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "nvidia.yaml": {
         "limits": {"max_context_tokens": 262144, "max_sequences": 8},
         "speculation": {"method": "mtp", "tokens": 4, "repository": "maker/A-Model-assistant"},
+        "environment": {"VLLM_SOME_SWITCH": "1"},
     },
     "vllm-project.yaml": {
         "options": {"moe-backend": "marlin"},
@@ -98,6 +103,8 @@ def test_what_would_run_code_or_fetch_more_is_named() -> None:
     assert "features.spec_decoding: it is opt-in" in said["vllm-project.yaml"]
     assert "variants.default" in said["vllm-project.yaml"]
     assert "do not call it verified on a DGX Spark" in said["vllm-project.yaml"]
+    for word in ("HEAD_IP=$(hostname -i)", "2>&1", "|", "tee", "log"):
+        assert f"command: {word}: only `vllm serve`" in said["nvidia.yaml"]
     assert "hf_secret" not in "".join(draft_of_recipe(d, n).text() for n, d in READ.items())
 
 
@@ -113,6 +120,18 @@ SEVERAL = (
 def test_a_recipe_for_several_hosts_says_so(changes: dict[str, Any]) -> None:
     with pytest.raises(CatalogError, match=r"is for \d+ hosts together"):
         draft_of_recipe({**READ["sparkrun-2.yaml"], **changes}, "r.yaml")
+
+
+@pytest.mark.parametrize("command", ["python -m sglang.launch_server", "vllm 'serve"])
+def test_a_command_of_which_nothing_is_taken_says_so(command: str) -> None:
+    draft = draft_of_recipe({"model": "org/x", "command": command}, "r.yaml")
+    assert "not used: command: it does not call `vllm serve`" in draft.open
+
+
+def test_a_command_that_would_fill_all_memory_is_refused() -> None:
+    data = {"model": "org/x", "command": "{a}" * 10_000, "defaults": {"a": "x" * 1_000_000}}
+    with pytest.raises(CatalogError, match="too long to be one"):
+        draft_of_recipe(data, "r.yaml")
 
 
 def test_values_that_no_profile_can_say_are_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from spark_contract.work.orders import Described
 
+from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.inspect.anatomy import examine
 from spark_checkpoint.inspect.inspection import Subject
 
@@ -26,6 +27,9 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})\.")
 def describe(subject: Subject) -> Described:
     """Return what headers and documents say; of files beside an index, those of the index count."""
     loaded = set(subject.index.values()) if subject.index else set(subject.shards)
+    if gone := sorted(loaded - subject.shards.keys()):
+        what = f"its index names {len(gone)} files that it does not hold, {gone[0][:60]!r} first"
+        raise GateRefused(subject.place, what, "name another commit: no engine could load this one")
     shards = {name: header for name, header in subject.shards.items() if name in loaded}
     found = examine(shards, None)
     own_drafter = _first_drafter_layer(subject.config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spark_contract.host.digests import COMMIT
 from spark_contract.work.fetching import Wire
 from spark_contract.work.orders import BuildPlan
 from spark_contract.work.patterns import expand_all
@@ -27,7 +28,9 @@ from spark_checkpoint.verify.verify import read_receipt_line
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _REPOSITORY = re.compile(r"([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(?:@([A-Za-z0-9._-]+))?")
-_SMALL_BYTES = 64 << 20
+_LISTING_BYTES = 64 << 20
+_DOCUMENT_BYTES = 8 << 20  # several times the largest known: one that names each module's bits
+_MOST_SHARDS = 4096
 # Of a quantization_config, what says how weights are stored.
 _QUANTIZATION = frozenset({"quant_method", "bits", "group_size", "sym", "data_type", "fmt",
                            "packing_format", "activation_scheme", "weight_block_size"})  # fmt: skip
@@ -239,8 +242,11 @@ def _open_repository(
 ) -> Subject:
     files = UrlFiles(f"{endpoint}/{name}/resolve/{revision}/", wire)
     about = f"{endpoint}/api/models/{name}/revision/{revision}?blobs=true"
-    listing = files.small_json(about, _SMALL_BYTES)
-    commit = str(listing.get("sha") or revision)
+    listing = files.small_json(about, _LISTING_BYTES)
+    commit = str(listing.get("sha"))
+    if not re.fullmatch(COMMIT, commit):
+        what = f"names the commit {commit[:60]!r} in the hub's answer"
+        raise GateRefused(name, what, "check the endpoint: this is no hub")
     # From here on the commit: a push in between must not mix two trees.
     files = UrlFiles(f"{endpoint}/{name}/resolve/{commit}/", wire)
     present = {
@@ -251,11 +257,13 @@ def _open_repository(
     shards = [path for path in present if path.endswith(".safetensors") and "/" not in path]
     if not shards:
         raise GateRefused(name, "lists no .safetensors file", "check the repository")
+    if len(shards) > _MOST_SHARDS:
+        raise GateRefused(name, f"lists {len(shards)} .safetensors files", "check the repository")
     with ThreadPoolExecutor(wire.parallel) as pool:
         headers = dict(zip(shards, pool.map(files.header, shards), strict=True))
     index = files.index() if INDEX_NAME in present else None
     read = {
-        path: files.small_json(files.url(path), _SMALL_BYTES)
+        path: files.small_json(files.url(path), _DOCUMENT_BYTES)
         for path in documents
         if path in present
     }

@@ -1,0 +1,240 @@
+"""``spark-deploy add`` of what nobody should publish: a whole file, or one line and no file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spark_contract import files
+
+from spark_deploy.catalog.load import read_families
+from spark_deploy.cli.adding import take
+from spark_deploy.cli.adding.repository import Card, draft_of
+from spark_deploy.documents.files import read_mapping
+from spark_deploy.errors import SparkError
+from spark_deploy.lockfile.anatomy import anatomy_of, ask_hub
+from spark_deploy.settings.sources import HubSettings
+from tests import forked
+from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.cli.test_add import COMMIT, CONFIG, ENTRIES, add, make_site
+from tests.unit.hostile import hostile
+from tests.unit.lockfile.hub_trees import write_repository
+from tests.unit.planning.plans import shipped_catalog
+
+REPO = "org/tiny"
+INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
+SAID: dict[str, Any] = {
+    "config.json": {**CONFIG, "quantization_config": {"quant_method": "fp8", "bits": 8},
+                    "audio_config": {}, "auto_map": {"AutoModel": "m.M"}},
+    "generation_config.json": {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
+    "tokenizer_config.json": {"chat_template": "{{ messages }}", "model_max_length": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    with Hub(tmp_path_factory.mktemp("hub")) as running, pytest.MonkeyPatch.context() as patch:
+        forked.have_builder(patch)
+        folder = running.root / REPO / "resolve" / COMMIT
+        folder.mkdir(parents=True)
+        for name, said in SAID.items():
+            (folder / name).write_text(json.dumps(said))
+        write_repository(running.root, REPO, ENTRIES, COMMIT, SAID["config.json"])
+        yield running
+
+
+def answers_of(hub: Hub) -> dict[str, bytes]:
+    """Return what the hub says of the repository, by the end of the path that asks for it."""
+    folder = hub.root / REPO / "resolve" / COMMIT
+    found = {name: (folder / name).read_bytes() for name in (*SAID, INDEX)}
+    return {**found, "main": (hub.root / f"api/models/{REPO}/revision/main").read_bytes()}
+
+
+def drawn(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
+    """Return what is written when one answer is another; nothing when it is refused in a line."""
+    hub.fault = lambda one, path, data: one.serve(answer) or True if path.endswith(end) else None
+    try:
+        found = ask_hub(f"{REPO}@main", HubSettings(endpoint=hub.url), all_documents=True)
+        anatomy = anatomy_of(REPO, found)
+        card, engines = Card("mit", True, "text-generation"), shipped_catalog().engines
+        draft = draft_of(anatomy, found, card, engines, read_families(), "main")
+    except SparkError as error:
+        [problem] = error.problems
+        assert problem.line.isprintable()
+        assert len(problem.line) < 1000
+        return {}
+    assert all(len(one) < 1000 for one in draft.open)
+    path = hub.root / "draft.yml"
+    path.write_text(draft.text())
+    data, problems = read_mapping(path, shown="draft")
+    assert problems == []
+    assert all(line.isprintable() for line in draft.text().splitlines())
+    return data
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_whatever_a_hub_says_a_file_of_the_catalog_is_drawn_or_one_line(
+    hub: Hub, data: st.DataObject
+) -> None:
+    end, said = data.draw(st.sampled_from(sorted(answers_of(hub).items())))
+    assert drawn(hub, end, data.draw(hostile(said))).get("kind", "plain") == "plain"
+
+
+def listed(hub: Hub, *more: str, size: int = 1, **changes: Any) -> bytes:
+    """Return the list of files with more of them, the first of a size, and other keys."""
+    said = json.loads(answers_of(hub)["main"])
+    said["siblings"][0]["size"] = size
+    said["siblings"] += [{"rfilename": name, "size": 1} for name in more]
+    return json.dumps({**said, **changes}).encode()
+
+
+def of_length(number: int) -> bytes:
+    """Return the beginning of a file whose header says how long it is."""
+    return number.to_bytes(8, "little") + b"{}"
+
+
+REFUSED = {
+    "a commit that is a path": ("main", lambda hub: listed(hub, sha="../../../etc")),
+    "a commit of a megabyte": ("main", lambda hub: listed(hub, sha="a" * 1_000_000)),
+    "more shards than any model": (
+        "main", lambda hub: listed(hub, *(f"{n}.safetensors" for n in range(5000))),
+    ),
+    "a header longer than its file": (SHARD, lambda hub: of_length(1000)),
+    "a header of eight exabytes": (SHARD, lambda hub: of_length(2**63)),
+    "a name of a megabyte": (
+        SHARD, lambda hub: of_length(1_000_006)[:8] + b'{"' + b"x" * 1_000_000 + b'":1}',
+    ),
+    "an index of files that are not there": (
+        INDEX, lambda hub: b'{"weight_map": {"a": "../../../etc/passwd"}}',
+    ),
+    "a config.json of 200 MB": ("config.json", lambda hub: b'{"a": "' + b"x" * 200_000_000 + b'"}'),
+    "a number that is none": ("config.json", lambda hub: b'{"num_hidden_layers": 1e400}'),
+    "the same key twice": (
+        "config.json",
+        lambda hub: b'{"model_type": "qwen3", "hidden_size": 1, "hidden_size": -1}',
+    ),
+}  # fmt: skip
+TAKEN = {
+    "a size that no number holds": ("main", lambda hub: listed(hub, size=10**400)),
+    "a size below nothing": ("main", lambda hub: listed(hub, size=-(10**30))),
+    "names that lead elsewhere": (
+        "main", lambda hub: listed(hub, "../../x.json", "/etc/passwd", "a\x1b[2J", "\u202egnp.exe"),
+    ),
+    "sampling without a number": (
+        "generation_config.json",
+        lambda hub: b'{"temperature": 1e400, "top_p": NaN, "top_k": ' + b"9" * 4000 + b"}",
+    ),
+    "an index of a million names": (
+        INDEX, lambda hub: json.dumps(
+            {"weight_map": dict.fromkeys(map(str, range(1_000_000)), SHARD)}
+        ).encode(),
+    ),
+    "a type of a megabyte": (
+        "config.json", lambda hub: json.dumps({**CONFIG, "model_type": "x" * 1_000_000}).encode(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_repository_can_say_is_refused(hub: Hub, case: str) -> None:
+    end, answer = REFUSED[case]
+    assert drawn(hub, end, answer(hub)) == {}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_is_odd_and_no_matter_stays_out_of_the_file(hub: Hub, case: str) -> None:
+    end, answer = TAKEN[case]
+    assert drawn(hub, end, answer(hub))["repository"] == REPO
+
+
+def aliases(levels: int) -> str:
+    """Return a few lines that hold eight to the power of the levels values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+FILES = {
+    "aliases of aliases": (aliases(12), "holds more than 200000 values"),
+    "a million values": (f"a: [{'1,' * 1_000_000}]", "holds more than 200000 values"),
+    "nine megabytes": (f"a: {'x' * 9_000_000}", "is larger than"),
+    "addresses in addresses": (f"shared: 1\nname: '{'://' * 300_000}'", "does not have the form"),
+    "a date for a name": ("model: 2026-01-01\ncommand: vllm serve", "names no repository"),
+    "a file name for a repository": ("model: org/../../x\ncommand: vllm serve x", "no repository"),
+    "a line more": ('model: "org/x\\n"\ncommand: vllm serve x', "no repository"),
+    "a name that no file can have": (
+        f"model: org/{'x' * 5000}\ncommand: vllm serve x",
+        "names no repository",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_of_a_stranger_is_refused_at_once_and_nothing_is_written(
+    hub: Hub, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, said = FILES[case]
+    site = make_site(tmp_path / "site", hub)
+    (tmp_path / "r.yaml").write_text(text)
+    assert add(site, str(tmp_path / "r.yaml")) == 1
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+    assert len(err) < 2000
+    assert not list(site.rglob("catalog/*/*"))
+
+
+RECIPE = 'model: org/tiny\nsummary: x\ndescription: "a\\e[2Jb"\n"\\e[2J": 1\ncommand: vllm serve x'
+
+
+def test_words_of_a_recipe_move_no_cursor(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.fault = None
+    site = make_site(tmp_path / "site", hub)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    assert add(site, str(tmp_path / "r.yaml")) == 0
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+
+
+class Ended(BaseException):
+    """Ctrl-C, or what else ends a process in the middle."""
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_files_are_taken_all_or_none_whatever_ends_it(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"kind": "plain", "summary": "s", "choose_when": "c", "repository": "org/x"}
+    texts = {
+        ("models", "mine"): yaml.safe_dump(model),
+        ("profiles", "mine"): "based_on: plain\nsummary: s\nchoose_when: c\n",
+    }
+    (tmp_path / "catalog/profiles").mkdir(parents=True)
+    (tmp_path / "catalog/profiles/mine.yml").write_text("# mine\n")
+    calls = iter(range(1, 9))
+
+    def may_end(call: Any) -> Any:
+        def called(*words: Any) -> None:
+            if next(calls) == at:
+                raise Ended
+            call(*words)
+
+        return called
+
+    monkeypatch.setattr(take, "_check", may_end(take._check))
+    monkeypatch.setattr(take.files, "write_text", may_end(files.write_text))
+    with pytest.raises(Ended):
+        take.write_files(tmp_path, texts, force=True)
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in found] == ["mine.yml"]
+    assert found[0].read_text() == "# mine\n"
