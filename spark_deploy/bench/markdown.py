@@ -16,6 +16,9 @@ PROTOCOLS = {
     "has cached, greedy, answers of a fixed length; means over all requests",
 }
 
+SEEDS_CHAPTER, GRID_CHAPTER = "Protocol: seeds", "Protocol: llama-benchy"
+HOST_CHAPTER = "The host meanwhile"
+
 
 def text_of(results: Sequence[BenchResult]) -> str:
     """Return the report; several results become columns, the first one is compared against."""
@@ -29,21 +32,27 @@ def _lines(results: Sequence[BenchResult]) -> Iterator[str]:
         yield f"- {one.at}: {one.served.release}, {one.served.image}"
         yield from (f"- note: {note}" for note in one.notes)
     yield ""
+    for title, said, rows in chapters(results):
+        yield from (f"## {title}", "", *((said, "") if said else ()))
+        yield from table(rows)
+
+
+Rows = list[list[str]]
+
+
+def chapters(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
+    """Yield title, protocol and table of each part that any of the results has."""
     if any(one.answers for one in results):
-        yield from ("## Protocol: seeds", "", PROTOCOLS["seeds"], "")
-        yield from table(seeds_table(results))
+        yield SEEDS_CHAPTER, PROTOCOLS["seeds"], seeds_table(results)
     if any(one.cells for one in results):
         versions = ", ".join(dict.fromkeys(one.llama_benchy or "?" for one in results if one.cells))
-        yield from ("## Protocol: llama-benchy", "")
-        yield from (PROTOCOLS["llama-benchy"].format(version=versions), "")
-        yield from table(grid_table(results))
+        said = PROTOCOLS["llama-benchy"].format(version=versions)
+        yield GRID_CHAPTER, said, grid_table(results)
     if any(one.loads for one in results):
         versions = ", ".join(dict.fromkeys(f"vLLM {one.vllm}" for one in results if one.loads))
-        yield from ("## Protocol: vllm-bench", "")
-        yield from (PROTOCOLS["vllm-bench"].format(version=versions), "")
-        yield from table(loads_table(results))
-    yield from ("## The host meanwhile", "")
-    yield from table(host_table(results))
+        said = PROTOCOLS["vllm-bench"].format(version=versions)
+        yield "Protocol: vllm-bench", said, loads_table(results)
+    yield HOST_CHAPTER, "", host_table(results)
 
 
 def title_of(results: Sequence[BenchResult]) -> str:
@@ -56,9 +65,6 @@ def title_of(results: Sequence[BenchResult]) -> str:
         if len({text := form.format(one.served) for one in results}) == 1
     ]
     return ": ".join(filter(None, (" ".join(shared), " against ".join(names_of(results)))))
-
-
-Rows = list[list[str]]
 
 
 def names_of(results: Sequence[BenchResult]) -> list[str]:

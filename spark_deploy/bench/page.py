@@ -55,16 +55,19 @@ def _body(title: str, results: Sequence[BenchResult]) -> Iterator[str]:
         yield f"<p>{html.escape(f'{of}{one.at} · {one.served.release} · {one.served.image}')}</p>"
         yield from (f"<p>{html.escape(f'{of}{note}')}</p>" for note in one.notes)
     yield _legend(results)
-    if any(one.answers for one in results):
-        yield from _chapter("Protocol: seeds", markdown.PROTOCOLS["seeds"])
+    for title, said, rows in markdown.chapters(results):
+        yield from _chapter(title, said)
+        yield from (f"<section>{plot}</section>" for plot in _plots(title, results))
+        yield _table(rows)
+
+
+def _plots(title: str, results: Sequence[BenchResult]) -> Iterator[str]:
+    """Yield the pictures of a chapter."""
+    if title == markdown.SEEDS_CHAPTER:
         found = [{a.prompt: a.tokens_per_s for a in one.warm()} for one in results]
         groups = [(p.name, [speeds.get(p.name) for speeds in found]) for p in SEEDS]
-        yield f"<section>{plots.bars(groups, 'tokens per second')}</section>"
-        yield _table(markdown.seeds_table(results))
-    if any(one.cells for one in results):
-        versions = ", ".join(dict.fromkeys(one.llama_benchy or "?" for one in results if one.cells))
-        protocol = markdown.PROTOCOLS["llama-benchy"].format(version=versions)
-        yield from _chapter("Protocol: llama-benchy", protocol)
+        yield plots.bars(groups, "tokens per second")
+    elif title == markdown.GRID_CHAPTER:
         for clients in sorted({c.concurrency for one in results for c in one.cells}):
             lines = [
                 [(float(c.depth_tokens), c.decode_tokens_per_s) for c in one.cells
@@ -72,18 +75,11 @@ def _body(title: str, results: Sequence[BenchResult]) -> Iterator[str]:
                 for one in results
             ]  # fmt: skip
             what = f"tokens per second by depth, {clients} client{'s' if clients > 1 else ''}"
-            yield f"<section>{plots.lines(lines, what)}</section>"
-        yield _table(markdown.grid_table(results))
-    if any(one.loads for one in results):
-        versions = ", ".join(dict.fromkeys(f"vLLM {one.vllm}" for one in results if one.loads))
-        said = markdown.PROTOCOLS["vllm-bench"].format(version=versions)
-        yield from _chapter("Protocol: vllm-bench", said)
-        yield _table(markdown.loads_table(results))
-    yield from _chapter("The host meanwhile", "")
-    memory = [[(s.at_s, s.available_bytes / 1e9) for s in one.samples] for one in results]
-    if any(memory):
-        yield f"<section>{plots.lines(memory, 'GB of memory available, by seconds')}</section>"
-    yield _table(markdown.host_table(results))
+            yield plots.lines(lines, what)
+    elif title == markdown.HOST_CHAPTER:
+        memory = [[(s.at_s, s.available_bytes / 1e9) for s in one.samples] for one in results]
+        if any(memory):
+            yield plots.lines(memory, "GB of memory available, by seconds")
 
 
 def _legend(results: Sequence[BenchResult]) -> str:

@@ -12,9 +12,7 @@ from spark_contract.work.orders import Scheme
 from spark_deploy.catalog.beside import Speculation
 from spark_deploy.documents.declare import Text, form, needed, section, setting
 from spark_deploy.settings.engine.arguments import KvCache, Limits
-from spark_deploy.settings.engine.engine import ENVIRONMENT_NAMES, OPTION_NAMES
-from spark_deploy.settings.engine.environment import environment_problems
-from spark_deploy.settings.engine.options import option_problems
+from spark_deploy.settings.engine.engine import ENVIRONMENT_NAMES, OPTION_NAMES, broken_words
 from spark_deploy.settings.rules import Broken
 from spark_deploy.settings.service.serving import CATALOG_NAME
 
@@ -191,7 +189,4 @@ class Profile:
         """Yield options and variables that must not be given here, and drafts of no form."""
         for one in self.speculation.broken() if self.speculation else ():
             yield one._replace(key=("speculation", *one.key))
-        for option, what, fix in option_problems(self.options):
-            yield Broken(("options", option), what, fix)
-        for name, what, fix in environment_problems(self.environment):
-            yield Broken(("environment", name), what, fix)
+        yield from broken_words(self.options, self.environment)

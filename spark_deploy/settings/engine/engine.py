@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,14 @@ ENVIRONMENT_NAMES = form(
 OPTION_NAMES = form(
     "^[a-z][a-z0-9_-]*$", "the option without its dashes and its value", "max-log-len"
 )
+
+
+def broken_words(options: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Broken]:
+    """Yield options and variables that nobody may give the engine."""
+    for option, what, fix in option_problems(options):
+        yield Broken(("options", option), what, fix)
+    for name, what, fix in environment_problems(environment):
+        yield Broken(("environment", name), what, fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +82,7 @@ class ServiceEngineSettings:
 
     def broken(self) -> Iterator[Broken]:
         """Yield options and variables that must not be given here."""
-        for option, what, fix in option_problems(self.options):
-            yield Broken(("options", option), what, fix)
-        for name, what, fix in environment_problems(self.environment):
-            yield Broken(("environment", name), what, fix)
+        return broken_words(self.options, self.environment)
 
 
 @dataclass(frozen=True, slots=True)
