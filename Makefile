@@ -28,7 +28,7 @@ venv: .venv/installed ## the controller's Python environment, pinned with hashes
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := -q --numprocesses $(shell expr 2 \* $$(nproc)) --dist worksteal
 
-test: venv ## unit tests and the lab tests of the whole path, from nothing (root)
+test: venv kernels ## unit tests and the lab tests of the whole path, from nothing (root)
 	$(PY) -m lab prepare --engine none --engine-trees
 	@# The real engine's image and the base of another release go on beside the unit tests.
 	@$(PY) -m lab prepare --engine cpu --flavour awkward >/dev/null & prepared=$$!; \
@@ -90,8 +90,14 @@ GPU_PYTHON ?= python3
 gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
 
-kernels: ## the head's kernels compiled for a Spark, no GPU; GPU_PYTHON needs torch, triton, pytest
-	PYTHONPATH=files/image $(GPU_PYTHON) -m pytest tests/unit/plugin/test_head_for_a_spark.py
+kernels: venv build/triton ## the head's kernels compiled for a Spark, without a GPU; fetches 190 MB once
+	PYTHONPATH=build/triton $(PY) -m pytest -q tests/unit/plugin/test_head_for_a_spark.py
+
+build/triton: requirements/kernels.txt
+	@rm -rf $@ $@.part
+	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps \
+	  --target $@.part -r requirements/kernels.txt
+	@mv $@.part $@ && touch $@
 
 # The environment and what hosts stand on are made side by side: the latter needs Python alone.
 define demo
@@ -133,6 +139,8 @@ lock-requirements: venv ## pin the Python dependencies anew, with hashes and wit
 	$(PY) -m pip install --quiet uv
 	.venv/bin/uv pip compile pyproject.toml --universal --python-version 3.10 --generate-hashes \
 	  --no-header --no-annotate --quiet --output-file requirements/run.txt
+	.venv/bin/uv pip compile requirements/kernels.in --universal --python-version 3.10 \
+	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/kernels.txt
 	.venv/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 \
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/dev.txt
 	.venv/bin/uv pip compile requirements/docs.in --universal --python-version 3.10 \

@@ -64,7 +64,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/image/spark_vllm/portable.py", "torch vllm"),
         ("files/image/spark_vllm/spark_inc.py", "torch vllm transformers"),
         ("files/image/spark_vllm/register.py", "vllm"),
-        ("files/image/spark_vllm/check", "torch vllm yaml"),
+        ("files/image/spark_vllm/check", "torch triton vllm yaml"),
         # The controller.
         ("spark_deploy/__init__.py", ""),
         ("spark_deploy/errors.py", "pyinfra"),

@@ -34,6 +34,12 @@ def main() -> int:
         from spark_vllm.check.live import live_problems
 
         problems = live_problems(rows)
+    if not problems:
+        from spark_vllm.check import kernels
+
+        problems, notes = kernels.told()
+        for note in notes:
+            print(f"note: {note}")
     for problem in problems:
         print(f"error: {problem}")
     if problems:

@@ -1,0 +1,133 @@
+"""The kernels of the head compiled for a Spark by this Triton and its assembler, without a GPU.
+
+The image's build does it, so that a Triton that compiles them otherwise is seen before an engine
+starts; a test does it on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spark_vllm.head.table import Tile, read_table
+
+SPARK = 121
+SHARED_BYTES = 99 * 1024
+"""What a block of threads may have on 12.x."""
+REGISTERS = 65536
+SHAPES = ("ours", "odd")
+SPILLED_BYTES = {("odd", None): 176}
+"""Known, for heads whose sizes are no multiples of 16; none of our models has such a one."""
+_POINTERS = ("x_ptr", "x_scale_ptr", "weight_ptr", "scale_ptr", "out_ptr", "halves_ptr")
+
+
+class Usage(NamedTuple):
+    """What a compiled kernel takes of a processor."""
+
+    shared_bytes: int  # of a block
+    registers: int  # of a thread
+    spilled_bytes: int  # of a thread
+
+
+def told() -> tuple[list[str], list[str]]:
+    """Return what speaks against every kernel of a Spark, and what else there is to say."""
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["TRITON_CACHE_DIR"] = scratch  # nothing of it stays in the image
+        try:
+            found = dict(usages())
+        except ImportError as error:
+            return [], [f"kernels of the head were not compiled: {error}"]
+        except Exception as error:  # another Triton, or one whose assembler knows no Spark
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+            if type(error).__name__ == "PTXASError":
+                return [f"kernels of the head: the assembler takes none for a Spark: {what}"], []
+            return [], [f"kernels of the head were not compiled: {what}"]
+    problems = [
+        f"{name}: {used.shared_bytes} bytes of shared memory, a Spark has {SHARED_BYTES}"
+        for name, used in found.items()
+        if used.shared_bytes > SHARED_BYTES
+    ]
+    spilling = [name for name, used in found.items() if used.spilled_bytes]
+    notes = [f"{len(found)} kernels of the head compiled for a Spark"]
+    notes += [f"slower than they could be, for they spill: {', '.join(spilling)}"] * bool(spilling)
+    return problems, notes
+
+
+def usages() -> Iterator[tuple[str, Usage]]:
+    """Compile every kernel at our models' shapes; yield its name and what it takes."""
+    for tile in read_table()["12.1"]:
+        yield f"head to {tile.max_batch or 'any'} rows", head(tile)
+    yield "splitting of activations", splitting()
+
+
+def head(tile: Tile, shape: str = "ours") -> Usage:
+    """Compile the logits' kernel as a tile has it; ``odd``: sizes that are multiples of nothing."""
+    from spark_vllm.head import kernel
+    from spark_vllm.head.quantise import GROUP_SIZE
+
+    x = "*i8" if tile.split else "*bf16"
+    scale = "*fp32" if tile.split else "*bf16"
+    types = {"x_ptr": x, "x_scale_ptr": scale, "weight_ptr": "*i8", "scale_ptr": "*bf16"}
+    types |= {"out_ptr": "*bf16", "batch": "i32", "rows": "i32", "in_features": "i32"}
+    types["groups"] = "i32"
+    constants = {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "GROUP": GROUP_SIZE,
+        "GROUPS_PER_STEP": tile.groups_per_step,
+        "SPLIT": tile.split,
+        "BATCH_FIRST": tile.batch_first,
+        "EVEN_K": shape == "ours",
+        "BULK": tile.bulk_copies,
+        "EARLY": tile.early,
+        "KEEP": tile.keep_output,
+    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return _used(kernel._logits_kernel, types, constants, shape, options)
+
+
+def splitting() -> Usage:
+    """Compile the kernel that splits activations."""
+    from spark_vllm.head import kernel
+    from spark_vllm.head.quantise import GROUP_SIZE
+
+    types = {"x_ptr": "*bf16", "halves_ptr": "*i8", "x_scale_ptr": "*fp32", "batch": "i32"}
+    types |= {"in_features": "i32", "groups": "i32"}
+    constants = {"GROUP": GROUP_SIZE, "LARGEST": kernel.LARGEST_HALF_SUM, "EARLY": False}
+    return _used(kernel._split_kernel, types, constants, "ours", {"num_warps": 1})
+
+
+def _used(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    shape: str,
+    options: dict[str, int],
+) -> Usage:
+    """Compile as at run time: pointers aligned, and of our shapes the sizes multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    aligned = [*_POINTERS, *(("rows", "in_features") if shape == "ours" else ())]
+    attributes = {
+        (place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in aligned
+    }
+    signature = {name: types.get(name, "constexpr") for name in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    found = triton.compile(source, target=GPUTarget("cuda", SPARK, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return Usage(int(found.metadata.shared), used["REG"], used["STACK"] + used["LOCAL"])
