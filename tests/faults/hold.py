@@ -61,6 +61,10 @@ def running(program):
         except OSError:
             pass
     return found
+def work_of(argv):
+    # Our tool is a shell that becomes python.
+    tool = argv[0].endswith("/bin/spark-host")
+    return " ".join((["python3", "-m", "spark_host"] if tool else argv[:1]) + argv[1:])
 def state(pid):
     try:
         return open("/proc/%d/stat" % pid).read().rpartition(")")[2].split()[0]
@@ -118,7 +122,7 @@ while time.monotonic() < deadline:
             # Without a sign the work's own program, and no process of what starts the job.
             at_work = (
                 [p for p in glob.glob(SIGN) if os.path.getsize(p)]
-                if SIGN else running(" ".join(job["argv"]))
+                if SIGN else running(work_of(job["argv"]))
             )
         pids = processes(unit)
         if at_work and len(pids) > 1:

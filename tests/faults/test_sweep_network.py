@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
+from spark_contract.work.images import PULL_STALL_S
 
 from tests.faults.hostile import HOST, WAYS, Fault, Ways
 from tests.faults.killing import QUESTION, Place
@@ -124,12 +125,13 @@ def fails_and_heals(ways: Ways, service: str, place: Place, kind: str) -> tuple[
     before = guest.serving()
     with ways.broken(guest.ip, fault_of(service, kind)):
         began = time.monotonic()
-        run = place.site.deploy(timeout_s=LIMIT_S)
+        limit_s = LIMIT_S + PULL_STALL_S * ((service, kind) == ("registry", "stall"))
+        run = place.site.deploy(timeout_s=limit_s)
         waited_s = time.monotonic() - began
         asked = len(ways.asked[guest.ip])
     assert asked, "nobody asked the server that misbehaves"
     assert run.exit_code != 0, "the deploy went well"
-    assert run.exit_code != -signal.SIGKILL, f"the deploy did not end within {LIMIT_S} s"
+    assert run.exit_code != -signal.SIGKILL, f"the deploy did not end within {limit_s:.0f} s"
     assert "Traceback" not in run.stderr, run.stderr[-3000:]
     if about.serves_on:
         assert before

@@ -135,7 +135,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     tool.JOB: (jobs.main, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
     tool.IMAGE: (
         image.main,
-        "LAYERS.json COMMAND...: take an image's blobs from other hosts, then run docker",
+        "[--layers LAYERS.json] REFERENCE [COMMAND...]: pull an image, then run a command with it",
     ),
     tool.FABRIC: (
         fabric.main,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from spark_contract.documents import text_of
-from spark_contract.host import units
+from spark_contract.host import tool, units
 from spark_contract.host.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, hub_token_of, job_dir
 from spark_contract.host.units import DIGEST_LABEL
 from spark_contract.work import builder
@@ -234,9 +234,9 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
     kind: JobKind = IMAGE_BUILD_JOB if plan.plugin else IMAGE_PULL_JOB
     digest = digest_of({"kind": kind, "image": plan.digest})
     inside = f"{job_dir(digest)}/context"
-    pull = ("docker", "pull", "--quiet", plan.base)
+    pull = (tool.HOST_TOOL, tool.IMAGE, plan.base)
     build = (
-        "docker", "build", "--network", "none", "--tag", plan.tag,
+        *pull, "docker", "build", "--network", "none", "--tag", plan.tag,
         "--build-arg", f"BASE={plan.base}", "--label", f"{DIGEST_LABEL}={plan.digest}", inside,
     )  # fmt: skip
     job = Job(
@@ -246,7 +246,7 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
         argv=build if plan.plugin else pull,
         env={},
         proof=ImageProof(plan.tag, plan.digest if plan.plugin else None),
-        total_bytes=None,
+        total_bytes=plan.size_bytes,
         after=(),
         base=plan.base if plan.plugin else None,
     )

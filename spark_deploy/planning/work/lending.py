@@ -116,7 +116,7 @@ def _through_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[M
         return work
     order = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
     file = ManagedFile(f"{work.job.dir}/layers.json", text_of(order).encode())
-    argv = (tool.HOST_TOOL, tool.IMAGE, file.path, *work.job.argv)
+    argv = (*work.job.argv[:2], tool.LAYERS_OPTION, file.path, *work.job.argv[2:])
     env = {**work.job.env, **PYTHON}
     job = replace(work.job, argv=argv, env=env)
     return replace(work, job=job, inputs=(*work.inputs, file))

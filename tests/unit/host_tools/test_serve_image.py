@@ -7,34 +7,24 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from docker_daemon import Answer, Daemon, listening
 from spark_contract.documents import text_of
 from spark_contract.work.images import LayersPlan
 from stub_host import REPOSITORY, Host
 
 LAYER = os.urandom(5 << 20)  # above what nginx reads past the page cache
 DOCKER = """#!{python}
-import hashlib, json, sys, urllib.request
-from pathlib import Path
-seen = Path({seen!r})
-words = sys.argv[1:]
-with seen.open("a") as log:
-    print(json.dumps(words), file=log)
-image = words[-1]
-if words[0] == "pull" and image.startswith("127.0.0.1:"):
-    address, _, name = image.partition("/")
-    name, _, digest = name.partition("@")
-    ask = lambda path: urllib.request.urlopen(f"http://{{address}}/v2/{{path}}", timeout=5)
-    assert ask("").status == 200
-    manifest = ask(f"{{name}}/manifests/{{digest}}")
-    assert manifest.headers["Content-Type"] == {kind!r}, manifest.headers
-    for blob in json.load(manifest)["layers"]:
-        found = hashlib.sha256(ask(f"{{name}}/blobs/{{blob['digest']}}").read()).hexdigest()
-        assert f"sha256:{{found}}" == blob["digest"]
-    print(address)
-sys.exit({code} if words[0] == "build" else 0)
+import json, sys
+with open({seen!r}, "a") as log:
+    print(json.dumps(sys.argv[1:]), file=log)
+sys.exit(7 if sys.argv[1] == "build" else 0)
 """
 KIND = "application/vnd.docker.distribution.manifest.v2+json"
 
@@ -50,6 +40,35 @@ REFERENCE = f"registry.invalid/lab/engine@{digest(MANIFEST)}"
 
 
 @pytest.fixture
+def daemon(host: Host) -> Iterator[Daemon]:
+    with listening(host.paths.root / "docker.sock") as made:
+        made.script = partial(pulls, made)
+        yield made
+
+
+def pulls(daemon: Daemon, answer: Answer, reference: str) -> None:
+    """Do what docker does: ask the address in the name, by digest, and check each."""
+    address, _, name = reference.partition("/")
+    name, _, version = name.partition("@")
+    if not address.startswith("127.0.0.1:"):
+        daemon.has(answer, reference)
+        return
+
+    def ask(path: str) -> Any:
+        return urllib.request.urlopen(f"http://{address}/v2/{path}", timeout=5)
+
+    try:
+        assert ask("").status == 200
+        manifest = ask(f"{name}/manifests/{version}")
+        assert manifest.headers["Content-Type"] == KIND
+        for blob in json.load(manifest)["layers"]:
+            assert digest(ask(f"{name}/blobs/{blob['digest']}").read()) == blob["digest"]
+    except OSError as error:
+        answer.says({"error": str(error)})
+    daemon.has(answer, reference)
+
+
+@pytest.fixture
 def place(host: Host, nginx_program: Path) -> Path:
     root = host.paths.root
     (root / "usr/sbin").mkdir(parents=True)
@@ -60,9 +79,7 @@ def place(host: Host, nginx_program: Path) -> Path:
     (root / "tree" / digest(LAYER)).write_bytes(LAYER)
     program = root / "bin/docker"
     program.parent.mkdir()
-    program.write_text(
-        DOCKER.format(python=sys.executable, seen=str(root / "seen"), kind=KIND, code=7)
-    )
+    program.write_text(DOCKER.format(python=sys.executable, seen=str(root / "seen")))
     program.chmod(0o755)
     return root
 
@@ -77,45 +94,62 @@ def run(root: Path, *, keep: bool, fetches: bool = True) -> tuple[int, list[list
     fetcher.mkdir(parents=True, exist_ok=True)
     (fetcher / "__main__.py").write_text(f"raise SystemExit({0 if fetches else 4})\n")
     done = subprocess.run(
-        [sys.executable, "-m", "spark_host", "image", str(root / "job/layers.json"),
-         "docker", "build", "."],
+        [sys.executable, "-m", "spark_host", "image", "--layers", str(root / "job/layers.json"),
+         REFERENCE, "docker", "build", "."],
         env={
             "PATH": f"{root}/bin:{os.environ['PATH']}",
             "PYTHONPATH": f"{root}/lib:{REPOSITORY}/files/host:{REPOSITORY}/files/contract",
             "SPARK_ROOT": str(root),
+            "SPARK_DOCKER_SOCKET": str(root / "docker.sock"),
         },
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    seen = [json.loads(line) for line in (root / "seen").read_text().splitlines()]
+    lines = (root / "seen").read_text().splitlines() if (root / "seen").exists() else []
+    seen = [json.loads(line) for line in lines]
     return done.returncode, seen, done.stderr
 
 
-def test_docker_pulls_by_digest_from_this_host_and_then_builds(place: Path) -> None:
+def test_docker_pulls_by_digest_from_this_host_and_then_builds(place: Path, daemon: Daemon) -> None:
     code, seen, _ = run(place, keep=False)
-    here, there, removed, built = seen
-    assert here[:2] == ["pull", "--quiet"]
-    assert here[2].endswith(f"/lab/engine@{digest(MANIFEST)}")
-    assert there == ["pull", "--quiet", REFERENCE]
-    assert removed == ["image", "rm", here[2]]
-    assert (built, code) == (["build", "."], 7)  # the job's own command, and its exit code
+    here, there = daemon.pulled
+    assert here.startswith("127.0.0.1:")
+    assert here.endswith(f"/lab/engine@{digest(MANIFEST)}")
+    assert there == REFERENCE
+    # The job's own command, and its exit code.
+    assert (seen, code) == ([["image", "rm", here], ["build", "."]], 7)
     assert not (place / "tree").exists()
 
 
-def test_blobs_are_kept_where_hosts_that_come_later_shall_find_them(place: Path) -> None:
+def test_blobs_are_kept_where_hosts_that_come_later_shall_find_them(
+    place: Path, daemon: Daemon
+) -> None:
     run(place, keep=True)
     assert (place / "tree" / digest(LAYER)).read_bytes() == LAYER
 
 
-def test_without_blobs_docker_is_asked_as_ever(place: Path) -> None:
+def test_without_blobs_docker_is_asked_for_the_registrys(place: Path, daemon: Daemon) -> None:
     code, seen, said = run(place, keep=False, fetches=False)
-    assert (code, seen) == (7, [["build", "."]])
+    assert (code, seen, daemon.pulled) == (7, [["build", "."]], [REFERENCE])
     assert "not by way of other hosts" in said
     assert (place / "tree").exists()
 
 
-def test_a_blob_that_is_not_there_leaves_the_rest_to_docker(place: Path) -> None:
+def test_a_blob_that_is_not_there_leaves_the_rest_to_docker(place: Path, daemon: Daemon) -> None:
     (place / "tree" / digest(LAYER)).unlink()
     code, seen, said = run(place, keep=True)
-    assert [words[0] for words in seen] == ["pull", "build"]
-    assert code == 7
+    assert daemon.pulled[-1] == REFERENCE
+    assert (code, seen) == (7, [["build", "."]])
     assert "404" in said
+
+
+def test_an_image_that_is_there_is_not_pulled_again(place: Path, daemon: Daemon) -> None:
+    daemon.images.add(REFERENCE)
+    code, seen, _ = run(place, keep=False, fetches=False)
+    assert (code, seen, daemon.pulled) == (7, [["build", "."]], [])
+
+
+def test_nothing_is_built_on_an_image_that_did_not_come(place: Path, daemon: Daemon) -> None:
+    daemon.script = lambda answer, reference: answer.says({"error": "no such host"})
+    code, seen, said = run(place, keep=False, fetches=False)
+    assert (code, seen) == (1, [])
+    assert f"error: {REFERENCE}: docker cannot pull it: no such host; fix: " in said

@@ -78,7 +78,7 @@ def late(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     path = str(host.paths.root / "docker.sock")
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", path)
     monkeypatch.setenv("PATH", f"{made.folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(docker, "_PATIENT_S", 0.6)
+    monkeypatch.setattr(docker, "PATIENT_S", 0.6)
     monkeypatch.setattr(programs, "_LIMIT_S", 0.2)
     monkeypatch.setattr(programs, "_PATIENT_S", 0.6)
     quick = docker._answer

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 from spark_contract.documents import parse
-from spark_contract.host.tool import HOST_TOOL
 from spark_contract.work.fetching import FetchPlan
 from spark_contract.work.images import LayersPlan
 from spark_contract.work.sharing import CopyPlan, FinishedTree, Peers
@@ -148,7 +147,8 @@ def test_of_what_is_built_only_whole_trees_are_lent() -> None:
 
 def layers_of(work: Work) -> LayersPlan:
     [file] = [one for one in work.inputs if one.path.endswith("/layers.json")]
-    assert work.job.argv == (HOST_TOOL, "image", file.path, *IMAGE.job.argv)
+    tool, *words = IMAGE.job.argv
+    assert work.job.argv == (tool, words[0], "--layers", file.path, *words[1:])
     assert work.job.digest == IMAGE.job.digest
     return parse(LayersPlan, file.content.decode())
 

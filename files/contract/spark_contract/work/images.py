@@ -12,7 +12,10 @@ from spark_contract.work.fetching import Wire
 from spark_contract.work.sharing import Peers
 
 # What names without a host mean; this is the address behind that word.
-_DEFAULT_HOST = "registry-1.docker.io"
+DOCKER_HUB = "registry-1.docker.io"
+# A pull that brings no new byte, or fewer than these, and no other news for so long is given up.
+PULL_STALL_S = 300.0
+PULL_LEAST_BYTES_PER_S = 1024
 # How registries call what ``uname -m`` says.
 ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
 MANIFEST_TYPES = (
@@ -44,9 +47,9 @@ def parse_reference(text: str) -> Reference:
     rest, _, digest = text.partition("@")
     first, slash, tail = rest.partition("/")
     has_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
-    host, rest = (first, tail) if has_host else (_DEFAULT_HOST, rest)
+    host, rest = (first, tail) if has_host else (DOCKER_HUB, rest)
     name, _, tag = rest.partition(":")
-    if host == _DEFAULT_HOST and "/" not in name:
+    if host == DOCKER_HUB and "/" not in name:
         name = f"library/{name}"
     return Reference(host, name, digest or tag or "latest")
 

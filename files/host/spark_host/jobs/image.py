@@ -1,8 +1,8 @@
-"""Takes an image from its blobs on this host, which hosts lend each other, before docker is told.
+"""Has an image in docker, and then runs what is made from it.
 
-Docker pulls them by digest from an nginx on the loopback address, to which it speaks without TLS;
-so any image store arrives at the identity that the registry gave. When something of that fails,
-docker goes on with what it has, from the registry.
+Where hosts lend each other its blobs, docker first pulls them by digest from an nginx on the
+loopback address, to which it speaks without TLS; so any image store arrives at the identity that
+the registry gave. When something of that fails, docker goes on with what it has, from the registry.
 """
 
 from __future__ import annotations
@@ -24,25 +24,35 @@ from tempfile import TemporaryDirectory
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
+from spark_contract.host.tool import LAYERS_OPTION
 from spark_contract.work.builder import BUILDER, LAYERS
 from spark_contract.work.images import MANIFEST_TYPES, LayersPlan, parse_reference
 
 from spark_host.gateway import nginx
+from spark_host.jobs.pull import begins, pull
 from spark_host.system import docker
 
-_PULL_TIMEOUT_S = 6 * 3600
 _START_S = 10.0
 
 
 def main(words: list[str], paths: Paths) -> int:
-    """Have the blobs of ``LAYERS.json`` in docker, then become the program after it."""
-    if len(words) < 2:
-        raise HostToolError("image", f"unknown words {words}", "image LAYERS.json COMMAND...", 2)
+    """Have the image, by way of the blobs of ``LAYERS.json`` if given, then become the program."""
+    layers, words = (words[1], words[2:]) if words[:1] == [LAYERS_OPTION] else (None, words)
+    if not words or words[0].startswith("-"):
+        fix = f"image [{LAYERS_OPTION} LAYERS.json] REFERENCE [COMMAND...]"
+        raise HostToolError("image", f"unknown words {words}", fix, 2)
+    reference, *command = words
     try:
-        _take(Path(words[0]), paths)
+        if layers is not None:
+            _take(Path(layers), paths)
     except (HostToolError, OSError) as error:
         print(f"image: not by way of other hosts: {error}", file=sys.stderr, flush=True)
-    os.execvp(words[1], words[1:])
+    if docker.image(reference) is None:
+        pull(reference)
+    if not command:
+        return 0
+    begins("build")
+    os.execvp(command[0], command)
 
 
 def _take(order: Path, paths: Paths) -> None:
@@ -54,19 +64,12 @@ def _take(order: Path, paths: Paths) -> None:
     reference = parse_reference(plan.reference)
     with _served(tree, manifests, paths) as address:
         here = f"{address}/{reference.name}@{reference.version}"
-        _docker("pull", "--quiet", here)
+        pull(here)
     # All layers are there, so this costs the manifest, and gives the name that releases use.
-    _docker("pull", "--quiet", plan.reference)
-    _docker("image", "rm", here)
+    pull(plan.reference)
+    docker.client("image", "rm", here)
     if not plan.keep:
         shutil.rmtree(tree)
-
-
-def _docker(*words: str) -> None:
-    said = docker.client(*words, timeout_s=_PULL_TIMEOUT_S)
-    if said.returncode != 0:
-        what = (said.stderr.strip().splitlines() or ["failed"])[-1]
-        raise HostToolError(f"docker {' '.join(words)}", what, "journalctl -u docker")
 
 
 @contextmanager

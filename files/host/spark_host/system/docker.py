@@ -19,7 +19,7 @@ from spark_contract.serving.records import GpuProof
 from spark_host.system.programs import finished
 
 API_SOCKET = "/var/run/docker.sock"
-_PATIENT_S = 60.0  # a busy host's daemon answers late; it is asked once more for so long
+PATIENT_S = 60.0  # a busy host's daemon answers late; it is asked once more for so long
 
 
 class DaemonSilent(HostToolError):  # noqa: N818 - named after what happened
@@ -39,6 +39,11 @@ class _SocketConnection(HTTPConnection):
         self.sock.connect(self._path)
 
 
+def connection(timeout_s: float) -> HTTPConnection:
+    """Return a way to ask the daemon that is not open yet."""
+    return _SocketConnection(os.environ.get("SPARK_DOCKER_SOCKET", API_SOCKET), timeout_s)
+
+
 def ask(path: str, timeout_s: float = 10) -> Any:
     """Return the JSON answer of the daemon to ``GET path``; ``None`` when there is none.
 
@@ -47,21 +52,21 @@ def ask(path: str, timeout_s: float = 10) -> Any:
     Raises:
         DaemonSilent: it took the question and did not answer.
     """
-    for limit_s in (timeout_s, _PATIENT_S):
+    for limit_s in (timeout_s, PATIENT_S):
         try:
             return _answer(path, limit_s)
         except (TimeoutError, BlockingIOError):
             continue
     raise DaemonSilent(
-        "docker", f"did not answer within {_PATIENT_S:.0f} s", "systemctl status docker; run again"
+        "docker", f"did not answer within {PATIENT_S:.0f} s", "systemctl status docker; run again"
     )
 
 
 def _answer(path: str, timeout_s: float) -> Any:
-    connection = _SocketConnection(os.environ.get("SPARK_DOCKER_SOCKET", API_SOCKET), timeout_s)
+    asked = connection(timeout_s)
     try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
+        asked.request("GET", path)
+        answer = asked.getresponse()
         body = answer.read()
         return json.loads(body) if answer.status == 200 else None
     except (TimeoutError, BlockingIOError):
@@ -69,7 +74,7 @@ def _answer(path: str, timeout_s: float) -> Any:
     except (OSError, HTTPException, ValueError):
         return None
     finally:
-        connection.close()
+        asked.close()
 
 
 def gpu_arguments(paths: Paths) -> tuple[str, ...]:

@@ -1,0 +1,275 @@
+"""A pull is watched: what docker tells is progress, and a registry that stalls hangs nobody."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docker_daemon import Answer, Daemon, listening
+from spark_contract.errors import HostToolError
+from spark_contract.work.job import read_progress
+from spark_host.jobs import pull as pulls
+from spark_host.jobs.layers import Layers
+from spark_host.system import docker
+
+DIGEST = f"sha256:{'5' * 64}"
+REFERENCE = f"registry.invalid:5000/lab/engine@{DIGEST}"
+STALL_S = 0.5
+A, B = "a" * 12, "b" * 12
+
+
+def layer(name: str, status: str, current: int = 0, total: int = 0) -> dict[str, Any]:
+    """Return what docker says of a layer."""
+    detail = {"current": current, "total": total} if total else {}
+    return {"status": status, "progressDetail": detail, "id": name}
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    path = tmp_path / "docker.sock"
+    monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(path))
+    monkeypatch.setattr(pulls, "_LOOK_S", 0.02)
+    monkeypatch.setattr(pulls, "_SHOW_S", 0.05)
+    home = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
+    monkeypatch.setattr(docker, "client_environment", lambda: home)
+    with listening(path) as made:
+        yield made
+
+
+def refused(stall_s: float = STALL_S) -> str:
+    """Return the one line in which a pull ends."""
+    with pytest.raises(HostToolError) as caught:
+        pulls.pull(REFERENCE, stall_s=stall_s)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert "; fix: " in said
+    assert REFERENCE in said
+    return said
+
+
+def test_docker_is_asked_for_exactly_this_digest(daemon: Daemon) -> None:
+    pulls.pull(REFERENCE, stall_s=STALL_S)
+    assert (daemon.pulled, daemon.auth) == ([REFERENCE], [None])
+
+
+def test_progress_tells_bytes_of_all_layers_and_the_total_once_it_is_known(
+    daemon: Daemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slowly(answer: Answer, reference: str) -> None:
+        answer.says(layer(A, "Pulling fs layer"), layer(B, "Pulling fs layer"))
+        answer.says(layer("c" * 12, "Already exists"), layer(A, "Downloading", 10, 40))
+        time.sleep(0.2)
+        answer.says(layer(B, "Downloading", 20, 60))
+        time.sleep(0.2)
+        answer.says(layer(A, "Download complete"), layer(B, "Download complete"))
+        answer.says(layer(A, "Extracting", 7, 40))
+        time.sleep(0.2)
+        daemon.has(answer, reference)
+
+    daemon.script = slowly
+    pulls.pull(REFERENCE, stall_s=STALL_S)
+    told = [read_progress(line, 500) for line in capsys.readouterr().out.splitlines()]
+    found = {(one.phase, one.bytes, one.total) for one in told}
+    assert {("pull", 10, 500), ("pull", 30, 100), ("unpack", 7, 100)} <= found
+
+
+def test_a_registry_that_brings_no_byte_ends_the_pull_and_docker_is_left(daemon: Daemon) -> None:
+    def stalls(answer: Answer, reference: str) -> None:
+        answer.says(layer(A, "Pulling fs layer"))
+        # The store of containerd repeats itself ten times a second.
+        answer.repeats(layer(A, "Downloading", 3_000_000_000, 9_000_000_000))
+
+    daemon.script = stalls
+    said = refused()
+    assert f"the pull stalls: nothing of layer {A}" in said
+    assert "after 3.0 GB" in said
+    assert daemon.left.wait(5)
+
+
+def test_docker_that_says_nothing_at_all_is_not_waited_for(daemon: Daemon) -> None:
+    daemon.script = lambda answer, reference: time.sleep(5)
+    began = time.monotonic()
+    assert "stalls" in refused()
+    assert time.monotonic() - began < 3
+
+
+def test_bytes_that_trickle_are_a_stall(daemon: Daemon) -> None:
+    def trickles(answer: Answer, reference: str) -> None:
+        for count in range(1, 200):
+            answer.says(layer(A, "Downloading", count, 1 << 30))
+            time.sleep(0.05)
+
+    daemon.script = trickles
+    assert "stalls" in refused()
+
+
+def test_a_slow_line_is_never_cut(daemon: Daemon) -> None:
+    def slowly(answer: Answer, reference: str) -> None:
+        for count in range(30):  # 6 KB/s, three times as long as a stall may last
+            answer.says(layer(A, "Downloading", count * 300, 1 << 20))
+            time.sleep(0.05)
+        daemon.has(answer, reference)
+
+    daemon.script = slowly
+    pulls.pull(REFERENCE, stall_s=STALL_S)
+
+
+@pytest.mark.parametrize("status", ["Verifying Checksum", "Download complete", "Extracting"])
+def test_what_docker_does_with_bytes_that_are_here_may_take_long(
+    daemon: Daemon, status: str
+) -> None:
+    def unpacks(answer: Answer, reference: str) -> None:
+        answer.says(layer(A, "Downloading", 5, 5), layer(A, status))
+        time.sleep(3 * STALL_S)
+        daemon.has(answer, reference)
+
+    daemon.script = unpacks
+    pulls.pull(REFERENCE, stall_s=STALL_S)
+
+
+def test_unpacking_has_a_limit_too_and_seconds_of_containerd_are_no_progress() -> None:
+    layers = Layers(0.0, 300.0)
+    layers.take(layer(A, "Download complete"), 1.0)
+    for second in range(1, 4000):
+        ticking = {"current": second, "units": "s"}
+        layers.take({"id": A, "status": "Extracting", "progressDetail": ticking}, float(second))
+    assert layers.stalled(3500.0) is None
+    assert "docker has all bytes" in str(layers.stalled(3999.0))
+
+
+def test_seconds_of_unpacking_hide_no_stall_of_another_layer() -> None:
+    layers = Layers(0.0, 300.0)
+    layers.take(layer(B, "Downloading", 10, 100), 1.0)
+    for second in range(1, 400):
+        ticking = {"current": second, "units": "s"}
+        layers.take({"id": A, "status": "Extracting", "progressDetail": ticking}, float(second))
+        layers.take(layer(B, f"Retrying in {second % 7} seconds"), float(second))
+    assert "layer bbbb" in str(layers.stalled(399.0))
+
+
+def test_an_error_in_the_middle_is_the_registrys_word_in_one_line(daemon: Daemon) -> None:
+    why = "received unexpected HTTP status: 503\n\x1b[2Jwait" + "!" * 5000
+
+    def fails(answer: Answer, reference: str) -> None:
+        answer.says(layer(A, "Downloading", 5, 50), {"errorDetail": {"message": why}, "error": why})
+
+    daemon.script = fails
+    said = refused()
+    assert "received unexpected HTTP status: 503 [2Jwait!" in said
+    assert len(said) < 1000
+
+
+def test_an_answer_of_another_status_is_told_with_its_message(daemon: Daemon) -> None:
+    daemon.status = 404
+    daemon.script = lambda answer, reference: answer.says({"message": "manifest unknown"})
+    assert "manifest unknown" in refused()
+    daemon.script = lambda answer, reference: answer.sends(b"<html>")
+    assert "status 404" in refused()
+
+
+@pytest.mark.parametrize("half", [b"", b'{"status":"Downloading","progressDet'])
+def test_a_daemon_that_dies_in_the_middle_is_named(daemon: Daemon, half: bytes) -> None:
+    def dies(answer: Answer, reference: str) -> None:
+        answer.says(layer(A, "Downloading", 5, 50))
+        answer.sends(half) if half else None
+        raise ConnectionAbortedError
+
+    daemon.script = dies
+    assert "docker's daemon is away, or broke the pull off" in refused()
+
+
+def test_a_daemon_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "none.sock"))
+    assert "no such file" in refused()
+
+
+def test_an_image_that_is_not_there_afterwards_was_not_pulled(daemon: Daemon) -> None:
+    daemon.script = lambda answer, reference: answer.sends(b'{"status": "Status: half a li')
+    assert "without the image" in refused()
+
+
+def test_a_line_of_any_length_takes_no_memory_and_what_follows_is_read(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = 0
+    object_of = pulls._object
+
+    def measured(line: bytes) -> Iterator[dict[str, Any]]:
+        nonlocal longest
+        longest = max(longest, len(line))
+        return object_of(line)
+
+    def floods(answer: Answer, reference: str) -> None:
+        answer.sends(b'{"status": "')
+        for _ in range(160):
+            answer.sends(b"x" * (1 << 16))
+        answer.sends(b'"}\r\n')
+        answer.says({"error": "no space left on device"})
+
+    monkeypatch.setattr(pulls, "_object", measured)
+    daemon.script = floods
+    assert "no space left on device" in refused(stall_s=10)
+    assert longest < 2 << 20
+
+
+AUTH = base64.b64encode(b"somebody:s3cret").decode()
+
+
+@pytest.mark.parametrize(
+    ("reference", "config"),
+    [
+        (REFERENCE, {"auths": {"registry.invalid:5000": {"auth": AUTH}}}),
+        (REFERENCE, {"auths": {"https://registry.invalid:5000/v2/": {"auth": AUTH}}}),
+        (f"vllm/vllm@{DIGEST}", {"auths": {"https://index.docker.io/v1/": {"auth": AUTH}}}),
+        (REFERENCE, {"credsStore": "lab"}),
+        (REFERENCE, {"credHelpers": {"registry.invalid:5000": "lab"}}),
+    ],
+)
+def test_a_login_of_roots_docker_client_goes_into_the_header_and_nowhere_else(
+    daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], reference: str,
+    config: dict[str, Any],
+) -> None:  # fmt: skip
+    (tmp_path / ".docker").mkdir()
+    (tmp_path / ".docker/config.json").write_text(json.dumps(config))
+    helper = tmp_path / "docker-credential-lab"
+    helper.write_text(
+        '#!/bin/sh\nread -r host; [ "$host" = registry.invalid:5000 ] || exit 1\n'
+        'echo \'{"Username": "somebody", "Secret": "s3cret"}\'\n'
+    )
+    helper.chmod(0o755)
+    pulls.pull(reference, stall_s=5)
+    sent = json.loads(base64.urlsafe_b64decode(daemon.auth[0] or ""))
+    assert (sent["username"], sent["password"]) == ("somebody", "s3cret")
+    assert "s3cret" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"auths": 3}', '{"auths": {"registry.invalid:5000": {"auth": "%%%"}}}',
+     '{"credsStore": "../../evil"}', '{"auths": {"other.invalid": {"auth": "eDp5"}}}'],
+)  # fmt: skip
+def test_without_a_readable_login_for_this_registry_docker_asks_without(
+    daemon: Daemon, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / ".docker").mkdir()
+    (tmp_path / ".docker/config.json").write_text(text)
+    pulls.pull(REFERENCE, stall_s=5)
+    assert daemon.auth == [None]
+
+
+def test_a_socket_that_takes_no_question_is_no_reason_to_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "deaf.sock"))
+        listener.listen(1)
+        monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "deaf.sock"))
+        assert "stalls" in refused()
