@@ -1,7 +1,8 @@
 """How the output of hosts comes in through pyinfra: as text, bounded, and harmless for a terminal.
 
 pyinfra takes every line as it is: it ends the reading of a host at the first byte that is no UTF-8,
-keeps whatever amount a host sends in memory, and with ``-v`` prints it to the operator's terminal.
+keeps whatever amount a host sends in memory, and with ``-v`` prints all of it to the operator's
+terminal.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from spark_deploy.documents.shown import heard
 MOST_BYTES = 128 << 20
 """Of one stream of one command; receipts of a hundred trees are a tenth of it."""
 _LINE_BYTES = 64 << 20  # the receipt of a large tree is one line
+# What is printed of it with -v; more than apt says of an installation.
+_SHOWN_OF_A_LINE = 4_000
+_SHOWN_OF_A_STREAM = 1 << 20
 
 
 def read_buffer(
@@ -32,7 +36,7 @@ def read_buffer(
     print_func: Callable[[str], str] | None = None,
 ) -> None:
     """Read what a command prints, in the place of pyinfra's function of this name."""
-    taken = 0
+    taken, left = 0, _SHOWN_OF_A_STREAM
     for line in _lines(_in_bytes(io)):
         taken += len(line)
         if taken > MOST_BYTES:
@@ -42,8 +46,18 @@ def read_buffer(
             return
         text = heard(line.decode(errors="replace"))
         output_queue.put(OutputLine(name, text))
-        if print_output:
-            echo(print_func(text) if print_func else text, err=True)
+        if print_output and left > 0:
+            said = _bounded(text, left)
+            left -= len(said) + 1
+            echo(print_func(said) if print_func else said, err=True)
+
+
+def _bounded(text: str, left: int) -> str:
+    """Return what a terminal is shown of a line, and of the last one that it is shown."""
+    most = min(_SHOWN_OF_A_LINE, left - 1)
+    if len(text) < most:
+        return text
+    return f"{text[:most]} (the host printed more, which is not shown)"
 
 
 def _in_bytes(io: Any) -> Any:

@@ -111,6 +111,30 @@ def test_a_host_that_prints_without_end_is_listened_to_for_so_long(
     assert sum(map(len, read(one_line))) < 11_000
 
 
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(hearing, "echo", lambda text, err: told.append(text))
+    return told
+
+
+@pytest.mark.parametrize("said", [b"x" * 3_000_000, b"y\n" * 1_500_000])
+def test_a_flood_of_a_host_is_no_flood_of_the_operators_terminal(
+    said: bytes, terminal: list[str]
+) -> None:
+    queue: Queue[util.OutputLine] = Queue()
+    hearing.read_buffer("stdout", io.BytesIO(said), queue, True, lambda line: f"[host] {line}")
+    assert sum(len(line.removeprefix("[host] ")) + 1 for line in terminal) < 1_100_000
+    assert "the host printed more" in terminal[-1]
+    assert sum(len(line.line) + 1 for line in queue.queue) >= len(said)  # what is read stays whole
+
+
+def test_what_hosts_say_every_day_is_shown_whole(terminal: list[str]) -> None:
+    said = [f"Unpacking package {number} ... " + "=" * 100 for number in range(2_000)]
+    hearing.read_buffer("stdout", io.BytesIO("\n".join(said).encode()), Queue(), True)
+    assert terminal == said
+
+
 class Hostile(paramiko.ServerInterface):
     def check_auth_none(self, username: str) -> int:
         return paramiko.AUTH_SUCCESSFUL
