@@ -1,5 +1,7 @@
 """Give the cabled ports between hosts their addresses: tried, confirmed by a new login, kept.
 
+With ``fabric.measure`` it changes no network, and says what the ways between the hosts carry.
+
 The only part of this project that changes a host's network, and only when asked to. Unless it is
 confirmed in time the old network returns by itself; a power cut ends a try as well.
 """
@@ -12,11 +14,12 @@ from spark_deploy.inventory.contact.bootstrap import needs_none
 from spark_deploy.inventory.contact.granted import endpoint_of, prove_way
 from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
-from spark_deploy.inventory.plans import payload_identity
+from spark_deploy.inventory.plans import payload_identity, ports_of
 from spark_deploy.operations import lease
 from spark_deploy.operations.service.uninstall import asked_of
 from spark_deploy.payload.content import read_payload
 from spark_deploy.planning.host import base_plan, tools_plan
+from spark_deploy.planning.serving.rails import rails
 from spark_deploy.planning.serving.release import unit_files_of
 
 no_delay(state, host)
@@ -33,5 +36,9 @@ else:
         files=payload.tools,
         units=unit_files_of(payload.units),
     )
-    login = None if needs_none(host.name) else FunctionCommand(prove_way, [endpoint_of(host)], {})
-    fabric.apply(settings=settings, check=login)
+    if settings.fabric.measure:
+        found = ports_of(settings.fabric.hosts or settings.cluster.hosts)
+        fabric.measure(ways=rails(host.name, settings, found))
+    else:
+        way = FunctionCommand(prove_way, [endpoint_of(host)], {})
+        fabric.apply(settings=settings, check=None if needs_none(host.name) else way)

@@ -1,11 +1,14 @@
-"""Set up the network between hosts, or take it back."""
+"""Set up the network between hosts, measure it, or take it back."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations.machine import fabric
+from spark_deploy.operations.machine import fabric, fabric_speed
+from spark_deploy.planning.machine import Way
 from spark_deploy.settings.types import Settings
 
 
@@ -13,6 +16,12 @@ from spark_deploy.settings.types import Settings
 def apply(*, settings: Settings, check: FunctionCommand | None) -> None:
     """Give the cabled ports their addresses."""
     fabric.set_up(name="Set up the ports between hosts", settings=settings, check=check)
+
+
+@deploy("Fabric")
+def measure(*, ways: Sequence[Way]) -> None:
+    """Measure the cabled ports, one host after the other: they share the cables."""
+    fabric_speed.measured(name="Measure the ways to the next host", ways=ways, _serial=True)
 
 
 @deploy("Fabric")

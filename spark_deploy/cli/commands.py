@@ -208,7 +208,11 @@ COMMANDS: dict[str, Entry] = {
     "fabric": Entry(
         SERVE,
         "Give the cabled ports between hosts their addresses, tried before they are kept.",
-        (flag("--restore", "Take back what was set up."), *CHANGE),
+        (
+            flag("--restore", "Take back what was set up."),
+            flag("--measure", "Change nothing: send a little over each port, and judge it."),
+            *CHANGE,
+        ),
         module="changes.line",
     ),
     "lock": Entry(

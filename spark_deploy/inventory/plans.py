@@ -52,15 +52,15 @@ def plan_for(host: Host) -> HostPlan:
     with _locking:
         lock = locked_for(found.settings, catalog, found.lock_path, logger.info)
         lock = held_for(found.settings, catalog, found.lock_path, lock, logger.info)
-    fabric = _fabric(found.settings.cluster.hosts)
+    fabric = ports_of(found.settings.cluster.hosts)
     plan = plan_host(Request(host.name, found.settings, catalog, lock, payload_identity(), fabric))
     for warning in plan.warnings:
         logger.warning(f"[{host.name}] {warning}")
     return plan
 
 
-def _fabric(members: Sequence[str]) -> dict[str, Ports]:
-    """Ask every host of a cluster how it reaches the others.
+def ports_of(members: Sequence[str]) -> dict[str, Ports]:
+    """Ask every host on the cables how it reaches the others.
 
     Raises:
         PlanError: one of them is no part of this run.
@@ -69,6 +69,6 @@ def _fabric(members: Sequence[str]) -> dict[str, Ports]:
     away = [name for name in members if name not in known or not known[name].connected]
     if away:
         what = f"cannot be asked for {', '.join(away)}: not reached, or left out by --limit"
-        fix = "name all members, and have all of them up; they are changed together"
+        fix = "name all of them, and have all of them up: each is asked about its ports"
         raise PlanError.one(f"cluster of {', '.join(members)}", what, fix)
     return {name: known[name].get_fact(Fabric, _sudo=False) for name in members}

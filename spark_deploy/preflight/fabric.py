@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from spark_contract.host.fabric import SpeedFound
+
 from spark_deploy.errors import Problem
 from spark_deploy.facts.machine.survey import Survey
 from spark_deploy.planning.machine import Way
@@ -54,6 +56,46 @@ def _slow(host: str, ways: Sequence[Way]) -> Iterator[Problem]:
         what = "one of the two interfaces of the cage has an address: half of the cable's speed"
         fix = "give its twin one in a network of its own (netplan)"
         yield Problem(f"{host}: {next(iter(with_rdma))}", what, fix)
+
+
+# Below this share of what a link says something is wrong with it. What TCP and python can show at
+# most is not known of a Spark: so above the second figure a way is never called slow.
+_LEAST_SHARE = 0.25
+_LEAST_GBIT_PER_S = 10.0
+_DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a ConnectX-7 that came up degraded is reported to carry 13
+
+
+def told_of(way: Way, found: SpeedFound) -> str:
+    """Return what was measured of a way, beside what its link says."""
+    link = f"{way.speed_mbit_per_s / 1000:g} Gb/s" if way.speed_mbit_per_s else "of unknown speed"
+    return (
+        f"{way.interface} to {way.host} ({way.address}): {_gbit_per_s(found):.1f} Gb/s over TCP "
+        f"({found.arrived_bytes / 1e6:.0f} MB in {found.took_s:.2f} s; link {link})"
+    )
+
+
+def judge_speed(host: str, way: Way, found: SpeedFound) -> Verdict:
+    """Collect what a short test over TCP can say against a way; how fast RDMA is it cannot."""
+    where, carried = f"{host}: {way.interface}", _gbit_per_s(found)
+    stated = (way.speed_mbit_per_s or 0) / 1000
+    if not found.arrived_bytes:
+        what = f"the connection opens, but nothing of full size gets to {way.host}"
+        fix = f"set MTU {way.mtu} at both ends, and at the switch between them"
+        return Verdict((Problem(where, what, fix),), ())
+    if carried < min(_LEAST_SHARE * stated, _LEAST_GBIT_PER_S):
+        what = f"{carried:.1f} Gb/s to {way.host} over a link that says {stated:g}"
+        fix = "try another cable, see `ethtool -S` for errors and `ip route get` for the way taken"
+        return Verdict((Problem(where, what, fix),), ())
+    if carried < _DOUBTFUL_GBIT_PER_S and stated * 1000 >= _FULL_MBIT_PER_S:
+        what = f"{carried:.1f} Gb/s to {way.host}: a port that came up degraded is reported to"
+        what += " carry 13 and still to say 200"
+        fix = "measure RDMA with ib_write_bw; about 92 are usual for each of the two interfaces"
+        return Verdict((), (Problem(where, what, fix),))
+    return Verdict((), ())
+
+
+def _gbit_per_s(found: SpeedFound) -> float:
+    return found.arrived_bytes * 8 / 1e9 / max(found.took_s, 1e-6)
 
 
 def unlike(members: Sequence[str], surveys: Mapping[str, Survey]) -> Iterator[Problem]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -117,6 +119,56 @@ def test_both_ports_of_both_hosts_get_their_addresses_and_a_second_run_changes_n
              for name in NAMES]  # fmt: skip
     assert after == before
     site.deploy(deploy=FABRIC).must_have_changed_nothing()
+
+
+def sent_bytes(guest: Guest, port: str) -> int:
+    return int(guest.run(f"cat /sys/class/net/{port}/statistics/tx_bytes"))
+
+
+MEASURE = ("--data", "fabric.measure=true")
+
+
+def test_each_cable_is_measured_both_ways_within_its_limits_and_nothing_stays_behind(
+    site: Site,
+) -> None:
+    guests = [guest_named(name) for name in NAMES]
+    before = {(one.name, port): sent_bytes(one, port) for one in guests for port in PORTS.split()}
+    run = site.deploy(*MEASURE, deploy=FABRIC)
+    run.must_have_changed_nothing()
+    figures = re.findall(
+        r"\[(\S+)\]\s+(fab\d) to (\S+) \([0-9.]+\): ([0-9.]+) Gb/s over TCP "
+        r"\((\d+) MB in ([0-9.]+) s; link",
+        run.stderr,
+    )
+    first, second = NAMES
+    ways = [(one, port, other) for one, other in ((first, second), (second, first))
+            for port in PORTS.split()]  # fmt: skip
+    assert [(host, port, other) for host, port, other, *_ in figures] == ways
+    for _, _, _, gbit_per_s, sent_mb, took_s in figures:
+        assert float(gbit_per_s) > 0
+        assert int(sent_mb) <= 1000
+        assert float(took_s) < 2.7
+    for guest in guests:
+        for port in PORTS.split():  # with headers, and what the other way confirms
+            assert sent_bytes(guest, port) - before[guest.name, port] < 1.2e9
+        assert guest.run("systemctl list-units --plain --no-legend 'run-*' | grep -c fabric || true"
+                         ).strip() == "0"  # fmt: skip
+        assert guest.run("ss -tlnH 'sport >= 20000 and sport < 29000'") == ""
+
+
+def test_a_slow_cable_is_found_and_named(site: Site) -> None:
+    guest = guest_named(NAMES[0])
+    guest.run("tc qdisc add dev fab1 root tbf rate 50mbit burst 64kb latency 50ms")
+    began = time.monotonic()
+    run = site.deploy(*MEASURE, deploy=FABRIC)
+    took_s = time.monotonic() - began
+    guest.run("tc qdisc del dev fab1 root")
+    assert run.exit_code != 0
+    assert re.search(
+        rf"{NAMES[0]}: fab1: 0\.0 Gb/s to {NAMES[1]} over a link that says", run.stderr
+    )
+    assert "try another cable" in run.stderr
+    assert took_s < 120
 
 
 def test_it_outlives_a_reboot(site: Site) -> None:

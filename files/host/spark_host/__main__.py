@@ -19,7 +19,7 @@ from spark_host.prune import prune
 from spark_host.records import boot
 from spark_host.rollout import recover, request, rollout, way_back
 from spark_host.rollout.ports import this_host
-from spark_host.system import fabric
+from spark_host.system.fabric import addresses, speed
 from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.system.stored import default_paths
@@ -138,8 +138,13 @@ VERBS: dict[str, tuple[Verb, str]] = {
         "[--layers LAYERS.json] REFERENCE [COMMAND...]: pull an image, then run a command with it",
     ),
     tool.FABRIC: (
-        fabric.main,
+        addresses.main,
         "try|confirm|restore: addresses of the ports between hosts, from a plan on standard input",
+    ),
+    tool.FABRIC_SPEED: (
+        speed.main,
+        "listen|send: one end of a short test of a way between hosts, from an order on standard "
+        "input",
     ),
     "may-start": (_of_one(serve.may_start), "RELEASE: whether its unit may start"),
     "prepare": (_of_one(serve.prepare), "RELEASE: make the host ready for its start"),

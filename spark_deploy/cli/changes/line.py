@@ -25,7 +25,9 @@ from spark_deploy.inventory.command_line import plans
 DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "up": ("deploy.py", {}),
     "bootstrap": ("deploys/bootstrap.py", {}),
-    "fabric": ("deploys/fabric.py", {"restore": "fabric.restore"}),
+    "fabric": (
+        "deploys/fabric.py", {"restore": "fabric.restore", "measure": "fabric.measure"},
+    ),
     "rollback": ("deploys/rollback.py", {"to": "releases.rollback_to"}),
     "prune": ("deploys/prune.py", {}),
     "requantize": ("deploys/requantize.py", {"requantized": "checkpoint.requantized"}),
@@ -40,6 +42,7 @@ DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 # What a person agrees to.
 _QUESTIONS = {
     "fabric": "Change the network of the ports between them? (--dry shows the file)",
+    "measure": "Send up to 1 GB over each port to the next host, while they serve?",
     "rollback": "Go back to the release that served before?",
     "prune": "Remove what no kept release needs? (--dry shows each thing)",
     "requantize": "Quantise there, for hours, with all of the host's memory?",
@@ -60,7 +63,8 @@ def run(options: Options) -> int:
     told = Options(**{**vars(options), "data": [*options.data, *_chosen(options.command, options)]})
     hosts = [host.name for host in listed(told, judged=plans(deploy))]
     if not options.dry:
-        agreed(options, f"{', '.join(hosts)}: {_QUESTIONS[options.command]}")
+        asked = "measure" if getattr(options, "measure", False) else options.command
+        agreed(options, f"{', '.join(hosts)}: {_QUESTIONS[asked]}")
     flags = ["--dry" if options.dry else "-y", *["--json"] * options.json]
     words = line(options.command, options, hosts, flags)
     show(words)

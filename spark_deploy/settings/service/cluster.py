@@ -123,6 +123,11 @@ class FabricSettings:
         minimum=20,
         maximum=600,
     )
+    measure: bool = setting(
+        False,
+        "Set nothing up: send 1 GB at most, for 2.5 seconds at most, from each host to the next "
+        "over each cabled port. On the command line: `spark-deploy fabric --measure`.",
+    )
     restore: bool = setting(
         False,
         "Take back what was set up. Given on the command line: `spark-deploy fabric --restore`.",

@@ -43,6 +43,8 @@ def run(monkeypatch, capsys, *words, code=0):
         (("prune", "--dry", "--json"), "deploys/prune.py", ["--dry", "--json"]),
         (("fabric", "--restore", "-y"), "deploys/fabric.py",
          ["--data", "fabric.restore=true", "-y"]),
+        (("fabric", "--measure", "-y"), "deploys/fabric.py",
+         ["--data", "fabric.measure=true", "-y"]),
         (("unbootstrap", "-y"), "deploys/unbootstrap.py", ["-y"]),
         (("rotate-key", "-y", "--verbose"), "deploys/rotate_key.py", ["-y"]),
     ],
@@ -88,6 +90,16 @@ def test_it_asks_once_and_naming_the_hosts(monkeypatch, capsys, answer, code, ru
     [text] = asked
     assert text.startswith("spark-1: Remove what no kept release needs?")
     assert all(words[-1] == "-y" for words in ran)
+
+
+def test_a_measurement_is_not_asked_about_as_a_change_of_the_network(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(line.click, "confirm", lambda text, **_: asked.append(text))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    run(monkeypatch, capsys, "fabric", "--measure")
+    run(monkeypatch, capsys, "fabric")
+    assert ["Send up to 1 GB" in one for one in asked] == [True, False]
+    assert ["Change the network" in one for one in asked] == [False, True]
 
 
 PRUNED = """\

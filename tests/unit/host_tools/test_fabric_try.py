@@ -11,7 +11,7 @@ import pytest
 from spark_contract.documents import text_of
 from spark_contract.errors import HostToolError
 from spark_contract.host.fabric import NETPLAN_FILE, NETPLAN_TRIAL, FabricPlan, FabricPort
-from spark_host.system import fabric
+from spark_host.system.fabric import addresses as fabric
 from stub_host import Paths
 
 PORT = FabricPort("fab0", "192.168.100.11/24", 9000)

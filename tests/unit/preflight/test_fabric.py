@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from spark_contract.host.fabric import SpeedFound
 
 from spark_deploy.planning.machine import Way
 from spark_deploy.planning.serving.cluster import ways
-from spark_deploy.preflight.fabric import judge_ways, unlike
+from spark_deploy.preflight.fabric import judge_speed, judge_ways, told_of, unlike
 from tests.unit.planning.test_clusters import FABRIC, clustered
 from tests.unit.preflight.surveyed import survey
 
@@ -79,3 +80,37 @@ def test_a_kernel_that_keeps_memory_for_its_handover_is_refused_in_a_cluster() -
     [problem] = unlike(("a", "b"), {"a": dataclasses.replace(one, memory=memory), "b": one})
     assert problem.where == "a: kernel"
     assert "kho=off" in problem.fix
+
+
+def carried(gbit_per_s: float) -> SpeedFound:
+    return SpeedFound(int(gbit_per_s * 125e6), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("stated_mbit_per_s", "gbit_per_s", "problem", "warning"),
+    [
+        (200000, 88.0, "", ""),
+        (200000, 26.0, "", ""),  # what python alone may reach: nothing is known against it
+        (200000, 13.2, "", "degraded is reported to carry 13"),
+        (200000, 0.94, "0.9 Gb/s to spark-2 over a link that says 200", ""),
+        (10000, 9.4, "", ""),
+        (10000, 0.94, "0.9 Gb/s to spark-2 over a link that says 10", ""),
+        (1000, 0.94, "", ""),
+        (None, 0.94, "", ""),
+        (None, 0.0, "nothing of full size gets to spark-2", ""),
+    ],
+)
+def test_a_short_test_finds_slow_ways_and_does_not_say_what_it_cannot_know(
+    stated_mbit_per_s: int | None, gbit_per_s: float, problem: str, warning: str
+) -> None:
+    way = dataclasses.replace(ONE, speed_mbit_per_s=stated_mbit_per_s)
+    verdict = judge_speed("spark-1", way, carried(gbit_per_s))
+    assert [problem in one.what for one in verdict.problems] == [True] * bool(problem)
+    assert [warning in one.what for one in verdict.warnings] == [True] * bool(warning)
+
+
+def test_the_figure_stands_beside_what_the_link_says() -> None:
+    told = told_of(ONE, SpeedFound(10**9, 0.1))
+    assert told.endswith("80.0 Gb/s over TCP (1000 MB in 0.10 s; link 200 Gb/s)")
+    unknown = dataclasses.replace(ONE, speed_mbit_per_s=None)
+    assert "link of unknown speed" in told_of(unknown, SpeedFound(10**9, 0.1))

@@ -1,4 +1,4 @@
-"""Addresses of the ports between hosts: what a host is to try, and what it keeps of it."""
+"""The ports between hosts: addresses to try and to keep, and how much a way carries."""
 
 from __future__ import annotations
 
@@ -46,3 +46,27 @@ class FabricRecord:
     # Of the other interfaces, by name, and the default routes, as `ip route` takes them.
     addresses_before: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata=OPTIONAL)
     routes_before: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedOrder:
+    """What both ends of one way are told on standard input: where, by which word, how much."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    interface: str  # of the sender, which uses no other
+    address: str  # of the listener, which listens at no other
+    port: int
+    token: str
+    most_bytes: int
+    most_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedFound:
+    """What a sender was told to have arrived, and how long that took."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    arrived_bytes: int
+    took_s: float

@@ -1,0 +1,1 @@
+"""The network between hosts: its addresses, and how much it carries."""

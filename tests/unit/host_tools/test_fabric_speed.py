@@ -1,0 +1,127 @@
+"""The test of a way between hosts is bounded, takes its own sender alone, and ends by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from spark_contract.documents import text_of
+from spark_contract.errors import HostToolError
+from spark_contract.host.fabric import SpeedOrder
+from spark_host.system.fabric import speed
+from stub_host import Paths
+
+TOKEN = "0123456789abcdef" * 2
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture
+def order() -> SpeedOrder:
+    return SpeedOrder("lo", "127.0.0.1", free_port(), TOKEN, 20_000_000, 2.0)
+
+
+@contextmanager
+def listening(order: SpeedOrder) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=speed.listen, args=(order,), daemon=True)
+    thread.start()
+    yield thread
+    thread.join(10)
+    assert not thread.is_alive(), "the listener goes on"
+
+
+def connected(order: SpeedOrder) -> socket.socket:
+    until = time.monotonic() + 5
+    while True:
+        try:
+            return socket.create_connection((order.address, order.port), 1)
+        except ConnectionRefusedError:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def test_it_counts_what_arrived_and_sends_no_byte_more_than_it_may(order: SpeedOrder) -> None:
+    with listening(order):
+        found = speed.send(order)
+    assert found.arrived_bytes == order.most_bytes
+    assert 0 < found.took_s < order.most_s
+
+
+def test_an_end_that_takes_nothing_costs_the_time_and_not_more(order: SpeedOrder) -> None:
+    slow = dataclasses.replace(order, most_bytes=10**9, most_s=0.5)
+    kept = []
+
+    def take_nothing() -> None:
+        with socket.create_server((slow.address, slow.port)) as listener:
+            kept.extend(listener.accept()[0] for _ in range(4))
+            for stream in kept:
+                stream.recv(len(TOKEN))
+                stream.sendall(b"+")
+
+    threading.Thread(target=take_nothing, daemon=True).start()
+    began = time.monotonic()
+    found = speed.send(slow)
+    assert time.monotonic() - began < 3
+    assert found.arrived_bytes < slow.most_bytes / 4  # what the kernel holds for a sleeping reader
+    assert found.took_s < 1
+
+
+def test_who_does_not_know_the_word_is_turned_away_and_the_test_goes_on(order: SpeedOrder) -> None:
+    with listening(order):
+        with connected(order) as stranger:
+            stranger.sendall(b"x" * len(TOKEN))
+            assert stranger.recv(1) == b""
+        found = speed.send(order)
+    assert found.arrived_bytes == order.most_bytes
+
+
+def test_it_listens_at_the_address_of_the_fabric_alone(order: SpeedOrder) -> None:
+    with listening(order):
+        connected(order).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", order.port), 1)
+        speed.send(order)
+
+
+def test_a_listener_that_nobody_asks_ends_by_itself(
+    order: SpeedOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "_MEET_S", 0.2)
+    with pytest.raises(HostToolError, match="0 of 4 connections came"):
+        speed.listen(order)
+
+
+def test_a_way_without_an_end_is_named(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_MEET_S", 0.2)
+    with pytest.raises(HostToolError, match=r"lo to 127.0.0.1:\d+.*no connection") as caught:
+        speed.send(order)
+    assert "firewall" in str(caught.value)
+
+
+def test_an_interface_that_is_not_there_is_named(
+    order: SpeedOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "_MEET_S", 0.2)
+    with pytest.raises(HostToolError, match="No such device"):
+        speed.send(dataclasses.replace(order, interface="fab7"))
+
+
+def test_the_order_comes_on_standard_input_and_the_answer_is_one_document(
+    order: SpeedOrder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening(order):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text_of(order)))
+        assert speed.main(["send"], Paths("/")) == 0
+    assert json.loads(capsys.readouterr().out)["arrived_bytes"] == order.most_bytes
+    with pytest.raises(HostToolError, match="listen or send"):
+        speed.main(["send", TOKEN], Paths("/"))
