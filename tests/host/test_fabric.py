@@ -34,7 +34,7 @@ network:
   version: 2
   ethernets:
     eth0:
-      addresses: [$(ip -4 -o addr show eth0 | awk '{print $4}')]
+      addresses: [$(ip -4 -o addr show eth0 | awk '{print $4}'), "fd00:7::5/64"]
       routes: [{to: default, via: $(ip route show default | awk '{print $3}')}]
 END
 chmod 600 /etc/netplan/01-management.yaml
@@ -44,7 +44,7 @@ chmod 755 /usr/local/bin/udevadm
 systemd-run --quiet --wait --collect sh -c 'ip address flush dev eth0; netplan apply'
 """
 CUT = "/run/the-way-in-was-cut"
-WAY_IN = "ip route show default; ip -4 -br addr show eth0"
+WAY_IN = "ip route show default; ip -br addr show eth0 scope global"
 CABLE = f"""
 for n in {PORTS}; do
   ip link show $n >/dev/null 2>&1 || ip link add $n link eth0 type macvlan mode bridge
@@ -211,6 +211,8 @@ def test_what_nobody_confirms_goes_by_itself(site: Site) -> None:
 def test_a_network_that_loses_the_way_in_comes_back_by_itself(site: Site) -> None:
     """The login is tried after the new network was applied: it fails, and nothing is kept."""
     guest = guest_named(NAMES[1])
+    before = guest.run(WAY_IN)
+    assert "fd00:7::5/64" in before
     cut = f"ip address flush dev eth0; touch {CUT}"
     folder = "/etc/systemd/system/spark-fabric-apply.service.d"
     guest.run(f"mkdir -p {folder}; printf '[Service]\nExecStopPost=/bin/sh -c \"{cut}\"\n' "
@@ -224,7 +226,7 @@ def test_a_network_that_loses_the_way_in_comes_back_by_itself(site: Site) -> Non
     assert run.exit_code != 0
     assert addresses(guest) == BARE
     assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
-    assert guest.run("ip route show default").strip() != ""
+    assert guest.run(WAY_IN) == before
 
 
 def test_a_power_cut_in_a_try_ends_it(site: Site) -> None:

@@ -32,6 +32,7 @@ case "$*" in *'netplan apply') netplan apply;; esac
 IP = """#!/bin/sh
 echo "ip $*" >> $HERE/asked
 case "$*" in
+  *"-6 route show"*) cat $HERE/routes6;;
   *"route show"*) cat $HERE/routes;;
   *"show scope"*) cat $HERE/others;;
   *show*) cat $HERE/link;;
@@ -56,6 +57,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
     (tmp_path / "link").write_text('[{"mtu": 1500, "addr_info": []}]')
     (tmp_path / "others").write_text(OTHERS)
     (tmp_path / "routes").write_text(ROUTES)
+    (tmp_path / "routes6").write_text("")
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.setattr(fabric, "_APPLY_S", 1.0)
     monkeypatch.setattr(fabric, "_PAUSE_S", 0.01)
@@ -177,8 +179,31 @@ def test_a_way_in_that_the_try_broke_comes_back_with_the_old_network(
     ask(paths, monkeypatch, "restore", "--unconfirmed")
     assert "ip address delete 192.168.100.11/24 dev eth0" in asked(paths)
     assert "ip address replace 10.0.0.5/24 dev eth0" in asked(paths)
-    assert "ip route replace default via 10.0.0.1 dev eth0 proto static" in asked(paths)
+    assert "ip -4 route replace default via 10.0.0.1 dev eth0 proto static" in asked(paths)
     assert "eth0 had lost 10.0.0.5/24" in capsys.readouterr().out
+
+
+def test_ipv6_comes_back_beside_an_ipv4_that_stayed_but_not_what_a_router_advertises(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four = {"local": "10.0.0.5", "prefixlen": 24}
+    six = {"local": "fd00::5", "prefixlen": 64}
+    passing = {"local": "fd00::abcd", "prefixlen": 64, "temporary": True}
+    (paths.root / "others").write_text(
+        json.dumps([{"ifname": "eth0", "addr_info": [four, six, passing, {}]}])
+    )
+    advertised = "default via fe80::9 dev eth0 proto ra metric 100 expires 1795sec pref medium\n"
+    fixed = "default via fd00::1 dev eth0 metric 1024 pref medium \n"
+    (paths.root / "routes6").write_text(advertised + fixed)
+    ask(paths, monkeypatch, "try")
+    (paths.root / "others").write_text(json.dumps([{"ifname": "eth0", "addr_info": [four]}]))
+    (paths.root / "routes6").write_text(advertised)
+    ask(paths, monkeypatch, "restore", "--unconfirmed")
+    changed = [line for line in asked(paths).splitlines() if " replace " in line]
+    assert changed == [
+        "ip address replace fd00::5/64 dev eth0",
+        "ip -6 route replace default via fd00::1 dev eth0 metric 1024 pref medium",
+    ]
 
 
 def test_a_new_lease_of_another_interface_is_left_alone(

@@ -177,14 +177,19 @@ def _bring_back(record: FabricRecord) -> None:
     for name, before in record.addresses_before.items():
         for address in ours.intersection(now.get(name, ())):
             finished(["ip", "address", "delete", address, "dev", name], 10)
-        if not ours.issuperset(now.get(name, ())):
-            continue  # it has one of its own: the old one, or a new one of a lease
-        for address in before:
+        # One of its own is the old one, or a new one of a lease.
+        has = {_version(one) for one in now.get(name, ()) if one not in ours}
+        for address in (one for one in before if _version(one) not in has):
             print(f"{name} had lost {address}", flush=True)
             finished(["ip", "address", "replace", address, "dev", name], 10)
-    if not _default_routes():
-        for route in record.routes_before:
-            finished(["ip", "route", "replace", *route.split()], 10)
+    ways = {_version(route) for route in _default_routes()}
+    for route in (one for one in record.routes_before if _version(one) not in ways):
+        finished(["ip", _version(route), "route", "replace", *route.split()], 10)
+
+
+def _version(text: str) -> str:
+    """Return the version of an address or a route, as `ip` takes it."""
+    return "-6" if ":" in text else "-4"
 
 
 def _wait_for(ports: Sequence[FabricPort]) -> None:
@@ -214,17 +219,23 @@ def _applies() -> bool:
 
 def _addresses() -> dict[str, tuple[str, ...]]:
     """Return the addresses by which others reach this host, by interface."""
-    shown = finished(["ip", "-4", "-j", "address", "show", "scope", "global"], 10)
+    shown = finished(["ip", "-j", "address", "show", "scope", "global"], 10)
     return {
-        link["ifname"]: tuple(f"{one['local']}/{one['prefixlen']}" for one in link["addr_info"])
+        link["ifname"]: tuple(
+            f"{one['local']}/{one['prefixlen']}"
+            for one in link["addr_info"]
+            if one and not one.get("temporary")
+        )
         for link in json.loads(shown.stdout or "[]")
-        if link  # an interface without one is an empty object
+        if link  # what was not asked for is an empty object, address or interface
     }
 
 
 def _default_routes() -> tuple[str, ...]:
-    shown = finished(["ip", "-4", "route", "show", "default"], 10)
-    return tuple(line.strip() for line in shown.stdout.splitlines() if line.strip())
+    """Return them without those that a router advertises: it goes on doing so."""
+    shown = [finished(["ip", version, "route", "show", "default"], 10) for version in ("-4", "-6")]
+    lines = (line.strip() for one in shown for line in one.stdout.splitlines())
+    return tuple(line for line in lines if line and " proto ra " not in f"{line} ")
 
 
 def _is_set(port: FabricPort) -> bool:
