@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu gpu-times gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -87,8 +87,21 @@ recording: venv ## the film at the top of the README, from a real run in the lab
 	PATH=$$PWD/build/record-venv/bin:$$PATH $(PY) docs/record.py
 
 GPU_PYTHON ?= python3
-gpu: ## tests of plugin and kernels; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it
+gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
+
+# Beside nothing else: other work on the card would be in the times.
+SPARK_GPU_RESULTS ?= build/gpu-results
+HEAD := benchmarks/gpu/lm_head
+gpu-times: ## times of the head's kernels, alone on a CUDA machine; files in SPARK_GPU_RESULTS
+	@mkdir -p $(SPARK_GPU_RESULTS)
+	$(GPU_PYTHON) $(HEAD).py --tiles 9.0 --out $(SPARK_GPU_RESULTS)/lm-head.json
+	$(GPU_PYTHON) $(HEAD).py --tiles 12.1 --out $(SPARK_GPU_RESULTS)/lm-head-spark-tiles.json
+	$(GPU_PYTHON) $(HEAD)_sweep.py --batches 1,4,8,16 --inputs 3072,2048 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-to-16.json
+	$(GPU_PYTHON) $(HEAD)_sweep.py --batches 32,64 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-32-64.json
+	$(GPU_PYTHON) $(HEAD)_sweep.py --batches 128,256,512 --inputs 3072 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-above-64.json
+	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD)_sweep.py --batches 1,8,16,32 --inputs 3072 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-no-wgmma.json
+	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD)_sweep.py --spark --batches 64 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-48-programs.json
 
 kernels: venv build/triton ## the head's kernels compiled for a Spark, without a GPU; fetches 190 MB once
 	PYTHONPATH=build/triton $(PY) -m pytest -q tests/unit/plugin/test_head_for_a_spark.py

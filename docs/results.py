@@ -36,7 +36,8 @@ What `benchmarks/results/gpu` holds. A result is of one run of one machine; whoe
 code that it rests on (`proofs/code.py` says which that is) finds it here as older, until somebody
 with such a machine has run it again. Not judged are measurements beside a claim, such as what
 somebody else's code does: nothing rests on them. What each file shows: [engine proofs](engine-
-proofs.md).
+proofs.md). `make gpu` makes what it needs itself (trained models, trees) and writes into the folder
+`SPARK_GPU_RESULTS`; what serves plans also needs `make gpu-plans` to have run, there or elsewhere.
 """
 
 
@@ -45,8 +46,8 @@ def results_page() -> Iterator[str]:
     yield "<!-- generated from benchmarks/results/gpu and proofs/code.py by `make docs` -->"
     yield "# Result files"
     yield BEFORE
-    yield "| result | made | on | held | not judged | failed | code |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| result | made | on | held | not judged | failed | code | made again by |"
+    yield "|---|---|---|---|---|---|---|---|"
     for path in sorted(RESULTS.glob("*.json")):
         found = json.loads(path.read_text("utf-8"))
         verdicts = [row["passed"] for row in found.get("rows", []) if "passed" in row]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,19 +37,47 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def trees(shared_directory: Path) -> Path:
     """All checkpoints; ``SPARK_GPU_TREES`` names those that are there already."""
-    ready = os.environ.get("SPARK_GPU_TREES")
-    if ready:
-        return Path(ready)
     from proofs.trees import make as maker
 
-    out, done = shared_directory / "trees", shared_directory / "trees.done"
-    with (shared_directory / "trees.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one run share the trees
-        if not done.exists():
-            hub = os.environ.get("SPARK_GPU_HUB")
-            maker.make(out, Path(hub) if hub else None, special=True)
-            done.touch()
-    return out
+    def make(out: Path) -> None:
+        maker.make(out, _hub(shared_directory), special=True)
+
+    return _given("TREES") or _once(shared_directory, "trees", make)
+
+
+@pytest.fixture(scope="session")
+def recall_weights(shared_directory: Path) -> Path:
+    """The recall model; ``SPARK_GPU_RECALL`` names it, left out it is trained: five minutes."""
+
+    def train(out: Path) -> None:
+        _run("proofs.recall.training", str(out))
+        if kept := _given("RESULTS"):
+            kept.mkdir(parents=True, exist_ok=True)
+            shutil.copy(out / "training.json", kept / "recall-training.json")
+
+    return _given("RECALL") or _once(shared_directory, "recall-weights", train)
+
+
+@pytest.fixture(scope="session")
+def eyes(shared_directory: Path) -> Path:
+    """The model that sees; ``SPARK_GPU_EYES`` names it, left out it is trained: some minutes."""
+    return _given("EYES") or _once(
+        shared_directory, "eyes.npz", lambda out: _run("proofs.releases.eyes", str(out))
+    )
+
+
+@pytest.fixture(scope="session")
+def quality_trees(trees: Path, recall_weights: Path, shared_directory: Path) -> Path:
+    """The checkpoints of both trained models in 16 bits, and damaged, beside all others."""
+    from proofs.trees import quality
+
+    def make(done: Path) -> None:
+        if not (trees / "recall-plain").exists():
+            quality.make(trees, recall_weights)
+        done.touch()
+
+    _once(shared_directory, "quality", make)
+    return trees
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +92,37 @@ def results(tmp_path: Path) -> Path:
     """Where result files go: ``SPARK_GPU_RESULTS``, or nowhere that stays."""
     kept = os.environ.get("SPARK_GPU_RESULTS")
     return Path(kept) if kept else tmp_path / "results"
+
+
+def _given(name: str) -> Path | None:
+    found = os.environ.get(f"SPARK_GPU_{name}")
+    return Path(found) if found else None
+
+
+def _hub(shared: Path) -> Path:
+    """Return a hub with the lab's trained model, whose weights are in the tree."""
+    from lab.model import build
+
+    def make(out: Path) -> None:
+        build.build(out)
+
+    return _given("HUB") or _once(shared, "hub", make)
+
+
+def _once(shared: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """Return what ``make`` writes; processes of one run share it."""
+    out, done = shared / name, shared / f"{name}.done"
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            make(out)
+            done.touch()
+    return out
+
+
+def _run(module: str, *words: str) -> None:
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-m", module, *words], cwd=root, check=True)
 
 
 def _missing() -> str | None:

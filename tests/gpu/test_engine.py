@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,8 @@ import torch
 
 from proofs import stages
 
-HUB = os.environ.get("SPARK_GPU_HUB")
 WITHIN_S = os.environ.get("SPARK_GPU_WITHIN_S", "inf")
 """Seconds for the engines of one test, on a machine that is lent for a time."""
-needs_hub = pytest.mark.skipif(
-    not HUB, reason="needs SPARK_GPU_HUB: a hub with the lab's trained model"
-)
 
 
 def _failed(stage: str, trees: Path, tmp_path: Path, results: Path, at_once: int) -> stages.Rows:
@@ -40,14 +37,12 @@ def test_damaged_checkpoints_are_refused_by_name(
     assert _failed("refused", trees, tmp_path, results, 8) == []
 
 
-@needs_hub
 def test_speculation_heads_and_graphs_answer_alike(
     trees: Path, tmp_path: Path, results: Path
 ) -> None:
     assert _failed("speculation", trees, tmp_path, results, 6) == []
 
 
-@needs_hub
 def test_turboquant_with_drafts_answers_like_one_sequence_alone(
     trees: Path, tmp_path: Path, results: Path
 ) -> None:
@@ -58,7 +53,6 @@ def test_one_nan_is_refused_by_name(trees: Path, tmp_path: Path, results: Path) 
     assert _failed("nan", trees, tmp_path, results, 3) == []
 
 
-@needs_hub
 def test_target_and_drafter_read_every_tensor(trees: Path, tmp_path: Path, results: Path) -> None:
     assert _failed("names", trees, tmp_path, results, 10) == []
 
@@ -69,14 +63,12 @@ def test_drafts_are_accepted_as_the_model_was_made_for(
     assert _failed("steered", trees, tmp_path, results, 7) == []
 
 
-@needs_hub
 def test_profiles_without_the_plugin_answer_alike_with_drafts_and_graphs(
     trees: Path, tmp_path: Path, results: Path
 ) -> None:
     assert _failed("profiles", trees, tmp_path, results, 6) == []
 
 
-@needs_hub
 def test_later_turns_are_found_in_the_cache_and_answered_alike(
     trees: Path, tmp_path: Path, results: Path
 ) -> None:
@@ -101,6 +93,13 @@ def test_the_opt_in_head_is_measured_once(trees: Path, tmp_path: Path, results: 
     for path in profile_cases.HEAD_TIMES.values():
         Path(path).unlink(missing_ok=True)
     assert _failed("head-choice", trees, tmp_path, results, 3) == []
+    shutil.copy(profile_cases.HEAD_TIMES["true-35b"], results / "lm-head-times-248320x2048.json")
+
+
+def test_every_way_of_serving_is_as_near_to_16_bits_as_its_base(
+    quality_trees: Path, tmp_path: Path, results: Path
+) -> None:
+    assert _failed("quality", quality_trees, tmp_path, results, 8) == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")

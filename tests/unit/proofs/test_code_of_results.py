@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from proofs import code
+from proofs.again import again
 from spark_deploy.checkout import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "docs"))
@@ -91,6 +93,46 @@ def test_the_page_says_of_a_result_whether_its_code_is_this_code():
     assert age("experts", {"code": now}) == "as here"
     assert age("experts", {"code": dict.fromkeys(now, "0")}).startswith("older: test_experts.py")
     assert "before digests" in age("experts", {})
+
+
+@pytest.mark.parametrize("name", [path.stem for path in RESULTS])
+def test_every_result_is_made_again_by_a_command_that_knows_it(name):
+    way = again(name)
+    assert way.words in (CHECKOUT / way.place).read_text("utf-8"), way
+    if (first := way.command.split(",")[0].split())[0] == "make":
+        assert f"\n{first[1]}:" in (CHECKOUT / "Makefile").read_text("utf-8")
+    else:
+        assert (CHECKOUT / first[1]).is_file()
+
+
+def test_times_are_taken_again_by_the_command_that_they_were_taken_by():
+    makefile = (
+        (CHECKOUT / "Makefile").read_text("utf-8").replace("$(HEAD)", "benchmarks/gpu/lm_head")
+    )
+    makefile = makefile.replace("$(GPU_PYTHON)", "python3")
+    times = [path for path in RESULTS if again(path.stem).command == "make gpu-times"]
+    assert len(times) > 5
+    for path in times:
+        line = json.loads(path.read_text("utf-8"))["command"]
+        assert f"\t{line} --out $(SPARK_GPU_RESULTS)/{path.name}\n" in makefile
+
+
+def test_every_stage_of_engines_has_a_test_and_a_result():
+    """Stages are read and not imported: that needs torch."""
+    tree = ast.parse((CHECKOUT / "proofs/stages.py").read_text("utf-8"))
+    [table] = [
+        node.value for node in tree.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "CASES"
+    ]  # fmt: skip
+    stages = {key.value for key in table.keys}
+    tests = (CHECKOUT / "tests/gpu/test_engine.py").read_text("utf-8")
+    assert {*re.findall(r'_failed\("([\w-]+)"', tests)} == stages
+    assert {f"engine-{stage}" for stage in stages} <= {path.stem for path in RESULTS}
+
+
+def test_a_result_that_no_command_makes_is_named():
+    with pytest.raises(ValueError, match="unheard-of: no command makes this result"):
+        again("unheard-of")
 
 
 @pytest.mark.slow
