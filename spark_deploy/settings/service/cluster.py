@@ -44,7 +44,10 @@ class ClusterSettings:
         maximum=65535 - PORTS,
     )
     join_s: int = setting(
-        600, "Seconds a start waits for the other members before it gives up.", minimum=10
+        600,
+        "Seconds a start waits for the other members before it ends, to be tried again a minute "
+        "later; well above that minute, so that members find each other.",
+        minimum=120,
     )
 
     def broken(self) -> Iterator[Broken]:

@@ -126,6 +126,27 @@ class SeenEnoughError(Exception):
     """Ends the loop of a watch."""
 
 
+@pytest.mark.parametrize("trouble", ["a member left", "too little memory"])
+def test_an_engine_that_ends_for_another_host_has_its_starts_back(
+    host: Host, asked: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    host.release()
+    low = trouble == "too little memory"
+
+    def act(*said: object) -> None:
+        assert trouble in said
+        raise SeenEnoughError
+
+    monkeypatch.setattr(loop.Floor, "broken", lambda *_: trouble if low else None)
+    monkeypatch.setattr(loop.Together, "__init__", lambda self, *_: setattr(self, "lost", trouble))
+    monkeypatch.setattr(loop.Together, "begin", lambda *_: None)
+    monkeypatch.setattr(loop, "_look_beside", lambda *_: None)
+    monkeypatch.setattr(loop, "act", act)
+    with pytest.raises(SeenEnoughError):
+        loop.run(RELEASE, host.paths)
+    assert asked == ([] if low else [("reset-failed", UNIT)])
+
+
 def test_a_driver_or_gateway_in_trouble_holds_up_no_look_at_the_memory(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

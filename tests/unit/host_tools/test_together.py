@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 from spark_contract.host.paths import Paths
 from spark_contract.serving.release import Release
+from spark_host.check import runner
 from spark_host.check.questions import together as joining
+from spark_host.system import systemd
+from spark_host.system.ports import Host
 from spark_host.watch import together as watching
 from test_members import clustered, with_tables
 
@@ -167,3 +171,22 @@ def test_a_start_without_the_others_ends_in_time(tmp_path: Path) -> None:
     paths = tables(tmp_path, release, WORKER, joined=False)
     found = joining.joined(joining.Joining(release, paths), lambda _: None)
     assert (found.ok, found.detail) == (False, "spark-1 did not join within 0 s")
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_only_a_start_that_the_others_never_came_to_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, came: bool
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def systemctl(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        asked.append(words)
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(systemd, "systemctl", systemctl)
+    release = pair(join_s=0.2)
+    paths = tables(tmp_path, release, WORKER, joined=came)
+    paths.state.mkdir(parents=True)
+    found = runner.check(release, Host(paths), "quick", print, "run-1", at_start=True)
+    assert next(one for one in found.checks if one.name == "joined").ok == came
+    assert (("reset-failed", release.serve_unit) in asked) != came

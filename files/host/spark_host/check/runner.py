@@ -93,6 +93,9 @@ def check(
         kv_cache=_counted_cache(probe) if findings[0].ok else None,
     )
     keep(result, host, report)
+    if at_start and joining.alone:
+        # A member that is switched off for days must find the others waiting, not given up.
+        systemd.reset(release.serve_unit)
     return result
 
 

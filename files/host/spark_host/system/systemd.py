@@ -79,9 +79,9 @@ def reload() -> None:
     systemctl("daemon-reload")
 
 
-def reset(unit: str) -> None:
-    """Forget that a unit failed."""
-    systemctl("reset-failed", unit)
+def reset(unit: str, limit_s: float = _LIMIT_S) -> None:
+    """Forget that a unit failed, and how often it was started."""
+    systemctl("reset-failed", unit, timeout_s=limit_s)
 
 
 def begin(unit: str) -> None:

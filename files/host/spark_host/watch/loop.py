@@ -111,6 +111,8 @@ def run(name: str, paths: Paths) -> int:
                 act(release, checks.STARVING, reason, held, paths)
                 floor.low_samples = 0
             if together.lost is not None:
+                # It ran well: its starts are counted against what fails here, not elsewhere.
+                systemd.reset(release.serve_unit, _ANSWER_S)
                 act(release, "member", together.lost, held, paths)
                 together.forget()
             reason = None if worker else _wedged(engine, judge)

@@ -27,6 +27,8 @@ class Joining:
     paths: Paths
     began_s: float = field(default_factory=time.monotonic)
     complete: bool = False
+    alone: bool = False
+    """The others never came, so no weights were loaded."""
 
     def problem(self) -> str | None:
         """Return why the start is in vain; ``None`` while the others may still come."""
@@ -37,6 +39,7 @@ class Joining:
         elif self.complete:
             return f"{away} left the cluster"
         elif time.monotonic() - self.began_s > cluster.join_s:
+            self.alone = True
             return f"{away} did not join within {cluster.join_s:.0f} s"
         return None
 
