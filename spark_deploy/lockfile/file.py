@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import yaml
+from spark_contract import files
 
 from spark_deploy.documents.declare import convert, typed
 from spark_deploy.documents.files import load_schema, read_mapping
@@ -53,14 +53,11 @@ def checked(lock: Lock) -> Lock:
 
 
 def write_lock(path: Path, lock: Lock) -> None:
-    """Write the lock in one step: a reader sees the old file or the new one."""
+    """Write the lock in one step: a reader sees the old file or the new one, a power cut or not."""
     data = typed(lock, nulls=False)
     text = _HEAD + yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
+        files.write_text(path, text)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         fix = "make its folder writable, or set lock_file to another place"
         raise LockError.one(str(path), f"cannot be written: {error.strerror}", fix) from error

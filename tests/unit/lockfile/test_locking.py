@@ -320,3 +320,19 @@ def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, hub, tmp_
         assert bool(hub.requests) == first
     lock = read_lock(tmp_path / "spark.lock.yml")
     assert (len(lock.images), len(lock.names)) == (2, 1)
+
+
+def test_a_lock_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    seen = []
+    for name in ("fsync", "rename"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, n=name, r=real: (seen.append(n), r(*a))[1])
+    write_lock(tmp_path / "spark.lock.yml", Lock.of())
+    assert seen == ["fsync", "rename", "fsync"]
+    assert [path.name for path in tmp_path.iterdir()] == ["spark.lock.yml"]
+
+
+def test_a_lock_that_cannot_be_written_says_what_to_do(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(LockError, match=r"cannot be written(.|\n)*make its folder writable"):
+        write_lock(tmp_path / "taken" / "spark.lock.yml", Lock.of())
