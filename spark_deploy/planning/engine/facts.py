@@ -27,6 +27,16 @@ _LOGGING_OPTIONS = ("enable-log-requests", "enable-log-outputs")
 _UNPICKLING = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 # Words for weights of few bits whose scales belong to groups of inputs.
 _IN_GROUPS = ("auto-round", "gptq", "awq", "compressed-tensors", "bit")
+# Of older engines; recipes still set them, and vLLM 0.30 to 0.33 reads none (its envs.py).
+_READ_BY_NOBODY = (
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_FLASH_ATTN_VERSION",
+    "VLLM_FLASHINFER_FORCE_TENSOR_CORES",
+    "VLLM_FLASHINFER_MOE_BACKEND",
+    "VLLM_USE_FLASHINFER_MOE_FP4",
+    "VLLM_USE_TRTLLM_ATTENTION",
+    "VLLM_USE_V1",
+)
 _LOCAL_SOCKETS = ("unix://", "fd://")
 # The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0013.
 _COUNTED_CACHE_AS_USED = 24
@@ -92,6 +102,7 @@ def facts_of(
         "trust_remote_code": options.get("trust-remote-code") not in (None, False),
         "code_by_option": _names_code(options),
         "atomic_add": profile.environment.get("VLLM_MARLIN_USE_ATOMIC_ADD", "0") != "0",
+        "unread_variables": not profile.environment.keys().isdisjoint(_READ_BY_NOBODY),
         "unpickles": any(
             profile.environment.get(name, "0").strip().lower() not in ("", "0", "false")
             for name in _UNPICKLING

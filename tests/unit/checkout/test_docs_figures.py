@@ -154,6 +154,13 @@ def test_a_rail_and_a_profile_name_the_device_of_their_results_and_no_other(name
         assert devices(text) <= {device_of(one) for one in files}, name
 
 
+@pytest.mark.parametrize(("name", "text", "source"), SAID)
+def test_every_figure_of_a_rail_and_a_profile_stands_in_a_result_it_names(name, text, source):
+    files = [one for one in NAMED.findall(source) if (RESULTS / "gpu" / one).exists()]
+    versions = re.sub(r"vLLM 0\.\d+|0\.3\d\.0", "", text)
+    assert not files or strange(versions, files) == [], name
+
+
 def test_a_result_that_is_older_than_its_code_is_called_so_where_it_is_named(monkeypatch):
     monkeypatch.setattr(results, "older", lambda: {"engine-eager.json": "H100"})
     said = "benchmarks/results/gpu/engine-eager.json; experts.json on an H100"

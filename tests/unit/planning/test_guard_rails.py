@@ -33,6 +33,7 @@ CALM = {
     "has_attention_backend": False,
     "async_scheduling": True,
     "atomic_add": False,
+    "unread_variables": False,
     "xqa_decode": True,
     "eager": False,
     "piecewise_graphs": False,
@@ -106,6 +107,7 @@ TRIPS = {
     "nvfp4": {"formats": "org/model-nvfp4"},
     "deep-gemm": {"deep_gemm": True},
     "marlin-atomic-add": {"atomic_add": True},
+    "variables-nobody-reads": {"unread_variables": True},
     "repeated-names-with-fastsafetensors": {"tree_repeats_names": True},
     "plugin-tree-on-the-plain-engine": {"plugin": False},
     "plugins-by-environment": {"plugins_by_environment": True},
@@ -156,6 +158,36 @@ def test_what_is_called_measured_names_a_result_file_that_is_there():
         assert named, rail.rule
         assert all((RESULTS / Path(name).name).exists() for name in named), rail.rule
     assert {rail.rule for rail in measured} >= {"flashinfer-without-drafts", "experts-of-one-group"}
+
+
+def test_what_is_called_read_names_what_was_read_and_ours_is_there():
+    ours = ("files/", "spark_deploy/", "docs/", "catalog/")
+    for rail in (rail for rail in RAILS if rail.evidence == "read"):
+        named = re.findall(
+            r"[\w./-]+/[\w./-]*|\w+\.py|metadata|source|socket|hardware", rail.source
+        )
+        assert named, rail.rule
+        mine = [one for one in named if one.startswith(ours)]
+        assert all((RESULTS.parents[2] / one).exists() for one in mine), rail.rule
+
+
+def test_what_is_only_reported_names_who_reported_it():
+    for rail in (rail for rail in RAILS if rail.evidence == "reported"):
+        assert re.search(r"#\d+|community|warnings of", rail.source), rail.rule
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"VLLM_ATTENTION_BACKEND": "FLASHINFER"}, True),
+        ({"VLLM_USE_V1": "1", "OMP_NUM_THREADS": "4"}, True),
+        ({"VLLM_USE_FLASHINFER_SAMPLER": "0"}, False),
+    ],
+)
+def test_a_variable_that_the_engine_does_not_read_any_more_is_warned_of(variables, told):
+    warned = [one for one in plan_of(**{"engine.environment": variables}).warnings
+              if one.startswith("variables-nobody-reads")]  # fmt: skip
+    assert bool(warned) is told
 
 
 @pytest.mark.parametrize(
