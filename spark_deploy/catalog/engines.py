@@ -19,6 +19,8 @@ class Engine:
     source: str = needed("Wheel and file that the names are from.")
     generates: tuple[str, ...] = needed("Architectures that answer with text.")
     pools: tuple[str, ...] = needed("Architectures that answer with numbers.")
+    tool_call: tuple[str, ...] = needed("Its parsers of tool calls.")
+    reasoning: tuple[str, ...] = needed("Its parsers of reasoning.")
 
     def lists(self, architecture: str) -> bool:
         """Whether the engine has a class for an architecture."""
@@ -27,7 +29,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """Architectures that each supported engine lists; written from its sources by a test."""
+    """Architectures and parsers of each supported engine; written from its sources by a test."""
 
     engines: dict[str, Engine] = needed("By version.")
 

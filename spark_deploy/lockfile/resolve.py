@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,22 @@ def wanted_by(settings: Settings, catalog: Catalog) -> Names:
         sources.update(_repositories(model, profile, one))
         roles.add(model.image.role)
     images = frozenset(settings.images[role] for role in roles & set(settings.images))
+    refuse_two_revisions(sources)
     return Names(frozenset(sources), images)
+
+
+def refuse_two_revisions(sources: Iterable[tuple[str, str]]) -> None:
+    """Refuse a repository that is asked for at two revisions: locking one would drop the other.
+
+    Raises:
+        LockError: There is one.
+    """
+    known: dict[str, str] = {}
+    for repo, revision in sorted(sources):
+        if known.setdefault(repo, revision) != revision:
+            what = f"is asked for at {known[repo]} and at {revision}; a lock holds one of them"
+            fix = "choose one revision, or give the hosts of the other a lock_file of their own"
+            raise LockError.one(repo, what, fix)
 
 
 def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterator[tuple[str, str]]:

@@ -64,6 +64,21 @@ def architecture_problems(
     yield Problem(f"model {model.name}", what, f"{fix}, or {BRING_OWN_CLASS}")
 
 
+def parser_problems(model: Model, settings: Settings, engines: Engines) -> Iterator[Problem]:
+    """Yield parsers that the engine would refuse once everything is downloaded."""
+    version, engine = engines.of_image(settings.images.get(model.image.role, ""))
+    if engine is None:
+        return
+    named = {"tool_call": model.parsers.tool_call, "reasoning": model.parsers.reasoning}
+    for kind, parser in named.items():
+        listed = getattr(engine, kind)
+        if parser is not None and parser not in listed:
+            guess = closest(parser, listed)
+            fix = f"did you mean {guess}? Without" if guess else "leave it out: without"
+            what = f"{parser} is no parser of {CALLED} {version}"
+            yield Problem(f"model {model.name}: parsers.{kind}", what, f"{fix} one it stays text")
+
+
 def _can_draft(model: Model) -> bool:
     """Whether it has layers of its own to draft with, as far as anybody knows."""
     if isinstance(model, PlainModel):

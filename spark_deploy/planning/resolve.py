@@ -25,6 +25,7 @@ from spark_deploy.planning.limits import (
     architecture_problems,
     engine_problems,
     limit_problems,
+    parser_problems,
     role_problems,
     spread_problems,
 )
@@ -134,6 +135,7 @@ def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
     refuse_impossible_trees(model, profile, settings)
     beyond = [*limit_problems(model, profile), *spread_problems(model, profile, settings)]
     beyond += architecture_problems(model, profile, settings, catalog.engines)
+    beyond += parser_problems(model, settings, catalog.engines)
     if beyond:
         raise PlanError(beyond)
     if missing_bytes(model, profile, settings) > 0:

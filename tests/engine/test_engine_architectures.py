@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import textwrap
 from collections.abc import Iterator
 
@@ -28,18 +27,22 @@ POOLS = (
     "_TOKEN_CLASSIFICATION_MODELS",
     "_SEQUENCE_CLASSIFICATION_MODELS",
 )
+PARSERS = {
+    "tool_call": ("vllm/tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER"),
+    "reasoning": ("vllm/reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER"),
+}
 HEAD = """\
 # yaml-language-server: $schema=../schema/engines.schema.json
 #
-# Architectures that each supported engine lists; another one is refused before a byte is fetched.
+# Architectures and parsers of each supported engine; others are refused before a byte is fetched.
 # Do not edit: `ENGINES=write pytest tests/engine/test_engine_architectures.py` writes it.
 """
 
 
-def tables(version: str) -> dict[str, set[str]]:
-    """Return the keys of each table of the registry, by its name."""
+def tables(version: str, file: str = REGISTRY) -> dict[str, set[str]]:
+    """Return the keys of each table of the registry, or of another file, by its name."""
     found: dict[str, set[str]] = {}
-    for node in ast.parse((fetch(version, {REGISTRY}) / REGISTRY).read_text()).body:
+    for node in ast.parse((fetch(version, {file}) / file).read_text()).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         value = getattr(node, "value", None)
         if isinstance(target, ast.Name) and isinstance(value, ast.Dict):
@@ -55,6 +58,12 @@ def names(version: str, groups: tuple[str, ...]) -> list[str]:
     )
 
 
+def parsers(version: str, kind: str) -> list[str]:
+    """Return the names by which an engine knows its parsers of a kind."""
+    file, table = PARSERS[kind]
+    return sorted(tables(version, file)[table])
+
+
 def lines() -> Iterator[str]:
     yield from (*HEAD.splitlines(), "engines:")
     for version in SUPPORTED_ENGINES:
@@ -62,9 +71,10 @@ def lines() -> Iterator[str]:
         wheel = f"{release.project} {release.version}, {release.platform}"
         yield f"  {version}:"
         yield f"    source: {REGISTRY} of the wheel {wheel}, sha256 {release.sha256[:12]}"
-        for key, groups in (("generates", GENERATES), ("pools", POOLS)):
+        listed = {"generates": names(version, GENERATES), "pools": names(version, POOLS)}
+        for key, found in (listed | {kind: parsers(version, kind) for kind in PARSERS}).items():
             text = textwrap.fill(
-                ", ".join(names(version, groups)), 92, initial_indent=" " * 6,
+                ", ".join(found), 92, initial_indent=" " * 6,
                 subsequent_indent=" " * 6, break_long_words=False,
             )  # fmt: skip
             yield from (f"    {key}: [", *text.splitlines(), "    ]")
@@ -91,17 +101,9 @@ def test_no_table_of_served_models_is_forgotten(version: str) -> None:
     assert found - beside == {*GENERATES, *POOLS} & found
 
 
-PARSERS = {
-    "tool_call": "vllm/tool_parsers/__init__.py",
-    "reasoning": "vllm/reasoning/__init__.py",
-}
-
-
 @pytest.mark.parametrize("kind", PARSERS)
 def test_every_parser_that_we_name_is_one_of_the_newest_engine(kind: str) -> None:
-    file, newest = PARSERS[kind], SUPPORTED_ENGINES[-1]
-    text = (fetch(newest, {file}) / file).read_text()
-    listed = set(re.findall(r'^    "([a-z0-9_.]+)": \($', text, re.MULTILINE))
+    listed = set(parsers(SUPPORTED_ENGINES[-1], kind))
     assert len(listed) > 30
     catalog = read_catalog()
     named = {getattr(one, kind) for one in read_families().families}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_deploy.catalog.beside import is_repository
+from spark_deploy.catalog.engines import Engine
 from spark_deploy.catalog.load import read_families
 from spark_deploy.cli.adding.draft import Draft
 from spark_deploy.cli.adding.recipes import draft_of_recipe
@@ -82,7 +83,7 @@ def _added(options: Options, host: Listed, profile: str) -> _Added:
         name, profile = shared.name, shared.profile_name
         return _Added(name, profile, shared.model_repository, files, left_open)
     draft = (
-        draft_of_recipe(data, Path(options.place).name)
+        draft_of_recipe(data, Path(options.place).name, _engine(host))
         if data is not None
         else _of_repository(options.place, host)
     )
@@ -121,6 +122,11 @@ def _file(place: str) -> dict[str, Any] | None:
     if problems:
         raise CatalogError(problems)
     return data
+
+
+def _engine(host: Listed) -> Engine | None:
+    """Return what is known of the engine that the new model would have."""
+    return host.catalog.engines.of_image(host.settings.settings.images["engine"])[1]
 
 
 def _of_repository(place: str, host: Listed) -> Draft:

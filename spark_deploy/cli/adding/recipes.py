@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark_deploy.catalog.beside import is_repository
+from spark_deploy.catalog.engines import Engine
 from spark_deploy.cli.adding.arguments import Arguments, arguments_of
 from spark_deploy.cli.adding.draft import Draft
 from spark_deploy.errors import CatalogError
@@ -54,8 +55,8 @@ class Recipe:
     open: list[str] = field(default_factory=list)
 
 
-def draft_of_recipe(data: Mapping[str, Any], source: str) -> Draft:
-    """Return the catalog file of a recipe.
+def draft_of_recipe(data: Mapping[str, Any], source: str, engine: Engine | None = None) -> Draft:
+    """Return the catalog file of a recipe; of parsers those that the engine has, if it is known.
 
     Raises:
         CatalogError: It is of no known kind, names no repository, or is for several hosts.
@@ -65,6 +66,10 @@ def draft_of_recipe(data: Mapping[str, Any], source: str) -> Draft:
         what = f"names no repository of the hub ({recipe.repository[:60]!r})"
         raise CatalogError.one(source, what, "write ORG/NAME as its model")
     taken = arguments_of(recipe.words)
+    for kind, parser in list(taken.parsers.items()):
+        if engine is not None and parser not in getattr(engine, kind):
+            del taken.parsers[kind]
+            taken.unused.append(f"parsers.{kind} {parser}: your engine has none of that name")
     nodes = max(recipe.nodes, taken.devices)
     if nodes > 1:
         what = f"is for {nodes} hosts together; a repository served as published is by one host"

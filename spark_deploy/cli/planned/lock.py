@@ -12,7 +12,7 @@ from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import LockError
 from spark_deploy.inventory.held import hold_if_told, open_questions, unread
 from spark_deploy.lockfile.file import read_lock, write_lock
-from spark_deploy.lockfile.resolve import Names, resolve, wanted_by
+from spark_deploy.lockfile.resolve import Names, refuse_two_revisions, resolve, wanted_by
 from spark_deploy.lockfile.types import Lock
 
 # What nobody asked for who locks on the way to something else.
@@ -46,9 +46,10 @@ def _lock_file(path: Path, hosts: list[Listed], options: Options) -> int:
     update = [name for name in options.update if name]
     _refuse_unknown(update, hosts)
     done: set[str] = set()
-    for host in hosts:
+    wanted_by_all = [wanted_by(host.settings.settings, host.catalog) for host in hosts]
+    refuse_two_revisions(set().union(*(wanted.sources for wanted in wanted_by_all)))
+    for host, wanted in zip(hosts, wanted_by_all, strict=True):
         settings = host.settings.settings
-        wanted = wanted_by(settings, host.catalog)
         todo = _named(wanted, update) if options.update else wanted.missing_in(lock)
         todo = todo.without(done)
         done.update(todo.names)

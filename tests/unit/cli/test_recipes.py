@@ -108,6 +108,14 @@ def test_what_would_run_code_or_fetch_more_is_named() -> None:
     assert "hf_secret" not in "".join(draft_of_recipe(d, n).text() for n, d in READ.items())
 
 
+def test_a_parser_that_the_engine_does_not_have_is_named_and_left_out() -> None:
+    engine = shipped_catalog().engines.engines["0.33.0"]
+    said = "--reasoning-parser nano_v3 --tool-call-parser qwen3_coder"
+    draft = draft_of_recipe({"model": "org/x", "command": f"vllm serve {said}"}, "r", engine)
+    assert "not used: parsers.reasoning nano_v3: your engine has none of that name" in draft.open
+    assert yaml.safe_load(draft.text())["parsers"] == {"tool_call": "qwen3_coder"}
+
+
 SEVERAL = (
     {"min_nodes": 2},
     {"cluster_only": True},

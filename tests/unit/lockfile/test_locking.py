@@ -18,6 +18,7 @@ from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.resolve import locked_for, wanted_by
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.load import load_hosts
+from spark_deploy.settings.service.serving import PairSettings
 from tests import forked
 from tests.unit.planning.plans import shipped_catalog
 
@@ -177,6 +178,24 @@ def test_required_locks_refuse_new_names_and_name_all_of_them(settings, tmp_path
     assert len(caught.value.problems) == 4
     assert Server.asked == []
     assert not (tmp_path / "spark.lock.yml").exists()
+
+
+def test_one_repository_at_two_revisions_is_refused_before_one_lock_drops_the_other(
+    settings, tmp_path
+):
+    tiny = CATALOG.model("lab-tiny")
+    older = dataclasses.replace(tiny, sources=dataclasses.replace(tiny.sources, revision="v1"))
+    pairs = {("base", "older"): CATALOG.profile("base", "lab-tiny")}
+    catalog = dataclasses.replace(
+        CATALOG,
+        models={**CATALOG.models, "older": older},
+        profiles={**CATALOG.profiles, **pairs},
+    )
+    ready = (PairSettings(model="older", profile="base"),)
+    both = dataclasses.replace(settings, profile="base", keep_ready=ready)
+    with pytest.raises(LockError, match=r"lab/tiny-int4: is asked for at main and at v1; "):
+        locked_for(both, catalog, tmp_path / "spark.lock.yml", lambda text: None)
+    assert Server.asked == []
 
 
 def test_a_profile_without_a_donor_does_not_lock_one(settings):

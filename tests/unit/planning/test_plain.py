@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spark_deploy.catalog.anatomy import Anatomy, CacheLayers, CountedCache
-from spark_deploy.catalog.model import PlainModel
+from spark_deploy.catalog.model import Parsers, PlainModel
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.cli.planned.plan import text
 from spark_deploy.errors import PlanError
@@ -61,9 +61,9 @@ def plan(
     return plan_host(Request("a", settings, catalog, lock, PAYLOAD))
 
 
-def refused(**more: Any) -> str:
+def refused(model: PlainModel = MODEL, **more: Any) -> str:
     with pytest.raises(PlanError) as error:
-        plan(**more)
+        plan(model, **more)
     return "\n".join(str(problem) for problem in error.value.problems)
 
 
@@ -159,6 +159,15 @@ def test_an_architecture_that_the_engine_does_not_list_is_refused_with_one_that_
     # An image of somebody else's tag, and a way round that was chosen.
     plan(anatomy=odd, **{"images.engine": "registry.example/vllm:nightly"})
     plan(anatomy=odd, **{"images.engine": image, "engine.options.model-impl": "transformers"})
+
+
+def test_a_parser_that_the_engine_does_not_have_is_refused_before_a_byte() -> None:
+    asks = dataclasses.replace(MODEL, parsers=Parsers(reasoning="qwen", tool_call="nano_v3"))
+    said = refused(asks, **{"images.engine": "registry.example/vllm:v0.33.0"})
+    assert "parsers.reasoning: qwen is no parser of vLLM 0.33.0" in said
+    assert "did you mean qwen3?" in said
+    assert "parsers.tool_call: nano_v3 is no parser of vLLM 0.33.0" in said
+    plan(asks, **{"images.engine": "registry.example/vllm:nightly"})
 
 
 def test_profiles_that_build_trees_are_for_other_models() -> None:
