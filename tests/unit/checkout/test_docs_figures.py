@@ -34,6 +34,8 @@ ASKED = {
     "prefix caching and drafts, each alone": {"558,410", "544", "43,000"},
     "the same with another script": {"0.40"},
     "accepted by place in a step": {"0.58"},
+    "| utilisation 0.88 to 0.90 |": {"0.88", "0.90", "0.8", "0.82", "0.9"},  # settings
+    "| 8192 batched tokens, 262,144 of context": {"8192", "262,144"},
     "35B, 400 steps of 256": {"400", "256", "2048"},  # reported by others
     "`spark-check --compare` on the engine": {"1e-16"},
     "| preset | mean divergence of a decoded token": {"1e-6"},
