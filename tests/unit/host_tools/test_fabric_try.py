@@ -61,6 +61,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.setattr(fabric, "_APPLY_S", 1.0)
     monkeypatch.setattr(fabric, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(fabric, "_STILL_S", 0.05)
     return Paths(tmp_path)
 
 
@@ -242,6 +243,21 @@ def test_a_netplan_that_never_ends_proves_nothing(
     with pytest.raises(HostToolError, match="netplan has not ended"):
         ask(paths, monkeypatch, "confirm")
     assert not paths.below(NETPLAN_FILE).exists()
+
+
+def test_nothing_is_settled_while_addresses_come_and_go(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who manages the network goes on after netplan's end: the way in may be lost only then."""
+    ask(paths, monkeypatch, "try")
+    (paths.root / "bin/ip").write_text(
+        IP.replace(
+            "cat $HERE/others",
+            """echo '[{"ifname":"eth0","addr_info":[{"local":"10.0.0.'$$'","prefixlen":24}]}]'""",
+        ).replace("$HERE", str(paths.root))
+    )
+    with pytest.raises(HostToolError, match="addresses still change"):
+        ask(paths, monkeypatch, "settled")
 
 
 def test_the_way_in_comes_back_also_where_netplan_fails(

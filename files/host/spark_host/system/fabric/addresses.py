@@ -35,6 +35,7 @@ from spark_host.system.programs import finished
 
 _APPLY_S = 30.0  # less than a command of the controller may take
 _PAUSE_S = 0.5
+_STILL_S = 2.0  # without a change, and whoever manages the network is done
 _TRIED = f"{RUN_DIR}/fabric.json"
 _KEPT = f"{STATE_DIR}/fabric/record.json"
 
@@ -193,22 +194,31 @@ def _version(text: str) -> str:
 
 
 def _wait_for(ports: Sequence[FabricPort]) -> None:
-    """Wait until netplan has ended and every port has its address and its MTU.
+    """Wait until netplan has ended, every port has its address and its MTU, and nothing moves.
+
+    Whoever manages the network goes on by itself for a moment, with other interfaces as well.
 
     Raises:
-        HostToolError: one has not, for longer than netplan takes.
+        HostToolError: that takes longer than netplan does.
     """
-    until, missing = time.monotonic() + _APPLY_S, list(ports)
-    while (missing or _applies()) and time.monotonic() < until:
-        missing = [port for port in missing if not _is_set(port)]
-        if missing or _applies():
-            time.sleep(_PAUSE_S)
-    if missing:
-        what = f"{missing[0].interface} does not get {missing[0].address}, MTU {missing[0].mtu}"
-        raise HostToolError("fabric", what, f"look at `journalctl -u {APPLY_UNIT}` and networkd's")
-    if _applies():  # a login now would prove the old network
-        what = f"netplan has not ended within {_APPLY_S:.0f} s"
-        raise HostToolError("fabric", what, f"look at `journalctl -u {APPLY_UNIT}`")
+    until = time.monotonic() + _APPLY_S
+    seen, since = None, 0.0
+    while time.monotonic() < until:
+        missing = [port for port in ports if not _is_set(port)]
+        now = (missing, _applies(), _addresses(), _default_routes())
+        if now != seen:
+            seen, since = now, time.monotonic()
+        if not (missing or now[1]) and time.monotonic() - since >= _STILL_S:
+            return
+        time.sleep(_PAUSE_S)
+    look = f"look at `journalctl -u {APPLY_UNIT}` and networkd's"
+    if seen and seen[0]:
+        port = seen[0][0]
+        what = f"{port.interface} does not get {port.address}, MTU {port.mtu}"
+        raise HostToolError("fabric", what, look)
+    if seen and seen[1]:  # a login now would prove the old network
+        raise HostToolError("fabric", f"netplan has not ended within {_APPLY_S:.0f} s", look)
+    raise HostToolError("fabric", f"addresses still change after {_APPLY_S:.0f} s", look)
 
 
 def _applies() -> bool:
