@@ -36,6 +36,29 @@ def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
                 yield Problem(f"{name}: cluster.hosts", f"'{other}' is no host of its group", fix)
         if name != members[0] and members[0] in hosts:
             yield from _differences(hosts[members[0]], found)
+        told = {one: found.settings.cluster.hosts for one, found in hosts.items()}
+        yield from _untold(name, members, told, "cluster")
+
+
+def _untold(
+    name: str, members: Sequence[str], told: Mapping[str, Sequence[str]], key: str
+) -> Iterator[Problem]:
+    """Yield hosts that the first one counts on and that know nothing of it."""
+    for other in members[1:] if name == members[0] else ():
+        if other in told and list(told[other][:1]) != [name]:
+            what = f"{name} counts on it, but it is told {', '.join(told[other]) or 'none'}"
+            fix = "write it once, into group_vars of their group"
+            yield Problem(f"{other}: {key}.hosts", what, fix)
+
+
+def twin_problems(endpoints: Mapping[str, tuple[str, int]]) -> Iterator[Problem]:
+    """Yield hosts that are reached where another one is: two plans would change one machine."""
+    first: dict[tuple[str, int], str] = {}
+    for name, (address, port) in endpoints.items():
+        if (other := first.setdefault((address, port), name)) != name:
+            where = address if port == 22 else f"{address}, port {port}"
+            what = f"is reached at {where}, as {other} is"
+            yield Problem(name, what, "list each machine once; correct the address of one of them")
 
 
 def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
@@ -52,6 +75,9 @@ def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
         first = hosts.get(replicas.hosts[0]) if replicas.hosts else None
         if first is not None and name != first.host:
             yield from _differences(first, found, _ALIKE_REPLICAS, _ALIKE_OF_REPLICAS, "the first")
+        if replicas.hosts:
+            told = {one: found.settings.replicas.hosts for one, found in hosts.items()}
+            yield from _untold(name, replicas.hosts, told, "replicas")
 
 
 def knowing_addresses(hosts: Mapping[str, HostSettings]) -> dict[str, HostSettings]:

@@ -22,7 +22,12 @@ from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import Problem, SettingsError
-from spark_deploy.inventory.clusters import cluster_problems, knowing_addresses, replica_problems
+from spark_deploy.inventory.clusters import (
+    cluster_problems,
+    knowing_addresses,
+    replica_problems,
+    twin_problems,
+)
 from spark_deploy.inventory.command_line import check_patterns, command_line, judges, overrides
 from spark_deploy.inventory.contact.hearing import listen_carefully
 from spark_deploy.inventory.known import KEY, Known
@@ -78,6 +83,8 @@ def groups_from(
     found = _loaded(groups, file, overrides(arguments), generated, judged=judged)
     extra = host_data or {}
     found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
+    if wrong := list(twin_problems(_endpoints(found, extra))):
+        raise SettingsError(wrong)
     found = knowing_addresses(found)
     _check_canaries(found)
     root = vars_root(file)
@@ -94,6 +101,19 @@ def groups_from(
         for host, further in _first_contact({host: data[host] for host in chosen}, arguments):
             data[host].update(further)
     return {group: ([(host, data[host]) for host in hosts], {}) for group, hosts in groups.items()}
+
+
+def _endpoints(
+    found: Mapping[str, HostSettings], extra: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[str, int]]:
+    """Return where each host is reached; what stands in ~/.ssh/config is not followed."""
+    return {
+        name: (
+            one.settings.ssh.hostname or name,
+            extra.get(name, {}).get("ssh_port") or one.settings.ssh.port or 22,
+        )
+        for name, one in found.items()
+    }
 
 
 def _loaded(

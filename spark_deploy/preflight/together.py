@@ -21,8 +21,9 @@ def same_host_key(surveys: Mapping[str, Survey]) -> dict[str, Problem]:
         name: Problem(
             "SSH host key",
             f"is also that of {', '.join(other for other in names if other != name)}",
-            "give each host its own: `rm /etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart "
-            "ssh` on it, then `ssh-keygen -R` its name here and run deploys/bootstrap.py",
+            "list it once, if it is one machine; else give each its own: "
+            "`rm /etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart ssh` on it, then "
+            "`ssh-keygen -R` its name here and run deploys/bootstrap.py",
         )
         for names in by_key.values()
         for name in names

@@ -48,7 +48,32 @@ def links(settings: Settings, found: Mapping[str, Ports]) -> tuple[Link, ...]:
     if not found:
         return tuple(Link(host, f"ADDRESS-OF-{host}", "INTERFACE", (), None) for host in hosts)
     network = _network(settings, found)
+    if problems := list(_ambiguous(hosts, found, network)):
+        raise PlanError(problems)
     return tuple(_link(host, found[host].ports, network) for host in hosts)
+
+
+def _ambiguous(
+    hosts: Sequence[str], found: Mapping[str, Ports], network: ipaddress.IPv4Network
+) -> Iterator[Problem]:
+    """Yield what has packets arrive elsewhere: an address twice, or a cable's network twice."""
+    owners: dict[str, str] = {}
+    for host in hosts:
+        ports = _way_ports(found[host].ports, network)
+        for address in (text.partition("/")[0] for port in ports for text in port.addresses):
+            if (other := owners.setdefault(address, host)) != host:
+                what = f"has {address}, as {other} has"
+                fix = "name each machine once in cluster.hosts, and give each address to one port"
+                yield Problem(f"{host}: cluster", what, fix)
+        seen: dict[ipaddress.IPv4Network, Port] = {}
+        for port in (one for one in found[host].ports if one.up and one.addresses):
+            first = seen.setdefault(_net(port), port)
+            if first is not port and (first.device or port.device):
+                what = (
+                    f"{_net(port)} is the network of {first.interface} as well: packets take either"
+                )
+                fix = "give each cabled port a network of its own (netplan)"
+                yield Problem(f"{host}: {port.interface}", what, fix)
 
 
 def _network(settings: Settings, found: Mapping[str, Ports]) -> ipaddress.IPv4Network:

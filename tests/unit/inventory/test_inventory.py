@@ -206,6 +206,49 @@ def test_members_of_a_cluster_are_in_one_group_and_told_the_same(foreign):
     assert "spark-2: profile: differs from that of spark-1, the head of" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("all_of_them", "one", "said"),
+    [
+        ("cluster: {hosts: [spark-1, spark-2]}", "cluster: {hosts: []}",
+         "spark-2: cluster.hosts: spark-1 counts on it, but it is told none"),
+        ("replicas: {hosts: [spark-1, spark-2]}\n"
+         "serve: {expose: lan, api_key: {env: SPARK_API_KEY}}\n"
+         "ssh: {user: me}", "ssh: {hostname: 192.168.1.22}\nreplicas: {hosts: []}",
+         "spark-2: replicas.hosts: spark-1 counts on it, but it is told none"),
+    ],
+)  # fmt: skip
+def test_a_host_that_others_count_on_and_that_shall_serve_alone_is_refused(
+    foreign, monkeypatch, all_of_them, one, said
+):
+    monkeypatch.setenv("SPARK_API_KEY", "k" * 32)
+    (foreign.parent / "group_vars/spark.yml").write_text(f"model: qwen3.5-122b\n{all_of_them}\n")
+    (foreign.parent / "host_vars").mkdir()
+    (foreign.parent / "host_vars/spark-2.yml").write_text(f"{one}\n")
+    done = pyinfra(foreign)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("second", "refused"),
+    [
+        ("hostname: 192.168.1.21", True),
+        ("hostname: 192.168.1.21, user: other", True),
+        ("hostname: 192.168.1.21, port: 2222", False),
+        ("hostname: 192.168.1.22", False),
+    ],
+)
+def test_one_machine_under_two_names_is_refused_before_it_is_changed_twice_at_once(
+    foreign, second, refused
+):
+    (foreign.parent / "host_vars").mkdir()
+    for name, ssh in (("spark-1", "hostname: 192.168.1.21"), ("spark-2", second)):
+        (foreign.parent / f"host_vars/{name}.yml").write_text(f"ssh: {{{ssh}}}\n")
+    done = pyinfra(foreign)
+    assert (done.returncode == 1) is refused
+    assert ("spark-2: is reached at 192.168.1.21, as spark-1 is" in done.stderr) is refused
+
+
 def test_a_cluster_of_hosts_that_are_not_there_is_refused(foreign):
     (foreign.parent / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1, spark-9]}\n")
     done = pyinfra(foreign)

@@ -114,6 +114,36 @@ def test_a_host_without_a_cable_is_named_with_what_it_has() -> None:
     assert "cluster.subnet" in text
 
 
+def moved(ports: tuple[Port, ...], *addresses: str) -> tuple[Port, ...]:
+    """Return ports with these addresses, in the order of those that are up."""
+    given = iter(addresses)
+    return tuple(
+        dataclasses.replace(one, addresses=(next(given),)) if one.up else one for one in ports
+    )
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        # The cable in the network of the hosts: it would be served over the slow one, unnoticed.
+        (moved((LAN, *of_cable(0, 11)), "192.168.100.2/24", "192.168.100.11/24",
+               "192.168.101.11/24"),
+         "spark-2: enp1s0f0np0: 192.168.100.0/24 is the network of enP7s7 as well"),
+        (moved((LAN, *of_cable(0, 11)), "192.168.1.2/24", "192.168.100.11/24",
+               "192.168.100.12/24"),
+         "spark-2: enP2p1s0f0np0: 192.168.100.0/24 is the network of enp1s0f0np0 as well"),
+        # One machine under two names, or an address given twice.
+        ((LAN, *of_cable(1, 10)), "spark-2: cluster: has 192.168.100.10, as spark-1 has"),
+    ],
+)  # fmt: skip
+def test_networks_in_which_packets_could_arrive_elsewhere_are_refused(
+    second: tuple[Port, ...], told: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_on("spark-1", {**FABRIC, "spark-2": Ports(second)})
+    assert told in str(caught.value)
+
+
 def test_every_release_has_ports_of_its_own_within_the_range() -> None:
     base = clustered()
     watch = dataclasses.replace(base.watch, interval_s=base.watch.interval_s + 1)
