@@ -36,7 +36,8 @@ UNKNOWN = """
 What the arithmetic does not know: how often the tokens of one step choose the same experts (it
 takes them as independent, which makes drafts and many requests look dearer than they are), what a
 TurboQuant cache costs to pack and unpack, which attention backend runs, how often drafts are
-accepted for a given kind of text, the time of prompts, and anything of two Sparks. The published
+accepted for a given kind of text, the time of prompts, and anything of two Sparks, of which the
+other published tables of several requests are. The published
 v2 had a head kernel that takes longer for three tokens than ours, and FlashInfer attention.
 """
 SPARKS = """
