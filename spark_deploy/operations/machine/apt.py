@@ -189,7 +189,8 @@ def _install(
         refuse(
             "packages",
             f"cannot install {listed}: {tail or failure}",
-            "check the package names, the repositories in group_vars and `apt-get update`",
+            "check the package names, the repositories in group_vars, universe on Ubuntu, and "
+            "`apt-get update`",
         )
     return True
 
