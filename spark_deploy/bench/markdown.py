@@ -17,6 +17,7 @@ PROTOCOLS = {
 }
 
 SEEDS_CHAPTER, GRID_CHAPTER = "Protocol: seeds", "Protocol: llama-benchy"
+THEIRS = "published by others, not ours"
 HOST_CHAPTER = "The host meanwhile"
 
 
@@ -43,7 +44,7 @@ Rows = list[list[str]]
 def chapters(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
     """Yield title, protocol and table of each part that any of the results has."""
     if any(one.answers for one in results):
-        yield SEEDS_CHAPTER, PROTOCOLS["seeds"], seeds_table(results)
+        yield SEEDS_CHAPTER, _seeds_said(results), seeds_table(results)
     if any(one.cells for one in results):
         versions = ", ".join(dict.fromkeys(one.llama_benchy or "?" for one in results if one.cells))
         said = PROTOCOLS["llama-benchy"].format(version=versions)
@@ -89,7 +90,21 @@ def seeds_table(results: Sequence[BenchResult]) -> Rows:
         rows.append([f"{prompt.name} {prompt.tokens}", *_against_first(speeds)])
     firsts = [min((answer.first_token_s for answer in one.warm()), default=None) for one in results]
     rows.append(["first token, s (best)", *(_figure(value, 2) for value in firsts)])
+    if any(one.published for one in results):
+        theirs = (", ".join(f"{p.tokens_per_s:g}" for p in one.published) for one in results)
+        rows.append([THEIRS, *(value or "-" for value in theirs)])
     return rows
+
+
+def _seeds_said(results: Sequence[BenchResult]) -> str:
+    """Return the protocol, and whose the figures are that stand beside."""
+    sources = [
+        f"{p.tokens_per_s:g} of {one.served.profile}: {p.source}"
+        for one in results
+        for p in one.published
+    ]
+    told = f". Published by others: {'; '.join(dict.fromkeys(sources))}" if sources else ""
+    return PROTOCOLS["seeds"] + told
 
 
 def grid_table(results: Sequence[BenchResult]) -> Rows:

@@ -94,6 +94,14 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """What others measured of the same model and profile, one request at a time."""
+
+    tokens_per_s: float = needed("Their figure.", minimum=0)
+    source: str = needed("Whose it is, and the stack that it was measured on.")
+
+
+@dataclass(frozen=True, slots=True)
 class BenchResult:
     """One run of `spark-deploy bench` against one host."""
 
@@ -109,6 +117,7 @@ class BenchResult:
     notes: tuple[str, ...] = needed("What was left out, and why.")
     loads: tuple[Load, ...] = later((), "Protocol `vllm-bench`; empty when it was not asked for.")
     vllm: str | None = later(None, "Version of vLLM, of that protocol.")
+    published: tuple[Published, ...] = later((), "Figures of others, to be read beside `seeds`.")
 
     @property
     def acceptance_fraction(self) -> float | None:

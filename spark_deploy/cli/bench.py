@@ -15,7 +15,7 @@ from spark_contract.serving.release import Release
 
 from spark_deploy.bench import benchy, host, markdown, page, seeds, submission, vllm_bench
 from spark_deploy.bench.client import Endpoint
-from spark_deploy.bench.result import Answer, BenchResult, Cell, Load
+from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served
 from spark_deploy.cli.changes import ladder
 from spark_deploy.cli.connecting.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, chosen_services, listed, planned, say
@@ -108,10 +108,20 @@ def measured(one: Listed, options: Options, began: str, files: Path) -> BenchRes
     drafted, accepted = (max(0, b - a) for a, b in zip(before, after, strict=True))
     result = BenchResult(
         1, began, served, answers, cells, benchy_version, drafted, accepted, tuple(samples),
-        tuple(notes), loads, vllm_version,
+        tuple(notes), loads, vllm_version, _published(one, served),
     )  # fmt: skip
     _submit(one, release, result, files, raw)
     return result
+
+
+def _published(one: Listed, served: Served) -> tuple[Published, ...]:
+    """Return what others published of one request of the same pair."""
+    profile = one.catalog.profiles.get((served.profile, served.model))
+    return tuple(
+        Published(figure.tokens_per_s, figure.source)
+        for figure in (profile.published if profile else ())
+        if figure.tokens_per_s and figure.requests == 1 and figure.model == served.model
+    )
 
 
 def _port(one: Listed, service: str) -> int:

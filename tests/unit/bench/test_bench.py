@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import pytest
@@ -21,9 +21,11 @@ from spark_contract.documents import parse, plain, text_of
 
 from spark_deploy.bench import benchy, host, markdown, page, seeds
 from spark_deploy.bench.client import Endpoint, ask
-from spark_deploy.bench.result import Answer, BenchResult, Cell, Sample, Served
+from spark_deploy.bench.result import Answer, BenchResult, Cell, Published, Sample, Served
+from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import bench, main
+from spark_deploy.cli.hosts import Listed
 from spark_deploy.errors import SparkError
 
 KEY = "sk-never-shown"
@@ -171,6 +173,25 @@ def result(profile: str = "v2", speed: float = 50.0, **more: Any) -> BenchResult
         "notes": (),
     }  # fmt: skip
     return BenchResult(**{**given, **more})
+
+
+def test_what_others_published_of_a_stage_stands_beside_it_with_its_stack_and_not_as_ours():
+    theirs = (Published(28.3, "a stack of spring 2026; not measured by this project"),)
+    told = markdown.text_of([result("base", published=theirs), result("v2-native")])
+    assert "| published by others, not ours | 28.3 | - |" in told
+    assert "Published by others: 28.3 of base: a stack of spring 2026; not measured" in told
+    assert "published" not in markdown.text_of([result()]).lower()
+
+
+def test_a_bench_knows_what_was_published_of_the_pair_that_it_measured():
+    def of(model: str, profile: str) -> list[float]:
+        served = Served("spark-1", f"main-{'0' * 12}", model, profile, "image", "/srv/tree", {})
+        one = cast(Listed, SimpleNamespace(catalog=read_catalog()))
+        return [found.tokens_per_s for found in bench._published(one, served)]
+
+    assert of("qwen3.5-122b", "v2") == [51]  # nor that of three requests
+    assert of("qwen3.5-35b", "v2") == [112]
+    assert of("qwen3.5-122b", "hybrid-mtp2") == of("unheard-of", "v2") == []
 
 
 def test_the_first_run_warms_up_and_is_in_no_figure():
