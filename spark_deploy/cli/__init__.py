@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -21,8 +23,10 @@ from spark_deploy.cli.taken import (
     json_option,
     plan_options,
 )
+from spark_deploy.documents.shown import shown
 
 _ABOUT = "Turn NVIDIA DGX Sparks into proven model servers: from an SSH login to answers."
+_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 # Behind a \\b click breaks no line.
 _COMPLETION = """\b
 Where it goes; that of zsh into any folder of $fpath:
@@ -35,9 +39,48 @@ spark-deploy completion fish > ~/.config/fish/completions/spark-deploy.fish
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 fine, 1 something is wrong, 2 bad usage)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal may not know all characters
+    _have_streams()
+    try:
+        code = _called(words)
+        sys.stdout.flush()
+    except OSError as error:
+        return _failed(error)
+    return code
+
+
+def _failed(error: OSError) -> int:
+    """Say which place could not be read or written.
+
+    Raises:
+        OSError: it is about no place, so somebody has to read where it comes from.
+    """
+    where = error.filename
+    if where is None and error.errno in _OF_OUTPUT:
+        where = "output"
+        # What is left of it is tried again at the end, and would be told without these words.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if where is None or error.strerror is None:
+        raise error
+    if not isinstance(error, BrokenPipeError):  # `spark-deploy plan | head`
+        click.secho(shown(f"{where}: {error.strerror}"), fg="red", err=True)
+        fix = "name a place that can be read and written, or mend that one"
+        click.echo(f"  fix: {fix}", err=True)
+    return 1
+
+
+def _have_streams() -> None:
+    """Open what whoever started this closed, and let no character be too much for a terminal."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            # What is started from here gets it, too.
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
+        elif number and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _called(words: list[str]) -> int:
     try:
         called = _GROUP.main(words, "spark-deploy", standalone_mode=False)
     except click.ClickException as error:
@@ -53,10 +96,10 @@ def _run(options: Options) -> int:
     entry = COMMANDS[options.command]
     if entry.asks(options):
         # Hosts are asked at the same time; must happen before anything opens a socket.
-        from gevent import monkey
+        from gevent import hub, monkey
 
         monkey.patch_all()
-    from spark_deploy.documents.shown import shown
+        hub.Hub.NOT_ERROR += (KeyboardInterrupt,)  # told below, in our own words
     from spark_deploy.errors import SparkError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -73,18 +116,12 @@ def _run(options: Options) -> int:
             tell(where, "red")
             tell("\n".join(fix))
         return 1
-    except (click.Abort, KeyboardInterrupt):
+    except click.Abort:
         print("\nended; nothing more was done", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `spark-deploy plan | head`
-        sys.stderr.close()
-        return 1
-    except OSError as error:
-        if error.filename is None or error.strerror is None:
-            raise
-        click.secho(shown(f"{error.filename}: {error.strerror}"), fg="red", err=True)
-        click.echo("  fix: name a place that can be read and written, or mend that one", err=True)
-        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; what a host was told already goes on there", file=sys.stderr)
+        return 130
 
 
 class _Command(click.Command):

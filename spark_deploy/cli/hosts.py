@@ -109,7 +109,7 @@ def planned(host: Listed, *, estimate: bool = False) -> HostPlan:
     if missing.names and estimate:
         lock = with_estimates(lock, settings, catalog)
     elif missing.names:
-        say("not locked yet, asking the hub (nothing is written; --estimate asks nobody):")
+        say("not locked yet, asking the hub (`spark-deploy lock` writes it down):")
         lock = host.looked_up[path] = resolve(lock, missing, settings, say)
     if not estimate:
         lock = host.looked_up[path] = read_repositories(settings, catalog, lock, say)
@@ -169,11 +169,11 @@ def answer(
         print(json.dumps(plain(found), indent=1))
         return
     text = shown(between.join("\n".join(text) for text in texts))
-    if sys.stdout.isatty():
+    if text and sys.stdout.isatty():
         from spark_deploy.cli.looks.paper import show
 
         show(text.splitlines())
-    else:
+    elif text:
         print(text)
 
 

@@ -121,9 +121,9 @@ def _hosts_here(folder: Path, options: Options) -> list[str]:
         raise SparkError.one("hosts", "none is named and nobody is there to ask", fix)
     if here and click.confirm("This machine is a Spark. Serve on it?", default=True, err=True):
         return _entries([LOCAL], None)
-    said = click.prompt("Your Spark's name or address (several: with blanks)", err=True)
+    said = click.prompt("Your Spark's name or address (several: with blanks between)", err=True)
     user = click.prompt("Login user (empty: as ssh does)", default="", show_default=False, err=True)
-    return _entries(said.split(), user or None)
+    return _entries(re.findall(r"[^\s,]+", said), user or None)
 
 
 def is_spark() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -17,6 +16,7 @@ from pyinfra.api.state import BaseStateCallback, State, StateStage
 from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.cli.hosts import Listed
+from spark_deploy.documents.shown import in_words
 from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.inventory.contact.hearing import listen_carefully
 from spark_deploy.inventory.contact.ssh import no_delay
@@ -83,7 +83,7 @@ def _one(
             if not host.connected:
                 reason = refused.reasons.get(host.name, "no reason given")
                 hint = "; run deploys/bootstrap.py first" if "No host key" in reason else ""
-                return Answer(listed, None, f"cannot be reached: {_in_words(reason)}{hint}")
+                return Answer(listed, None, f"cannot be reached: {in_words(reason)}{hint}")
             state.activate_host(host)
             no_delay(state, host)
             listen_carefully()
@@ -91,11 +91,6 @@ def _one(
         except (PyinfraError, OSError) as error:
             return Answer(listed, None, f"cannot be asked: {_why(host, state, error)}")
     return Answer(listed, value, "" if value is not None else "gave no answer that can be read")
-
-
-def _in_words(reason: str) -> str:
-    """Return a reason without the numbers that Python puts before an error of the system."""
-    return re.sub(r"\[Errno \S+\] ", "", reason)
 
 
 def _why(host: Host, state: State, error: Exception) -> str:

@@ -100,10 +100,7 @@ def read_mapping(
     except UnicodeDecodeError:
         return {}, [Problem(shown, "is not UTF-8 text", "save it as UTF-8")]
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{shown} line {mark.line + 1}" if mark else shown
-        what = getattr(error, "problem", None) or "is not YAML"
-        return {}, [Problem(where, str(what), "correct the YAML of that line or the one above")]
+        return {}, [_no_yaml(error, path, shown)]
     except _TooLargeError as error:
         return {}, [Problem(shown, str(error), "name the file that is meant")]
     except RecursionError:
@@ -121,6 +118,17 @@ def read_mapping(
     ]:
         return {}, odd
     return data, []
+
+
+def _no_yaml(error: yaml.YAMLError, path: Path, shown: str) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{shown} line {mark.line + 1}" if mark else shown
+    what = str(getattr(error, "problem", None) or "is not YAML")
+    if mark and "cannot start any token" in what:
+        line = path.read_text(encoding="utf-8").split("\n")[mark.line]
+        if line[mark.column : mark.column + 1] == "\t":
+            return Problem(where, "holds a tab where YAML takes only blanks", "write blanks there")
+    return Problem(where, what, "correct the YAML of that line or the one above")
 
 
 def load_schema(name: str, *, checkout: Path = CHECKOUT) -> dict[str, Any]:

@@ -28,6 +28,11 @@ def one_line(words: object) -> str:
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in line)
 
 
+def in_words(reason: str) -> str:
+    """Return a reason without the numbers that Python puts before an error of the system."""
+    return re.sub(r"\[Errno \S+\] ", "", reason)
+
+
 def heard(line: str) -> str:
     """Return a line that a host printed, so that neither it nor JSON in it holds such characters.
 

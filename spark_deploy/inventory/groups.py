@@ -90,7 +90,7 @@ def groups_from(
     root = vars_root(file)
     catalog = _of_this_run(f"catalog of {root}", functools.partial(read_catalog, own=root))
     refuse_together(found, catalog, judged=found if judged else ())
-    if arguments:
+    if "operations" in arguments:  # in pyinfra itself: our own commands end in their own ways
         signal.signal(signal.SIGINT, _stop)
     data = {
         host: {**_data(one), **extra.get(host, {}), KEY: Known(one, catalog)}
@@ -184,11 +184,14 @@ def _of_this_run(what: str, make: Callable[[], T]) -> T:
     return found
 
 
+_BESIDE = ("group_vars", "host_vars", "catalog", "hosts.yml")
+
+
 def vars_root(file: str) -> Path:
     """Return the folder whose group_vars and catalog are an inventory file's: its own, or above."""
     folder = Path(file).resolve().parent
     for candidate in (folder, folder.parent):
-        if any((candidate / name).is_dir() for name in ("group_vars", "host_vars", "catalog")):
+        if any((candidate / name).exists() for name in _BESIDE):
             return candidate
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from spark_deploy.documents.declare import Text, convert, needed, setting
 from spark_deploy.documents.files import load_schema, read_mapping
 from spark_deploy.documents.schema_check import problems_of
-from spark_deploy.errors import SettingsError
+from spark_deploy.errors import Problem, SettingsError
 from spark_deploy.inventory.groups import Group, group_from, vars_root
 from spark_deploy.settings.sinks import ADDRESS, LOGIN
 
@@ -57,7 +58,22 @@ def read_hosts(path: Path) -> HostList:
     found = problems_of(data, load_schema("hosts"), lambda key: path.name)
     if problems := problems or list(found):
         raise SettingsError(problems)
-    return convert(HostList, data)
+    listed = convert(HostList, data)
+    if problems := list(_twice(listed, path.name)):
+        raise SettingsError(problems)
+    return listed
+
+
+def _twice(listed: HostList, shown: str) -> Iterator[Problem]:
+    """Yield hosts of two names: two deploys at once would change the same machine."""
+    known: dict[tuple[str, int], str] = {}
+    for name, entry in listed.hosts.items():
+        if entry is None or entry.address is None:
+            continue
+        first = known.setdefault((entry.address, entry.port or 22), name)
+        if first != name:
+            what = f"is at the same address as {first}, {entry.address}"
+            yield Problem(f"{shown}: hosts.{name}", what, "leave one of them, or mend its address")
 
 
 def hosts_of(file: str, group: str = "spark") -> dict[str, Group]:

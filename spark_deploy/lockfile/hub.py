@@ -18,7 +18,7 @@ from spark_contract.documents import DocumentError
 from spark_contract.host.digests import COMMIT
 from spark_contract.work.fetching import FetchFile
 
-from spark_deploy.documents.shown import one_line
+from spark_deploy.documents.shown import in_words, one_line
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.left_out import parted
 from spark_deploy.lockfile.types import LockedSource, SourceFile
@@ -50,7 +50,8 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
         fix = "correct the name, or set hub.token when it is private"
         raise LockError.one(where, "no such repository", fix) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
-        what = f"the hub cannot be asked: {type(error).__name__}: {one_line(error)}"
+        why = f"{type(error).__name__}: {in_words(one_line(error))}"
+        what = f"the hub cannot be asked: {why}"
         fix = "check hub.endpoint and the network of this machine, then run again"
         raise LockError.one(where, what, fix) from error
     except _ODD_ANSWERS as error:

@@ -18,7 +18,7 @@ from spark_contract.work.images import (
     token_question,
 )
 
-from spark_deploy.documents.shown import one_line
+from spark_deploy.documents.shown import in_words, one_line
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.types import LockedImage
 
@@ -114,7 +114,8 @@ class _Client:
             self._token = self._ask_token(error.headers.get("WWW-Authenticate", ""))
             return self._get(url)
         except OSError as error:
-            what = f"the registry cannot be asked: {one_line(getattr(error, 'reason', error))}"
+            why = in_words(one_line(getattr(error, "reason", error)))
+            what = f"the registry cannot be asked: {why}"
             fix = "check the network; a registry over plain HTTP belongs in registries.insecure"
             raise LockError.one(f"image {self._shown}", what, fix) from error
 

@@ -16,6 +16,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 import uuid
 from dataclasses import dataclass, field
 from types import FrameType
@@ -37,6 +38,7 @@ LEASE = "/run/spark-deploy.lease"
 TTL_S = 180
 RENEW_S = 45
 _TRIES_S = 60
+_SAME_INTERRUPT_S = 3
 _SILENT = (TimeoutError, OSError, EOFError, SSHException, PyinfraError)
 
 
@@ -122,8 +124,14 @@ class Releases(BaseStateCallback):
         goes on, where the exception of its handler falls into code that drops it.
         """
         main = gevent.get_hub().parent
+        ended_s: list[float] = []
 
         def end(number: int, _: FrameType | None) -> None:
+            # A terminal tells every process of its group, and then a parent tells it again: that
+            # must not come between a host and its lease.
+            if ended_s and time.monotonic() - ended_s[0] < _SAME_INTERRUPT_S:
+                return
+            ended_s.append(time.monotonic())
             told = "what runs on a host goes on there, and the next run finishes it"
             sys.stderr.write(f"interrupted: hosts are given back; {told}\n")
             state.pool.kill(block=False)

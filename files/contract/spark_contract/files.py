@@ -25,7 +25,10 @@ def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     _forget_left(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = _new_file(aside, mode)
+    try:
+        descriptor = _new_file(aside, mode)
+    except OSError as error:  # of the file that people know
+        raise OSError(error.errno, error.strerror, str(path)) from error
     try:
         os.fchmod(descriptor, mode)
         for piece in pieces:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,19 @@ def watched(words: Sequence[str], hosts: Sequence[str], options: Options) -> int
     """Run a line and show how it goes, with ``--verbose`` in pyinfra's own words."""
     if options.verbose:
         return subprocess.run(argv(words), check=False).returncode
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     console = Console(stderr=options.json, highlight=False)
-    return watch(argv(words), hosts, base / "spark-deploy" / f"{options.command}.log", console)
+    return watch(argv(words), hosts, _log_folder() / f"{options.command}.log", console)
+
+
+def _log_folder() -> Path:
+    """Return where pyinfra's own words are kept; a home that cannot be written stops no deploy."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "spark-deploy"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="spark-deploy-"))
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="spark-deploy-"))
 
 
 def line(

@@ -18,7 +18,8 @@ from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes, p
 
 PIPED_EVERY_S = 30.0
 _INDENT = 4  # of what a line goes on with
-_BEGINS = re.compile(r"--> .*\.\.\.$")  # what pyinfra says of its own first steps
+# What pyinfra says of its own first steps, and of a first login's list of hosts.
+_BEGINS = re.compile(r"--> .*\.\.\.$|\s*Failed to load host keys from .*: No such file")
 
 
 def watch(argv: Sequence[str], hosts: Sequence[str], log: Path, console: Console) -> int:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from spark_deploy.documents.shown import in_words
+
 _STEP = re.compile(r"--> Starting operation: (?P<role>[^|]+?) \| (?P<name>.+?)\s*$")
 _HOST = re.compile(r"^ {4}\[(?P<host>[^\]]+)\]\s+(?P<text>.*?)\s*$")
 _JOB = re.compile(
@@ -81,6 +83,7 @@ class Transcript:
 
     def read(self, line: str, now_s: float) -> list[str]:
         """Take in a line; return what a person has to see at once."""
+        line = in_words(line)
         self._pass(now_s)
         if step := _STEP.search(line):
             return self._begin(step["role"].strip(), step["name"])

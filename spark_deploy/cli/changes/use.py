@@ -181,7 +181,9 @@ def _write(file: Path, edits: Sequence[Edit], *, dry: bool) -> None:
     Raises:
         SparkError: the keys stand in a form that a change of lines does not fit.
     """
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    # Bytes, so that line ends stay what they are; a mark of the order of bytes is no part of a key.
+    text = file.read_bytes().decode() if file.is_file() else ""
+    mark, text = ("\ufeff", text[1:]) if text.startswith("\ufeff") else ("", text)
     for edit in edits:
         text = _with_line(text, edit.key, edit.after)
     try:
@@ -193,11 +195,12 @@ def _write(file: Path, edits: Sequence[Edit], *, dry: bool) -> None:
         what = "is written in a way that this does not edit"
         raise SparkError.one(str(file), what, f"write {keys} into it")
     if not dry:
-        files.write_text(file, text, file.stat().st_mode & 0o777 if file.exists() else 0o644)
+        files.write_text(file, mark + text, file.stat().st_mode & 0o777 if file.exists() else 0o644)
 
 
 def _with_line(text: str, key: str, value: str) -> str:
     """Return a document with a key of its top level set; a comment behind it stays."""
-    line = re.compile(rf"^{key}:[ \t]*[^#\n]*?(?P<rest>[ \t]*(#.*)?)$", re.MULTILINE)
+    line = re.compile(rf"^{key}:[ \t]*[^#\r\n]*?(?P<rest>[ \t]*(#.*)?\r?)$", re.MULTILINE)
     changed, count = line.subn(lambda at: f"{key}: {value}{at['rest']}", text)
-    return changed if count else f"{text.rstrip()}\n{key}: {value}\n".lstrip("\n")
+    end = "\r\n" if "\r\n" in text else "\n"
+    return changed if count else f"{text.rstrip()}{end}{key}: {value}{end}".lstrip("\r\n")

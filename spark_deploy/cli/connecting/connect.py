@@ -85,7 +85,7 @@ def _for_client(name: str, found: list[Connection]) -> None:
         raise SparkError.one(f"--for {name}", what, "name the one that the client shall ask")
     [one], client = found, CLIENTS[name]
     print("\n".join(client.text(one)))
-    say(f"use      {client.use}")
+    say(f"use      {client.use.replace('HOST', one.host)}")
     if one.tunnel:
         say(f"tunnel   in another terminal: spark-deploy connect {one.host} --tunnel")
 

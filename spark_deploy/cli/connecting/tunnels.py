@@ -26,8 +26,7 @@ def hold_tunnels(tunnels: Sequence[tuple[str, str, str]]) -> None:
     """
     if not tunnels:
         raise SparkError.one("--tunnel", "these hosts need none", "see `spark-deploy connect`")
-    # Reading an inventory made Ctrl-C mean something else, for what goes on on hosts. Here it is
-    # noted, so that it comes between no tunnel and the note that it has to be ended.
+    # Ctrl-C is noted, so that it comes between no tunnel and the note that it has to be ended.
     pressed: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     with ExitStack() as held:

@@ -16,6 +16,7 @@ from spark_deploy.cli.planned.brief import row as _row
 from spark_deploy.cli.planned.parts import UNMEASURED, lines, speed
 from spark_deploy.cli.planned.recalibrated import calibration
 from spark_deploy.cli.taken import Options
+from spark_deploy.errors import LockError
 from spark_deploy.inventory.held import hold_if_told
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.planning.budget.speed import Calibration
@@ -27,7 +28,12 @@ from spark_deploy.planning.types import HostPlan
 def run(options: Options) -> int:
     """Print the plans of the chosen hosts."""
     hosts = listed(options)
-    plans = [planned(host, estimate=options.estimate) for host in hosts]
+    try:
+        plans = [planned(host, estimate=options.estimate) for host in hosts]
+    except LockError:
+        if not options.estimate:
+            say("`spark-deploy plan --estimate` asks no hub")
+        raise
     for host in () if options.estimate else hosts:
         hold(host)
     there = _there(hosts, plans) if options.on_host else {}

@@ -172,6 +172,13 @@ def test_defaults_as_json_end_with_their_line(spark_deploy):
     assert json.loads(out)["model"]
 
 
+def test_a_hub_that_is_away_is_told_in_words_and_with_the_way_around_it(spark_deploy):
+    code, out, err = spark_deploy("plan", "--data", "hub.endpoint=http://127.0.0.1:9")
+    assert (code, out) == (1, "")
+    assert "the hub cannot be asked: ConnectError: Connection refused" in err
+    assert "`spark-deploy plan --estimate` asks no hub" in err
+
+
 def test_a_comparison_of_nothing_says_what_to_name(spark_deploy):
     for words, said in (((), "names no file"), (("nothing.json",), "No such file or directory")):
         code, out, err = spark_deploy("bench", "--compare", *words)

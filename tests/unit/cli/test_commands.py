@@ -162,6 +162,26 @@ def test_where_a_completion_goes_can_be_copied_from_its_help(width):
         assert re.search(rf"^ *spark-deploy completion {shell} > \S+$", said, re.M)
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("settings > /dev/full", 1, "output: No space left on device"),
+        ("--help > /dev/full", 1, "output: No space left on device"),
+        ("settings --json | :", 0, ""),
+        ("settings >&-", 0, ""),
+        ("rotate-key inventory/spark.py <&-", 1, "asks before it changes hosts"),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_traceback(line, code, said):
+    command = f"{sys.executable} -m spark_deploy {line}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert done.stderr.startswith(said) if not said else said in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 def test_what_a_command_may_be_about_is_completed():
     for words, expected in (("use v", "v2-tq"), ("use qwen3.5-1", "qwen3.5-122b")):
         done = run(

@@ -36,6 +36,7 @@ def test_a_host_has_the_same_port_here_whether_it_is_named_alone_or_not(
     told = capsys.readouterr()
     assert "export OPENAI_BASE_URL=http://127.0.0.1:8001/v1" in told.out
     assert "spark-deploy connect spark-2 --tunnel" in told.err
+    assert 'eval "$(spark-deploy connect spark-2 --for env)"' in told.err
     assert main(["connect"]) == 0
     assert "http://127.0.0.1:8001/v1 " in capsys.readouterr().out
 

@@ -69,6 +69,14 @@ def test_a_script_reads_what_was_written_and_what_comes_next(capsys):
     assert found["next"] == ["cd own && spark-deploy up"]
 
 
+def test_several_hosts_may_be_typed_with_commas(monkeypatch):
+    said = iter(["10.0.0.7, spark-2,spark-3", ""])
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(init.click, "prompt", lambda *_words, **_more: next(said))
+    expected = {"spark-1": {"address": "10.0.0.7"}, "spark-2": None, "spark-3": None}
+    assert hosts(made()) == expected
+
+
 def test_on_a_spark_it_serves_on_this_machine(tmp_path):
     (tmp_path / "product_name").write_text("NVIDIA_DGX_Spark\n")
     assert hosts(made()) == {"@local": None}
@@ -142,6 +150,11 @@ def test_pyinfra_reads_the_same_hosts_and_refuses_an_inventory_that_is_not_there
         ("hosts: {}\n", "hosts.yml"),
         ("host: {a: }\n", "did you mean hosts?"),
         ("hosts:\n  a: {port: 70000}\n", "hosts.yml: hosts.a.port"),
+        ("hosts:\n\ta: {}\n", "hosts.yml line 2: holds a tab where YAML takes only blanks"),
+        (
+            "hosts: {a: {address: 10.0.0.7}, b: {address: 10.0.0.7, port: 22}}\n",
+            "hosts.b: is at the same address as a, 10.0.0.7",
+        ),
     ],
 )
 def test_a_mistake_in_the_list_is_named(text, said, monkeypatch, capsys):
@@ -150,6 +163,14 @@ def test_a_mistake_in_the_list_is_named(text, said, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert main(["plan", "--estimate"]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_hosts_are_found_where_nothing_is_chosen_for_them(monkeypatch):
+    folder = made("--host", "a")
+    (folder / "group_vars/all.yml").unlink()
+    (folder / "group_vars").rmdir()  # as after a clone: no version control keeps an empty folder
+    monkeypatch.chdir(folder)
+    assert main(["plan", "--estimate"]) == 0
 
 
 @pytest.mark.parametrize("hangs_up", [True, False], ids=["hangs up", "refuses"])

@@ -41,6 +41,19 @@ def test_one_word_changes_in_the_line_that_says_it_and_comments_stay(site, capsy
     assert "spark-deploy up a b" in said.err
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "with a mark of byte order"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["", "of Windows"])
+def test_lines_end_as_they_did_and_no_key_is_said_twice(site, mark, end):
+    common, own = site / "group_vars/all.yml", site / "host_vars/b.yml"
+    common.write_bytes(mark + ALL.encode().replace(b"\n", end))
+    own.parent.mkdir()
+    own.write_bytes(mark + b"profile: base" + end)
+    assert main(["use", "qwen3.5-122b/agent"]) == 0
+    changed = ALL.replace("qwen3.5-35b", "qwen3.5-122b").replace("v2  #", "agent  #")
+    assert common.read_bytes() == mark + changed.encode().replace(b"\n", end)
+    assert own.read_bytes() == mark + b"profile: agent" + end
+
+
 def test_model_and_profile_can_be_named_together(site):
     assert main(["use", "qwen3.5-122b/v2-tq"]) == 0
     told = yaml.safe_load((site / "group_vars/all.yml").read_text())

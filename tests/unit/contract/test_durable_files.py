@@ -6,7 +6,14 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
 from spark_contract import files
+
+
+def test_a_folder_that_takes_no_file_is_told_by_the_file_that_people_know() -> None:
+    with pytest.raises(OSError, match=r"settings\.yml") as refused:
+        files.write_text(Path("/proc/settings.yml"), "")
+    assert refused.value.filename == "/proc/settings.yml"
 
 
 def ended_process() -> int:

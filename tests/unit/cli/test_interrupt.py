@@ -1,0 +1,84 @@
+"""Ctrl-C ends a command in its own way: nothing is left hidden, and what is said is true."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spark_deploy.checkout import CHECKOUT
+
+INVENTORY = """
+from spark_deploy.inventory import hosts_of as _hosts_of
+globals().update(_hosts_of(__file__))
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose one host takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = []
+        serving = threading.Thread(
+            target=lambda: [taken.append(server.accept()) for _ in range(9)], daemon=True
+        )
+        serving.start()
+        (tmp_path / "group_vars").mkdir()
+        (tmp_path / "inventory").mkdir()
+        (tmp_path / "inventory/spark.py").write_text(INVENTORY)
+        host = {"address": "127.0.0.1", "port": server.getsockname()[1], "user": "me"}
+        (tmp_path / "hosts.yml").write_text(yaml.safe_dump({"hosts": {"spark-1": host}}))
+        yield tmp_path
+
+
+def interrupted(site: Path, *words: str, once: str) -> tuple[int, str]:
+    """Run a command at a terminal of its own, and interrupt its group once it said something."""
+    ours, its = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spark_deploy", *words],
+        cwd=site, stdin=its, stdout=its, stderr=its, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm",
+             "XDG_CACHE_HOME": str(site / "cache")},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    os.close(its)
+    said, told = "", False
+    while True:
+        try:
+            said += os.read(ours, 65536).decode(errors="replace")
+        except OSError:  # its end of the terminal is closed
+            break
+        if not told and once in said:
+            told = True
+            time.sleep(1 if "rollback" in words and "-y" in words else 0.1)
+            os.killpg(process.pid, signal.SIGINT)
+    os.close(ours)
+    return process.wait(timeout=20), said
+
+
+def test_a_deploy_that_is_interrupted_gives_the_terminal_back(site: Path) -> None:
+    code, said = interrupted(site, "rollback", "-y", once="connecting")
+    assert code == 130
+    assert "interrupted: what hosts work on goes on" in said
+    assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l") > 0, "the cursor can be seen again"
+
+
+def test_at_a_question_nothing_has_begun(site: Path) -> None:
+    code, said = interrupted(site, "rollback", once="[y/N]")
+    assert (code, "nothing more was done" in said) == (130, True)
+    assert "goes on" not in said
+
+
+def test_who_looks_on_may_stop_looking(site: Path) -> None:
+    code, said = interrupted(site, "connect", "--tunnel", once="open until Ctrl-C")
+    assert (code, "interrupted" in said) == (0, False)
