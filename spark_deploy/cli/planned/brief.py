@@ -16,9 +16,8 @@ RATES_MB_PER_S = (25, 100)  # of a line of 200 Mbit/s, and of one of a gigabit
 
 def brief(plan: HostPlan, profile: Profile) -> Iterator[str]:
     """Yield the answers first; a plan that does not fit is refused before it is one."""
-    where = ", ".join(f"{url} ({who})" for url, who in base_urls(plan.gateway))
     yield f"{plan.host}: {plan.model} with {plan.profile} fits"
-    yield row("serves", f"{', '.join(plan.serve.names)} at {where}")
+    yield row("serves", f"{', '.join(plan.serve.names)} {served(plan)}")
     yield row("fetches", _fetches(plan))
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row("disk", f"{size(after_bytes)} in all, at most {size(peak_bytes)} on the way")
@@ -30,6 +29,17 @@ def brief(plan: HostPlan, profile: Profile) -> Iterator[str]:
         yield row("beside it", text)
     for warning in (text for one in plan.served for text in one.warnings):
         yield row("WARNING", warning)
+
+
+def served(plan: HostPlan) -> str:
+    """Return where clients find what a host serves first, and who computes with it."""
+    where = ", ".join(f"{url} ({who})" for url, who in base_urls(plan.gateway))
+    members = [one.host for one in plan.serve.cluster.members] if plan.serve.cluster else []
+    if not members:
+        return f"at {where}"
+    if plan.host == members[0]:
+        return f"at {where}, together with {', '.join(members[1:])}"
+    return f"together with {members[0]}, which answers clients"
 
 
 def row(title: str, text: str) -> str:

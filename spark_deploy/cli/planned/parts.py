@@ -224,6 +224,7 @@ def _cluster(release: Release) -> Iterator[str]:
         yield _row(title, f"{member.host}: {shlex.join(member.argv)}")
         title = ""
     if release.cluster:
+        yield _row("", f"{release.cluster.head.host} answers clients, the others compute for it")
         yield _row("", "a deploy asks the members for their addresses and names the release anew")
 
 

@@ -74,6 +74,21 @@ def test_the_plan_answers_first_and_keeps_units_and_arguments_for_verbose(capsys
         assert part not in brief
 
 
+def test_the_plan_of_a_cluster_sends_clients_to_its_head_alone(tmp_path, capsys):
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/spark.yml").write_text(
+        "model: qwen3.5-122b\ncluster: {hosts: [spark-1, spark-2]}\n"
+    )
+    inventory = tmp_path / "sparks.py"
+    inventory.write_text("spark = ['spark-1', 'spark-2']\n")
+    assert main(["plan", str(inventory), "--estimate"]) == 0
+    head, worker = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("  serves ")
+    )
+    assert "at http://127.0.0.1:8000/v1 (the host itself), together with spark-2" in head
+    assert worker.endswith("qwen3.5-122b together with spark-1, which answers clients")
+
+
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_a_command_can_be_copied_from_a_narrow_screen(width, tmp_path, monkeypatch, capsys):
     """A line break in it goes on behind a backslash, and never inside quotes."""
