@@ -16,7 +16,7 @@ from spark_deploy.settings.types import Settings
 # What a release is made of: members that differ in it would be members of different clusters.
 _ALIKE = (
     "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers",
-    "services", "watch", "check", "images", "paths",
+    "services", "watch", "check", "images", "paths", "lock_file",
 )  # fmt: skip
 _ALIKE_OF_SERVE = ("names", "start_timeout_s", "stop_timeout_s", "drain_s")
 # What clients of one address must find the same, whoever answers.
