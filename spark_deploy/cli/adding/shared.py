@@ -69,6 +69,12 @@ class Shared:
         """What the model is made of, in a few words."""
         return str(self.model.get("repository") or self.name)
 
+    @property
+    def words(self) -> frozenset[str]:
+        """What model and profile say, wherever it stands."""
+        said = {"model": self.model, "profile": self.profile}
+        return frozenset(str(value) for _, value in _leaves(said, ()))
+
 
 def text_of(shared: Shared) -> str:
     """Return the file.

@@ -10,8 +10,8 @@ import yaml
 from spark_contract import files
 
 from spark_deploy.catalog.load import read_catalog, read_file
-from spark_deploy.checkout import catalog_files
-from spark_deploy.cli.adding.shared import Shared
+from spark_deploy.checkout import catalog_files, catalog_names
+from spark_deploy.cli.adding.shared import Identity, Shared
 from spark_deploy.cli.hosts import Listed, say
 from spark_deploy.errors import CatalogError, LockError
 from spark_deploy.lockfile import hub
@@ -79,6 +79,8 @@ def take(shared: Shared, host: Listed, *, force: bool) -> tuple[list[Path], list
         for (kind, name), keys in wanted.items()
         if _there(kind, name, root) != keys
     }
+    if ("profiles", shared.profile_name) in texts and not force:
+        _refuse_ours(shared.profile_name)
     locked = list(_confirmed(shared, host))
     written = write_files(root, texts, force=force)
     path = host.settings.lock_path
@@ -89,6 +91,14 @@ def take(shared: Shared, host: Listed, *, force: bool) -> tuple[list[Path], list
         say(f"{path}: {len(locked)} repositories as they were shared")
         written.append(path)
     return written, list(_open(shared, host))
+
+
+def _refuse_ours(profile: str) -> None:
+    """Refuse to put a stranger's file in the place of a profile that other models have, too."""
+    if profile in catalog_names("profiles"):
+        what = "is a profile of ours, here with other keys: every model with it would change"
+        fix = "give it another profile_name in the file, or take it with --force"
+        raise CatalogError.one(f"profile {profile}", what, fix)
 
 
 def _there(kind: str, name: str, root: Path) -> dict[str, object] | None:
@@ -104,10 +114,16 @@ def _text(shared: Shared, keys: Mapping[str, object]) -> str:
 
 
 def _confirmed(shared: Shared, host: Listed) -> Iterator[LockedSource]:
-    """Yield the shared commits with the files that the hub itself names."""
+    """Yield the shared commits with the files that the hub itself names.
+
+    Of other repositories nothing is taken: whoever shares one model decides nothing of another.
+    """
     settings, lock = host.settings.settings.hub, read_lock(host.settings.lock_path)
     token = read_secret(settings.token, setting="hub.token") if settings.token else None
     for repo, one in shared.sources.items():
+        if repo not in shared.words:
+            what = f"neither {shared.name} nor {shared.profile_name} names this repository"
+            raise LockError.one(repo, what, "take it out of sources in the file")
         known = lock.sources.get(repo)
         if known is not None and known.commit != one.commit:
             what = f"is locked here at {known.commit[:12]}, and was shared at {one.commit[:12]}"
@@ -119,12 +135,27 @@ def _confirmed(shared: Shared, host: Listed) -> Iterator[LockedSource]:
         yield replace(found, revision=one.revision)
 
 
+def _moved(repo: str, one: Identity, host: Listed) -> Iterator[str]:
+    """Yield where the revision that was asked for is by now, when that is elsewhere."""
+    hub_settings = host.settings.settings.hub
+    token = read_secret(hub_settings.token, setting="hub.token") if hub_settings.token else None
+    try:
+        now = hub.look_up(hub_settings.endpoint, repo, one.revision, token).commit
+    except LockError as error:
+        yield error.problems[0].line
+        return
+    if now != one.commit:
+        yield f"{repo}: {one.revision} is {now[:12]} by now, and was shared at {one.commit[:12]}"
+
+
 def _open(shared: Shared, host: Listed) -> Iterator[str]:
     """Yield what whoever takes the file has to know."""
     images = host.settings.settings.images.values()
     for reference, digest in shared.images.items():
         if reference not in map(without_tag, images):
             yield f"it was served by {reference}@{digest[:19]}, which is none of your images"
+    for repo, one in shared.sources.items():
+        yield from _moved(repo, one, host)
     proof = shared.proof
     if proof is None:
         yield "it was shared without a proof"

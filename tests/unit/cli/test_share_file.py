@@ -133,6 +133,46 @@ def test_a_commit_that_the_hub_does_not_confirm_is_refused_and_nothing_is_writte
     assert not (other / "catalog").exists()
 
 
+def test_a_repository_of_another_model_is_not_locked_by_a_stranger(
+    other: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Anybody can propose a commit to a public repository, and the hub knows it from then on."""
+    before = (other / "spark.lock.yml").read_bytes()
+    data = yaml.safe_load(file.read_text())
+    data["sources"]["org/another"] = {"revision": "main", "commit": "5" * 40}
+    file.write_text(yaml.safe_dump(data))
+    assert add(other, str(file)) == 1
+    assert "neither tiny nor plain names this repository" in capsys.readouterr().err
+    assert (other / "spark.lock.yml").read_bytes() == before
+    assert not (other / "catalog").exists()
+
+
+def test_a_commit_that_its_revision_is_not_at_is_told(
+    shared: Path, other: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shared / "hub/api/models/org/tiny/revision"
+    moved = (folder / "main").read_text().replace("5" * 40, "7" * 40)
+    (folder / "stable").write_text(moved)
+    data = yaml.safe_load(file.read_text())
+    data["model"]["revision"] = data["sources"]["org/tiny"]["revision"] = "stable"
+    file.write_text(yaml.safe_dump(data))
+    assert add(other, str(file)) == 0
+    said = "OPEN        org/tiny: stable is 777777777777 by now, and was shared at 555555555555"
+    assert said in capsys.readouterr().out
+
+
+def test_a_profile_of_ours_is_replaced_by_a_strangers_only_when_told_so(
+    other: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = yaml.safe_load(file.read_text())
+    data["profile"]["prefix_caching"] = not data["profile"].get("prefix_caching", False)
+    file.write_text(yaml.safe_dump(data))
+    assert add(other, str(file)) == 1
+    assert "every model with it would change" in capsys.readouterr().err
+    assert not (other / "catalog").exists()
+    assert add(other, str(file), "--force") == 0
+
+
 def test_a_proof_is_told_without_the_host_it_is_of(
     site: Path, other: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
