@@ -21,6 +21,7 @@ from spark_contract.work.fetching import FetchFile
 from spark_deploy.documents.shown import in_words, one_line
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.left_out import parted
+from spark_deploy.lockfile.limited import LIMIT_S, within
 from spark_deploy.lockfile.types import LockedSource, SourceFile
 
 _TIMEOUT_S = 30
@@ -37,9 +38,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
     """
     where = f"{endpoint}/{repo}"
     try:
-        info = HfApi(endpoint=endpoint, token=token or False).model_info(
-            repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S
-        )
+        info = _asked(endpoint, repo, revision, token, files_metadata=True)
     except GatedRepoError as error:
         fix = "accept its terms on the hub and set hub.token"
         raise LockError.one(where, "the repository is gated", fix) from error
@@ -65,9 +64,7 @@ def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple
     What the hub does not say, or not in a form of its own, is empty.
     """
     try:
-        info = HfApi(endpoint=endpoint, token=token or False).model_info(
-            repo, revision=revision, timeout=_TIMEOUT_S
-        )
+        info = _asked(endpoint, repo, revision, token)
         data = getattr(info, "card_data", None)
         said = data.get("license") if data is not None else None
         named = [tag for tag in info.tags or () if str(tag).startswith("license:")]
@@ -76,6 +73,18 @@ def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple
     license_ = said if isinstance(said, str) else str(named[0])[8:] if named else ""
     task = info.pipeline_tag if isinstance(info.pipeline_tag, str) else ""
     return one_line(license_ or "no reason given")[:60] if license_ else "", bool(info.gated), task
+
+
+def _asked(
+    endpoint: str, repo: str, revision: str, token: str | None, *, files_metadata: bool = False
+) -> ModelInfo:
+    api = HfApi(endpoint=endpoint, token=token or False)
+    return within(
+        LIMIT_S,
+        lambda: api.model_info(
+            repo, revision=revision, files_metadata=files_metadata, timeout=_TIMEOUT_S
+        ),
+    )
 
 
 def _no_hub(where: str, why: str) -> LockError:

@@ -20,6 +20,7 @@ from spark_contract.work.images import (
 
 from spark_deploy.documents.shown import in_words, one_line
 from spark_deploy.errors import LockError
+from spark_deploy.lockfile.limited import LIMIT_S, opened, within
 from spark_deploy.lockfile.types import LockedImage
 
 _TIMEOUT_S = 30
@@ -39,7 +40,10 @@ def look_up(
     same lock serves every architecture. The size is that of the wanted platform.
     """
     try:
-        return _ask(text, arch, insecure, engine)
+        return within(LIMIT_S, lambda: _ask(text, arch, insecure, engine))
+    except TimeoutError as error:
+        fix = "run again; look whether the registry and the way to it are well"
+        raise LockError.one(f"image {text}", f"the registry gives {error}", fix) from error
     except _ODD_ANSWERS as error:
         why = one_line(f"{type(error).__name__}: {error}")
         what = f"the answer is not that of a registry ({why})"
@@ -106,7 +110,7 @@ class _Client:
         if self._token:  # for the registry alone: blobs often lie elsewhere
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            with opened(request, timeout=_TIMEOUT_S) as answer:
                 return _body(answer), answer.headers
         except urllib.error.HTTPError as error:
             if error.code != 401 or self._token:
@@ -127,7 +131,7 @@ class _Client:
         realm, fields = question
         try:
             url = f"{realm}?{urllib.parse.urlencode(fields)}"
-            with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            with opened(url, timeout=_TIMEOUT_S) as answer:
                 data = json.loads(_body(answer))
         except OSError as error:
             why = getattr(error, "reason", error)

@@ -42,14 +42,20 @@ def status(code: int, **headers: str) -> Answer:
     return lambda handler, data: handler.answer(code, b"no", headers)
 
 
-def half(handler: Any, data: bytes) -> None:
-    """Send half of what is asked for, as if all came."""
+def begun(handler: Any, data: bytes) -> bytes:
+    """Send the head of an answer, and return what is asked for."""
     first = int((handler.headers.get("Range") or "bytes=0-").partition("=")[2].partition("-")[0])
     rest = data[first:]
     handler.send_response(206 if first else 200)
     handler.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")
     handler.send_header("Content-Length", str(len(rest)))
     handler.end_headers()
+    return rest
+
+
+def half(handler: Any, data: bytes) -> None:
+    """Send half of what is asked for, as if all came."""
+    rest = begun(handler, data)
     handler.wfile.write(rest[: len(rest) // 2])
     handler.wfile.flush()
     handler.close_connection = True
@@ -77,6 +83,41 @@ def slow(handler: Any, data: bytes) -> None:
     for at in range(0, len(data), len(data) // 4 + 1):
         time.sleep(0.3)
         handler.wfile.write(data[at : at + len(data) // 4 + 1])
+
+
+def slow_to_the_end(handler: Any, data: bytes) -> None:
+    """Send the last of it at 2 KB/s, for longer than a mean is taken over."""
+    rest = begun(handler, data)
+    handler.wfile.write(rest[:-8000])
+    for at in range(max(0, len(rest) - 8000), len(rest), 1000):
+        time.sleep(0.5)
+        handler.wfile.write(rest[at : at + 1000])
+
+
+def trickled(handler: Any, text: bytes) -> None:
+    """Send a byte now and then, as long as anybody listens."""
+    for at in range(len(text)):
+        handler.wfile.write(text[at : at + 1])
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+def trickles(handler: Any, data: bytes) -> None:
+    trickled(handler, begun(handler, data))
+
+
+def head_without_end(handler: Any, data: bytes) -> None:
+    trickled(handler, b"HTTP/1.1 200 OK\r\nX-Slow: " + b"x" * 1000)
+
+
+def chunk_without_end(handler: Any, data: bytes) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    trickled(handler, b"0" * 1000)
+
+
+def redirect_without_end(handler: Any, data: bytes) -> None:
+    handler.answer(302, b"", {"Location": handler.path}, announced=1 << 30)
+    trickled(handler, data)
 
 
 def other_bytes(handler: Any, data: bytes) -> None:
@@ -121,9 +162,14 @@ FAILURES = {
     "504": Failure(status(504), "HTTP 504"),
     "closes without an answer": Failure(hung_up, "last: the connection ended;"),
     "slow": Failure(slow, ""),
+    "slow to the end": Failure(slow_to_the_end, ""),
     "no answer": Failure(silent, "last: no answer for 1 s;"),
     "stalls in the middle": Failure(stalled, "last: no answer for 1 s;"),
     "connection reset in the middle": Failure(reset, "last: connection reset by peer;"),
+    "a byte now and then": Failure(trickles, "bytes came in"),
+    "a head without end": Failure(head_without_end, "bytes early"),
+    "a chunk without end": Failure(chunk_without_end, "bytes early"),
+    "a redirect without end": Failure(redirect_without_end, "circle", once=False),
     "cut short": Failure(half, "bytes early"),
     "wrong bytes of the right length": Failure(other_bytes, "sha256 is", once=False),
     "more bytes than asked for": Failure(too_many, "bytes long, not", once=False),

@@ -127,3 +127,17 @@ def test_a_hub_that_ends_in_the_middle_is_one_line(
         lookup.look_up(hub.url, REPO, "main", None)
     [problem] = caught.value.problems
     assert problem.line.isprintable()
+
+
+def test_a_hub_that_trickles_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trickles(handler: Any, path: str, data: bytes) -> bool:
+        handler.answer(200, b"", announced=len(data))
+        for at in range(len(data)):
+            handler.wfile.write(data[at : at + 1])
+            time.sleep(0.1)
+        return True
+
+    monkeypatch.setattr(lookup, "LIMIT_S", 0.5)
+    hub.fault = trickles
+    with pytest.raises(LockError, match="no whole answer within"):
+        lookup.look_up(hub.url, REPO, "main", None)

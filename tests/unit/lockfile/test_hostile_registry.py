@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import socket
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.client import HTTPMessage
 
 import pytest
 
 from spark_deploy.errors import LockError
-from spark_deploy.lockfile import registry
+from spark_deploy.lockfile import limited, registry
 
 OK = b"HTTP/1.1 200 OK\r\n"
 REFUSED = b"HTTP/1.1 401 no\r\nContent-Length: 0\r\nWWW-Authenticate: "
@@ -30,7 +36,7 @@ ANSWERS = {
 
 
 @contextmanager
-def answering(head: bytes, more: bytes = b"") -> Iterator[str]:
+def answering(head: bytes, more: bytes = b"", pause_s: float = 0.0) -> Iterator[str]:
     """Answer every request with ``head``, and with ``more`` again and again until it hangs up."""
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -42,6 +48,7 @@ def answering(head: bytes, more: bytes = b"") -> Iterator[str]:
                     client.sendall(head)
                     while more and answering_still.is_set():
                         client.sendall(more)
+                        time.sleep(pause_s)
 
     answering_still = threading.Event()
     answering_still.set()
@@ -70,3 +77,40 @@ def test_an_answer_of_no_registry_is_one_line(answer: bytes) -> None:
 def test_an_answer_without_end_is_not_waited_for() -> None:
     with answering(OK + b"\r\n", b"{" * (1 << 20)) as address:
         assert "longer than" in refused(address)
+
+
+@pytest.mark.parametrize("head", [OK + b"X: ", OK + b"\r\n"], ids=["head", "body"])
+def test_an_answer_that_trickles_is_not_waited_for(
+    head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "LIMIT_S", 0.5)
+    with answering(head, b"x", pause_s=0.05) as address:
+        began = time.monotonic()
+        assert "no whole answer within" in refused(address)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("target", ["ftp://127.0.0.1:1/x", "file:///etc/hostname", "gopher://a/"])
+def test_a_redirect_leads_to_no_other_protocol(target: str) -> None:
+    redirect = f"HTTP/1.1 302 x\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"
+    with answering(redirect.encode()) as address:
+        said = refused(address)
+    assert "redirects from http to" in said or "not allowed" in said
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "goes"),
+    [("https", "https", True), ("http", "https", True), ("http", "http", True),
+     ("https", "http", False), ("https", "ftp", False), ("http", "ftp", False)],
+)  # fmt: skip
+def test_a_redirect_never_leads_from_tls_to_none(before: str, after: str, goes: bool) -> None:
+    handler = limited._PlainRedirects()
+    asked = urllib.request.Request(f"{before}://registry.invalid/v2/")
+    there = partial(
+        handler.redirect_request, asked, io.BytesIO(), 302, "x", HTTPMessage(), f"{after}://a/"
+    )
+    if goes:
+        assert there() is not None
+    else:
+        with pytest.raises(urllib.error.URLError, match="redirects from"):
+            there()

@@ -19,6 +19,7 @@ from urllib3.util import make_headers, parse_url
 
 from spark_checkpoint.errors import InputRefused
 from spark_checkpoint.sources.challenge import token_for
+from spark_checkpoint.sources.leash import POOLS, put_back
 
 
 class Connections:
@@ -26,7 +27,7 @@ class Connections:
 
     def __init__(self, wire: Wire, trusted_urls: tuple[str, ...], *, direct: bool, accept: str):
         """Read the token, and refuse addresses that are none; see ``Transport``."""
-        self._accept = accept
+        self._accept, self._wire = accept, wire
         self._pools = _pools(wire, {} if direct else urllib.request.getproxies())
         self._token = _read_token(wire.token_file)
         try:
@@ -52,10 +53,11 @@ class Connections:
         if response.status != 401 or not self.trusts(address) or not challenge:
             return response
         scheme = origin_of(address)[0]
-        token = token_for(challenge, self._pool(parse_url(address).host or "", scheme), scheme)
+        pool = self._pool(parse_url(address).host or "", scheme)
+        token = token_for(challenge, pool, scheme, self._wire)
         if token is None:
             return response
-        response.drain_conn()
+        put_back(response, self._wire)
         self._token = token  # good for some minutes, then there is another challenge
         return self._send(address, headers)
 
@@ -111,7 +113,10 @@ def _pools(wire: Wire, proxies_known: Mapping[str, str]) -> dict[str, PoolManage
         for scheme, proxy in proxies.items()
     }
     direct = PoolManager(maxsize=wire.parallel, timeout=wire.timeout_s, ssl_context=tls)
-    return {"": direct, **pools}
+    known: dict[str, PoolManager] = {"": direct, **pools}
+    for pool in known.values():
+        pool.pool_classes_by_scheme = POOLS
+    return known
 
 
 def _login(proxy: str) -> dict[str, str]:

@@ -18,6 +18,8 @@ from spark_checkpoint.errors import TransferFailed
 from spark_checkpoint.progress import note
 
 PIECE_BYTES = 1 << 20
+# Of a job's downloads together; no line that anybody downloads a model over is as slow.
+_LEAST_BYTES_PER_S = 1024
 _PAUSE_LIMIT_S = 30.0
 
 
@@ -27,6 +29,16 @@ class Again(Exception):  # noqa: N818 - a signal, caught where requests are made
     def __init__(self, reason: str, pause_s: float = 0.0):
         super().__init__(reason)
         self.pause_s = pause_s
+
+
+def window_s(wire: Wire) -> float:
+    """Return over how long a mean rate is taken."""
+    return 2 * wire.timeout_s
+
+
+def least_bytes(wire: Wire, seconds: float) -> float:
+    """Return how many bytes of one answer have to come in a time."""
+    return _LEAST_BYTES_PER_S * seconds / wire.parallel
 
 
 class RateLimit:
@@ -68,11 +80,19 @@ class Attempt:
     def __init__(self, url: str, wire: Wire, cancelled: threading.Event, outage_s: float):
         self._url, self._wire, self._cancelled = url, wire, cancelled
         self._outage_s = outage_s
-        self.progressed()
+        self._begin()
 
-    def progressed(self) -> None:
-        """Begin counting anew: bytes arrived."""
+    def _begin(self) -> None:
         self._failures, self._progressed_at = 0, time.monotonic()
+        self._new_bytes, self._paused_s = 0, 0.0
+
+    def progressed(self, count_bytes: int) -> None:
+        """Begin counting anew once as many bytes arrived as the time since then asks for."""
+        self._new_bytes += count_bytes
+        asked_s = time.monotonic() - self._progressed_at - self._paused_s
+        # After an outage no more than a line brings before it breaks again.
+        if self._new_bytes >= least_bytes(self._wire, min(asked_s, 10 * window_s(self._wire))):
+            self._begin()
 
     def failed(self, error: Exception) -> None:
         """Pause before the next try, or give up."""
@@ -93,6 +113,7 @@ class Attempt:
         left_s = max(0.0, self._outage_s - waited_s)
         until = f", for {left_s / 60:.0f} more minutes" if left_s > _PAUSE_LIMIT_S else ""
         note(f"retry: {self._url}: {reason}; again in {pause_s:.1f} s{until}")
+        self._paused_s += pause_s
         if self._cancelled.wait(pause_s):
             raise cancelled(self._url) from error
 

@@ -24,6 +24,7 @@ from urllib3.exceptions import HTTPError
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.sources.connections import Connections, origin_of
+from spark_checkpoint.sources.leash import pieces, put_back
 from spark_checkpoint.sources.pacing import Again, Attempt, RateLimit, cancelled
 from spark_checkpoint.sources.responses import body_bytes, content_range
 
@@ -122,14 +123,17 @@ class Transport:
 
         def once() -> bytes:
             with self._open(url, None) as response:
-                body = response.read(limit_bytes + 1, decode_content=False)
+                body = bytearray()
+                for piece in pieces(response, self._limit.piece_bytes, self._wire):
+                    self._count(len(piece))
+                    body += piece
+                    if len(body) > limit_bytes:
+                        what = f"is above {limit_bytes} bytes"
+                        raise GateRefused(url, what, "check the repository")
                 left = response.length_remaining
-            self._count(len(body))
-            if len(body) > limit_bytes:
-                raise GateRefused(url, f"is above {limit_bytes} bytes", "check the repository")
             if left:
                 raise Again(f"the connection ended {left} bytes early")
-            return body
+            return bytes(body)
 
         return self._until_answered(url, once)
 
@@ -151,7 +155,7 @@ class Transport:
             try:
                 for piece in self._read_range(url, position, end, total_bytes):
                     position += len(piece)
-                    attempt.progressed()
+                    attempt.progressed(len(piece))
                     yield piece
                 return
             except _FAILURES as error:
@@ -180,7 +184,7 @@ class Transport:
 
     def _body(self, url: str, response: BaseHTTPResponse, length: int) -> Iterator[bytes]:
         left = length
-        for piece in response.stream(self._limit.piece_bytes, decode_content=False):
+        for piece in pieces(response, self._limit.piece_bytes, self._wire):
             self._limit.take(len(piece))
             self._count(len(piece))
             left -= len(piece)
@@ -203,7 +207,7 @@ class Transport:
             target = response.get_redirect_location()
             if not target:
                 break
-            response.drain_conn()
+            put_back(response, self._wire)
             address = _redirected(address, target)
         else:
             raise TransferFailed(url, "redirects in a circle", "check the address")

@@ -1,0 +1,111 @@
+"""Hangs up on servers that trickle: a byte now and then keeps every limit on silence waiting.
+
+The head of an answer, and each piece of its body, has to come to an end; and the body a mean rate
+that any line has. Nothing limits how long a whole file takes.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from spark_contract.work.fetching import Wire
+from urllib3 import BaseHTTPResponse
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.exceptions import HTTPError
+
+from spark_checkpoint.sources.pacing import Again, least_bytes, window_s
+
+_PIECE_S = 1.0  # what came by then is kept, whatever becomes of the connection
+_SILENCES = 3  # as many limits on silence may one head or one piece take
+_LEFT_BYTES = 1 << 16  # read for the sake of a connection that can be used again
+_sockets: WeakKeyDictionary[BaseHTTPResponse, socket.socket] = WeakKeyDictionary()
+
+
+class _Prompt(HTTPConnection):
+    def getresponse(self) -> Any:
+        below = self.sock
+        with _hung_up_after(below, _SILENCES * (self.timeout or 30.0)):
+            answer = super().getresponse()
+        _sockets[answer] = below
+        return answer
+
+
+class _PromptTls(_Prompt, HTTPSConnection):
+    pass
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _Prompt
+
+
+class _TlsPool(HTTPSConnectionPool):
+    ConnectionCls = _PromptTls
+
+
+POOLS = {"http": _Pool, "https": _TlsPool}
+
+
+@contextmanager
+def _hung_up_after(below: socket.socket | None, limit_s: float) -> Iterator[None]:
+    timer = threading.Timer(limit_s, _hang_up, [below])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _hang_up(below: socket.socket | None) -> None:
+    try:
+        if below is not None:  # not TLS's own way, which would wait for the other side
+            socket.socket.shutdown(below, socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+def pieces(response: BaseHTTPResponse, most_bytes: int, wire: Wire) -> Iterator[bytes]:
+    """Yield a body in pieces; only time spent waiting for the server counts against it."""
+    waited_s, came = 0.0, 0
+    while True:
+        began = time.monotonic()
+        with _hung_up_after(_sockets.get(response), _SILENCES * wire.timeout_s):
+            piece = _piece(response, most_bytes, began)
+        if not piece:
+            return
+        waited_s, came = waited_s + time.monotonic() - began, came + len(piece)
+        yield piece
+        if waited_s < window_s(wire):
+            continue
+        if came < least_bytes(wire, waited_s):
+            raise Again(f"only {came} bytes came in {waited_s:.0f} s")
+        waited_s, came = 0.0, 0
+
+
+def _piece(response: BaseHTTPResponse, most_bytes: int, began: float) -> bytes:
+    piece = bytearray()
+    while len(piece) < most_bytes and (not piece or time.monotonic() - began < _PIECE_S):
+        part = response.read1(most_bytes - len(piece), decode_content=False)
+        if not part:
+            break
+        piece += part
+    return bytes(piece)
+
+
+def put_back(response: BaseHTTPResponse, wire: Wire) -> None:
+    """Read what is left of an answer that nobody needs; of a long or slow one no more."""
+    left = response.length_remaining
+    if left is not None and left <= _LEFT_BYTES:
+        with suppress(Again, HTTPError, OSError):
+            for _ in pieces(response, _LEFT_BYTES, wire):
+                pass
+            response.release_conn()
+            return
+    response.close()
