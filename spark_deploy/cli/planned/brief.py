@@ -22,6 +22,11 @@ def brief(plan: HostPlan, profile: Profile) -> Iterator[str]:
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row("disk", f"{size(after_bytes)} in all, at most {size(peak_bytes)} on the way")
     yield row("memory", _memory(plan, profile))
+    asked, taken = profile.limits.memory_fraction, plan.memory.memory_fraction
+    if taken < asked and not profile.kv_cache.size_bytes:
+        yield row(
+            "", f"its share of {asked:g} is lowered to {taken:g}: the rest is kept for others"
+        )
     for one in plan.services:
         urls = ", ".join(url for url, _ in base_urls(one.gateway))
         takes = gib(one.memory.memory_fraction * one.memory.total_bytes)

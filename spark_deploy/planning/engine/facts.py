@@ -9,6 +9,7 @@ from typing import Any
 
 from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile
+from spark_deploy.planning.engine.options import stretches_context
 from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.engine.options import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
 from spark_deploy.settings.types import Settings
@@ -109,6 +110,7 @@ def facts_of(
         ),
         "questions_logged": _logs_questions(profile.environment, options),
         "docker_listens": _listens(settings.docker.daemon.get("hosts", ())),
+        "stretched_context": stretches_context(profile),
         "old_runner": not profile.environment.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip(" 0"),
     }
 

@@ -7,7 +7,7 @@ import pytest
 from spark_deploy.payload.content import supported_engines
 from spark_deploy.planning.limits import limit_problems
 from spark_deploy.planning.resolve import problems_of
-from tests.unit.planning.plans import CATALOG, problems, settings_of, whats
+from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of, whats
 
 NATIVE = CATALOG.model("large").architecture.max_context_tokens
 
@@ -29,6 +29,8 @@ def test_no_advice_goes_beyond_the_models_own_context():
 def test_a_context_that_an_option_stretches_is_left_to_the_engine():
     stretched = {"engine.options": {"hf-overrides": {"rope_parameters": {"factor": 2.0}}}}
     assert whats("small", **{"engine.max_context_tokens": NATIVE + 1}, **stretched) == []
+    told = [one for one in plan_of("small", **stretched).warnings if "stretched-context" in one]
+    assert len(told) == 1
 
 
 def test_more_requests_than_tokens_of_a_step_are_refused():

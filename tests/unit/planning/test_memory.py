@@ -8,6 +8,7 @@ import yaml
 
 from spark_deploy.catalog.beside import Speculation
 from spark_deploy.catalog.model import LinearAttention
+from spark_deploy.cli.planned.brief import brief
 from spark_deploy.cli.planned.parts import lines
 from spark_deploy.planning.budget.memory import GIB, cache_shape, plan_memory
 from spark_deploy.planning.budget.weights import weights_of
@@ -312,3 +313,14 @@ def test_the_plan_says_what_the_memory_beside_the_engine_is_for():
     )
     assert float(left[1]) == pytest.approx(float(told[1]) + float(told[2]), abs=0.11)
     assert float(left[1]) >= 0.2 * 119.7 - 0.1
+
+
+@pytest.mark.parametrize(("asked", "told"), [(0.8, False), (0.93, True)])
+def test_a_share_that_leaves_others_too_little_is_lowered_and_the_plan_says_to_what(asked, told):
+    chosen = {"engine.memory_fraction": asked}
+    settings = settings_of(**chosen)
+    _, profile = pair_of(settings, CATALOG)
+    plan = plan_of(**chosen)
+    text = "\n".join(brief(plan, profile))
+    said = f"its share of {asked} is lowered to {plan.memory.memory_fraction:g}"
+    assert (said in text, plan.memory.memory_fraction < asked) == (told, told)
