@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Iterator
 
 import httpx2
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_session
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -25,9 +27,43 @@ from spark_deploy.lockfile.limited import LIMIT_S, within
 from spark_deploy.lockfile.types import LockedSource, SourceFile
 
 _TIMEOUT_S = 30
+_LONGEST_S = 300  # of one answer, however steadily it comes
+_LONGEST_BYTES = 64 << 20  # each file takes some 300 of them
 _COMMIT = re.compile(COMMIT)
 _ODD_ANSWERS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _MOST_BYTES = 1 << 50  # no file is larger
+
+
+class _Bounded(httpx2.SyncByteStream):
+    """The body of an answer, up to a size and a time."""
+
+    def __init__(self, body: httpx2.SyncByteStream) -> None:
+        self._body = body
+
+    def __iter__(self) -> Iterator[bytes]:
+        seen, began = 0, time.monotonic()
+        for part in self._body:
+            seen += len(part)
+            if seen > _LONGEST_BYTES or time.monotonic() - began > _LONGEST_S:
+                raise httpx2.ReadError(f"its answer does not end ({seen} bytes)")
+            yield part
+
+    def close(self) -> None:
+        self._body.close()
+
+
+def _bound(response: httpx2.Response) -> None:
+    if isinstance(response.stream, httpx2.SyncByteStream):
+        response.stream = _Bounded(response.stream)
+
+
+def _have_bounded_answers() -> None:
+    """Have the hub's own client read no answer without end, and no small one that grows."""
+    client = get_session()
+    client.headers["Accept-Encoding"] = "identity"
+    hooks = client.event_hooks
+    if _bound not in hooks["response"]:
+        client.event_hooks = {**hooks, "response": [*hooks["response"], _bound]}
 
 
 def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
@@ -37,6 +73,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
     git blob (``lfs`` and ``blobId`` of the hub's ``?blobs=true`` answer).
     """
     where = f"{endpoint}/{repo}"
+    _have_bounded_answers()
     try:
         info = _asked(endpoint, repo, revision, token, files_metadata=True)
     except GatedRepoError as error:
@@ -63,6 +100,7 @@ def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple
 
     What the hub does not say, or not in a form of its own, is empty.
     """
+    _have_bounded_answers()
     try:
         info = _asked(endpoint, repo, revision, token)
         data = getattr(info, "card_data", None)

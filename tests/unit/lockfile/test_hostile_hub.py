@@ -117,6 +117,30 @@ def refuse_with_escapes(handler: Any) -> None:
     handler.answer(500, b"\x1b[2J", {"X-Error-Message": "over\x1b[2Jhere"})
 
 
+def say_forever(handler: Any) -> None:
+    handler.answer(200, b"", announced=1 << 40)
+    while True:
+        handler.wfile.write(b" " * 100_000)
+
+
+def say_slowly(handler: Any) -> None:
+    handler.answer(200, b"", announced=1 << 40)
+    while True:
+        handler.wfile.write(b" ")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("act", [say_forever, say_slowly])
+def test_an_answer_without_end_is_one_line(
+    hub: Hub, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "_LONGEST_S", 1)
+    monkeypatch.setattr(lookup, "_LONGEST_BYTES", 10_000_000)
+    hub.fault = lambda handler, path, data: act(handler) or True
+    with pytest.raises(LockError, match="its answer does not end"):
+        lookup.look_up(hub.url, REPO, "main", None)
+
+
 @pytest.mark.parametrize("act", [hang_up, say_nothing, say_too_little, refuse_with_escapes])
 def test_a_hub_that_ends_in_the_middle_is_one_line(
     hub: Hub, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
