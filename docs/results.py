@@ -13,15 +13,17 @@ from typing import Any
 from declared import cell
 
 from proofs import code
+from proofs.again import again
 
 AS_HERE = "as here"
 OLDER = " (older code)"
-NAMED = re.compile(r"(?<![\w/.-])(?:benchmarks/results/gpu/)?([\w.-]+\.json)")
+NAMED = re.compile(r"(?<![\w/.-])(?:benchmarks/results/[gc]pu/)?([\w.-]+\.json)")
 BEGIN = "<!-- generated from benchmarks/results/gpu by `make docs` -->"
 END = "<!-- the rest is written by hand -->"
 PROOFS_BEFORE = """
 **Older than the code.** These results were made before the code that they rest on was what it is
-now ([which code](results.md)). What this page says of them was seen with the code of then:
+now, or keep no digests of it ([which code](results.md)). What this page says of them was seen with
+the code of then:
 """
 UNBROKEN: Any = {
     "subsequent_indent": "  ",
@@ -29,13 +31,14 @@ UNBROKEN: Any = {
     "break_on_hyphens": False,
 }
 CHECKOUT = Path(__file__).resolve().parent.parent
-RESULTS = CHECKOUT / "benchmarks/results/gpu"
+RESULTS = CHECKOUT / "benchmarks/results"
+FOLDERS = {"gpu": "On GPUs", "cpu": "On CPUs"}
 SHOWN = 3
 BEFORE = """
-What `benchmarks/results/gpu` holds. A result is of one run of one machine; whoever changes the
-code that it rests on (`proofs/code.py` says which that is) finds it here as older, until somebody
-with such a machine has run it again. Not judged are measurements beside a claim, such as what
-somebody else's code does: nothing rests on them. What each file shows: [engine proofs](engine-
+What `benchmarks/results/gpu` and `cpu` hold. A result is of one run of one machine; whoever changes
+the code that it rests on (`proofs/code.py` says which that is) finds it here as older, until
+somebody with such a machine has run it again. Not judged are measurements beside a claim, such as
+what somebody else's code does: nothing rests on them. What each file shows: [engine proofs](engine-
 proofs.md). `make gpu` makes what it needs itself (trained models, trees) and writes into the folder
 `SPARK_GPU_RESULTS`; what serves plans also needs `make gpu-plans` to have run, there or elsewhere.
 """
@@ -46,27 +49,30 @@ def results_page() -> Iterator[str]:
     yield "<!-- generated from benchmarks/results/gpu and proofs/code.py by `make docs` -->"
     yield "# Result files"
     yield BEFORE
-    yield "| result | made | on | held | not judged | failed | code | made again by |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for path in sorted(RESULTS.glob("*.json")):
-        found = json.loads(path.read_text("utf-8"))
-        verdicts = [row["passed"] for row in found.get("rows", []) if "passed" in row]
-        counts = (verdicts.count(True), verdicts.count(None), verdicts.count(False))
-        link = f"[{path.name}](../../benchmarks/results/gpu/{path.name})"
-        cells = (
-            link,
-            found.get("date") or "not kept",
-            _device(found),
-            *counts,
-            age(path.stem, found),
-        )
-        yield f"| {' | '.join(cell(str(one)) for one in cells)} |"
+    for folder, title in FOLDERS.items():
+        yield from (f"## {title}", "")
+        yield "| result | made | on | held | not judged | failed | code | made again by |"
+        yield "|---|---|---|---|---|---|---|---|"
+        for path in sorted((RESULTS / folder).glob("*.json")):
+            cells = _cells(folder, path)
+            yield f"| {' | '.join(cell(str(one)) for one in cells)} |"
+        yield ""
+
+
+def _cells(folder: str, path: Path) -> tuple[object, ...]:
+    found = json.loads(path.read_text("utf-8"))
+    verdicts = [row["passed"] for row in found.get("rows", []) if "passed" in row]
+    counts = (verdicts.count(True), verdicts.count(None), verdicts.count(False))
+    link = f"[{path.name}](../../benchmarks/results/{folder}/{path.name})"
+    made = found.get("date") or "not kept"
+    by = f"`{again(path.stem).command}`"
+    return (link, made, _device(found), *counts, age(path.stem, found), by)
 
 
 def age(name: str, found: dict[str, Any]) -> str:
     """Say whether a result was made with the code of this checkout."""
     if "code" not in found:
-        return "older: from before digests were kept"
+        return "not known: no digests were kept"
     other = [Path(path).name for path in code.changed(name, found["code"])]
     if not other:
         return AS_HERE
@@ -77,15 +83,20 @@ def age(name: str, found: dict[str, Any]) -> str:
 @functools.cache
 def older() -> dict[str, str]:
     """Return the result files that were made with other code than this, and where."""
-    found = {path: json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    found = {path: json.loads(path.read_text("utf-8")) for path in _files()}
     return {
         path.name: _device(one) for path, one in found.items() if age(path.stem, one) != AS_HERE
     }
 
 
+def _files() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((RESULTS / folder).glob("*.json"))]
+
+
 def device_of(name: str) -> str:
     """Return the short name of what a result was made on, such as H100."""
-    device = _device(json.loads((RESULTS / name).read_text("utf-8")))
+    [path] = (path for path in _files() if path.name == name)
+    device = _device(json.loads(path.read_text("utf-8")))
     return next((word for word in device.split() if re.match(r"[A-Z]+\d", word)), device)
 
 
@@ -106,9 +117,9 @@ def proofs_page() -> Iterator[str]:
     yield PROOFS_BEFORE
     for device in sorted(set(older().values())):
         links = (
-            f"[{name.removesuffix('.json')}](../../benchmarks/results/gpu/{name})"
-            for name, of in older().items()
-            if of == device
+            f"[{path.stem}](../../{path.relative_to(CHECKOUT)})"
+            for path in _files()
+            if older().get(path.name) == device
         )
         yield from textwrap.wrap(f"- {device}: {', '.join(links)}", 118, **UNBROKEN)
     if not older():
