@@ -6,6 +6,8 @@ gone nothing at all: whatever happens then is done by the watches.
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +97,20 @@ def test_the_second_run_changes_nothing(pair: Pair) -> None:
     assert (again.exit_code, again.changed) == (0, []), again.stderr[-4000:]
 
 
+def test_nobody_but_a_member_reaches_the_ports_of_the_cluster(pair: Pair) -> None:
+    pair.wait_until_it_answers()
+    release = pair.release()
+    told = json.loads(pair.head.run(f"cat /etc/spark/releases/{release}/release.json"))
+    port = told["cluster"]["port"]
+    assert pair.head.run(f"ss -tlnH 'sport = :{port}'") != "", "nothing is there to be fenced"
+    for number in (port, port + 1):
+        with pytest.raises(TimeoutError):  # from the machine of the controller, on their network
+            socket.create_connection((pair.head.ip, number), 3).close()
+    pair.worker.run(f"timeout 5 bash -c '</dev/tcp/{pair.head.ip}/{port + 1}'")
+    for guest in (pair.head, pair.worker):
+        assert f"SPARK-{release[-12:]}" in guest.run("iptables -S INPUT")
+
+
 @pytest.mark.parametrize("which", ["worker", "head"])
 def test_a_rank_that_dies_closes_the_gateway_and_both_come_back(pair: Pair, which: str) -> None:
     pair.wait_until_it_answers()
@@ -146,6 +162,7 @@ def test_both_change_together_and_a_candidate_that_fails_leaves_both_on_the_old(
     assert good.exit_code == 0, good.stderr[-5000:]
     assert pair.release() != old
     assert pair.head.answers(CAPITAL, "Paris")
+    assert f"SPARK-{old[-12:]}" not in pair.head.run("iptables -S")
 
 
 def test_a_way_back_is_gone_together(pair: Pair) -> None:

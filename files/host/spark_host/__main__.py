@@ -19,7 +19,7 @@ from spark_host.prune import prune
 from spark_host.records import boot
 from spark_host.rollout import recover, request, rollout, way_back
 from spark_host.rollout.ports import this_host
-from spark_host.system.fabric import addresses, speed
+from spark_host.system.fabric import addresses, fence, speed
 from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.system.stored import default_paths
@@ -145,6 +145,10 @@ VERBS: dict[str, tuple[Verb, str]] = {
         speed.main,
         "listen|send: one end of a short test of a way between hosts, from an order on standard "
         "input",
+    ),
+    tool.FENCE: (
+        fence.main,
+        "up|down RELEASE: let members alone reach the ports of a cluster (run by its unit)",
     ),
     "may-start": (_of_one(serve.may_start), "RELEASE: whether its unit may start"),
     "prepare": (_of_one(serve.prepare), "RELEASE: make the host ready for its start"),

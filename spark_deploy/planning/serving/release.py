@@ -47,11 +47,15 @@ def _files(release: Release) -> tuple[ManagedFile, ...]:
 
 
 def _reaching(release: Release) -> Iterator[ManagedFile]:
-    """Yield what lets the watch over a member of a cluster reach the others, and nobody else."""
+    """Yield what lets members of a cluster reach each other, and nobody else."""
     if release.cluster is not None:
         addresses = " ".join(member.address for member in release.cluster.members)
         path = f"{drop_in_dir(WATCH.of(release.name))}/50-cluster.conf"
         yield ManagedFile(path, f"[Service]\nIPAddressAllow={addresses}\n".encode())
+        # With all of root's rights, which the unit has not; a start does not depend on it.
+        up, down = (tool.line(tool.FENCE, order, release.name) for order in ("up", "down"))
+        text = f"[Service]\nExecStartPre=-+{up}\nExecStopPost=-+{down}\n"
+        yield ManagedFile(f"{drop_in_dir(release.serve_unit)}/50-cluster.conf", text.encode())
 
 
 def _socket_mount(service: str) -> ManagedFile:

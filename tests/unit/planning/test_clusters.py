@@ -10,6 +10,7 @@ from spark_deploy.facts.network.fabric import Port, Ports
 from spark_deploy.planning.budget.memory import GIB
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.resolve import Request, problems_of
+from spark_deploy.planning.serving.release import release_files_of
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.settings.service.cluster import ClusterSettings
 from spark_deploy.settings.types import Settings
@@ -92,6 +93,21 @@ def test_only_members_of_a_cluster_are_on_the_network_of_their_host() -> None:
     assert both.cluster.head.docker_args == ("--ulimit=memlock=-1:-1", "--device=/dev/infiniband")
     rest = [one for one in both.engine.docker_args if not one.startswith("--network")]
     assert rest == [one for one in alone.engine.docker_args if not one.startswith("--network")]
+
+
+def test_the_unit_of_a_member_fences_its_ports_and_starts_without_a_fence_as_well() -> None:
+    plan = plan_on("spark-1", FABRIC)
+    [fenced] = [
+        file.content.decode()
+        for file in release_files_of(plan)
+        if file.path.endswith(f"{plan.serve.serve_unit}.d/50-cluster.conf")
+    ]
+    told = f"/usr/local/lib/spark/current/bin/spark-host fence {{}} {plan.serve.name}"
+    # "-": a host without iptables serves; "+": the unit itself has no right to the network.
+    assert f"ExecStartPre=-+{told.format('up')}" in fenced
+    assert f"ExecStopPost=-+{told.format('down')}" in fenced
+    alone = release_files_of(plan_of("large"))
+    assert not [file for file in alone if "cluster" in file.path]
 
 
 def test_a_named_network_needs_no_rdma_and_is_then_plain_tcp() -> None:

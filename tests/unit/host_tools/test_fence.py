@@ -1,0 +1,82 @@
+"""Members of a cluster alone reach the ports of their release, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from spark_contract.errors import HostToolError
+from spark_contract.serving.release import Release
+from spark_host.system.fabric import fence
+from stub_host import Paths
+from test_members import HEAD, PORT, WORKER, clustered
+
+# Notes what it is told; refuses what $HERE/refuses names.
+IPTABLES = """#!/bin/sh
+echo "${0##*/} $*" >> $HERE/asked
+[ -e $HERE/refuses ] || exit 0
+case "$*" in *"$(cat $HERE/refuses)"*) echo "No chain by that name." >&2; exit 1;; esac
+"""
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("iptables", "ip6tables"):
+        (tmp_path / name).write_text(IPTABLES.replace("$HERE", str(tmp_path)))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    release = clustered()
+    monkeypatch.setattr(fence, "load", lambda name, paths: release)
+    return tmp_path / "asked"
+
+
+def told(asked: Path, program: str) -> list[str]:
+    words = f"{program} -w 5 "
+    lines = asked.read_text().splitlines() if asked.exists() else []
+    return [line.removeprefix(words) for line in lines if line.startswith(words)]
+
+
+def chain(release: Release) -> str:
+    return f"SPARK-{release.name[-12:]}"
+
+
+def test_members_and_the_host_itself_are_let_in_and_all_others_dropped(asked: Path) -> None:
+    fence.main(["up", "any"], Paths(asked.parent))
+    name = chain(clustered())
+    jump = f"INPUT -p tcp --dport {PORT}:{PORT + 1} -j {name}"
+    gone = [f"-D {jump}", f"-F {name}", f"-X {name}"]  # what a start that was cut has left
+    assert told(asked, "iptables") == [
+        *gone, f"-N {name}", f"-A {name} -i lo -j RETURN", f"-A {name} -s {HEAD} -j RETURN",
+        f"-A {name} -s {WORKER} -j RETURN", f"-A {name} -j DROP", f"-I {jump}",
+    ]  # fmt: skip
+    # The store listens there, too, and no member comes that way.
+    assert told(asked, "ip6tables") == [
+        *gone, f"-N {name}", f"-A {name} -i lo -j RETURN", f"-A {name} -j DROP", f"-I {jump}",
+    ]  # fmt: skip
+    assert len(name) < 29, "no kernel takes a longer one"
+
+
+def test_afterwards_nothing_of_it_stays_also_where_nothing_was(asked: Path) -> None:
+    (asked.parent / "refuses").write_text("-")
+    fence.main(["down", "any"], Paths(asked.parent))
+    orders = [line.split()[0] for line in told(asked, "iptables")]
+    assert orders == ["-D", "-F", "-X"]
+
+
+def test_a_release_that_serves_alone_has_no_fence(
+    asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = dataclasses.replace(clustered(), cluster=None)
+    monkeypatch.setattr(fence, "load", lambda name, paths: alone)
+    fence.main(["up", "any"], Paths(asked.parent))
+    assert not asked.exists()
+
+
+def test_a_host_that_cannot_do_it_is_told_what_stays_open(asked: Path) -> None:
+    (asked.parent / "refuses").write_text("-N")
+    with pytest.raises(HostToolError, match=r"stay open to all \(No chain by that name") as caught:
+        fence.main(["up", "any"], Paths(asked.parent))
+    assert "firewall" in str(caught.value)
+    with pytest.raises(HostToolError, match="up or down"):
+        fence.main(["sideways"], Paths(asked.parent))
