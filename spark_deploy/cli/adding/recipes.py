@@ -72,7 +72,10 @@ def draft_of_recipe(data: Mapping[str, Any], source: str, engine: Engine | None 
             taken.unused.append(f"parsers.{kind} {parser}: your engine has none of that name")
     nodes = max(recipe.nodes, taken.devices)
     if nodes > 1:
-        what = f"is for {nodes} hosts together; a repository served as published is by one host"
+        what = (
+            f"is for {nodes} GPUs, of which a Spark has one: {nodes} hosts together; a repository "
+            "served as published is by one host"
+        )
         raise CatalogError.one(source, what, "take a recipe for one Spark; clusters serve hybrids")
     draft = Draft(recipe.repository, recipe.revision)
     draft.about = [

@@ -126,7 +126,9 @@ SEVERAL = (
 
 @pytest.mark.parametrize("changes", SEVERAL, ids=str)
 def test_a_recipe_for_several_hosts_says_so(changes: dict[str, Any]) -> None:
-    with pytest.raises(CatalogError, match=r"is for \d+ hosts together"):
+    with pytest.raises(
+        CatalogError, match=r"is for (\d+) GPUs, of which a Spark has one: \1 hosts together"
+    ):
         draft_of_recipe({**READ["sparkrun-2.yaml"], **changes}, "r.yaml")
 
 
