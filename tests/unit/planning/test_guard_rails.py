@@ -84,6 +84,11 @@ TRIPS = {
     "fp8-cache-without-drafts": {"kv_cache": "fp8", "piecewise_graphs": True},
     "fp8-cache-with-full-graphs": {"kv_cache": "fp8"},
     "flashinfer-without-drafts": {"attention_backend": "FLASHINFER"},
+    "flashinfer-with-drafts": {
+        "attention_backend": "FLASHINFER",
+        "speculation_tokens": 2,
+        "piecewise_graphs": True,
+    },
     "flashinfer-decode": {"attention_backend": "FLASHINFER", "has_attention_backend": True},
     "memory-fraction-high": {"memory_fraction": 0.83},
     "memory-fraction-unsafe": {"memory_fraction": 0.91},
