@@ -12,10 +12,14 @@ from spark_deploy.cli.connecting.clients import CLIENTS
 from spark_deploy.cli.taken import (
     BENCH,
     CHANGE,
+    FILE,
+    FOLDER,
     Entry,
     Several,
     always,
+    file_option,
     flag,
+    host_names,
     name_option,
     names_of,
     option,
@@ -29,7 +33,7 @@ COMMANDS: dict[str, Entry] = {
         FIRST,
         "Write a folder of your own: hosts.yml, settings, inventory, lock.",
         (
-            click.Argument(["folder"], default=".", metavar="[DIR]"),
+            click.Argument(["folder"], default=".", metavar="[DIR]", type=FOLDER),
             option("--host", "A Spark.", multiple=True, metavar="NAME[=ADDRESS]"),
             option("--user", "Login user of these hosts; else as ssh does.", metavar="NAME"),
             flag("--local", "Serve on the machine this runs on."),
@@ -87,7 +91,7 @@ COMMANDS: dict[str, Entry] = {
     "report": Entry(
         LOOK,
         "Write what hosts show into one redacted file that may be sent to others.",
-        (option("--out", "The file; else spark-report-TIME.md here.", metavar="FILE"),),
+        (file_option("--out", "The file; else spark-report-TIME.md here."),),
         module="looks.report.command",
         asks=always,
         plans=True,
@@ -178,7 +182,10 @@ COMMANDS: dict[str, Entry] = {
         "Make an INT4 tree of a model's 16-bit repository with AutoRound, as a job of a host.",
         (
             click.Argument(["wanted"], metavar="MODEL", shell_complete=names_of("models")),
-            option("--on", "The host that does it.", multiple=True, metavar="NAME"),
+            option(
+                "--on", "The host that does it.", multiple=True, metavar="NAME",
+                shell_complete=host_names,
+            ),
             *CHANGE,
         ),
         module="changes.requantize",
@@ -243,7 +250,7 @@ COMMANDS: dict[str, Entry] = {
         NAMES,
         "Write a catalog file beside the inventory for a repository, a shared file or a recipe.",
         (
-            click.Argument(["place"], metavar="ORG/NAME[@REVISION]|FILE"),
+            click.Argument(["place"], metavar="ORG/NAME[@REVISION]|FILE", type=FILE),
             name_option("--profile", "How to serve it; else plain."),
             flag("--use", "Choose it as well, where your files choose what is served."),
             flag("--force", "Write over a file that is there."),
@@ -257,7 +264,7 @@ COMMANDS: dict[str, Entry] = {
             click.Argument(
                 ["choice"], metavar="MODEL|MODEL/PROFILE", shell_complete=names_of("models")
             ),
-            option("--out", "The file; else MODEL.spark.yml here.", metavar="FILE"),
+            file_option("--out", "The file; else MODEL.spark.yml here."),
             flag("--unasked", "Ask no host: the file then tells no proof."),
         ),
         module="adding.share",

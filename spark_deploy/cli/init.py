@@ -13,6 +13,7 @@ import click
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.editors import SCHEMAS
 from spark_deploy.cli.hosts import answer, say
 from spark_deploy.cli.planned import lock
 from spark_deploy.cli.taken import Options
@@ -66,7 +67,7 @@ IGNORED = "/bench/\n/pyinfra-debug.log\n__pycache__/\n.*.new\n"
 
 
 def run(options: Options) -> int:
-    """Write what is not there yet; what is there stays as it is."""
+    """Write what is not there yet; what is there stays as it is, but for our schemas."""
     folder = Path(options.folder)
     hosts = _entries(options.host, options.user) if options.host else _hosts_here(folder, options)
     texts = {
@@ -75,10 +76,7 @@ def run(options: Options) -> int:
         INVENTORY: INVENTORY_TEXT,
         Path("config.py"): CONFIG_TEXT,
         Path(".gitignore"): IGNORED,
-        **{
-            Path(f"schema/{name}.schema.json"): _schema(name) for name in ("hosts", "settings")
-        },
-    }  # fmt: skip
+    }
     written = [folder / name for name, text in texts.items() if _write(folder / name, text)]
     try:
         read_hosts(folder / HOSTS_FILE)
@@ -87,6 +85,11 @@ def run(options: Options) -> int:
         for path in written:  # else the next try would keep the mistake
             path.unlink()
         raise
+    schemas = {Path(f"schema/{name}.schema.json"): _schema(name) for name in SCHEMAS}
+    texts |= schemas
+    written += [
+        folder / name for name, text in schemas.items() if _write(folder / name, text, renew=True)
+    ]
     kept = [folder / name for name in texts if folder / name not in written]
     for name in texts:
         say(f"{'kept' if folder / name in kept else 'written':<8} {folder / name}")
@@ -173,9 +176,9 @@ def _schema(name: str) -> str:
     return (CHECKOUT / f"schema/{name}.schema.json").read_text("utf-8")
 
 
-def _write(path: Path, text: str) -> bool:
-    """Write a file that is not there yet, and tell whether that was so."""
-    if path.exists():
+def _write(path: Path, text: str, *, renew: bool = False) -> bool:
+    """Write a file that is not there yet, or not as it is to be; tell whether that was so."""
+    if path.exists() and not (renew and path.read_bytes() != text.encode()):
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+import yaml
 
 from spark_deploy.checkout import catalog_names
 
@@ -48,9 +49,19 @@ class Several(click.Option):
         super().__init__([name], multiple=True, **more)
 
 
+# Shells complete them; what cannot be read is told where it is read.
+FILE = click.Path(readable=False)
+FOLDER = click.Path(file_okay=False, readable=False)
+
+
 def option(name: str, does: str, **more: Any) -> click.Option:
     """Return an option with a value."""
     return click.Option([name], help=does, **more)
+
+
+def file_option(name: str, does: str) -> click.Option:
+    """Return an option whose value is a file, which shells complete."""
+    return option(name, does, metavar="FILE", type=FILE)
 
 
 def flag(name: str, does: str, *also: str) -> click.Option:
@@ -59,13 +70,26 @@ def flag(name: str, does: str, *also: str) -> click.Option:
 
 
 def names_of(*kinds: str) -> Callable[..., list[str]]:
-    """Return what completes names of models or profiles."""
-    return lambda _context, _option, begun: [
-        name
-        for kind in kinds
-        for name in catalog_names(kind, own=Path.cwd())
-        if name.startswith(begun)
-    ]
+    """Return what completes names of models or profiles; with models also MODEL/PROFILE."""
+
+    def names(_context: click.Context, _option: click.Parameter, begun: str) -> list[str]:
+        model, slash, _ = begun.partition("/")
+        if slash and "models" in kinds:
+            known = [f"{model}/{name}" for name in catalog_names("profiles", own=Path.cwd())]
+        else:
+            known = [name for kind in kinds for name in catalog_names(kind, own=Path.cwd())]
+        return [name for name in known if name.startswith(begun)]
+
+    return names
+
+
+def host_names(_context: click.Context, _option: click.Parameter, begun: str) -> list[str]:
+    """Complete the hosts of this folder; a list that cannot be read is told by the command."""
+    try:
+        listed = list(yaml.safe_load(Path("hosts.yml").read_bytes())["hosts"])
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return []
+    return [name for name in map(str, listed) if name.startswith(begun)]
 
 
 def name_option(name: str, does: str) -> click.Option:
@@ -86,13 +110,17 @@ def plan_options() -> list[click.Parameter]:
 def host_options() -> list[click.Parameter]:
     """Return what every command about hosts takes."""
     return [
-        click.Argument(["words"], nargs=-1, metavar="[HOST]..."),
-        option("--inventory", "Inventory file; else inventory/spark.py.", metavar="FILE"),
+        click.Argument(["words"], nargs=-1, metavar="[HOST]...", shell_complete=host_names),
+        file_option("--inventory", "Inventory file; else inventory/spark.py."),
         click.Option(
             ["--limit", "--host", "limit"], multiple=True, metavar="NAME",
             help="Only these hosts or groups; the same as naming them.",
+            shell_complete=host_names,
         ),
-        option("--exclude", "All hosts but these.", multiple=True, metavar="NAME"),
+        option(
+            "--exclude", "All hosts but these.", multiple=True, metavar="NAME",
+            shell_complete=host_names,
+        ),
         option("--data", "Any setting, for this run alone.", multiple=True, metavar="KEY=VALUE"),
     ]  # fmt: skip
 
@@ -109,7 +137,7 @@ def json_option() -> click.Option:
 
 _COUNT = click.IntRange(min=1)
 BENCH = (
-    option("--out", "Folder of the results.", metavar="DIR", default="bench"),
+    option("--out", "Folder of the results.", metavar="DIR", default="bench", type=FOLDER),
     option(
         "--protocol",
         "Measure by these alone; else by all that are there.",
@@ -117,7 +145,12 @@ BENCH = (
         type=click.Choice(["seeds", "llama-benchy", "vllm-bench"]),
     ),
     service_option("This one of its services; else the main one."),
-    Several("--compare", metavar="FILE...", help="Put results beside each other; asks no host."),
+    Several(
+        "--compare",
+        metavar="FILE...",
+        help="Put results beside each other; asks no host.",
+        type=FILE,
+    ),
     Several("--depths", type=click.IntRange(min=0), metavar="N...", help="Depths of llama-benchy."),
     Several("--clients", type=_COUNT, metavar="N...", help="Numbers of concurrent clients."),
     option("--pp", "Tokens of its prompts; else its own default.", type=_COUNT, metavar="N"),

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.editors import schema_line
 
 VERSION = "1.25.0"
 ABLE = {"textDocument": {"completion": {"completionItem": {"snippetSupport": True}}}}
@@ -151,13 +152,21 @@ def test_models_and_profiles_are_completed(
 
 
 def test_the_folder_that_init_writes_is_right_and_completed(server: Path, tmp_path: Path) -> None:
-    words = ["init", str(tmp_path), "--host", "spark-1=192.0.2.1", "--user", "ann"]
+    words = ["init", str(tmp_path), "--host", "spark-1=192.0.2.1", "--host", "b", "--user", "ann"]
     subprocess.run([sys.executable, "-m", "spark_deploy", *words], check=True, cwd=CHECKOUT)
     editor = Editor(server, tmp_path)
     try:
         assert (editor.open("hosts.yml"), editor.open("group_vars/all.yml")) == ([], [])
         hosts = (tmp_path / "hosts.yml").read_text()
         assert {"address", "user"} <= editor.offered("hosts.yml", hosts + "  spark-2:\n    ")
+        run = [sys.executable, "-m", "spark_deploy", "use", "agent", "b"]
+        subprocess.run([*run, "inventory/spark.py"], check=True, cwd=tmp_path)
+        own = (tmp_path / "host_vars/b.yml").read_text()
+        assert {"memory", "serve"} <= editor.offered("host_vars/b.yml", own)
+        for schema, key in (("profiles/x", "limits"), ("models/x", "sources")):
+            path = f"catalog/{schema}.yml"
+            name = schema.partition("s/")[0]
+            assert {key} <= editor.offered(path, schema_line(tmp_path, tmp_path / path, name))
         wrong = hosts.replace("address", "adress")
         assert any("adress" in text for text in editor.open("wrong.yml", wrong))
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from spark_contract import files
 from spark_deploy.catalog.load import read_catalog, read_file
 from spark_deploy.checkout import catalog_files, catalog_names
 from spark_deploy.cli.adding.shared import Identity, Shared
+from spark_deploy.cli.editors import schema_line
 from spark_deploy.cli.hosts import Listed, say
 from spark_deploy.errors import CatalogError, LockError
 from spark_deploy.lockfile import hub
@@ -36,7 +38,8 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
     before = {path: path.read_bytes() if path.exists() else None for path in paths.values()}
     try:
         for pair, path in paths.items():
-            files.write_text(path, texts[pair])
+            schema = _schema_of(pair[0], texts[pair])
+            files.write_text(path, schema_line(root, path, schema) + texts[pair])
         _check(root, list(texts))
     except BaseException:  # whatever ends it, a full disk or Ctrl-C: all files or none
         for path, content in before.items():
@@ -51,6 +54,12 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
             say(f"{name} is one of our {kind} as well: the new file is used instead of it")
         say(f"{path}: written")
     return list(paths.values())
+
+
+def _schema_of(kind: str, text: str) -> str:
+    if kind == "profiles":
+        return "profile"
+    return "plain_model" if re.search(r"^kind: plain\b", text, re.MULTILINE) else "model"
 
 
 def _check(root: Path, pairs: list[tuple[str, str]]) -> None:

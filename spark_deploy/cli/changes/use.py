@@ -16,6 +16,7 @@ from spark_contract import files
 from spark_contract.documents import plain
 
 from spark_deploy.catalog.types import Catalog
+from spark_deploy.cli.editors import schema_line
 from spark_deploy.cli.hosts import Listed, again, answer, listed, say
 from spark_deploy.cli.taken import Options
 from spark_deploy.documents.schema_check import closest, dotted
@@ -68,7 +69,8 @@ def choose(options: Options) -> tuple[list[Edit], list[str]]:
     _refuse(after, chosen, now[0].catalog)
     edits = list(_edits(now, every, chosen, wanted))
     for file in dict.fromkeys(edit.file for edit in edits):
-        _write(file, [edit for edit in edits if edit.file == file], dry=options.dry)
+        changes = [edit for edit in edits if edit.file == file]
+        _write(file, changes, now[0].settings.root, dry=options.dry)
     return edits, sorted(chosen)
 
 
@@ -175,14 +177,15 @@ def _said(file: Path) -> dict[str, str]:
     return data if isinstance(data, dict) else {}
 
 
-def _write(file: Path, edits: Sequence[Edit], *, dry: bool) -> None:
+def _write(file: Path, edits: Sequence[Edit], root: Path, *, dry: bool) -> None:
     """Change lines of a file and leave all others, comments as well, as they are.
 
     Raises:
         SparkError: the keys stand in a form that a change of lines does not fit.
     """
     # Bytes, so that line ends stay what they are; a mark of the order of bytes is no part of a key.
-    text = file.read_bytes().decode() if file.is_file() else ""
+    there = file.is_file()
+    text = file.read_bytes().decode() if there else schema_line(root, file, "settings")
     mark, text = ("\ufeff", text[1:]) if text.startswith("\ufeff") else ("", text)
     for edit in edits:
         text = _with_line(text, edit.key, edit.after)

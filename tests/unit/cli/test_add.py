@@ -153,6 +153,15 @@ def test_a_script_reads_why_what_was_written_cannot_be_served(
     assert found["files"] == [str(site / "catalog/models/new.yml")]
 
 
+def test_the_file_names_its_schema_where_one_lies(hub: Hub, site: Path) -> None:
+    publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
+    (site / "schema").mkdir()
+    (site / "schema/plain_model.schema.json").write_text("{}")
+    assert add(site, "org/tiny") == 0
+    first = (site / "catalog/models/tiny.yml").read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=../../schema/plain_model.schema.json"
+
+
 KINDS = {
     "org/base-model": ({}, {}, "completion"),
     "org/some-embedding": ({"tokenizer_config__json": {"chat_template": "x"}}, {}, "embedding"),

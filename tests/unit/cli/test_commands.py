@@ -15,7 +15,7 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import init, main
 from spark_deploy.cli.commands import COMMANDS
 from spark_deploy.cli.looks import top
-from spark_deploy.cli.taken import names_of
+from spark_deploy.cli.taken import host_names, names_of
 
 
 def run(*words, **environment):
@@ -183,12 +183,27 @@ def test_an_output_that_takes_nothing_is_no_traceback(line, code, said):
 
 
 def test_what_a_command_may_be_about_is_completed():
-    for words, expected in (("use v", "v2-tq"), ("use qwen3.5-1", "qwen3.5-122b")):
+    for words, expected in (
+        ("use v", "plain,v2-tq"), ("use qwen3.5-1", "plain,qwen3.5-122b"),
+        ("share qwen3.5-122b/v2-", "plain,qwen3.5-122b/v2-tq"), ("add my.", "file,my."),
+        ("init ow", "dir,ow"),
+    ):  # fmt: skip
         done = run(
             COMP_WORDS=f"spark-deploy {words}", COMP_CWORD="2",
             _SPARK_DEPLOY_COMPLETE="bash_complete",
         )  # fmt: skip
-        assert f"plain,{expected}" in done.stdout.splitlines()
+        assert expected in done.stdout.splitlines()
+
+
+def test_hosts_of_the_folder_are_completed_as_far_as_they_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert host_names(None, None, "") == []
+    for text, expected in (
+        ("hosts: {spark-1: , spark-2: {user: me}, other: }", ["spark-1", "spark-2"]),
+        ("hosts:", []), ("- spark-1", []), ("hosts: {", []), ("hosts: 7", []), ("\xff", []),
+    ):  # fmt: skip
+        (tmp_path / "hosts.yml").write_text(text, "latin-1")
+        assert host_names(None, None, "spark") == expected
 
 
 @pytest.mark.parametrize("name", COMMANDS)

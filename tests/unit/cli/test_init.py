@@ -98,6 +98,16 @@ def test_what_is_there_stays(capsys):
     assert "kept     own/hosts.yml" in capsys.readouterr().err
 
 
+def test_schemas_are_those_of_the_version_that_writes_them(capsys):
+    folder = made("--host", "a")
+    old = folder / "schema/settings.schema.json"
+    now = old.read_text()
+    old.write_text("{}")
+    made("--host", "a")
+    assert old.read_text() == now
+    assert "written  own/schema/settings.schema.json" in capsys.readouterr().err
+
+
 def test_the_plan_follows_the_settings_that_were_written(capsys, monkeypatch):
     folder = made("--host", "a=10.0.0.7", "--profile", "agent")
     monkeypatch.chdir(folder)

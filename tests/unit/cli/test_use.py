@@ -54,6 +54,14 @@ def test_lines_end_as_they_did_and_no_key_is_said_twice(site, mark, end):
     assert own.read_bytes() == mark + b"profile: agent" + end
 
 
+def test_a_file_that_it_makes_names_the_schema_where_one_lies(site):
+    (site / "schema").mkdir()
+    (site / "schema/settings.schema.json").write_text("{}")
+    assert main(["use", "agent", "b"]) == 0
+    head = "# yaml-language-server: $schema=../schema/settings.schema.json\n"
+    assert (site / "host_vars/b.yml").read_text() == f"{head}profile: agent\n"
+
+
 def test_model_and_profile_can_be_named_together(site):
     assert main(["use", "qwen3.5-122b/v2-tq"]) == 0
     told = yaml.safe_load((site / "group_vars/all.yml").read_text())
