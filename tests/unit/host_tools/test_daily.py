@@ -16,7 +16,7 @@ from spark_host.records import boot, proof
 from spark_host.system import ports, programs
 from spark_host.told import status
 from spark_host.watch import daily
-from stub_host import RELEASE, Host
+from stub_host import RELEASE, Host, release_data
 
 UNITS = {f"spark-serve@{RELEASE}.service", f"spark-watch@{RELEASE}.service"}
 UNITS |= {"spark-gateway@main.service"}
@@ -96,6 +96,18 @@ def fill_the_journal(serving: Serving) -> None:
     daily.JOURNAL_BYTES = 100_000
 
 
+def fill_the_cache(serving: Serving, files: int, size: int) -> None:
+    cache = serving.host.paths.below("/srv/spark/cache/x")
+    (cache / "deep").mkdir(parents=True)
+    (cache / "deep/link").symlink_to("/")  # followed by nobody
+    for number in range(files):
+        (cache / f"deep/{number}").write_bytes(bytes(size))
+    mount = {"source": "/srv/spark/cache/x", "target": "/cache", "read_only": False}
+    engine = {**release_data()["engine"], "mounts": [mount]}
+    serving.host.release(engine=engine)
+    daily.CACHE_BYTES, daily.CACHE_FILES = 100_000, 50
+
+
 FAULTS: dict[str, tuple[Callable[[Serving], Any], str, str]] = {
     "watch": (lambda s: s.units.discard(f"spark-watch@{RELEASE}.service"), "watch", "does not run"),
     "gateway": (lambda s: s.units.discard("spark-gateway@main.service"), "watch", "spark-gateway@"),
@@ -103,6 +115,8 @@ FAULTS: dict[str, tuple[Callable[[Serving], Any], str, str]] = {
     "journal": (fill_the_journal, "journal", "takes 0.0 GiB"),
     "disk": (lambda s: setattr(daily, "FREE_BYTES", 1 << 60), "disk", "GiB are free"),
     "inodes": (lambda s: setattr(daily, "FREE_INODES_SHARE", 2), "disk", "inodes are free"),
+    "cache": (lambda s: fill_the_cache(s, 10, 20_000), "cache", "/srv/spark/cache/x holds 0.0 GiB"),
+    "cache of files": (lambda s: fill_the_cache(s, 80, 0), "cache", "in 51 files"),
     "clock": (lambda s: setattr(s, "clock", "no"), "clock", "not synchronised"),
     "clock back": (lambda s: s.proven(ago(-2)), "clock", "went back"),
     "mount": (lambda s: s.tree.rmdir(), "mounts", "is not there"),
@@ -116,11 +130,22 @@ def test_a_sound_host_has_nothing_to_tell(serving: Serving) -> None:
     assert serving.look() == []
 
 
+def test_an_ordinary_cache_is_nothing_to_tell(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daily, "CACHE_BYTES", 0)
+    monkeypatch.setattr(daily, "CACHE_FILES", 0)
+    fill_the_cache(serving, 10, 100)
+    assert serving.look() == []
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_decay_is_found_and_nothing_else(
     serving: Serving, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(daily, "JOURNAL_BYTES", daily.JOURNAL_BYTES)
+    monkeypatch.setattr(daily, "CACHE_BYTES", daily.CACHE_BYTES)
+    monkeypatch.setattr(daily, "CACHE_FILES", daily.CACHE_FILES)
     cause, where, what = FAULTS[fault]
     cause(serving)
     found = serving.look()

@@ -87,6 +87,14 @@ def test_the_start_limit_of_every_planned_release_can_really_trigger() -> None:
         assert outlasts_all_its_starts(dict(drop_in["Unit"]), dict(drop_in["Service"]))
 
 
+def test_an_engine_that_floods_the_journal_is_bounded_and_one_that_loads_is_not() -> None:
+    service = section("spark-serve@.service", "Service")
+    interval_s, burst = (int(service[f"LogRateLimit{name}"]) for name in ("IntervalSec", "Burst"))
+    assert interval_s > 0  # with 0 the limit is whatever journald.conf says
+    assert 5_000 <= burst <= 20_000
+    assert burst / interval_s <= 500
+
+
 def test_an_upgrade_of_docker_does_not_end_the_server_for_good() -> None:
     unit = section("spark-serve@.service", "Unit")
     assert "docker.service" not in unit.get("Requires", "")

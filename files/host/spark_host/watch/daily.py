@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -27,6 +28,9 @@ PROOF_DAYS = 60
 JOURNAL_BYTES = 4 << 30
 FREE_BYTES = 5 << 30
 FREE_INODES_SHARE = 0.02
+# What an engine compiled, several times over; it has no quota.
+CACHE_BYTES = 20 << 30
+CACHE_FILES = 200_000
 _DAY_S = 86_400
 _CLOCK_S = 3_600
 _GIB = 1 << 30
@@ -40,6 +44,7 @@ def look(host: Host) -> DailyLook:
         *_certificates(running, host.paths),
         *_journal(host.paths),
         *_disks(running, host.paths),
+        *_caches(running, host.paths),
         *_clock(running, host),
         *_trees(host),
         *_proofs(running, host),
@@ -101,6 +106,7 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
         paths.root,
         paths.below("/var"),
         *(paths.below(tree.path) for release in running for tree in release.trees),
+        *_written(running, paths),
     }
     seen: set[int] = set()
     for place in sorted(place for place in places if place.exists()):
@@ -116,6 +122,37 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
         if room.f_files and room.f_favail < FREE_INODES_SHARE * room.f_files:
             what = f"{room.f_favail} of {room.f_files} inodes are free on the disk of {place}"
             yield Problem("disk", what, "find what made so many small files: df -i")
+
+
+def _written(running: list[Release], paths: Paths) -> set[Path]:
+    """Return the folders of the host's disk that engines write to."""
+    mounts = [mount for release in running for mount in release.engine.mounts]
+    return {paths.below(mount.source) for mount in mounts if not mount.read_only}
+
+
+def _caches(running: list[Release], paths: Paths) -> Iterator[Problem]:
+    for folder in sorted(_written(running, paths)):
+        size, count = _taken(folder)
+        if size > CACHE_BYTES or count > CACHE_FILES:
+            what = f"{folder} holds {size / _GIB:.1f} GiB in {count} files; a compiler's is smaller"
+            fix = "spark-deploy logs: who wrote it? Stop the engine, remove it, start it again"
+            yield Problem("cache", what, fix)
+
+
+def _taken(folder: Path) -> tuple[int, int]:
+    """Return bytes and files of a folder, up to where they are too many; it may be anybody's."""
+    size = count = 0
+    todo = [os.fspath(folder)]
+    while todo and size <= CACHE_BYTES and count <= CACHE_FILES:
+        with suppress(OSError), os.scandir(todo.pop()) as entries:
+            for entry in entries:
+                count += 1
+                size += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append(entry.path)
+                if count > CACHE_FILES:
+                    break
+    return size, count
 
 
 def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
