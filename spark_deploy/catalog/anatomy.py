@@ -44,6 +44,9 @@ class Anatomy:
 
     repository: SkipJsonSchema[str] = of_key()
     commit: str = needed("The commit that was read.", pattern=f"^{COMMIT}$")
+    leave_out: tuple[str, ...] = setting(
+        (), "Shell patterns of files that were not looked at, because nobody fetches them."
+    )
     architecture: str = setting("", "Class that config.json names.")
     model_type: str = setting("", "Type that config.json names.")
     quantisation: str = setting("", "How config.json says weights are stored; empty: it does not.")

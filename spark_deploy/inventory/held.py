@@ -57,7 +57,8 @@ def unread(settings: Settings, catalog: Catalog, lock: Lock) -> Iterator[Unread]
             wanted.append((model.repository, model.revision, model.leave_out))
         for repository, revision, leave_out in wanted:
             locked = lock.source(repository, revision)
-            if locked is not None and repository not in lock.anatomies:
+            read = lock.anatomies.get(repository)
+            if locked is not None and (read is None or read.leave_out != leave_out):
                 yield Unread(repository, locked.commit, leave_out)
 
 

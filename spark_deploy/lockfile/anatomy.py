@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.work.builder import ALL_DOCUMENTS, DESCRIBE, LEAVE_OUT
@@ -28,7 +30,7 @@ def read_anatomy(
         LockError: They are not those of a model.
     """
     found = ask_hub(f"{repository}@{commit}", hub, leave_out=leave_out)
-    return anatomy_of(repository, found)
+    return replace(anatomy_of(repository, found), leave_out=leave_out)
 
 
 def ask_hub(

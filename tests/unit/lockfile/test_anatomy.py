@@ -22,7 +22,7 @@ from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.load import load_hosts
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.hostile import hostile
-from tests.unit.lockfile.hub_trees import CATALOG, write_repository
+from tests.unit.lockfile.hub_trees import CATALOG, sibling, write_repository
 
 REPO, COMMIT = "org/tiny-qwen3", "3" * 40
 QWEN3: dict[str, Any] = {
@@ -93,6 +93,28 @@ def test_a_deploy_that_may_not_lock_refuses_what_nobody_read(hub: Hub, tmp_path:
     assert [one.repository for one in unread(wanted, CATALOG_OF_ONE, lock)] == [REPO]
     with pytest.raises(LockError, match="are not read yet"):
         held_for(wanted, CATALOG_OF_ONE, tmp_path / "spark.lock.yml", lock, lambda text: None)
+
+
+def test_files_that_are_left_out_later_are_counted_no_more(hub: Hub, tmp_path: Path) -> None:
+    folder = write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "consolidated.safetensors").write_bytes(
+        (folder / "model-00001-of-00002.safetensors").read_bytes()
+    )
+    for listing in (hub.root / "api/models" / REPO / "revision").iterdir():
+        said = json.loads(listing.read_text())
+        said["siblings"] = [sibling(path) for path in sorted(folder.iterdir())]
+        listing.write_text(json.dumps(said))
+    wanted, tell = asked(hub, tmp_path), list[str]().append
+    lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
+    lock = hold_names(wanted, CATALOG_OF_ONE, lock, tell)
+    assert lock.anatomies[REPO].repeats_names
+    model = dataclasses.replace(MODEL, leave_out=("consolidated*",))
+    models = {**CATALOG_OF_ONE.models, "tiny": model}
+    catalog = dataclasses.replace(CATALOG_OF_ONE, models=models)
+    lock = hold_names(wanted, catalog, lock, tell)
+    assert not lock.anatomies[REPO].repeats_names
+    assert not list(unread(wanted, catalog, lock))
 
 
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "deepseek_v3"}
