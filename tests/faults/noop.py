@@ -1,6 +1,9 @@
-"""A run that changes nothing, ours and as an Ansible playbook, alternated on the same hosts.
+r"""A run that changes nothing, ours and as an Ansible playbook, alternated on the same hosts.
 
-python -m tests.faults.noop --inventory SITE/inventory/lab.py --ansible VENV/bin lab-1 [lab-2 ...]
+python -m tests.faults.noop --inventory inventory/lab.py --data model=lab-stub --ansible VENV/bin \
+    lab-1 [lab-2 ...]
+
+Guests that run (`python -m lab up 8 --engine stub`) are deployed first, where they are not yet.
 
 Wall time on a machine that others use says little, so the seconds of CPU are counted beside it: of
 the controller's processes, and of the guests by their cgroups. Commands are counted by the hosts'
@@ -138,17 +141,19 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--inventory", required=True)
     parser.add_argument("--ansible", type=Path, required=True)
+    parser.add_argument("--data", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=CHECKOUT / "benchmarks/results")
     parser.add_argument("hosts", nargs="+")
     options = parser.parse_args()
+    data = [word for one in options.data for word in ("--data", one)]
     found = []
     for names in ([options.hosts[0]], options.hosts)[: len(options.hosts)]:
         guests = [guest_named(name) for name in names]
         with tempfile.TemporaryDirectory(prefix="noop-") as folder:
             limit = [word for name in names for word in ("--limit", name)]
             ours = [str(Path(sys.executable).with_name("pyinfra")), options.inventory,
-                    str(CHECKOUT / "deploy.py"), *limit, "-y", "--json"]  # fmt: skip
+                    str(CHECKOUT / "deploy.py"), *limit, *data, "-y", "--json"]  # fmt: skip
             subprocess.run(ours, capture_output=True, stdin=subprocess.DEVNULL, check=True)
             theirs, environment = playbook(Path(folder), guests, options.ansible)
             timed(theirs, guests, environment)  # so that both have been there once
@@ -203,7 +208,8 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
         kind: {what: middle(found, kind, what) for what in found["runs"][kind][0]}
         for kind in ("ours", "ansible")
     }
-    ratio = {what: round(times["ansible"][what] / times["ours"][what], 1) for what in times["ours"]}
+    ours, theirs = times["ours"], times["ansible"]
+    ratio = {what: round(theirs[what] / max(ours[what], 0.01), 1) for what in ours}
     return {"hosts": found["hosts"], "commands_a_host": found["commands_a_host"], **times,
             "ansible_to_ours": ratio}  # fmt: skip
 

@@ -156,6 +156,8 @@ class FabricSettings:
                 )
             if network.num_addresses < _FIRST + len(self.hosts) + 2:
                 yield Broken(key, "has too few addresses", "take a /24")
+        if self.measure and self.restore:
+            yield Broken(("measure",), "there is nothing to measure after restore", "leave one out")
         if self.interfaces and len(self.interfaces) != len(self.networks):
             what = f"{len(self.interfaces)} interfaces for {len(self.networks)} networks"
             yield Broken(("interfaces",), what, "name one interface for each of fabric.networks")

@@ -104,6 +104,7 @@ def test_a_network_that_is_there_is_seen() -> None:
         ({"networks": ("192.168.100.1/24",)}, "has host bits set"),
         ({"networks": ("192.168.100.0/29",)}, "has too few addresses"),
         ({"interfaces": ("eth1",)}, "1 interfaces for 2 networks"),
+        ({"measure": True, "restore": True}, "nothing to measure after restore"),
     ],
 )
 def test_networks_that_nothing_can_be_made_of_are_refused_before_a_host_is_asked(
