@@ -18,9 +18,9 @@ def rails(host: str, settings: Settings, found: Mapping[str, Ports]) -> tuple[Wa
         PlanError: the host is none of those on the cables, or shares no network with the next.
     """
     hosts = settings.fabric.hosts or settings.cluster.hosts
-    if host not in hosts:
-        fix = "name it in fabric.hosts, or in cluster.hosts"
-        raise PlanError.one(f"{host}: fabric", "is no host on the cables", fix)
+    if host not in hosts or len(hosts) < 2:
+        fix = "name two hosts or more in fabric.hosts, or in cluster.hosts, it among them"
+        raise PlanError.one(f"{host}: fabric", "is not one of several hosts on the cables", fix)
     other = hosts[(hosts.index(host) + 1) % len(hosts)]
     ways = tuple(_ways(_chosen(found[host].ports, settings), other, found[other].ports))
     if not ways:
