@@ -6,12 +6,14 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from spark_deploy.catalog.load import read_catalog
+from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.editors import SCHEMAS
 from spark_deploy.cli.hosts import answer, say
@@ -22,6 +24,7 @@ from spark_deploy.inventory.hosts_file import HOSTS_FILE, read_hosts
 from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.names import LOCAL
 from spark_deploy.inventory.reading import read_inventory
+from spark_deploy.planning.resolve import resolve
 from spark_deploy.settings.types import Settings
 
 PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
@@ -63,6 +66,7 @@ profile: PROFILE  # OTHERS
 # paths: {models_dir: /data/models}
 # Every setting with its default: `spark-deploy settings`.
 """
+_PLAIN = "plain"  # how repositories are served as they were published
 IGNORED = "/bench/\n/pyinfra-debug.log\n__pycache__/\n.*.new\n"
 
 
@@ -156,13 +160,19 @@ def _entries(named: Sequence[str], user: str | None) -> list[str]:
 
 
 def _settings(model: str | None, profile: str | None) -> str:
-    model, profile = model or Settings().model, profile or Settings().profile
+    catalog, model = read_catalog(), model or Settings().model
     # Some stages of the ladder are there to be compared, and say so.
-    others = [
+    known = [
         name
-        for (name, of), one in read_catalog().profiles.items()
-        if of == model and name != profile and not one.choose_when.startswith("you compare")
+        for (name, of), one in catalog.profiles.items()
+        if of == model and not one.choose_when.startswith("you compare")
     ]
+    served = [name for name in known if _is_served(model, name, catalog)]
+    default = Settings().profile
+    if default not in served and _PLAIN in served:
+        default = _PLAIN
+    profile = profile or default
+    others = [name for name in served if name != profile]
     said = {
         "MODEL": model,
         "PROFILE": profile,
@@ -170,6 +180,15 @@ def _settings(model: str | None, profile: str | None) -> str:
         "ANOTHER": next(iter(others), profile),
     }
     return re.sub("|".join(said), lambda found: said[found[0]], SETTINGS_TEXT)
+
+
+def _is_served(model: str, profile: str, catalog: Catalog) -> bool:
+    """Whether a pair may be chosen on a host by itself."""
+    try:
+        resolve(replace(Settings(), model=model, profile=profile), catalog)
+    except SparkError:
+        return False
+    return True
 
 
 def _schema(name: str) -> str:

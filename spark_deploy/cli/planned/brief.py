@@ -16,12 +16,15 @@ RATES_MB_PER_S = (25, 100)  # of a line of 200 Mbit/s, and of one of a gigabit
 
 def brief(plan: HostPlan, profile: Profile) -> Iterator[str]:
     """Yield the answers first; a plan that does not fit is refused before it is one."""
-    yield f"{plan.host}: {plan.model} with {plan.profile} fits"
+    known = "" if not plan.memory.unknown else " as far as is known"
+    yield f"{plan.host}: {plan.model} with {plan.profile} fits{known}"
     yield row("serves", f"{', '.join(plan.serve.names)} {served(plan)}")
     yield row("fetches", _fetches(plan))
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row("disk", f"{size(after_bytes)} in all, at most {size(peak_bytes)} on the way")
     yield row("memory", _memory(plan, profile))
+    for what in plan.memory.unknown:
+        yield row("NOT KNOWN", what)
     asked, taken = profile.limits.memory_fraction, plan.memory.memory_fraction
     if taken < asked and not profile.kv_cache.size_bytes:
         yield row(
@@ -59,8 +62,9 @@ def _fetches(plan: HostPlan) -> str:
     what = "an image" if len(images) == 1 else "images"
     slow, fast = (_minutes((files + image) / rate / 1e6) for rate in RATES_MB_PER_S)
     built = "; then the checkpoint is built there" if plan.checkpoint else ""
+    of_files = f"{size(files)} of files" if files else "files that nobody has read yet"
     return (
-        f"{size(files)} of files and {what} of {size(image)}, what is not there yet of it: at "
+        f"{of_files} and {what} of {size(image)}, what is not there yet of it: at "
         f"most {fast} at 100 MB/s, {slow} at 25 MB/s{built}"
     )
 

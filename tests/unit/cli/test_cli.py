@@ -179,6 +179,20 @@ def test_a_hub_that_is_away_is_told_in_words_and_with_the_way_around_it(spark_de
     assert "`spark-deploy plan --estimate` asks no hub" in err
 
 
+def test_a_plan_of_what_nobody_read_claims_no_more_than_it_knows(spark_deploy):
+    pair = ("--model", "qwen3-4b", "--profile", "plain")
+    _, out, _ = spark_deploy("plan", "--estimate", *pair)
+    assert "qwen3-4b with plain fits as far as is known\n" in out
+    assert "fetches     files that nobody has read yet and an image" in out
+    assert "NOT KNOWN   weights, context and KV cache" in out
+
+
+def test_what_is_neither_folder_nor_repository_is_asked_of_no_hub(spark_deploy):
+    code, out, err = spark_deploy("inspect", "./hosts.yml")
+    assert (code, out) == (1, "")
+    assert "./hosts.yml: is neither a directory nor org/name" in err
+
+
 def test_a_comparison_of_nothing_says_what_to_name(spark_deploy):
     for words, said in (((), "names no file"), (("nothing.json",), "No such file or directory")):
         code, out, err = spark_deploy("bench", "--compare", *words)

@@ -108,6 +108,12 @@ def test_schemas_are_those_of_the_version_that_writes_them(capsys):
     assert "written  own/schema/settings.schema.json" in capsys.readouterr().err
 
 
+def test_a_model_as_it_was_published_needs_no_profile_and_is_offered_those_that_serve_it():
+    text = (made("--host", "a", "--model", "qwen3-4b") / "group_vars/all.yml").read_text()
+    assert yaml.safe_load(text)["profile"] == "plain"
+    assert "v2" not in text, "it is for trees of our own"
+
+
 def test_the_plan_follows_the_settings_that_were_written(capsys, monkeypatch):
     folder = made("--host", "a=10.0.0.7", "--profile", "agent")
     monkeypatch.chdir(folder)
