@@ -279,7 +279,7 @@ def test_a_missing_donor_and_a_forbidden_one_say_so(workshop, hub, remote):
     hub.fault = lambda handler, path, data: handler.answer(401, b"") or True
     done = remote(check=False)
     assert done.returncode == 4
-    assert "answers 401; fix: give a token" in done.stderr
+    assert "answers 401; fix: check the name; if it is private or gated, accept" in done.stderr
 
 
 def test_ranges_staged_before_a_failure_are_not_asked_again(workshop, hub, remote):

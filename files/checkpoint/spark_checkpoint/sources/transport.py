@@ -241,8 +241,9 @@ class Transport:
         if status in _EXPIRED and origin_of(address) != origin_of(url):
             return Again(f"HTTP {status} from {origin_of(address)[1]}: the signed link expired")
         fixes = {
-            401: "give a token",
-            403: "give a token that may read it",
+            # What the public hub says of a name that it does not know, too.
+            401: "check the name; if it is private or gated, accept its terms and set hub.token",
+            403: "accept its terms on the hub, and set a hub.token that may read it",
             404: "check the repository's name and its revision or commit",
         }
         fix = fixes.get(status, "use another source")
