@@ -19,6 +19,10 @@ TREES = {
     "v2-native": "tiny-native",
     "online-fp8": "tiny-base-head8",
     "base": "tiny-base",
+    "base-mtp1": "tiny-base",
+    "hybrid": "tiny-overlay",
+    "hybrid-mtp1": "tiny-overlay",
+    "hybrid-mtp2": "tiny-overlay",
 }
 pytestmark = pytest.mark.skipif(not PLANS.is_dir(), reason="needs plans: `make gpu-plans`")
 
