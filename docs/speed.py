@@ -45,7 +45,10 @@ A deploy measures one request, and `spark-deploy report` tells it. `plan` multip
 computes by the median of measured over computed, of the reports in `reports/` and of those beside
 an inventory (`spark-report-*.md`, or `reports/*.md`); then it says by how many.
 """
-ON_H200 = "[measured](engine-proofs.md#lm-head-kernel) on an H200, of its own bandwidth"
+ON_H200 = (
+    "[measured](engine-proofs.md#lm-head-kernel) on an H200, of its own bandwidth: 3072 inputs, "
+    "one token, between both floors"
+)
 NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
     ("INT4 kernels", f"{LARGE_INT4} of it", "reported of Marlin by the community"),

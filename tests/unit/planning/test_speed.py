@@ -1,12 +1,15 @@
 """The computed speed: bytes of a step, held against published figures that it was not fitted on."""
 
 import dataclasses
+import json
 
 import pytest
 
 from spark_deploy.catalog.beside import Speculation
+from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.planned.parts import lines
 from spark_deploy.planning.budget.speed import (
+    HEADS,
     TOLERANCE,
     experts_touched,
     next_lever,
@@ -52,6 +55,15 @@ def test_the_step_of_the_plain_tree_is_what_its_sizes_give_by_hand():
         SHIPPED.model("qwen3.5-122b").architecture, SHIPPED.profile("base", "qwen3.5-122b")
     )
     assert step.step_s * 1000 == pytest.approx(by_hand_ms(3072, 48, 1024, 248320), rel=1e-3)
+
+
+def test_the_shares_of_heads_are_those_of_the_result_file_that_they_name():
+    path = CHECKOUT / "benchmarks/results/gpu/lm-head.json"
+    shape = next(one for one in json.loads(path.read_text())["shapes"] if one["inputs"] == 3072)
+    floor_us = sum(shape["floors"].values()) / 2  # of the INT8 values
+    names = {"keep": ("bf16", 2), "int8-g128": ("marlin", 1), "int8-triton": ("own", 1)}
+    for head, (kernel, values) in names.items():
+        assert HEADS[head] == pytest.approx(values * floor_us / shape["us"][kernel]["1"], abs=0.03)
 
 
 def test_more_tokens_touch_more_experts_and_never_more_than_there_are():
