@@ -88,6 +88,8 @@ recording: venv ## the film at the top of the README, from a real run in the lab
 
 GPU_PYTHON ?= python3
 gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it
+	@test -d build/plans || $(MAKE) --no-print-directory gpu-plans \
+	  || echo "no plans could be made here: tests that serve them are skipped (make gpu-plans elsewhere)"
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
 
 # Beside nothing else: other work on the card would be in the times.

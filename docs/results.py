@@ -39,8 +39,9 @@ What `benchmarks/results/gpu` and `cpu` hold. A result is of one run of one mach
 the code that it rests on (`proofs/code.py` says which that is) finds it here as older, until
 somebody with such a machine has run it again. Not judged are measurements beside a claim, such as
 what somebody else's code does: nothing rests on them. What each file shows: [engine proofs](engine-
-proofs.md). `make gpu` makes what it needs itself (trained models, trees) and writes into the folder
-`SPARK_GPU_RESULTS`; what serves plans also needs `make gpu-plans` to have run, there or elsewhere.
+proofs.md). `make gpu` makes what it needs itself (trained models, trees, plans) and writes into the
+folder `SPARK_GPU_RESULTS`; a machine without a network takes `build/plans` from `make gpu-plans`
+elsewhere.
 """
 
 
