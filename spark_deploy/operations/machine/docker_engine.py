@@ -10,6 +10,8 @@ from typing import Any
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from spark_contract.documents import text_of
+from spark_contract.errors import problem_in
+from spark_contract.host import tool
 from spark_contract.serving.records import GpuProof
 
 from spark_deploy.errors import Problem
@@ -140,6 +142,8 @@ def _key_seen(plan: DockerPlan, state: Docker) -> dict[str, str]:
     }
 
 
+_PULL_S = 6 * 3600  # of a slow line; one that brings nothing ends much sooner
+
 # Not root, as the engine: device files that are closed to others have to show here.
 _NOBODY = "65534:65534"
 
@@ -157,6 +161,7 @@ def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
     if problem is not None:
         raise Refused(problem)
     through = gpu_access.arguments(seen)
+    _pull(host, plan.check_image)
     try:
         with heartbeat(host, f"container check with {plan.check_image}"):
             lines = run(
@@ -181,6 +186,22 @@ def prove_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
     )
     host.log(f"a container sees {receipt.gpu}")
     return True
+
+
+def _pull(host: Host, image: str) -> None:
+    """Have the image before a container of it starts, which would wait for a registry for ever.
+
+    A host that is only prepared has no tools of ours yet, or earlier ones that do not know these
+    words: there docker pulls by itself, within the limit of the check.
+    """
+    pulled = f"{tool.line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
+    try:
+        with heartbeat(host, f"image {image}"):
+            run(host, tool.when_installed(pulled), timeout_s=_PULL_S)
+    except CommandFailed as failure:
+        lines = failure.output.strip().splitlines() or ["no output"]
+        problem = Problem(f"image {image}", lines[-1], "`journalctl -u docker`; then run again")
+        raise Refused(problem_in(lines[-1]) or problem) from failure
 
 
 # Regular expressions over what docker and nvidia-smi print, each with cause and way out.
