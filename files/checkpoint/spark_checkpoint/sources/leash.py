@@ -24,6 +24,7 @@ from spark_checkpoint.sources.pacing import Again, least_bytes, window_s
 
 _PIECE_S = 1.0  # what came by then is kept, whatever becomes of the connection
 _SILENCES = 3  # as many limits on silence may one head or one piece take
+_LOOK_S = 0.25
 _LEFT_BYTES = 1 << 16  # read for the sake of a connection that can be used again
 _sockets: WeakKeyDictionary[BaseHTTPResponse, socket.socket] = WeakKeyDictionary()
 
@@ -31,7 +32,7 @@ _sockets: WeakKeyDictionary[BaseHTTPResponse, socket.socket] = WeakKeyDictionary
 class _Prompt(HTTPConnection):
     def getresponse(self) -> Any:
         below = self.sock
-        with _hung_up_after(below, _SILENCES * (self.timeout or 30.0)):
+        with _watcher.hung_up_after(below, _SILENCES * (self.timeout or 30.0)):
             answer = super().getresponse()
         _sockets[answer] = below
         return answer
@@ -52,23 +53,44 @@ class _TlsPool(HTTPSConnectionPool):
 POOLS = {"http": _Pool, "https": _TlsPool}
 
 
-@contextmanager
-def _hung_up_after(below: socket.socket | None, limit_s: float) -> Iterator[None]:
-    timer = threading.Timer(limit_s, _hang_up, [below])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+class _Watcher:
+    """One thread for all connections, which hangs up those whose time is over."""
+
+    def __init__(self) -> None:
+        self._due: dict[object, tuple[float, socket.socket]] = {}
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def hung_up_after(self, below: socket.socket | None, limit_s: float) -> Iterator[None]:
+        if below is None:
+            yield
+            return
+        self._wake()
+        key = object()
+        self._due[key] = time.monotonic() + limit_s, below
+        try:
+            yield
+        finally:
+            del self._due[key]
+
+    def _wake(self) -> None:
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():  # or left behind by a fork
+                self._thread = threading.Thread(target=self._look, daemon=True)
+                self._thread.start()
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            now = time.monotonic()
+            for due, below in tuple(self._due.values()):
+                if now > due:
+                    with suppress(OSError):  # not TLS's own way, which waits for the other side
+                        socket.socket.shutdown(below, socket.SHUT_RDWR)
 
 
-def _hang_up(below: socket.socket | None) -> None:
-    try:
-        if below is not None:  # not TLS's own way, which would wait for the other side
-            socket.socket.shutdown(below, socket.SHUT_RDWR)
-    except OSError:
-        return
+_watcher = _Watcher()
 
 
 def pieces(response: BaseHTTPResponse, most_bytes: int, wire: Wire) -> Iterator[bytes]:
@@ -76,7 +98,7 @@ def pieces(response: BaseHTTPResponse, most_bytes: int, wire: Wire) -> Iterator[
     waited_s, came = 0.0, 0
     while True:
         began = time.monotonic()
-        with _hung_up_after(_sockets.get(response), _SILENCES * wire.timeout_s):
+        with _watcher.hung_up_after(_sockets.get(response), _SILENCES * wire.timeout_s):
             piece = _piece(response, most_bytes, began)
         if not piece:
             return
@@ -90,13 +112,15 @@ def pieces(response: BaseHTTPResponse, most_bytes: int, wire: Wire) -> Iterator[
 
 
 def _piece(response: BaseHTTPResponse, most_bytes: int, began: float) -> bytes:
-    piece = bytearray()
-    while len(piece) < most_bytes and (not piece or time.monotonic() - began < _PIECE_S):
-        part = response.read1(most_bytes - len(piece), decode_content=False)
+    parts: list[bytes] = []
+    left = most_bytes
+    while left and (not parts or time.monotonic() - began < _PIECE_S):
+        part = response.read1(left, decode_content=False)
         if not part:
             break
-        piece += part
-    return bytes(piece)
+        parts.append(part)
+        left -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def put_back(response: BaseHTTPResponse, wire: Wire) -> None:
