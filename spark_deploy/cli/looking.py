@@ -17,8 +17,10 @@ from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.cli.hosts import Listed
 from spark_deploy.documents.shown import in_words
+from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.inventory.contact.hearing import listen_carefully
+from spark_deploy.inventory.contact.host_keys import readable_ssh_files
 from spark_deploy.inventory.contact.ssh import no_delay
 
 T = TypeVar("T")
@@ -79,7 +81,8 @@ def _one(
 ) -> Answer[T]:
     with ctx_host.use(host):
         try:
-            host.connect(raise_exceptions=False, show_errors=False)
+            with readable_ssh_files():
+                host.connect(raise_exceptions=False, show_errors=False)
             if not host.connected:
                 reason = refused.reasons.get(host.name, "no reason given")
                 hint = "; run deploys/bootstrap.py first" if "No host key" in reason else ""
@@ -95,6 +98,8 @@ def _one(
 
 def _why(host: Host, state: State, error: Exception) -> str:
     """Say why a host gave no answer; of a failed command pyinfra only says that no host is left."""
+    if isinstance(error, SparkError):
+        return error.problems[0].line
     if host not in state.failed_hosts:
         return str(error)
     if not host.data.get("_sudo"):

@@ -10,15 +10,18 @@ import base64
 import hashlib
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from paramiko import HostKeys, PKey, SSHException, Transport
-from paramiko.hostkeys import HostKeyEntry
+from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
+from paramiko.ssh_exception import ConfigParseError
 from pyinfra.connectors.sshuserclient.client import SSHClient, get_host_keys
 
+from spark_deploy.documents.shown import one_line
 from spark_deploy.errors import Problem, SettingsError
 
 CONNECT_TIMEOUT_S = 10.0
@@ -71,13 +74,14 @@ def look(endpoint: Endpoint) -> Seen:
     given: dict[str, object] = {"timeout": CONNECT_TIMEOUT_S}
     if endpoint.port:
         given["port"] = endpoint.port
-    hostname, config, _, _, files, _, _ = SSHClient().parse_config(  # type: ignore[no-untyped-call]  # pyinfra
-        endpoint.hostname, given, ssh_config_file=endpoint.config_file
-    )
-    port = int(config["port"])
-    name = hostname if port == 22 else f"[{hostname}]:{port}"
-    path = Path(endpoint.known_hosts or files[0]).expanduser()
-    known = HostKeys(str(path)) if path.exists() else HostKeys()
+    with readable_ssh_files():
+        hostname, config, _, _, files, _, _ = SSHClient().parse_config(  # type: ignore[no-untyped-call]  # pyinfra
+            endpoint.hostname, given, ssh_config_file=endpoint.config_file
+        )
+        port = int(config["port"])
+        name = hostname if port == 22 else f"[{hostname}]:{port}"
+        path = Path(endpoint.known_hosts or files[0]).expanduser()
+        known = HostKeys(str(path)) if path.exists() else HostKeys()
     recorded: Mapping[str, PKey] = known.lookup(name) or {}
     try:
         transport = Transport(config.get("sock") or _socket(hostname, port))
@@ -95,6 +99,25 @@ def look(endpoint: Endpoint) -> Seen:
         return Seen(endpoint, name, path, "changed" if recorded else "new", key, None)
     state: KeyState = "known" if same_type == key else "changed"
     return Seen(endpoint, name, path, state, key, same_type)
+
+
+@contextmanager
+def readable_ssh_files() -> Iterator[None]:
+    """Have what is wrong in files of ssh itself told as theirs.
+
+    Raises:
+        SettingsError: they hold what nobody can read, or a way that has no end.
+    """
+    try:
+        yield
+    except RecursionError as error:
+        what, fix = "a jump host is reached through itself", "mend ProxyJump; ssh -G HOST shows it"
+        raise SettingsError.one("~/.ssh/config", what, fix) from error
+    except (ValueError, ConfigParseError, InvalidHostKey) as error:
+        said = error.line if isinstance(error, InvalidHostKey) else error
+        what = f"holds what cannot be read: {one_line(said)}"
+        fix = "mend that line; `ssh -G HOST` shows what ssh makes of the configuration"
+        raise SettingsError.one("~/.ssh/config or known_hosts", what, fix) from error
 
 
 def _socket(hostname: str, port: int) -> socket.socket:
@@ -132,7 +155,8 @@ def is_named(item: Seen, file: str) -> bool:
     """
     path = Path(file).expanduser()
     try:
-        named: Mapping[str, PKey] = HostKeys(str(path)).lookup(item.entry_name) or {}
+        with readable_ssh_files():
+            named: Mapping[str, PKey] = HostKeys(str(path)).lookup(item.entry_name) or {}
     except OSError as error:
         fix = "name a readable known_hosts file"
         raise SettingsError.one(str(path), str(error.strerror), fix) from error

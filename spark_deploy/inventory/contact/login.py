@@ -14,7 +14,11 @@ from pyinfra.connectors.ssh_util import load_key_with_certificate
 from pyinfra.connectors.sshuserclient.client import SSHClient
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.inventory.contact.host_keys import CONNECT_TIMEOUT_S, Endpoint
+from spark_deploy.inventory.contact.host_keys import (
+    CONNECT_TIMEOUT_S,
+    Endpoint,
+    readable_ssh_files,
+)
 from spark_deploy.inventory.contact.password import Password
 
 _USUAL_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -85,15 +89,16 @@ def takes_password(endpoint: Endpoint, password: str) -> bool:
 
 def _connect(client: SSHClient, endpoint: Endpoint, arguments: Mapping[str, Any]) -> None:
     named = {"username": endpoint.user, "port": endpoint.port}
-    client.connect(  # type: ignore[no-untyped-call]  # pyinfra
-        endpoint.hostname,
-        _pyinfra_ssh_config_file=endpoint.config_file,
-        _pyinfra_ssh_known_hosts_file=endpoint.known_hosts,
-        _pyinfra_ssh_strict_host_key_checking="yes",
-        timeout=CONNECT_TIMEOUT_S,
-        **{name: value for name, value in named.items() if value},
-        **arguments,
-    )
+    with readable_ssh_files():
+        client.connect(  # type: ignore[no-untyped-call]  # pyinfra
+            endpoint.hostname,
+            _pyinfra_ssh_config_file=endpoint.config_file,
+            _pyinfra_ssh_known_hosts_file=endpoint.known_hosts,
+            _pyinfra_ssh_strict_host_key_checking="yes",
+            timeout=CONNECT_TIMEOUT_S,
+            **{name: value for name, value in named.items() if value},
+            **arguments,
+        )
 
 
 def _private_key(key_file: str) -> Any:
@@ -101,9 +106,10 @@ def _private_key(key_file: str) -> Any:
         return load_key_with_certificate(key_file, allow_prompt=False)
     except PyinfraError as error:
         path = Path(key_file).expanduser()
-        raise SettingsError.one(
-            "ssh.key_file", f"{path}: {error}", f"make one with `ssh-keygen -t ed25519 -f {path}`"
-        ) from error
+        fix = f"make one with `ssh-keygen -t ed25519 -f {path}`"
+        if path.exists():
+            fix = "name the private key, as ssh-keygen wrote it"
+        raise SettingsError.one("ssh.key_file", f"{path}: {error}", fix) from error
 
 
 def public_key(key_file: str | None, home: Path | None = None) -> str:
