@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
 }
 _PARSERS = {"reasoning-parser": "reasoning", "tool-call-parser": "tool_call"}
 _SAID = ("enable-auto-tool-choice",)  # follows from the parser
+_OF_A_SHELL = re.compile(r"\$[A-Za-z_{(]|`")
 _NO_CODE = ("trust-remote-code", "reasoning-parser-plugin", "tool-parser-plugin")
 
 
@@ -59,6 +61,9 @@ def arguments_of(words: list[str]) -> Arguments:
     taken = Arguments()
     options: dict[str, Any] = {}
     for name, value in _pairs(words):
+        if any(_OF_A_SHELL.search(one) for one in value):
+            taken.unused.append(f"--{name} {' '.join(value)[:60]}: only a shell knows what it is")
+            continue
         plain, _, inner = name.partition(".")
         if inner:
             known = options.get(plain)

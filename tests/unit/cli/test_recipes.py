@@ -103,6 +103,7 @@ def test_what_would_run_code_or_fetch_more_is_named() -> None:
     assert "features.spec_decoding: it is opt-in" in said["vllm-project.yaml"]
     assert "variants.default" in said["vllm-project.yaml"]
     assert "do not call it verified on a DGX Spark" in said["vllm-project.yaml"]
+    assert "--seed ${SEED}: only a shell knows what it is" in said["nvidia.yaml"]
     for word in ("HEAD_IP=$(hostname -i)", "2>&1", "|", "tee", "log"):
         assert f"command: {word}: only `vllm serve`" in said["nvidia.yaml"]
     assert "hf_secret" not in "".join(draft_of_recipe(d, n).text() for n, d in READ.items())
