@@ -116,13 +116,24 @@ def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple
 def _asked(
     endpoint: str, repo: str, revision: str, token: str | None, *, files_metadata: bool = False
 ) -> ModelInfo:
-    api = HfApi(endpoint=endpoint, token=token or False)
+    api, session = HfApi(endpoint=endpoint, token=token or False), get_session()
+    hooks = session.event_hooks
+    if _stays_with_tls not in hooks["response"]:
+        session.event_hooks = {**hooks, "response": [*hooks["response"], _stays_with_tls]}
     return within(
         LIMIT_S,
         lambda: api.model_info(
             repo, revision=revision, files_metadata=files_metadata, timeout=_TIMEOUT_S
         ),
     )
+
+
+def _stays_with_tls(answer: httpx2.Response) -> None:
+    if answer.has_redirect_location and answer.url.scheme == "https":
+        target = answer.url.join(answer.headers["location"])
+        if target.scheme != "https":
+            what = f"it redirects from https to {one_line(target.scheme)}"
+            raise httpx2.UnsupportedProtocol(what, request=answer.request)
 
 
 def _no_hub(where: str, why: str) -> LockError:

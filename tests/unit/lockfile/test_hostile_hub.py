@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import huggingface_hub
 import pytest
+from huggingface_hub.utils._http import default_client_factory
 from hypothesis import example, given, settings
 
 from spark_deploy.errors import LockError
@@ -165,3 +168,33 @@ def test_a_hub_that_trickles_is_not_waited_for(hub: Hub, monkeypatch: pytest.Mon
     hub.fault = trickles
     with pytest.raises(LockError, match="no whole answer within"):
         lookup.look_up(hub.url, REPO, "main", None)
+
+
+@pytest.mark.parametrize(
+    ("before", "location", "goes"),
+    [("https", "https://other.invalid/x", True), ("https", "/there", True),
+     ("http", "http://other.invalid/x", True), ("http", "https://other.invalid/x", True),
+     ("https", "http://hub.invalid/x", False), ("https", "ftp://hub.invalid/x", False)],
+)  # fmt: skip
+def test_a_hub_over_tls_leads_to_no_place_without(before: str, location: str, goes: bool) -> None:
+    answered = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        answered.append(str(request.url))
+        if len(answered) == 1:
+            return httpx2.Response(302, headers={"Location": location})
+        return httpx2.Response(200, json=ANSWER)
+
+    def client() -> httpx2.Client:
+        return httpx2.Client(transport=httpx2.MockTransport(answer), follow_redirects=True)
+
+    huggingface_hub.set_client_factory(client)
+    try:
+        if goes:
+            assert lookup.look_up(f"{before}://hub.invalid", REPO, "main", None).commit == "1" * 40
+        else:
+            with pytest.raises(LockError, match="redirects from https to"):
+                lookup.look_up(f"{before}://hub.invalid", REPO, "main", None)
+            assert len(answered) == 1
+    finally:
+        huggingface_hub.set_client_factory(default_client_factory)
