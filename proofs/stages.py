@@ -60,6 +60,7 @@ def prove(
     at_once: int = 14,
     within_s: float = float("inf"),
     only: list[str] | None = None,
+    result: str | None = None,
 ) -> Rows:
     """Run the engines of ``stages``, judge them, write ``engine-STAGE.json``; returns all rows.
 
@@ -71,6 +72,7 @@ def prove(
         at_once: engines that run at the same time.
         within_s: time for all engines; what has not ended by then is a failure of its rows.
         only: names of engines; the others are not run.
+        result: what the file of the only stage is called in place of it.
     """
     cases = [case for stage in stages for case in CASES[stage]()]
     cases = [case for case in cases if only is None or case["name"] in only]
@@ -88,8 +90,11 @@ def prove(
         rows, failure = judged(stage, results, work, trees)
         if only is not None:
             rows = [row for row in rows if _ran(row, results)]
-        document = _document(stage, results, rows, failure)
-        (out / f"engine-{stage}.json").write_text(json.dumps(document, indent=1) + "\n")
+        name = f"engine-{result or stage}"
+        document = _document(stage, name, results, rows, failure)
+        if only is not None:
+            document["command"] += f" --only {','.join(only)}"
+        (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
         broken = {
             "claim": f"{stage}: judged",
             "passed": False,
@@ -150,14 +155,14 @@ def _judged_rows(rows: Rows) -> Rows:
 
 
 def _document(
-    stage: str, results: dict[str, Any], rows: Rows, failure: str | None
+    stage: str, name: str, results: dict[str, Any], rows: Rows, failure: str | None
 ) -> dict[str, Any]:
     own = {case["name"] for case in CASES[stage]()}
     return {
         "stage": stage,
         "command": _command(stage),
         "seed": 0,
-        **environment(f"engine-{stage}"),
+        **environment(name),
         "rows": rows,
         "failure": failure,
         "runs": {

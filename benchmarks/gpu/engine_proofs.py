@@ -29,6 +29,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stage", action="append", required=True, choices=sorted(stages.CASES))
+    parser.add_argument(
+        "--result", help="of one stage: name of its result file, engine-RESULT.json"
+    )
     parser.add_argument("--at-once", type=int, default=14)
     parser.add_argument("--only", help="names of engines, with commas; the others are not run")
     parser.add_argument(
@@ -43,6 +46,7 @@ def main() -> None:
         at_once=arguments.at_once,
         within_s=arguments.within,
         only=arguments.only.split(",") if arguments.only else None,
+        result=arguments.result,
     )
     for row in rows:
         word = {True: "PASS", False: "FAIL", None: "SEEN"}[row["passed"]]

@@ -57,7 +57,7 @@ READERS = {
 
 
 CAVEATS = [
-    "an H100 is not a GB10, and seconds are of four small layers: no time of a Spark",
+    "not a GB10, and seconds are of four small layers: no time of a Spark",
     "a model of 12 million weights says little of how a large one is rounded",
     "judged over all positions, prompts too: of its replies this model is so sure that rounding "
     "and damage hardly show; that, and how far damage has to be, were settled after a first run",

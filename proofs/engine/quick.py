@@ -19,7 +19,7 @@ def caveats() -> list[str]:
     said = []
     if wanted():
         said.append("autotuned Triton kernels take the first of their configurations")
-    if os.environ.get(FLASH) == "3":
+    if flash_attention() == 3:
         said.append("flash-attention 3 where no other attention is named")
     return said
 
@@ -45,15 +45,25 @@ def start_quickly() -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
-def use_flash_attention_3(options: dict[str, Any]) -> None:
-    """Take flash-attention 3 for 16-bit keys, and for the prompts of a TurboQuant cache.
+def flash_attention() -> int:
+    """Return the version of flash-attention that engines are to take."""
+    return 3 if os.environ.get(FLASH) == "3" else 2
 
-    The engine forbids the latter as not yet tried; there it is one product of plain tensors.
+
+def read_turboquant_prompts_with_flash_attention_3() -> None:
+    """Take it for the prompts of a TurboQuant cache, where it is one product of plain tensors.
+
+    The engine forbids that as not yet tried.
     """
     from vllm.v1.attention.backends import turboquant_attn
 
+    turboquant_attn.get_flash_attn_version = lambda *_, **__: 3
+
+
+def use_flash_attention_3(options: dict[str, Any]) -> None:
+    """Take flash-attention 3 for 16-bit keys, and for the prompts of a TurboQuant cache."""
     if options.get("kv_cache_dtype", "auto").startswith("turboquant"):
-        turboquant_attn.get_flash_attn_version = lambda *_, **__: 3
+        read_turboquant_prompts_with_flash_attention_3()
     else:
         chosen = {**options["attention_config"], "flash_attn_version": 3}
         options["attention_config"] = chosen
@@ -67,6 +77,6 @@ def wanted() -> bool:
 def arrange(options: dict[str, Any], *, quickly: bool) -> dict[str, Any]:
     """Return the options of an engine that starts so; ``start_quickly`` was called before."""
     options = {**QUICK, **options} if quickly else options
-    if os.environ.get(FLASH) == "3":
+    if flash_attention() == 3:
         use_flash_attention_3(options)
     return options

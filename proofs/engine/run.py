@@ -37,7 +37,7 @@ def run_cases(
     waiting = list(cases)
     running: list[tuple[subprocess.Popen[bytes], dict[str, Any], float]] = []
     results: dict[str, dict[str, Any]] = {}
-    devices = itertools.cycle(_devices())
+    cards = itertools.cycle(devices_shown())
     begun = time.monotonic()
     while waiting or running:
         over = time.monotonic() - begun > within_s
@@ -45,7 +45,7 @@ def run_cases(
             waiting.clear()
         while waiting and len(running) < at_once:
             case = waiting.pop(0)
-            device = None if _spreads(case) else next(devices)
+            device = None if _spreads(case) else next(cards)
             running.append((_start(case, trees, out, device), case, time.monotonic()))
         time.sleep(0.5)
         for entry in list(running):
@@ -64,8 +64,8 @@ def run_cases(
     return results
 
 
-def _devices() -> list[str]:
-    """Return the cards of this machine; engines of one card are dealt out among them."""
+def devices_shown() -> list[str]:
+    """Return the cards that may be used; engines of one card are dealt out among them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named:
         return named.split(",")

@@ -1,4 +1,4 @@
-"""Run stages of the recall proofs side by side on one GPU, judge them, write result files.
+"""Run stages of the recall proofs side by side on every card, judge them, write result files.
 
     python3 -m proofs.recall.run TREES WORK OUT --stage recall [--stage prefixes ...]
 
@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from proofs.engine.run import devices_shown
 from proofs.recall import cases, judge, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,12 +59,13 @@ def run_cases(
     work.mkdir(parents=True, exist_ok=True)
     waiting = [case for case in wanted if not (work / f"{case['name']}.json").exists()]
     running: list[tuple[subprocess.Popen[bytes], dict[str, Any], float]] = []
+    cards = itertools.cycle(devices_shown())
     begun = time.monotonic()
     while waiting or running:
         over = time.monotonic() - begun > within_s
         while waiting and len(running) < at_once and not over:
             case = waiting.pop(0)
-            running.append((_start(case, trees, work), case, time.monotonic()))
+            running.append((_start(case, trees, work, next(cards)), case, time.monotonic()))
         if over:
             waiting.clear()
         time.sleep(0.5)
@@ -83,7 +86,7 @@ def run_cases(
     return {case["name"]: read(case, work) for case in wanted}
 
 
-def _start(case: dict[str, Any], trees: Path, work: Path) -> subprocess.Popen[bytes]:
+def _start(case: dict[str, Any], trees: Path, work: Path, card: str) -> subprocess.Popen[bytes]:
     path = work / f"{case['name']}.case.json"
     path.write_text(json.dumps({**case, "tree": str(trees / case["tree"])}))
     with (work / f"{case['name']}.log").open("wb") as log:
@@ -92,7 +95,7 @@ def _start(case: dict[str, Any], trees: Path, work: Path) -> subprocess.Popen[by
             cwd=ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": card},
         )
 
 

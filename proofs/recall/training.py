@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
 from lab.model.network import Network, state
+from proofs import stages
 from proofs.recall import language
 from proofs.recall.delta_rule import chunk_gated_delta_rule
 from proofs.recall.shape import RECALL
@@ -38,6 +39,12 @@ SPAN = 140_000
 """Positions taught, by jumps between slots."""
 MTP_WEIGHT = 0.3
 RULE_TOLERANCE = 0.02
+CAVEATS = [
+    "each phase ended when enough was known or its share of the time was over, so a slower machine "
+    "takes fewer steps",
+    "the shares of right tokens are of a forward pass of transformers with autocast to bfloat16, "
+    "not of an engine",
+]
 
 
 @dataclass(frozen=True)
@@ -299,6 +306,13 @@ def main() -> None:
     network, seen = run.network, run.seen
     arguments.out.mkdir(parents=True, exist_ok=True)
     save(network, arguments.out)
+    about = {
+        "stage": "recall-training",
+        "command": f"python3 -m proofs.recall.training OUT --limit-s {arguments.limit_s:g}",
+        "seed": SEED,
+        **stages.environment("recall-training"),
+        "caveats": CAVEATS,
+    }
     seen["recall"] = []
     seen["phases"] = [asdict(phase) for phase in PHASES]
     for length, rows in ((512, 32), (4096, 8), (32768, 2), (131072, 1)):
@@ -306,7 +320,8 @@ def main() -> None:
             break
         seen["recall"].append(recall(network, device, length, rows))
         print(json.dumps(seen["recall"][-1]), file=sys.stderr, flush=True)
-        (arguments.out / "training.json").write_text(json.dumps(seen, indent=1) + "\n")
+        document = {**about, **seen}
+        (arguments.out / "training.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

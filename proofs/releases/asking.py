@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from spark_contract.documents import plain
 from spark_contract.host.paths import Paths
+from spark_contract.serving.api import COMPLETIONS
+from spark_contract.serving.checks import LOG_LINES
 from spark_contract.serving.release import Release
 from spark_host.check import comparing
 from spark_host.check.probe import CheckError, Probe
 from spark_host.check.table import CHECKS
-from spark_host.engine.client import COMPLETION, Engine, EngineError
+from spark_host.engine.client import Engine, EngineError
 from spark_host.system.ports import Host
 
 from proofs.recall import language
@@ -24,8 +26,8 @@ AT_ONCE = 4
 LENGTHS = {4096: {"record": 24, "passage": 4, "register": 4}, 12288: {"record": 8, "passage": 4}}
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-LOGS = "log lines"
-"""The one check that is not asked here: it is about kernels and libraries of a Spark's image."""
+NOT_ASKED = LOG_LINES
+"""It is about kernels and libraries of a Spark's image."""
 
 
 def recall_questions() -> list[language.Question]:
@@ -68,7 +70,7 @@ def completion(
         "return_tokens_as_token_ids": True,
         "add_special_tokens": False,
     }
-    choice = Engine(server.socket).ask(COMPLETION, body, TIMEOUT_S)["choices"][0]
+    choice = Engine(server.socket).ask(COMPLETIONS, body, TIMEOUT_S)["choices"][0]
     said = choice["logprobs"]
     margins = []
     for step in said["top_logprobs"]:
@@ -94,7 +96,7 @@ def check(server: Server, release: Release) -> list[dict[str, Any]]:
     probe.before = probe.metrics()
     findings = []
     for one in CHECKS:
-        if one.level == "deep" or one.name == LOGS or not one.wanted(probe):
+        if one.level == "deep" or one.name == NOT_ASKED or not one.wanted(probe):
             continue
         started = time.monotonic()
         probe.until_s = started + TIMEOUT_S

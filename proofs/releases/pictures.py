@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+from spark_contract.serving.api import CHAT
 from spark_host.check.images import png
-from spark_host.engine.client import CHAT, Engine
+from spark_host.engine.client import Engine
 
 from proofs.releases.colours import COLOURS, SEVERAL
 from proofs.releases.server import Server

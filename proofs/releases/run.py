@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 
 from spark_contract.serving.release import Release
 
+from proofs.engine.run import devices_shown
 from proofs.releases import asking, judge, pictures
 from proofs.releases.server import Server, read_release, servers_of
 
@@ -155,7 +155,7 @@ def prove(
     """Run all releases of ``stages`` side by side; write ``release-STAGE.json``; return rows."""
     from proofs import stages as environment  # needs torch
 
-    devices = _devices()
+    devices = devices_shown()
     until_s = time.monotonic() + within_s
     runs = [run for stage in stages for run in STAGES[stage]]
     out.mkdir(parents=True, exist_ok=True)
@@ -180,12 +180,6 @@ def prove(
         (out / f"release-{stage}.json").write_text(json.dumps(document, indent=1) + "\n")
         found += rows
     return found
-
-
-def _devices() -> list[str]:
-    words = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    listed = subprocess.run(words, capture_output=True, text=True, check=True)
-    return listed.stdout.split()
 
 
 def main() -> None:

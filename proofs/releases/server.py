@@ -38,7 +38,6 @@ PAIR = {
     "NCCL_DEBUG": "INFO",
 }
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
-FLASH_ATTENTION = 3 if os.environ.get(quick.FLASH) == "3" else 2
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Server:
 
     def start(self, apart: bool) -> None:
         """Start it; ``apart``: with memory to share of its own, as another host has."""
-        command = [sys.executable, "-m", "proofs.releases.engine", "serve", *self.argv]
+        command = [sys.executable, "-m", "proofs.engine.served", "serve", *self.argv]
         if apart:
             mounted = 'mount -t tmpfs shm /dev/shm && exec "$@"'
             command = ["unshare", "--ipc", "--mount", "sh", "-c", mounted, "rank", *command]
@@ -154,7 +153,7 @@ def _arguments(
     argv[place] = "0.1"
     added = {
         "--kv-cache-memory-bytes": str(CACHE_BYTES),
-        "--attention-config": json.dumps({"flash_attn_version": FLASH_ATTENTION}),
+        "--attention-config": json.dumps({"flash_attn_version": quick.flash_attention()}),
     }
     if PREFILL not in argv:
         added[PREFILL] = "triton"  # Hopper would take a kernel of FlashInfer, which is not there

@@ -20,17 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from proofs import stages
+from proofs.engine import quick
 from proofs.engine.case import ENVIRONMENT
 from proofs.serve import long as serve_long
 from proofs.serve import talk as serve_talk
 
 REPLACED = {"--max-model-len": "4096", "--gpu-memory-utilization": "0.05"}
-ADDED = {
-    # No profiling run: other engines on the same card would disturb it.
-    "--kv-cache-memory-bytes": str(1 << 30),
-    "--additional-config": '{"gdn_prefill_backend": "triton"}',
-}
-FLASH2 = {"--attention-config": '{"flash_attn_version": 2}'}  # TurboQuant has its own
+CACHE = "--kv-cache-memory-bytes"
+CACHE_BYTES = 1 << 30
+"""Without a profiling run: other engines on the same card would disturb it."""
 START_LIMIT_S = 420
 
 
@@ -49,16 +47,13 @@ def adapted(argv: list[str], tree: str, sock: str, kind: str) -> tuple[list[str]
     if kind == "pictures":
         result.remove("--language-model-only")
         changed.append("without --language-model-only, as vision: true renders it")
-    added = dict(ADDED) if "turboquant" in " ".join(argv) else {**ADDED, **FLASH2}
-    if kind == "long":
-        added["--kv-cache-memory-bytes"] = str(serve_long.CACHE_BYTES)
+    added = {CACHE: str(serve_long.CACHE_BYTES if kind == "long" else CACHE_BYTES)}
+    if "turboquant" not in " ".join(argv):  # it chooses by itself
+        added["--attention-config"] = json.dumps({"flash_attn_version": quick.flash_attention()})
+    if quick.wanted():
+        added["--kernel-config"] = json.dumps(quick.QUICK["kernel_config"])
     for option, value in added.items():
-        if option in result:
-            place = result.index(option) + 1
-            value = json.dumps({**json.loads(result[place]), **json.loads(value)})
-            result[place] = value
-        else:
-            result += [option, value]
+        result += [option, value]
         changed.append(f"added {option} {value}")
     return result, changed
 
@@ -85,7 +80,7 @@ def serve(plan: dict[str, Any], tree: str, log_path: Path, kind: str) -> dict[st
     environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": plugins}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
     with log_path.open("wb") as log:
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
+        command = [sys.executable, "-m", "proofs.engine.served", "serve", *arguments]
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=stages.ROOT)
     result: dict[str, Any] = {"argv": arguments, "changed": changed, "plugins": plugins}
     result["state"] = "died"

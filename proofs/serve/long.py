@@ -132,7 +132,7 @@ def _stalled(seen: list[dict[str, float]], limit_s: float, *, cache: bool) -> bo
     from spark_host.engine.metrics import Metrics, Sample
     from spark_host.watch.loop import Judge
 
-    judge = Judge(Watch(limit_s, EVERY_S, 1, None), floor_bytes=0)
+    judge = Judge(Watch(limit_s, EVERY_S, None))
     names = {"vllm:num_requests_running": "running", "vllm:generation_tokens_total": "tokens"}
     if cache:
         names["vllm:kv_cache_usage_perc"] = "usage"

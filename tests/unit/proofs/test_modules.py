@@ -1,0 +1,32 @@
+"""The proofs run far away and seldom: what they take from the product is looked at here."""
+
+import importlib
+import json
+import pkgutil
+
+import pytest
+
+import proofs
+from proofs.serve import long
+from spark_deploy.checkout import CHECKOUT
+
+ELSEWHERE = ("torch", "transformers", "vllm")
+"""Packages of a CUDA machine."""
+MODULES = sorted(found.name for found in pkgutil.walk_packages(proofs.__path__, "proofs."))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_finds_what_it_imports(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in ELSEWHERE:
+            raise
+        pytest.skip(f"needs {error.name}")
+
+
+def test_long_prompts_are_judged_by_the_watch_of_today() -> None:
+    kept = json.loads((CHECKOUT / "benchmarks/results/gpu/serve-v2-long.json").read_text())
+    rows = long.judge(kept, "v2")
+    assert rows == kept["rows"]
+    assert all(row["numbers"]["stalled_by_tokens_alone"] for row in rows)
