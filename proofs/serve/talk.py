@@ -10,6 +10,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from lab.model import lessons
 from proofs.prompts import FILLER, picture
 
 QUESTIONS = (
@@ -21,18 +22,6 @@ QUESTIONS = (
 FILLER_SENTENCES = 140
 """About 700 tokens: longer than two cache blocks of the lab's trained model."""
 COUNTERS = ("vllm:spec_decode_num", "vllm:generation_tokens_total", "vllm:prefix_cache")
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
 CHAT = "/v1/chat/completions"
 
 
@@ -140,12 +129,15 @@ class Talk:
 def talk(sock: str, model: str, *, pictures: bool) -> dict[str, Any]:
     """Ask for the models, an answer, a stream, a tool call, much at once and a conversation."""
     asked = Talk(sock, model)
-    tool = asked.chat("What is the weather in Paris?", tools=[WEATHER])
+    taught = lessons.facts()["tool"]  # the lab's model knows this one tool
+    wanted = taught["calls"][0]
+    tool = asked.chat(taught["prompt"].format(**wanted), tools=[taught["definition"]])
     found = {
         "models": json.loads(ask(sock, "GET", "/v1/models")[1])["data"][0]["id"],
         "chat": asked.chat(QUESTIONS[0]),
         "stream": asked.stream(),
         "tool": tool.get("tool_calls"),
+        "tool_wanted": wanted,
         "together": asked.together(),
         "conversation": asked.conversation(),
         "pictures": asked.pictures() if pictures else None,
@@ -167,10 +159,11 @@ def judge(result: dict[str, Any], profile: str, *, pictures: bool) -> list[dict[
         stream[part] == result["chat"].get(part) and stream[part] for part in parts
     )
     calls = result["tool"] or []
+    called = [json.loads(one["function"]["arguments"]) for one in calls]
     rows += [
         _row(
             f"{name}: answers and streams, reasoning apart, and calls a tool",
-            answered and same_stream and len(calls) == 1,
+            answered and same_stream and called == [result["tool_wanted"]],
             answer=result["chat"],
             stream=stream,
             tool=calls,
