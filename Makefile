@@ -98,12 +98,12 @@ HEAD := benchmarks/gpu/lm_head
 gpu-times: ## times of the head's kernels, alone on a CUDA machine; files in SPARK_GPU_RESULTS
 	@mkdir -p $(SPARK_GPU_RESULTS)
 	$(GPU_PYTHON) $(HEAD).py --tiles 9.0 --out $(SPARK_GPU_RESULTS)/lm-head.json
-	$(GPU_PYTHON) $(HEAD).py --tiles 12.1 --out $(SPARK_GPU_RESULTS)/lm-head-spark-tiles.json
+	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD).py --tiles 12.1 --out $(SPARK_GPU_RESULTS)/lm-head-spark-tiles.json
 	$(GPU_PYTHON) $(HEAD)_sweep.py --batches 1,4,8,16 --inputs 3072,2048 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-to-16.json
-	$(GPU_PYTHON) $(HEAD)_sweep.py --batches 32,64 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-32-64.json
+	$(GPU_PYTHON) $(HEAD)_sweep.py --batches 32,64 --inputs 3072 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-32-64.json
 	$(GPU_PYTHON) $(HEAD)_sweep.py --batches 128,256,512 --inputs 3072 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-above-64.json
 	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD)_sweep.py --batches 1,8,16,32 --inputs 3072 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-no-wgmma.json
-	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD)_sweep.py --spark --batches 64 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-48-programs.json
+	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD)_sweep.py --batches 64 --inputs 3072 --spark --out $(SPARK_GPU_RESULTS)/lm-head-sweep-48-programs.json
 
 kernels: venv build/triton ## the head's kernels compiled for a Spark, without a GPU; fetches 190 MB once
 	PYTHONPATH=build/triton $(PY) -m pytest -q tests/unit/plugin/test_head_for_a_spark.py

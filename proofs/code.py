@@ -39,7 +39,7 @@ RAN: dict[str, tuple[str, ...]] = {
     "recall": (*PLUGIN, "proofs/engine/case.py", "proofs/recall/*.py"),
     "serve": (*PLUGIN, "proofs/serve/*.py"),
     "release": (*PLUGIN, "proofs/releases/*.py", "proofs/recall/language.py", ANSWERS),
-    "lm-head": (*HEAD, "benchmarks/gpu/[elt]*.py", "tests/gpu/test_lm_head.py"),
+    "lm-head": (*HEAD, "benchmarks/gpu/[lt]*.py", "tests/gpu/test_lm_head.py"),
     "marlin": ("tests/gpu/test_marlin.py", "benchmarks/gpu/timing.py"),
     "requantize": (
         "benchmarks/gpu/requantize.py",
@@ -76,9 +76,13 @@ def _short(data: bytes) -> str:
 
 
 def changed(name: str, made_with: dict[str, str], root: Path = ROOT) -> list[str]:
-    """Return the modules that are others now than those a result was made with."""
+    """Return the modules that are others now than those a result was made with, or gone.
+
+    A module that is there and no longer counts for such a result does not make it older.
+    """
     now = digests(name, root)
-    return sorted(path for path in {*now, *made_with} if now.get(path) != made_with.get(path))
+    gone = {path for path in made_with if not (root / path).exists()}
+    return sorted(path for path in {*now, *gone} if now.get(path) != made_with.get(path))
 
 
 def _plain(node: Any) -> Any:

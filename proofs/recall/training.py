@@ -69,6 +69,8 @@ PHASES = (
     Phase("longest", 45, 1, 131072, 4e-4, rounded=True),
 )
 LOOK_STEPS = 25
+NEAR = 0.03
+"""A phase that ends so far below what it is for has not learnt its lesson."""
 
 
 def use_own_rule(device: str) -> float:
@@ -200,8 +202,9 @@ class Run:
         """Return how long it has been training."""
         return time.monotonic() - self.started
 
-    def phase(self, phase: Phase, source: Iterator[list[Tensor]], share: float) -> None:
-        """Train one phase, at most until ``share`` of the time is over."""
+    def phase(self, phase: Phase, source: Iterator[list[Tensor]], share: float) -> float:
+        """Train one phase, at most until ``share`` of the time is over; return what is known."""
+        known = 0.0
         recent: list[Tensor] = []
         if phase.rounded:
             self.network.round_weights()
@@ -220,6 +223,7 @@ class Run:
                 break
             if self.spent_s() > self.limit_s * share:
                 break
+        return known
 
     def step(self, batch: list[Tensor]) -> dict[str, Tensor]:
         """Take one step; return its losses."""
@@ -247,12 +251,21 @@ SHARES = (0.35, 0.45, 0.6, 0.72, 0.85, 1.0)
 
 
 def train(device: str, phases: tuple[Phase, ...], limit_s: float, workers: int) -> Run:
-    """Return a finished training."""
+    """Return a finished training.
+
+    Raises:
+        ValueError: A phase ended without what the next one builds on.
+    """
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         next(iter(batches(pool, 99, phases[0])))  # every worker runs before the device is touched
         run = Run(device, limit_s)
         for number, (phase, share) in enumerate(zip(phases, SHARES, strict=False)):
-            run.phase(phase, batches(pool, number, phase), share)
+            known = run.phase(phase, batches(pool, number, phase), share)
+            if known < phase.until - NEAR and phase.until <= 1:
+                raise ValueError(
+                    f"{known:.3f} of what can be known is known after phase {phase.name}, not "
+                    f"{phase.until}: nothing learns behind that; train again"
+                )
         pool.terminate()
     run.seen |= {"steps": run.done, "seconds": round(run.spent_s(), 1)}
     return run

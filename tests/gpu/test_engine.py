@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -93,7 +92,6 @@ def test_the_opt_in_head_is_measured_once(trees: Path, tmp_path: Path, results: 
     for path in profile_cases.HEAD_TIMES.values():
         Path(path).unlink(missing_ok=True)
     assert _failed("head-choice", trees, tmp_path, results, 3) == []
-    shutil.copy(profile_cases.HEAD_TIMES["true-35b"], results / "lm-head-times-248320x2048.json")
 
 
 def test_every_way_of_serving_is_as_near_to_16_bits_as_its_base(
