@@ -21,6 +21,8 @@ REMEMBER = {
 KEPT = {
     # Processes that no signal ends: the kernel keeps them, and who started them has to know.
     "files/host/spark_host/system/programs.py": "_stuck",
+    # Which socket an answer comes over, while the answer lives: urllib3 has no place for it.
+    "files/checkpoint/spark_checkpoint/sources/leash.py": "_sockets",
     # A script of its own, that nothing imports.
     "files/checkpoint/spark_checkpoint/requantize/inside.py": "ROOT",
 }
