@@ -179,14 +179,8 @@ def _needs(
         takeover=settings.takeover,
         allow_memory_holders=settings.allow_memory_holders,
         allow_containers=tuple(settings.allow_containers),
-        ports=tuple(
-            port
-            for one in services
-            for port in (
-                one.gateway.settings.port,
-                *([one.gateway.settings.replicas.port] if one.gateway.settings.replicas else ()),
-            )
-        ),
+        ports=tuple(port for one in services for port in _ports_of(one)),
+        gateways={one.serve.service: _ports_of(one) for one in services},
         disk_needed_bytes=needed_by_path(disk),
         disk_reserve_bytes=settings.disk.reserve_bytes,
         memory_needed_bytes=sum(one.memory.needed_bytes for one in services),
@@ -236,6 +230,11 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
 
 def _repositories(settings: Settings, names: tuple[str, ...]) -> tuple[RepositorySettings, ...]:
     return tuple(settings.repositories[name] for name in names)
+
+
+def _ports_of(service: ServicePlan) -> tuple[int, ...]:
+    settings = service.gateway.settings
+    return (settings.port, *([settings.replicas.port] if settings.replicas else ()))
 
 
 def _fields(part: PairPlan | BaseSettings | ExpectSettings) -> dict[str, Any]:

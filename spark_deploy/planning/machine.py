@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from spark_contract.host.paths import GPU_RECEIPT
@@ -44,6 +45,7 @@ class NeedsPlan(ExpectSettings):
     allow_memory_holders: tuple[str, ...]  # process names that may keep memory
     allow_containers: tuple[str, ...] = ()  # that serve models or hold the GPU and may stay
     ports: tuple[int, ...]  # must be free or ours
+    gateways: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # whose each is to be
     disk_needed_bytes: tuple[tuple[str, int], ...]  # (path, bytes still to be written at peak)
     disk_reserve_bytes: int
     memory_needed_bytes: int

@@ -52,6 +52,11 @@ def _containers(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
 
 def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     for listener in survey.listeners:
+        wanted = needs.gateways.get(listener.service)
+        if listener.port in needs.ports and wanted and listener.port not in wanted:
+            what = f"the gateway of {listener.service} still listens there; another is to have it"
+            fix = f"deploy {listener.service} with its new port first, then give this one away"
+            yield Problem(f"port {listener.port}", what, fix)
         if listener.port not in needs.ports or listener.ours:
             continue
         who = f"{listener.process} (pid {listener.pid})" if listener.process else "someone"

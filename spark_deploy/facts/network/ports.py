@@ -25,6 +25,12 @@ class Listener:
         """Whether one of our own units holds the socket."""
         return is_ours(self.cgroup)
 
+    @property
+    def service(self) -> str:
+        """The service whose gateway holds the socket; empty when none of ours does."""
+        found = re.search(r"/spark-gateway(?:@|\\x40)([^/]+)\.service", self.cgroup)
+        return found[1] if found else ""
+
 
 def script(ports: Sequence[int]) -> str:
     """List the listeners of some ports, then the cgroup of each process behind them.
