@@ -64,6 +64,8 @@ def _failed(error: OSError) -> int:
     if not isinstance(error, BrokenPipeError):  # `spark-deploy plan | head`
         click.secho(shown(f"{where}: {error.strerror}"), fg="red", err=True)
         fix = "name a place that can be read and written, or mend that one"
+        if where == "ssh":
+            fix = "install the client of OpenSSH: apt-get install openssh-client"
         click.echo(f"  fix: {fix}", err=True)
     return 1
 

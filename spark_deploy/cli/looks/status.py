@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from pyinfra.api.host import Host
 from spark_contract.documents import plain
 from spark_contract.host.sentences import SPEED
 from spark_contract.host.units import MAIN_SERVICE
@@ -16,6 +17,7 @@ from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer, status_of
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
+from spark_deploy.facts.service.requests import Count, Requests
 from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import wanted_by
@@ -27,10 +29,26 @@ from spark_deploy.planning.work.jobs import jobs_of
 
 def run(options: Options) -> int:
     """Print the state of the chosen hosts; 1 when one does not provably serve its plan."""
-    answers = look(listed(options, judged=False), status_of)
-    found = [summary_of(one) for one in answers]
+    counted: dict[str, dict[str, Count]] = {}
+
+    def ask(host: Host, one: Listed) -> HostStatus | None:
+        found = status_of(host, one)
+        services = found.told.services if found and found.told else {}
+        if active := tuple(name for name, service in services.items() if service.active):
+            counted[one.name] = host.get_fact(Requests, services=active)
+        return found
+
+    answers = look(listed(options, judged=False), ask)
+    found = [_with_requests(summary_of(one), counted.get(one.host.name, {})) for one in answers]
     answer(options, found, map(lines, found), between="\n")
     return 0 if all(one["reachable"] and not one["drift"] for one in found) else 1
+
+
+def _with_requests(summary: dict[str, Any], counted: Mapping[str, Count]) -> dict[str, Any]:
+    """Put what engines have to do beside what they serve; nothing where none answers."""
+    for one in summary.get("services", ()):
+        one["requests"] = plain(counted.get(one["service"]))
+    return {**summary, "requests": plain(counted.get(MAIN_SERVICE))}
 
 
 def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:
@@ -171,6 +189,12 @@ def _service_lines(one: dict[str, Any]) -> Iterator[str]:
         yield f"           {one['drift']} (wants {one['planned'] or 'nothing'})"
     elif one["proof"]:
         yield f"           {_proof(one['proof'])}"
+    if one.get("requests"):
+        yield f"           {_requests(one['requests'])}"
+
+
+def _requests(counted: dict[str, int]) -> str:
+    return f"{counted['running']} running, {counted['waiting']} waiting"
 
 
 def _serves(one: dict[str, Any]) -> str:
@@ -195,6 +219,8 @@ def _details(one: dict[str, Any]) -> Iterator[str]:
         live = one["live"]
         said = f"answered in {live.get('seconds', 0):.1f} s"
         yield f"  live     {said if live.get('ok') else 'no answer: ' + str(live.get('detail'))}"
+    if one.get("requests"):
+        yield f"  requests {_requests(one['requests'])}"
     if one["memory"]:
         free, total = (gib(one["memory"][key]) for key in ("available_bytes", "total_bytes"))
         least = _least_at_start(one["proof"])

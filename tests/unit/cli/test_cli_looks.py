@@ -1,6 +1,8 @@
 """What status, doctor and connect say, from documents of real lab hosts."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,9 +10,12 @@ from spark_deploy.cli.connecting.connect import connection_of
 from spark_deploy.cli.connecting.connect import lines as connect_lines
 from spark_deploy.cli.hosts import Listed
 from spark_deploy.cli.looking import Answer
+from spark_deploy.cli.looks import status
 from spark_deploy.cli.looks.doctor import lines as doctor_lines
 from spark_deploy.cli.looks.status import lines as status_lines
 from spark_deploy.cli.looks.status import summary_of
+from spark_deploy.cli.taken import Options
+from spark_deploy.facts.service.requests import Count
 from spark_deploy.facts.service.serve import HostStatus
 from spark_deploy.settings.load import load_hosts
 from tests.unit.planning.plans import shipped_catalog
@@ -130,6 +135,21 @@ def test_status_says_who_stopped_a_service_and_that_it_was_rolled_back(tmp_path)
     text = shown(tmp_path, found)
     assert "stopped on purpose by ann@desk and is down since 2026-11-21T10:00:00Z" in text
     assert "rolled back from main-b at 2026-11-21T09:00:00Z" in text
+
+
+@pytest.mark.parametrize(("counted", "said"), [({"main": Count(2, 1)}, True), ({}, False)])
+def test_status_says_how_many_requests_run_and_wait(tmp_path, monkeypatch, capsys, counted, said):
+    host = SimpleNamespace(
+        get_fact=lambda fact, services=None: counted if services else told(document())
+    )
+    one = listed(tmp_path)
+    monkeypatch.setattr(status, "listed", lambda options, judged: [one])
+    monkeypatch.setattr(status, "look", lambda hosts, ask: [Answer(one, ask(host, one))])
+    status.run(Options(json=False))
+    assert ("  requests 2 running, 1 waiting" in capsys.readouterr().out) == said
+    status.run(Options(json=True))
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["requests"] == ({"running": 2, "waiting": 1} if said else None)
 
 
 def test_status_says_of_each_pair_to_have_ready_what_is_missing(tmp_path):
