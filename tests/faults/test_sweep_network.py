@@ -125,7 +125,8 @@ def fails_and_heals(ways: Ways, service: str, place: Place, kind: str) -> tuple[
     before = guest.serving()
     with ways.broken(guest.ip, fault_of(service, kind)):
         began = time.monotonic()
-        limit_s = LIMIT_S + PULL_STALL_S * ((service, kind) == ("registry", "stall"))
+        waits = service == "registry" and kind in ("stall", "no answer")
+        limit_s = LIMIT_S + PULL_STALL_S * waits
         run = place.site.deploy(timeout_s=limit_s)
         waited_s = time.monotonic() - began
         asked = len(ways.asked[guest.ip])

@@ -88,7 +88,7 @@ def test_a_registry_that_brings_no_byte_ends_the_pull_and_docker_is_left(daemon:
     daemon.script = stalls
     said = refused()
     assert f"the pull stalls: nothing of layer {A}" in said
-    assert "after 3.0 GB" in said
+    assert "after 3,000.0 MB" in said
     assert daemon.left.wait(5)
 
 

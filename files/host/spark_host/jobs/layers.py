@@ -75,8 +75,8 @@ class Layers:
                 return None
             waits = [name for name, one in sorted(self._status.items()) if one not in _HERE]
             which = f" of layer {waits[0]}" if waits else ""
-            got = sum(self._came.values()) / 1e9
-            return f"the pull stalls: nothing{which} came in {since_s:.0f} s, after {got:.1f} GB"
+            got = f"{sum(self._came.values()) / 1e6:,.1f} MB"
+            return f"the pull stalls: nothing{which} came in {since_s:.0f} s, after {got}"
 
     def progress(self, now: float) -> Progress:
         """Return how far it is; a total is known once each layer has told its own."""
