@@ -58,7 +58,7 @@ def _bound(response: httpx2.Response) -> None:
 
 
 def _have_bounded_answers() -> None:
-    """Have the hub's own client read no answer without end, and no small one that grows."""
+    """Have the hub's own client read no answer without end, and ask for none that is packed."""
     client = get_session()
     client.headers["Accept-Encoding"] = "identity"
     hooks = client.event_hooks
