@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,9 @@ def run(options: Options) -> int:
     except SparkError:
         for path in written:  # else the next try would keep the mistake
             path.unlink()
+            if path.parent != folder:
+                with suppress(OSError):  # other files lie there
+                    path.parent.rmdir()
         raise
     schemas = {Path(f"schema/{name}.schema.json"): _schema(name) for name in SCHEMAS}
     texts |= schemas
