@@ -42,10 +42,10 @@ def run(options: Options) -> int:
     Raises:
         SparkError: a client is to be told of several hosts, or a tunnel ended.
     """
-    for also in ("json", "tunnel"):
-        if options.client and getattr(options, also):
-            what, fix = "are two answers, and one can be given", f"leave --{also} out"
-            raise SparkError.one(f"--for and --{also}", what, fix)
+    asked = {"for": options.client, "tunnel": options.tunnel, "json": options.json}
+    if len(two := [name for name, given in asked.items() if given]) > 1:
+        what, fix = "are two answers, and one can be given", f"leave --{two[1]} out"
+        raise SparkError.one(f"--{two[0]} and --{two[1]}", what, fix)
     hosts = _answering(listed(options, judged=False), options.service)
     tailnet = _tailnet_addresses(hosts)
     places = {name: place for place, name in enumerate(every_name(options))}

@@ -105,12 +105,19 @@ def test_whom_to_talk_to_does_not_hang_on_a_choice_that_can_be_served(site: Path
     assert main(["connect", "spark-1", "--for", "env"]) == 0
 
 
-@pytest.mark.parametrize("more", ["--json", "--tunnel"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--for", "env", "--json"), "--for and --json"),
+        (("--for", "env", "--tunnel"), "--for and --tunnel"),
+        (("--tunnel", "--json"), "--tunnel and --json"),
+    ],
+)
 def test_two_forms_of_one_answer_are_refused(
-    site: Path, more: str, capsys: pytest.CaptureFixture[str]
+    site: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["connect", "spark-1", "--for", "env", more]) == 1
-    assert f"--for and {more}" in capsys.readouterr().err
+    assert main(["connect", "spark-1", *words]) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_an_address_behind_a_tunnel_says_so(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
