@@ -65,13 +65,16 @@ def listed(options: Options, *, judged: bool = True) -> list[Listed]:
     With ``judged=False`` they may choose what cannot be served: for commands that do not serve it.
     """
     path = inventory_of(options)
-    data = list(options.data)
-    data += [
-        f"{key}={getattr(options, key)}" for key in ("model", "profile") if getattr(options, key)
-    ]
-    found = read_inventory(
-        path, data=data, limit=options.limit, exclude=options.exclude, judged=judged
-    )
+    pair = {key: getattr(options, key) for key in ("model", "profile") if getattr(options, key)}
+    data = [*options.data, *(f"{key}={value}" for key, value in pair.items())]
+    try:
+        found = read_inventory(
+            path, data=data, limit=options.limit, exclude=options.exclude, judged=judged
+        )
+    except SettingsError as error:  # by the words that were typed
+        typed = {f"--data: {key}": f"--{key}" for key in pair}
+        problems = [replace(one, where=typed.get(one.where, one.where)) for one in error.problems]
+        raise SettingsError(problems) from error
     looked_up: dict[Path, Lock] = {}
     return [
         Listed(name, more, more[KEY].found, more[KEY].catalog, looked_up)

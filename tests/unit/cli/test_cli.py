@@ -60,7 +60,7 @@ def test_a_plan_names_the_unit_with_its_limits_and_what_the_disk_takes_in_all(sp
     ("arguments", "message"),
     [
         (("--model", "qwen3.5-397b"), "does not fit on one host"),
-        (("--profile", "v3"), "'v3' is not a profile"),
+        (("--profile", "v3"), "--profile: 'v3' is not a profile"),
         (("--limit", "spark-9"), "matches no host or group"),
         (("--data", "serve.port=x"), "is not a whole number"),
         (("nothing.py",), "is not an inventory file"),
