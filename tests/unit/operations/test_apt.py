@@ -201,4 +201,4 @@ def test_lists_that_a_power_cut_left_empty_are_fetched_anew(
 
 def test_a_repository_that_answers_503_is_asked_again_at_once() -> None:
     # apt 2.6 counts the pause before it asks again, and then never asks.
-    assert " -o Acquire::Retries::Delay=false " in apt.update_script()
+    assert " -o Acquire::Retries=1 -o Acquire::Retries::Delay=false " in apt.update_script()
