@@ -34,8 +34,8 @@ _KEEP_OUT = re.compile(
     r"(grub|shim|fwupd)"
 )
 
-# Without the delay's option apt 2.6 waits for ever when a repository answers with a 503; of a server
-# that gives no answer it waits for each of several files half a minute, four times as it comes.
+# Without the delay's option apt 2.6 waits for ever when a repository answers with a 503; for each
+# file of a server that gives no answer it would wait half a minute, and three times more.
 _APT = (
     "env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l APT_LISTCHANGES_FRONTEND=none "
     "apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Options::=--force-confold "
