@@ -180,16 +180,19 @@ def _install(
     lock_wait_s: int,
     quiet_services: Sequence[str],
 ) -> bool:
-    listed = " ".join(packages)
+    listed, missed = " ".join(packages), list[str]()
     try:
         wait_for_lock(host, lock_wait_s)
         with heartbeat(host, f"installing {listed}"):
+            missed += _update(host)
             _change(host, packages, quiet_services)
     except CommandFailed as failure:
         tail = "\n".join(failure.output.strip().splitlines()[-12:])
+        # Why a package is not to be found stands in what could not be fetched before.
+        why = "".join(f"\napt-get update: {line}" for line in missed[-3:])
         refuse(
             "packages",
-            f"cannot install {listed}: {tail or failure}",
+            f"cannot install {listed}: {tail or failure}{why}",
             "check the package names, the repositories in group_vars, universe on Ubuntu, and "
             "`apt-get update`",
         )
@@ -199,7 +202,6 @@ def _install(
 def _change(host: Host, packages: Sequence[str], quiet_services: Sequence[str]) -> None:
     """Install what is missing, unless that would touch the driver."""
     names = " ".join(shlex.quote(package) for package in packages)
-    _update(host)
     changed = forbidden(run(host, f"{_APT} -s --no-install-recommends install {names}"))
     if changed:
         refuse(
@@ -211,11 +213,16 @@ def _change(host: Host, packages: Sequence[str], quiet_services: Sequence[str]) 
     run(host, _install_script(names, quiet_services), timeout_s=3600)
 
 
-def _update(host: Host) -> None:
-    """Refresh the lists; a vendor's broken source must not stop packages of the others."""
-    for line in run(host, update_script(), timeout_s=_UPDATE_S + 300):
-        if line.startswith(("E:", "W:", "Err:")):
-            host.log(f"apt-get update: {line}")
+def _update(host: Host) -> list[str]:
+    """Refresh the lists; a vendor's broken source must not stop packages of the others.
+
+    Returns what apt says went wrong, which is told as well.
+    """
+    said = run(host, update_script(), timeout_s=_UPDATE_S + 300)
+    wrong = [line for line in said if line.startswith(("E:", "W:", "Err:"))]
+    for line in wrong:
+        host.log(f"apt-get update: {line}")
+    return wrong
 
 
 _LISTS = "/var/lib/apt/lists"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from spark_deploy.operations.commands import CommandFailed
+from spark_deploy.operations.host_errors import Refused
 from spark_deploy.operations.machine import apt, docker_engine
 from spark_deploy.settings.sources import RepositorySettings
 from tests.unit.facts.test_facts import lines_of
@@ -202,3 +206,28 @@ def test_lists_that_a_power_cut_left_empty_are_fetched_anew(
 def test_a_repository_that_answers_503_is_asked_again_at_once() -> None:
     # apt 2.6 counts the pause before it asks again, and then never asks.
     assert " -o Acquire::Retries=1 -o Acquire::Retries::Delay=false " in apt.update_script()
+
+
+def test_a_package_that_is_nowhere_is_told_with_what_could_not_be_fetched(monkeypatch) -> None:
+    asked: list[str] = []
+
+    class Said:
+        def log(self, line: str) -> None:
+            asked.append(line)
+
+    def run(host: object, command: str, *, timeout_s: int = 600) -> list[str]:
+        if " update " in command:
+            return ["Hit:1 http://ours", "Err:2 http://vendor ./ InRelease", "W: 403  Forbidden"]
+        raise CommandFailed(command, "E: Unable to locate package toolkit")
+
+    monkeypatch.setattr(apt, "run", run)
+    monkeypatch.setattr(apt, "wait_for_lock", lambda *_: None)
+    monkeypatch.setattr(apt, "heartbeat", lambda *_: nullcontext())
+    with pytest.raises(Refused) as caught:
+        inspect.unwrap(apt._install)(None, Said(), ("toolkit",), 1, ())
+    *_, located, source, status, fix = str(caught.value).splitlines()
+    assert "Unable to locate package toolkit" in located
+    assert source.strip() == "apt-get update: Err:2 http://vendor ./ InRelease"
+    assert status.strip() == "apt-get update: W: 403  Forbidden"
+    assert fix.strip().startswith("fix: ")
+    assert len(asked) == 2
