@@ -148,11 +148,15 @@ def test_every_stage_of_engines_has_a_test_and_a_result():
     assert {f"engine-{stage}" for stage in stages} <= {path.stem for path in RESULTS}
 
 
-def test_every_profile_of_a_spark_is_served_over_http_by_make_gpu():
+def test_every_profile_of_front_page_and_ladder_is_served_over_http_by_make_gpu():
     tests = (CHECKOUT / "tests/gpu/test_serve.py").read_text("utf-8")
-    profiles = {path.stem for path in (CHECKOUT / "catalog/profiles").glob("*.yml")}
     served = set(re.findall(r'^    "([\w-]+)": "tiny-', tests, re.M))
-    assert profiles - served == {"plain"}  # tests/gpu/test_releases.py
+    page = (CHECKOUT / "README.md").read_text("utf-8").partition("## Which profile")[2]
+    shown = set(re.findall(r"^\| `([\w-]+)` \|", page, re.M))
+    files = (CHECKOUT / "catalog/profiles").glob("*.yml")
+    stages = {path.stem for path in files if re.search(r"^stage:", path.read_text("utf-8"), re.M)}
+    assert len(stages) > 5
+    assert shown | stages <= served
 
 
 def test_a_result_that_no_command_makes_is_named():
