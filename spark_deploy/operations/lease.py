@@ -9,6 +9,7 @@ Its lock is for root alone: whoever may read a file may hold its lock.
 
 from __future__ import annotations
 
+import atexit
 import getpass
 import os
 import platform
@@ -39,6 +40,7 @@ TTL_S = 180
 RENEW_S = 45
 _TRIES_S = 60
 _SAME_INTERRUPT_S = 3
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SILENT = (TimeoutError, OSError, EOFError, SSHException, PyinfraError)
 
 
@@ -132,12 +134,14 @@ class Releases(BaseStateCallback):
             if ended_s and time.monotonic() - ended_s[0] < _SAME_INTERRUPT_S:
                 return
             ended_s.append(time.monotonic())
+            # Python lets go of its handlers as it ends: the second signal would be its exit code.
+            atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, _INTERRUPTS)
             told = "what runs on a host goes on there, and the next run finishes it"
             sys.stderr.write(f"interrupted: hosts are given back; {told}\n")
             state.pool.kill(block=False)
             gevent.kill(main, SystemExit(128 + number))  # type: ignore[arg-type]  # never None
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _INTERRUPTS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup, say
                 signal.signal(number, end)
 
