@@ -36,7 +36,7 @@ test: venv kernels ## unit tests and the lab tests of the whole path, from nothi
 	  wait $$prepared && exit $$unit
 	$(PY) -m pytest --durations=12 -m gate tests/host tests/faults
 
-check: venv ## format, lint, types, unit tests, current documentation (two and a half minutes on two cores)
+check: venv ## format, lint, types, unit tests, current documentation (two minutes on two cores)
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy

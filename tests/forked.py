@@ -8,6 +8,7 @@ process itself is no place to fork from: it has threads.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -109,6 +110,9 @@ def _serve(ready: Sequence[str]) -> None:
     if PYINFRA[-1] in ready:  # what these runs read, too, is judged before they begin
         remember(pytest.MonkeyPatch())
         read_catalog()
+    if ready == BUILDER:
+        import_module("spark_checkpoint.sources.connections")._tls()  # read once, too
+    gc.freeze()
     for line in sys.stdin:
         with tempfile.TemporaryFile("r+") as out, tempfile.TemporaryFile("r+") as err:
             child = os.fork()
@@ -129,4 +133,4 @@ def _serve(ready: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1:])
+    _serve(tuple(sys.argv[1:]))

@@ -1,7 +1,8 @@
-"""A catalog that many tests read, whose files are held against their schemas once."""
+"""A catalog that many tests read, whose files are read and held against their schemas once."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ def judged_once() -> Iterator[None]:
 
 
 def remember(patch: pytest.MonkeyPatch) -> None:
-    """Have the catalog's reader hold the same text against the same schema once."""
-    judge, read = load.problems_of, load.load_schema
+    """Have the catalog's reader read the same text, and hold it against the same schema, once."""
+    judge, read, mapping = load.problems_of, load.load_schema, load.read_mapping
+    mappings: dict[tuple[bytes, str], Any] = {}
     schemas: dict[str, Any] = {}
     known: dict[tuple[int, str, str], list[Any]] = {}
 
@@ -36,5 +38,14 @@ def remember(patch: pytest.MonkeyPatch) -> None:
             known[key] = list(judge(data, schema, where, *more))
         return known[key]
 
+    def mapping_of(path: Path, *, shown: str) -> Any:
+        if not path.is_file():
+            return mapping(path, shown=shown)
+        key = (path.read_bytes(), shown)
+        if key not in mappings:
+            mappings[key] = mapping(path, shown=shown)
+        return copy.deepcopy(mappings[key])
+
+    patch.setattr(load, "read_mapping", mapping_of)
     patch.setattr(load, "load_schema", schema_of)
     patch.setattr(load, "problems_of", problems_of)

@@ -21,6 +21,7 @@ from spark_deploy.errors import SparkError
 from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.resolve import Request
+from tests.unit.examples import examples
 from tests.unit.hostile import changed_in_one_place
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
 from tests.unit.planning.test_plain import ANATOMY
@@ -51,7 +52,7 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 READ = typed(ANATOMY, nulls=False)
 HOSTILE = settings(
-    max_examples=60, deadline=None,
+    max_examples=examples(60), deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 

@@ -6,6 +6,7 @@ one JSON request a line and answers with one JSON line.
 """
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -125,7 +126,10 @@ def run_one(request, result_path):
 def serve():
     import numpy  # noqa: F401
     import spark_checkpoint.cli  # noqa: F401
+    from spark_checkpoint.sources import connections
 
+    connections._tls()  # read once, as the modules are
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         with (

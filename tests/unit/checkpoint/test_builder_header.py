@@ -17,6 +17,8 @@ from spark_checkpoint.format.header import (
     parse_header,
 )
 
+from tests.unit.examples import examples
+
 PACKAGE_NAMES = {
     **SERIAL,
     "BOOL": "bool",
@@ -99,7 +101,7 @@ def test_a_file_made_by_hand_is_read_as_the_package_reads_it(dtype):
         parse(file_of({"a": entry(dtype, (2, 4), (0, size + 1))}, size + 1))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(contents_of(PACKAGE_NAMES), metadata)
 def test_what_the_package_writes_is_read_to_the_last_field(tensors, notes):
     buffers = {n: np.arange(size_of(*t), dtype=np.uint8) for n, t in tensors.items()}
@@ -122,7 +124,7 @@ def test_what_the_package_writes_is_read_to_the_last_field(tensors, notes):
         assert found == buffers[name].tobytes()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(contents_of(DTYPE_BITS), metadata)
 def test_what_is_written_the_package_reads_to_the_last_field(tensors, notes):
     header = emit_header(((n, d, s) for n, (d, s) in tensors.items()), notes)

@@ -146,6 +146,7 @@ def test_a_hub_that_cuts_every_answer_is_named_with_what_it_does(scene):
     assert not scene.base_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_line_that_breaks_for_longer_than_all_tries_is_waited_out(scene):
     """Files of an earlier try are kept: the hub sends each byte of them once."""
     scene.hub.fault("truncate", match="*.safetensors")

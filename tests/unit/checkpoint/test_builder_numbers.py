@@ -18,6 +18,8 @@ from spark_checkpoint.format.numbers import (
     to_e4m3,
 )
 
+from tests.unit.examples import examples
+
 FINITE = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
 
 
@@ -39,14 +41,14 @@ def test_halves_between_two_codes_go_to_the_even_one():
     assert np.array_equal(to_e4m3(-halves), codes | 0x80)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.floats(-448, 448, width=32), min_size=1, max_size=64))
 def test_rounding_to_e4m3_finds_the_nearest_value(values):
     values = np.array(values, np.float32)
     assert np.array_equal(to_e4m3(values), e4m3_codes(values))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.floats(-(2.0**126), 2.0**126, width=32), min_size=1, max_size=64))
 def test_bf16_rounds_to_nearest_even_and_back(values):
     values = np.array(values, np.float32)

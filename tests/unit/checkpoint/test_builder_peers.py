@@ -43,7 +43,7 @@ def order(hub, source, tmp_path):
         told = {
             "urls": [one if isinstance(one, str) else one.url for one in peers],
             "key_file": str(tmp_path / "key"),
-            "patience_s": 2,
+            "patience_s": 1,
         }
         urls = [f"{hub.url}/{REPOSITORY}/"]
         document = fetch_order(source, tmp_path / "out", urls, peers=told, **changes)
@@ -116,10 +116,10 @@ def test_a_peer_that_fetches_the_file_itself_is_waited_for(order, hub, peer, sou
     stop = threading.Event()
 
     def fetching():
-        for seconds in range(1, 6):
-            line = f"progress phase=fetch bytes={seconds} total={SIZE}"
+        for pieces in range(1, 8):
+            line = f"progress phase=fetch bytes={pieces} total={SIZE}"
             (peer.root / TREE / "progress").write_text(line)
-            if stop.wait(1):
+            if stop.wait(0.4):
                 return
         hidden.rename(files)
 

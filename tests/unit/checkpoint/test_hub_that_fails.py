@@ -148,6 +148,7 @@ class Failure:
     answer: Answer
     says: str
     once: bool = True  # answered so once, it goes well
+    slow: bool = False  # takes seconds to be told from a hub that is well
 
 
 FAILURES = {
@@ -161,14 +162,14 @@ FAILURES = {
     "503": Failure(status(503), "HTTP 503"),
     "504": Failure(status(504), "HTTP 504"),
     "closes without an answer": Failure(hung_up, "last: the connection ended;"),
-    "slow": Failure(slow, ""),
-    "slow to the end": Failure(slow_to_the_end, ""),
+    "slow": Failure(slow, "", slow=True),
+    "slow to the end": Failure(slow_to_the_end, "", slow=True),
     "no answer": Failure(silent, "last: no answer for 1 s;"),
     "stalls in the middle": Failure(stalled, "last: no answer for 1 s;"),
     "connection reset in the middle": Failure(reset, "last: connection reset by peer;"),
     "a byte now and then": Failure(trickles, "bytes came in"),
-    "a head without end": Failure(head_without_end, "bytes early"),
-    "a chunk without end": Failure(chunk_without_end, "bytes early"),
+    "a head without end": Failure(head_without_end, "bytes early", slow=True),
+    "a chunk without end": Failure(chunk_without_end, "bytes early", slow=True),
     "a redirect without end": Failure(redirect_without_end, "circle", once=False),
     "cut short": Failure(half, "bytes early"),
     "wrong bytes of the right length": Failure(other_bytes, "sha256 is", once=False),
@@ -257,7 +258,16 @@ def kept(group: str, case: str, one: Callable[[], tuple[str, str]]) -> None:
     all_well([row])
 
 
-@pytest.mark.parametrize("case", FAILURES)
+def cases(*, once: bool) -> list[Any]:
+    """Name the failures to try, of which the slow ones are left to the slow tests."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if failure.slow else name
+        for name, failure in FAILURES.items()
+        if failure.once or not once
+    ]
+
+
+@pytest.mark.parametrize("case", cases(once=False))
 def test_a_hub_that_fails_for_good_costs_a_line_and_nothing_else(scene: Scene, case: str) -> None:
     failure = FAILURES[case]
     scene.answers(scene.hub, failure, None)
@@ -265,7 +275,7 @@ def test_a_hub_that_fails_for_good_costs_a_line_and_nothing_else(scene: Scene, c
     kept("for good", case, lambda: fails_and_heals(scene, says) if says else goes_well(scene))
 
 
-@pytest.mark.parametrize("case", [name for name, failure in FAILURES.items() if failure.once])
+@pytest.mark.parametrize("case", cases(once=True))
 def test_a_hub_that_fails_once_costs_nothing(scene: Scene, case: str) -> None:
     scene.answers(scene.hub, FAILURES[case], 1)
     kept("once", case, lambda: goes_well(scene))

@@ -38,6 +38,7 @@ COUNTED = (
     "what was reported as written is there, and the next run finishes. Each case is one call."
 )
 TEST = "tests/unit/checkpoint/test_power_cut.py"
+pytestmark = pytest.mark.slow
 # Writes ten records and then each of them anew, and says after each that it is written.
 WRITER = """
 import os, signal, sys

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import stat
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,18 @@ exit 137
 """
 
 
+@cache
+def drawn():
+    """Return weights and a tokenizer, made once: nobody changes them."""
+    return original.random_weights(TINY, 3), vocabulary.train(TINY.vocabulary)
+
+
 class Bench:
     """A 16-bit tree, the INT4 tree that a container would make of it, and the order."""
 
     def __init__(self, root):
         self.root, self.out = root, root / "models" / "tiny-int4-123456789012"
-        self.weights = original.random_weights(TINY, 3)
-        tokenizer = vocabulary.train(TINY.vocabulary)
+        self.weights, tokenizer = drawn()
         repository.write_plain(root / "published", TINY, self.weights, tokenizer)
         repository.write_int4(root / "ready", TINY, self.weights, tokenizer, "")
         for name in ("models", "sources", "bin", "packages"):

@@ -85,7 +85,7 @@ def test_a_service_that_the_host_does_not_have_is_refused_with_a_guess(
         stop.run(Options(command="stop", service="embd", json=False, period=None))
 
 
-@pytest.mark.parametrize("command", ["stop", "start"])
+@pytest.mark.parametrize("command", ["stop", pytest.param("start", marks=pytest.mark.slow)])
 def test_both_commands_are_there(command: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "spark_deploy", command, str(tmp_path / "none.py")],

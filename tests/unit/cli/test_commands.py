@@ -168,7 +168,7 @@ def test_where_a_completion_goes_can_be_copied_from_its_help(width):
         ("settings > /dev/full", 1, "output: No space left on device"),
         ("--help > /dev/full", 1, "output: No space left on device"),
         ("settings --json | :", 0, ""),
-        ("settings >&-", 0, ""),
+        pytest.param("settings >&-", 0, "", marks=pytest.mark.slow),
         ("rotate-key inventory/spark.py <&-", 1, "asks before it changes hosts"),
     ],
 )
@@ -227,6 +227,7 @@ def test_a_host_that_is_away_is_told_in_words(tmp_path):
     assert "127.0.0.1: cannot be reached: Could not connect (Unable to connect to" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_terminal_without_unicode_gets_every_answer(tmp_path):
     folder = tmp_path / "own"
     spoken = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}

@@ -72,6 +72,7 @@ def test_tunnels_of_all_hosts_stay_open_until_interrupted_and_end_with_it(
     assert log.read_text().count("ended") == 2
 
 
+@pytest.mark.slow
 def test_a_tunnel_that_ends_by_itself_ends_the_command_with_its_host(site: Path) -> None:
     ssh = site / "ssh"
     ssh.write_text('#!/bin/sh\ncase "$*" in *spark-2) exit 255;; esac\nexec sleep 60\n')

@@ -122,6 +122,7 @@ REFUSED = {
         lambda hub: b'{"model_type": "qwen3", "hidden_size": 1, "hidden_size": -1}',
     ),
 }  # fmt: skip
+LONG = "an index of a million names"
 TAKEN = {
     "a size that no number holds": ("main", lambda hub: listed(hub, size=10**400)),
     "a size below nothing": ("main", lambda hub: listed(hub, size=-(10**30))),
@@ -132,7 +133,7 @@ TAKEN = {
         "generation_config.json",
         lambda hub: b'{"temperature": 1e400, "top_p": NaN, "top_k": ' + b"9" * 4000 + b"}",
     ),
-    "an index of a million names": (
+    LONG: (
         INDEX, lambda hub: json.dumps(
             {"weight_map": dict.fromkeys(map(str, range(1_000_000)), SHARD)}
         ).encode(),
@@ -149,7 +150,9 @@ def test_what_no_repository_can_say_is_refused(hub: Hub, case: str) -> None:
     assert drawn(hub, end, answer(hub)) == {}
 
 
-@pytest.mark.parametrize("case", TAKEN)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=pytest.mark.slow) if one == LONG else one for one in TAKEN]
+)
 def test_what_is_odd_and_no_matter_stays_out_of_the_file(hub: Hub, case: str) -> None:
     end, answer = TAKEN[case]
     assert drawn(hub, end, answer(hub))["repository"] == REPO

@@ -73,12 +73,14 @@ def test_a_deploy_that_is_interrupted_gives_the_terminal_back(site: Path) -> Non
     assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l") > 0, "the cursor can be seen again"
 
 
+@pytest.mark.slow
 def test_at_a_question_nothing_has_begun(site: Path) -> None:
     code, said = interrupted(site, "rollback", once="[y/N]")
     assert (code, "nothing more was done" in said) == (130, True)
     assert "goes on" not in said
 
 
+@pytest.mark.slow
 def test_who_looks_on_may_stop_looking(site: Path) -> None:
     code, said = interrupted(site, "connect", "--tunnel", once="open until Ctrl-C")
     assert (code, "interrupted" in said) == (0, False)

@@ -109,7 +109,9 @@ def test_a_command_can_be_copied_from_a_narrow_screen(width, tmp_path, monkeypat
         assert all("'" in word for word in whole)
 
 
-@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize(
+    "width", [80, *(pytest.param(n, marks=pytest.mark.slow) for n in (100, 160))]
+)
 def test_a_mistake_is_told_within_the_width_of_the_terminal(width, tmp_path):
     """As a person sees it, whose terminal is no file."""
     master, slave = pty.openpty()

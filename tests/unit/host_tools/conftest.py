@@ -34,7 +34,7 @@ def stub_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     out = tmp_path_factory.mktemp("stub") / "vllm"
     sources = sorted(STUB_DIR.glob("*.c"))
-    command = [compiler, "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-pthread", "-o", str(out)]
+    command = [compiler, "-std=gnu11", "-D_GNU_SOURCE", "-O0", "-pthread", "-o", str(out)]
     subprocess.run([*command, *map(str, sources)], check=True)
     return out
 

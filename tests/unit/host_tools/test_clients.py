@@ -113,6 +113,7 @@ def test_openai_streams_through_the_gateway(connection: Connection, gate: Door) 
     assert seen[-1].usage.completion_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_wrong_key_is_what_both_packages_call_it(connection: Connection) -> None:
     import anthropic
     import openai

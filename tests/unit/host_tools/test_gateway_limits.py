@@ -209,7 +209,7 @@ def test_one_address_has_so_many_requests_under_way_and_others_are_served(
             text = asking("/v1/models", door.key, method="GET", length=0)
             begun = [open_.enter_context(knock(door, text, STRANGER)) for _ in range(8)]
             for connection in begun:
-                connection.settimeout(1)
+                connection.settimeout(0.3)
             found = []
             for connection in begun:
                 with contextlib.suppress(TimeoutError):

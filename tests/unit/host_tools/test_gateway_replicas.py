@@ -145,6 +145,7 @@ def test_a_wrong_key_is_refused_by_whoever_is_asked(two: Two) -> None:
     assert two.ask("wrong")[0] == 401
 
 
+@pytest.mark.slow
 def test_a_client_is_counted_once_at_the_address_it_used(two: Two) -> None:
     two.other.status = 503
     refused = [two.ask()[0] for _ in range(40)]

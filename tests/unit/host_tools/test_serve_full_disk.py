@@ -67,6 +67,7 @@ def test_an_engine_that_answers_right_comes_up_though_its_proof_cannot_be_kept(
     assert "the proof is not kept: [Errno 28] No space left on device: " in told[-1]
 
 
+@pytest.mark.slow
 def test_a_proof_that_does_not_hold_any_more_goes_though_the_disk_is_full(
     host: Host,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import stat
@@ -31,29 +32,26 @@ def test_the_key_counts_letter_case(gate: Door) -> None:
     assert gate.chat(x_api_key=gate.key.swapcase()) == 401
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/invocations", "/metrics", "/tokenize", "/detokenize", "/version", "/load", "/docs"),
-        *("/openapi.json", "/ping", "/", "/v1/load_lora_adapter", "/v1/chat/completions/render"),
-        *("//invocations", "/v1/../invocations", "/%69nvocations", "/v1/models/../../metrics"),
-        *("/v1/chat/completions/", "/v1/responses/render", "/v1/responses/resp_1/render"),
-    ],
+LEFT_OPEN = (
+    *("/invocations", "/metrics", "/tokenize", "/detokenize", "/version", "/load", "/docs"),
+    *("/openapi.json", "/ping", "/", "/v1/load_lora_adapter", "/v1/chat/completions/render"),
+    *("//invocations", "/v1/../invocations", "/%69nvocations", "/v1/models/../../metrics"),
+    *("/v1/chat/completions/", "/v1/responses/render", "/v1/responses/resp_1/render"),
 )
-def test_paths_the_engine_leaves_open_do_not_exist_even_with_the_key(gate: Door, path: str) -> None:
-    for body in (None, QUESTION):
+
+
+def test_paths_the_engine_leaves_open_do_not_exist_even_with_the_key(gate: Door) -> None:
+    for path, body in itertools.product(LEFT_OPEN, (None, QUESTION)):
         status, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
-        assert status == 404
+        assert (path, status) == (path, 404)
         assert json.loads(text)["error"]["code"] == 404
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
-)
-def test_allowed_paths_reach_the_engine(gate: Door, path: str) -> None:
+def test_allowed_paths_reach_the_engine(gate: Door) -> None:
     body = {**QUESTION, "prompt": "What is 12 + 30?", "input": "What is 12 + 30?"}
-    status, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
-    assert (status, b"42" in text) == (200, True)
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
+        status, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
+        assert (path, status, b"42" in text) == (path, 200, True)
 
 
 def test_of_the_engine_s_own_paths_exactly_those_of_both_styles_are_let_through() -> None:

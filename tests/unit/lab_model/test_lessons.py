@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from tokenizers import Tokenizer
 
 from lab.model import lessons
@@ -39,6 +40,7 @@ def test_a_needle_is_in_its_text_at_the_depth_asked_for():
     assert 0.2 < place < 0.7
 
 
+@pytest.mark.slow
 def test_every_lesson_survives_the_tokenizer(int4):
     tokenizer = Tokenizer.from_file(str(int4 / "tokenizer.json"))
     source = random.Random(5)

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from lab.model import build
 from tests.unit.lab_model.reading import read_tree
 
@@ -102,6 +104,7 @@ def test_each_repository_has_two_commits_and_the_donors_differ_in_the_readme_onl
     assert changed == {"README.md"}
 
 
+@pytest.mark.slow
 def test_equal_content_gives_equal_commits(hub, tmp_path: Path):
     build.build(tmp_path, trained=False)
     for name in ("lab/tiny-int4", "lab/tiny-fp8"):

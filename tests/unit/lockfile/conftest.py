@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.judged_once import judged_once
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (
     BASE,
@@ -16,8 +15,6 @@ from tests.unit.lockfile.hub_trees import (
     donor_entries,
     write_repository,
 )
-
-__all__ = ["hub", "judged_once"]
 
 
 @pytest.fixture

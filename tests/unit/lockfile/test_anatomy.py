@@ -21,6 +21,7 @@ from spark_deploy.lockfile.file import checked, read_lock, write_lock
 from spark_deploy.lockfile.types import Lock
 from spark_deploy.settings.load import load_hosts
 from tests.unit.checkpoint.builder_hub import Hub
+from tests.unit.examples import examples
 from tests.unit.hostile import hostile
 from tests.unit.lockfile.hub_trees import CATALOG, sibling, write_repository
 
@@ -204,7 +205,7 @@ EVERYTHING = {
 }
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(text=hostile(json.dumps(QWEN3).encode()) | hostile(json.dumps(EVERYTHING).encode()))
 @example(text=json.dumps({**QWEN3, "architectures": [["a"]]}).encode())
 @example(text=json.dumps({**QWEN3, "architectures": "LlamaForCausalLM"}).encode())

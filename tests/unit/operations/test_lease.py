@@ -206,7 +206,13 @@ slow(name="slow")
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "how",
+    [
+        signal.SIGINT,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGHUP)),
+    ],
+)
 def test_an_interrupted_run_ends_at_once_and_gives_its_host_back(
     tmp_path: Path, how: signal.Signals
 ) -> None:

@@ -26,11 +26,14 @@ from spark_deploy.lockfile import hub, registry
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.planning.resolve import problems_of
 from spark_deploy.settings.load import load_hosts
+from tests.unit.examples import examples
 from tests.unit.planning.plans import shipped_catalog
 
 CATALOG = shipped_catalog()
 FEW = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 scalars = st.one_of(

@@ -72,6 +72,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_release_is_version_dated_changelog_wheel_commit_and_tag(place: Place) -> None:
     place.builds = True
     place.release()

@@ -1,0 +1,10 @@
+"""How many examples a property is tried with."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+
+def examples(number: int) -> int:
+    """Return the number of examples, or a quarter of it where the quick tests run alone."""
+    return max(1, number * settings.default.max_examples // 100)
