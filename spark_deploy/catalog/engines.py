@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spark_deploy.documents.declare import needed
@@ -44,8 +43,3 @@ def version_of(reference: str) -> str:
     tag = reference.partition("@")[0].rpartition("/")[2].partition(":")[2]
     found = _VERSION.match(tag)
     return found[1] if found else ""
-
-
-def closest_of(engines: Mapping[str, Engine], architecture: str) -> list[str]:
-    """Return the versions that list an architecture."""
-    return [version for version, engine in engines.items() if engine.lists(architecture)]

@@ -113,10 +113,10 @@ class _Files:
         return data
 
 
-def read_file(kind: str, name: str, *, own: Path | None = None, checkout: Path = CHECKOUT) -> _Data:
+def read_file(kind: str, name: str, *, own: Path) -> _Data:
     """Return the keys of a file of ``models`` or ``profiles``, and of what it is based on."""
     left = _OWN_OF_PROFILES if kind == "profiles" else ()
-    return _Files(checkout, own).joined(kind, name, own=left)
+    return _Files(CHECKOUT, own).joined(kind, name, own=left)
 
 
 def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
@@ -126,11 +126,10 @@ def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
     return _checked(OpenQuestions, _read(shown, checkout), schema, shown)
 
 
-def read_families(checkout: Path = CHECKOUT) -> Families:
+def read_families() -> Families:
     """Return ``catalog/families.yml``."""
     shown = "catalog/families.yml"
-    schema = load_schema("families", checkout=checkout)
-    return _checked(Families, _read(shown, checkout), schema, shown)
+    return _checked(Families, _read(shown, CHECKOUT), load_schema("families"), shown)
 
 
 def _model(name: str, files: _Files) -> Model:

@@ -93,7 +93,8 @@ def run(options: Options) -> int:
                 with suppress(OSError):  # other files lie there
                     path.parent.rmdir()
         raise
-    schemas = {Path(f"schema/{name}.schema.json"): _schema(name) for name in SCHEMAS}
+    paths = [Path(f"schema/{name}.schema.json") for name in SCHEMAS]
+    schemas = {path: (CHECKOUT / path).read_text("utf-8") for path in paths}
     texts |= schemas
     written += [
         folder / name for name, text in schemas.items() if _write(folder / name, text, renew=True)
@@ -193,10 +194,6 @@ def _is_served(model: str, profile: str, catalog: Catalog) -> bool:
     except SparkError:
         return False
     return True
-
-
-def _schema(name: str) -> str:
-    return (CHECKOUT / f"schema/{name}.schema.json").read_text("utf-8")
 
 
 def _write(path: Path, text: str, *, renew: bool = False) -> bool:

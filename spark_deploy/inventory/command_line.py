@@ -45,7 +45,8 @@ def overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
     bad = [f"{key}{sign}{value}" for key, sign, value in pairs if not sign]
     if bad:
         raise SettingsError.one(f"--data {bad[0]}", "has no value", "write --data key=value")
-    return {key: _value(text) for key, _, text in pairs if not _is_pyinfra(key)}
+    of_pyinfra = ("_", "ssh_")  # such as `_sudo` and `ssh_user`
+    return {key: _value(text) for key, _, text in pairs if not key.startswith(of_pyinfra)}
 
 
 def _value(text: str) -> Any:
@@ -58,11 +59,6 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def _is_pyinfra(key: str) -> bool:
-    """Tell pyinfra's own data (``ssh_user``, ``_sudo``) from settings."""
-    return key.startswith(("_", "ssh_"))
 
 
 def check_patterns(

@@ -119,10 +119,7 @@ def workplace(hub: HubSettings) -> Iterator[Builder]:
         if hub.token is not None:
             token_file = f"{folder}/token"
             secret = read_secret(hub.token, setting="hub.token")
-            with open(token_file, "x", encoding="utf-8", opener=_private) as file:
+            private = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(private, "w", encoding="utf-8") as file:
                 file.write(secret)
         yield Builder(Path(folder), hub.endpoint, token_file)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

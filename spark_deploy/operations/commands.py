@@ -101,19 +101,13 @@ def run(
 
 
 @contextmanager
-def heartbeat(
-    host: Host,
-    what: str,
-    every_s: float = HEARTBEAT_S,
-    *,
-    report: Callable[[str], None] | None = None,
-) -> Iterator[None]:
+def heartbeat(host: Host, what: str, report: Callable[[str], None] | None = None) -> Iterator[None]:
     """Say every few seconds that ``what`` is still going on, so that a run is never silent."""
     started = monotonic()
 
     def beat() -> None:
         while True:
-            gevent.sleep(every_s)
+            gevent.sleep(HEARTBEAT_S)
             (report or host.log)(f"{what}: {monotonic() - started:.0f} s")
 
     greenlet = gevent.spawn(beat)

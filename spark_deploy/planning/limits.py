@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from spark_deploy.catalog.engines import CALLED, Engines, closest_of, version_of
+from spark_deploy.catalog.engines import CALLED, Engines, version_of
 from spark_deploy.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
@@ -56,7 +56,7 @@ def architecture_problems(
     version, engine = engines.of_image(image)
     if engine is None or not named or brings_own_class(profile) or engine.lists(named):
         return
-    others = closest_of(engines.engines, named)
+    others = [one for one, engine in engines.engines.items() if engine.lists(named)]
     fix = (
         f"name an image of {CALLED} {', '.join(others)}" if others else "choose another repository"
     )

@@ -12,7 +12,7 @@ from spark_deploy.catalog.load import read_families
 from spark_deploy.cli.adding.draft import Draft
 from spark_deploy.cli.adding.recipes import draft_of_recipe
 from spark_deploy.cli.adding.repository import Card, draft_of
-from spark_deploy.cli.adding.shared import is_shared, read
+from spark_deploy.cli.adding.shared import read
 from spark_deploy.cli.adding.take import take, write_files
 from spark_deploy.cli.changes import use
 from spark_deploy.cli.hosts import Listed, again, answer, listed, planned, say
@@ -77,7 +77,7 @@ def run(options: Options) -> int:
 def _added(options: Options, host: Listed, profile: str) -> _Added:
     """Write what a shared file, a recipe or a repository says."""
     data = _file(options.place)
-    if data is not None and is_shared(data):
+    if data is not None and "shared" in data:
         shared = read(data, options.place)
         files, left_open = take(shared, host, force=options.force)
         name, profile = shared.name, shared.profile_name

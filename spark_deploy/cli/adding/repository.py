@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from spark_contract.work.orders import CONFIG, GENERATION, TOKENIZER, Described
 
@@ -90,15 +89,12 @@ def task_of(anatomy: Anatomy, found: Described, card: Card, engines: Engines) ->
     embeds = card.task in ("sentence-similarity", "feature-extraction")
     if embeds or "modules.json" in found.files or "embedding" in name:
         return "embedding"
-    if any(_only_pools(anatomy.architecture, one) for one in engines.engines.values()):
+    named = anatomy.architecture
+    if any(named in one.pools and named not in one.generates for one in engines.engines.values()):
         return "embedding"
     template = found.documents.get(TOKENIZER, {}).get("chat_template")
     has_file = any(path.startswith("chat_template.") for path in found.files)
     return "chat" if template or has_file else "completion"
-
-
-def _only_pools(architecture: str, engine: Any) -> bool:
-    return architecture in engine.pools and architecture not in engine.generates
 
 
 def _about(anatomy: Anatomy, found: Described, card: Card, asked: str) -> Iterator[str]:

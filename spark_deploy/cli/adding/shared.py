@@ -93,11 +93,6 @@ def text_of(shared: Shared) -> str:
     return _HEAD + yaml.safe_dump(data, sort_keys=False, width=100, allow_unicode=True)
 
 
-def is_shared(data: Mapping[str, Any]) -> bool:
-    """Whether a file is of this kind."""
-    return "shared" in data
-
-
 def read(data: Mapping[str, Any], source: str) -> Shared:
     """Return what somebody shared.
 

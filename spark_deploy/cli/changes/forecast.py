@@ -14,7 +14,7 @@ from spark_contract.serving.records import Rollout
 from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, Job
 
 from spark_deploy.cli.changes.transcript import minutes
-from spark_deploy.cli.hosts import Listed, planned
+from spark_deploy.cli.hosts import Listed
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.facts.service.jobs import Jobs, JobStates
 from spark_deploy.facts.service.serve import HostStatus, Status
@@ -62,11 +62,6 @@ def _last_rollout(host: Host, release: str) -> Rollout | None:
 
 def _jobs(plan: HostPlan) -> list[Job]:
     return [work.job for work in jobs_of(plan, read_payload().image_context)]
-
-
-def planned_all(hosts: Sequence[Listed]) -> dict[str, HostPlan]:
-    """Return the plans of hosts by name."""
-    return {host.name: planned(host) for host in hosts}
 
 
 def sentence(plan: HostPlan, said: Answer[Found]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from spark_deploy.cli.changes import line
-from spark_deploy.cli.changes.forecast import found_on, planned_all, sentence
+from spark_deploy.cli.changes.forecast import found_on, sentence
 from spark_deploy.cli.changes.screen import lay
-from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.cli.hosts import Listed, listed, planned, say
 from spark_deploy.cli.planned import lock
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import Problem, SparkError
@@ -38,7 +38,7 @@ def run(options: Options) -> int:
         return code
     if not options.dry:
         _lock(hosts, options)
-    plans = planned_all(hosts)
+    plans = {host.name: planned(host) for host in hosts}
     told = [sentence(plans[one.host.name], one) for one in found_on(hosts, plans)]
     if options.json:
         print(json.dumps(told, indent=1))

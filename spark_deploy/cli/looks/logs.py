@@ -7,7 +7,7 @@ import queue
 import subprocess
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 
 from spark_contract.host.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
@@ -48,7 +48,7 @@ def run(options: Options) -> int:
     ]  # fmt: skip
     try:
         for line in _merged(readers, follow=options.follow):
-            print(_as_json(line) if options.json else line.shown(), flush=options.follow)
+            print(json.dumps(asdict(line)) if options.json else line.shown(), flush=options.follow)
     except KeyboardInterrupt:
         for _, process in readers:
             process.terminate()
@@ -110,9 +110,3 @@ def _until_the_end(lines: queue.Queue[Line | None], sources: int) -> Iterator[Li
             sources -= 1
         else:
             yield line
-
-
-def _as_json(line: Line) -> str:
-    return json.dumps(
-        {"at_us": line.at_us, "host": line.host, "part": line.part, "text": line.text}
-    )

@@ -84,7 +84,10 @@ def look(endpoint: Endpoint) -> Seen:
         known = HostKeys(str(path)) if path.exists() else HostKeys()
     recorded: Mapping[str, PKey] = known.lookup(name) or {}
     try:
-        transport = Transport(config.get("sock") or _socket(hostname, port))
+        place = (hostname, port)
+        transport = Transport(
+            config.get("sock") or socket.create_connection(place, timeout=CONNECT_TIMEOUT_S)
+        )
         try:
             _prefer(transport, list(recorded.keys()))
             transport.start_client(timeout=CONNECT_TIMEOUT_S)
@@ -118,10 +121,6 @@ def readable_ssh_files() -> Iterator[None]:
         what = f"holds what cannot be read: {one_line(said)}"
         fix = "mend that line; `ssh -G HOST` shows what ssh makes of the configuration"
         raise SettingsError.one("~/.ssh/config or known_hosts", what, fix) from error
-
-
-def _socket(hostname: str, port: int) -> socket.socket:
-    return socket.create_connection((hostname, port), timeout=CONNECT_TIMEOUT_S)
 
 
 def _prefer(transport: Transport, types: Sequence[str]) -> None:

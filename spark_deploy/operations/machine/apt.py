@@ -283,7 +283,7 @@ done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev
 """
 
 
-def wait_for_lock(host: Host, limit_s: float, every_s: float = 5) -> None:
+def wait_for_lock(host: Host, limit_s: float) -> None:
     """Wait until nobody else installs packages (apt timers run after boot), saying who does."""
     started = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
@@ -292,4 +292,4 @@ def wait_for_lock(host: Host, limit_s: float, every_s: float = 5) -> None:
             what = f"the package lock is held by {', '.join(holders)} for {waited:.0f} s"
             refuse("packages", what, "wait for it or end it, then run again")
         host.log(f"waiting for the package lock, held by {', '.join(holders)}: {waited:.0f} s")
-        gevent.sleep(every_s)
+        gevent.sleep(5)

@@ -18,9 +18,9 @@ GIB = 1 << 30
 _LOW_SAMPLES = 2  # in a row: one may be a moment
 
 
-def meminfo(path: Path | None = None) -> dict[str, int]:
+def meminfo() -> dict[str, int]:
     """Return /proc/meminfo in bytes."""
-    source = path or Path(os.environ.get("SPARK_MEMINFO", "/proc/meminfo"))
+    source = Path(os.environ.get("SPARK_MEMINFO", "/proc/meminfo"))
     values = {}
     for line in source.read_text().splitlines():
         key, _, rest = line.partition(":")

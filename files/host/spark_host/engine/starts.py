@@ -17,7 +17,7 @@ from spark_host.system.log import Report
 from spark_host.system.ports import Host
 
 
-def take_turn(release: Release, host: Host, report: Report, poll_s: float = 2.0) -> None:
+def take_turn(release: Release, host: Host, report: Report) -> None:
     """Return once no other engine is starting, and have others wait for this one.
 
     Whose turn it is ends with its start, however that ends: systemd is asked, so nothing is left
@@ -29,7 +29,7 @@ def take_turn(release: Release, host: Host, report: Report, poll_s: float = 2.0)
             report(f"{PHASE}turn does not wait any longer for the start of {other}")
             return
         report(f"{PHASE}turn waiting for the start of {other}")
-        host.clock.sleep(poll_s)
+        host.clock.sleep(2)
 
 
 def _starting(release: Release, host: Host) -> str | None:

@@ -22,6 +22,8 @@ from spark_contract.serving.release import Release
 from spark_host.gateway import api_key, listeners, nginx
 from spark_host.system import stored, systemd
 
+_WAIT_S = 10
+
 
 def run(service: str, paths: Paths) -> int:
     """Render the configuration of a service and become its nginx."""
@@ -49,11 +51,12 @@ def reload(service: str, paths: Paths) -> int:
     nginx.render(settings, paths)
     before = _workers(master)
     os.kill(master, signal.SIGHUP)
-    _wait(
-        lambda: _handed_over(before, _workers(master)),
-        settings,
-        lambda: "its old workers go on",
-    )
+
+    def handed_over() -> bool:
+        now = _workers(master)
+        return bool(now) and not before & now
+
+    _wait(handed_over, settings, lambda: "its old workers go on")
     wait_until_listening(service, paths)
     return 0
 
@@ -147,7 +150,7 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
     return None
 
 
-def wait_until_listening(service: str, paths: Paths, wait_s: float = 10) -> None:
+def wait_until_listening(service: str, paths: Paths) -> None:
     """Return once the gateway listens on exactly its addresses."""
     settings = stored.gateway_of(service, paths)
 
@@ -155,7 +158,7 @@ def wait_until_listening(service: str, paths: Paths, wait_s: float = 10) -> None
         master = _master(service, paths)
         return "does not run" if master is None else _listening_wrong(settings, master)
 
-    _wait(lambda: wrong() is None, settings, lambda: str(wrong()), wait_s)
+    _wait(lambda: wrong() is None, settings, lambda: str(wrong()))
 
 
 def _listening_wrong(settings: Gateway, master: int) -> str | None:
@@ -170,10 +173,8 @@ def _named(addresses: set[str] | frozenset[str]) -> str:
     return ", ".join(sorted(addresses)) or "nothing"
 
 
-def _wait(
-    done: Callable[[], bool], settings: Gateway, why: Callable[[], str], wait_s: float = 10
-) -> None:
-    deadline = time.monotonic() + wait_s
+def _wait(done: Callable[[], bool], settings: Gateway, why: Callable[[], str]) -> None:
+    deadline = time.monotonic() + _WAIT_S
     while not done():
         if time.monotonic() > deadline:
             raise HostToolError(settings.unit, why(), f"journalctl -u {settings.unit}")
@@ -203,7 +204,3 @@ def _title(pid: int) -> bytes:
             return source.read()
     except (FileNotFoundError, ProcessLookupError):
         return b"shutting down"
-
-
-def _handed_over(before: frozenset[int], now: frozenset[int]) -> bool:
-    return bool(now) and not before & now

@@ -54,15 +54,11 @@ def driver() -> str:
     return asked.splitlines()[0].strip() if asked else ""
 
 
-def _docker() -> str:
-    return str((docker.ask("/version", 5) or {}).get("Version", ""))
-
-
-def _toolkit() -> str:
-    return _version_in(patient_output_of("nvidia-ctk", "--version") or "")
-
-
-_ASKED = {"driver": driver, "docker": _docker, "toolkit": _toolkit}
+_ASKED: dict[str, Callable[[], str]] = {
+    "driver": driver,
+    "docker": lambda: str((docker.ask("/version", 5) or {}).get("Version", "")),
+    "toolkit": lambda: _version_in(patient_output_of("nvidia-ctk", "--version") or ""),
+}
 
 
 def _version_in(text: str) -> str:

@@ -106,11 +106,10 @@ def image(reference: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def image_label(reference: str, label: str = DIGEST_LABEL) -> str | None:
-    """Return one label of an image; ``None`` when the image or the label is absent."""
-    found = image(reference)
-    labels = ((found or {}).get("Config") or {}).get("Labels") or {}
-    value = labels.get(label)
+def image_label(reference: str) -> str | None:
+    """Return the digest that labels an image; ``None`` when the image or the label is absent."""
+    config = (image(reference) or {}).get("Config") or {}
+    value = (config.get("Labels") or {}).get(DIGEST_LABEL)
     return None if value is None else str(value)
 
 

@@ -189,10 +189,10 @@ def event(release: Release, kind: str, text: str, paths: Paths) -> None:
         print(f"event not kept: {error}", flush=True)
 
 
-def events(service: str, paths: Paths, count: int = 10) -> tuple[Event, ...]:
-    """Return the last events of a service, oldest first."""
+def events(service: str, paths: Paths) -> tuple[Event, ...]:
+    """Return the last ten events of a service, oldest first."""
     path = paths.events(service)
-    lines = path.read_text().splitlines()[-count:] if path.exists() else ()
+    lines = path.read_text().splitlines()[-10:] if path.exists() else ()
     return tuple(documents.parse(Event, line) for line in lines)
 
 

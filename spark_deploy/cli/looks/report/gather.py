@@ -172,7 +172,7 @@ def _serving(
         profile=release.profile,
         release=release.name,
         proven=release.unproven is None,
-        level=_level(proof),
+        level=proof.level if proof else "",
         checked_at=proof.checked_at if proof else "",
         started_since=_started_since(proof),
         portable=bool(proof and proof.portable),
@@ -194,10 +194,6 @@ def _serving(
         rollout_times_s=dict(engine.rollout_times_s),
         events=tuple(_told(one) for one in events),
     )
-
-
-def _level(proof: Proof | None) -> str:
-    return proof.level if proof else ""
 
 
 def _started_since(proof: Proof | None) -> bool:

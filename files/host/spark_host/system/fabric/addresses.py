@@ -104,7 +104,7 @@ def _record_of(plan: FabricPlan) -> FabricRecord:
     ours = {port.interface for port in plan.ports}
     return FabricRecord(
         plan.ports,
-        {port.interface: _mtu(port) for port in plan.ports},
+        {port.interface: int(_link(port)["mtu"]) for port in plan.ports},
         {name: found for name, found in _addresses().items() if found and name not in ours},
         _default_routes(),
     )
@@ -252,10 +252,6 @@ def _is_set(port: FabricPort) -> bool:
     link = _link(port)
     addresses = {f"{one['local']}/{one['prefixlen']}" for one in link["addr_info"]}
     return port.address in addresses and link["mtu"] == port.mtu
-
-
-def _mtu(port: FabricPort) -> int:
-    return int(_link(port)["mtu"])
 
 
 def _link(port: FabricPort) -> dict[str, Any]:
