@@ -28,9 +28,10 @@ from spark_deploy.cli.changes import screen  # noqa: E402
 from spark_deploy.cli.changes.transcript import HostView, Transcript  # noqa: E402
 from spark_deploy.cli.hosts import Listed, planned  # noqa: E402
 from spark_deploy.cli.looks import paper, top  # noqa: E402
-from spark_deploy.cli.looks.status import _NOTHING_TOLD  # noqa: E402
 from spark_deploy.cli.looks.status import lines as status_lines  # noqa: E402
+from spark_deploy.cli.looks.status import told_by  # noqa: E402
 from spark_deploy.cli.planned.plan import text  # noqa: E402
+from spark_deploy.facts.service.serve import HostStatus  # noqa: E402
 from spark_deploy.planning.resolve import pair_of  # noqa: E402
 from spark_deploy.settings.load import load_hosts  # noqa: E402
 
@@ -103,7 +104,7 @@ def status(console: Console) -> None:
     for one in json.loads((RECORDED / "status.json").read_text("utf-8")):
         one["proof"]["checked_at"] = lately.isoformat()  # the picture stays as it is
         # What status learned to say since then was not asked.
-        paper.show(status_lines({**_NOTHING_TOLD, **one}), console)
+        paper.show(status_lines({**told_by(HostStatus(None)), **one}), console)
 
 
 def top_once(console: Console) -> None:

@@ -11,7 +11,6 @@ from spark_contract.documents import plain
 from spark_contract.host.sentences import SPEED
 from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.checks import PREFIX_REUSE
-from spark_contract.serving.status import ReleaseState, Status
 
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer, status_of
@@ -61,25 +60,17 @@ def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:
     wanted = status.due(plan.serve, scheduled).name if plan else None
     drift = status.unproven(MAIN_SERVICE, wanted) if wanted else unplanned
     beside = _beside(plan, status)
-    found = {**plain_answer(said), "installed": status.installed, "planned": wanted}
-    found |= {
+    others = "; ".join(f"{one['service']}: {one['drift']}" for one in beside if one["drift"])
+    return {
+        **plain_answer(said),
+        "installed": status.installed,
+        "planned": wanted,
         "unreadable": status.unreadable,
-        "drift": drift,
+        "drift": drift or others,
         "ready": _readiness(plan, status) if plan else [],
         "services": beside,
+        **told_by(status),
     }
-    found["drift"] = drift or "; ".join(
-        f"{one['service']}: {one['drift']}" for one in beside if one["drift"]
-    )
-    return {**found, **(_told(status, status.told) if status.told else _NOTHING_TOLD)}
-
-
-_NOTHING_TOLD: dict[str, Any] = {
-    "release": None, "model": None, "profile": None, "names": [], "proof": {}, "restarts": None,
-    "live": {}, "memory": {}, "versions": {}, "versions_unknown": "", "reboot_pending": "",
-    "stopped": "", "rolled_back": None, "jobs": [], "events": [],
-    "daily": {},
-}  # fmt: skip
 
 
 def _beside(plan: HostPlan | None, status: HostStatus) -> list[dict[str, Any]]:
@@ -91,54 +82,53 @@ def _beside(plan: HostPlan | None, status: HostStatus) -> list[dict[str, Any]]:
     }  # fmt: skip
     found = []
     for name in sorted({*planned, *running}):
-        active = running[name].active if name in running else None
-        release, wanted = status.release(active), planned.get(name)
+        active, wanted = running[name].active if name in running else None, planned.get(name)
         drift = status.unproven(name, wanted) if wanted else "is not listed any more"
         found.append({
             "service": name,
             "planned": wanted,
-            "release": active,
-            "model": release.model if release else None,
-            "profile": release.profile if release else None,
-            "names": list(release.names) if release else [],
-            "proof": _proof_of(release) if release else {},
-            "live": plain(status.live(active) if active else None) or {},
+            **_serving(status, active),
             "stopped": status.stopped(name),
             "drift": "" if status.stopped(name) else drift,
         })  # fmt: skip
     return found
 
 
-def _told(status: HostStatus, told: Status) -> dict[str, Any]:
-    """Return what the host tools say of the service."""
-    service = status.service(MAIN_SERVICE)
-    active = service.active if service else None
-    release, back = status.release(active), service.rolled_back if service else None
+def _serving(status: HostStatus, active: str | None) -> dict[str, Any]:
+    """Return what a service serves, and what its proof is worth now."""
+    release, proof = status.release(active), {}
+    if release:
+        worth = {"current": release.unproven is None, "why": release.unproven}
+        proof = {**(plain(release.proof) or {}), **worth, "speed": list(release.speed)}
     return {
         "release": active,
         "model": release.model if release else None,
         "profile": release.profile if release else None,
         "names": list(release.names) if release else [],
-        "proof": _proof_of(release) if release else {},
-        "restarts": release.restarts if release else None,
+        "proof": proof,
         "live": plain(status.live(active) if active else None) or {},
-        "memory": plain(told.memory),
-        "versions": told.versions,
-        "versions_unknown": status.unknown_versions(),
-        "reboot_pending": told.reboot_pending,
-        "stopped": status.stopped(MAIN_SERVICE),
-        "rolled_back": {"from": back.came, "to": back.to, "at": back.at} if back else None,
-        "jobs": [plain(job) for job in told.jobs if job.state != "done"],
-        "events": plain(told.events.get(MAIN_SERVICE, ())),
-        "daily": plain(told.daily) or {},
     }
 
 
-def _proof_of(release: ReleaseState) -> dict[str, Any]:
-    """Return a proof with what it is worth now."""
-    proof = plain(release.proof) if release.proof else {}
-    worth = {"current": release.unproven is None, "why": release.unproven}
-    return {**proof, **worth, "speed": list(release.speed)}
+def told_by(status: HostStatus) -> dict[str, Any]:
+    """Return what the host tools say of the main service and the host; of nothing, all empty."""
+    told = plain(status.told) or {}
+    service = status.service(MAIN_SERVICE)
+    active = service.active if service else None
+    release, back = status.release(active), service.rolled_back if service else None
+    return {
+        **_serving(status, active),
+        "restarts": release.restarts if release else None,
+        "memory": told.get("memory", {}),
+        "versions": told.get("versions", {}),
+        "versions_unknown": status.unknown_versions(),
+        "reboot_pending": told.get("reboot_pending", ""),
+        "stopped": status.stopped(MAIN_SERVICE),
+        "rolled_back": {"from": back.came, "to": back.to, "at": back.at} if back else None,
+        "jobs": [job for job in told.get("jobs", ()) if job["state"] != "done"],
+        "events": told.get("events", {}).get(MAIN_SERVICE, []),
+        "daily": told.get("daily") or {},
+    }
 
 
 def _plan(host: Listed) -> tuple[HostPlan | None, str]:
