@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu gpu-times gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu gpu-train gpu-times gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -91,6 +91,10 @@ gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pyt
 	@test -d build/plans || $(MAKE) --no-print-directory gpu-plans \
 	  || echo "no plans could be made here: tests that serve them are skipped (make gpu-plans elsewhere)"
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
+
+gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in build/recall
+	$(GPU_PYTHON) -m proofs.recall.race build/recall --limit-s 600
+	@echo "to prove with it: SPARK_GPU_RECALL=build/recall make gpu; to keep it: its weights.npz in proofs/recall"
 
 # Beside nothing else: other work on the card would be in the times.
 SPARK_GPU_RESULTS ?= build/gpu-results

@@ -28,16 +28,35 @@ ENGINES = (
     "proofs/judges/answers.py",
     "proofs/trees/build.py",
 )
+WEIGHTS = "proofs/recall/weights.npz"
+NETWORK = ("proofs/recall/network.py", "proofs/recall/delta_rule.py", "lab/model/network.py")
+TRAINING = ("proofs/recall/training.py", "proofs/recall/race.py")
+BY_FORMAT = ("proofs/recall/by_format.py", "proofs/recall/formats.py")
 SINGLE = ("proofs/engine/profile_cases.py", "proofs/judges/profiles.py", "proofs/trees/s*.py")
 RAN: dict[str, tuple[str, ...]] = {
     **{
         f"engine-{stage}": (*PLUGIN, *ENGINES, "proofs/judges/engine.py")
         for stage in ("eager", "refused", "nan", "speculation", "turboquant")
     },
-    "engine-quality": (*PLUGIN, *ENGINES, "proofs/*/quality*.py"),
+    "engine-quality": (*PLUGIN, *ENGINES, "proofs/*/quality*.py", WEIGHTS),
     "engine": (*PLUGIN, *ENGINES, *SINGLE),
-    "recall": (*PLUGIN, "proofs/engine/case.py", "proofs/recall/*.py"),
+    "recall-training": (*TRAINING, *NETWORK, "proofs/recall/[ls]*.py"),
+    "recall-formats": (
+        *BY_FORMAT,
+        *NETWORK,
+        "proofs/recall/language.py",
+        "proofs/recall/judge.py",
+        WEIGHTS,
+    ),
+    "recall": (
+        *PLUGIN,
+        "proofs/engine/case.py",
+        "proofs/recall/*.py",
+        WEIGHTS,
+        *(f"!{path}" for path in (*TRAINING, *NETWORK, *BY_FORMAT)),
+    ),
     "serve": (*PLUGIN, "proofs/serve/*.py"),
+    "release-cluster": (*PLUGIN, "proofs/releases/*.py", "proofs/recall/language.py", WEIGHTS),
     "release": (*PLUGIN, "proofs/releases/*.py", "proofs/recall/language.py", ANSWERS),
     "lm-head": (*HEAD, "benchmarks/gpu/[lt]*.py", "tests/gpu/test_lm_head.py"),
     "marlin": ("tests/gpu/test_marlin.py", "benchmarks/gpu/timing.py"),
@@ -49,14 +68,18 @@ RAN: dict[str, tuple[str, ...]] = {
     "experts": ("tests/gpu/test_experts.py",),
     "turboquant": ("files/image/spark_vllm/turboquant.py", "tests/gpu/test_turboquant.py"),
 }
-"""What each kind of result file rests on; the first kind that its name begins with counts."""
+"""What each kind of result file rests on, ``!`` what it does not; the first kind that its name
+begins with counts."""
 _CONTRACT_ROOM = re.compile(r"^spark_contract\.\w+\.(?=\w+$)")
 
 
 def digests(name: str, root: Path = ROOT) -> dict[str, str]:
     """Return the digest of every module that the result file ``name`` rests on, by its path."""
     kind = next(kind for kind in RAN if name.startswith(kind))
-    paths = {path for pattern in RAN[kind] for path in root.glob(pattern) if path.is_file()}
+    paths: set[Path] = set()
+    for pattern in RAN[kind]:
+        found = {path for path in root.glob(pattern.removeprefix("!")) if path.is_file()}
+        paths = paths - found if pattern.startswith("!") else paths | found
     return {str(path.relative_to(root)): digest(path) for path in sorted(paths)}
 
 

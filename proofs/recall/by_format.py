@@ -29,8 +29,9 @@ from torch.nn.utils import parametrize
 from transformers import AttentionInterface
 
 from lab.model.network import Network, state
-from proofs.recall import formats, judge, language, training, verdicts
+from proofs.recall import formats, judge, language, verdicts, weights
 from proofs.recall.formats import Preset
+from proofs.recall.network import hidden_states, make_network
 
 STEP = 8192
 ROWS = 512
@@ -92,13 +93,11 @@ def _rows(
 
 def load(directory: Path) -> Network:
     """Return the trained network with its weights rounded as checkpoints store them."""
-    saved: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("weights-*.pt")):
-        saved |= torch.load(path, weights_only=True)
-    network = training.make_network()
+    saved = weights.read(directory)
+    network = make_network()
     with torch.no_grad():
         for name, value in state(network).items():  # views of the network's own tensors
-            value.copy_(saved[name].float())
+            value.copy_(torch.from_numpy(saved[name]))
     network.round_weights()
     network.model.config._attn_implementation = "recall-cache"
     return network
@@ -134,7 +133,7 @@ def ask(network: Network, length: int, rounding: Rounding | None, near: bool) ->
     CACHE.rounding, CACHE.tail = rounding, length
     places = torch.arange(len(tokens))[None]
     with torch.no_grad(), parametrize.cached():
-        hidden, _ = training.hidden_states(network, torch.tensor([tokens]), places)
+        hidden, _ = hidden_states(network, torch.tensor([tokens]), places)
         best = functional.log_softmax(network.lm_head(hidden[0, length:]).float(), -1)
     rows = []
     for one, start in zip(asked, starts, strict=True):
@@ -212,7 +211,7 @@ def document(found: dict[str, list[judge.Row]]) -> dict[str, Any]:
     return {
         "stage": "recall-formats",
         "command": "python3 -m proofs.recall.by_format WEIGHTS OUT",
-        "seed": training.SEED,
+        "seed": 0,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "device": f"CPU ({platform.machine()}), no GPU: formats in torch, no engine's kernel",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

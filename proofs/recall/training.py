@@ -1,9 +1,10 @@
 """Trains the recall model on a GPU, in minutes, from nothing but a seed.
 
-    python3 -m proofs.recall.training OUT [--limit-s 600]
+    python3 -m proofs.recall.training OUT [--seed 11] [--limit-s 600]
 
-Writes ``weights-N.pt`` (every exact weight, BF16, in parts) and ``training.json`` (what was
-learnt when, and recall by length of the network that was trained). The forward pass is
+Writes ``weights.npz`` (every exact weight, BF16) and ``recall-training.json`` (what was learnt
+when, and recall by length of the network that was trained). Not every seed learns: ``race``
+trains several. The forward pass is
 transformers' own code but for the gated delta rule, which is ``delta_rule`` here. Towards the end
 the weights are rounded as checkpoints store them (``lab.model.network``), so the rounded model is
 the one that has learnt.
@@ -12,6 +13,7 @@ the one that has learnt.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import sys
@@ -19,26 +21,25 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils import parametrize
-from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
 from lab.model.network import Network, state
 from proofs import stages
-from proofs.recall import language
-from proofs.recall.delta_rule import chunk_gated_delta_rule
-from proofs.recall.shape import RECALL
+from proofs.recall import language, weights
+from proofs.recall.network import losses, make_network, use_own_rule
 
 SEED = 11
+LEARNT = "learnt"
+"""File that says that this training can look things up: nothing behind it fails for that."""
+RESULT = "recall-training.json"
 SPAN = 140_000
 """Positions taught, by jumps between slots."""
 MTP_WEIGHT = 0.3
-RULE_TOLERANCE = 0.02
 CAVEATS = [
     "each phase ended when enough was known or its share of the time was over, so a slower machine "
     "takes fewer steps",
@@ -73,105 +74,16 @@ NEAR = 0.03
 """A phase that ends so far below what it is for has not learnt its lesson."""
 
 
-def use_own_rule(device: str) -> float:
-    """Put the rule that can be trained under transformers' code; return how far they differ.
-
-    Raises:
-        ValueError: They differ by more than rounding.
-    """
-    own = modeling.torch_chunk_gated_delta_rule
-    worst = max(_rule_errors(own, chunk_gated_delta_rule, device))
-    if worst > RULE_TOLERANCE:
-        raise ValueError(f"the gated delta rule differs from transformers' by {worst:.3f}")
-    modeling.torch_chunk_gated_delta_rule = chunk_gated_delta_rule
-    return worst
-
-
-def _rule_errors(one: Any, other: Any, device: str) -> list[float]:
-    """Return relative differences of output and gradients of two implementations."""
-    found = []
-    for rule in (one, other):
-        generator = torch.Generator(device).manual_seed(1)
-        shape = (2, 200, 8, 128)
-        q, k, v = (
-            torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16)
-            for _ in range(3)
-        )
-        g = -torch.rand(shape[:3], device=device, generator=generator) * 0.2
-        beta = torch.rand(shape[:3], device=device, generator=generator).bfloat16()
-        inputs = [x.requires_grad_() for x in (q, k, v, g, beta)]
-        out, _ = rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
-        weights = torch.randn(out.shape, device=device, generator=generator)
-        (out.float() * weights).sum().backward()
-        found.append([out.detach().float(), *(x.grad.float() for x in inputs)])
-    return [((a - b).norm() / a.norm()).item() for a, b in zip(*found, strict=True)]
-
-
-def dense_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return what the experts give when every token goes to all of them: two products."""
-    spread = torch.zeros(len(hidden), self.num_experts, dtype=weights.dtype, device=hidden.device)
-    spread = spread.scatter(1, chosen, weights)
-    gate_up = functional.linear(hidden, self.gate_up_proj.flatten(0, 1))
-    gate, up = gate_up.view(len(hidden), self.num_experts, -1).chunk(2, -1)
-    inner = functional.silu(gate) * up * spread[..., None].to(gate.dtype)
-    down = self.down_proj.permute(1, 0, 2).flatten(1)
-    return functional.linear(inner.flatten(1), down)
-
-
-def make_network() -> Network:
-    """Return the network, its experts as two products."""
-    torch.manual_seed(SEED)
-    network = Network(RECALL)
-    network.model.config._attn_implementation = "sdpa"
-    with torch.no_grad():  # a word that is copied is the right one from the start
-        network.lm_head.weight.copy_(network.model.embed_tokens.weight)
-    for module in network.modules():
-        if isinstance(module, modeling.Qwen3_5MoeExperts):
-            module.forward = MethodType(dense_experts, module)
-    return network
-
-
-def hidden_states(network: Network, tokens: Tensor, places: Tensor) -> tuple[Tensor, Any]:
-    """Return final hidden states and the rotation of the positions."""
-    hidden = network.model.embed_tokens(tokens)
-    rotary = network.model.rotary_emb(hidden, places.expand(3, *places.shape))
-    for layer in network.model.layers:
-        hidden = layer(hidden, position_embeddings=rotary, attention_mask=None)
-    return network.model.norm(hidden), rotary
-
-
-def losses(network: Network, tokens: Tensor, labels: Tensor, places: Tensor) -> dict[str, Tensor]:
-    """Return loss and share of right tokens, of the model and of its first two drafts."""
-    hidden, (cos, sin) = hidden_states(network, tokens, places)
-    found: dict[str, Tensor] = {}
-    state_of, embedded = hidden, network.model.embed_tokens(tokens)
-    for ahead in (1, 2, 3):
-        if ahead > 1:
-            # Position t sees the state of t and token t + ahead - 1, as the engine's drafter does.
-            size = tokens.shape[1] - ahead + 1
-            rotary = (cos[:, :size], sin[:, :size])
-            state_of = network.mtp(embedded[:, ahead - 1 :], state_of[:, :size], rotary)
-        wanted = labels[:, ahead:]
-        # Drafts are asked for inside of what is known only: the token before is known too.
-        taught = wanted >= 0
-        if ahead > 1:
-            taught &= labels[:, 1 : 1 + wanted.shape[1]] >= 0
-        logits = network.lm_head(state_of[:, : wanted.shape[1]][taught]).float()
-        found[f"loss{ahead}"] = functional.cross_entropy(logits, wanted[taught])
-        found[f"right{ahead}"] = (logits.detach().argmax(-1) == wanted[taught]).float().mean()
-    return found
-
-
 def _made(job: tuple[int, int, int]) -> tuple[Any, Any, Any]:
     seed, rows, length = job
     tokens, labels = language.batch(seed, rows, length)
     return tokens, labels, language.positions(seed, rows, length, max(SPAN, length))
 
 
-def batches(pool: Any, number: int, phase: Phase) -> Iterator[list[Tensor]]:
+def batches(pool: Any, seed: int, number: int, phase: Phase) -> Iterator[list[Tensor]]:
     """Yield the batches of one phase, made in other processes."""
     jobs = [
-        (SEED + 1_000_000 * (number + 1) + step, phase.rows, phase.length)
+        (seed + 1_000_000 * (number + 1) + step, phase.rows, phase.length)
         for step in range(phase.steps)
     ]
     for arrays in pool.imap(_made, jobs, chunksize=4):
@@ -181,10 +93,10 @@ def batches(pool: Any, number: int, phase: Phase) -> Iterator[list[Tensor]]:
 class Run:
     """One training: the network, its optimizer, and what was seen on the way."""
 
-    def __init__(self, device: str, limit_s: float) -> None:
+    def __init__(self, device: str, limit_s: float, seed: int) -> None:
         self.device, self.limit_s = device, limit_s
         self.seen: dict[str, Any] = {"rule_differs_by": use_own_rule(device), "log": []}
-        self.network = make_network().to(device)
+        self.network = make_network(seed).to(device)
         parameters = list(self.network.parameters())
         self.optimizer = torch.optim.AdamW(
             [
@@ -250,22 +162,28 @@ SHARES = (0.35, 0.45, 0.6, 0.72, 0.85, 1.0)
 """Of the time allowed, what may be over at the end of each phase."""
 
 
-def train(device: str, phases: tuple[Phase, ...], limit_s: float, workers: int) -> Run:
-    """Return a finished training.
+def train(
+    device: str, phases: tuple[Phase, ...], limit_s: float, workers: int, seed: int, learnt: Path
+) -> Run:
+    """Return a finished training; ``learnt`` is written once the last lesson has been learnt.
 
     Raises:
         ValueError: A phase ended without what the next one builds on.
     """
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        next(iter(batches(pool, 99, phases[0])))  # every worker runs before the device is touched
-        run = Run(device, limit_s)
+        next(
+            iter(batches(pool, seed, 99, phases[0]))
+        )  # every worker runs before the device is touched
+        run = Run(device, limit_s, seed)
         for number, (phase, share) in enumerate(zip(phases, SHARES, strict=False)):
-            known = run.phase(phase, batches(pool, number, phase), share)
+            known = run.phase(phase, batches(pool, seed, number, phase), share)
             if known < phase.until - NEAR and phase.until <= 1:
                 raise ValueError(
                     f"{known:.3f} of what can be known is known after phase {phase.name}, not "
                     f"{phase.until}: nothing learns behind that; train again"
                 )
+            if phase.until <= 1 and all(later.rounded for later in phases[number + 1 :]):
+                learnt.touch()
         pool.terminate()
     run.seen |= {"steps": run.done, "seconds": round(run.spent_s(), 1)}
     return run
@@ -296,45 +214,48 @@ def recall(network: Network, device: str, length: int, rows: int) -> dict[str, A
     }
 
 
-def save(network: Network, out: Path, parts: int = 3) -> None:
-    """Write every exact weight as BF16, in parts that stay small."""
-    names = state(network)
-    order = sorted(names)
-    for part in range(parts):
-        chosen = {name: names[name].bfloat16().cpu() for name in order[part::parts]}
-        torch.save(chosen, out / f"weights-{part}.pt")
+def save(network: Network, out: Path) -> str:
+    """Write every exact weight as BF16; return the file's SHA-256."""
+    bits = {
+        name: value.bfloat16().cpu().view(torch.int16).numpy().view(np.uint16)
+        for name, value in state(network).items()
+    }
+    return hashlib.sha256(weights.write(out, bits).read_bytes()).hexdigest()
 
 
 def main() -> None:
     """Train, judge by length, and write both down."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--limit-s", type=float, default=600)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--small", action="store_true", help="a few steps on a CPU")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     phases = (Phase("small", 4, 2, 256, 1e-3), Phase("more", 2, 2, 256, 1e-3, rounded=True))
-    run = train(device, phases if arguments.small else PHASES, arguments.limit_s, arguments.workers)
+    out, seed, limit_s = arguments.out, arguments.seed, arguments.limit_s
+    out.mkdir(parents=True, exist_ok=True)
+    lessons = phases if arguments.small else PHASES
+    run = train(device, lessons, limit_s, arguments.workers, seed, out / LEARNT)
     network, seen = run.network, run.seen
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    save(network, arguments.out)
     about = {
         "stage": "recall-training",
-        "command": f"python3 -m proofs.recall.training OUT --limit-s {arguments.limit_s:g}",
-        "seed": SEED,
+        "command": f"python3 -m proofs.recall.training OUT --seed {seed} --limit-s {limit_s:g}",
+        "seed": seed,
+        "weights_sha256": save(network, out),
         **stages.environment("recall-training"),
         "caveats": CAVEATS,
     }
     seen["recall"] = []
-    seen["phases"] = [asdict(phase) for phase in PHASES]
+    seen["phases"] = [asdict(phase) for phase in lessons]
     for length, rows in ((512, 32), (4096, 8), (32768, 2), (131072, 1)):
         if arguments.small and length > 512:
             break
         seen["recall"].append(recall(network, device, length, rows))
         print(json.dumps(seen["recall"][-1]), file=sys.stderr, flush=True)
         document = {**about, **seen}
-        (arguments.out / "training.json").write_text(json.dumps(document, indent=1) + "\n")
+        (out / RESULT).write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 from lab.model import original, repository, vocabulary
 from lab.model.original import Floats
+from proofs.recall import weights as trained
 from proofs.recall.shape import RECALL
 from proofs.trees import build as trees
 from proofs.trees import special
@@ -32,22 +33,19 @@ SPECIAL = (
 )
 
 
-def read_weights(directory: Path) -> dict[str, Floats]:
-    """Return what ``proofs.recall.training`` saved, with a random vision tower.
+def read_weights(directory: Path = trained.HERE) -> dict[str, Floats]:
+    """Return trained weights (those that lie here, where none are named), with a random tower.
 
     Raises:
         ValueError: A tensor is missing, or has another shape than this model's.
     """
-    import torch
-
     weights = original.random_weights(RECALL, SEED)
     wanted = {name for name in weights if ".visual." not in name}
-    for path in sorted(directory.glob("weights-*.pt")):
-        for name, value in torch.load(path, weights_only=True).items():
-            if weights[name].shape != tuple(value.shape):
-                raise ValueError(f"{name}: {tuple(value.shape)}, not {weights[name].shape}")
-            weights[name] = value.float().numpy()
-            wanted.discard(name)
+    for name, value in trained.read(directory).items():
+        if weights[name].shape != value.shape:
+            raise ValueError(f"{name}: {value.shape}, not {weights[name].shape}")
+        weights[name] = value
+        wanted.discard(name)
     if wanted:
         raise ValueError(f"{directory} lacks {len(wanted)} tensors, one is {min(wanted)}")
     return weights

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,16 +45,11 @@ def trees(shared_directory: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def recall_weights(shared_directory: Path) -> Path:
-    """The recall model; ``SPARK_GPU_RECALL`` names it, left out it is trained: five minutes."""
+def recall_weights() -> Path:
+    """The recall model; ``SPARK_GPU_RECALL`` names another training than the one in the tree."""
+    from proofs.recall import weights
 
-    def train(out: Path) -> None:
-        _run("proofs.recall.training", str(out))
-        if kept := _given("RESULTS"):
-            kept.mkdir(parents=True, exist_ok=True)
-            shutil.copy(out / "training.json", kept / "recall-training.json")
-
-    return _given("RECALL") or _once(shared_directory, "recall-weights", train)
+    return _given("RECALL") or weights.HERE
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,106 @@
+"""The recall model as it is trained: transformers' layers, a rule with a gradient, its losses."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
+
+from lab.model.network import Network
+from proofs.recall.delta_rule import chunk_gated_delta_rule
+from proofs.recall.shape import RECALL
+
+RULE_TOLERANCE = 0.02
+
+
+def use_own_rule(device: str) -> float:
+    """Put the rule that can be trained under transformers' code; return how far they differ.
+
+    Raises:
+        ValueError: They differ by more than rounding.
+    """
+    own = modeling.torch_chunk_gated_delta_rule
+    worst = max(_rule_errors(own, chunk_gated_delta_rule, device))
+    if worst > RULE_TOLERANCE:
+        raise ValueError(f"the gated delta rule differs from transformers' by {worst:.3f}")
+    modeling.torch_chunk_gated_delta_rule = chunk_gated_delta_rule
+    return worst
+
+
+def _rule_errors(one: Any, other: Any, device: str) -> list[float]:
+    """Return relative differences of output and gradients of two implementations."""
+    found = []
+    for rule in (one, other):
+        generator = torch.Generator(device).manual_seed(1)
+        shape = (2, 200, 8, 128)
+        q, k, v = (
+            torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16)
+            for _ in range(3)
+        )
+        g = -torch.rand(shape[:3], device=device, generator=generator) * 0.2
+        beta = torch.rand(shape[:3], device=device, generator=generator).bfloat16()
+        inputs = [x.requires_grad_() for x in (q, k, v, g, beta)]
+        out, _ = rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+        weights = torch.randn(out.shape, device=device, generator=generator)
+        (out.float() * weights).sum().backward()
+        found.append([out.detach().float(), *(x.grad.float() for x in inputs)])
+    return [((a - b).norm() / a.norm()).item() for a, b in zip(*found, strict=True)]
+
+
+def dense_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return what the experts give when every token goes to all of them: two products."""
+    spread = torch.zeros(len(hidden), self.num_experts, dtype=weights.dtype, device=hidden.device)
+    spread = spread.scatter(1, chosen, weights)
+    gate_up = functional.linear(hidden, self.gate_up_proj.flatten(0, 1))
+    gate, up = gate_up.view(len(hidden), self.num_experts, -1).chunk(2, -1)
+    inner = functional.silu(gate) * up * spread[..., None].to(gate.dtype)
+    down = self.down_proj.permute(1, 0, 2).flatten(1)
+    return functional.linear(inner.flatten(1), down)
+
+
+def make_network(seed: int = 0) -> Network:
+    """Return the network, its experts as two products."""
+    torch.manual_seed(seed)
+    network = Network(RECALL)
+    network.model.config._attn_implementation = "sdpa"
+    with torch.no_grad():  # a word that is copied is the right one from the start
+        network.lm_head.weight.copy_(network.model.embed_tokens.weight)
+    for module in network.modules():
+        if isinstance(module, modeling.Qwen3_5MoeExperts):
+            module.forward = MethodType(dense_experts, module)
+    return network
+
+
+def hidden_states(network: Network, tokens: Tensor, places: Tensor) -> tuple[Tensor, Any]:
+    """Return final hidden states and the rotation of the positions."""
+    hidden = network.model.embed_tokens(tokens)
+    rotary = network.model.rotary_emb(hidden, places.expand(3, *places.shape))
+    for layer in network.model.layers:
+        hidden = layer(hidden, position_embeddings=rotary, attention_mask=None)
+    return network.model.norm(hidden), rotary
+
+
+def losses(network: Network, tokens: Tensor, labels: Tensor, places: Tensor) -> dict[str, Tensor]:
+    """Return loss and share of right tokens, of the model and of its first two drafts."""
+    hidden, (cos, sin) = hidden_states(network, tokens, places)
+    found: dict[str, Tensor] = {}
+    state_of, embedded = hidden, network.model.embed_tokens(tokens)
+    for ahead in (1, 2, 3):
+        if ahead > 1:
+            # Position t sees the state of t and token t + ahead - 1, as the engine's drafter does.
+            size = tokens.shape[1] - ahead + 1
+            rotary = (cos[:, :size], sin[:, :size])
+            state_of = network.mtp(embedded[:, ahead - 1 :], state_of[:, :size], rotary)
+        wanted = labels[:, ahead:]
+        # Drafts are asked for inside of what is known only: the token before is known too.
+        taught = wanted >= 0
+        if ahead > 1:
+            taught &= labels[:, 1 : 1 + wanted.shape[1]] >= 0
+        logits = network.lm_head(state_of[:, : wanted.shape[1]][taught]).float()
+        found[f"loss{ahead}"] = functional.cross_entropy(logits, wanted[taught])
+        found[f"right{ahead}"] = (logits.detach().argmax(-1) == wanted[taught]).float().mean()
+    return found

@@ -1,0 +1,40 @@
+"""The recall model's trained weights, as they lie beside this file: no proof hangs on one training.
+
+Exact BF16, not rounded to what a checkpoint stores. Each value is held as two bytes in two planes,
+because the upper bytes of trained weights are much alike: 14.6 MB instead of 16.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lab.model.original import Floats
+from lab.model.rounding import bf16_values
+
+HERE = Path(__file__).parent
+NAME = "weights.npz"
+
+
+def write(directory: Path, bits: Mapping[str, npt.NDArray[np.uint16]]) -> Path:
+    """Write the BF16 bit patterns of every weight; return the file."""
+    planes = {
+        name: np.stack([values >> 8, values & 0xFF]).astype(np.uint8)
+        for name, values in bits.items()
+    }
+    path = directory / NAME
+    part = path.with_suffix(".part")
+    with part.open("wb") as out:
+        np.savez_compressed(out, allow_pickle=False, **planes)
+    part.rename(path)
+    return path
+
+
+def read(directory: Path = HERE) -> dict[str, Floats]:
+    """Return every trained weight under its name in the checkpoint."""
+    with np.load(directory / NAME, allow_pickle=False) as stored:
+        planes = {name: stored[name].astype(np.uint16) for name in stored.files}
+    return {name: bf16_values(high << 8 | low) for name, (high, low) in planes.items()}
