@@ -93,8 +93,10 @@ gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pyt
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
 
 gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in build/recall
-	$(GPU_PYTHON) -m proofs.recall.race build/recall --limit-s 600
-	@echo "to prove with it: SPARK_GPU_RECALL=build/recall make gpu; to keep it: its weights.npz in proofs/recall"
+	$(GPU_PYTHON) -m proofs.recall.race build/recall/first --limit-s 600
+	$(GPU_PYTHON) -m proofs.recall.training build/recall/further --further build/recall/first --seed 112
+	@echo "to prove with it: SPARK_GPU_RECALL=build/recall/further make gpu; to keep it:"
+	@echo "its weights.npz goes into proofs/recall"
 
 # Beside nothing else: other work on the card would be in the times.
 SPARK_GPU_RESULTS ?= build/gpu-results

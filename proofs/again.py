@@ -33,7 +33,7 @@ WAYS: tuple[tuple[str, Again], ...] = (
                             "tests/engine/test_published_models.py", "plain-models.json")),
     (r"recall-formats", Again("python3 -m proofs.recall.by_format WEIGHTS OUT",
                               "proofs/recall/by_format.py", "argparse")),
-    (r"recall-training", Again("make gpu-train", "Makefile", "proofs.recall.race")),
+    (r"recall-training(?:-further)?", Again("make gpu-train", "Makefile", "proofs.recall.race")),
     (r"recall-([\w-]+)", Again(GPU, "proofs/recall/verdicts.py", '"{0}": judge_')),
     (r"release-(cluster)", Again(TWO, _RELEASES, '_failed("{0}"')),
     (r"release-([\w-]+)", Again(GPU, _RELEASES, '_failed("{0}"')),

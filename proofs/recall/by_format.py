@@ -28,10 +28,10 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 from transformers import AttentionInterface
 
-from lab.model.network import Network, state
+from lab.model.network import Network
 from proofs.recall import formats, judge, language, verdicts, weights
 from proofs.recall.formats import Preset
-from proofs.recall.network import hidden_states, make_network
+from proofs.recall.network import hidden_states, make_network, put_in
 
 STEP = 8192
 ROWS = 512
@@ -93,11 +93,8 @@ def _rows(
 
 def load(directory: Path) -> Network:
     """Return the trained network with its weights rounded as checkpoints store them."""
-    saved = weights.read(directory)
     network = make_network()
-    with torch.no_grad():
-        for name, value in state(network).items():  # views of the network's own tensors
-            value.copy_(torch.from_numpy(saved[name]))
+    put_in(network, weights.read(directory))
     network.round_weights()
     network.model.config._attn_implementation = "recall-cache"
     return network

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
-from lab.model.network import Network
+from lab.model.network import Network, state
+from lab.model.original import Floats
 from proofs.recall.delta_rule import chunk_gated_delta_rule
 from proofs.recall.shape import RECALL
 
@@ -73,6 +74,13 @@ def make_network(seed: int = 0) -> Network:
         if isinstance(module, modeling.Qwen3_5MoeExperts):
             module.forward = MethodType(dense_experts, module)
     return network
+
+
+def put_in(network: Network, trained: dict[str, Floats]) -> None:
+    """Give a network the weights of a training."""
+    with torch.no_grad():
+        for name, value in state(network).items():  # views of the network's own tensors
+            value.copy_(torch.from_numpy(trained[name]))
 
 
 def hidden_states(network: Network, tokens: Tensor, places: Tensor) -> tuple[Tensor, Any]:
