@@ -27,6 +27,7 @@ _ENGINE, _RELEASES = "tests/gpu/test_engine.py", "tests/gpu/test_releases.py"
 WAYS: tuple[tuple[str, Again], ...] = (
     (r"engine-(0\.\d+\.\d+)", Again(OTHER_ENGINE, "proofs/stages.py", '"speculation":')),
     (r"engine-(two-gpus)", Again(TWO, _ENGINE, '_failed("{0}"')),
+    (r"engine-(prefixes)-failed", Again(GPU, _ENGINE, '_failed("{0}"')),
     (r"engine-([\w-]+)", Again(GPU, _ENGINE, '_failed("{0}"')),
     (r"(dflash|prefixes|steered)", Again(ON_CPU, "proofs/engine/case.py", "sys.argv[1]")),
     (r"plain-models", Again("RESULTS=write pytest tests/engine/test_published_models.py",

@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 from transformers import AttentionInterface
 
 from lab.model.network import Network
+from proofs import code
 from proofs.recall import formats, judge, language, verdicts, weights
 from proofs.recall.formats import Preset
 from proofs.recall.network import hidden_states, make_network, put_in
@@ -160,14 +161,18 @@ def result_rows(found: dict[str, list[judge.Row]]) -> list[judge.Row]:
     """Judge every format against the 16-bit cache."""
     base, rows = found["16-bit"], []
     for name, answers in found.items():
-        share = judge.share(judge.looked_up(answers))
-        damaged = name.startswith("noise")
-        enough = share is not None and share >= verdicts.ENOUGH
-        bound = "less is found: the judge sees it" if damaged else f"{verdicts.ENOUGH:.0%} is found"
+        known = judge.share(verdicts.sure(base, answers)) or 0.0
+        claim = f"{verdicts.ENOUGH:.0%} of what 16 bit finds without doubt is found"
+        passed = known >= verdicts.ENOUGH
+        if name == "16-bit":
+            claim = f"{verdicts.KNOWN:.0%} is found"
+            passed = (judge.share(judge.looked_up(answers)) or 0.0) >= verdicts.KNOWN
+        elif name.startswith("noise"):
+            claim, passed = "less is found: the judge sees it", known < verdicts.KNOWN
         rows.append(
             verdicts.row(
-                f"{name}: {bound}",
-                not enough if damaged else enough,
+                f"{name}: {claim}",
+                passed,
                 [name],
                 answers=len(answers),
                 right=judge.by_length(answers),
@@ -209,6 +214,7 @@ def document(found: dict[str, list[judge.Row]]) -> dict[str, Any]:
         "stage": "recall-formats",
         "command": "python3 -m proofs.recall.by_format WEIGHTS OUT",
         "seed": 0,
+        "code": code.digests("recall-formats"),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "device": f"CPU ({platform.machine()}), no GPU: formats in torch, no engine's kernel",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

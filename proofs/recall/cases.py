@@ -250,7 +250,7 @@ def flashinfer_cases() -> list[dict[str, Any]]:
 def waiting_cases() -> list[dict[str, Any]]:
     """FlashInfer for attention without drafts, where the host waits for each step."""
     attention = {**ROOM, "attention_config": {"backend": "FLASHINFER"}, **NO_ASYNC}
-    found = [case("recall-16bit", options=ROOM, recall=SHORTER)]
+    found = [case("fi-none", options=ROOM, recall=SHORTER)]
     for mode, on in (("eager", {}), ("full", graphs(FULL))):
         for way, more in (("attention", {}), ("xqa", {"xqa": True})):
             options = {**attention, **on}

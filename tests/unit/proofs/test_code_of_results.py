@@ -1,6 +1,7 @@
 """A result is known by the code it was made with, and is called older once that has changed."""
 
 import ast
+import hashlib
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from results import age
 RESULTS = sorted((CHECKOUT / "benchmarks/results").glob("[gc]pu/*.json"))
 ON_GPUS = [path for path in RESULTS if path.parent.name == "gpu"]
 CASES = "proofs/engine/cases.py"
+GPU = CHECKOUT / "benchmarks/results/gpu"
 
 
 @pytest.fixture
@@ -171,3 +173,18 @@ def test_every_result_rests_on_code_that_is_known(path):
     assert digests
     made_with = json.loads(path.read_text("utf-8")).get("code", digests)
     assert all(isinstance(one, str) for one in made_with.values())
+
+
+def test_the_weights_in_the_tree_are_those_of_the_training_that_is_told_of() -> None:
+    told = json.loads((GPU / "recall-training-further.json").read_text())
+    data = (CHECKOUT / "proofs/recall/weights.npz").read_bytes()
+    assert hashlib.sha256(data).hexdigest() == told["weights_sha256"]
+    assert len(data) < 20e6
+    before = json.loads((GPU / "recall-training.json").read_text())
+    assert told["further_from_sha256"] == before["weights_sha256"]
+
+
+def test_a_result_rests_on_no_file_that_is_taken_out() -> None:
+    rests_on = code.digests("recall-recall")
+    assert "proofs/recall/weights.npz" in rests_on
+    assert "proofs/recall/training.py" not in rests_on
