@@ -7,7 +7,6 @@ pyinfra would take the first for a name and pass over the others.
 from __future__ import annotations
 
 import ast
-import ipaddress
 import re
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import Problem
+from spark_deploy.payload.certificates import is_address
 
 LOCAL = "@local"
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -62,7 +62,7 @@ def _wrong_name(host: str) -> tuple[str, str] | None:
     user, sign, rest = host.partition("@")
     if sign:
         return "holds a login", f"write {rest!r}, and `ssh: {{user: {user}}}` in its host_vars"
-    if _is_address(host):
+    if is_address(host):
         return None
     name, _, port = host.rpartition(":")
     if _NAME.fullmatch(name) and port.isdecimal():
@@ -70,14 +70,6 @@ def _wrong_name(host: str) -> tuple[str, str] | None:
     if not _NAME.fullmatch(host) or set(host) <= set("0123456789."):
         return "is no name or address of a host", "write a name as ssh knows it, such as spark-1"
     return None
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _joined_names(file: Path) -> Iterator[tuple[str, tuple[str, str, str]]]:

@@ -12,7 +12,8 @@ from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.cli.taken import Options
 from spark_deploy.operations.service.manifest import manifest_of
-from spark_deploy.operations.service.uninstall import asked_of, gigabytes, ours_on_host
+from spark_deploy.operations.service.releases import gigabytes
+from spark_deploy.operations.service.uninstall import asked_of, ours_on_host
 from spark_deploy.payload.content import read_payload
 
 

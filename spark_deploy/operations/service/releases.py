@@ -97,7 +97,8 @@ def lines(found: Pruning) -> Iterator[str]:
 
 def gigabytes(size_bytes: int) -> str:
     """Write bytes for people."""
-    return f"{size_bytes / 1e9:.2f} GB"
+    unit, factor = ("GB", 1e9) if size_bytes >= 1e8 else ("MB", 1e6)
+    return f"{size_bytes / factor:.2f} {unit}"
 
 
 def _prune(state: State, host: Host, keep: str) -> bool:

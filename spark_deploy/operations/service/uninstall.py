@@ -22,6 +22,7 @@ from spark_deploy.operations.commands import CommandFailed, heartbeat, log_once,
 from spark_deploy.operations.host_errors import Commands, host_errors, show
 from spark_deploy.operations.machine.base import HOLD_PATH, SLEEP_TARGETS, state_of
 from spark_deploy.operations.machine.gpu_access import SPECIFICATION
+from spark_deploy.operations.service.releases import gigabytes
 from spark_deploy.payload.host_protection import EARLYOOM_PATH, guarantee_files
 from spark_deploy.payload.sent import sent_command, sent_tools
 from spark_deploy.planning.machine import SUDOERS_PATH, BasePlan
@@ -132,9 +133,3 @@ def _kind(kind: str, things: list[Thing]) -> Iterator[str]:
 
 def _size(size_bytes: int) -> str:
     return f"{gigabytes(size_bytes) if size_bytes else '':>9}"
-
-
-def gigabytes(size_bytes: int) -> str:
-    """Write bytes for people."""
-    unit, factor = ("GB", 1e9) if size_bytes >= 1e8 else ("MB", 1e6)
-    return f"{size_bytes / factor:.2f} {unit}"
