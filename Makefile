@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu gpu-train gpu-times gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu cpu-proofs gpu-train gpu-times gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -91,6 +91,13 @@ gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pyt
 	@test -d build/plans || $(MAKE) --no-print-directory gpu-plans \
 	  || echo "no plans could be made here: tests that serve them are skipped (make gpu-plans elsewhere)"
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
+
+cpu-proofs: venv ## claims that need no GPU, in the engine's CPU build; files in build/cpu/results (root)
+	@rm -rf build/cpu/plugin build/cpu/context && mkdir -p build/cpu && cp -r files/image build/cpu/context
+	$(PY) -m lab.engine run -m pip install --quiet --no-index --no-deps --no-build-isolation \
+	  --target build/cpu/plugin build/cpu/context
+	PYTHONPATH=$(CURDIR)/build/cpu/plugin:$(CURDIR):$(CURDIR)/files/contract:$(CURDIR)/files/checkpoint VLLM_PLUGINS=spark \
+	  $(PY) -m lab.engine run -m proofs.engine.on_cpu build/cpu/results
 
 gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in build/recall
 	$(GPU_PYTHON) -m proofs.recall.race build/recall/first --limit-s 600

@@ -20,18 +20,15 @@ class Again(NamedTuple):
 
 GPU, TWO = "make gpu", "make gpu, two cards"
 OTHER_ENGINE = "python3 benchmarks/gpu/engine_proofs.py --stage speculation, with vLLM {0}"
-ON_CPU = (
-    "python3 -m proofs.engine.case CASE.json OUT, in the CPU engine, load_format spark_portable"
-)
 _ENGINE, _RELEASES = "tests/gpu/test_engine.py", "tests/gpu/test_releases.py"
 WAYS: tuple[tuple[str, Again], ...] = (
     (r"engine-(0\.\d+\.\d+)", Again(OTHER_ENGINE, "proofs/stages.py", '"speculation":')),
     (r"engine-(two-gpus)", Again(TWO, _ENGINE, '_failed("{0}"')),
     (r"engine-(prefixes)-failed", Again(GPU, _ENGINE, '_failed("{0}"')),
     (r"engine-([\w-]+)", Again(GPU, _ENGINE, '_failed("{0}"')),
-    (r"(dflash|prefixes|steered)", Again(ON_CPU, "proofs/engine/case.py", "sys.argv[1]")),
-    (r"plain-models", Again("RESULTS=write pytest tests/engine/test_published_models.py",
-                            "tests/engine/test_published_models.py", "plain-models.json")),
+    (r"(dflash|prefixes|steered)", Again("make cpu-proofs", "proofs/engine/on_cpu.py", '"{0}"')),
+    (r"plain-models", Again("RESULTS=write pytest tests/host/test_plain_models.py",
+                            "tests/host/test_plain_models.py", "plain-models.json")),
     (r"recall-formats", Again("python3 -m proofs.recall.by_format WEIGHTS OUT",
                               "proofs/recall/by_format.py", "argparse")),
     (r"recall-training(?:-further)?", Again("make gpu-train", "Makefile", "proofs.recall.race")),

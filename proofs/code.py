@@ -66,6 +66,15 @@ RAN: dict[str, tuple[str, ...]] = {
         "files/checkpoint/spark_checkpoint/requantize/gates.py",
     ),
     "experts": ("tests/gpu/test_experts.py",),
+    **{
+        name: (*PLUGIN, *ENGINES, *SINGLE, "proofs/engine/on_cpu.py")
+        for name in ("steered", "prefixes", "dflash")
+    },
+    "plain-models": (
+        "tests/host/test_plain_models.py",
+        "tests/published.py",
+        "spark_deploy/planning/budget/*.py",
+    ),
     "turboquant": ("files/image/spark_vllm/turboquant.py", "tests/gpu/test_turboquant.py"),
 }
 """What each kind of result file rests on, ``!`` what it does not; the first kind that its name

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from tests.published import DECODERS, DRAFTS, PROFILE, WORDS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 
-RESULTS = CHECKOUT / "benchmarks/results/cpu/plain-models.json"
 INVENTORY = f"""
 import sys as _sys
 _sys.path.insert(0, {str(CHECKOUT)!r})
@@ -156,8 +154,6 @@ def served(site: Path, work: Path) -> Served:
     log = engine(work, script, str(cases), str(answers))
     parts = re.split(r"^=== (.+)$", log.replace("\r", "\n"), flags=re.M)[1:]
     found = plans, json.loads(answers.read_text()), dict(zip(parts[::2], parts[1::2], strict=True))
-    if os.environ.get("RESULTS") == "write":
-        write_results(*found, work)
     return found
 
 
@@ -170,32 +166,6 @@ def files_bytes(plan: HostPlan, work: Path, number: int = 0) -> int:
     one = plan.sources[number].locked
     folder = work / "hub" / one.repo / one.commit
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def write_results(
-    plans: dict[str, HostPlan], answers: dict[str, Any], logs: dict[str, str], work: Path
-) -> None:
-    version = re.findall(r"\(v([\d.]+)[^)]*\) with config", "".join(logs.values()))
-    rows = [
-        {
-            "model": name,
-            "architecture": (DECODERS | ENCODERS)[name.split()[0]],
-            "files_bytes": files_bytes(plan, work),
-            "planned_weights_bytes": plan.memory.weights_bytes,
-            "planned_kv_tokens": plan.memory.kv_tokens,
-            "engine_kv_tokens": counted_tokens(logs[name]),
-            "answer": answers[name],
-        }
-        for name, plan in plans.items()
-    ]
-    told = {
-        "command": "RESULTS=write pytest tests/engine/test_published_models.py",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "device": "x86_64 CPU",
-        "versions": {"vllm": version[0] if version else ""},
-        "rows": rows,
-    }
-    RESULTS.write_text(json.dumps(told, indent=1) + "\n")
 
 
 @pytest.mark.parametrize("model", DECODERS)

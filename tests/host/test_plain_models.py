@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from proofs import code
 from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named
 from tests.published import (
     DECODERS,
@@ -59,6 +60,7 @@ def seen(guest: Guest) -> Iterator[list[dict[str, Any]]]:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": "a guest of the virtual lab, x86_64 CPU",
         "versions": {"vllm": proof_of(guest)["engine"]["version"]},
+        "code": code.digests(RESULTS.stem),
         "rows": sorted(kept.values(), key=lambda row: str(row["model"])),
     }
     RESULTS.write_text(json.dumps(told, indent=1) + "\n")
