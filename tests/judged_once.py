@@ -39,9 +39,10 @@ def remember(patch: pytest.MonkeyPatch) -> None:
         return known[key]
 
     def mapping_of(path: Path, *, shown: str) -> Any:
-        if not path.is_file():
+        try:
+            key = (path.read_bytes(), shown)
+        except OSError:
             return mapping(path, shown=shown)
-        key = (path.read_bytes(), shown)
         if key not in mappings:
             mappings[key] = mapping(path, shown=shown)
         return copy.deepcopy(mappings[key])

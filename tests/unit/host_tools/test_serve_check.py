@@ -183,7 +183,7 @@ def test_every_check_there_is_has_an_engine_that_violates_it() -> None:
         ("nan", "by one token over and over"),
         ("empty", "was answered ''"),
         ("error-500", "HTTP 500"),
-        ("wedge", "no usable answer after 1.5 s"),
+        ("wedge", "no usable answer after 1."),
     ],
 )
 def test_a_broken_engine_never_passes_the_quick_check(
