@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.host import tool
 from spark_contract.host.paths import Paths
 
-from spark_host.check import runner
-from spark_host.engine import serve
-from spark_host.gateway import gateway, share
-from spark_host.jobs import image, jobs
-from spark_host.prune import prune
-from spark_host.records import boot
-from spark_host.rollout import recover, request, rollout, way_back
-from spark_host.rollout.ports import this_host
-from spark_host.system.fabric import addresses, fence, speed
 from spark_host.system.log import answer
 from spark_host.system.ports import Host
 from spark_host.system.stored import default_paths
-from spark_host.told import evidence, status
-from spark_host.uninstall import uninstall
-from spark_host.watch import daily, loop
 
 Words = list[str]
 Verb = Callable[[Words, Paths], int]
+
+
+def _in(module: str, name: str = "main") -> Callable[..., Any]:
+    """Return a function whose module is imported when it is called.
+
+    Most of what a short verb takes is Python importing: each pays for its own modules alone.
+    """
+
+    def called(*given: object) -> Any:
+        return getattr(importlib.import_module(f"spark_host.{module}"), name)(*given)
+
+    return called
+
+
+_this_host = _in("rollout.ports", "this_host")
 
 
 def _of_one(work: Callable[[str, Paths], int]) -> Verb:
@@ -44,12 +49,12 @@ def _one(words: Words) -> str:
 
 def _poll(words: Words, paths: Paths) -> int:
     asked = words[1] if len(words) == 2 else None
-    answer(request.poll(_one(words[:1]), Host(paths), asked))
+    answer(_in("rollout.request", "poll")(_one(words[:1]), Host(paths), asked))
     return 0
 
 
 def _begin(name: str, paths: Paths) -> int:
-    answer(request.begin(name, Host(paths)))
+    answer(_in("rollout.request", "begin")(name, Host(paths)))
     return 0
 
 
@@ -59,30 +64,31 @@ def _stop_service(words: Words, paths: Paths) -> int:
     by = more.pop("--by", os.environ.get("SUDO_USER", "root"))
     if more or len(words) % 2 == 0 or not (for_s or "1").isdigit():
         raise HostToolError("spark-host stop-service", f"does not take {words}", "see its help", 2)
-    return boot.stop_service(words[0], by, Host(paths), float(for_s) if for_s else None)
+    stop: Callable[..., int] = _in("records.boot", "stop_service")
+    return stop(words[0], by, Host(paths), float(for_s) if for_s else None)
 
 
 def _leaving(verb: str) -> Verb:
-    return lambda words, paths: uninstall.main(verb, _one(words), paths)
+    return lambda words, paths: _in("uninstall.uninstall")(verb, _one(words), paths)
 
 
 VERBS: dict[str, tuple[Verb, str]] = {
-    tool.STATUS: (status.main, "[--live]: everything about this host as JSON"),
+    tool.STATUS: (_in("told.status"), "[--live]: everything about this host as JSON"),
     tool.EVIDENCE: (
-        evidence.main,
+        _in("told.evidence"),
         "what the running engine shows, fit to be sent to others, as JSON",
     ),
     tool.CHECK: (
-        runner.main,
+        _in("check.runner"),
         "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine; --record [FILE] and "
         "--compare RELEASE: keep what it answers, and hold it against another",
     ),
     "switch": (
-        _of_one(lambda name, paths: rollout.roll_out(name, this_host(paths))),
+        _of_one(lambda name, paths: _in("rollout.rollout", "roll_out")(name, _this_host(paths))),
         "RELEASE: change to a release (run by spark-switch@RELEASE)",
     ),
     "switch-recover": (
-        _of_one(lambda name, paths: recover.recover(name, this_host(paths))),
+        _of_one(lambda name, paths: _in("rollout.recover", "recover")(name, _this_host(paths))),
         "RELEASE: finish a rollout that was killed",
     ),
     tool.SWITCH_BEGIN: (
@@ -91,10 +97,13 @@ VERBS: dict[str, tuple[Verb, str]] = {
     ),
     tool.SWITCH_POLL: (_poll, "RELEASE [REQUEST]: how the last change to it stands, as JSON"),
     tool.ROLLBACK: (
-        lambda words, paths: way_back.rollback(words, this_host(paths)),
+        lambda words, paths: _in("rollout.way_back", "rollback")(words, _this_host(paths)),
         "SERVICE [--to RELEASE] [--dry]: go back to a proven release",
     ),
-    tool.PRUNE: (prune.main, "[--dry] KEEP: remove what no kept release needs; KEEP is JSON"),
+    tool.PRUNE: (
+        _in("prune.prune"),
+        "[--dry] KEEP: remove what no kept release needs; KEEP is JSON",
+    ),
     tool.NOTE: (_leaving(tool.NOTE), "WANTED: write down what the host is before it is changed"),
     tool.MANIFEST: (
         _leaving(tool.MANIFEST),
@@ -106,55 +115,70 @@ VERBS: dict[str, tuple[Verb, str]] = {
         "SERVICE [--by WHO] [--for SECONDS]: stop it until someone starts it again, or for a while",
     ),
     "start-when-due": (
-        _of_one(lambda name, paths: boot.start_when_due(name, Host(paths))),
+        _of_one(lambda name, paths: _in("records.boot", "start_when_due")(name, Host(paths))),
         "SERVICE: start it when a while is over (run by spark-return@SERVICE)",
     ),
     tool.RETIRE_SERVICE: (
-        _of_one(lambda name, paths: boot.retire_service(name, Host(paths))),
+        _of_one(lambda name, paths: _in("records.boot", "retire_service")(name, Host(paths))),
         "SERVICE: end it for good; what was made for it stays until a prune",
     ),
     tool.START_SERVICE: (
-        _of_one(lambda name, paths: boot.start_service(name, Host(paths))),
+        _of_one(lambda name, paths: _in("records.boot", "start_service")(name, Host(paths))),
         "SERVICE: start the last proven release again",
     ),
     "gateway": (
-        _of_one(gateway.run),
+        _of_one(_in("gateway.gateway", "run")),
         "SERVICE: run its nginx (run by spark-gateway@SERVICE)",
     ),
-    tool.GATEWAY_RELOAD: (_of_one(gateway.reload), "SERVICE: take over a new key or new settings"),
+    tool.GATEWAY_RELOAD: (
+        _of_one(_in("gateway.gateway", "reload")),
+        "SERVICE: take over a new key or new settings",
+    ),
     tool.GATEWAY_NEW_KEY: (
-        _of_one(gateway.new_key),
+        _of_one(_in("gateway.gateway", "new_key")),
         "SERVICE: replace its API key, the old one is refused",
     ),
     "share": (
-        lambda words, paths: share.run(paths),
+        lambda words, paths: _in("gateway.share", "run")(paths),
         "lend files of trees to other hosts (run by spark-share@trees)",
     ),
-    "watch": (_of_one(loop.run), "RELEASE: watch its engine (run by spark-watch@RELEASE)"),
-    "daily": (daily.main, ": look for what decays unnoticed (run by spark-daily.timer)"),
-    tool.JOB: (jobs.main, "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
+    "watch": (
+        _of_one(_in("watch.loop", "run")),
+        "RELEASE: watch its engine (run by spark-watch@RELEASE)",
+    ),
+    "daily": (_in("watch.daily"), ": look for what decays unnoticed (run by spark-daily.timer)"),
+    tool.JOB: (_in("jobs.jobs"), "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
     tool.IMAGE: (
-        image.main,
+        _in("jobs.image"),
         "[--layers LAYERS.json] REFERENCE [COMMAND...]: pull an image, then run a command with it",
     ),
     tool.FABRIC: (
-        addresses.main,
+        _in("system.fabric.addresses"),
         "try|confirm|restore: addresses of the ports between hosts, from a plan on standard input",
     ),
     tool.FABRIC_SPEED: (
-        speed.main,
+        _in("system.fabric.speed"),
         "listen|send: one end of a short test of a way between hosts, from an order on standard "
         "input",
     ),
     tool.FENCE: (
-        fence.main,
+        _in("system.fabric.fence"),
         "up|down RELEASE: let members alone reach the ports of a cluster (run by its unit)",
     ),
-    "may-start": (_of_one(serve.may_start), "RELEASE: whether its unit may start"),
-    "prepare": (_of_one(serve.prepare), "RELEASE: make the host ready for its start"),
-    "serve": (_of_one(serve.run), "RELEASE: run its engine (run by spark-serve@RELEASE)"),
-    "stop": (_of_one(serve.stop), "RELEASE: stop its engine"),
-    "after-stop": (_of_one(serve.after_stop), "RELEASE: clean up after its engine"),
+    "may-start": (_of_one(_in("engine.serve", "may_start")), "RELEASE: whether its unit may start"),
+    "prepare": (
+        _of_one(_in("engine.serve", "prepare")),
+        "RELEASE: make the host ready for its start",
+    ),
+    "serve": (
+        _of_one(_in("engine.serve", "run")),
+        "RELEASE: run its engine (run by spark-serve@RELEASE)",
+    ),
+    "stop": (_of_one(_in("engine.serve", "stop")), "RELEASE: stop its engine"),
+    "after-stop": (
+        _of_one(_in("engine.serve", "after_stop")),
+        "RELEASE: clean up after its engine",
+    ),
 }
 
 

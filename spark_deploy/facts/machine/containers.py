@@ -48,9 +48,9 @@ def images_script(references: Sequence[str]) -> str:
     names = " ".join(shlex.quote(reference) for reference in references)
     return rf"""
 echo '== images'
-command -v docker >/dev/null 2>&1 && for image in {names}; do
-  timeout 20 docker image inspect "$image" >/dev/null 2>&1 && echo "$image"
-done
+has() {{ timeout 20 docker image inspect "$@" >/dev/null 2>&1 && printf '%s\n' "$@"; }}
+set -- {names}
+command -v docker >/dev/null 2>&1 && [ $# != 0 ] && {{ has "$@" || for one; do has "$one"; done; }}
 """
 
 

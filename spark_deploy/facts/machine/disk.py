@@ -99,12 +99,9 @@ done
 echo '== above'
 for path in {words}; do
   for there in "$path" "$(realpath -m -- "$path")"; do
-    while [ "$there" != / ]; do
-      there=$(dirname "$there")
-      stat -L -c '%U/%G/%a/%n' -- "$there" 2>/dev/null
-    done
+    while [ -n "$there" ]; do there=${{there%/*}}; echo "${{there:-/}}"; done
   done
-done | sort -u
+done | sort -u | xargs -rd '\n' stat -L -c '%U/%G/%a/%n' -- 2>/dev/null
 echo '== docker-df'
 command -v docker >/dev/null 2>&1 && timeout 20 docker system df --format '{{{{json .}}}}'
 """

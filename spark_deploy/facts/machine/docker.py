@@ -41,7 +41,10 @@ _INFO = (
     "RegistryConfig",
     "ServerVersion",
 )
-_INFO_FORMAT = "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) + "}"
+# Last, because a client that does not know CDI ends there; what it printed before counts.
+_INFO_FORMAT = (
+    "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) + "}\n{{json .CDISpecDirs}}"
+)
 
 # On a busy host an answer may come late; one that does not come is unknown, not absent.
 _LIMITS_S = (30, 90)
@@ -65,9 +68,6 @@ echo '== daemon-json'
 [ -e {DAEMON_JSON} ] && {{ stat -c 'mtime=%.Y' {DAEMON_JSON}; cat {DAEMON_JSON}; }}
 echo '== info'
 command -v docker >/dev/null 2>&1 && ask docker docker info --format '{_INFO_FORMAT}'
-echo '== engine-cdi'
-command -v docker >/dev/null 2>&1 &&
-  ask docker docker info | sed -n '/^ CDI spec directories:/,/^ Swarm:/p'
 echo '== toolkit'; ask toolkit nvidia-ctk --version
 echo '== runtime'; command -v nvidia-container-runtime
 echo '== toolkit-mode'
@@ -153,7 +153,9 @@ class DockerState(HostFact[Docker]):
     def process(self, output: list[str]) -> Docker:
         found = sections.whole(output)
         engine = list(found.get("engine", ()))
-        daemon_json = list(found.get("daemon-json", ()))
+        info, daemon_json = found.get("info", []), list(found.get("daemon-json", ()))
+        # A client whose daemon is down prints what it knows itself.
+        answer = json_object(info[:1])
         mtime = daemon_json.pop(0).removeprefix("mtime=") if daemon_json else ""
         driver = [line.strip() for line in found.get("driver", ()) if re.match(r"\s*\d", line)]
         return Docker(
@@ -162,12 +164,12 @@ class DockerState(HostFact[Docker]):
             unit=sections.key_values(found.get("unit", ())),
             daemon_json="\n".join(daemon_json) if mtime else None,
             daemon_json_mtime_s=float(mtime or 0),
-            info=json_object(found.get("info", ())),
+            info=answer if answer.get("ServerVersion") else {},
             toolkit_version=toolkit_version(found.get("toolkit", ())),
             toolkit_mode=sections.first(found, "toolkit-mode"),
             runtime=sections.first(found, "runtime"),
             cdi=tuple(_cdi(line) for line in found.get("cdi", ())),
-            cdi_directories=_below(found.get("engine-cdi", ()), "CDI spec directories:"),
+            cdi_directories=_listed(info[1:]),
             driver_version=driver[0]
             if driver
             else module_version("\n".join(found.get("module", ()))),
@@ -207,17 +209,13 @@ def toolkit_version(lines: Iterable[str]) -> str:
     return found.group(1) if found else ""
 
 
-def _below(lines: Iterable[str], heading: str) -> tuple[str, ...]:
-    """Return the items that `docker info` lists, one step further in, below a heading."""
-    found: list[str] = []
-    inside = False
-    for line in lines:
-        if inside and not line.startswith("  "):
-            break
-        if inside:
-            found.append(line.strip())
-        inside = inside or line == f" {heading}"
-    return tuple(found)
+def _listed(lines: Iterable[str]) -> tuple[str, ...]:
+    """Read a JSON list of texts; anything else is an empty one."""
+    try:
+        value = json.loads("\n".join(lines))
+    except ValueError:
+        return ()
+    return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
 def _cdi(line: str) -> CdiSpec:

@@ -19,16 +19,17 @@ from spark_deploy.facts.sections import Sections
 
 SCRIPT = (
     f"echo '== module'; cat {DRIVER_MODULE}\n"
-    + r"""echo '== smi'
+    + r"""apps=
+echo '== smi'
 if command -v nvidia-smi >/dev/null 2>&1; then
   timeout 30 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>&1
   echo "rc=$?"
   echo '== compute-apps'
-  timeout 30 nvidia-smi --query-compute-apps=pid,process_name --format=csv,noheader 2>/dev/null
+  apps=$(timeout 30 nvidia-smi --query-compute-apps=pid,process_name --format=csv,noheader)
+  echo "$apps"
 fi
 echo '== compute-cgroups'
-command -v nvidia-smi >/dev/null 2>&1 &&
-for pid in $(timeout 30 nvidia-smi --query-compute-apps=pid --format=csv,noheader 2>/dev/null); do
+for pid in $(echo "$apps" | sed -n 's/^ *\([0-9][0-9]*\),.*/\1/p'); do
   echo "$pid $(awk -F: 'length($3) > length(p) {p = $3} END {print p}' "/proc/$pid/cgroup")"
 done
 echo '== torn'

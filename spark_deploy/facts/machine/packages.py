@@ -64,14 +64,21 @@ def parse_repositories(sections: Sections) -> Repositories:
     )
 
 
+# One call of systemctl for all units, whose answer is a block for each.
+_TOLD = r"""
+shown=$(systemctl show -p Id,UnitFileState,NeedDaemonReload,MainPID {units} 2>/dev/null)
+told() {{
+  printf '%s\n\n' "$shown" | awk -F= -v key="$1" -v units=" $* " '
+    {{ of[$1] = $2 }}
+    !NF {{ if (index(units, " " of["Id"] " ")) print of["Id"], of[key]; split("", of) }}'
+}}
+"""
+_CARED_FOR = "user.slice system.slice ssh.service earlyoom.service"
 _CARE = r"""
-echo '== stale-units'
-for unit in user.slice system.slice ssh.service; do
-  echo "$unit $(systemctl show -p NeedDaemonReload --value "$unit")"
-done
+echo '== stale-units'; told NeedDaemonReload user.slice system.slice ssh.service
 echo '== boot-target'; systemctl get-default
 echo '== earlyoom'
-pid=$(systemctl show -p MainPID --value earlyoom.service 2>/dev/null)
+pid=$(told MainPID earlyoom.service | cut -d' ' -f2)
 [ "${pid:-0}" != 0 ] && tr '\0' ' ' <"/proc/$pid/cmdline" | sed 's/^[^ ]* //; s/ *$//'; echo
 """
 
@@ -105,8 +112,8 @@ class BaseState(HostFact[Base]):
             packages_script(packages),
             f"echo '== directories'; stat -L -c '%F|%a|%U:%G|%n' -- {places} 2>/dev/null",
             f"echo '== files'; {FileStates().command(files)}",
-            f"echo '== units'; for unit in {names}; do"
-            ' echo "$unit $(systemctl is-enabled "$unit" 2>/dev/null)"; done',
+            _TOLD.format(units=f"{names} {_CARED_FOR}"),
+            f"echo '== units'; told UnitFileState {names}",
             _CARE,
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,21 @@ def test_units_start_only_what_the_host_knows() -> None:
     }
     assert len(said) > 10
     assert said <= set(host.VERBS)
+
+
+def test_every_verb_finds_its_work_and_imports_no_other() -> None:
+    """The modules are named by text, which nobody else holds against what is there."""
+    named = re.findall(r'_in\("([\w.]+)"(?:, "(\w+)")?\)', Path(host.__file__).read_text("utf-8"))
+    assert len(named) > len(host.VERBS) - 8
+    for module, function in named:
+        assert callable(
+            getattr(importlib.import_module(f"spark_host.{module}"), function or "main")
+        )
+    code = "import sys, spark_host.__main__; print(*sys.modules)"
+    path = f"{CHECKOUT / 'files/host'}:{CHECKOUT / 'files/contract'}"
+    said = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path},
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert not {f"spark_host.{module}" for module, _ in named} & set(said.stdout.split())
 
 
 def test_nobody_types_a_word_beside_the_contract() -> None:

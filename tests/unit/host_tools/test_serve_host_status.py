@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from spark_contract.host.units import GATEWAY, SERVE, SWITCH
 from spark_contract.serving.records import Good, WayBack
 from spark_host.check import runner
-from spark_host.system import systemd
+from spark_host.system import stored, systemd
 from spark_host.told import status
 from spark_host.watch import loop
 from stub_host import RELEASE, Host
@@ -21,7 +22,10 @@ def told(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
     def ask(**unit: str) -> HostStatus:
         states = {"ActiveState": "active", "InvocationID": "run-1", "NRestarts": "2", **unit}
-        monkeypatch.setattr(systemd, "show", lambda units, _: dict.fromkeys(units, states))
+        known = stored.names(host.paths)
+        units = [template.of(name) for template in (SERVE, SWITCH) for name in known]
+        loaded = dict.fromkeys([*units, GATEWAY.of("main")], states)
+        monkeypatch.setattr(systemd, "loaded", lambda patterns, _: loaded)
         capsys.readouterr()
         assert status.main([], host.paths) == 0
         return Status().process(capsys.readouterr().out.splitlines())

@@ -26,7 +26,7 @@ D12 = "0123456789ab"
 def units(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     """What systemd answers about each unit; empty means it never saw it."""
     states: dict[str, dict[str, str]] = {}
-    monkeypatch.setattr(systemd, "show", lambda wanted, fields: states)
+    monkeypatch.setattr(systemd, "loaded", lambda patterns, fields: states)
     return states
 
 

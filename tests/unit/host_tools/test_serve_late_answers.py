@@ -141,7 +141,7 @@ def test_an_image_nobody_could_look_up_is_neither_there_nor_gone(
     }  # fmt: skip
     host.paths.job(digest12).mkdir(parents=True)
     files.write_text(host.paths.job(digest12) / "job.json", json.dumps(job))
-    monkeypatch.setattr(systemd, "show", lambda wanted, fields: {})
+    monkeypatch.setattr(systemd, "loaded", lambda patterns, fields: {})
 
     late.delays_s = [0.8, 0.8]
     [unknown] = jobs.poll([digest12], host.paths)

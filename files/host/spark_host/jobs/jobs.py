@@ -196,7 +196,7 @@ def _follow(output: IO[str] | None, directory: Path, tail: deque[str]) -> None:
 def poll(digests: list[str], paths: Paths) -> list[JobState]:
     """Return one state per job: what it is, where it stands, what it last said."""
     fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
-    asked = systemd.show([units.JOB.of(digest) for digest in digests], fields)
+    asked = systemd.loaded([units.JOB.of("*")], fields)
     states = {one: _state(one, asked.get(units.JOB.of(one), {}), paths) for one in digests}
     return _with_dependencies(states, paths)
 

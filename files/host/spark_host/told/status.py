@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
-from spark_contract.host.units import GATEWAY, MAIN_SERVICE, SWITCH
+from spark_contract.host.units import GATEWAY, MAIN_SERVICE, SERVE, SWITCH
 from spark_contract.serving.records import DailyLook, Stopped
 from spark_contract.serving.release import Release
 from spark_contract.serving.status import (
@@ -40,18 +41,17 @@ def status(paths: Paths, live: bool) -> Status:
     known = [release for name in stored.names(paths) if (release := host.release(name))]
     services = sorted({release.service for release in known} | _marked(paths))
     # One question for all units: a call of systemctl each would cost more than all the rest.
-    asked = [
-        *(unit for r in known for unit in (r.serve_unit, SWITCH.of(r.name))),
-        *(GATEWAY.of(service) for service in services),
-    ]
-    units = systemd.show(asked, ["ActiveState", "InvocationID", "NRestarts"])
-    versions, free = proof.versions(), memory.meminfo()
-    digests = jobs.all_digests(paths)
-    answers = _live([r for r in known if _is_active(r, units)], paths) if live else []
+    asked = [template.of("*") for template in (SERVE, SWITCH, GATEWAY)]
+    units = systemd.loaded(asked, ["ActiveState", "InvocationID", "NRestarts"])
+    with ThreadPoolExecutor() as pool:  # the slow ones wait for others: engine, docker, driver
+        answering = pool.submit(_live, [r for r in known if live and _is_active(r, units)], paths)
+        versioning = pool.submit(proof.versions)
+        states = jobs.poll(digests, paths) if (digests := jobs.all_digests(paths)) else []
+        versions, answers, free = versioning.result(), answering.result(), memory.meminfo()
     return Status(
         releases=tuple(_release(release, units, versions, host) for release in known),
         services={name: _service(name, known, units, host) for name in services},
-        jobs=tuple(jobs.poll(digests, paths)) if digests else (),
+        jobs=tuple(states),
         memory=HostMemory(free["MemTotal"], free["MemAvailable"]),
         versions=versions,
         versions_unknown=tuple(upgrades.unknown(versions)),
