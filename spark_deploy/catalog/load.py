@@ -1,8 +1,10 @@
-"""Read ``catalog/`` once: models, profiles as each model wants them, guard rails."""
+"""Read ``catalog/``, each part once: models, profiles as each model wants them, guard rails."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +15,7 @@ from spark_deploy.catalog.model import RENAMED, AnyModel, HybridModel, Model, Pl
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.questions import OpenQuestions
 from spark_deploy.catalog.rails import GuardRails, all_hold
-from spark_deploy.catalog.types import Catalog
+from spark_deploy.catalog.types import Catalog, Lazily
 from spark_deploy.checkout import CHECKOUT, catalog_files, catalog_names
 from spark_deploy.documents.declare import Schema, convert
 from spark_deploy.documents.files import load_schema, read_mapping
@@ -30,35 +32,41 @@ _OWN_OF_PROFILES = ("summary", "choose_when", "published", "stage", "proven")
 
 
 def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catalog:
-    """Return all of ``catalog/``; a file with mistakes stops only who names it.
+    """Return ``catalog/``, read as it is asked for; a file with mistakes stops only who names it.
 
     Args:
         checkout: where ours lies.
         own: a folder whose ``catalog/`` has models and profiles of its owner; they win by name.
     """
     files = _Files(checkout, own)
-    models: dict[str, Model] = {}
-    profiles: dict[tuple[str, str], Profile] = {}
+    named = {kind: tuple(files.of(kind)) for kind in ("models", "profiles")}
+    profile_schema = load_schema("profile", checkout=checkout)
     broken: dict[tuple[str, ...], tuple[Problem, ...]] = {}
-    for name in files.of("models"):
-        try:
-            models[name] = _model(name, files)
-        except CatalogError as error:
-            broken[f"models/{name}",] = error.problems
-    schema = load_schema("profile", checkout=checkout)
-    for name in files.of("profiles"):
-        shown = f"catalog/profiles/{name}.yml"
-        try:
+
+    def model(name: str) -> Model | None:
+        if name not in named["models"]:
+            return None
+        with _noting(broken, f"models/{name}"):
+            return _model(name, files)
+
+    def plain(name: str) -> tuple[Profile, _Data] | None:
+        if name not in named["profiles"]:
+            return None
+        with _noting(broken, f"profiles/{name}"):
             data = files.joined("profiles", name, own=_OWN_OF_PROFILES)
-            plain = _checked(Profile, data, schema, shown, name=name)
-        except CatalogError as error:
-            broken[f"profiles/{name}",] = error.problems
-            continue
-        for model in models.values():
-            try:
-                profiles[name, model.name] = _as_wanted(model, plain, data, schema)
-            except CatalogError as error:
-                broken[name, model.name] = error.problems
+            shown = f"catalog/profiles/{name}.yml"
+            return _checked(Profile, data, profile_schema, shown, name=name), data
+
+    def wanted(pair: tuple[str, str]) -> Profile | None:
+        name, model = pair
+        if name not in profiles or model not in models:
+            return None
+        with _noting(broken, *pair):
+            return _as_wanted(models[model], *profiles[name], profile_schema)
+
+    models: Mapping[str, Model] = Lazily(named["models"], model)
+    profiles = Lazily(named["profiles"], plain)
+    pairs = Lazily([(one, of) for one in named["profiles"] for of in named["models"]], wanted)
     shown = "catalog/guard_rails.yml"
     schema = load_schema("guard_rails", checkout=checkout)
     rails = _checked(GuardRails, _read(shown, checkout), schema, shown).rails
@@ -66,7 +74,16 @@ def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catal
     engines = _checked(
         Engines, _read(shown, checkout), load_schema("engines", checkout=checkout), shown
     )
-    return Catalog(models, profiles, rails, engines, broken, files.replaced)
+    return Catalog(models, pairs, rails, engines, broken, files.replaced)
+
+
+@contextmanager
+def _noting(broken: dict[tuple[str, ...], tuple[Problem, ...]], *place: str) -> Iterator[None]:
+    """Note what is wrong with a document; it is then none."""
+    try:
+        yield
+    except CatalogError as error:
+        broken[place] = error.problems
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.engines import Engines
@@ -11,6 +12,36 @@ from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.rails import GuardRail
 from spark_deploy.errors import CatalogError, Problem
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class Lazily(Mapping[_K, _V]):
+    """Documents that are read when somebody asks for them; those with mistakes are left out.
+
+    A deploy is about one model in one profile, and reading all pairs takes longer than the rest of
+    its planning.
+    """
+
+    def __init__(self, names: Iterable[_K], read: Callable[[_K], _V | None]):
+        self._names = names
+        self._read = read
+        self._known: dict[_K, _V | None] = {}
+
+    def __getitem__(self, name: _K) -> _V:
+        if name not in self._known:
+            self._known[name] = self._read(name)
+        found = self._known[name]
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[_K]:
+        return (name for name in self._names if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +52,8 @@ class Catalog:
     profiles: Mapping[tuple[str, str], Profile]  # (profile, model): as this model wants it
     rails: tuple[GuardRail, ...]
     engines: Engines
-    # What cannot be used stops who names it, nobody else: by file, or by profile and model.
+    # What cannot be used stops who names it, nobody else: by file, or by profile and model; known
+    # of what was asked for.
     broken: Mapping[tuple[str, ...], tuple[Problem, ...]] = field(default_factory=dict)
     # Files of ours, as models/NAME, that files beside the inventory stand for.
     replaced: frozenset[str] = frozenset()
@@ -50,19 +82,21 @@ class Catalog:
 
     def knowing(self, anatomies: Mapping[str, Anatomy]) -> Catalog:
         """Return the catalog with what was read of models, drafters and adapters."""
-        models = {name: _known(model, anatomies) for name, model in self.models.items()}
-        profiles = {
-            pair: replace(
-                one,
-                speculation=replace(
-                    one.speculation, anatomy=anatomies.get(one.speculation.repository)
-                ),
-            )
-            if one.speculation and one.speculation.repository
-            else one
-            for pair, one in self.profiles.items()
-        }
-        return replace(self, models=models, profiles=profiles)
+
+        def model(name: str) -> Model | None:
+            found = self.models.get(name)
+            return _known(found, anatomies) if found else None
+
+        def profile(pair: tuple[str, str]) -> Profile | None:
+            found = self.profiles.get(pair)
+            drafter = found and found.speculation
+            if not found or not drafter or not drafter.repository:
+                return found
+            read = replace(drafter, anatomy=anatomies.get(drafter.repository))
+            return replace(found, speculation=read)
+
+        models: Mapping[str, Model] = Lazily(self.models, model)
+        return replace(self, models=models, profiles=Lazily(self.profiles, profile))
 
     @property
     def profile_names(self) -> tuple[str, ...]:

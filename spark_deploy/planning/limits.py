@@ -95,8 +95,10 @@ def _knows_context(model: Model) -> bool:
 
 def role_problems(settings: Settings, catalog: Catalog) -> Iterator[Problem]:
     """Yield images that nothing asks for: a misspelt role leaves the default in its place."""
-    known = sorted({"gpu_check", *(model.image.role for model in catalog.models.values())})
-    for role in settings.images:
+    model = catalog.models.get(settings.model)
+    told = {*Settings().images, *([model.image.role] if model else [])}
+    for role in (role for role in settings.images if role not in told):
+        known = sorted({"gpu_check", *(model.image.role for model in catalog.models.values())})
         if role not in known:
             guess = closest(role, known)
             fix = f"did you mean images.{guess}?" if guess else f"known: {', '.join(known)}"
