@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
+from spark_deploy.facts.machine.packages import BaseState
+from spark_deploy.operations.ahead import expect
 from spark_deploy.operations.machine import base
 from spark_deploy.operations.service.uninstall import noted
 from spark_deploy.planning.machine import BasePlan
@@ -17,6 +19,7 @@ def apply(*, plan: BasePlan, asked: str) -> None:
         plan: which.
         asked: what is noted of the host before it is changed.
     """
+    expect(BaseState, lambda: base.question(plan))
     noted(name="Note what the host was before", plan=plan, asked=asked)
     # First: a damaged file in apt.conf.d stops every installation after it.
     base.driver_hold(name="Hold driver packages in unattended upgrades", plan=plan)

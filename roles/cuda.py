@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
+from spark_deploy.facts.machine.cuda import CudaState
+from spark_deploy.operations.ahead import expect
 from spark_deploy.operations.machine import cuda
 from spark_deploy.planning.machine import CudaPlan
 
@@ -11,5 +13,6 @@ from spark_deploy.planning.machine import CudaPlan
 @deploy("CUDA")
 def apply(*, plan: CudaPlan) -> None:
     """Have the CUDA toolkit without changing the driver."""
+    expect(CudaState, lambda: cuda.question(plan))
     cuda.repositories(name="Add package repositories", plan=plan)
     cuda.toolkit(name="Install the toolkit", plan=plan)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
+from spark_deploy.facts.machine.docker import DockerState
+from spark_deploy.operations.ahead import expect
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.machine import docker
 from spark_deploy.operations.work.proxy import DROP_IN, proxied_docker, proxied_jobs
@@ -15,6 +17,7 @@ from spark_deploy.settings.sources import ProxySettings
 def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
     """Have containers that see the GPU; the factory's engine and its settings are kept."""
     look_at((DROP_IN,))
+    expect(DockerState, lambda: docker.question(plan))
     docker.repositories(name="Add package repositories", plan=plan)
     docker.engine(name="Install engine and NVIDIA toolkit", plan=plan)
     docker.daemon_config(name="Merge daemon.json", plan=plan)

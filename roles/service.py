@@ -10,7 +10,10 @@ from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.release import Release
 from spark_contract.work.keep import Keep
 
+from spark_deploy.facts.service.schedule import Timers
+from spark_deploy.facts.service.serve import Status, UsersKnown
 from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.ahead import expect
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.loop import in_waves, one_by_one
 from spark_deploy.operations.service.gateway import configured, gateway_paths, new_key
@@ -66,9 +69,10 @@ def serve(
 ) -> None:
     """Change a service over to its release, wave by wave."""
     look_at((*(file.path for file in files), *gateway_paths(gateway)))
+    users = (GATEWAY_USER, ENGINE_USER)
+    expect(UsersKnown, lambda: {"users": users})
     scheduled = tuple(one.release for one in schedule)
-    release_files(name="Install units and release", plan=plan, files=tuple(files),
-                  users=(GATEWAY_USER, ENGINE_USER))  # fmt: skip
+    release_files(name="Install units and release", plan=plan, files=tuple(files), users=users)
     configured(name="Configure the gateway", plan=gateway)
     timeout_s = int(plan.timeouts.start_s) * 2 + 600
     started(name="Serve where nothing is served yet", plan=plan, timeout_s=timeout_s)
@@ -85,6 +89,7 @@ def serve(
 @deploy("Retire")
 def retire(*, services: Sequence[str]) -> None:
     """Stop services that the settings no longer list."""
+    expect(Status)
     retired(name="Stop services that are not listed any more", services=services)
 
 
@@ -99,6 +104,7 @@ def verify(*, plan: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledP
 def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
     """Have the host change between its pairs at their times."""
     look_at(file.path for file in timer_files(schedule))
+    expect(Timers)
     scheduled(
         name="Have the timers of the schedule",
         times=tuple(one.at for one in schedule),

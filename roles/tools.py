@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
 
+from spark_deploy.facts.service.tools import PythonSite
 from spark_deploy.managed import ManagedFile
+from spark_deploy.operations.ahead import expect
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.work.tools import home_of, host_tools, python_site
 from spark_deploy.payload.content import ToolFiles
@@ -17,6 +19,7 @@ from spark_deploy.planning.machine import ToolsPlan
 def apply(*, plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) -> None:
     """Have the tools of ``plan.digest`` on the host and current."""
     look_at(file.path for file in (*files.installed(home_of(plan)), *units))
+    expect(PythonSite)
     # First: a job that a boot or a person starts between the two would lack its packages.
     python_site(name="Install the builder's Python packages", plan=plan)
     host_tools(name="Install host tools", plan=plan, files=files, units=units)

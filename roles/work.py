@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 
 from pyinfra.api.deploy import deploy
 from spark_contract.host.paths import HUB_TOKEN, PROXY
+from spark_contract.host.units import PREPARE
 from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, REQUANTIZE_JOB
 
+from spark_deploy.facts.service.jobs import JobStates
+from spark_deploy.operations.ahead import expect
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.loop import each
 from spark_deploy.operations.work.hub_token import hub_token
@@ -44,6 +47,8 @@ def fetch(
 ) -> None:
     """Fetch the model's repositories, each file checked against the lock; hosts lend them."""
     look_at((PROXY, HUB_TOKEN))
+    names = tuple(work.job.digest12 for work in jobs)
+    expect(JobStates, lambda: {"jobs": names, "target": PREPARE.of(release)})
     proxied_jobs(name="Have the proxy where jobs find it", proxy=proxy)
     hub_token(name="Have the hub's token where jobs find it", token=token)
     surveyed(name="See which files the hosts have", jobs=tuple(jobs), release=release, fleet=fleet)

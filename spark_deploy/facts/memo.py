@@ -10,6 +10,7 @@ longer gets what the host says then.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from pyinfra.context import host, state
 T = TypeVar("T")
 
 CROSSES_S = 10.0
+_AHEAD = "ahead"  # in place of a stage
 _Key = tuple[Any, ...]
 # Of each question of a stage: after how many commands it was asked, when, and the answer.
 _answers: WeakKeyDictionary[Host, dict[_Key, tuple[int, float, Any]]] = WeakKeyDictionary()
@@ -64,12 +66,20 @@ def read_now(fact: type[FactBase[T]], **arguments: Any) -> T:
     return value
 
 
+def keep(current: Host, fact: type[FactBase[T]], arguments: Mapping[str, Any], value: T) -> None:
+    """Remember what a host was asked before anybody needed it."""
+    key = (_AHEAD, fact, tuple(sorted(arguments.items())))
+    known = (commands_executed(current), time.monotonic(), value)
+    _answers.setdefault(current, {})[key] = known
+
+
 def _crossing(
     answers: dict[_Key, tuple[int, float, Any]], question: _Key
 ) -> tuple[int, float, Any] | None:
-    """Return an answer of the stage before that is young enough."""
-    known = answers.get((StateStage.Prepare, *question))
-    return known if known and time.monotonic() - known[1] <= CROSSES_S else None
+    """Return an answer of the stage before, or one asked for ahead, that is young enough."""
+    oldest = time.monotonic() - CROSSES_S
+    before = (answers.get((stage, *question)) for stage in (_AHEAD, StateStage.Prepare))
+    return next((known for known in before if known and known[1] >= oldest), None)
 
 
 def remembered(fact: type[FactBase[T]]) -> T | None:

@@ -17,6 +17,7 @@ from pyinfra.context import host, state
 from spark_deploy.facts.files import FileStates
 from spark_deploy.facts.memo import read
 from spark_deploy.managed import FileState, ManagedFile, differing
+from spark_deploy.operations.ahead import expect
 from spark_deploy.operations.commands import shell
 
 SHOWN = 2  # names of differing files; a first run would fill screens
@@ -29,6 +30,7 @@ def look_at(paths: Iterable[str]) -> None:
     """Note what operations of this run will look at: one question then asks for all of it."""
     this = state.inventory.get_host(host.name)
     _looked_at.setdefault(this, {}).update(dict.fromkeys(paths))
+    expect(FileStates, lambda: {"paths": tuple(_looked_at[this])})
 
 
 def states_of(paths: Sequence[str]) -> dict[str, FileState]:

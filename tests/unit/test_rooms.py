@@ -107,7 +107,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
     )
 )
 # What an operation is made of stands below the operations.
-_PARTS = ("host_errors", "files", "loop", "reconnect", "commands", "lease", "__init__")
+_PARTS = ("host_errors", "ahead", "files", "loop", "reconnect", "commands", "lease", "__init__")
 _GROUND = {
     f"spark_deploy/operations/{part}.py": "spark_deploy/operations/machine" for part in _PARTS
 }

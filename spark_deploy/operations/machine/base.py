@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
@@ -85,19 +86,23 @@ def wanted_packages(plan: BasePlan) -> tuple[str, ...]:
     return (*plan.packages, *(["earlyoom"] if plan.earlyoom else []))
 
 
-def state_of(plan: BasePlan) -> Base:
-    """Read what the host has of everything in ``plan``; one command for all operations."""
-    return read(
-        BaseState,
-        packages=(*wanted_packages(plan), *NGINX, *NJS_MODULES),
-        directories=tuple(directories(plan)),
-        files=(
+def question(plan: BasePlan) -> dict[str, Any]:
+    """Build the arguments of the one fact of this role."""
+    return {
+        "packages": (*wanted_packages(plan), *NGINX, *NJS_MODULES),
+        "directories": tuple(directories(plan)),
+        "files": (
             HOLD_PATH,
             host_protection.EARLYOOM_PATH,
             *(file.path for file in host_protection.guarantee_files()),
         ),
-        units=SLEEP_TARGETS,
-    )
+        "units": SLEEP_TARGETS,
+    }
+
+
+def state_of(plan: BasePlan) -> Base:
+    """Read what the host has of everything in ``plan``; one command for all operations."""
+    return read(BaseState, **question(plan))
 
 
 @operation()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 
@@ -12,13 +14,17 @@ from spark_deploy.operations.machine import apt
 from spark_deploy.planning.machine import CudaPlan
 
 
+def question(plan: CudaPlan) -> dict[str, Any]:
+    """Build the arguments of the one fact of this role."""
+    return {
+        "urls": tuple(repository.url for repository in plan.repositories),
+        "repository_files": apt.repository_files(plan.repositories),
+    }
+
+
 def state_of(plan: CudaPlan) -> Cuda:
     """Read what the host has; one command for all operations of the role."""
-    return read(
-        CudaState,
-        urls=tuple(repository.url for repository in plan.repositories),
-        repository_files=apt.repository_files(plan.repositories),
-    )
+    return read(CudaState, **question(plan))
 
 
 def usable(toolkits: tuple[Toolkit, ...], version: str) -> Toolkit | None:

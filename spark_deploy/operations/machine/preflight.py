@@ -11,6 +11,7 @@ from pyinfra.context import host, state
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
 from spark_deploy.facts.memo import answers_of, read
 from spark_deploy.facts.network.reach import Reach
+from spark_deploy.operations.ahead import ask
 from spark_deploy.operations.commands import is_predicted, log
 from spark_deploy.operations.host_errors import Commands, Refused, host_errors, show
 from spark_deploy.planning.machine import NeedsPlan
@@ -52,6 +53,7 @@ def fit_host(needs: NeedsPlan) -> None:
         twins = same_host_key(answers_of(HostSurvey))
         for warning in (*verdict.warnings, *(p for name, p in twins.items() if name == host.name)):
             show(host, f"warning: {warning}", colour="yellow")
+    ask()
     if survey.stubbed:
         log(f"stubbed on this host: {', '.join(survey.stubbed)}")
     host.noop("the host fits the plan")

@@ -9,6 +9,7 @@ from pyinfra.api.operation import operation
 from pyinfra.context import host
 from spark_contract.host.units import HOURS, UNITS_DIR
 
+from spark_deploy.facts.memo import read
 from spark_deploy.facts.service.schedule import Calendars, Timers
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.files import place
@@ -24,7 +25,7 @@ def scheduled(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
         refuse(
             f"{host.name}: schedule", problem, "`man systemd.time`; `systemd-analyze calendar TEXT`"
         )
-    running = host.get_fact(Timers)
+    running = read(Timers)
     wanted = {file.path.rpartition("/")[2] for file in timers}
     gone = [name for name in running if name not in wanted]
     if gone:
