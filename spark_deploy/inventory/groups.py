@@ -32,7 +32,6 @@ from spark_deploy.inventory.command_line import check_patterns, command_line, ju
 from spark_deploy.inventory.contact.hearing import listen_carefully
 from spark_deploy.inventory.known import KEY, Known
 from spark_deploy.inventory.names import host_problems, stray_files
-from spark_deploy.payload.certificates import check_gateway
 from spark_deploy.payload.content import supported_engines
 from spark_deploy.planning.resolve import problems_of
 from spark_deploy.planning.serving.gateway import gateway_plan
@@ -250,7 +249,12 @@ def refuse_together(
     for host in found.values():
         if host.host in judged:
             problems += problems_of(host.settings, catalog, supported_engines())
-        problems += check_gateway(gateway_plan(host.settings, host.host))
+        gateway = gateway_plan(host.settings, host.host)
+        if gateway.tls is not None:
+            # Only this needs X.509.
+            from spark_deploy.payload.certificates import check_gateway
+
+            problems += check_gateway(gateway)
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))
 

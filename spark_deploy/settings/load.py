@@ -80,6 +80,7 @@ def load_hosts(
     for group, hosts in groups.items():
         middle = _file_layer(root / "group_vars" / f"{group}.yml", root, checkout, problems)
         own = [Layer("inventory", undot(generated))] if generated else []
+        usual: HostSettings | None = None  # of a host without a file of its own: all are alike
         for host in hosts:
             if host in found:
                 fix = "list every host in one group only"
@@ -89,7 +90,11 @@ def load_hosts(
             host_file = root / "host_vars" / f"{name}.yml"
             one = _file_layer(host_file, root, checkout, problems)
             layers = [*common, *middle, *own, *one, *last]
-            found[host] = _host_settings(host, group, root, layers, checkout, problems, judged)
+            made = None if one else usual
+            if made is None:
+                made = _host_settings(host, group, root, layers, checkout, problems, judged)
+            usual = usual if one else made
+            found[host] = _as_host(made, host)
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))
     return found
@@ -176,7 +181,6 @@ def _host_settings(
             Problem(f"{where(one.set_by or one.key)}: {dotted(one.key)}", one.what, one.fix)
             for one in (*(unknown_names(settings, catalog) if judged else ()), *broken(settings))
         ]
-        settings = _alone_unless_named(settings, host)
     if not found:
         # Files of this machine that settings name: their content takes part from here on.
         engine = with_template(settings.engine, root)
@@ -191,14 +195,17 @@ def _host_settings(
     return HostSettings(host, group, root, settings, data)
 
 
-def _alone_unless_named(settings: Settings, host: str) -> Settings:
-    """Let a host that cluster or replicas of its group do not name serve by itself."""
+def _as_host(made: HostSettings, host: str) -> HostSettings:
+    """Return settings as those of a host, which serves by itself unless its group names it."""
+    settings = made.settings
+    if not settings:  # there are mistakes, which are told soon
+        return made
     cluster, replicas = settings.cluster, settings.replicas
     if host not in cluster.hosts:
         settings = dataclasses.replace(settings, cluster=dataclasses.replace(cluster, hosts=()))
     if host not in replicas.hosts:
         settings = dataclasses.replace(settings, replicas=type(replicas)())
-    return settings
+    return dataclasses.replace(made, host=host, settings=settings)
 
 
 def _origin(layers: Sequence[Layer], path: KeyPath) -> str:

@@ -27,8 +27,6 @@ from spark_deploy.facts.service.tools import SymlinkTarget
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.files import place, states_of
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
-from spark_deploy.payload.authority import issue, why_not
-from spark_deploy.payload.certificates import given_pair
 from spark_deploy.planning.serving.gateway import gateway_file
 from spark_deploy.planning.types import GatewayPlan
 from spark_deploy.settings.read_secret import read_secret
@@ -108,6 +106,9 @@ def _secrets(plan: GatewayPlan) -> list[ManagedFile]:
             )
         files.append(ManagedFile(plan.settings.key_path, f"{key}\n".encode(), 0o600))
     if plan.tls and plan.tls.mode == "own-cert":
+        # X.509 is for those alone who have certificates.
+        from spark_deploy.payload.certificates import given_pair
+
         pair = given_pair(plan.tls.certificate, plan.tls.key)
         files += _pair_files(plan, pair.certificate, pair.key)
     return files
@@ -122,6 +123,8 @@ def _certified(
     plan: GatewayPlan, names: tuple[str, ...], ca_dir: str
 ) -> Generator[Any, None, bool]:
     """Have a certificate of the private CA that is good for some time; others are left alone."""
+    from spark_deploy.payload.authority import issue, why_not
+
     tls = tls_of(plan.settings.service)
     paths = (tls.certificate, tls.key)
     seen = host.get_fact(GatewayCertificate, certificate=paths[0], key=paths[1])
