@@ -52,10 +52,21 @@ def first(sections: Sections, name: str) -> str:
     return next(iter(sections.get(name, ())), "").strip()
 
 
-def script(*parts: str) -> str:
-    """Join snippets into one script that prints English, never fails and marks its end."""
+def script(*parts: str, beside: Sequence[str] = ()) -> str:
+    """Join snippets into one script that prints English, never fails and marks its end.
+
+    Args:
+        parts: snippets, one after the other.
+        beside: others, that run at the same time; their answers come last.
+    """
     lines = ["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts)]
-    return "\n".join([*lines, f"echo '{MARKER}end'; exit 0"])
+    end = f"echo '{MARKER}end'"
+    if beside:
+        # The end is marked by the side that is read last: it comes only when both have come to it.
+        others = (part.strip() for part in beside)
+        lines = [lines[0], "{", *others, end, "} | {", *lines[1:], "cat", "}"]
+        end = ":"
+    return "\n".join([*lines, f"{end}; exit 0"])
 
 
 def as_root(text: str) -> str:
@@ -64,13 +75,13 @@ def as_root(text: str) -> str:
     The command must be run without pyinfra's own sudo: where sudo asks for a password, pyinfra
     would stop and prompt, and we want to report that host and go on.
     """
-    quoted = shlex.quote(text)
+    # sudo itself says whether it works: asking it before would be one more session of PAM.
+    quoted, as_sudo = shlex.quote(text), shlex.quote(f"echo yes\n{text}")
     return (
-        "echo '== sudo'; "
-        'if [ "$(id -u)" = 0 ]; then echo root; S=; '
-        "elif sudo -n true 2>/dev/null; then echo yes; S='sudo -n'; "
-        "else echo no; id -un; S=; fi; "
-        f"$S sh -c {quoted} 2>/dev/null; exit 0"
+        "exec 2>/dev/null; echo '== sudo'; "
+        f'if [ "$(id -u)" = 0 ]; then echo root; sh -c {quoted}; '
+        f"elif sudo -n sh -c {as_sudo} || sudo -n true; then :; "
+        f"else echo no; id -un; sh -c {quoted}; fi; exit 0"
     )
 
 

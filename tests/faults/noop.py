@@ -29,8 +29,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from spark_contract.host.paths import GATEWAY_DIR, RELEASES_DIR, SYSUSERS
-from spark_contract.host.units import UNITS_DIR
+from spark_contract.host.paths import CURRENT_TOOLS, GATEWAY_DIR, RELEASES_DIR, SITE, SYSUSERS
+from spark_contract.host.tool import COMMANDS_DIR
+from spark_contract.host.units import DAILY_LINK, UNITS_DIR
 
 from lab import cgroup
 from spark_deploy.bench import plots
@@ -46,10 +47,13 @@ PACKAGES = (
     "'python3|python3-venv|nginx-light|jq|rsync|git|acl|lsof|psmisc|file|openssl|ethtool|docker.io'"
 )
 _OURS = (
-    f"{UNITS_DIR}/spark-*@.*", DAEMON_JSON, SYSUSERS, f"{GATEWAY_DIR}/*.json",
-    f"{RELEASES_DIR}/*/release.json", HOLD_PATH, host_protection.EARLYOOM_PATH,
+    f"{UNITS_DIR}/*spark-*.*", f"{UNITS_DIR}/spark-serve@*.service.d/*", DAEMON_JSON, SYSUSERS,
+    f"{GATEWAY_DIR}/*.json", f"{RELEASES_DIR}/*/release.json", HOLD_PATH,
+    f"{COMMANDS_DIR}/spark-*", host_protection.EARLYOOM_PATH,
     *(file.path for file in host_protection.guarantee_files()),
 )  # fmt: skip
+SUMS = f"find {CURRENT_TOOLS}/ -type f ! -name '*.pyc' -exec sha256sum {{}} +"
+LINKS = (CURRENT_TOOLS, SITE, DAILY_LINK)
 PLACED = f"for f in {' '.join(_OURS)}; do if [ -f $f ]; then echo $f; fi; done"
 
 
@@ -70,8 +74,10 @@ def used_s(guests: list[Guest]) -> dict[str, float]:
 
 def timed(words: list[str], guests: list[Guest], env: dict[str, str]) -> dict[str, float]:
     """Run a command that has to succeed; return its times."""
+    # Neither shall compile its modules anew each time, which some shells ask for.
+    usual = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     before, began = used_s(guests), time.monotonic()
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **env},
+    done = subprocess.run(words, capture_output=True, text=True, env={**usual, **env},
                           stdin=subprocess.DEVNULL, check=False)  # fmt: skip
     wall_s = time.monotonic() - began
     if done.returncode != 0:
@@ -103,11 +109,14 @@ def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[st
             mode, text = guest.run(f"stat -c %a {path}"), guest.run(f"base64 -w0 {path}")
             target.write_bytes(base64.b64decode(text))
             target.chmod(int(mode, 8))
+        (folder / f"{guest.name}.sums").write_text(guest.run(SUMS))
         login = guest.login()
         hosts[guest.name] = {
             "ansible_host": guest.ip, "ansible_user": login[-1].partition("@")[0],
             "ansible_ssh_private_key_file": login[2], "files": str(folder / guest.name),
             "ansible_python_interpreter": "/usr/bin/python3",
+            "sums": str(folder / f"{guest.name}.sums"),
+            "links": [{"path": path, "to": guest.run(f"readlink {path}")} for path in LINKS],
             "placed": placed, "packages": guest.run(PACKAGES).split(),
             "serve": f"spark-serve@{guest.release()}.service",
             "watch": f"spark-watch@{guest.release()}.service",

@@ -105,14 +105,17 @@ class HostSurvey(HostFact[Survey]):
                 identity.SCRIPT,
                 gpu.SCRIPT,
                 memory.SCRIPT,
-                disk.script(paths, shared_paths),
                 stored.script(paths, look_in),
                 ports.script(ports_wanted),
-                containers.SCRIPT,
-                containers.images_script(images),
                 sections.SERVING,
                 audit_script(),
                 _DPKG,
+                # Half of the time is docker's.
+                beside=(
+                    disk.script(paths, shared_paths),
+                    containers.SCRIPT,
+                    containers.images_script(images),
+                ),
             )
         )
 

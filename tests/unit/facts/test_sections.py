@@ -1,0 +1,57 @@
+"""The scripts that look at hosts, run for real."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from pyinfra.api.exceptions import FactProcessError
+
+from spark_deploy.facts import sections
+
+
+def said(script: str, path: str = os.defpath) -> list[str]:
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True,
+                          timeout=20, env={"PATH": path})  # fmt: skip
+    return done.stdout.splitlines()
+
+
+def test_two_sides_of_a_script_run_at_once_and_are_told_one_after_the_other() -> None:
+    began = time.monotonic()
+    lines = said(
+        sections.script(
+            "echo '== a'; sleep 0.5; echo 1", beside=("echo '== b'; sleep 0.5; echo 2",)
+        )
+    )
+    assert lines == ["== a", "1", "== b", "2", "== end"]
+    assert time.monotonic() - began < 0.9
+
+
+@pytest.mark.parametrize(("one", "other"), [("kill $$", "echo '== b'"), ("echo '== a'", "exit 1")])
+def test_a_side_that_does_not_come_to_its_end_makes_the_answer_one_that_was_cut_off(
+    one: str, other: str
+) -> None:
+    script = sections.script(f"sh -c '{one}' || exit 1", beside=(other,))
+    with pytest.raises(FactProcessError, match="cut off"):
+        sections.whole(said(script))
+
+
+@pytest.mark.parametrize(
+    ("sudo", "told"),
+    [
+        ('shift; exec "$@"', ["yes", "asked"]),
+        ("exit 1", ["no", "ann", "asked"]),
+        ('[ "$2" = true ]', []),  # it works, and what it ran was killed
+    ],
+)
+def test_a_script_says_whether_sudo_works_and_never_runs_twice(
+    sudo: str, told: list[str], tmp_path: Path
+) -> None:
+    user = '[ "$1" = -un ] && echo ann || echo 1000'
+    for name, text in (("sudo", sudo), ("id", user)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    assert said(sections.as_root("echo asked"), f"{tmp_path}:{os.defpath}") == ["== sudo", *told]
