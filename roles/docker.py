@@ -17,7 +17,7 @@ from spark_deploy.settings.sources import ProxySettings
 def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
     """Have containers that see the GPU; the factory's engine and its settings are kept."""
     look_at((DROP_IN,))
-    expect(DockerState, lambda: docker.question(plan))
+    expect(DockerState, lambda: docker.question(plan), long=True)
     docker.repositories(name="Add package repositories", plan=plan)
     docker.engine(name="Install engine and NVIDIA toolkit", plan=plan)
     docker.daemon_config(name="Merge daemon.json", plan=plan)

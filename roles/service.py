@@ -89,7 +89,7 @@ def serve(
 @deploy("Retire")
 def retire(*, services: Sequence[str]) -> None:
     """Stop services that the settings no longer list."""
-    expect(Status)
+    expect(Status, long=True)
     retired(name="Stop services that are not listed any more", services=services)
 
 

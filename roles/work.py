@@ -48,7 +48,7 @@ def fetch(
     """Fetch the model's repositories, each file checked against the lock; hosts lend them."""
     look_at((PROXY, HUB_TOKEN))
     names = tuple(work.job.digest12 for work in jobs)
-    expect(JobStates, lambda: {"jobs": names, "target": PREPARE.of(release)})
+    expect(JobStates, lambda: {"jobs": names, "target": PREPARE.of(release)}, long=True)
     proxied_jobs(name="Have the proxy where jobs find it", proxy=proxy)
     hub_token(name="Have the hub's token where jobs find it", token=token)
     surveyed(name="See which files the hosts have", jobs=tuple(jobs), release=release, fleet=fleet)

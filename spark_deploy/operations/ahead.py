@@ -7,12 +7,13 @@ for a few seconds and until a command ran on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from gevent.pool import Pool
-from pyinfra.api.command import StringCommand
 from pyinfra.api.facts import FactBase
 from pyinfra.api.host import Host
 from pyinfra.context import host, state
@@ -21,19 +22,33 @@ from spark_deploy.facts.memo import keep
 from spark_deploy.operations.commands import run
 
 _AT_ONCE = 8  # sshd lets a connection have ten sessions, unless it is told otherwise
-_Arguments = Callable[[], Mapping[str, Any]]
-_expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], _Arguments]] = WeakKeyDictionary()
 
 
-def expect(fact: type[FactBase[Any]], arguments: _Arguments = dict) -> None:
+@dataclass(frozen=True, slots=True)
+class _Question:
+    fact: type[FactBase[Any]]
+    arguments: Callable[[], Mapping[str, Any]]
+    long: bool
+
+
+_expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], _Question]] = WeakKeyDictionary()
+
+
+def expect(
+    fact: type[FactBase[Any]],
+    arguments: Callable[[], Mapping[str, Any]] = dict,
+    *,
+    long: bool = False,
+) -> None:
     """Note a question that operations of this run will ask the current host.
 
     Args:
         fact: the question.
         arguments: says what exactly is asked, once all roles have said theirs.
+        long: the answer takes its time, so it gets a command of its own; others share one.
     """
     this = state.inventory.get_host(host.name)
-    _expected.setdefault(this, {})[fact] = arguments
+    _expected.setdefault(this, {})[fact] = _Question(fact, arguments, long)
 
 
 def ask() -> None:
@@ -45,18 +60,36 @@ def ask() -> None:
     if not state.is_executing:
         return
     this = state.inventory.get_host(host.name)
+    asked = _expected.pop(this, {}).values()
+    short = [one for one in asked if not one.long]
     pool = Pool(_AT_ONCE)
-    for fact, arguments in _expected.pop(this, {}).items():
-        pool.spawn(_ask, this, fact, arguments())
+    for together in (*([one] for one in asked if one.long), *([short] if short else ())):
+        pool.spawn(_ask, this, together)
     try:
         pool.join()
     finally:
         pool.kill(block=False)
 
 
-def _ask(this: Host, fact: type[FactBase[Any]], arguments: Mapping[str, Any]) -> None:
+def _ask(this: Host, questions: Sequence[_Question]) -> None:
+    """Ask several questions in one command; an answer ends with a line that nobody foresees."""
+    mark = secrets.token_hex()
+    given = [(one.fact, one.arguments()) for one in questions]
+    script = "\n".join(
+        f"(\n{fact().command(**arguments)}\n); printf '\\n{mark} %s\\n' $?"
+        for fact, arguments in given
+    )
+    answer: list[str] = []
     try:
-        lines = run(this, StringCommand(fact().command(**arguments)))
-        keep(this, fact, arguments, fact().process(lines) if lines else fact.default())
+        for line in run(this, script):
+            if not line.startswith(mark):
+                answer.append(line)
+                continue
+            fact, arguments = given.pop(0)
+            if answer[-1:] == [""]:  # ours, which ends a last line that was not ended
+                answer.pop()
+            if line == f"{mark} 0":
+                keep(this, fact, arguments, fact().process(answer) if answer else fact.default())
+            answer = []
     except Exception:  # whatever it is, the host did not answer
         return

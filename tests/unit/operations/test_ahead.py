@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +12,40 @@ import pytest
 
 from spark_deploy.facts import memo
 from spark_deploy.facts.memo import read
-from spark_deploy.facts.service.share import LoginAddress
-from spark_deploy.facts.service.tools import PythonSite, SymlinkTarget
+from spark_deploy.facts.reading import HostFact
 from spark_deploy.operations.ahead import ask, expect
 from tests.unit.operations.test_operations import FakeHost, on
 
-SITE = ["3.11 x86_64", "-", "-", "-", "-"]
+
+class Said(HostFact[list[str]]):
+    """What a script prints."""
+
+    default = list
+
+    def command(self, script: str) -> str:
+        return script
+
+    def process(self, output: Iterable[str]) -> list[str]:
+        return list(output)
+
+
+class Long(Said):
+    """The same, of one that takes its time."""
+
+
+class Unended(Said):
+    """The same, of one whose last line has no end."""
+
+
+class Failing(Said):
+    """The same, of one that fails."""
 
 
 class Answering(FakeHost):
-    """A host that takes its time, and says how many questions it was asked at once."""
+    """A host with a shell, that counts how many commands run on it at once."""
 
     def __init__(self) -> None:
         super().__init__({})
-        self.output, self.ok = SITE, True
         self.under_way = self.most_at_once = self.ran = 0
 
     def run_shell_command(self, command: object, **_: Any) -> tuple[bool, Any]:
@@ -33,39 +54,65 @@ class Answering(FakeHost):
         self.most_at_once = max(self.most_at_once, self.under_way)
         gevent.sleep(0.01)
         self.under_way -= 1
-        lines = SITE if "python3" in str(command) else ["/there"]
-        return self.ok, SimpleNamespace(stdout_lines=lines, output="it failed")
+        done = subprocess.run(["sh", "-c", str(command)], capture_output=True, text=True,
+                              check=False)  # fmt: skip
+        told = SimpleNamespace(stdout_lines=done.stdout.splitlines(), output=done.stderr)
+        return done.returncode == 0, told
+
+
+QUESTIONS = {
+    Said: ("echo a; echo; exit 0", ["a", ""]),
+    Long: ("echo b", ["b"]),
+    Unended: ("printf c", ["c"]),
+}
+
+
+def answer(kind: type[Said]) -> list[str]:
+    return read(kind, script=QUESTIONS[kind][0])
 
 
 @pytest.fixture
 def host() -> Iterator[Answering]:
     host = Answering()
     with on(host):
-        expect(PythonSite)
-        expect(SymlinkTarget, lambda: {"path": "/a"})
-        expect(LoginAddress)
+        expect(Long, lambda: {"script": QUESTIONS[Long][0]}, long=True)
+        expect(Failing, lambda: {"script": "echo half; exit 1"})
+        expect(Said, lambda: {"script": QUESTIONS[Said][0]})
+        expect(Unended, lambda: {"script": QUESTIONS[Unended][0]})
         yield host
 
 
 def test_all_that_is_expected_is_asked_at_once_and_then_known(host: Answering) -> None:
     ask()
-    assert (host.ran, host.most_at_once) == (3, 3)
-    assert read(PythonSite).python_version == "3.11"
-    assert read(SymlinkTarget, path="/a") == "/there"
+    assert (host.ran, host.most_at_once) == (2, 2)
+    assert {kind: answer(kind) for kind in QUESTIONS} == {
+        kind: said for kind, (_, said) in QUESTIONS.items()
+    }
     ask()
-    assert (host.ran, host.asked) == (3, 0)
+    assert (host.ran, host.asked) == (2, 0)
 
 
 def test_another_question_of_the_same_kind_is_asked(host: Answering) -> None:
     ask()
-    host.output = ["/elsewhere"]
-    assert read(SymlinkTarget, path="/b") == "/elsewhere"
+    read(Said, script="echo another")
+    assert host.asked == 1
 
 
-def test_what_got_no_answer_is_asked_by_who_needs_it(host: Answering) -> None:
-    host.ok = False
+def test_what_failed_is_asked_by_who_needs_it(host: Answering) -> None:
     ask()
-    assert read(PythonSite).machine == "x86_64"
+    read(Failing, script="echo half; exit 1")
+    assert host.asked == 1
+
+
+def test_a_host_that_is_gone_is_asked_by_who_needs_it(
+    host: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise EOFError
+
+    monkeypatch.setattr(host, "run_shell_command", gone)
+    ask()
+    answer(Said)
     assert host.asked == 1
 
 
@@ -74,18 +121,17 @@ def test_an_answer_is_forgotten_after_some_seconds_and_after_a_command(
 ) -> None:
     ask()
     monkeypatch.setattr(memo, "CROSSES_S", -1)
-    read(PythonSite)
+    answer(Said)
     assert host.asked == 1
     monkeypatch.undo()
     monkeypatch.setattr(memo, "commands_executed", lambda on: 1)
-    host.output = ["/there"]
-    read(SymlinkTarget, path="/a")
+    answer(Long)
     assert host.asked == 2
 
 
 def test_a_prediction_asks_nothing_ahead() -> None:
     host = Answering()
     with on(host, executing=False):
-        expect(PythonSite)
+        expect(Said, lambda: {"script": "echo a"})
         ask()
     assert host.ran == 0
