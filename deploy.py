@@ -7,7 +7,6 @@ it is right, so a second run changes nothing and a killed run is finished by the
 from pyinfra.context import host, state
 
 from roles import base, cuda, docker, preflight, service, tools, work
-from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import plan_for, waves_for
 from spark_deploy.operations import lease
@@ -17,7 +16,6 @@ from spark_deploy.payload.content import read_payload
 from spark_deploy.planning.serving.release import release_files_of, unit_files_of
 from spark_deploy.planning.work.jobs import discard_jobs_of, ready_jobs_of, served_jobs_of
 
-no_delay(state, host)
 lease.hold(state, host)
 plan, payload = plan_for(host), read_payload()
 jobs, release = served_jobs_of(plan, payload.image_context), plan.serve.name

@@ -12,7 +12,6 @@ from pyinfra.context import host, state
 from roles import base, fabric, tools
 from spark_deploy.inventory.contact.bootstrap import needs_none
 from spark_deploy.inventory.contact.granted import endpoint_of, prove_way
-from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import payload_identity, ports_of
 from spark_deploy.operations import lease
@@ -22,7 +21,6 @@ from spark_deploy.planning.host import base_plan, tools_plan
 from spark_deploy.planning.serving.rails import rails
 from spark_deploy.planning.serving.release import unit_files_of
 
-no_delay(state, host)
 lease.hold(state, host)
 settings, payload = known_of(host).found.settings, read_payload()
 

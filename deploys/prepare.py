@@ -6,13 +6,11 @@ For a first look at new hosts, and before a download that takes the night.
 from pyinfra.context import host, state
 
 from roles import base, cuda, docker, preflight
-from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.operations import lease
 from spark_deploy.operations.service.uninstall import asked_of
 
-no_delay(state, host)
 lease.hold(state, host)
 plan = plan_for(host)
 

@@ -7,12 +7,10 @@ everything that this project did not make.
 from pyinfra.context import host, state
 
 from roles import service
-from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.operations import lease
 from spark_deploy.planning.work.keep import keep_of
 
-no_delay(state, host)
 lease.hold(state, host)
 plan = plan_for(host)
 

@@ -9,7 +9,6 @@ from pyinfra.context import host, state
 
 from roles import base, cuda, docker, tools, work
 from spark_deploy.errors import PlanError
-from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.operations import lease
@@ -18,7 +17,6 @@ from spark_deploy.payload.content import read_payload
 from spark_deploy.planning.serving.release import unit_files_of
 from spark_deploy.planning.work.jobs import jobs_of
 
-no_delay(state, host)
 lease.hold(state, host)
 plan, payload = plan_for(host), read_payload()
 if plan.requantized is None:

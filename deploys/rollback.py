@@ -11,12 +11,10 @@ from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.release import service_of
 
 from roles import service
-from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import waves_for
 from spark_deploy.operations import lease
 
-no_delay(state, host)
 lease.hold(state, host)
 settings = known_of(host).found.settings
 to = settings.releases.rollback_to

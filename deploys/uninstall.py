@@ -7,12 +7,10 @@ them and `--data uninstall.engine=true`. What others made or installed is left a
 from pyinfra.context import host, state
 
 from roles import uninstall
-from spark_deploy.inventory.contact.ssh import no_delay
 from spark_deploy.inventory.known import known_of
 from spark_deploy.operations import lease
 from spark_deploy.operations.service.uninstall import asked_of
 
-no_delay(state, host)
 lease.hold(state, host)
 
 uninstall.apply(asked=asked_of(known_of(host).found.settings))

@@ -21,7 +21,6 @@ from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.inventory.contact.hearing import listen_carefully
 from spark_deploy.inventory.contact.host_keys import readable_ssh_files
-from spark_deploy.inventory.contact.ssh import no_delay
 
 T = TypeVar("T")
 
@@ -88,7 +87,6 @@ def _one(
                 hint = "; run deploys/bootstrap.py first" if "No host key" in reason else ""
                 return Answer(listed, None, f"cannot be reached: {in_words(reason)}{hint}")
             state.activate_host(host)
-            no_delay(state, host)
             listen_carefully()
             value = ask(host, listed)
         except (PyinfraError, OSError) as error:

@@ -30,6 +30,7 @@ from spark_deploy.inventory.clusters import (
 )
 from spark_deploy.inventory.command_line import check_patterns, command_line, judges, overrides
 from spark_deploy.inventory.contact.hearing import listen_carefully
+from spark_deploy.inventory.contact.ssh import transport
 from spark_deploy.inventory.known import KEY, Known
 from spark_deploy.inventory.names import host_problems, stray_files
 from spark_deploy.payload.content import supported_engines
@@ -221,6 +222,7 @@ def _data(found: HostSettings) -> dict[str, Any]:
         "ssh_known_hosts_file": ssh.known_hosts_file,
         # Keys of hosts are shown and recorded by deploys/bootstrap.py, never accepted silently.
         "ssh_strict_host_key_checking": "yes",
+        "ssh_paramiko_connect_kwargs": {"transport_factory": transport},
     }
     return {**data, **{key: value for key, value in connection.items() if value is not None}}
 
