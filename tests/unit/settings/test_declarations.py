@@ -71,7 +71,7 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of what settings are made of and written to."""
     copy = tmp_path / "checkout"
     for part in PARTS:
-        ignore = shutil.ignore_patterns("__pycache__", "*.npz")
+        ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(CHECKOUT / part, copy / part, ignore=ignore)
     return copy
 
