@@ -89,6 +89,10 @@ def judged(name: str, results: dict[str, Any]) -> list[dict[str, Any]]:
     if name == "steered":
         return judge.judge_steered(results, steered_cases())
     keep = {"prefixes": "prefixes-eager", "dflash": "dflash-eager"}[name]
+    if results[keep]["state"] != "ran":
+        error = str(results[keep].get("error", [""])[0])[:200]
+        numbers = {"state": results[keep]["state"], "error": error}
+        return [{"claim": f"{keep}: ran", "passed": False, "cases": [keep], "numbers": numbers}]
     rows = {"prefixes": judge.judge_prefixes, "dflash": judge.judge_profiles}[name](results)
     return [row for row in rows if row["cases"][:1] == [keep] or row["claim"] == keep]
 
