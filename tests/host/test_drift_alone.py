@@ -16,7 +16,7 @@ CHANGES = {
     "state": "rm {name}",
     "keys": "echo '{{}}' > {name}",
     "link": "ln -sfn /nowhere {name}",
-    "directory": "chmod 700 {name}; chown nobody {name}",
+    "directory": "chmod 700 {name}; chgrp nogroup {name}",
     "package": "dpkg --force-depends --remove {name}",
     "masked": "systemctl unmask {name}",
     "user": "sed -i '/^{name}:/d' /etc/passwd",  # userdel refuses while it runs something

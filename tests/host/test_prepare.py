@@ -160,6 +160,8 @@ REFUSED = {
         "unless-stopped --entrypoint sleep vllm/vllm-openai:1 600",
         "container old: another engine",
     ),
+    # Whoever owns it could have replaced models after they were verified.
+    "a folder above the models is somebody's": ("chown nobody /srv/spark", "belongs to nobody"),
     "the port is taken": (
         "systemd-run -q --unit=stranger python3 -m http.server 8000 && sleep 1",
         "port 8000: python3",
@@ -176,6 +178,7 @@ HEALED = {
     "the disk is full": "break disk-full --heal",
     "another engine runs": "docker rm -f ollama; docker rmi ollama/ollama:1",
     "another engine comes back": "docker rm -f old; docker rmi vllm/vllm-openai:1",
+    "a folder above the models is somebody's": "chown root /srv/spark",
     "the port is taken": "systemctl stop stranger",
     "a package is half installed": "dpkg --configure -a",
 }
