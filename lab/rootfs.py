@@ -64,9 +64,9 @@ WantedBy=sysinit.target
 
 def bootstrap(paths: LabPaths, distribution: Distribution) -> Path:
     """Return the plain bootstrapped tree, from the cache when it was made before."""
-    key = content_key(distribution.codename, distribution.mirror, distribution.deb_arch, PACKAGES)
-    debs = paths.cache / "debootstrap-debs"
+    debs = debs_of(paths, distribution)
     debs.mkdir(parents=True, exist_ok=True)
+    key = content_key(debs.name, distribution.mirror, distribution.deb_arch, PACKAGES)
 
     def make(target: Path) -> None:
         source = f"deb {distribution.mirror} {distribution.codename} " + (
@@ -75,6 +75,11 @@ def bootstrap(paths: LabPaths, distribution: Distribution) -> Path:
         unpack_release(target, distribution.codename, PACKAGES, source, keep=debs)
 
     return cached(paths.cache / f"bootstrap-{key}", make)
+
+
+def debs_of(paths: LabPaths, distribution: Distribution) -> Path:
+    """Return where the packages of a plain tree lie: no host is offered those of another release."""
+    return paths.cache / f"debootstrap-debs-{distribution.codename}"
 
 
 def unpack_release(

@@ -64,7 +64,7 @@ def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
     vendor = [packages.build_stub(paths, name) for name in packages.VENDOR_STUBS]
     base = rootfs.base(paths, tree, preinstalled)
     offered = packages.download(paths, distribution, tree)
-    debs = [*(paths.cache / "debootstrap-debs").glob("*.deb"), *offered.glob("*.deb")]
+    debs = [*rootfs.debs_of(paths, distribution).glob("*.deb"), *offered.glob("*.deb")]
     arch = distribution.deb_arch
     archive.publish(paths, archive.OS_ARCHIVE, [*debs, *preinstalled], arch)
     archive.publish(paths, archive.VENDOR_ARCHIVE, vendor, arch)

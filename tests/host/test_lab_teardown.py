@@ -23,7 +23,7 @@ from tests.labkit import CHECKOUT, STATE, lab
 
 SECOND_STATE = STATE.with_name(f"{STATE.name}-second")
 CGROUP = "lab-second"
-PIECES = ("bootstrap-*", "debs-*", "debootstrap-debs", "stubs", "base-*")
+PIECES = ("bootstrap-*", "debs-*", "debootstrap-debs-*", "stubs", "base-*")
 
 
 class SecondLab:

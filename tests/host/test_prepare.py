@@ -156,8 +156,8 @@ REFUSED = {
         "container ollama: another engine",
     ),
     "another engine comes back": (
-        "docker tag {image} vllm/vllm-openai:1; docker create --name old --restart "
-        "unless-stopped --entrypoint sleep vllm/vllm-openai:1 600",
+        "docker tag {image} vllm/vllm-openai:1; docker run -d --name old --restart always "
+        "--entrypoint sleep vllm/vllm-openai:1 600; docker stop -t 1 old",
         "container old: another engine",
     ),
     # Whoever owns it could have replaced models after they were verified.
