@@ -93,13 +93,14 @@ gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pyt
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
 
 cpu-proofs: venv ## claims that need no GPU, in the engine's CPU build; files in build/cpu/results (root)
-	@rm -rf build/cpu/plugin build/cpu/context && mkdir -p build/cpu && cp -r files/image build/cpu/context
+	@rm -rf build/cpu && mkdir -p build/cpu && cp -r files/image build/cpu/context
 	$(PY) -m lab.engine run -m pip install --quiet --no-index --no-deps --no-build-isolation \
 	  --target build/cpu/plugin build/cpu/context
 	PYTHONPATH=$(CURDIR)/build/cpu/plugin:$(CURDIR):$(CURDIR)/files/contract:$(CURDIR)/files/checkpoint VLLM_PLUGINS=spark \
 	  $(PY) -m lab.engine run -m proofs.engine.on_cpu build/cpu/results
 
 gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in build/recall
+	@rm -rf build/recall
 	$(GPU_PYTHON) -m proofs.recall.race build/recall/first --limit-s 600
 	$(GPU_PYTHON) -m proofs.recall.training build/recall/further --further build/recall/first --seed 112
 	@echo "to prove with it: SPARK_GPU_RECALL=build/recall/further make gpu; to keep it:"
