@@ -17,6 +17,31 @@ def damaged(dtype: torch.dtype, value: float) -> torch.Tensor:
     return numbers.to(dtype)
 
 
+class Drafter(torch.nn.Module):
+    """A drafter whose files hold one layer; the engine gives it its target's head afterwards."""
+
+    has_own_lm_head = False
+    has_own_embed_tokens = False
+
+    def __init__(self, *, of_layer: float, of_head: float) -> None:
+        """Fill the layer and the head, each with one number."""
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.lm_head = torch.nn.Linear(3, 5, bias=False)
+        with torch.no_grad():
+            self.layer.weight.fill_(of_layer)
+            self.lm_head.weight.fill_(of_head)
+
+
+def refused(model: torch.nn.Module) -> str:
+    """Return what is said of a drafter right after its own files were loaded; "" for nothing."""
+    try:
+        finite.demand_finite(model, finite.given_later(model))
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
 def main() -> None:
     """Print the verdicts as JSON."""
     finite._CHUNK_NUMBERS = 100
@@ -32,7 +57,15 @@ def main() -> None:
     finite.install()
     once = BaseModelLoader.load_model
     finite.install()
+    own = Drafter(of_layer=1.0, of_head=nan)
+    own.has_own_lm_head = True
     report = {
+        "drafters": {
+            "whose head comes later": refused(Drafter(of_layer=1.0, of_head=nan)),
+            "with a damaged layer": refused(Drafter(of_layer=nan, of_head=1.0)),
+            "with a damaged head of its own": refused(own),
+        },
+        "later_without_marks": finite.given_later(torch.nn.Linear(3, 3)),
         "verdicts": verdicts,
         "others": [finite.all_finite(tensor) for tensor in others],
         "wrapped_once": BaseModelLoader.load_model is once,

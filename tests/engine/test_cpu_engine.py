@@ -203,6 +203,11 @@ def test_one_wrong_number_is_found_in_every_format(engine: Engine) -> None:
         assert all(found.values()), dtype
     assert report["others"] == [True, True, True]
     assert report["wrapped_once"]
+    drafters = report["drafters"]
+    assert drafters["whose head comes later"] == ""
+    assert "layer.weight" in drafters["with a damaged layer"]
+    assert "lm_head.weight" in drafters["with a damaged head of its own"]
+    assert report["later_without_marks"] == []
 
 
 def test_the_portable_format_refuses_a_plain_tree(engine: Engine, plain: Path) -> None:

@@ -29,25 +29,37 @@ def install() -> None:
     if getattr(load, "spark_finite", False):
         return
 
-    def load_model(self: Any, *arguments: Any, **named: Any) -> torch.nn.Module:
-        model: torch.nn.Module = load(self, *arguments, **named)
-        config = named["vllm_config"] if "vllm_config" in named else arguments[0]
-        if getattr(config.quant_config, "demand_finite", False):
-            demand_finite(model)
+    def load_model(
+        self: Any, vllm_config: Any, model_config: Any, *more: Any, **named: Any
+    ) -> torch.nn.Module:
+        model: torch.nn.Module = load(self, vllm_config, model_config, *more, **named)
+        if getattr(vllm_config.quant_config, "demand_finite", False):
+            drafts = model_config.runner_type == "draft"
+            demand_finite(model, given_later(model) if drafts else ())
         return model
 
     load_model.spark_finite = True  # type: ignore[attr-defined]
     BaseModelLoader.load_model = load_model
 
 
-def demand_finite(model: torch.nn.Module) -> None:
-    """Look at every number and at the logits of the head.
+def given_later(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return the modules of a drafter that the engine replaces by its target's after the load.
+
+    The engine marks what a drafter's own files hold; the rest is memory that nobody has written.
+    MTP layers have no such marks: they are loaded whole.
+    """
+    marks = (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embed_tokens"))
+    return tuple(name for mark, name in marks if getattr(model, mark, None) is False)
+
+
+def demand_finite(model: torch.nn.Module, later: tuple[str, ...] = ()) -> None:
+    """Look at every number and at the logits of the head, but at no module named in ``later``.
 
     Raises:
         ValueError: naming what is not finite.
     """
-    count = demand_finite_tensors(model)
-    heads = list(_logits(model))
+    count = demand_finite_tensors(model, later)
+    heads = [] if "lm_head" in later else list(_logits(model))
     wrong = [name for name, logits in heads if not all_finite(logits)]
     if wrong:
         raise ValueError(_refusal(model, "logits", wrong))
@@ -59,13 +71,14 @@ def demand_finite(model: torch.nn.Module) -> None:
     )
 
 
-def demand_finite_tensors(model: torch.nn.Module) -> int:
-    """Look at every number the model holds; return how many tensors there are.
+def demand_finite_tensors(model: torch.nn.Module, later: tuple[str, ...] = ()) -> int:
+    """Look at every number the model holds but in ``later``; return how many tensors there are.
 
     Raises:
         ValueError: naming the tensors that are not finite.
     """
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = {name: t for name, t in held.items() if not {*later} & {*name.split(".")}}
     wrong = [name for name, tensor in tensors.items() if not all_finite(tensor.detach())]
     if wrong:
         raise ValueError(_refusal(model, f"{len(wrong)} tensors", wrong))
