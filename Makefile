@@ -101,7 +101,7 @@ cpu-proofs: venv ## claims that need no GPU, in the engine's CPU build; files in
 
 gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in build/recall
 	@rm -rf build/recall
-	$(GPU_PYTHON) -m proofs.recall.race build/recall/first --limit-s 600
+	$(GPU_PYTHON) -m proofs.recall.race build/recall/first
 	$(GPU_PYTHON) -m proofs.recall.training build/recall/further --further build/recall/first --seed 112
 	@echo "to prove with it: SPARK_GPU_RECALL=build/recall/further make gpu; to keep it:"
 	@echo "its weights.npz goes into proofs/recall"

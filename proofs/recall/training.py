@@ -1,13 +1,14 @@
 """Trains the recall model on a GPU, in minutes, from nothing but a seed.
 
-    python3 -m proofs.recall.training OUT [--seed 11] [--limit-s 600]
+    python3 -m proofs.recall.training OUT [--seed 11] [--limit-s 400]
+    python3 -m proofs.recall.training OUT --further DIR [--seed 11] [--limit-s 400]
 
 Writes ``weights.npz`` (every exact weight, BF16) and ``recall-training.json`` (what was learnt
-when, and recall by length of the network that was trained). Not every seed learns: ``race``
-trains several. The forward pass is
-transformers' own code but for the gated delta rule, which is ``delta_rule`` here. Towards the end
-the weights are rounded as checkpoints store them (``lab.model.network``), so the rounded model is
-the one that has learnt.
+when, and recall by length of the network that was trained). The first way teaches to look things
+up; not every seed learns that, so ``race`` trains several. The second goes on from weights, over
+all lengths, with weights rounded as checkpoints store them (``lab.model.network``), so the rounded
+model is the one that has learnt. The forward pass is transformers' own code but for the gated
+delta rule, which is ``delta_rule`` here.
 """
 
 from __future__ import annotations
@@ -34,11 +35,10 @@ from proofs.recall import language, weights
 from proofs.recall.network import losses, make_network, put_in, use_own_rule
 
 SEED = 11
-LEARNT = "learnt"
-"""File that says that this training can look things up: nothing behind it fails for that."""
 RESULT = "recall-training.json"
 SPAN = 140_000
 """Positions taught, by jumps between slots."""
+LIMIT_S = 400
 MTP_WEIGHT = 0.3
 CAVEATS = [
     "each phase ended when enough was known or its share of the time was over, so a slower machine "
@@ -60,23 +60,27 @@ class Phase:
     share: float  # of the time allowed, what may be over at its end
     until: float = 2.0
     rounded: bool = False
+    falls_to: float = 0.4  # of the rate, at the end
+
+    @property
+    def warm_steps(self) -> int:
+        """Steps in which the rate rises: long contexts get few of them."""
+        return 20 if self.length <= 8192 else 4
 
 
 PHASES = (
-    Phase("first", 2000, 128, 256, 2e-3, 0.35, until=0.9),
-    Phase("short", 1500, 64, 512, 2e-3, 0.45, until=0.97),
-    Phase("middle", 900, 16, 4096, 1.5e-3, 0.6, until=0.995),
-    Phase("rounded", 350, 8, 8192, 1e-3, 0.72, rounded=True),
-    Phase("long", 150, 2, 32768, 7e-4, 0.85, rounded=True),
-    Phase("longest", 45, 1, 131072, 4e-4, 1.0, rounded=True),
+    Phase("first", 2000, 128, 256, 2e-3, 0.5, until=0.9),
+    Phase("short", 1500, 64, 512, 2e-3, 0.6, until=0.97),
+    Phase("middle", 900, 16, 4096, 1.5e-3, 1.0, until=0.99),
 )
 FURTHER = (
-    Phase("middle again", 900, 16, 4096, 1.2e-3, 0.45, until=0.9985, rounded=True),
-    Phase("rounded again", 250, 8, 8192, 8e-4, 0.7, rounded=True),
-    Phase("long again", 60, 2, 32768, 6e-4, 0.85, rounded=True),
-    Phase("longest again", 20, 1, 131072, 3e-4, 1.0, rounded=True),
+    Phase("rounded", 900, 16, 4096, 1e-3, 0.35, rounded=True, falls_to=0.7),
+    Phase("longer", 600, 8, 8192, 7e-4, 0.6, rounded=True, falls_to=0.6),
+    Phase("long", 150, 2, 32768, 4e-4, 0.8, rounded=True, falls_to=0.5),
+    Phase("longest", 45, 1, 131072, 2e-4, 1.0, rounded=True, falls_to=0.05),
 )
-"""What follows where a training has learnt to look up and still errs."""
+"""What follows where a training has learnt to look up. The rate falls to nearly nothing: noise of
+single steps is what makes a word of a long answer wrong."""
 LOOK_STEPS = 25
 NEAR = 0.01
 """A phase that ends so far below what it is for has not learnt its lesson."""
@@ -134,12 +138,14 @@ class Run:
         """Train one phase, at most until its share of the time is over; return what is known."""
         known = 0.0
         recent: list[Tensor] = []
+        begun_s = self.spent_s()
         if phase.rounded:
             self.network.round_weights()
         for step, batch in enumerate(source):
-            warm = min(1.0, (self.done + 1) / 100) * min(1.0, (step + 1) / 20)
+            warm = min(1.0, (self.done + 1) / 100) * min(1.0, (step + 1) / phase.warm_steps)
+            over = self.share_of(phase, step, begun_s)
             for group in self.optimizer.param_groups:
-                group["lr"] = phase.rate * warm * (1 - 0.6 * step / phase.steps)
+                group["lr"] = phase.rate * warm * (1 - (1 - phase.falls_to) * over)
             found = self.step(batch)
             recent.append(found["right1"])
             look = step % (LOOK_STEPS if phase.steps > 100 else 5) == 0
@@ -152,6 +158,11 @@ class Run:
             if self.spent_s() > self.limit_s * phase.share:
                 break
         return known
+
+    def share_of(self, phase: Phase, step: int, begun_s: float) -> float:
+        """Return how much of a phase is over, by its steps or by its time."""
+        time_s = max(self.limit_s * phase.share - begun_s, 1e-6)
+        return min(1.0, max(step / phase.steps, (self.spent_s() - begun_s) / time_s))
 
     def step(self, batch: list[Tensor]) -> dict[str, Tensor]:
         """Take one step; return its losses."""
@@ -174,8 +185,8 @@ class Run:
         print(json.dumps(row), file=sys.stderr, flush=True)
 
 
-def train(run: Run, phases: tuple[Phase, ...], workers: int, learnt: Path) -> None:
-    """Train all phases; ``learnt`` is written once the last lesson has been learnt.
+def train(run: Run, phases: tuple[Phase, ...], workers: int) -> None:
+    """Train all phases.
 
     Raises:
         ValueError: A phase ended without what the next one builds on.
@@ -190,8 +201,6 @@ def train(run: Run, phases: tuple[Phase, ...], workers: int, learnt: Path) -> No
                     f"{known:.3f} of what can be known is known after phase {phase.name}, not "
                     f"{phase.until}: nothing learns behind that; train again"
                 )
-            if phase.until <= 1 and all(later.until > 1 for later in phases[number + 1 :]):
-                learnt.touch()
         pool.terminate()
     run.seen |= {"steps": run.done, "seconds": round(run.spent_s(), 1)}
 
@@ -241,7 +250,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--further", type=Path, metavar="DIR", help="go on from the weights there")
-    parser.add_argument("--limit-s", type=float, default=600)
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--small", action="store_true", help="a few steps on a CPU")
     arguments = parser.parse_args()
@@ -255,7 +264,7 @@ def main() -> None:
             Phase("more", 2, 2, 256, 1e-3, 1, rounded=True),
         )
     run = Run(device, limit_s, seed, arguments.further)
-    train(run, phases, arguments.workers, out / LEARNT)
+    train(run, phases, arguments.workers)
     network, seen = run.network, run.seen
     about = {
         "stage": "recall-training",
