@@ -92,12 +92,12 @@ gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pyt
 	  || echo "no plans could be made here: tests that serve them are skipped (make gpu-plans elsewhere)"
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
 
-cpu-proofs: venv ## claims that need no GPU, in the engine's CPU build; files in build/cpu/results (root)
+cpu-proofs: venv ## claims that need no GPU, in the engine's CPU build; ONLY=dflash: one of its files (root)
 	@rm -rf build/cpu && mkdir -p build/cpu && cp -r files/image build/cpu/context
 	$(PY) -m lab.engine run -m pip install --quiet --no-index --no-deps --no-build-isolation \
 	  --target build/cpu/plugin build/cpu/context
 	PYTHONPATH=$(CURDIR)/build/cpu/plugin:$(CURDIR):$(CURDIR)/files/contract:$(CURDIR)/files/checkpoint VLLM_PLUGINS=spark \
-	  $(PY) -m lab.engine run -m proofs.engine.on_cpu build/cpu/results
+	  $(PY) -m lab.engine run -m proofs.engine.on_cpu build/cpu/results $(if $(ONLY),--only $(ONLY))
 
 gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in build/recall
 	@rm -rf build/recall

@@ -26,6 +26,7 @@ ENGINES = (
     "proofs/engine/case.py",
     "proofs/engine/cases.py",
     "proofs/judges/answers.py",
+    "proofs/judges/rows.py",
     "proofs/trees/build.py",
 )
 WEIGHTS = "proofs/recall/weights.npz"
@@ -33,12 +34,18 @@ NETWORK = ("proofs/recall/network.py", "proofs/recall/delta_rule.py", "lab/model
 TRAINING = ("proofs/recall/training.py", "proofs/recall/race.py")
 BY_FORMAT = ("proofs/recall/by_format.py", "proofs/recall/formats.py")
 SINGLE = ("proofs/engine/profile_cases.py", "proofs/judges/profiles.py", "proofs/trees/s*.py")
+DRAFTS = (
+    *(f"proofs/drafts/{name}.py" for name in ("cases", "judge", "shape", "trees")),
+    "proofs/drafts/*/weights.npz",
+)
+"""Not how they were trained: a result rests on the weights that lie there."""
 RAN: dict[str, tuple[str, ...]] = {
     **{
         f"engine-{stage}": (*PLUGIN, *ENGINES, "proofs/judges/engine.py")
         for stage in ("eager", "refused", "nan", "speculation", "turboquant")
     },
     "engine-quality": (*PLUGIN, *ENGINES, "proofs/*/quality*.py", WEIGHTS),
+    "engine-profiles": (*PLUGIN, *ENGINES, *SINGLE, *DRAFTS),
     "engine": (*PLUGIN, *ENGINES, *SINGLE),
     "recall-training": (*TRAINING, *NETWORK, "proofs/recall/[ls]*.py"),
     "recall-formats": (
@@ -68,8 +75,9 @@ RAN: dict[str, tuple[str, ...]] = {
     "experts": ("tests/gpu/test_experts.py",),
     **{
         name: (*PLUGIN, *ENGINES, *SINGLE, "proofs/engine/on_cpu.py")
-        for name in ("steered", "prefixes", "dflash")
+        for name in ("steered", "prefixes")
     },
+    "dflash": (*PLUGIN, *ENGINES, *DRAFTS, "proofs/engine/on_cpu.py"),
     "plain-models": (
         "tests/host/test_plain_models.py",
         "tests/published.py",

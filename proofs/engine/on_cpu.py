@@ -3,7 +3,7 @@
     make cpu-proofs
 
 Writes ``steered.json``, ``prefixes.json`` and ``dflash.json``: drafts with a known acceptance,
-conversations that find their beginnings in the cache, a random DFlash draft.
+conversations that find their beginnings in the cache, drafters beside a hybrid.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from typing import Any
 
 from lab.model import build as lab_hub
 from proofs import code
+from proofs.drafts import cases as draft_cases
+from proofs.drafts.judge import judge_drafts
+from proofs.drafts.trees import make_drafts
 from proofs.engine import profile_cases, run
 from proofs.engine.cases import case, mtp
-from proofs.engine.profile_cases import CONVERSATIONS, DFLASH_TOKENS, QUIET, STEERED_TOKENS
+from proofs.engine.profile_cases import CONVERSATIONS, QUIET, STEERED_TOKENS
 from proofs.judges import profiles as judge
 from proofs.trees import special
 from proofs.trees.build import VARIANTS, build, copy_trained, plan
@@ -32,7 +35,6 @@ CAVEATS = [
     "eager",
 ]
 PORTABLE = profile_cases.PORTABLE
-TREE = "tiny-overlay-head8"
 Cases = list[dict[str, Any]]
 
 
@@ -59,41 +61,30 @@ def prefix_cases() -> Cases:
     ]
 
 
-def dflash_cases() -> Cases:
-    """The trained model with a random draft of two layers beside it, and without."""
-    draft = {
-        "method": "dflash",
-        "model": "tiny-dflash",
-        "num_speculative_tokens": DFLASH_TOKENS,
-        "draft_load_config": {"load_format": "safetensors"},
-    }
-    return [
-        case("tiny-head8", TREE, options=PORTABLE, **QUIET),
-        case("dflash-eager", TREE, options={**PORTABLE, "speculative_config": draft}, **QUIET),
-    ]
-
-
 def make_trees(out: Path) -> None:
-    """Make the steered trees, the trained one, and the draft."""
+    """Make the steered trees, the trained one, and its drafts."""
     work = out / "work"
     work.mkdir(parents=True)
     special.make_steered(out, work)
     lab_hub.build(out / "hub")
     base, donor = copy_trained(out, out / "hub")
-    build(plan(base, donor, out / TREE, VARIANTS[TREE.removeprefix("tiny-")]), work)
-    special.make_draft(out / "tiny-dflash", base)
+    name = draft_cases.TREE
+    build(plan(base, donor, out / name, VARIANTS[name.removeprefix("tiny-")]), work)
+    make_drafts(out, base)
 
 
 def judged(name: str, results: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of one result file, by the judges of the GPU machine."""
     if name == "steered":
         return judge.judge_steered(results, steered_cases())
-    keep = {"prefixes": "prefixes-eager", "dflash": "dflash-eager"}[name]
+    if name == "dflash":
+        return judge_drafts(results, draft_cases.cpu_cases(PORTABLE))
+    keep = "prefixes-eager"
     if results[keep]["state"] != "ran":
         error = str(results[keep].get("error", [""])[0])[:200]
         numbers = {"state": results[keep]["state"], "error": error}
         return [{"claim": f"{keep}: ran", "passed": False, "cases": [keep], "numbers": numbers}]
-    rows = {"prefixes": judge.judge_prefixes, "dflash": judge.judge_profiles}[name](results)
+    rows = judge.judge_prefixes(results)
     return [row for row in rows if row["cases"][:1] == [keep] or row["claim"] == keep]
 
 
@@ -101,10 +92,18 @@ def main() -> None:
     """Make trees, run every case alone, judge and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    out = parser.parse_args().out.resolve()
+    parser.add_argument("--only", choices=("steered", "prefixes", "dflash"))
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     os.environ["CUDA_VISIBLE_DEVICES"] = "none"
-    cases = {"steered": steered_cases(), "prefixes": prefix_cases(), "dflash": dflash_cases()}
+    cases = {
+        "steered": steered_cases(),
+        "prefixes": prefix_cases(),
+        "dflash": draft_cases.cpu_cases(PORTABLE),
+    }
+    if arguments.only:
+        cases = {arguments.only: cases[arguments.only]}
     with tempfile.TemporaryDirectory(dir=out) as work:
         make_trees(Path(work) / "trees")
         for name, wanted in cases.items():

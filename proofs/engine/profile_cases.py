@@ -1,6 +1,6 @@
 """Engine runs of single claims, as data: each profile's way of serving, steered drafts, true sizes.
 
-Stages: ``profiles`` (drafts, graphs and DFlash on the trained model), ``steered`` (drafts with a
+Stages: ``profiles`` (drafts, drafters and graphs on the trained model), ``steered`` (drafts with a
 known acceptance), ``prefixes`` (prefix caching in conversations), ``sizes`` (true layer sizes,
 pictures, transformers beside), ``long`` (TurboQuant with long contexts), ``head-choice``
 (the opt-in head measured at its first start), ``names`` (every tensor is read), ``two-gpus``.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from proofs.drafts import cases as drafts
 from proofs.engine.cases import ONLINE_FP8, TRITON, case, graphs, mtp
 
 QUIET = {"capture": False}
@@ -24,7 +25,6 @@ LONG_OPTIONS = {
     "kv_cache_memory_bytes": 1 << 31,
 }
 TURBOQUANT = {"kv_cache_dtype": "turboquant_k8v4", "attention_config": {}}
-DFLASH_TOKENS = 3
 HEAD_TIMES = {
     "steered-95": "/tmp/spark-lm-head-times.json",  # of a machine for proofs
     "true-35b": "/tmp/spark-lm-head-times-true-35b.json",
@@ -34,11 +34,10 @@ CONVERSATIONS = [2500, 2300, 2200, 1200]
 
 
 def profile_cases() -> list[dict[str, Any]]:
-    """The trained model as the profiles without plugin serve it, and DFlash."""
+    """The trained model as the profiles without plugin serve it, and with drafters."""
     full = graphs(FULL)
     online = {"quantization_config": ONLINE_FP8}
-    tree = "tiny-overlay-head8"
-    found = [case("tiny-head8", tree, **QUIET)]
+    found = [case(drafts.PLAIN, drafts.TREE, **QUIET)]
     for name, own, more in (
         ("native", "tiny-native", {}),
         ("online-fp8", "tiny-base-head8", online),
@@ -53,21 +52,7 @@ def profile_cases() -> list[dict[str, Any]]:
             case(f"tiny-{name}{suffix}", own, plugins="", options={**more, **chosen}, **QUIET)
             for suffix, chosen in options.items()
         ]
-    return [*found, *_dflash_cases(tree)]
-
-
-def _dflash_cases(tree: str) -> list[dict[str, Any]]:
-    draft = {
-        "speculative_config": {
-            "method": "dflash",
-            "model": "tiny-dflash",  # a tree beside this one
-            "num_speculative_tokens": DFLASH_TOKENS,
-        }
-    }
-    return [
-        case("dflash-eager", tree, options=draft, **QUIET),
-        case("dflash-full", tree, options={**draft, **graphs(FULL)}, **QUIET),
-    ]
+    return [*found, *drafts.gpu_cases()]
 
 
 def steered_cases() -> list[dict[str, Any]]:

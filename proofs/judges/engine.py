@@ -14,8 +14,8 @@ from spark_vllm.checkpoint.settings import read_settings
 
 from proofs.engine.cases import OTHER_PRESETS
 from proofs.judges.answers import TRAINED_NOISE, TURBOQUANT_NOISE, acceptance, compare_answers, same
+from proofs.judges.rows import Row, attempt, row
 
-Row = dict[str, Any]
 FP8_LIMIT = 0.006
 """Error of an FP8 module against a reference that rounds activations as the kernel does."""
 INT_LIMIT = 0.004
@@ -30,11 +30,6 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the norm of the difference over the norm of the reference."""
     value, reference = value.double(), reference.double()
     return float((value - reference).norm() / reference.norm())
-
-
-def row(claim: str, passed: bool, cases: list[str], **numbers: Any) -> Row:
-    """Return one row of the table."""
-    return {"claim": claim, "passed": bool(passed), "cases": cases, "numbers": numbers}
 
 
 class Weights:
@@ -143,14 +138,6 @@ def judge_eager(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
         ("untouched", lambda: _untouched(results)),
     ]
     return [attempt(name, judgement) for name, judgement in judgements]
-
-
-def attempt(name: str, judgement: Callable[[], Row]) -> Row:
-    """Return a row even when a run left nothing to judge: it has failed then."""
-    try:
-        return judgement()
-    except Exception as error:  # one dead engine must not hide the other rows
-        return row(name, False, [], judging=f"{type(error).__name__}: {error}"[:300])
 
 
 def _dispatch(results: dict[str, Row], name: str) -> Row:

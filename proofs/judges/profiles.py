@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from proofs.drafts.cases import gpu_cases as draft_cases
+from proofs.drafts.judge import judge_drafts
 from proofs.engine.profile_cases import LONG_PROMPTS, STEERED_TOKENS
 from proofs.judges import experts as experts_judge
 from proofs.judges.answers import TRAINED_NOISE, acceptance, compare_answers, same
@@ -16,13 +18,11 @@ from proofs.judges.engine import (
     INT_LIMIT,
     LEAST_ACCEPTANCE,
     LOGIT_LIMIT,
-    Row,
     Weights,
-    attempt,
     module_errors,
     relative,
-    row,
 )
+from proofs.judges.rows import Row, attempt, row
 from proofs.prompts import IDS_LENGTHS, random_prompts
 from proofs.trees import special as special_trees
 from proofs.trees import steered
@@ -35,13 +35,14 @@ ACCEPTANCE_SLACK = 0.03
 
 
 def judge_profiles(results: dict[str, Row]) -> list[Row]:
-    """Judge drafts, graphs and DFlash on the trained model."""
-    pairs = {"dflash-eager": "tiny-head8", "dflash-full": "tiny-head8"}
+    """Judge drafts and graphs on the trained model."""
+    pairs = {}
     for name in ("native", "online-fp8"):
         for suffix in ("-mtp2", "-full", "-full-mtp2"):
             pairs[f"tiny-{name}{suffix}"] = f"tiny-{name}"
         pairs[f"tiny-{name}"] = "tiny-head8"
-    return [attempt(one, lambda o=one, t=two: _same(results, o, t)) for one, two in pairs.items()]
+    found = [attempt(one, lambda o=one, t=two: _same(results, o, t)) for one, two in pairs.items()]
+    return [*judge_drafts(results, draft_cases()), *found]
 
 
 def _same(results: dict[str, Row], name: str, reference: str) -> Row:

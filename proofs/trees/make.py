@@ -9,6 +9,7 @@ import argparse
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from proofs.drafts.trees import make_drafts
 from proofs.trees import special as single
 from proofs.trees.build import VARIANTS, build, copy_trained, damage, plan, write_wide
 
@@ -59,7 +60,7 @@ def _make_tiny(out: Path, work: Path, hub: Path, special: bool) -> None:
     base, donor = copy_trained(out, hub)
     _build_variants(out, work, "tiny", base, donor)
     if special:
-        single.make_draft(out / "tiny-dflash", base)
+        make_drafts(out, base)
 
 
 def _build_variants(out: Path, work: Path, kind: str, base: Path, donor: Path) -> None:

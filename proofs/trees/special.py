@@ -1,4 +1,4 @@
-"""Checkpoints for single proofs: steered drafts, true layer sizes, NaN, a draft model.
+"""Checkpoints for single proofs: steered drafts, true layer sizes, NaN.
 
 Made beside those of ``proofs.trees.build`` and built by the same builder.
 """
@@ -6,7 +6,6 @@ Made beside those of ``proofs.trees.build`` and built by the same builder.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -178,52 +177,3 @@ def _with_nan(good: Path, name: str, tensor: str, nan: bytes) -> Path:
     data = stored_bytes(tree, tensor)
     rewrite(tree, tensor, nan + data[len(nan) :])
     return tree
-
-
-def make_draft(out: Path, target: Path) -> None:
-    """Write a random DFlash draft for ``target``: two layers that look at two of its layers."""
-    text = json.loads((target / "config.json").read_text())["text_config"]
-    hidden, heads, size, width = text["hidden_size"], 4, 64, 512
-    source = np.random.default_rng(SEED)
-    draw = lambda *shape: rounding.bf16(source.normal(0, 0.02, shape).astype(np.float32))  # noqa: E731
-    ones = lambda count: rounding.bf16(np.ones(count, dtype=np.float32))  # noqa: E731
-    tensors = {"fc.weight": draw(hidden, 2 * hidden)}
-    for layer in range(2):
-        prefix = f"layers.{layer}."
-        for part, count in (("q", heads), ("k", 2), ("v", 2)):
-            tensors[f"{prefix}self_attn.{part}_proj.weight"] = draw(count * size, hidden)
-        tensors[f"{prefix}self_attn.o_proj.weight"] = draw(hidden, heads * size)
-        for part in ("q_norm", "k_norm"):
-            tensors[f"{prefix}self_attn.{part}.weight"] = ones(size)
-        for part in ("gate_proj", "up_proj"):
-            tensors[f"{prefix}mlp.{part}.weight"] = draw(width, hidden)
-        tensors[f"{prefix}mlp.down_proj.weight"] = draw(hidden, width)
-        for part in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{part}.weight"] = ones(hidden)
-    tensors |= {f"{part}.weight": ones(hidden) for part in ("norm", "hidden_norm")}
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        "hidden_size": hidden,
-        "intermediate_size": width,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 2,
-        "head_dim": size,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-06,
-        "max_position_embeddings": text["max_position_embeddings"],
-        "rope_theta": 10000,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "vocab_size": text["vocab_size"],
-        "num_target_layers": text["num_hidden_layers"],
-        "block_size": 4,
-        "dflash_config": {"mask_token_id": text["vocab_size"] - 1, "target_layer_ids": [0, 2]},
-    }
-    out.mkdir()
-    (out / "config.json").write_text(json.dumps(config, indent=1))
-    write_file(out / "model.safetensors", tensors)
-    for path in target.glob("*token*"):
-        shutil.copy(path, out)

@@ -100,12 +100,6 @@ TRIPS = {
     },
     "draft-of-another-model": {"own_draft_model": True, "drafts_by_option": True},
     "drafter-of-a-repository": {"own_draft_model": True},
-    "drafter-of-a-repository-with-the-plugin": {
-        "speculation_method": "eagle3",
-        "own_draft_model": True,
-        "tree_needs_plugin": True,
-        "plugin": True,
-    },
     "drafts-by-option": {"drafts_by_option": True},
     "one-gpu-in-a-host": {"devices": 2},
     "ray": {"executor": "ray"},
@@ -159,6 +153,13 @@ def test_each_rail_alone_catches_its_own_combination_and_spares_a_calm_one(rule)
     else:
         with pytest.raises(Exception, match=f"guard rail {rule}"):
             apply_rails([rail], facts)
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_a_drafter_of_a_repository_beside_a_hybrid_is_warned_of_and_not_refused(method):
+    facts = {"speculation_method": method, "speculation_tokens": 3, "own_draft_model": True}
+    warned = apply_rails(RAILS, {**CALM, **facts})
+    assert [one.partition(":")[0] for one in warned] == ["drafter-of-a-repository"]
 
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results/gpu"

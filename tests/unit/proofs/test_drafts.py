@@ -1,0 +1,176 @@
+"""Drafts trained for the lab's model: what they hold, what they run with, how they are judged."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lab.model.shape import TINY
+from proofs import code
+from proofs.drafts import cases, judge, shape, trees
+from proofs.engine.profile_cases import profile_cases
+
+KINDS = pytest.mark.parametrize("kind", shape.DRAFTS)
+TOKENS = [7, 11, 13, 17, 19, 23]
+
+
+@KINDS
+def test_a_draft_has_the_tensors_that_the_engine_reads_by_its_configuration(kind: str) -> None:
+    found, config = shape.shapes(kind), shape.config(kind)
+    hidden = config["hidden_size"]
+    assert found["fc.weight"] == (hidden, 3 * hidden)
+    assert found["norm.weight"] == (hidden,)
+    layers = {name.split(".")[1] for name in found if name.startswith("layers.")}
+    assert len(layers) == config["num_hidden_layers"]
+    width = config["num_attention_heads"] * config["head_dim"]
+    assert found["layers.0.self_attn.q_proj.weight"][0] == width
+    assert found["layers.0.self_attn.k_proj.weight"][0] == width // 2
+    assert found["layers.0.mlp.down_proj.weight"] == (hidden, config["intermediate_size"])
+    # Embedding and head are the target's: a draft of another vocabulary could not have them.
+    assert not any("embed" in name or "head." in name for name in found)
+    assert config["vocab_size"] == TINY.vocabulary
+
+
+def test_a_dflash_draft_names_the_layers_that_it_sees_and_its_mask() -> None:
+    config = shape.config("dflash")
+    own = config["dflash_config"]
+    assert own == {"mask_token_id": 1023, "target_layer_ids": [0, 2, 3]}
+    assert max(own["target_layer_ids"]) < config["num_target_layers"] == TINY.layers
+    assert "hidden_norm.weight" in shape.shapes("dflash")
+    assert shape.shapes("dflash")["layers.1.self_attn.k_norm.weight"] == (64,)
+
+
+@KINDS
+def test_the_stored_weights_are_those_of_the_draft_that_is_described(kind: str) -> None:
+    found = trees.trained(kind)
+    assert {name: values.shape for name, values in found.items()} == shape.shapes(kind)
+    assert all(np.isfinite(values).all() for values in found.values())
+    # Somebody trained them: norms start at one.
+    assert float(np.abs(found["norm.weight"] - 1).max()) > 0.1
+
+
+def test_stored_weights_of_another_draft_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape, "WIDTH", 512)
+    with pytest.raises(ValueError, match="the stored dflash draft is another"):
+        trees.trained("dflash")
+
+
+def sizes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return {name: tuple(part["shape"]) for name, part in header.items() if name[0] != "_"}
+
+
+def test_trees_hold_the_trained_draft_a_random_one_and_one_that_is_spoilt(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target/tokenizer.json").write_text("{}")
+    trees.make_drafts(tmp_path, tmp_path / "target")
+    wanted = [case["options"] for case in [*cases.gpu_cases(), *cases.cpu_cases({})]]
+    told = {one["speculative_config"]["model"] for one in wanted if "speculative_config" in one}
+    for name in told:
+        kind = name.split("-")[1]
+        assert sizes_in(tmp_path / name / "model.safetensors") == shape.shapes(kind)
+        assert json.loads((tmp_path / name / "config.json").read_text()) == shape.config(kind)
+        assert (tmp_path / name / "tokenizer.json").exists()
+    held = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in told}
+    assert len(set(held.values())) == len(held)
+
+
+def run(taken: int, *, state: str = "ran", tokens: list[int] = TOKENS) -> dict[str, Any]:
+    answer = {"tokens": tokens, "logprobs": [-0.1] * 6, "margins": [3.0] * 6}
+    counters = {"x_num_draft_tokens": 100, "x_num_accepted_tokens": taken}
+    return {"state": state, "answers": [answer], "counters": counters, "log_lines": []}
+
+
+def results() -> dict[str, dict[str, Any]]:
+    plain = run(0)
+    plain["counters"] = {}
+    found = {cases.PLAIN: plain}
+    for case in [*cases.gpu_cases(), *cases.cpu_cases({})]:
+        name = case["name"]
+        if name.endswith(cases.SPOILT):
+            error = f"ValueError: tensors with NaN or infinity: model.{trees.SPOILT_TENSOR}; it"
+            found[name] = {"state": "refused", "error": [error]}
+        elif name != cases.PLAIN:
+            found[name] = run(0 if name.endswith(cases.RANDOM) else 60)
+    return found
+
+
+def failed(given: dict[str, dict[str, Any]]) -> list[str]:
+    rows = [
+        *judge.judge_drafts(given, cases.gpu_cases()),
+        *judge.judge_drafts(given, cases.cpu_cases({})),
+    ]
+    return sorted({row["claim"].split(":")[0] for row in rows if not row["passed"]})
+
+
+def test_what_runs_as_it_should_passes() -> None:
+    assert failed(results()) == []
+
+
+@KINDS
+@pytest.mark.parametrize("way", ["eager", "full"])
+def test_a_trained_draft_that_is_seldom_taken_fails(kind: str, way: str) -> None:
+    given = results() | {f"{kind}-{way}": run(20)}
+    assert failed(given) == [f"{kind}-{way}"]
+
+
+def test_a_random_draft_that_is_taken_fails() -> None:
+    # Then acceptance says nothing about the draft.
+    given = results() | {"dflash-random-eager": run(60)}
+    assert failed(given) == ["dflash-random-eager"]
+
+
+@pytest.mark.parametrize("name", ["dflash-eager", "dflash-full", "dflash-random-eager"])
+def test_other_answers_fail_whatever_is_taken(name: str) -> None:
+    given = results()
+    given[name] = copy.deepcopy(given[name])
+    given[name]["answers"][0]["tokens"][3] = 99
+    assert failed(given) == [name]
+
+
+def test_an_engine_that_refuses_a_good_draft_fails_with_what_it_said() -> None:
+    given = results() | {"dflash-eager": {"state": "refused", "error": ["ValueError: no"]}}
+    rows = judge.judge_drafts(given, cases.gpu_cases())
+    assert [row["numbers"] for row in rows if not row["passed"]] == [
+        {"state": "refused", "error": "ValueError: no"}
+    ]
+
+
+def test_a_draft_with_nan_that_is_served_or_refused_for_something_else_fails() -> None:
+    served = results() | {"dflash-nan-eager": run(60)}
+    other = results() | {"dflash-nan-eager": {"state": "refused", "error": ["NaN in lm_head"]}}
+    assert failed(served) == failed(other) == ["dflash-nan-eager"]
+
+
+def test_the_stage_of_profiles_runs_and_judges_every_case() -> None:
+    names = [case["name"] for case in profile_cases()]
+    assert {case["name"] for case in cases.gpu_cases()} < set(names)
+    assert names.count(cases.PLAIN) == 1
+
+
+@pytest.mark.parametrize("result", ["dflash", "engine-profiles"])
+def test_a_result_with_drafts_rests_on_their_weights_and_their_judge(result: str) -> None:
+    wanted = {f"proofs/drafts/{name}" for name in ("dflash/weights.npz", "judge.py", "trees.py")}
+    found = set(code.digests(result))
+    assert wanted <= found
+    assert "proofs/drafts/training.py" not in found
+    assert not wanted & set(code.digests("engine-eager"))
+
+
+def test_prompts_that_are_asked_are_no_lessons() -> None:
+    pytest.importorskip("torch", reason="needs torch")
+    pytest.importorskip("transformers", reason="needs transformers")
+    from proofs.drafts import training
+
+    asked = training.asked()
+    assert len(asked) == 8
+    others = training.held_out()
+    assert {lesson.prompt for lesson in others["asked"]} == asked
+    untaught = {lesson.prompt for part in others.values() for lesson in part}
+    assert not untaught & {lesson.prompt for lesson in training.taught()}
