@@ -7,7 +7,7 @@ from typing import Any
 from lab.model.original import Shapes
 from lab.model.shape import TINY
 
-DRAFTS = ("dflash",)
+DRAFTS = ("dflash", "eagle3")
 TOKENS = 3
 """Drafted at a time."""
 SEEN_LAYERS = (0, 2, 3)

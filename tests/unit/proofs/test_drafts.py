@@ -45,6 +45,15 @@ def test_a_dflash_draft_names_the_layers_that_it_sees_and_its_mask() -> None:
     assert shape.shapes("dflash")["layers.1.self_attn.k_norm.weight"] == (64,)
 
 
+def test_an_eagle_draft_names_the_layers_where_either_runner_of_the_engine_looks() -> None:
+    config = shape.config("eagle3")
+    name = "eagle_aux_hidden_state_layer_ids"
+    assert config[name] == config["eagle_config"][name] == [1, 3, 4]
+    # The token's embedding stands beside the state: twice as wide.
+    assert shape.shapes("eagle3")["layers.0.self_attn.q_proj.weight"] == (256, 512)
+    assert "layers.0.hidden_norm.weight" in shape.shapes("eagle3")
+
+
 @KINDS
 def test_the_stored_weights_are_those_of_the_draft_that_is_described(kind: str) -> None:
     found = trees.trained(kind)
@@ -116,7 +125,7 @@ def test_what_runs_as_it_should_passes() -> None:
 @KINDS
 @pytest.mark.parametrize("way", ["eager", "full"])
 def test_a_trained_draft_that_is_seldom_taken_fails(kind: str, way: str) -> None:
-    given = results() | {f"{kind}-{way}": run(20)}
+    given = results() | {f"{kind}-{way}": run(40)}
     assert failed(given) == [f"{kind}-{way}"]
 
 
@@ -126,7 +135,7 @@ def test_a_random_draft_that_is_taken_fails() -> None:
     assert failed(given) == ["dflash-random-eager"]
 
 
-@pytest.mark.parametrize("name", ["dflash-eager", "dflash-full", "dflash-random-eager"])
+@pytest.mark.parametrize("name", ["dflash-eager", "eagle3-full", "dflash-random-eager"])
 def test_other_answers_fail_whatever_is_taken(name: str) -> None:
     given = results()
     given[name] = copy.deepcopy(given[name])
@@ -156,7 +165,8 @@ def test_the_stage_of_profiles_runs_and_judges_every_case() -> None:
 
 @pytest.mark.parametrize("result", ["dflash", "engine-profiles"])
 def test_a_result_with_drafts_rests_on_their_weights_and_their_judge(result: str) -> None:
-    wanted = {f"proofs/drafts/{name}" for name in ("dflash/weights.npz", "judge.py", "trees.py")}
+    files = ("dflash/weights.npz", "eagle3/weights.npz", "judge.py")
+    wanted = {f"proofs/drafts/{name}" for name in files}
     found = set(code.digests(result))
     assert wanted <= found
     assert "proofs/drafts/training.py" not in found
