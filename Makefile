@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu cpu-proofs gpu-train gpu-times gpu-plans kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-proofs cpu-formats cpu-models kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -86,11 +86,22 @@ recording: venv ## the film at the top of the README, from a real run in the lab
 	build/record-venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/record.txt
 	PATH=$$PWD/build/record-venv/bin:$$PATH $(PY) docs/record.py
 
+# One command for each kind of machine: `gpu-all` and `cpu-all` make every result file again but those
+# of the training, which `gpu-train` makes: other weights, which the others would then be judged by.
+SPARK_GPU_RESULTS ?= build/gpu-results
+gpu-all: ## all result files of a CUDA machine: make gpu, then alone make gpu-times (make gpu-train stays apart)
+	@SPARK_GPU_RESULTS=$(abspath $(SPARK_GPU_RESULTS)) $(MAKE) --no-print-directory gpu; held=$$?; \
+	  $(MAKE) --no-print-directory gpu-times && exit $$held
+
 GPU_PYTHON ?= python3
 gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it
 	@test -d build/plans || $(MAKE) --no-print-directory gpu-plans \
 	  || echo "no plans could be made here: tests that serve them are skipped (make gpu-plans elsewhere)"
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
+
+cpu-all: ## all result files of a machine without a GPU, one after another (root, with the lab)
+	@$(MAKE) --no-print-directory cpu-proofs && $(MAKE) --no-print-directory cpu-formats && \
+	  $(MAKE) --no-print-directory cpu-models
 
 cpu-proofs: venv ## claims that need no GPU, in the engine's CPU build; ONLY=dflash: one of its files (root)
 	@rm -rf build/cpu && mkdir -p build/cpu && cp -r files/image build/cpu/context
@@ -98,6 +109,13 @@ cpu-proofs: venv ## claims that need no GPU, in the engine's CPU build; ONLY=dfl
 	  --target build/cpu/plugin build/cpu/context
 	PYTHONPATH=$(CURDIR)/build/cpu/plugin:$(CURDIR):$(CURDIR)/files/contract:$(CURDIR)/files/checkpoint VLLM_PLUGINS=spark \
 	  $(PY) -m lab.engine run -m proofs.engine.on_cpu build/cpu/results $(if $(ONLY),--only $(ONLY))
+
+cpu-formats: venv ## recall by cache format, computed without an engine; file in build/cpu/results (root)
+	@mkdir -p build/cpu/results
+	$(PY) -m lab.engine run -m proofs.recall.by_format proofs/recall build/cpu/results/recall-formats.json
+
+cpu-models: venv ## plain repositories in a guest of the lab; file in benchmarks/results/cpu (root)
+	RESULTS=write $(PY) -m pytest tests/host/test_plain_models.py
 
 gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in build/recall
 	@rm -rf build/recall
@@ -107,7 +125,6 @@ gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in b
 	@echo "its weights.npz goes into proofs/recall"
 
 # Beside nothing else: other work on the card would be in the times.
-SPARK_GPU_RESULTS ?= build/gpu-results
 HEAD := benchmarks/gpu/lm_head
 gpu-times: ## times of the head's kernels, alone on a CUDA machine; files in SPARK_GPU_RESULTS
 	@mkdir -p $(SPARK_GPU_RESULTS)

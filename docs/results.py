@@ -38,10 +38,15 @@ BEFORE = """
 What `benchmarks/results/gpu` and `cpu` hold. A result is of one run of one machine; whoever changes
 the code that it rests on (`proofs/code.py` says which that is) finds it here as older, until
 somebody with such a machine has run it again. Not judged are measurements beside a claim, such as
-what somebody else's code does: nothing rests on them. What each file shows: [engine proofs](engine-
-proofs.md). `make gpu` makes what it needs itself (trained models, trees, plans) and writes into the
-folder `SPARK_GPU_RESULTS`; a machine without a network takes `build/plans` from `make gpu-plans`
-elsewhere.
+what somebody else's code does: nothing rests on them. What each file shows: [engine
+proofs](engine-proofs.md). One command for each kind of machine: `make gpu-all` on a CUDA machine
+(`make gpu` for all that judges, then, alone on the card, `make gpu-times`), `make cpu-all` on one
+without a GPU. `make gpu-train` stays apart: it makes other weights, and all else would then be
+judged by those. What a file needs beside the machine stands at its row; where that is missing its
+test is skipped and says so. Both make what they need themselves (trees, plans, the model that
+sees); the first writes into `SPARK_GPU_RESULTS`, the second into `build/cpu/results`, and
+`plain-models.json` in its place. A machine without a network takes `build/plans` from `make
+gpu-plans` elsewhere.
 """
 
 
@@ -66,8 +71,13 @@ def _cells(folder: str, path: Path) -> tuple[object, ...]:
     counts = (verdicts.count(True), verdicts.count(None), verdicts.count(False))
     link = f"[{path.name}](../../benchmarks/results/{folder}/{path.name})"
     made = found.get("date") or "not kept"
-    by = f"`{again(path.stem).command}`"
-    return (link, made, _device(found), *counts, age(path.stem, found), by)
+    return (link, made, _device(found), *counts, age(path.stem, found), _by(path.stem))
+
+
+def _by(name: str) -> str:
+    way = again(name)
+    part = "" if way.command == f"make {way.part}" else f", of it `{way.part}`"
+    return f"`{way.command}`{part}{f'; needs {way.needs}' if way.needs else ''}"
 
 
 def age(name: str, found: dict[str, Any]) -> str:

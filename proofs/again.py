@@ -1,7 +1,7 @@
 """By which command each result file is made again, and where that command says so.
 
-``make gpu`` makes all that judges; times are taken alone on a card; two files need something else
-than the machine: another vLLM, and AutoRound.
+One for each kind of machine: ``make gpu-all``, ``make cpu-all``; their parts may be called alone.
+``make gpu-train`` stays apart: it makes other weights. Some files need more than the machine.
 """
 
 from __future__ import annotations
@@ -13,35 +13,46 @@ from typing import NamedTuple
 class Again(NamedTuple):
     """A way to make a result file again."""
 
-    command: str
-    place: str  # file of this checkout in which it is found
+    part: str  # of the Makefile
+    place: str  # file of this checkout in which the result is found
     words: str  # that stand there
+    needs: str = ""  # beside the machine
+
+    @property
+    def command(self) -> str:
+        """The one command of its kind of machine."""
+        return f"make {WHOLE.get(self.part, self.part)}"
 
 
-GPU, TWO = "make gpu", "make gpu, two cards"
-OTHER_ENGINE = "python3 benchmarks/gpu/engine_proofs.py --stage speculation, with vLLM {0}"
+WHOLE = {
+    **dict.fromkeys(("gpu", "gpu-times"), "gpu-all"),
+    **dict.fromkeys(("cpu-proofs", "cpu-formats", "cpu-models"), "cpu-all"),
+}
+"""Which target has another one as its part."""
+TWO = "two cards"
 _ENGINE, _RELEASES = "tests/gpu/test_engine.py", "tests/gpu/test_releases.py"
 WAYS: tuple[tuple[str, Again], ...] = (
-    (r"engine-(0\.\d+\.\d+)", Again(OTHER_ENGINE, "proofs/stages.py", '"speculation":')),
-    (r"engine-(two-gpus)", Again(TWO, _ENGINE, '_failed("{0}"')),
-    (r"engine-(prefixes)-failed", Again(GPU, _ENGINE, '_failed("{0}"')),
-    (r"engine-([\w-]+)", Again(GPU, _ENGINE, '_failed("{0}"')),
-    (r"(dflash|prefixes|steered)", Again("make cpu-proofs", "proofs/engine/on_cpu.py", '"{0}"')),
-    (r"plain-models", Again("RESULTS=write pytest tests/host/test_plain_models.py",
-                            "tests/host/test_plain_models.py", "plain-models.json")),
-    (r"recall-formats", Again("python3 -m proofs.recall.by_format WEIGHTS OUT",
-                              "proofs/recall/by_format.py", "argparse")),
-    (r"recall-training(?:-further)?", Again("make gpu-train", "Makefile", "proofs.recall.race")),
-    (r"recall-([\w-]+)", Again(GPU, "proofs/recall/verdicts.py", '"{0}": judge_')),
-    (r"release-(cluster)", Again(TWO, _RELEASES, '_failed("{0}"')),
-    (r"release-([\w-]+)", Again(GPU, _RELEASES, '_failed("{0}"')),
-    (r"serve-[\w-]+-(pictures|long)", Again(GPU, "tests/gpu/test_serve.py", '"{0}")')),
-    (r"serve-([\w-]+)", Again(GPU, "tests/gpu/test_serve.py", '"{0}": "')),
+    (r"engine-(0\.\d+\.\d+)", Again("gpu", "tests/gpu/test_older_engines.py", '"{0}"',
+                                     "vLLM {0} in SPARK_GPU_ENGINES")),
+    (r"engine-(two-gpus)", Again("gpu", _ENGINE, '_failed("{0}"', TWO)),
+    (r"engine-(prefixes)-failed", Again("gpu", _ENGINE, '_failed("{0}"')),
+    (r"engine-([\w-]+)", Again("gpu", _ENGINE, '_failed("{0}"')),
+    (r"(dflash|prefixes|steered)", Again("cpu-proofs", "proofs/engine/on_cpu.py", '"{0}"')),
+    (r"plain-models", Again("cpu-models", "tests/host/test_plain_models.py", "plain-models.json",
+                            "the lab")),
+    (r"(recall-formats)", Again("cpu-formats", "Makefile", "/{0}.json")),
+    (r"recall-training(?:-further)?", Again("gpu-train", "Makefile", "proofs.recall.race")),
+    (r"recall-(flashinfer[\w-]*)", Again("gpu", "proofs/recall/verdicts.py", '"{0}": judge_',
+                                         "FlashInfer")),
+    (r"recall-([\w-]+)", Again("gpu", "proofs/recall/verdicts.py", '"{0}": judge_')),
+    (r"release-(cluster)", Again("gpu", _RELEASES, '_failed("{0}"', TWO)),
+    (r"release-([\w-]+)", Again("gpu", _RELEASES, '_failed("{0}"')),
+    (r"serve-[\w-]+-(pictures|long)", Again("gpu", "tests/gpu/test_serve.py", '"{0}")')),
+    (r"serve-([\w-]+)", Again("gpu", "tests/gpu/test_serve.py", '"{0}": "')),
     (r"(lm-head-batches|experts|marlin-atomic-add|turboquant-layer)",
-     Again(GPU, "proofs/recorded.py", '"{0}": [')),
-    (r"(lm-head[\w-]*)", Again("make gpu-times", "Makefile", "/{0}.json")),
-    (r"(requantize)", Again("python3 benchmarks/gpu/requantize.py", "benchmarks/gpu/requantize.py",
-                            '"{0}.json"')),
+     Again("gpu", "proofs/recorded.py", '"{0}": [')),
+    (r"(lm-head[\w-]*)", Again("gpu-times", "Makefile", "/{0}.json")),
+    (r"(requantize)", Again("gpu", "tests/gpu/test_requantize.py", '"{0}.json"', "AutoRound")),
 )  # fmt: skip
 """By the whole name of a result; the first one counts."""
 

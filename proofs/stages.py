@@ -91,9 +91,11 @@ def prove(
         if only is not None:
             rows = [row for row in rows if _ran(row, results)]
         name = f"engine-{result or stage}"
-        document = _document(stage, name, results, rows, failure)
-        if only is not None:
-            document["command"] += f" --only {','.join(only)}"
+        document = {
+            "stage": stage,
+            "command": command(stage, only, result),
+            **_document(stage, name, results, rows, failure),
+        }
         (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
         broken = {
             "claim": f"{stage}: judged",
@@ -159,8 +161,6 @@ def _document(
 ) -> dict[str, Any]:
     own = {case["name"] for case in CASES[stage]()}
     return {
-        "stage": stage,
-        "command": _command(stage),
         "seed": 0,
         **environment(name),
         "rows": rows,
@@ -180,11 +180,14 @@ def _document(
     }
 
 
-def _command(stage: str) -> str:
-    test = os.environ.get("PYTEST_CURRENT_TEST")
+def command(stage: str, only: list[str] | None = None, result: str | None = None) -> str:
+    """Return by what a result is made again: the test that runs, or the script with its words."""
+    test = os.environ.get("PYTEST_CURRENT_TEST")  # handed down to what a test starts
     if test:
         return f"make gpu, of it {test.partition(' ')[0]}"
-    return f"python3 benchmarks/gpu/engine_proofs.py --stage {stage}"
+    said = f"python3 benchmarks/gpu/engine_proofs.py --stage {stage}"
+    said += f" --only {','.join(only)}" if only is not None else ""
+    return said + (f" --result {result}" if result else "")
 
 
 def environment(name: str) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""The plugin in older engines: the lab's model answers as in 16 bits, with drafts and graphs too.
+
+``SPARK_GPU_ENGINES=0.30.0=/a/folder,0.32.0=/another`` names folders with these versions of vLLM
+(``pip install --no-deps --target``); each is put in front of what this machine has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+VERSIONS = ("0.30.0", "0.32.0")
+NAMED = "SPARK_GPU_ENGINES"
+ENGINES = (
+    "tiny-reference",
+    "tiny-eager",
+    "tiny-head8",
+    "tiny-head8-mtp2",
+    "tiny-head8-full-mtp2",
+    "tiny-triton",
+    "tiny-native",
+)
+
+
+def _folder(version: str) -> Path:
+    named = dict(one.split("=", 1) for one in os.environ.get(NAMED, "").split(",") if "=" in one)
+    if version not in named:
+        pytest.skip(f"needs a folder with vLLM {version}: {NAMED}={version}=/its/folder")
+    return Path(named[version]).resolve()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_older_engine_answers_like_its_16_bit_reference(
+    version: str, trees: Path, tmp_path: Path, results: Path
+) -> None:
+    before = [str(_folder(version)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    words = ["--stage", "speculation", "--only", ",".join(ENGINES), "--result", version]
+    places = {"--trees": trees, "--work": tmp_path / "work", "--out": results}
+    words += [str(word) for pair in places.items() for word in pair]
+    words += ["--within", os.environ.get("SPARK_GPU_WITHIN_S", "inf")]
+    subprocess.run(
+        [sys.executable, "benchmarks/gpu/engine_proofs.py", *words, "--at-once", str(len(ENGINES))],
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(before)},
+        check=True,
+    )
+    found = json.loads((results / f"engine-{version}.json").read_text())
+    assert found["versions"]["vllm"] == version
+    assert found["failure"] is None
+    assert set(found["runs"]) == set(ENGINES)
+    assert found["rows"]
+    assert [row for row in found["rows"] if row["passed"] is False] == []

@@ -1,0 +1,45 @@
+"""AutoRound as `spark-deploy requantize` runs it, beside plain rounding, on this device.
+
+``SPARK_GPU_AUTOROUND`` names a folder with AutoRound, which is put behind what this machine has;
+left out, it is the one that is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def _packages() -> Path:
+    named = os.environ.get("SPARK_GPU_AUTOROUND")
+    if named:
+        return Path(named).resolve()
+    found = importlib.util.find_spec("auto_round")  # importing it takes long, and changes logging
+    if found is None or found.origin is None:
+        pytest.skip("needs AutoRound: pip install auto-round, or SPARK_GPU_AUTOROUND=/its/folder")
+    return Path(found.origin).parents[1]
+
+
+def test_tuned_weights_are_nearer_to_16_bits_than_rounded_ones(
+    tmp_path: Path, results: Path
+) -> None:
+    packages = _packages()
+    places = {"--packages": packages, "--work": tmp_path / "made", "--out": results}
+    places["--work"].mkdir()
+    subprocess.run(
+        [sys.executable, "benchmarks/gpu/requantize.py"]
+        + [str(word) for pair in places.items() for word in pair],
+        cwd=CHECKOUT,
+        check=True,
+    )
+    rows = json.loads((results / "requantize.json").read_text())["rows"]
+    assert [row["passed"] for row in rows].count(True) > 1
+    assert [row for row in rows if row["passed"] is False] == []
