@@ -100,6 +100,7 @@ def nan_cases() -> list[tuple[dict[str, Any], str]]:
         ("negative-fp8-scale", "wide-full", f"{scale}-11904 of 1"),
         ("large-fp8-scale", "wide-full", f"{scale}11904 is over 1000 times"),
         ("nan-int4-scale", "wide-full", "layers.0.linear_attn.out_proj.scales"),
+        ("large-int4-scale", "wide-full", "99 of 100 others have: language_model.model.layers.0"),
         ("nan-head-scale", "wide-overlay-head8", "lm_head.scales"),
     )
     return [(case(name, f"{tree}-{name}", **quiet), text) for name, tree, text in pairs]

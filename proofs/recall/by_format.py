@@ -30,9 +30,10 @@ from transformers import AttentionInterface
 
 from lab.model.network import Network
 from proofs import code
-from proofs.recall import formats, judge, language, verdicts, weights
+from proofs.recall import formats, judge, language, weights
 from proofs.recall.formats import Preset
 from proofs.recall.network import hidden_states, make_network, put_in
+from proofs.recall.rows import ENOUGH, KNOWN, row, sure
 
 STEP = 8192
 ROWS = 512
@@ -161,16 +162,16 @@ def result_rows(found: dict[str, list[judge.Row]]) -> list[judge.Row]:
     """Judge every format against the 16-bit cache."""
     base, rows = found["16-bit"], []
     for name, answers in found.items():
-        known = judge.share(verdicts.sure(base, answers)) or 0.0
-        claim = f"{verdicts.ENOUGH:.0%} of what 16 bit finds without doubt is found"
-        passed = known >= verdicts.ENOUGH
+        known = judge.share(sure(base, answers)) or 0.0
+        claim = f"{ENOUGH:.0%} of what 16 bit finds without doubt is found"
+        passed = known >= ENOUGH
         if name == "16-bit":
-            claim = f"{verdicts.KNOWN:.0%} is found"
-            passed = (judge.share(judge.looked_up(answers)) or 0.0) >= verdicts.KNOWN
+            claim = f"{KNOWN:.0%} is found"
+            passed = (judge.share(judge.looked_up(answers)) or 0.0) >= KNOWN
         elif name.startswith("noise"):
-            claim, passed = "less is found: the judge sees it", known < verdicts.KNOWN
+            claim, passed = "less is found: the judge sees it", known < KNOWN
         rows.append(
-            verdicts.row(
+            row(
                 f"{name}: {claim}",
                 passed,
                 [name],

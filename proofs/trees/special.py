@@ -169,6 +169,7 @@ def make_nan(full: Path, overlay_head8: Path) -> Iterator[Path]:
     yield _with_nan(full, "large-fp8-scale", scale, b"\x3a\x46")
     scale = LAYER.format(0) + "linear_attn.out_proj.scales"
     yield _with_nan(full, "nan-int4-scale", scale, b"\x00\x7e")  # FP16, the others BF16
+    yield _with_nan(full, "large-int4-scale", scale, b"\xff\xfb")  # -65504
     yield _with_nan(overlay_head8, "nan-head-scale", "lm_head.scales_int8", b"\xc0\x7f")
 
 

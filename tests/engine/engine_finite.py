@@ -42,6 +42,32 @@ def refused(model: torch.nn.Module) -> str:
     return ""
 
 
+def scales(**at: float) -> torch.Tensor:
+    """Return scales as AutoRound writes them, of both signs, padded with zeros; ``last`` is one."""
+    numbers = torch.linspace(0.002, 0.02, 64 * 30).reshape(64, 30) * torch.tensor([1.0, -1.0] * 15)
+    numbers = torch.nn.functional.pad(numbers, (0, 2, 0, 3))
+    numbers[40, 7] = at.get("last", 0.01)
+    return numbers.to(torch.float16)
+
+
+class Quantised(torch.nn.Module):
+    """A layer with scales under a name of the engine."""
+
+    def __init__(self, **at: float) -> None:
+        """Keep scales, one of which may be another."""
+        super().__init__()
+        self.w13_scales = torch.nn.Parameter(scales(**at), requires_grad=False)
+
+
+def drowned(model: torch.nn.Module) -> str:
+    """Return what is said of a model's scales; "" for nothing."""
+    try:
+        finite.demand_usual_scales(model)
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
 def main() -> None:
     """Print the verdicts as JSON."""
     finite._CHUNK_NUMBERS = 100
@@ -60,6 +86,14 @@ def main() -> None:
     own = Drafter(of_layer=1.0, of_head=nan)
     own.has_own_lm_head = True
     report = {
+        "scales": {
+            "usual": finite.usual(scales()),
+            "one ten times as large": finite.usual(scales(last=0.2)),
+            "one ten thousand times as large": finite.usual(scales(last=-100.0)),
+            "none": finite.usual(torch.zeros(0)),
+            "only zeros": finite.usual(torch.zeros(200)),
+        },
+        "layers": [drowned(Quantised()), drowned(Quantised(last=100.0))],
         "drafters": {
             "whose head comes later": refused(Drafter(of_layer=1.0, of_head=nan)),
             "with a damaged layer": refused(Drafter(of_layer=nan, of_head=1.0)),

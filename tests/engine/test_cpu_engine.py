@@ -203,6 +203,11 @@ def test_one_wrong_number_is_found_in_every_format(engine: Engine) -> None:
         assert all(found.values()), dtype
     assert report["others"] == [True, True, True]
     assert report["wrapped_once"]
+    assert report["scales"].pop("one ten thousand times as large") is False
+    assert all(report["scales"].values())
+    usual, drowned = report["layers"]
+    assert usual == ""
+    assert "over 1000 times what 99 of 100 others have: w13_scales" in drowned
     drafters = report["drafters"]
     assert drafters["whose head comes later"] == ""
     assert "layer.weight" in drafters["with a damaged layer"]

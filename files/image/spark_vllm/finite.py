@@ -3,6 +3,10 @@
 A scale that is NaN gives NaN logits, of which the engine says nothing: it answers one token over
 and over. Looked at are every loaded number and the logits of the head. A whole step cannot be
 computed here (attention has no cache yet); the check of the server after its start does that.
+
+A scale of integers that is far too large drowns all other weights and is finite, so these are
+looked at as well. Neither sign nor zero tells of damage there: symmetric AutoRound writes negative
+ones, and the engine fills up with zeros what its kernels cannot divide.
 """
 
 from __future__ import annotations
@@ -21,6 +25,10 @@ logger = init_logger("vllm.spark_vllm.finite")
 _CHUNK_NUMBERS = 1 << 25
 _FP8_NAN = 0x7F  # of e4m3fn, without the sign; it has no infinity
 _SHOWN = 5
+_INTEGER_SCALES = frozenset({"scales", "w13_scales", "w2_scales"})
+_SAMPLE_NUMBERS = 1 << 18
+OUTSIDE = 1000
+"""How many times what 99 of 100 groups of its tensor have a scale may be."""
 
 
 def install() -> None:
@@ -59,6 +67,7 @@ def demand_finite(model: torch.nn.Module, later: tuple[str, ...] = ()) -> None:
         ValueError: naming what is not finite.
     """
     count = demand_finite_tensors(model, later)
+    demand_usual_scales(model)
     heads = [] if "lm_head" in later else list(_logits(model))
     wrong = [name for name, logits in heads if not all_finite(logits)]
     if wrong:
@@ -83,6 +92,36 @@ def demand_finite_tensors(model: torch.nn.Module, later: tuple[str, ...] = ()) -
     if wrong:
         raise ValueError(_refusal(model, f"{len(wrong)} tensors", wrong))
     return len(tensors)
+
+
+def demand_usual_scales(model: torch.nn.Module) -> None:
+    """Look at the scales of INT4 and INT8 weights.
+
+    Raises:
+        ValueError: naming tensors with a scale that no quantiser writes beside the others.
+    """
+    scales = {
+        name: tensor.detach()
+        for name, tensor in model.named_parameters()
+        if name.rpartition(".")[2] in _INTEGER_SCALES
+    }
+    wrong = [name for name, tensor in scales.items() if not usual(tensor)]
+    if wrong:
+        raise ValueError(
+            f"{type(model).__name__}: a scale is over {OUTSIDE} times what 99 of 100 others have: "
+            f"{_names(wrong)}; it would drown all other weights; {_FIX}"
+        )
+
+
+def usual(scales: torch.Tensor) -> bool:
+    """Return whether no scale is far above the others of its tensor."""
+    if scales.is_meta or not scales.numel():
+        return True
+    sizes = scales.flatten()
+    sample = sizes[:: 1 + len(sizes) // _SAMPLE_NUMBERS].float().abs()
+    common = sample.sort().values[int(0.99 * (len(sample) - 1))]
+    most = max(chunk.abs().max() for chunk in _chunks(sizes))
+    return bool(most.float() <= OUTSIDE * common) or not bool(common)
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
@@ -121,10 +160,19 @@ def _logits(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, module.quant_method.apply(module, row)
 
 
-def _refusal(model: torch.nn.Module, what: str, names: list[str]) -> str:
+_FIX = (
+    "fix: verify the checkpoint with `spark_checkpoint verify --full`, "
+    "build it again if that passes"
+)
+
+
+def _names(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def _refusal(model: torch.nn.Module, what: str, names: list[str]) -> str:
     return (
-        f"{type(model).__name__}: {what} with NaN or infinity after loading: "
-        f"{', '.join(names[:_SHOWN])}{more}; it would answer one token over and over; fix: verify "
-        "the checkpoint with `spark_checkpoint verify --full`, build it again if that passes"
+        f"{type(model).__name__}: {what} with NaN or infinity after loading: {_names(names)}; "
+        f"it would answer one token over and over; {_FIX}"
     )

@@ -228,23 +228,71 @@ def test_drafts_may_change_no_answer_and_a_broken_drafter_must_be_seen() -> None
 FLASHINFER = {"attention_config": {"backend": "FLASHINFER"}}
 
 
-@pytest.mark.parametrize(
-    ("case", "passed"),
-    [
-        ({"options": FLASHINFER}, None),  # known to break down: measured, not claimed
-        ({"options": {**FLASHINFER, "async_scheduling": False}}, False),
-        ({"options": {**FLASHINFER, "speculative_config": {}}}, False),
-        ({"options": FLASHINFER, "environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, False),
-        ({"options": {}}, False),
-    ],
+WAITING = (
+    {"options": {**FLASHINFER, "async_scheduling": False}},
+    {"options": {**FLASHINFER, "speculative_config": {}}},
+    {"options": FLASHINFER, "environment": {"CUDA_LAUNCH_BLOCKING": "1"}},
+    {"options": {}},
 )
-def test_an_engine_that_breaks_down_fails_unless_that_is_what_was_measured(
-    case: dict[str, Any], passed: bool | None
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_an_engine_that_waits_for_its_steps_may_neither_break_down_nor_lose(
+    case: dict[str, Any],
 ) -> None:
     broken = {"state": "refused", "error": ["CUDA error: an illegal memory access"], "case": case}
-    assert verdicts.judge_flashinfer({"fi-x": broken}, {})[0]["passed"] is passed
+    assert verdicts.judge_flashinfer({"fi-x": broken}, {})[0]["passed"] is False
     lost = run(answers(lost=(0.5, 0.55)), **case)
-    assert verdicts.judge_flashinfer({"fi-x": lost}, run(answers()))[0]["passed"] is passed
+    assert verdicts.judge_flashinfer({"fi-x": lost}, run(answers()))[0]["passed"] is False
+
+
+def test_engines_that_prepare_ahead_are_judged_together_and_half_of_them_have_to_fail() -> None:
+    def passed(*results: dict[str, Any]) -> bool | None:
+        engines = {f"fi-{place}": result for place, result in enumerate(results)}
+        [row] = verdicts.judge_flashinfer(engines, run(answers()))
+        assert row["numbers"]["engines"] == len(results)
+        passed: bool | None = row["passed"]
+        return passed
+
+    broken = {"state": "refused", "error": ["CUDA error"], "case": {"options": FLASHINFER}}
+    lost, found = (run(rows, options=FLASHINFER) for rows in (answers(lost=(0.5, 0.55)), answers()))
+    assert passed(broken, lost) is True
+    assert passed(broken, found) is True
+    assert passed(broken, found, found) is False
+    assert passed({**broken, "state": "not run"}, broken) is False  # nothing was measured there
+
+
+def shifted(by: float) -> list[judge.Row]:
+    """Answers whose second token is less likely."""
+    rows = answers()
+    for row in rows:
+        row["steps"][1] = {"2": -0.2 - by, "5": -2.5}
+    return rows
+
+
+def test_presets_of_three_bits_have_to_cost_more_than_those_that_profiles_take() -> None:
+    def passed(moved: float) -> bool | None:
+        engines = {"tq-k8v4": run(shifted(0.1)), "tq-4bit_nc": run(shifted(0.2))}
+        engines["tq-3bit_nc"] = run(shifted(moved))
+        rows = verdicts.judge_turboquant(engines, run(answers()))
+        return {row["cases"][0]: row["passed"] for row in rows}["tq-3bit_nc"]
+
+    assert passed(0.4) is True
+    assert passed(0.1) is False
+
+
+def test_the_engines_own_backend_has_to_lose_with_drafts_what_ours_finds() -> None:
+    def passed(name: str, rows: list[judge.Row]) -> bool | None:
+        engine = run(rows, stock_turboquant=True)
+        [row] = verdicts.judge_turboquant({name: engine}, run(answers()))
+        passed: bool | None = row["passed"]
+        return passed
+
+    lost = answers(lost=(0.5, 0.55))
+    assert passed("tq-k8v4-stock-alone", answers()) is True
+    assert passed("tq-k8v4-stock-alone", lost) is False
+    assert passed("tq-k8v4-stock-full-mtp2", lost) is True
+    assert passed("tq-k8v4-stock-full-mtp2", answers()) is False
 
 
 def committed(name: str) -> list[judge.Row]:

@@ -21,8 +21,6 @@ SHARED_BYTES = 99 * 1024
 """What a block of threads may have on 12.x."""
 REGISTERS = 65536
 SHAPES = ("ours", "odd")
-SPILLED_BYTES = {("odd", None): 176}
-"""Known, for heads whose sizes are no multiples of 16; none of our models has such a one."""
 _POINTERS = ("x_ptr", "x_scale_ptr", "weight_ptr", "scale_ptr", "out_ptr", "halves_ptr")
 
 
