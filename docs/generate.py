@@ -32,6 +32,7 @@ from spark_deploy.catalog.profile import Profile  # noqa: E402
 from spark_deploy.catalog.types import Catalog  # noqa: E402
 from spark_deploy.lockfile.resolve import size  # noqa: E402
 from spark_deploy.planning.budget.memory import (  # noqa: E402
+    TURBOQUANT,
     context_tokens,
     gib,
     loaded_bytes,
@@ -156,7 +157,10 @@ def profiles_page() -> Iterator[str]:
         "default settings and were proven on no Spark. Published figures are those of others. What "
         "is listed as proven is all there is: rows of this project's result files, of small models "
         "on a GPU that is not a Spark's; *older code*: made before the code that it rests on was "
-        "what it is now ([which](results.md)). Which profile is the default and why: "
+        "what it is now ([which](results.md)). *Tokens* are what the cache holds beside the states "
+        "of as many requests as the profile computes at once; a *full-length request* takes whole "
+        "blocks and states of its own, so fewer of them fit than these tokens divided by their "
+        "length. Which profile is the default and why: "
         "[decision 10](../decisions/0010-profiles-and-their-defaults.md)."
     )
     sizes = (f"{gib(model.architecture.vision_bytes)} with {model.name}" for model in _for_sparks())
@@ -283,15 +287,31 @@ def _compared() -> Iterator[str]:
         "| KV cache | published | as 0.19 counts | requests of 262,144 |",
         "|---|---|---|---|",
     )
+    counted = {dtype: _plan_at_090(dtype) for dtype in ("auto", *TURBOQUANT)}
+    beside = {"auto": PUBLISHED_PLAIN, _nearest(counted): PUBLISHED_TURBOQUANT}
     apart = []
-    for dtype, (tokens, users) in PUBLISHED_AT_090.items():
-        found = _plan_at_090(dtype)
-        counted = found.kv_tokens // GROUPS
-        groups = f"{found.kv_tokens:,} tokens / {GROUPS} groups = {counted:,}"
-        yield f"| {dtype} | {tokens:,} tokens, {users} | {groups} | {found.full_context_users} |"
-        apart.append(f"{abs(counted / tokens - 1):.0%}".removesuffix("%"))
+    for dtype, found in counted.items():
+        then = _as_counted_then(found)
+        groups = f"{found.kv_tokens:,} tokens / {GROUPS} groups = {then:,}"
+        said = ""
+        if dtype in beside:
+            tokens, users = beside[dtype]
+            said = f"{tokens:,} tokens, {users}"
+            apart.append(f"{abs(then / tokens - 1):.0%}".removesuffix("%"))
+        row = f"| {dtype} | {said} | {groups} | {found.full_context_users} |"
+        yield row.replace("|  |", "| |")
     yield ""
     yield COMPARED_AFTER.replace("APART", " and ".join(apart))
+
+
+def _as_counted_then(plan: MemoryPlan) -> int:
+    return (plan.kv_tokens or 0) // GROUPS
+
+
+def _nearest(counted: dict[str, MemoryPlan]) -> str:
+    """Return the preset whose cache, as counted then, is nearest to the published one."""
+    tokens, _ = PUBLISHED_TURBOQUANT
+    return min(TURBOQUANT, key=lambda dtype: abs(_as_counted_then(counted[dtype]) - tokens))
 
 
 def _plan_at_090(dtype: str) -> MemoryPlan:
@@ -305,12 +325,10 @@ def _plan_at_090(dtype: str) -> MemoryPlan:
     return plan_memory(model, profile, Settings())
 
 
-# Cache groups of this architecture, and tokens and users as published, by the cache's type.
+# Cache groups of this architecture, and tokens and users as published.
 GROUPS = 4
-PUBLISHED_AT_090 = {
-    "auto": (355_000, "1 user"),
-    "turboquant_k3v4_nc": (1_400_000, "5 users"),
-}
+PUBLISHED_PLAIN = (355_000, "1 user")
+PUBLISHED_TURBOQUANT = (1_400_000, "5 users")
 
 PLAIN_BEFORE = """
 Files of `kind: plain` name a repository and what its engine needs; profile `plain` serves them.
@@ -323,7 +341,8 @@ pages and recipes and never run by this project. How to add one:
 COMPARED_BEFORE = """
 Published by the community for Qwen3.5-122B on vLLM 0.19, with two draft tokens; neither memory
 fraction nor preset stands beside the figures. Their commands take 0.88 to 0.90; ours is computed
-for 0.90, of which the reserve of 12 GiB leaves 0.89, and for the preset that comes nearest.
+for 0.90, of which the reserve of 12 GiB leaves 0.89. The figure with TurboQuant stands beside the
+preset that comes nearest to it; profile `v2-tq` has `turboquant_k8v4`, which holds less.
 """.strip()
 
 COMPARED_AFTER = """

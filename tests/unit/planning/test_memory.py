@@ -286,7 +286,7 @@ def test_a_cache_pinned_too_small_for_one_request_is_refused():
 @pytest.mark.parametrize(
     ("dtype", "published_tokens", "apart"),
     # Published for one Spark at 0.90, as vLLM 0.19 counts: blocks / four cache groups.
-    [("auto", 355_000, 0.05), ("turboquant_k3v4_nc", 1_400_000, 0.20)],
+    [("auto", 355_000, 0.05), ("turboquant_4bit_nc", 1_400_000, 0.05)],
 )
 def test_the_cache_of_the_122b_is_about_as_large_as_the_published_one(
     dtype, published_tokens, apart
