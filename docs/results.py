@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from declared import cell
+from depths import with_depths
 
 from proofs import code
 from proofs.again import again
@@ -136,4 +137,4 @@ def proofs_page() -> Iterator[str]:
     if not older():
         yield "- none"
     yield ""
-    yield END + rest.partition(END)[2]
+    yield with_depths(END + rest.partition(END)[2])

@@ -14,7 +14,8 @@ from spark_deploy.checkout import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "docs"))
 import results
-from results import NAMED, device_of, older
+from depths import with_depths
+from results import BEGIN, END, NAMED, device_of, older
 
 RESULTS = CHECKOUT / "benchmarks/results"
 PAGE = (CHECKOUT / "docs/reference/engine-proofs.md").read_text("utf-8")
@@ -42,6 +43,26 @@ ASKED = {
     "limited to 48 programs move": {"273"},  # GB/s of a Spark
     "peak memory while it is quantised": {"8,192"},  # rows of a block
 }
+# The same of paragraphs: settings, what others say, and what is computed and held elsewhere.
+ASKED_OF_PROSE = {
+    "Differences from a Spark's image": {"2.14"},  # what this engine pins
+    "**One kernel is not the Spark's.**": {"128"},
+    "Models: *wide*": {"256", "128"},
+    "Trained model, eight questions": {"48"},
+    "`VLLM_MARLIN_USE_ATOMIC_ADD=1` (": {"36"},  # layers of the 122B
+    "The error of the formats themselves": {"24"},
+    "The engine's own backend finds the same": {"140,000"},  # proofs/recall/training.py
+    "Where prefixes are cached, FlashInfer's": {  # tests/unit/planning/test_memory.py
+        "64", "2,112", "1,088", "2,096", "1,056", "320", "272",
+    },
+    "248320 rows, medians": {"1.6 %"},  # a scale of 16 bits for 128 values of 8
+    "What only all bytes can tell": {"77"},
+}  # fmt: skip
+VERSIONS = re.compile(
+    r"\b(?:vLLM|torch|transformers|Triton|AutoRound|FlashInfer|up to) \d+\.\d+"
+    r"(?: (?:to|and) 0\.\d+)*"
+    r"|\b(?:9\.0|12\.1)\b"  # and compute capabilities
+)
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:
@@ -53,6 +74,16 @@ def rows() -> Iterator[tuple[str, list[str]]]:
             if line.startswith("|") and not line.startswith("|--"):
                 above = LINK.findall(line) or (above if re.search(r"\| same\b", line) else [])
                 yield line, above or of_section
+
+
+def prose() -> Iterator[tuple[str, list[str]]]:
+    """Yield the paragraphs and items with the files that they, or else their section, name."""
+    before, _, rest = PAGE.partition(BEGIN)
+    for section in re.split(r"^#{2,3} ", before + rest.partition(END)[2], flags=re.M):
+        of_section = list(dict.fromkeys(LINK.findall(section)))
+        for part in re.split(r"\n\s*\n|\n(?=- )", section):
+            if not part.startswith(("|", "    ", "<!--")):
+                yield " ".join(part.split()), LINK.findall(part) or of_section
 
 
 def leaves(found: Any) -> Iterator[Any]:
@@ -107,6 +138,7 @@ def stands(figure: str, known: frozenset[float]) -> bool:
     )
 
 
+PROSE = [pytest.param(*part, id=part[0][:40]) for part in prose()]
 ROWS = [pytest.param(*row, id=f"{place}") for place, row in enumerate(rows()) if row[1]]
 
 
@@ -114,6 +146,40 @@ ROWS = [pytest.param(*row, id=f"{place}") for place, row in enumerate(rows()) if
 def test_every_figure_of_a_row_stands_in_a_result_it_names(line, files):
     asked = set[str]().union(*(said for words, said in ASKED.items() if words in line))
     assert [one for one in strange(line, files) if one not in asked] == []
+
+
+@pytest.mark.parametrize(("text", "files"), PROSE)
+def test_every_figure_of_a_paragraph_stands_in_a_result_that_it_or_its_section_names(text, files):
+    asked = set[str]().union(*(said for words, said in ASKED_OF_PROSE.items() if words in text))
+    found = [one.rstrip(",") for one in strange(VERSIONS.sub("", text), files)]
+    assert [one for one in found if one not in asked] == []
+
+
+@pytest.mark.parametrize(("text", "files"), PROSE)
+def test_a_paragraph_names_the_device_of_its_results_and_no_other(text, files):
+    own = LINK.findall(text)
+    assert not own or devices(text) <= {device_of(name) for name in files}
+
+
+def test_a_figure_in_a_paragraph_that_no_result_holds_is_noticed():
+    text, files = next((text, files) for text, files in prose() if "recall-wide.json" in text)
+    assert "193 s" not in text
+    assert strange(f"{text} It took 193 s.", files)[-1:] == ["193"]
+
+
+def test_what_is_asked_of_paragraphs_is_still_in_them():
+    texts = [text for text, _ in prose()]
+    for words, said in ASKED_OF_PROSE.items():
+        [text] = [text for text in texts if words in text]
+        assert all(one in text for one in said), words
+
+
+def test_the_table_of_depths_is_that_of_the_results():
+    page = with_depths(PAGE)
+    assert page == PAGE
+    [row] = [line for line in PAGE.splitlines() if line.startswith("| `damage-noise-100` |")]
+    other = PAGE.replace(row, "| `damage-noise-100` | 67 of 67 |")
+    assert with_depths(other) == PAGE
 
 
 def test_a_figure_that_no_result_holds_is_noticed():
