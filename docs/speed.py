@@ -36,10 +36,38 @@ UNKNOWN = """
 What the arithmetic does not know: how often the tokens of one step choose the same experts (it
 takes them as independent, which makes drafts and many requests look dearer than they are), what a
 TurboQuant cache costs to pack and unpack, which attention backend runs, how often drafts are
-accepted for a given kind of text, the time of prompts, and anything of two Sparks, of which the
-other published tables of several requests are. The published
+accepted for a given kind of text, the time of prompts, and anything of two Sparks. The published
 v2 had a head kernel that takes longer for three tokens than ours, and FlashInfer attention.
 """
+LEFT_OUT = """
+## Published, and not computed
+
+The larger published table of several requests at once is of *two* Sparks that serve one INT4 tree
+together (community stack of spring 2026, measured by llama-benchy, tokens/s of all requests; no
+measurement of this project). No row of it is computed: each layer waits for the other Spark, over
+a network and with an executor (Ray, or the engine's own) whose times nobody has told, and the
+arithmetic above has no place for them. Where there are drafts the table counts pieces of the
+stream, of which one may hold several tokens, so those columns are nearer to steps than to tokens.
+"""
+TWO_SPARKS = (
+    ("prompts of 2048 tokens, 1 request", 3317, 3295, 3329, 3382),
+    ("128 tokens, 1 request", 19.9, 25.6, 33.3, 42.9),
+    ("128 tokens, 2 requests", 34.5, 41.9, 53.1, 69.8),
+    ("128 tokens, 5 requests", 40.3, 52.0, 90.4, 82.7),
+    ("128 tokens behind 32,768, 1 request", 19.3, 17.0, 37.3, 40.2),
+    ("128 tokens behind 32,768, 5 requests", 7.4, 24.0, 62.3, 52.8),
+)
+"""By case: Ray with two drafts, with one, without; the engine's own executor without."""
+OF_TEXTS = "the arithmetic knows no kinds of text"
+OTHERS = (
+    ("base, five kinds of text", "27.3 to 28.4", OF_TEXTS),
+    ("hybrid, five kinds of text", "29.7 to 31.0", OF_TEXTS),
+    ("hybrid-mtp1, five kinds of text", "36.3 to 39.9", OF_TEXTS),
+    ("analysis of documents with a community image", "32 to 35, 22 before",
+     "neither image nor settings were told"),
+    ("NVFP4", "16.6, later 26 to 28 with three drafts",
+     "a format that [is refused here](profiles.md#guard-rails)"),
+)  # fmt: skip
 SPARKS = """
 A deploy measures one request, and `spark-deploy report` tells it. `plan` multiplies what it
 computes by the median of measured over computed, of the reports in `reports/` and of those beside
@@ -90,6 +118,21 @@ def _compared(catalog: Catalog) -> Iterator[str]:
     yield ""
     yield f"More than {TOLERANCE:.0%} off: {', '.join(missed) or 'none'}."
     yield UNKNOWN.rstrip()
+    yield from _left_out()
+
+
+def _left_out() -> Iterator[str]:
+    """Yield what is published and nothing here computes."""
+    yield LEFT_OUT
+    yield "| two Sparks | Ray, two drafts | Ray, one | Ray, none | own executor, none | computed |"
+    yield "|---|---|---|---|---|---|"
+    for case, *figures in TWO_SPARKS:
+        told = (str(figure) for figure in figures)
+        yield f"| {case} | {' | '.join(told)} | not computed |"
+    yield from ("", "Others, of one Spark:", "")
+    yield from ("| what | tokens/s published | not computed, since |", "|---|---|---|")
+    for row in OTHERS:
+        yield f"| {' | '.join(row)} |"
 
 
 def _sparks(catalog: Catalog) -> Iterator[str]:
