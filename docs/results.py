@@ -39,7 +39,8 @@ BEFORE = """
 What `benchmarks/results/gpu` and `cpu` hold. A result is of one run of one machine; whoever changes
 the code that it rests on (`proofs/code.py` says which that is) finds it here as older, until
 somebody with such a machine has run it again. Not judged are measurements beside a claim, such as
-what somebody else's code does: nothing rests on them. What each file shows: [engine
+what somebody else's code does; a guard rail that rests on one names its file. A failed row keeps
+the raw answers of the engines that it names. What each file shows: [engine
 proofs](engine-proofs.md). One command for each kind of machine: `make gpu-all` on a CUDA machine
 (`make gpu` for all that judges, then, alone on the card, `make gpu-times`), `make cpu-all` on one
 without a GPU. `make gpu-train` stays apart: it makes other weights, and all else would then be

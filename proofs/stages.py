@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from proofs import code
+from proofs import code, failed
 from proofs.engine import cases as engine_cases
 from proofs.engine import profile_cases, quality_cases, quick
 from proofs.engine import run as engine_run
@@ -160,23 +160,13 @@ def _document(
     stage: str, name: str, results: dict[str, Any], rows: Rows, failure: str | None
 ) -> dict[str, Any]:
     own = {case["name"] for case in CASES[stage]()}
+    ran = {name: one for name, one in results.items() if "case" in one and name in own}
     return {
         "seed": 0,
         **environment(name),
         "rows": rows,
         "failure": failure,
-        "runs": {
-            name: {
-                "options": found["case"]["options"],
-                "tree": Path(found["case"]["tree"]).name,
-                "plugins": found["case"].get("plugins", "spark"),
-                "state": found["state"],
-                "load_s": found.get("load_s"),
-                "log": sorted({line[:200] for line in found["log_lines"]}),
-            }
-            for name, found in results.items()
-            if "case" in found and name in own
-        },
+        "runs": failed.runs(ran, rows, failure),
     }
 
 

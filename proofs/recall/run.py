@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from proofs import failed
 from proofs.engine.run import devices_shown
 from proofs.recall import cases, judge, verdicts
 
@@ -128,11 +129,15 @@ def document(
     rows: list[dict[str, Any]],
     environment: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return a result file: versions, device, rows, and each engine's options and figures."""
+    """Return a result file: versions, device, rows, and each engine's options and figures.
+
+    Of engines that failed rows name it keeps every wrong answer.
+    """
     if environment is None:
         from proofs import stages  # needs torch
 
         environment = stages.environment(f"recall-{stage}")
+    kept = failed.named(rows)
     return {
         "stage": f"recall-{stage}",
         "command": f"python3 -m proofs.recall.run TREES WORK OUT --stage {stage}",
@@ -140,7 +145,10 @@ def document(
         **environment,
         "caveats": CAVEATS,
         "rows": rows,
-        "runs": {name: judge.figures(result) for name, result in results.items()},
+        "runs": {
+            name: judge.figures(result) | (failed.wrong(result) if name in kept else {})
+            for name, result in results.items()
+        },
     }
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from spark_contract.serving.release import Release
 
+from proofs import failed
 from proofs.engine.run import devices_shown
 from proofs.releases import asking, judge, pictures
 from proofs.releases.server import Server, read_release, servers_of
@@ -141,6 +142,11 @@ def _cut(line: str) -> str:
     return line.split("] ", 1)[-1][:200]
 
 
+def _kept(name: str, result: Row, rows: list[Row]) -> Row:
+    whole = name in failed.named(rows)
+    return {key: value for key, value in result.items() if whole or key not in RAW}
+
+
 def _without_drafts(release: Release) -> Release:
     argv = list(release.engine.argv)
     place = argv.index(SPECULATION)
@@ -174,8 +180,8 @@ def prove(
             "seed": 0,
             **environment.environment(f"release-{stage}"),
             "rows": rows,
-            # Answers as a whole are judged above; wrong ones stand in the rows.
-            "runs": {n: {k: v for k, v in r.items() if k not in RAW} for n, r in mine.items()},
+            # Answers as a whole are judged above; those of failed rows are kept.
+            "runs": {name: _kept(name, one, rows) for name, one in mine.items()},
         }
         (out / f"release-{stage}.json").write_text(json.dumps(document, indent=1) + "\n")
         found += rows

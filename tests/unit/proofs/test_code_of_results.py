@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ GPU = CHECKOUT / "benchmarks/results/gpu"
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A copy of what results rest on."""
-    for part in ("proofs", "files/image/spark_vllm", "benchmarks/gpu", "tests/gpu"):
+    parts = ("proofs", "lab/model", "files/image", "files/host", "files/contract", "tests/gpu")
+    for part in (*parts, "files/checkpoint", "benchmarks/gpu"):
         shutil.copytree(CHECKOUT / part, tmp_path / part)
     return tmp_path
 
@@ -70,6 +72,7 @@ def test_words_and_layout_do_not(root):
 
 
 def test_a_module_of_the_contract_in_another_room_does_not(root):
+    shutil.rmtree(root / "files/contract")
     text = "from spark_contract.release import Release\n"
     (root / CASES).write_text(text)
     before = code.digests("engine-eager", root)
@@ -209,3 +212,101 @@ def test_a_result_rests_on_no_file_that_is_taken_out() -> None:
     rests_on = code.digests("recall-recall")
     assert "proofs/recall/weights.npz" in rests_on
     assert "proofs/recall/training.py" not in rests_on
+
+
+JUDGED_BY_PROFILES = [
+    *("engine-profiles", "engine-steered", "engine-sizes", "engine-names", "engine-long"),
+    *("engine-prefixes", "engine-two-gpus", "engine-head-choice"),
+]
+JUDGE = "proofs/judges/engine.py"
+
+
+@pytest.mark.parametrize(
+    ("names", "modules"),
+    [
+        (JUDGED_BY_PROFILES, [JUDGE, "proofs/judges/experts.py", "proofs/judges/profiles.py"]),
+        (["engine-0.30.0", "engine-0.32.0"], [JUDGE, "proofs/judges/answers.py"]),
+        (["engine-names"], ["proofs/engine/loaded_names.py"]),
+        (["engine-sizes"], ["proofs/engine/transformers_case.py"]),
+        (["engine-eager", "recall-recall", "serve-v2"], ["proofs/engine/quick.py"]),
+        (["turboquant-layer"], ["proofs/engine/turboquant_slots.py"]),
+        (["recall-recall"], ["proofs/trees/build.py", "proofs/recall/verdicts.py"]),
+        (["release-plain", "release-seeing"], ["files/host/spark_host/check/comparing.py"]),
+        (["release-plain", "release-seeing"], ["files/host/spark_host/check/table.py"]),
+        (["engine-quality"], ["proofs/recall/trees.py", "proofs/recall/language.py"]),
+        (["engine-eager", "recall-recall", "requantize"], ["lab/model/original.py"]),
+        (["engine-eager", "serve-v2", "requantize"], ["lab/model/weights.npz"]),
+        (["marlin-atomic-add"], ["benchmarks/gpu/timing.py"]),
+    ],
+)
+def test_a_result_rests_on_what_ran_and_judged_and_on_what_that_imports(names, modules) -> None:
+    for name in names:
+        assert {*modules} <= {*code.digests(name)}, name
+
+
+@pytest.mark.parametrize("name", [path.stem for path in RESULTS])
+def test_no_import_of_this_repository_is_left_out_unless_the_table_says_so(name: str) -> None:
+    """Found here another way than there: by every name that is a file of this repository."""
+    kind = next(kind for kind in code.RAN if name.startswith(kind))
+    said = [*code.NEVER, *(one[1:] for one in code.RAN[kind] if one.startswith("!"))]
+    rests_on = code.digests(name)
+    for path in (one for one in rests_on if one.endswith(".py")):
+        for place in _imported_files((CHECKOUT / path).parent, CHECKOUT / path):
+            left_out = any(place.match(one) or fnmatch(str(place), one) for one in said)
+            assert str(place) in rests_on or left_out, (path, place)
+
+
+def _imported_files(here: Path, module: Path) -> set[Path]:
+    rooms = (CHECKOUT, here, *(one for one in (CHECKOUT / "files").iterdir() if one.is_dir()))
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{one.name}" for one in node.names)}
+    files = {room / f"{name.replace('.', '/')}.py" for room in rooms for name in names}
+    return {one.relative_to(CHECKOUT) for one in files if one.is_file()}
+
+
+def older_after(root: Path, *paths: str) -> set[str]:
+    """Return the results that changed modules make older."""
+    names = [one.stem for one in RESULTS]
+    before = {name: code.digests(name, root) for name in names}
+    for path in paths:
+        (root / path).write_text((root / path).read_text() + "\nMORE = 1\n")
+    return {name for name in names if code.changed(name, before[name], root)}
+
+
+def test_a_changed_judge_makes_its_own_results_older_and_no_others(root) -> None:
+    engines = {one.stem for one in RESULTS if one.stem.startswith("engine-")}
+    assert older_after(root, "proofs/judges/quality.py") == {"engine-quality"}
+    assert older_after(root, "proofs/drafts/judge.py") == {"engine-profiles", "dflash"}
+    shared = {"steered", "prefixes"}
+    assert older_after(root, JUDGE) == engines - {"engine-quality"} | shared
+    assert older_after(root, "proofs/judges/profiles.py") == {
+        *JUDGED_BY_PROFILES,
+        "engine-prefixes-failed",
+        *shared,
+    }
+    recall = {one.stem for one in RESULTS if re.match(r"recall-(?!training|formats)", one.stem)}
+    assert older_after(root, "proofs/recall/verdicts.py") == recall
+    assert older_after(root, "proofs/serve/long.py") == {"serve-v2-long"}
+
+
+def test_what_only_writes_results_down_makes_none_older(root) -> None:
+    writers = ("again", "code", "failed", "recorded", "stages")
+    assert older_after(root, *(f"proofs/{name}.py" for name in writers)) == set()
+
+
+def test_a_module_that_an_entry_begins_to_import_counts_from_then_on(root) -> None:
+    def edit(path):
+        (root / "proofs/engine/newer.py").write_text("x = 1\n")
+        path.write_text(path.read_text() + "\ndef f():\n    from proofs.engine import newer\n")
+
+    assert changed_after(root, edit) == [CASES, "proofs/engine/newer.py"]
+
+
+def test_a_race_or_a_training_makes_no_recall_result_older(root) -> None:
+    trained = {"recall-training", "recall-training-further"}
+    assert older_after(root, "proofs/recall/race.py") == trained
+    assert older_after(root, "proofs/recall/training.py") == trained
