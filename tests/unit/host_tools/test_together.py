@@ -85,9 +85,21 @@ def test_a_member_that_leaves_after_it_had_joined_ends_the_engine(
     over.set()
 
 
-def test_nobody_has_left_who_never_joined(tmp_path: Path, over: threading.Event) -> None:
+def test_who_left_before_the_first_look_has_left(tmp_path: Path, over: threading.Event) -> None:
+    """Systemd starts a watch after the check that all have joined."""
+    release = pair()
+    watch = watching.Together(release, tables(tmp_path, release, WORKER, joined=False))
+    watch.begin(over)
+    wait_for(lambda: watch.lost == "spark-1 left the cluster")
+    over.set()
+
+
+def test_nobody_has_left_an_engine_that_was_ended_for_it(
+    tmp_path: Path, over: threading.Event
+) -> None:
     release = pair()
     watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=False))
+    watch.forget()
     watch.begin(over)
     time.sleep(0.4)
     over.set()
@@ -164,6 +176,31 @@ def test_a_worker_whose_head_goes_back_fails_its_proof(tmp_path: Path) -> None:
     with_tables(tmp_path, WORKER, [])
     found = joining.head_proven(joined, lambda _: None)
     assert (found.ok, found.detail) == (False, "spark-1 left the cluster")
+
+
+def test_a_head_that_left_since_the_start_is_not_waited_for(tmp_path: Path) -> None:
+    """It goes back, and waits for this worker to do so: both would wait for as long."""
+    release = pair(join_s=3)
+    assert release.cluster is not None
+    join = (WORKER, 40000, HEAD, release.cluster.port, "01")
+    host = Host(with_tables(tmp_path, WORKER, [join]))
+    host.paths.state.mkdir(parents=True)
+    assert runner.check(release, host, "quick", print, "run-1", at_start=True).ok
+    with_tables(tmp_path, WORKER, [])
+    [found] = runner.check(release, host, "full", print, "run-1").checks
+    assert (found.name, found.ok, found.detail) == ("joined", False, "spark-1 left the cluster")
+
+
+def test_another_run_is_joined_anew(tmp_path: Path) -> None:
+    release = pair(join_s=0.2)
+    assert release.cluster is not None
+    join = (WORKER, 40000, HEAD, release.cluster.port, "01")
+    host = Host(with_tables(tmp_path, WORKER, [join]))
+    host.paths.state.mkdir(parents=True)
+    assert runner.check(release, host, "quick", print, "run-1").ok
+    with_tables(tmp_path, WORKER, [])
+    [found] = runner.check(release, host, "quick", print, "run-2").checks
+    assert found.detail == "spark-1 did not join within 0 s"
 
 
 def test_a_start_without_the_others_ends_in_time(tmp_path: Path) -> None:

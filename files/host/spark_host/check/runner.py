@@ -55,11 +55,15 @@ def check(
     guard = StartGuard(release, host.paths) if at_start else None
     with guard or nullcontext():
         before = invocation_id or systemd.invocation(release.serve_unit) or ""
-        kept = _kept_lines(release, before, host)
+        earlier = _earlier(release, before, host)
+        # The journal may have lost what an earlier check of this run found in its log.
+        kept = earlier.load_lines if earlier else ()
         probe = Probe(
             release, Engine.of(release, host.paths), lambda: [*kept, *read_log(release, before)]
         )
-        joining = together.Joining(release, host.paths)
+        # Who joined this run once and is gone by now will not come to it any more.
+        had_joined = earlier is not None and earlier.ok
+        joining = together.Joining(release, host.paths, complete=had_joined)
         worker = members.is_worker(release, host.paths)
         if worker:
             findings = _of_worker(joining, level, report)
@@ -109,10 +113,10 @@ def _of_worker(joining: together.Joining, level: str, report: Report) -> list[Fi
     return findings
 
 
-def _kept_lines(release: Release, invocation_id: str, host: Host) -> tuple[str, ...]:
-    """Return what an earlier check of this run found in its log: the journal may have lost it."""
+def _earlier(release: Release, invocation_id: str, host: Host) -> Proof | None:
+    """Return what an earlier check of this run of the engine found."""
     found = proof.read(release.name, host)
-    return found.load_lines if found and found.invocation_id == invocation_id else ()
+    return found if found and found.invocation_id == invocation_id else None
 
 
 def _counted_cache(probe: Probe) -> CacheCount | None:

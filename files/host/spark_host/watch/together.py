@@ -34,7 +34,9 @@ class Together:
 
     def __init__(self, release: Release, paths: Paths):
         self._release, self._paths = release, paths
-        self._complete = False
+        # The unit passed its check before systemd started the watch: all had joined by then, and
+        # who is gone at the first look has left. A worker would else compute for nobody, for good.
+        self._complete = True
         self._silent: dict[str, list[float]] = {}
         self._reached: set[str] = set()
         self._listener: socket.socket | None = None
