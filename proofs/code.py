@@ -39,6 +39,7 @@ PLUGIN = (
 )
 """The engine finds it by name: nothing imports it."""
 HEAD = ("files/image/spark_vllm/head/*",)
+SWEEPS = ("benchmarks/gpu/lm_head_sweep.py", "benchmarks/gpu/timing.py")
 CASE = ("proofs/engine/case.py", "proofs/engine/run.py")
 TAUGHT = ("lab/model/facts.json", "lab/model/weights.npz")
 ENGINES = (*PLUGIN, *CASE, *TAUGHT, "proofs/engine/cases.py", "proofs/trees/build.py")
@@ -77,6 +78,8 @@ RAN: dict[str, tuple[str, ...]] = {
     ),
     "release-cluster": (*PLUGIN, "proofs/releases/*.py", WEIGHTS, *PLANNED),
     "release": (*PLUGIN, *TAUGHT, "proofs/releases/*.py", *PLANNED),
+    # A sweep asks every size of block, whichever the table has.
+    "lm-head-sweep": ("files/image/spark_vllm/head/kernel.py", *SWEEPS, UNNAMED),
     "lm-head": (*HEAD, "benchmarks/gpu/[lt]*.py", "tests/gpu/test_lm_head.py", UNNAMED),
     "marlin": ("tests/gpu/test_marlin.py",),
     "requantize": (

@@ -6,6 +6,7 @@ from typing import Any
 
 from proofs.recall.judge import Row
 from proofs.recall.rows import (
+    ENOUGH,
     Results,
     answers_of,
     noise_row,
@@ -41,7 +42,7 @@ def judge_flashinfer(results: Results, reference: dict[str, Any]) -> list[Row]:
 def _runs_ahead(case: dict[str, Any]) -> bool:
     """Tell of FlashInfer's attention where the host prepares a step before the last one ended.
 
-    Such engines break down, most of them and at no fixed place: they are judged together.
+    How often such engines break down hangs on how fast the host is: they are judged together.
     """
     options = case["options"]
     mine = options.get("attention_config", {}).get("backend") == "FLASHINFER"
@@ -50,21 +51,22 @@ def _runs_ahead(case: dict[str, Any]) -> bool:
 
 
 def _ahead_row(results: Results, base: list[Row]) -> Row:
-    """Claim that a rail rests on: such engines cannot be trusted."""
+    """Claim that a rail rests on: not every such engine holds what all others have to."""
     became: dict[str, str] = {}
+    bad = 0
     for name, result in results.items():
         known = sure(base, answers_of(results, name))
         lost = sum(not one["right"] for one in known)
         error = str(result.get("error", [""])[0]).partition("\n")[0]
-        became[name] = error if not known else f"{lost} of {len(known)} lost"
-    bad = [name for name, what in became.items() if not what.startswith("0 of")]
-    refused = all(result["state"] in ("ran", "refused", "died") for result in results.values())
+        became[name] = f"{lost} of {len(known)} lost" if known else error or result["state"]
+        bad += not known or 1 - lost / len(known) < ENOUGH
+    ran = all(result["state"] in ("ran", "refused") for result in results.values())
     return row(
-        "FlashInfer attention without drafts, where the host prepares the next step: half of the "
-        "engines or more break down or lose answers",
-        refused and 2 * len(bad) >= len(became),
+        "FlashInfer attention without drafts, where the host prepares the next step: some engines "
+        "break down or lose answers",
+        ran and bad > 0,
         list(results),
         engines=len(became),
-        broke_down_or_lost=len(bad),
+        broke_down_or_lost=bad,
         became=became,
     )

@@ -200,12 +200,19 @@ def test_every_result_rests_on_code_that_is_known(path):
 
 
 def test_the_weights_in_the_tree_are_those_of_the_training_that_is_told_of() -> None:
-    told = json.loads((GPU / "recall-training-further.json").read_text())
+    told = json.loads((GPU / "recall-training-weights.json").read_text())
     data = (CHECKOUT / "proofs/recall/weights.npz").read_bytes()
     assert hashlib.sha256(data).hexdigest() == told["weights_sha256"]
     assert len(data) < 20e6
-    before = json.loads((GPU / "recall-training.json").read_text())
-    assert told["further_from_sha256"] == before["weights_sha256"]
+
+
+def test_the_training_from_nothing_went_on_from_what_it_had_learnt() -> None:
+    first, further = (
+        json.loads((GPU / f"recall-training{part}.json").read_text()) for part in ("", "-further")
+    )
+    assert "further_from_sha256" in first
+    assert first["further_from_sha256"] is None
+    assert further["further_from_sha256"] == first["weights_sha256"]
 
 
 def test_a_result_rests_on_no_file_that_is_taken_out() -> None:
@@ -307,6 +314,6 @@ def test_a_module_that_an_entry_begins_to_import_counts_from_then_on(root) -> No
 
 
 def test_a_race_or_a_training_makes_no_recall_result_older(root) -> None:
-    trained = {"recall-training", "recall-training-further"}
+    trained = {"recall-training", "recall-training-further", "recall-training-weights"}
     assert older_after(root, "proofs/recall/race.py") == trained
     assert older_after(root, "proofs/recall/training.py") == trained

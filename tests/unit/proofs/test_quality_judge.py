@@ -18,12 +18,12 @@ BASE = quality.compared(logits(0.0), logits(0.05))
 
 @pytest.mark.parametrize(("noise", "near"), [(0.05, True), (0.1, True), (3.0, False)])
 def test_what_is_far_from_the_base_is_told_from_what_is_near(noise: float, near: bool) -> None:
-    assert quality.is_near(quality.compared(logits(0.0), logits(noise)), BASE) is near
+    assert quality.is_near(quality.compared(logits(0.0), logits(noise)), BASE, 0.02) is near
 
 
 def test_too_few_positions_say_nothing() -> None:
     few = quality.compared(logits(0.0)[:20], logits(0.05)[:20])
-    assert not quality.is_near(few, BASE)
+    assert not quality.is_near(few, BASE, 0.02)
 
 
 def test_divergence_is_that_of_torch() -> None:

@@ -246,7 +246,7 @@ def test_an_engine_that_waits_for_its_steps_may_neither_break_down_nor_lose(
     assert verdicts.judge_flashinfer({"fi-x": lost}, run(answers()))[0]["passed"] is False
 
 
-def test_engines_that_prepare_ahead_are_judged_together_and_half_of_them_have_to_fail() -> None:
+def test_engines_that_prepare_ahead_are_judged_together_and_some_have_to_fail() -> None:
     def passed(*results: dict[str, Any]) -> bool | None:
         engines = {f"fi-{place}": result for place, result in enumerate(results)}
         [row] = verdicts.judge_flashinfer(engines, run(answers()))
@@ -257,8 +257,8 @@ def test_engines_that_prepare_ahead_are_judged_together_and_half_of_them_have_to
     broken = {"state": "refused", "error": ["CUDA error"], "case": {"options": FLASHINFER}}
     lost, found = (run(rows, options=FLASHINFER) for rows in (answers(lost=(0.5, 0.55)), answers()))
     assert passed(broken, lost) is True
-    assert passed(broken, found) is True
-    assert passed(broken, found, found) is False
+    assert passed(found, found, lost) is True
+    assert passed(found, found) is False
     assert passed({**broken, "state": "not run"}, broken) is False  # nothing was measured there
 
 
