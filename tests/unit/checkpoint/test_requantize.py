@@ -7,21 +7,29 @@ in the lab (tests/host/test_requantize.py).
 import dataclasses
 import json
 import os
+import shutil
 import stat
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from builder_hub import fetch_order
 
-from lab.model import original, repository, vocabulary
+from lab.model import original, repository, rounding, vocabulary
 from lab.model.safetensors import Tensors, write_model
 from lab.model.shape import TINY
 from tests import forked
+from tests.host.test_requantize import own_model
+from tests.host.test_requantize_drafter import small_drafter
 from tests.unit.planning.plans import shipped_catalog
 
 ROOT = Path(__file__).parents[3]
-TENSORS = shipped_catalog().model("lab-tiny").tensors
+BASE = own_model()["tensors"]["base"]
+MTP = shipped_catalog().model("lab-tiny").tensors.mtp
+SMALL_MTP = small_drafter()["tensors"]["mtp"]
+# Eight rows, which AutoRound leaves as they are.
+NARROW = ("in_proj_a.weight", "in_proj_b.weight")
 DOCKER = """#!/bin/sh
 echo "$@" >> {root}/asked
 [ "$1" = run ] || exit 0
@@ -48,6 +56,28 @@ def drawn():
     return original.random_weights(TINY, 3), vocabulary.train(TINY.vocabulary)
 
 
+def is_packed(name, drafter=False):
+    """Whether AutoRound packs a weight by the sets of an owner's model."""
+    if drafter and name.startswith("mtp.layers."):
+        return ".experts." in name or (".self_attn." in name and name.endswith("_proj.weight"))
+    return original.is_int4(name) and not name.endswith(NARROW)
+
+
+@cache
+def packed_tree(drafter):
+    """Return the tensors of the tree that a container makes, made once: nobody changes them."""
+    tensors = {}
+    for name, one in drawn()[0].items():
+        if is_packed(name, drafter):
+            module = name.removesuffix(".weight")
+            tensors |= {f"{module}.{part}": said for part, said in rounding.int4(one).items()}
+        elif name.endswith(NARROW):
+            tensors[name] = rounding.bf16(one)
+        else:
+            tensors |= repository.int4_tensors({name: one})
+    return tensors
+
+
 class Bench:
     """A 16-bit tree, the INT4 tree that a container would make of it, and the order."""
 
@@ -56,6 +86,7 @@ class Bench:
         self.weights, tokenizer = drawn()
         repository.write_plain(root / "published", TINY, self.weights, tokenizer)
         repository.write_int4(root / "ready", TINY, self.weights, tokenizer, "")
+        self.rewrite(lambda tensors: None)
         for name in ("models", "sources", "bin", "packages"):
             (root / name).mkdir()
         docker = root / "bin" / "docker"
@@ -76,7 +107,7 @@ class Bench:
         )
         return {
             "schema_version": 1, "digest": "1" * 64, "name": "tiny", "original": fetched,
-            "base_tensors": TENSORS.base, "mtp_tensors": TENSORS.mtp, "layers": TINY.layers,
+            "base_tensors": BASE, "mtp_tensors": MTP, "layers": TINY.layers,
             "image": "engine:1", "packages": str(self.root / "packages"),
             "calibration": str(self.root / "text.jsonl"), "gpu": str(self.root / "gpu.json"),
             "iters": 1, "nsamples": 2, "seqlen": 16, "batch": 1, "memory_bytes": 1,
@@ -88,13 +119,23 @@ class Bench:
         path.write_text(json.dumps(self.order(**changes)))
         return tool("requantize", path, path=self.root / "bin")
 
+    def publish_in_one_tensor(self, experts):
+        """Have the 16-bit repository hold a layer's experts as newer ones do."""
+        weights = {n: one for n, one in self.weights.items() if not n.startswith(experts)}
+        of = [[self.weights[f"{experts}.{n}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+              for n in range(TINY.experts)]  # fmt: skip
+        weights[f"{experts}.gate_up_proj"] = np.stack([np.concatenate(one[:2]) for one in of])
+        weights[f"{experts}.down_proj"] = np.stack([one[2] for one in of])
+        shutil.rmtree(self.root / "published")
+        repository.write_plain(self.root / "published", TINY, weights, drawn()[1])
+
     def asked(self):
         log = self.root / "asked"
         return log.read_text().splitlines() if log.exists() else []
 
-    def rewrite(self, change):
+    def rewrite(self, change, drafter=False):
         """Have the container make another tree: ``change`` edits its tensors."""
-        tensors: Tensors = repository.int4_tensors(self.weights)
+        tensors: Tensors = dict(packed_tree(drafter))
         change(tensors)
         for shard in (self.root / "ready").glob("*.safetensors*"):
             shard.unlink()
@@ -119,7 +160,7 @@ def test_a_tree_is_made_proven_and_made_once(bench):
     assert made.returncode == 0, made.stderr
     receipt = json.loads((bench.out / "receipt.json").read_text())
     assert (receipt["kind"], receipt["digest"]) == ("requantized", "1" * 64)
-    assert receipt["report"]["packed_modules"] == sum(map(original.is_int4, bench.weights))
+    assert receipt["report"]["packed_modules"] == sum(map(is_packed, bench.weights))
     assert 0.05 < receipt["report"]["error"]["worst"] < 0.2
     assert {file["path"] for file in receipt["files"]} == {
         path.name for path in bench.out.iterdir() if path.name != "receipt.json"
@@ -139,35 +180,64 @@ def test_the_container_is_told_exactly_which_modules_to_pack(bench):
     bench.behave("cp $work/order.json {root}/told" + WHOLE)
     assert bench.run().returncode == 0
     told = json.loads((bench.root / "told").read_text())["int4"]
-    assert set(told) == {
-        name.removesuffix(".weight") for name in bench.weights if original.is_int4(name)
-    }
+    assert set(told) == {name.removesuffix(".weight") for name in bench.weights if is_packed(name)}
 
 
-def test_blocks_that_were_done_are_there_for_the_next_container(bench):
-    bench.behave(HALF)
-    killed = bench.run()
-    assert killed.returncode == 4
-    assert "2 of 4 blocks are done" in killed.stderr
-    bench.behave("ls $work/made/tree $work/resume > {root}/seen; rm -r $work/made/tree" + WHOLE)
+def test_a_drafter_in_int4_is_packed_but_for_what_its_sets_keep_and_held_against_its_weights(
+    bench,
+):
+    bench.rewrite(lambda tensors: None, drafter=True)
+    bench.behave("cp $work/order.json {root}/told" + WHOLE)
+    made = bench.run(mtp_tensors=SMALL_MTP)
+    assert made.returncode == 0, made.stderr
+    told = json.loads((bench.root / "told").read_text())
+    drafter = {name.removesuffix(".weight") for name in bench.weights if name.startswith("mtp.")}
+    packed = {name for name in drafter if is_packed(f"{name}.weight", drafter=True)}
+    assert len(packed) == 28
+    assert {name for name in told["int4"] if name.startswith("mtp.")} == packed
+    assert set(told["drafter_kept"]) == {n for n in drafter - packed if "norm" not in n}
+    report = json.loads((bench.out / "receipt.json").read_text())["report"]
+    assert report["packed_modules"] == 109 + 28
+    said = json.loads((bench.out / "config.json").read_text())["quantization_config"]
+    assert said["block_name_to_quantize"] == "model.language_model.layers,mtp.layers"
+    assert said["extra_config"]["mtp.layers.0.mlp.shared_expert.up_proj"]["bits"] == 16
+    beside = json.loads((bench.out / "quantization_config.json").read_text())
+    assert beside["block_name_to_quantize"] == said["block_name_to_quantize"]
+
+
+def test_a_drafter_in_16_bits_is_none_of_the_packed_blocks(bench):
     assert bench.run().returncode == 0
-    seen = (bench.root / "seen").read_text()
-    assert "model-shard-00001" in seen
-    assert "group_0" in seen
+    said = json.loads((bench.out / "config.json").read_text())["quantization_config"]
+    assert said["block_name_to_quantize"] == "model.language_model.layers"
 
 
-def test_notes_without_the_blocks_they_speak_of_are_forgotten(bench):
-    bench.behave(HALF)
-    bench.run()
-    [work] = bench.out.parent.iterdir()
-    (work / "made/tree/model-shard-00001.safetensors").unlink()
-    bench.behave("ls $work/resume > {root}/seen" + WHOLE)
-    assert bench.run().returncode == 0
-    assert (bench.root / "seen").read_text() == ""
+def test_a_drafter_whose_packed_experts_took_each_other_s_place_is_refused(bench):
+    bench.rewrite(lambda tensors: swapped(tensors, "mtp.layers.0.mlp.experts.3"), drafter=True)
+    refused = bench.run(mtp_tensors=SMALL_MTP)
+    assert refused.returncode == 3
+    assert "mtp.layers.0.mlp.experts.3" in refused.stderr
+    assert "differs from the original's weight by 14" in refused.stderr
+    assert not bench.out.exists()
 
 
-def swapped(tensors):
-    expert = "model.language_model.layers.1.mlp.experts.3"
+def test_what_autoround_would_leave_in_16_bits_is_refused_before_hours_of_work(bench):
+    refused = bench.run(mtp_tensors=[*MTP, "mtp.fc.{qweight,qzeros,scales}"])
+    assert refused.returncode == 3
+    assert "mtp.fc: is to be packed, and AutoRound leaves it in 16 bits" in refused.stderr
+    assert bench.asked() == []
+
+
+def test_a_drafter_s_experts_are_held_against_the_one_tensor_they_lay_in(bench):
+    experts = "mtp.layers.0.mlp.experts"
+    bench.publish_in_one_tensor(experts)
+    wrong, right = f"{experts}.5.up_proj.weight", f"{experts}.5.gate_proj.weight"
+    bench.rewrite(lambda tensors: tensors.update({wrong: tensors[right]}))
+    refused = bench.run()
+    assert refused.returncode == 3
+    assert f"{wrong}: was to stay as it is and differs from the original" in refused.stderr
+
+
+def swapped(tensors, expert="model.language_model.layers.1.mlp.experts.3"):
     one, other = f"{expert}.gate_proj", f"{expert}.up_proj"
     for part in ("qweight", "scales", "qzeros"):
         a, b = f"{one}.{part}", f"{other}.{part}"

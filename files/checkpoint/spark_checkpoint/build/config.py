@@ -66,7 +66,7 @@ def result_config(
         for level in _levels(config):
             level["tie_word_embeddings"] = False
         per_module["lm_head"] = dict(_INT8)
-    _set_blocks(quantization, names)
+    set_blocks(quantization, names)
     quantization["spark"] = {
         "layout": plan.layout,
         "recipe_version": RECIPE_VERSION,
@@ -85,7 +85,7 @@ def merged(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
+def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
     """Name the blocks that hold packed weights, as the tensors say, not as the base claims.
 
     Without the list the engine takes every linear for quantised, MTP included; with MTP listed
@@ -100,12 +100,13 @@ def _set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
     quantization["block_name_to_quantize"] = ",".join(blocks) if as_text else blocks
     if _MTP_BLOCKS not in blocks:
         return
+    per_module = quantization["extra_config"] = quantization.get("extra_config") or {}
     drafter = sorted(name for name in names if name.startswith(f"{_MTP_BLOCKS}."))
     packed = {name.removesuffix(".qweight") for name in drafter if name.endswith(".qweight")}
     for name in drafter:
         module = name.removesuffix(".weight")
         if module != name and module not in packed and not module.endswith("norm"):
-            quantization["extra_config"].setdefault(module, dict(_PLAIN))
+            per_module.setdefault(module, dict(_PLAIN))
 
 
 def _levels(config: Mapping[str, Any]) -> list[Any]:
