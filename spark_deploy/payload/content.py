@@ -29,9 +29,10 @@ SITE_REQUIREMENTS = "files/checkpoint/requirements.txt"
 QUANTISER_REQUIREMENTS = "files/checkpoint/quantiser.txt"
 LAUNCHER = """#!/bin/sh
 # Runs the host tools from the version this file belongs to, and no Python of the folder or the
-# environment that somebody calls it from; the second line holds for the jobs it starts, too.
+# environment that somebody calls it from; the second line holds for the jobs it starts, too. What
+# files its caller names is told by the folder of the call.
 home=$(dirname "$(dirname "$(readlink -f "$0")")")
-export PYTHONSAFEPATH=1
+export PYTHONSAFEPATH=1 SPARK_CALLED_FROM="$PWD"
 cd / && PYTHONPATH="$home:$(dirname "$home")/site" exec python3 -m spark_host "$@"
 """
 

@@ -121,6 +121,21 @@ def test_a_release_is_held_against_the_record_of_the_one_before(
     assert found["parted"] == [["And that?", "yes yes", "no yes"]]
 
 
+def test_a_file_of_prompts_is_looked_for_in_the_folder_of_the_call(
+    host: Host, words: Words, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("Is it so?\n")
+    words.said = {"Is it so?": [("yes", SURE)]}
+    running(monkeypatch, host.release(OLD))
+    monkeypatch.setenv("SPARK_CALLED_FROM", str(tmp_path))
+    monkeypatch.chdir("/")
+    assert ask(host, "--record", "prompts.txt") == 0
+    assert len(words.asked) == 1
+    assert ask(host, "--record", str(tmp_path / "prompts.txt")) == 0
+    with pytest.raises(HostToolError, match=f"{tmp_path}/other.txt: cannot be read"):
+        ask(host, "--record", "other.txt")
+
+
 def test_what_was_asked_is_greedy_and_the_record_is_roots_alone(
     host: Host, words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,3 +45,15 @@ def test_what_the_tools_start_in_python_is_as_careful(tools: Path) -> None:
     script = launcher.replace("-m spark_host", f'-c "{child}"')
 
     assert subprocess.run(["sh", "-c", script], check=False, cwd=tools).returncode == 0
+
+
+def test_the_tools_know_the_folder_they_are_called_from_as_they_work_in_another(
+    tools: Path, tmp_path: Path
+) -> None:
+    launcher = (tools / "bin/spark-host").read_text()
+    child = "import os; print(os.environ['SPARK_CALLED_FROM'])"
+    script = launcher.replace("-m spark_host", f'-c "{child}"')
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    said = subprocess.run(["sh", "-c", script], check=True, cwd=folder, capture_output=True)
+    assert said.stdout.decode().strip() == str(folder)

@@ -255,10 +255,19 @@ def read_log(release: Release, invocation_id: str) -> list[str]:
     return systemd.journal(invocation_id, release.serve_unit)
 
 
+def _from_the_call(words: list[str]) -> list[str]:
+    """Return words with a file of prompts where its caller is; the launcher works elsewhere."""
+    verb, *given = words
+    if verb != "--record":
+        return words
+    where = os.environ.get("SPARK_CALLED_FROM", "")
+    return [verb, *(one if one.startswith("--") else os.path.join(where, one) for one in given)]
+
+
 def main(words: list[str], paths: Paths) -> int:
     """Run ``check [RELEASE] [--quick|--full|--deep] [--json] [--at-start]``, or compare answers."""
     if words[:1] in (["--record"], ["--compare"]):
-        return comparing.main(words, Host(paths))
+        return comparing.main(_from_the_call(words), Host(paths))
     flags = {word for word in words if word.startswith("--")}
     given = [word for word in words if not word.startswith("--")]
     unknown = flags - {"--quick", "--full", "--deep", "--json", "--at-start"}
