@@ -32,7 +32,6 @@ from spark_deploy.catalog.profile import Profile  # noqa: E402
 from spark_deploy.catalog.types import Catalog  # noqa: E402
 from spark_deploy.lockfile.resolve import size  # noqa: E402
 from spark_deploy.planning.budget.memory import (  # noqa: E402
-    TURBOQUANT,
     context_tokens,
     gib,
     loaded_bytes,
@@ -287,7 +286,7 @@ def _compared() -> Iterator[str]:
         "| KV cache | published | as 0.19 counts | requests of 262,144 |",
         "|---|---|---|---|",
     )
-    counted = {dtype: _plan_at_090(dtype) for dtype in ("auto", *TURBOQUANT)}
+    counted = {dtype: _plan_at_090(dtype) for dtype in ("auto", *PRESETS)}
     beside = {"auto": PUBLISHED_PLAIN, _nearest(counted): PUBLISHED_TURBOQUANT}
     apart = []
     for dtype, found in counted.items():
@@ -311,7 +310,7 @@ def _as_counted_then(plan: MemoryPlan) -> int:
 def _nearest(counted: dict[str, MemoryPlan]) -> str:
     """Return the preset whose cache, as counted then, is nearest to the published one."""
     tokens, _ = PUBLISHED_TURBOQUANT
-    return min(TURBOQUANT, key=lambda dtype: abs(_as_counted_then(counted[dtype]) - tokens))
+    return min(PRESETS, key=lambda dtype: abs(_as_counted_then(counted[dtype]) - tokens))
 
 
 def _plan_at_090(dtype: str) -> MemoryPlan:
@@ -328,6 +327,7 @@ def _plan_at_090(dtype: str) -> MemoryPlan:
 # Cache groups of this architecture, and tokens and users as published.
 GROUPS = 4
 PUBLISHED_PLAIN = (355_000, "1 user")
+PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 PUBLISHED_TURBOQUANT = (1_400_000, "5 users")
 
 PLAIN_BEFORE = """

@@ -23,7 +23,7 @@ GIB = 1024**3
 # The engine checks against the total of the GPU driver, about 2 % above MemTotal.
 START_MARGIN = 1.02
 # (key bits, value bits, bytes of scales) of one head and token.
-TURBOQUANT = {
+_TURBOQUANT = {
     "turboquant_k8v4": (8, 4, 4),
     "turboquant_4bit_nc": (4, 4, 6),
     "turboquant_k3v4_nc": (3, 4, 6),
@@ -151,7 +151,7 @@ def runtime_bytes(model: Model, profile: Profile) -> int:
     are computed.
     """
     work = 0
-    if profile.kv_cache.dtype in TURBOQUANT and isinstance(model, HybridModel):
+    if profile.kv_cache.dtype in _TURBOQUANT and isinstance(model, HybridModel):
         shape = model.architecture
         work = 4 * shape.kv_heads * shape.head_width * context_tokens(model, profile)
     return model.memory.runtime_bytes + work
@@ -215,8 +215,8 @@ def _block_multiple(model: Architecture, profile: Profile) -> int:
 
 def layer_bytes_per_token(model: Architecture, dtype: str) -> int:
     """Return the bytes of one token in the cache of one layer with full attention."""
-    if dtype in TURBOQUANT:
-        key_bits, value_bits, scales = TURBOQUANT[dtype]
+    if dtype in _TURBOQUANT:
+        key_bits, value_bits, scales = _TURBOQUANT[dtype]
         head = model.head_width * (key_bits + value_bits) // 8 + scales
         return model.kv_heads * head
     width = 1 if dtype.startswith("fp8") else 2
