@@ -117,6 +117,20 @@ def test_one_moment_below_the_floor_ends_nothing_and_is_told(
     assert (result.start_memory.lowest_bytes, result.start_memory.floor_bytes) == (3 * GIB, FLOOR)
 
 
+def test_a_block_that_ends_at_once_has_had_a_look_however_busy_the_host_is(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly() -> int:
+        time.sleep(0.3)
+        return 50 * GIB
+
+    monkeypatch.setattr(guard, "available_bytes", slowly)
+    with guard.StartGuard(loading(host, load_s="0"), host.paths) as guarded:
+        seen = guarded.seen
+    assert seen is not None
+    assert seen.lowest_bytes == 50 * GIB
+
+
 def test_the_memory_is_guarded_until_the_last_question_is_answered(
     host: Host, meminfo: Path, held: None
 ) -> None:

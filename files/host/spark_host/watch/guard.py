@@ -36,6 +36,7 @@ class StartGuard:
         self._release, self._paths = release, paths
         self._floor = Floor(release.memory.floor_bytes)
         self._over, self._told = threading.Event(), threading.Event()
+        self._looked = threading.Event()
         self._began = time.monotonic()
         self._lowest_after_s = 0.0
         self._held: int | None = None
@@ -45,6 +46,8 @@ class StartGuard:
     def __enter__(self) -> StartGuard:
         for work in (self._look, self._hold):
             threading.Thread(target=work, daemon=True).start()
+        # A block that ends at once, as the check of a worker whose head is there, has one look.
+        self._looked.wait(_NOTE_S)
         return self
 
     def __exit__(
@@ -71,6 +74,7 @@ class StartGuard:
             reason = self._floor.broken(available_bytes())
             if self._floor.lowest_bytes != before:
                 self._lowest_after_s = time.monotonic() - self._began
+            self._looked.set()
             if reason is not None:
                 self._end(reason)
                 return
