@@ -21,7 +21,7 @@ WRITTEN = {"docs/reference/settings.md", "group_vars/all.yml", "schema/settings.
 PARTS = (
     "spark_deploy", "files/contract", "files/host", "files/image", "files/checkpoint",
     "docs", "group_vars", "schema",
-    "catalog", "proofs", "benchmarks", "tests/gpu", "lab", "reports",
+    "catalog", "proofs", "benchmarks", "tests", "lab", "reports",
 )  # fmt: skip
 # Placed behind the watch's interval; the second place is the code that uses it.
 MADE_UP = '    nap_s: int = setting(7, "Seconds of a nap.", minimum=1)\n'
