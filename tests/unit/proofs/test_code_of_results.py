@@ -284,6 +284,7 @@ def older_after(root: Path, *paths: str) -> set[str]:
     return {name for name in names if code.changed(name, before[name], root)}
 
 
+@pytest.mark.slow
 def test_a_changed_judge_makes_its_own_results_older_and_no_others(root) -> None:
     engines = {one.stem for one in RESULTS if one.stem.startswith("engine-")}
     assert older_after(root, "proofs/judges/quality.py") == {"engine-quality"}
@@ -313,6 +314,7 @@ def test_a_module_that_an_entry_begins_to_import_counts_from_then_on(root) -> No
     assert changed_after(root, edit) == [CASES, "proofs/engine/newer.py"]
 
 
+@pytest.mark.slow
 def test_a_race_or_a_training_makes_no_recall_result_older(root) -> None:
     trained = {"recall-training", "recall-training-further", "recall-training-weights"}
     assert older_after(root, "proofs/recall/race.py") == trained
