@@ -40,8 +40,8 @@ ASKED = {
     "| `turboquant_k8v4` | 66": {"2.6"},  # times the tokens of 16 bit
     "| `turboquant_k3v4_nc` | 66": {"4.4"},
     "| `turboquant_3bit_nc` | 66": {"5.1"},
-    "writes its logits to memory it never": {"1.06", "1.12"},  # times over floors
-    "limited to 48 programs move": {"273", "3.0", "4.0", "2.7", "2.3"},  # GB/s of a Spark, times it
+    "writes its logits to memory it never": {"1.06", "1.11"},  # times over floors
+    "limited to 48 programs move": {"273"},  # GB/s of a Spark
     "peak memory while it is quantised": {"8,192"},  # rows of a block
 }
 # The same of paragraphs: settings, what others say, and what is computed and held elsewhere.
