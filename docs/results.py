@@ -26,6 +26,15 @@ PROOFS_BEFORE = """
 now, or keep no digests of it ([which code](results.md)). What this page says of them was seen with
 the code of then:
 """
+KEPT_BEFORE = """
+**Kept on purpose.** Runs of before with an outcome that no later one had, beside the newest run of
+the same stage, made with the code of here: what failed once is not forgotten because it held later.
+"""
+KEPT = {
+    "engine-prefixes-failed": "engine-prefixes",
+    "recall-flashinfer-h100": "recall-flashinfer",
+}
+"""Results that stay though their code changed, and the newest of the same stage."""
 UNBROKEN: Any = {
     "subsequent_indent": "  ",
     "break_long_words": False,
@@ -73,7 +82,8 @@ def _cells(folder: str, path: Path) -> tuple[object, ...]:
     counts = (verdicts.count(True), verdicts.count(None), verdicts.count(False))
     link = f"[{path.name}](../../benchmarks/results/{folder}/{path.name})"
     made = found.get("date") or "not kept"
-    return (link, made, _device(found), *counts, age(path.stem, found), _by(path.stem))
+    by = "kept as it is" if path.stem in KEPT else _by(path.stem)
+    return (link, made, _device(found), *counts, age(path.stem, found), by)
 
 
 def _by(name: str) -> str:
@@ -90,7 +100,20 @@ def age(name: str, found: dict[str, Any]) -> str:
     if not other:
         return AS_HERE
     more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
-    return f"older: {', '.join(other[:SHOWN])}{more} changed"
+    kept = f"kept beside {KEPT[name]}, " if name in KEPT else ""
+    return f"{kept}older: {', '.join(other[:SHOWN])}{more} changed"
+
+
+def _listed(names: list[str]) -> Iterator[str]:
+    for device in sorted({older()[name] for name in names}):
+        links = (
+            f"[{path.stem}](../../{path.relative_to(CHECKOUT)})"
+            for path in _files()
+            if path.name in names and older()[path.name] == device
+        )
+        yield from textwrap.wrap(f"- {device}: {', '.join(links)}", 118, **UNBROKEN)
+    if not names:
+        yield "- none"
 
 
 @functools.cache
@@ -128,14 +151,8 @@ def proofs_page() -> Iterator[str]:
     before, _, rest = page.partition(BEGIN)
     yield before + BEGIN
     yield PROOFS_BEFORE
-    for device in sorted(set(older().values())):
-        links = (
-            f"[{path.stem}](../../{path.relative_to(CHECKOUT)})"
-            for path in _files()
-            if older().get(path.name) == device
-        )
-        yield from textwrap.wrap(f"- {device}: {', '.join(links)}", 118, **UNBROKEN)
-    if not older():
-        yield "- none"
+    yield from _listed([name for name in older() if name.removesuffix(".json") not in KEPT])
+    yield KEPT_BEFORE
+    yield from _listed([name for name in older() if name.removesuffix(".json") in KEPT])
     yield ""
     yield with_depths(END + rest.partition(END)[2])

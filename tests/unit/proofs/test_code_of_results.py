@@ -18,7 +18,7 @@ from proofs.again import WHOLE, again
 from spark_deploy.checkout import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "docs"))
-from results import age
+from results import KEPT, age
 
 RESULTS = sorted((CHECKOUT / "benchmarks/results").glob("[gc]pu/*.json"))
 ON_GPUS = [path for path in RESULTS if path.parent.name == "gpu"]
@@ -113,7 +113,20 @@ def test_the_page_has_a_command_and_an_age_for_every_result():
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| [")]
     assert {row[0].partition("]")[0].strip("[") for row in rows} == {path.name for path in RESULTS}
     assert {len(row) for row in rows} == {8}
-    assert all(row[-1].startswith("`") for row in rows)
+    kept = [row for row in rows if not row[-1].startswith("`")]
+    assert {row[0].partition(".json]")[0].strip("[") for row in kept} == {*KEPT}
+    assert {row[-1] for row in kept} <= {"kept as it is"}
+
+
+def test_what_is_kept_beside_a_newer_run_is_of_the_same_stage_and_not_called_older():
+    page = (CHECKOUT / "docs/reference/engine-proofs.md").read_text("utf-8")
+    older, _, kept = page.partition("\n<!-- the rest")[0].partition("**Kept on purpose.**")
+    for name, newest in KEPT.items():
+        one, other = (json.loads((GPU / f"{each}.json").read_text()) for each in (name, newest))
+        assert one["stage"] == other["stage"]
+        assert one["date"] <= other["date"]
+        assert f"[{name}]" in kept
+        assert f"[{name}]" not in older
 
 
 def runs(target: str) -> list[str]:
