@@ -1,0 +1,242 @@
+"""What the engine's TurboQuant attention launches, compiled for a Spark instead of run.
+
+The engine's own backend and launchers run over tensors that have only types, shapes and strides, so
+that no constant of a kernel is copied here; Triton's own code specialises and compiles what they
+launch. It needs triton (`make kernels`), and neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+OPS, CONFIG = "vllm.v1.attention.ops", "vllm.model_executor.layers.quantization.turboquant.config"
+BACKEND = "vllm.v1.attention.backends.turboquant_attn"
+REAL = [f"{OPS}.triton_decode_attention", f"{OPS}.triton_turboquant_decode"]
+REAL += [f"{OPS}.triton_turboquant_store", CONFIG, BACKEND]
+"""Modules of the engine that are loaded, each after what it imports."""
+FILES = {f"{name.replace('.', '/')}.py" for name in REAL}
+HEAD_SIZE, KV_HEADS, SPLITS = 256, 2, 32
+"""Of the 35B and of the 122B; and how often the engine splits a sequence unless told otherwise."""
+
+
+class Usage(NamedTuple):
+    """What a launched kernel takes of a Spark."""
+
+    kernel: str
+    architecture: str
+    shared_bytes: int  # of a block
+    registers: int  # of a thread
+    spilled_bytes: int  # of a thread
+
+
+class Tensor:
+    """As much of a tensor as the launchers ask for."""
+
+    device = SimpleNamespace(index=0)
+    place = 0
+    """Where new ones lie: a multiple of 16, or of nothing."""
+
+    def __init__(self, *shape: int, dtype: str, strides: tuple[int, ...] = (), **_: Any) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.strides = strides or tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+        self.place = Tensor.place
+
+    def data_ptr(self) -> int:
+        return self.place
+
+    def stride(self, at: int) -> int:
+        return self.strides[at]
+
+    def to(self, dtype: str) -> Tensor:
+        return Tensor(*self.shape, dtype=dtype)
+
+    def float(self) -> Tensor:
+        return self.to("float32")
+
+    def contiguous(self) -> Tensor:
+        return self.to(self.dtype)
+
+    def reshape(self, *shape: int) -> Tensor:
+        rest = math.prod(self.shape) // abs(math.prod(shape))
+        return Tensor(*(rest if size < 0 else size for size in shape), dtype=self.dtype)
+
+    def transpose(self, one: int, other: int) -> Tensor:
+        order = list(range(len(self.shape)))
+        order[one], order[other] = other, one
+        shape, strides = ([it[at] for at in order] for it in (self.shape, self.strides))
+        return Tensor(*shape, dtype=self.dtype, strides=tuple(strides))
+
+    def norm(self, dim: int, keepdim: bool) -> Tensor:
+        return Tensor(self.shape[0], 1, dtype=self.dtype)
+
+    def squeeze(self, dim: int) -> Tensor:
+        return Tensor(self.shape[0], dtype=self.dtype)
+
+    def __add__(self, other: Any) -> Tensor:
+        return self
+
+    __truediv__ = __matmul__ = __add__  # the matrices are square
+
+    def __getitem__(self, key: Any) -> Tensor:
+        keys = [*(key if isinstance(key, tuple) else (key,)), *[slice(None)] * len(self.shape)]
+        kept = [
+            (len(range(size)[one]), stride)
+            for one, size, stride in zip(keys, self.shape, self.strides, strict=False)
+            if isinstance(one, slice)
+        ]
+        shape, strides = zip(*kept, strict=True)
+        return Tensor(*shape, dtype=self.dtype, strides=strides)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+class _Whatever(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything
+
+    def __getitem__(cls, key: Any) -> Any:
+        return cls
+
+
+class Anything(metaclass=_Whatever):
+    """A class of the engine, or of torch, that no launch depends on."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def _module(name: str, **holds: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__dict__.update(__getattr__=lambda _: Anything, **holds)
+    return module
+
+
+def _surroundings() -> dict[str, ModuleType]:
+    """Return what the loaded modules import, on a Spark as far as they ask."""
+    import triton
+    import triton.language
+
+    workspace = SimpleNamespace(
+        get_simultaneous=lambda *wanted: [Tensor(*shape, dtype=dtype) for shape, dtype in wanted]
+    )
+    platform = SimpleNamespace(is_cuda_alike=lambda: True, is_rocm=lambda: False)
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(tq_max_kv_splits_for_cuda_graph=SPLITS),
+        model_config=SimpleNamespace(max_model_len=262144),
+    )
+    dtypes = {name: name for name in ("float16", "bfloat16", "float32", "uint8", "int32")}
+    cuda = SimpleNamespace(get_device_capability=lambda _: (12, 1))
+    torch = _module("torch", Tensor=Tensor, empty=Tensor, zeros=Tensor, cuda=cuda, **dtypes)
+    named = [
+        torch,
+        _module("torch.nn"),
+        _module("torch.nn.functional"),
+        _module("vllm.platforms", current_platform=platform),
+        _module("vllm.triton_utils", tl=triton.language, triton=triton),
+        _module("vllm.config", get_current_vllm_config=lambda: config),
+        _module(f"{OPS}.flydsl_turboquant_decode", is_flydsl_available=lambda: False),
+        _module("vllm.v1.worker.workspace", current_workspace_manager=lambda: workspace),
+    ]
+    plain = ["config.cache", "logger", "utils.math_utils", "v1.attention.backend"]
+    plain += ["v1.attention.backends.fa_utils", "v1.attention.backends.utils"]
+    plain += ["v1.kv_cache_interface", f"{CONFIG[5:-7]}.centroids"]
+    return {module.__name__: module for module in named + [_module(f"vllm.{it}") for it in plain]}
+
+
+@contextmanager
+def engine(root: Path) -> Iterator[SimpleNamespace]:
+    """Hold the engine's modules below ``root``; what they launch lands in ``launched``."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import KernelInterface
+
+    launched: list[Any] = []
+
+    def compiling(kernel: Any, grid: Any) -> Any:
+        return lambda *args, **named: launched.append(
+            kernel.run(*args, grid=grid, warmup=True, **named)
+        )
+
+    spark = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 121, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: 0,
+    )
+    with (
+        patch.dict(sys.modules, _surroundings()),
+        patch.object(driver, "_active", spark),
+        patch.object(KernelInterface, "__getitem__", compiling),
+    ):
+        for name in REAL:
+            where = importlib.util.spec_from_file_location(
+                name, root / f"{name.replace('.', '/')}.py"
+            )
+            assert where
+            assert where.loader
+            sys.modules[name] = importlib.util.module_from_spec(where)
+            where.loader.exec_module(sys.modules[name])
+        yield SimpleNamespace(backend=sys.modules[BACKEND], launched=launched)
+
+
+def launches(root: Path, preset: str, heads: int, block: int, even: bool) -> list[Usage]:
+    """Store, decode and read back as an engine does, 16 bit in and out; return what it took.
+
+    Args:
+        root: where the engine's sources are.
+        preset: of TurboQuant.
+        heads: of a query.
+        block: tokens in a block of the cache.
+        even: whether addresses and widths are multiples of 16, or of nothing.
+    """
+    tokens, blocks = 3, 4096 if even else 4097
+    with engine(root) as held, patch.object(Tensor, "place", 4096 if even else 4097):
+        impl = held.backend.TurboQuantAttentionImpl(
+            heads, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, kv_cache_dtype=preset
+        )
+        slot = impl.tq_config.slot_size_aligned
+        page = block * KV_HEADS * slot + (0 if even else 1)
+        strides = (page, KV_HEADS * slot, slot, 1)
+        cache = Tensor(blocks, block, KV_HEADS, slot, dtype="uint8", strides=strides)
+        query = Tensor(tokens, heads, HEAD_SIZE, dtype="bfloat16")
+        key = Tensor(tokens, KV_HEADS, HEAD_SIZE, dtype="bfloat16")
+        square, line = Tensor(HEAD_SIZE, HEAD_SIZE, dtype="float32"), Tensor(16, dtype="float32")
+        layer = SimpleNamespace(_tq_PiT=square, _tq_midpoints=line, _tq_Pi_half=square)
+        table, rows = Tensor(tokens, blocks, dtype="int32"), Tensor(tokens, dtype="int32")
+        batch = SimpleNamespace(block_table=table, seq_lens=rows, max_seq_len=8192)
+        impl._store_kv(key, key, cache, Tensor(tokens, dtype="int64"), layer)
+        impl._decode_attention(query, cache, batch, square, line, square, layer)
+        impl._continuation_prefill(
+            layer, query, key, key, cache, table[0:1], 4096, 4096 + tokens, square, line
+        )
+        return [_used(kernel) for kernel in held.launched]
+
+
+def _used(kernel: Any) -> Usage:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    [architecture] = re.findall(r"^\.target (\w+)", kernel.asm["ptx"], re.M)
+    spilled = used["STACK"] + used["LOCAL"]
+    about = kernel.metadata
+    return Usage(about.name, architecture, about.shared, used["REG"], spilled)

@@ -1,0 +1,68 @@
+"""The engine's TurboQuant kernels compiled for a Spark (12.1), without one: do they fit, and spill?
+
+Needs triton, which brings its own assembler and cuobjdump; no GPU. `make kernels` brings it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton: make kernels")
+
+from engine_launches import FILES, Usage, launches
+from spark_vllm import SUPPORTED_ENGINES
+from spark_vllm.check.kernels import SHARED_BYTES
+from wheel_sources import fetch
+
+PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+CASES = ((16, 16, True), (16, 128, False), (32, 16, False), (32, 128, True))
+"""Query heads of the 35B or the 122B, the engine's smallest or largest block, even or odd sizes."""
+
+
+def kernels(preset: str) -> list[str]:
+    """Return what has to be launched: to store, to decode, and to read long prefixes back."""
+    kind = "fp8" if preset == "turboquant_k8v4" else "mse"
+    ends = ["_tq_decode_stage1", "_fwd_kernel_stage2", "_tq_full_dequant_kv"]
+    return [f"_tq_fused_store_{kind}", *ends]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("version", SUPPORTED_ENGINES)
+def test_every_kernel_of_turboquant_fits_a_spark_and_spills_nothing(
+    version: str, preset: str
+) -> None:
+    root = fetch(version, FILES)
+    for heads, block, even in CASES:
+        used = launches(root, preset, heads, block, even)
+        assert [one.kernel for one in used] == kernels(preset)
+        assert {one.architecture for one in used} == {"sm_121a"}
+        assert [one for one in used if one.shared_bytes > SHARED_BYTES] == []
+        assert [one for one in used if one.spilled_bytes] == []
+
+
+def test_it_knows_every_preset_of_the_engines_backend() -> None:
+    backend = next(file for file in FILES if file.endswith("turboquant_attn.py"))
+    for version in SUPPORTED_ENGINES:
+        text = (fetch(version, FILES) / backend).read_text()
+        listed = text.partition("supported_kv_cache_dtypes")[2].partition("]\n")[0]
+        assert {name for name in listed.split('"') if name.startswith("turboquant")} == set(PRESETS)
+
+
+def changed(tmp_path: Path, old: str, new: str) -> list[Usage]:
+    """Return what the newest engine's kernels take with one change to its decoding."""
+    root = tmp_path / "engine"
+    for file in FILES:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(fetch(SUPPORTED_ENGINES[-1], FILES) / file, root / file)
+    path = root / "vllm/v1/attention/ops/triton_turboquant_decode.py"
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    return launches(root, PRESETS[0], *CASES[0])
+
+
+def test_a_tile_that_spills_is_noticed(tmp_path: Path) -> None:
+    spilling = changed(tmp_path, "BLOCK_KV = 4", "BLOCK_KV = 16")
+    assert [one.kernel for one in spilling if one.spilled_bytes] == ["_tq_decode_stage1"]
