@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-proofs cpu-formats cpu-models kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-formats cpu-models kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -100,15 +100,28 @@ gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pyt
 	$(GPU_PYTHON) -m pytest tests/gpu $(GPU_PYTEST)
 
 cpu-all: ## all result files of a machine without a GPU, one after another (root, with the lab)
-	@$(MAKE) --no-print-directory cpu-proofs && $(MAKE) --no-print-directory cpu-formats && \
-	  $(MAKE) --no-print-directory cpu-models
+	@$(MAKE) --no-print-directory cpu-proofs && $(MAKE) --no-print-directory cpu-sizes && \
+	  $(MAKE) --no-print-directory cpu-seeing && $(MAKE) --no-print-directory cpu-formats && $(MAKE) --no-print-directory cpu-models
 
-cpu-proofs: venv ## claims that need no GPU, in the engine's CPU build; ONLY=dflash: one of its files (root)
-	@rm -rf build/cpu && mkdir -p build/cpu && cp -r files/image build/cpu/context
+ON_CPU = PYTHONPATH=$(CURDIR)/build/cpu/plugin:$(CURDIR):$(CURDIR)/files/contract:$(CURDIR)/files/checkpoint:$(CURDIR)/files/host \
+	VLLM_PLUGINS=spark $(PY) -m lab.engine run -m
+cpu-plugin: venv
+	@rm -rf build/cpu/context build/cpu/plugin && mkdir -p build/cpu && cp -r files/image build/cpu/context
 	$(PY) -m lab.engine run -m pip install --quiet --no-index --no-deps --no-build-isolation \
 	  --target build/cpu/plugin build/cpu/context
-	PYTHONPATH=$(CURDIR)/build/cpu/plugin:$(CURDIR):$(CURDIR)/files/contract:$(CURDIR)/files/checkpoint VLLM_PLUGINS=spark \
-	  $(PY) -m lab.engine run -m proofs.engine.on_cpu build/cpu/results $(if $(ONLY),--only $(ONLY))
+
+cpu-proofs: cpu-plugin ## claims that need no GPU, in the engine's CPU build; ONLY=dflash: one of its files (root)
+	$(ON_CPU) proofs.engine.on_cpu build/cpu/results $(if $(ONLY),--only $(ONLY))
+
+cpu-sizes: cpu-plugin ## true layer sizes there against transformers; 20 GB of memory; file in build/cpu/results (root)
+	$(ON_CPU) proofs.engine.sizes_on_cpu build/cpu/results
+
+SEEING = spark-1 --inventory proofs/releases/inventory/two.py --model lab-tiny --profile v2-seeing
+cpu-seeing: cpu-plugin ## pictures seen, and a damaged tower noticed, there; the model learns first; a quarter of an hour (root)
+	@mkdir -p build/cpu/plans
+	.venv/bin/spark-deploy plan $(SEEING) --estimate --json > build/cpu/plans/seeing.json
+	@test -e build/cpu/eyes.npz || $(ON_CPU) proofs.releases.eyes $(CURDIR)/build/cpu/eyes.npz
+	$(ON_CPU) proofs.serve.seeing_on_cpu build/cpu/eyes.npz build/cpu/plans build/cpu/results
 
 cpu-formats: venv ## recall by cache format, computed without an engine; file in build/cpu/results (root)
 	@mkdir -p build/cpu/results

@@ -32,6 +32,7 @@ the same stage, made with the code of here: what failed once is not forgotten be
 """
 KEPT = {
     "engine-prefixes-failed": "engine-prefixes",
+    "engine-sizes-before": "engine-sizes",
     "recall-flashinfer-h100": "recall-flashinfer",
 }
 """Results that stay though their code changed, and the newest of the same stage."""

@@ -68,6 +68,8 @@ OTHERS = (
     ("NVFP4", "16.6, later 26 to 28 with three drafts",
      "a format that [is refused here](profiles.md#guard-rails)"),
 )  # fmt: skip
+OTHERS_BEFORE = """Others, of one Spark; the first three of the stack that
+[profiles.md](profiles.md) tells beside these stages, of the other two none was told:"""
 SPARKS = """
 A deploy measures one request, and `spark-deploy report` tells it. `plan` multiplies what it
 computes by the median of measured over computed, of the reports in `reports/` and of those beside
@@ -129,7 +131,7 @@ def _left_out() -> Iterator[str]:
     for case, *figures in TWO_SPARKS:
         told = (str(figure) for figure in figures)
         yield f"| {case} | {' | '.join(told)} | not computed |"
-    yield from ("", "Others, of one Spark:", "")
+    yield from ("", OTHERS_BEFORE, "")
     yield from ("| what | tokens/s published | not computed, since |", "|---|---|---|")
     for row in OTHERS:
         yield f"| {' | '.join(row)} |"

@@ -26,7 +26,9 @@ class Again(NamedTuple):
 
 WHOLE = {
     **dict.fromkeys(("gpu", "gpu-times"), "gpu-all"),
-    **dict.fromkeys(("cpu-proofs", "cpu-formats", "cpu-models"), "cpu-all"),
+    **dict.fromkeys(
+        ("cpu-proofs", "cpu-sizes", "cpu-seeing", "cpu-formats", "cpu-models"), "cpu-all"
+    ),
 }
 """Which target has another one as its part."""
 TWO = "two cards"
@@ -36,8 +38,11 @@ WAYS: tuple[tuple[str, Again], ...] = (
                                      "vLLM {0} in SPARK_GPU_ENGINES")),
     (r"engine-(two-gpus)", Again("gpu", _ENGINE, '_failed("{0}"', TWO)),
     (r"engine-(prefixes)-failed", Again("gpu", _ENGINE, '_failed("{0}"')),
+    (r"engine-(sizes)-before", Again("gpu", _ENGINE, '_failed("{0}"')),
     (r"engine-([\w-]+)", Again("gpu", _ENGINE, '_failed("{0}"')),
     (r"(dflash|prefixes|steered)", Again("cpu-proofs", "proofs/engine/on_cpu.py", '"{0}"')),
+    (r"(sizes)", Again("cpu-sizes", "proofs/engine/sizes_on_cpu.py", "{0}.json")),
+    (r"(seeing)", Again("cpu-seeing", "proofs/serve/seeing_on_cpu.py", "{0}.json")),
     (r"plain-models", Again("cpu-models", "tests/host/test_plain_models.py", "plain-models.json",
                             "the lab")),
     (r"(recall-formats)", Again("cpu-formats", "Makefile", "/{0}.json")),

@@ -92,6 +92,20 @@ RAN: dict[str, tuple[str, ...]] = {
         name: (*ENGINES, *SINGLE, "proofs/engine/on_cpu.py", UNDRAFTED)
         for name in ("steered", "prefixes")
     },
+    "sizes": (
+        *ENGINES,
+        *SINGLE,
+        "proofs/engine/sizes_on_cpu.py",
+        "proofs/engine/transformers_case.py",
+        UNDRAFTED,
+    ),
+    "seeing": (
+        *PLUGIN,
+        *TAUGHT,
+        "proofs/releases/*.py",
+        "proofs/serve/seeing_on_cpu.py",
+        *PLANNED,
+    ),
     "dflash": (
         *ENGINES,
         *DRAFTS,

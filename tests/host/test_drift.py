@@ -10,12 +10,8 @@ import json
 import shlex
 from typing import Any
 
-import pytest
-
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, Site
-
-pytestmark = pytest.mark.gate
 
 Owned = dict[str, Any]
 

@@ -12,8 +12,6 @@ import pytest
 from tests.host.conftest import FIRST, SECOND, Fleet
 from tests.labkit import lab
 
-pytestmark = pytest.mark.gate
-
 
 def row(text: str, title: str) -> str:
     """Return what one line of a command's output says under its title."""
