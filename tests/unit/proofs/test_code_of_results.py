@@ -302,11 +302,12 @@ def test_a_changed_judge_makes_its_own_results_older_and_no_others(root) -> None
     engines = {one.stem for one in RESULTS if one.stem.startswith("engine-")}
     assert older_after(root, "proofs/judges/quality.py") == {"engine-quality"}
     assert older_after(root, "proofs/drafts/judge.py") == {"engine-profiles", "dflash"}
-    shared = {"steered", "prefixes"}
+    shared = {"steered", "prefixes", "sizes"}
     assert older_after(root, JUDGE) == engines - {"engine-quality"} | shared
     assert older_after(root, "proofs/judges/profiles.py") == {
         *JUDGED_BY_PROFILES,
         "engine-prefixes-failed",
+        "engine-sizes-before",
         *shared,
     }
     recall = {one.stem for one in RESULTS if re.match(r"recall-(?!training|formats)", one.stem)}
