@@ -31,8 +31,6 @@ KEPT_BEFORE = """
 the same stage, made with the code of here: what failed once is not forgotten because it held later.
 """
 KEPT = {
-    "engine-prefixes-failed": "engine-prefixes",
-    "engine-sizes-before": "engine-sizes",
     "recall-flashinfer-h100": "recall-flashinfer",
 }
 """Results that stay though their code changed, and the newest of the same stage."""

@@ -37,8 +37,6 @@ WAYS: tuple[tuple[str, Again], ...] = (
     (r"engine-(0\.\d+\.\d+)", Again("gpu", "tests/gpu/test_older_engines.py", '"{0}"',
                                      "vLLM {0} in SPARK_GPU_ENGINES")),
     (r"engine-(two-gpus)", Again("gpu", _ENGINE, '_failed("{0}"', TWO)),
-    (r"engine-(prefixes)-failed", Again("gpu", _ENGINE, '_failed("{0}"')),
-    (r"engine-(sizes)-before", Again("gpu", _ENGINE, '_failed("{0}"')),
     (r"engine-([\w-]+)", Again("gpu", _ENGINE, '_failed("{0}"')),
     (r"(dflash|prefixes|steered)", Again("cpu-proofs", "proofs/engine/on_cpu.py", '"{0}"')),
     (r"(sizes)", Again("cpu-sizes", "proofs/engine/sizes_on_cpu.py", "{0}.json")),

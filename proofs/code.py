@@ -64,6 +64,13 @@ RAN: dict[str, tuple[str, ...]] = {
     "engine-quality": (*ENGINES, "proofs/*/quality*.py", WEIGHTS),
     "engine-profiles": (*ENGINES, *SINGLE, *DRAFTS),
     "engine-sizes": (*ENGINES, *SINGLE, "proofs/engine/transformers_case.py", UNDRAFTED),
+    "engine-prefixes": (
+        *ENGINES,
+        *SINGLE,
+        "proofs/engine/talk_cases.py",
+        "proofs/judges/talks.py",
+        UNDRAFTED,
+    ),
     "engine": (*ENGINES, *SINGLE, UNDRAFTED),
     "recall-training": ("proofs/recall/race.py", "proofs/recall/training.py"),
     "recall-formats": ("proofs/recall/by_format.py", WEIGHTS),

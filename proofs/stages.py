@@ -18,11 +18,12 @@ from typing import Any
 
 from proofs import code, failed
 from proofs.engine import cases as engine_cases
-from proofs.engine import profile_cases, quality_cases, quick
+from proofs.engine import profile_cases, quality_cases, quick, talk_cases
 from proofs.engine import run as engine_run
 from proofs.judges import engine as engine_judge
 from proofs.judges import profiles as profile_judge
 from proofs.judges.quality import judge_quality
+from proofs.judges.talks import judge_conversations
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -37,7 +38,7 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "sizes": profile_cases.sizes_cases,
     "names": profile_cases.names_cases,
     "long": profile_cases.long_cases,
-    "prefixes": profile_cases.prefix_cases,
+    "prefixes": talk_cases.conversation_cases,
     "two-gpus": profile_cases.two_gpu_cases,
     "head-choice": profile_cases.head_cases,
     "quality": quality_cases.quality_cases,
@@ -135,7 +136,7 @@ def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tupl
         "profiles": lambda: profile_judge.judge_profiles(results),
         "steered": lambda: profile_judge.judge_steered(results, CASES[stage]()),
         "two-gpus": lambda: profile_judge.judge_steered(results, CASES[stage]()),
-        "prefixes": lambda: profile_judge.judge_prefixes(results),
+        "prefixes": lambda: judge_conversations(profile_judge.judge_prefixes, results),
         "head-choice": lambda: profile_judge.judge_heads(results, CASES[stage]()),
         # Whole logits of 256 experts turn on near ties; modules and blocks are judged one by one.
         "sizes": lambda: _judged_rows(profile_judge.judge_sizes(results, work, trees)),

@@ -71,7 +71,7 @@ def test_profiles_without_the_plugin_answer_alike_with_drafts_and_graphs(
 def test_later_turns_are_found_in_the_cache_and_answered_alike(
     trees: Path, tmp_path: Path, results: Path
 ) -> None:
-    assert _failed("prefixes", trees, tmp_path, results, 6) == []
+    assert _failed("prefixes", trees, tmp_path, results, 8) == []
 
 
 def test_true_sizes_and_pictures_agree_with_transformers(

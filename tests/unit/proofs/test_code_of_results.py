@@ -248,6 +248,7 @@ JUDGE = "proofs/judges/engine.py"
         (["engine-0.30.0", "engine-0.32.0"], [JUDGE, "proofs/judges/answers.py"]),
         (["engine-names"], ["proofs/engine/loaded_names.py"]),
         (["engine-sizes"], ["proofs/engine/transformers_case.py"]),
+        (["engine-prefixes"], ["proofs/engine/talk_cases.py", "proofs/judges/talks.py"]),
         (["engine-eager", "recall-recall", "serve-v2"], ["proofs/engine/quick.py"]),
         (["turboquant-layer"], ["proofs/engine/turboquant_slots.py"]),
         (["recall-recall"], ["proofs/trees/build.py", "proofs/recall/verdicts.py"]),
@@ -306,8 +307,6 @@ def test_a_changed_judge_makes_its_own_results_older_and_no_others(root) -> None
     assert older_after(root, JUDGE) == engines - {"engine-quality"} | shared
     assert older_after(root, "proofs/judges/profiles.py") == {
         *JUDGED_BY_PROFILES,
-        "engine-prefixes-failed",
-        "engine-sizes-before",
         *shared,
     }
     recall = {one.stem for one in RESULTS if re.match(r"recall-(?!training|formats)", one.stem)}
