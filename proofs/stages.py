@@ -136,7 +136,7 @@ def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tupl
         "profiles": lambda: profile_judge.judge_profiles(results),
         "steered": lambda: profile_judge.judge_steered(results, CASES[stage]()),
         "two-gpus": lambda: profile_judge.judge_steered(results, CASES[stage]()),
-        "prefixes": lambda: judge_conversations(profile_judge.judge_prefixes, results),
+        "prefixes": lambda: _conversations(results),
         "head-choice": lambda: profile_judge.judge_heads(results, CASES[stage]()),
         # Whole logits of 256 experts turn on near ties; modules and blocks are judged one by one.
         "sizes": lambda: _judged_rows(profile_judge.judge_sizes(results, work, trees)),
@@ -151,6 +151,15 @@ def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tupl
         return judges[stage](), None
     except Exception:  # engines already ran: keep what they wrote
         return [], traceback.format_exc()[-1500:]
+
+
+def _conversations(results: dict[str, Any]) -> Rows:
+    """Return the rows of both models: of the steered one as it is judged on a CPU, too."""
+    steered = profile_judge.judge_prefixes(results)
+    return [
+        *judge_conversations(results),
+        *(row for row in steered if row["claim"].startswith("prefixes-")),
+    ]
 
 
 def _judged_rows(rows: Rows) -> Rows:

@@ -28,7 +28,7 @@ from spark_deploy.inventory.reading import read_inventory
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import beside_of, resolve, wanted_by
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
-from spark_deploy.planning.budget.weights import weights_of
+from spark_deploy.planning.budget.weights import original_bytes, weights_of
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.resolve import Request
 from spark_deploy.planning.types import HostPlan
@@ -36,7 +36,8 @@ from spark_deploy.settings.load import HostSettings
 from spark_deploy.settings.types import Settings
 
 OPEN_COMMIT = "0" * 40
-_OPEN_DIGEST = f"sha256:{'0' * 64}"
+_OPEN_SHA256 = "0" * 64
+_OPEN_DIGEST = f"sha256:{_OPEN_SHA256}"
 _GUESSED_IMAGE_BYTES = 10_000_000_000
 
 
@@ -131,10 +132,11 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
             size_bytes[model.repository] = 0  # nobody read it
             continue
         repositories = (model.sources.base, model.sources.donor, model.sources.hybrid)
+        size_bytes[model.sources.original] = original_bytes(model.architecture)
         size_bytes |= dict.fromkeys(repositories, weights_of(model.architecture).tree_bytes)
     sources = [
         LockedSource(
-            repo, revision, OPEN_COMMIT, (SourceFile("estimate", size_bytes[repo], OPEN_COMMIT),)
+            repo, revision, OPEN_COMMIT, (SourceFile("estimate", size_bytes[repo], _OPEN_SHA256),)
         )
         for repo, revision in missing.sources
     ]

@@ -33,6 +33,27 @@ def test_a_plan_needs_neither_host_nor_hub_when_it_estimates(spark_deploy):
         assert part in out
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (("checkpoint.layout=overlay",), "(overlay; "),
+        (("checkpoint.layout=full",), "(full; "),
+        (("checkpoint.layout=full", "checkpoint.keep_base=false"), "removed once that is proven"),
+        (("checkpoint.layout=full", "checkpoint.prebuilt=true"), "int4-fp8-hybrid (estimated"),
+        (
+            ("checkpoint.requantized=true", "requantize.iters=0"),
+            "Qwen/Qwen3.5-122B-A10B (estimated, not locked), 250.2 GB",  # 125 billion weights
+        ),
+    ],
+)
+def test_every_way_to_a_checkpoint_can_be_estimated(spark_deploy, data, said):
+    code, out, err = spark_deploy(
+        "plan", "-v", "--estimate", *(word for one in data for word in ("--data", one))
+    )
+    assert (code, err) == (0, "")
+    assert said in out
+
+
 def test_a_plan_as_json_is_a_list_with_one_entry_for_each_host(spark_deploy):
     _, out, _ = spark_deploy("plan", "--estimate", "--json")
     [plan] = json.loads(out)

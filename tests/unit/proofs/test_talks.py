@@ -2,79 +2,127 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
 from proofs.engine import talk_cases
-from proofs.engine.talk_cases import COMPILED, EAGER, TWINS, again
+from proofs.engine.talk_cases import COMPILED, EAGER, SHAPES, TWINS, again
 from proofs.judges import talks
 
 Row = dict[str, Any]
-TOLD = {"tokens_found_per_turn": [4352.0, 4352.0]}
+KINDS = (*TWINS, *TWINS.values(), *SHAPES)
 
 
-def judge(results: dict[str, Row]) -> list[Row]:
-    """As ``profiles.judge_prefixes``: each role against ``agent-plain``, by what each says."""
-    rows = []
-    for role in TWINS:
-        beyond = int(results[role]["says"] != results[EAGER]["says"])
-        turn = {
-            "beyond_margin": beyond,
-            "diverged": beyond,
-            "margins_there": [0.8] * beyond,
-            "largest_noise": 0.1,
+def answer(*tokens: int) -> Row:
+    """Three words, sure of all but the last."""
+    return {"tokens": [*tokens], "logprobs": [-0.1] * len(tokens), "margins": [2.0, 2.0, 0.01]}
+
+
+def engine(*, found: float, second: int) -> Row:
+    """Two conversations of three turns; in the last one the code decides upon a word."""
+    spoken = [[answer(1, 2, 3), answer(4, 5, 6)] for _ in range(2)]
+    last = [answer(7, second, 8), answer(4, 5, 6)]
+    turns = [
+        {
+            "answers": answers,
+            "before": {"vllm:prefix_cache_hits": found * turn},
+            "counters": {"vllm:prefix_cache_hits": found * (turn + 1)},
         }
-        numbers = {**TOLD, "turns": [turn]}
-        rows.append({"claim": f"{role}: alike", "passed": not beyond, "numbers": numbers})
-    return [*rows, {"claim": "prefixes-eager: equal", "passed": True, "numbers": {}}]
+        for turn, answers in enumerate([spoken[1], last])
+    ]
+    return {"answers": spoken[0], "turns": turns}
 
 
 @pytest.fixture
 def results() -> dict[str, Row]:
     """Compiled code says another word than eager code, whether there is a cache or not."""
-    eager = {name: {"says": "sixteen"} for name in (*again("agent-eager"), *again(EAGER))}
-    compiled = {name: {"says": "eleven"} for name in (*again("agent-full"), *again(COMPILED))}
-    return {**eager, **compiled}
+    compiled = ("agent-full", COMPILED)
+    return {
+        name: engine(found=4352.0 if kind in TWINS else 0.0, second=11 if kind in compiled else 16)
+        for kind in KINDS
+        for name in again(kind)
+    }
+
+
+def judged(results: dict[str, Row]) -> dict[str, Row]:
+    rows = talks.judge_conversations(results)
+    return {row["claim"].partition(":")[0]: row for row in rows}
 
 
 def test_what_compiled_code_says_without_a_cache_is_no_fault_of_the_cache(results) -> None:
-    rows = talks.judge_conversations(judge, results)
-    assert [row["claim"].partition(":")[0] for row in rows] == [*TWINS, "prefixes-eager"]
-    assert all(row["passed"] for row in rows)
-    eager, full, _ = rows
-    assert talks.COMPARED not in eager["numbers"]
-    between = full["numbers"][talks.COMPARED]
-    assert (between["pairs"], between["pairs_beyond_ties"]) == (9, 9)
+    rows = judged(results)
+    assert all(row["passed"] for row in rows.values())
+    others = rows["agent-full"]["numbers"]["others"]
+    for kind in (COMPILED, "agent-full"):
+        between = others[f"{kind}, {EAGER}"]
+        assert (between["pairs"], between["pairs_beyond_a_tie"]) == (36, 36)
+        assert between["partings"] == {
+            "turn 3, conversation 1, word 2": {"pairs": 36, "largest_margin": 2.0}
+        }
 
 
-@pytest.mark.parametrize("name", [copy for name in TWINS for copy in again(name)])
-def test_another_word_of_a_single_engine_with_a_cache_fails(results, name: str) -> None:
-    results[name] = {"says": "nothing"}
-    rows = talks.judge_conversations(judge, results)
-    failed = [row["claim"].partition(":")[0] for row in rows if not row["passed"]]
-    assert failed == [name.removesuffix("-2").removesuffix("-3")]
+@pytest.mark.parametrize("name", [copy for kind in TWINS for copy in again(kind)])
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_another_word_of_a_single_engine_with_a_cache_fails(results, name: str, turn: int) -> None:
+    found = results[name]
+    answers = found["answers"] if turn == 0 else found["turns"][turn - 1]["answers"]
+    answers[1]["tokens"][1] = 99
+    failed = [kind for kind, row in judged(results).items() if not row["passed"]]
+    assert failed == [name.partition("-2")[0].rstrip("-3456")]
 
 
-def test_a_failed_row_names_all_engines_whose_answers_it_keeps(results) -> None:
-    _, full, _ = talks.judge_conversations(judge, results)
-    assert full["cases"] == [*again("agent-full"), *again(COMPILED)]
+def test_noise_elsewhere_in_a_turn_excuses_no_word(results) -> None:
+    kept = results["agent-full"]["turns"][1]["answers"]
+    kept[0]["logprobs"] = [-1.9, -1.9, -1.9]
+    assert judged(results)["agent-full"]["passed"]
+    kept[1]["tokens"][1] = 99
+    row = judged(results)["agent-full"]
+    assert not row["passed"]
+    assert row["numbers"]["largest_change"]["nats"] > 1
+
+
+def test_an_answer_that_ends_too_soon_fails(results) -> None:
+    for part in ("tokens", "logprobs", "margins"):
+        del results["agent-eager"]["turns"][1]["answers"][1][part][1:]
+    assert not judged(results)["agent-eager"]["passed"]
+
+
+def test_words_that_are_a_tie_may_part_as_long_as_every_answer_is_compared(results) -> None:
+    results["agent-eager"]["turns"][0]["answers"][0]["tokens"][2] = 99
+    row = judged(results)["agent-eager"]
+    assert row["passed"]
+    assert row["numbers"]["least_pairs_with_an_answer"] == 30
+    for name in again("agent-eager"):
+        results[name]["turns"][0]["answers"][0]["tokens"][2] = 99
+    row = judged(results)["agent-eager"]
+    assert row["numbers"]["least_pairs_with_an_answer"] == 0
+    assert not row["passed"]
+
+
+def test_a_turn_that_finds_nothing_in_the_cache_fails(results) -> None:
+    turn = results["agent-eager-2"]["turns"][1]
+    turn["counters"] = copy.deepcopy(turn["before"])
+    assert not judged(results)["agent-eager"]["passed"]
+
+
+def test_an_engine_that_ended_at_once_fails_its_row_and_no_other(results) -> None:
+    results["agent-full-3"] = {"state": "died"}
+    rows = judged(results)
+    assert [row["passed"] for row in rows.values()] == [True, False]
 
 
 def test_twins_differ_in_the_cache_alone() -> None:
     cases = {case["name"]: case for case in talk_cases.conversation_cases()}
-    for name, twin in TWINS.items():
-        for one in again(name):
-            for other in again(twin):
-                options = {**cases[one]["options"]}
-                assert options.pop("enable_prefix_caching") is True
-                assert options == cases[other]["options"]
-                named = ("name", "options")
-                assert {k: v for k, v in cases[one].items() if k not in named} == {
-                    k: v for k, v in cases[other].items() if k not in named
-                }
-    assert [name for name in cases if name.startswith("prefixes-")] == [
-        "prefixes-plain",
-        "prefixes-eager",
-        "prefixes-full",
-    ]
+    for kind, twin in TWINS.items():
+        for one, other in zip(again(kind), again(twin), strict=True):
+            kept, without = copy.deepcopy(cases[one]), cases[other]
+            assert kept["options"].pop("enable_prefix_caching") is True
+            assert {**kept, "name": other} == without
+
+
+def test_all_kinds_run_and_the_steered_model_once() -> None:
+    names = [case["name"] for case in talk_cases.conversation_cases()]
+    steered = ["prefixes-plain", "prefixes-eager", "prefixes-full"]
+    assert sorted(names) == sorted([copy for kind in KINDS for copy in again(kind)] + steered)
