@@ -23,7 +23,7 @@ from spark_deploy.cli.taken import Options
 from spark_deploy.errors import Problem, SparkError
 from spark_deploy.inventory.contact.bootstrap import needs_none
 from spark_deploy.inventory.contact.host_keys import Seen, look
-from spark_deploy.inventory.contact.login import endpoint, try_key
+from spark_deploy.inventory.contact.login import endpoint, public_key, try_key
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import wanted_by
 
@@ -63,7 +63,8 @@ def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
     """Let our key in where it is not yet; asks for the password, which is needed once.
 
     Raises:
-        SparkError: no host can be reached, or one does not know our key and nobody shall ask.
+        SparkError: no host can be reached, or one does not know our key and nobody shall ask, or
+            there is no key to let in.
     """
     remote = [endpoint(host.name, host.data) for host in hosts if not needs_none(host.name)]
     with ThreadPoolExecutor(max_workers=16) as pool:
@@ -73,9 +74,12 @@ def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
     silent = [one for one in seen if one.state == "unreachable"]
     if silent and len(silent) == len(hosts):
         raise SparkError([_silent(one) for one in silent])
-    new = [one.endpoint.host for one in seen if one.state != "unreachable"]
-    if not new:
+    there = [one.endpoint for one in seen if one.state != "unreachable"]
+    if not there:
         return 0
+    for one in there:
+        public_key(one.key_file)  # said by itself, and not in the middle of pyinfra's words
+    new = [one.host for one in there]
     if options.dry:
         raise SparkError.one(
             ", ".join(new), "does not let our key in yet", "run `spark-deploy up` without --dry"

@@ -91,15 +91,18 @@ def prepare(
         Further data for each host, its ``Contact`` among it.
 
     Raises:
-        SettingsError: a host key changed, new keys were not agreed to, or there is nobody to ask.
+        SettingsError: there is no key of ours, a host key changed, new keys were not agreed to, or
+            there is nobody to ask.
     """
     endpoints = [endpoint(host, data) for host, data in hosts.items() if not needs_none(host)]
     if not endpoints:
         return {}
     with ThreadPoolExecutor(max_workers=16) as pool:
         seen = list(pool.map(look, endpoints))
-    _trust(seen, confirm)
     reachable = [item.endpoint for item in seen if item.state != "unreachable"]
+    # Before anybody is asked: without a key to install the answers would be lost.
+    keys = [public_key(found.key_file) for found in reachable]
+    _trust(seen, confirm)
     entries = [
         _entry(found, access, hosts[found.host])
         for found, access in zip(reachable, _tried(reachable), strict=True)
@@ -109,8 +112,8 @@ def prepare(
     password = asked.password_of(needing) if needing else None
     _refuse_wrong(password, [e for e in needing if not accesses[e.host].logs_in])
     return {
-        found.host: _data(found, entry, accesses[entry.host], password)
-        for found, entry in zip(reachable, entries, strict=True)
+        found.host: _data(found, entry, accesses[entry.host], password, key)
+        for found, entry, key in zip(reachable, entries, keys, strict=True)
     }
 
 
@@ -176,12 +179,14 @@ def _refuse_wrong(password: str | None, endpoints: Sequence[Endpoint]) -> None:
     _say(f"{', '.join(refusing)} refuses this password: run again for it with --limit")
 
 
-def _data(found: Endpoint, entry: Endpoint, access: Access, password: str | None) -> dict[str, Any]:
+def _data(
+    found: Endpoint, entry: Endpoint, access: Access, password: str | None, key: str
+) -> dict[str, Any]:
     hidden = None
     if password and not access.ready:
         hidden = HiddenValue(password)  # type: ignore[no-untyped-call]  # pyinfra
     ready = access.ready and entry == found
-    contact = Contact(found, ready, public_key(found.key_file), hidden)
+    contact = Contact(found, ready, key, hidden)
     data: dict[str, Any] = {CONTACT_KEY: contact}
     if entry != found:
         data["ssh_user"] = entry.user

@@ -15,7 +15,7 @@ from spark_contract.serving.records import Rollout
 from spark_contract.work.job import JobState, Progress
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.changes import screen
+from spark_deploy.cli.changes import screen, up
 from spark_deploy.cli.changes.forecast import Found, sentence
 from spark_deploy.cli.changes.line import agreed
 from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes
@@ -26,6 +26,8 @@ from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.jobs import Jobs
 from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.inventory.contact.host_keys import Seen
+from spark_deploy.inventory.contact.login import Access
 from spark_deploy.lockfile.resolve import Names
 from spark_deploy.payload.content import read_payload
 from spark_deploy.planning.work.jobs import jobs_of
@@ -248,6 +250,29 @@ def test_without_a_terminal_it_wants_a_yes(monkeypatch):
     with pytest.raises(SparkError, match="nobody is there"):
         agreed(Options(command="up", yes=False), "Go on?")
     agreed(Options(command="up", yes=True), "Go on?")
+
+
+def chosen(**more) -> Options:
+    asked = {
+        "command": "up", "inventory": "inventory/lab.py", "limit": [], "exclude": [], "data": [],
+        "model": None, "profile": None, "dry": False, "yes": False, "json": False, "verbose": False,
+    }  # fmt: skip
+    return Options(**{**asked, **more})
+
+
+@pytest.mark.parametrize("dry", [True, False], ids=["dry", "to be done"])
+def test_without_a_key_of_ours_it_says_so_before_it_asks_for_a_password(
+    dry, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    host = SimpleNamespace(name="spark-1", data={})
+    monkeypatch.setattr(up, "listed", lambda _options: [host])
+    monkeypatch.setattr(up, "try_key", lambda _one: Access(False, False))
+    monkeypatch.setattr(up, "look", lambda one: Seen(one, "spark-1", tmp_path, "new", None, None))
+    monkeypatch.setattr(up.line, "argv", lambda _words: ["false"])
+    with pytest.raises(SparkError, match="run `ssh-keygen -t ed25519`"):
+        up.run(chosen(dry=dry))
+    assert "password" not in capsys.readouterr().err
 
 
 def test_a_wrong_inventory_is_red(tmp_path: Path):

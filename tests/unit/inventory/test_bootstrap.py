@@ -152,6 +152,19 @@ def test_new_keys_that_nobody_agrees_to_are_not_recorded(new_hosts, tmp_path: Pa
     assert not (tmp_path / "known_hosts").exists()
 
 
+@pytest.mark.usefixtures("_terminal")
+def test_without_a_key_of_ours_nothing_is_asked(new_hosts, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    asked: list[str] = []
+    keyless = {name: {**data, "ssh_key": None} for name, data in new_hosts.items()}
+    with pytest.raises(SettingsError, match="run `ssh-keygen -t ed25519`"):
+        bootstrap.prepare(
+            keyless, asked=Asked(lambda text: asked.append(text) or "x"),
+            confirm=lambda text: asked.append(text) or "y",
+        )  # fmt: skip
+    assert not asked
+
+
 @pytest.fixture
 def _pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", type("Pipe", (), {"isatty": lambda self: False})())
