@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from itertools import takewhile
 
-from tests.host.test_prepare import Prepared, prepared
+from tests.host.prepared import Prepared, prepared
 from tests.labkit import Guest, info
 
 __all__ = ["prepared"]

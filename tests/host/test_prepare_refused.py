@@ -1,0 +1,159 @@
+"""A host that does not fit, or would not be as it was, is refused before any change."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from tests.host.prepared import CUDA_REPOSITORY, CUDA_TOOLKIT, GUEST, RUNNING, Prepared, prepared
+from tests.labkit import lab
+
+__all__ = ["prepared"]
+
+REFUSED = {
+    "the driver is dead": ("break no-driver", "couldn't communicate with the NVIDIA driver"),
+    "module and library differ": ("break driver-mismatch", "reboot"),
+    "the disk is full": ("break disk-full", "GiB to be written"),
+    "another engine runs": (
+        "docker tag {image} ollama/ollama:1; "
+        "docker run -d --name ollama --restart always --entrypoint sleep ollama/ollama:1 600",
+        "container ollama: another engine",
+    ),
+    "another engine comes back": (
+        "docker tag {image} vllm/vllm-openai:1; docker run -d --name old --restart always "
+        "--entrypoint sleep vllm/vllm-openai:1 600; docker stop -t 1 old",
+        "container old: another engine",
+    ),
+    # Whoever owns it could have replaced models after they were verified.
+    "a folder above the models is somebody's": ("chown nobody /srv/spark", "belongs to nobody"),
+    "the port is taken": (
+        "systemd-run -q --unit=stranger python3 -m http.server 8000 && sleep 1",
+        "port 8000: python3",
+    ),
+    "a package is half installed": (
+        "sed -i '/^Package: runc$/,/^Status:/s/^Status:.*/Status: install ok half-configured/' "
+        "/var/lib/dpkg/status",
+        "half installed: runc",
+    ),
+}
+HEALED = {
+    "the driver is dead": "break no-driver --heal",
+    "module and library differ": "break driver-mismatch --heal",
+    "the disk is full": "break disk-full --heal",
+    "another engine runs": "docker rm -f ollama; docker rmi ollama/ollama:1",
+    "another engine comes back": "docker rm -f old; docker rmi vllm/vllm-openai:1",
+    "a folder above the models is somebody's": "chown root /srv/spark",
+    "the port is taken": "systemctl stop stranger",
+    "a package is half installed": "dpkg --configure -a",
+}
+
+
+def do(prepared: Prepared, command: str) -> None:
+    if command.startswith("break "):
+        _, what, *options = command.split()
+        lab("break", what, GUEST, *options)
+    else:
+        prepared.guest.run(command.replace("{image}", prepared.image()))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_host_that_does_not_fit_is_refused_before_any_change(
+    prepared: Prepared, what: str
+) -> None:
+    command, words = REFUSED[what]
+    do(prepared, command)
+    # Something a run would repair, had it got that far.
+    prepared.guest.run("rmdir /var/lib/spark/switch")
+    try:
+        refused = prepared.run()
+        untouched = prepared.guest.run("test -e /var/lib/spark/switch || echo untouched")
+    finally:
+        do(prepared, HEALED[what])
+    assert refused.exit_code != 0
+    assert words in refused.stderr
+    assert "fix:" in refused.stderr
+    assert untouched == "untouched"
+    prepared.guest.run("mkdir -p /var/lib/spark/switch")
+
+
+def test_a_malformed_daemon_json_is_refused_and_kept(prepared: Prepared) -> None:
+    guest = prepared.guest
+    guest.run("cp /etc/docker/daemon.json /root/kept; echo '{,}' > /etc/docker/daemon.json")
+    try:
+        run = prepared.run()
+        text = guest.run("cat /etc/docker/daemon.json")
+    finally:
+        guest.run("cp /root/kept /etc/docker/daemon.json")
+    assert run.exit_code != 0
+    assert "/etc/docker/daemon.json: not a JSON object" in run.stderr
+    assert text == "{,}"
+
+
+def test_a_daemon_that_cannot_start_is_quoted(prepared: Prepared) -> None:
+    guest = prepared.guest
+    wrong = {**guest.json("cat /etc/docker/daemon.json"), "no-such-key": 1}
+    guest.run(
+        "cp /etc/docker/daemon.json /root/kept; systemctl stop docker docker.socket; "
+        f"echo {shlex.quote(json.dumps(wrong))} > /etc/docker/daemon.json"
+    )
+    try:
+        run = prepared.run()
+    finally:
+        # Stopped: on a quick machine systemd would start it once more by itself, now with success.
+        guest.run("systemctl stop docker docker.socket; cp /root/kept /etc/docker/daemon.json; "
+                  "systemctl reset-failed docker")  # fmt: skip
+    assert run.exit_code != 0
+    assert "directives don't match any configuration option: no-such-key" in run.stderr
+    assert prepared.run().changed == [RUNNING]
+
+
+def test_a_repository_key_that_is_not_the_pinned_one_is_not_trusted(prepared: Prepared) -> None:
+    guest = prepared.guest
+    guest.run("rm -f /etc/apt/keyrings/spark-* /etc/apt/sources.list.d/spark-*")
+    guest.run("apt-get remove -qy cuda-toolkit-13-0")
+    prepared.site.choose(repositories={"lab-vendor": {"key_sha256": "0" * 64}})
+    inventory = prepared.site.root / "inventory/lab.py"
+    text = inventory.read_text()
+    # The lab's own pin outranks group_vars, so it is spoilt where it comes from.
+    inventory.write_text(
+        text.replace('_lab["apt"]', '({**_e, "key_sha256": "0" * 64} for _e in _lab["apt"])')
+    )
+    try:
+        run = prepared.run()
+        trusted = guest.run("ls /etc/apt/keyrings /etc/apt/sources.list.d")
+    finally:
+        inventory.write_text(text)
+        prepared.site.choices.pop("repositories")
+        prepared.site.choose()
+    assert run.exit_code != 0
+    assert f"not the pinned {'0' * 64}; nothing was added" in run.stderr
+    assert "spark-" not in trusted
+    assert prepared.run().changed == [CUDA_REPOSITORY, CUDA_TOOLKIT]
+
+
+def test_a_package_that_would_bring_another_driver_is_refused(prepared: Prepared) -> None:
+    guest = prepared.guest
+    guest.run(
+        """set -e; mkdir -p /srv/repo/a/DEBIAN /srv/repo/b/DEBIAN; cd /srv/repo
+        head='Version: 1\nArchitecture: all\nMaintainer: x <x@x>\nDescription: x'
+        printf "Package: tempting\nDepends: nvidia-driver-590\n$head\n" > a/DEBIAN/control
+        printf "Package: nvidia-driver-590\n$head\n" > b/DEBIAN/control
+        for d in a b; do dpkg-deb -b $d $d.deb >/dev/null
+          { dpkg-deb -f $d.deb; echo "Filename: ./$d.deb"; echo "Size: $(stat -c %s $d.deb)"
+            echo "SHA256: $(sha256sum $d.deb | cut -d' ' -f1)"; echo; } >> Packages; done
+        echo 'deb [trusted=yes] file:/srv/repo ./' > /etc/apt/sources.list.d/tempting.list"""
+    )
+    usual = prepared.site.choices.get("base")
+    prepared.site.choose(base={"packages": ["curl", "tempting"]})
+    try:
+        run = prepared.run()
+    finally:
+        prepared.site.choices.pop("base")
+        prepared.site.choose(**({"base": usual} if usual else {}))
+        guest.run("rm -r /srv/repo /etc/apt/sources.list.d/tempting.list")
+    assert run.exit_code != 0
+    assert "installing tempting would change nvidia-driver-590" in run.stderr
+    assert guest.run("dpkg -l tempting nvidia-driver-590", check=False) == ""
+    prepared.run().must_have_changed_nothing()
