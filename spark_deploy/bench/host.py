@@ -89,7 +89,7 @@ def served_by(login: Login, service: str) -> tuple[Served, Release]:
     versions = {key: str(value).strip() for key, value in told.items() if value}
     served = Served(
         login.name, release.name, release.model, release.profile, release.image.tag,
-        release.tree.path, versions,
+        release.tree.path, versions, release.check.portable,
     )  # fmt: skip
     return served, release
 

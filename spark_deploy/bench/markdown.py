@@ -29,6 +29,7 @@ def text_of(results: Sequence[BenchResult]) -> str:
 def _lines(results: Sequence[BenchResult]) -> Iterator[str]:
     yield f"# {title_of(results)}"
     yield ""
+    yield from (line for text in no_spark(results) for line in (f"**{text}**", ""))
     for one in results:
         yield f"- {one.at}: {one.served.release}, {one.served.image}"
         yield from (f"- note: {note}" for note in one.notes)
@@ -36,6 +37,13 @@ def _lines(results: Sequence[BenchResult]) -> Iterator[str]:
     for title, said, rows in chapters(results):
         yield from (f"## {title}", "", *((said, "") if said else ()))
         yield from table(rows)
+
+
+def no_spark(results: Sequence[BenchResult]) -> Iterator[str]:
+    """Yield why figures are not a Spark's; of several results also whose."""
+    for one, name in zip(results, names_of(results), strict=True):
+        if text := one.served.no_spark:
+            yield f"{name}: {text}" if len(results) > 1 else text
 
 
 Rows = list[list[str]]

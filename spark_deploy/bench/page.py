@@ -18,6 +18,7 @@ max-width:60rem;padding:2rem 1.25rem 4rem}
 h1{font-size:1.6rem;line-height:1.25;margin:0 0 .25rem}
 h2{font-size:1.15rem;margin:2.25rem 0 .25rem}
 p{color:var(--dim);margin:.25rem 0 .75rem;overflow-wrap:anywhere}
+p strong{color:var(--fg)}
 section{background:var(--card);border:1px solid var(--line);border-radius:10px;
 padding:1rem 1.25rem;margin:.75rem 0;overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
@@ -49,6 +50,9 @@ def page_of(results: Sequence[BenchResult]) -> str:
 
 def _body(title: str, results: Sequence[BenchResult]) -> Iterator[str]:
     yield f"<h1>{html.escape(title)}</h1>"
+    yield from (
+        f"<p><strong>{html.escape(text)}</strong></p>" for text in markdown.no_spark(results)
+    )
     several = len(results) > 1
     for one, name in zip(results, markdown.names_of(results), strict=True):
         of = f"{name} · " if several else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from spark_contract.host.sentences import STAND_IN
+
 from spark_deploy.documents.declare import later, needed
 
 
@@ -91,6 +93,16 @@ class Served:
     image: str = needed("Image of the engine.")
     tree: str = needed("Path of the tree on the host.")
     versions: dict[str, str] = needed("Kernel, driver, docker and so on, as the host says.")
+    portable: bool = later(False, "Whether the engine computed without quantised kernels.")
+
+    @property
+    def no_spark(self) -> str:
+        """Say why its figures are not a Spark's; empty where nothing speaks against them."""
+        found = sorted(f"{name} {said}" for name, said in self.versions.items() if STAND_IN in said)
+        parts = [f"Stand-ins: {', '.join(found)}. "] if found else []
+        if self.portable:
+            parts.append("Portable mode: every layer dequantised. ")
+        return f"{''.join(parts)}This says nothing of a Spark." if parts else ""
 
 
 @dataclass(frozen=True, slots=True)

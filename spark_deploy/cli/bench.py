@@ -134,6 +134,9 @@ def _submit(one: Listed, release: Release, result: BenchResult, files: Path, raw
     """Write what Spark Arena and NVIDIA take, where figures of theirs were measured."""
     if not result.cells and not result.loads:
         return
+    if why := result.served.no_spark:
+        say(f"{one.name}: no folder for others. {why}")
+        return
     try:
         plan = planned(one)
     except SparkError as error:

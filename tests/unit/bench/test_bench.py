@@ -18,6 +18,7 @@ from typing import Any, cast
 import jsonschema
 import pytest
 from spark_contract.documents import parse, plain, text_of
+from spark_contract.host import tool
 
 from spark_deploy.bench import benchy, host, markdown, page, seeds
 from spark_deploy.bench.client import Endpoint, ask
@@ -27,6 +28,8 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import bench, main
 from spark_deploy.cli.hosts import Listed
 from spark_deploy.errors import SparkError
+from tests.unit.planning.plans import plan_of
+from tests.unit.statuses import told
 
 KEY = "sk-never-shown"
 CAPTURED = CHECKOUT / "tests/fixtures/llama-benchy-0.4.0.json"
@@ -261,6 +264,30 @@ def test_a_result_of_before_the_third_protocol_is_still_one():
     found = parse(BenchResult, earlier)
     assert (found.loads, found.vllm, len(found.warm())) == ((), None, 5)
     assert parse(BenchResult, text_of(found)) == found
+
+
+def test_figures_of_the_virtual_lab_say_that_they_are_none_of_a_spark():
+    lab = parse(BenchResult, (CHECKOUT / "tests/fixtures/bench-of-two-protocols.json").read_text())
+    said = "Stand-ins: driver 580.159.03+labstub, toolkit 1.19.0+labstub. This says nothing of a "
+    assert f"\n\n**{said}Spark.**\n\n" in markdown.text_of([lab])
+    assert f"<strong>{said}Spark.</strong>" in page.page_of([lab])
+    beside = markdown.text_of([result(), lab])
+    assert "nothing of a Spark" not in markdown.text_of([result()])
+    assert f"**m with v2 on spark-1: {said}" not in beside
+    assert f"**{markdown.names_of([result(), lab])[1]}: {said}Spark.**" in beside
+
+
+def test_a_release_in_portable_mode_is_measured_as_such(monkeypatch):
+    release = plan_of("large", "v2").serve
+    release = replace(release, check=replace(release.check, portable=True))
+    status = told({"services": {"main": {"active": release.name}}}).told
+    said = {tool.line(tool.STATUS): text_of(status), host.SYSTEM: ""}
+    monkeypatch.setattr(host.Login, "told", lambda _, script: said.get(script, text_of(release)))
+    served, _ = host.served_by(host.Login("spark-1", (), False), "main")
+    assert served.portable
+    assert served.no_spark == (
+        "Portable mode: every layer dequantised. This says nothing of a Spark."
+    )
 
 
 def test_comparing_needs_no_host_and_says_which_file_is_no_result(tmp_path, capsys):

@@ -6,20 +6,24 @@ import csv
 import hashlib
 import json
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
 
 from spark_deploy.bench import submission
 from spark_deploy.bench.result import Load
+from spark_deploy.cli import bench
 from spark_deploy.cli.adding.recipes import draft_of_recipe
+from spark_deploy.cli.hosts import Listed
 from tests.unit.bench.test_bench import CAPTURED, result
 from tests.unit.planning.plans import plan_of
 
 ORIGIN = submission.Origin("org/model-int4", "c" * 40, built=True)
 LOAD = Load(2, 8192, 256, 20, 20, 7, 163_840, 5_120, 81.5, 1_600.0, 20.0, 6_700.0)
-RELEASE = plan_of("large", "v2").serve
+PLAN = plan_of("large", "v2")
+RELEASE = PLAN.serve
 
 
 def written(tmp_path, raw: dict[str, Any] | None = None, **more: Any) -> dict[str, str]:
@@ -84,3 +88,24 @@ def test_our_own_reader_of_recipes_takes_it(profile):
     recipe = yaml.safe_load(submission._dump(submission.recipe_of(release, ORIGIN)))
     draft = draft_of_recipe(recipe, "recipe.yaml")
     assert (draft.repository, draft.revision) == (ORIGIN.repository, ORIGIN.commit)
+
+
+@pytest.mark.parametrize(
+    ("versions", "portable", "why"),
+    [
+        ({"driver": "580.1"}, False, ""),
+        ({"driver": "580.1+labstub"}, False, "Stand-ins: driver 580.1+labstub. "),
+        ({"driver": "580.1"}, True, "Portable mode: "),
+    ],
+)
+def test_only_what_a_real_gpu_computed_gets_a_folder_for_others(
+    tmp_path, monkeypatch, capsys, versions, portable, why
+):
+    monkeypatch.setattr(bench, "planned", lambda one: PLAN)
+    served = replace(result().served, versions=versions, portable=portable)
+    found = result(cells=(), loads=(LOAD,), vllm="0.32.0", served=served)
+    one = cast(Listed, SimpleNamespace(name="spark-1"))
+    bench._submit(one, RELEASE, found, tmp_path / "a", tmp_path / "raw")
+    told = capsys.readouterr().err
+    assert (tmp_path / "a.submission").exists() == (not why)
+    assert (f"no folder for others. {why}" in told) == bool(why)
