@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from spark_deploy.bench.client import Endpoint, ask
 from spark_deploy.bench.prompts import RUNS, SEEDS
 from spark_deploy.bench.result import Answer
+from spark_deploy.bench.ticking import ticking
 
 
 def measure(
@@ -22,7 +23,9 @@ def measure(
     for run in range(1, RUNS + 1):
         for prompt in SEEDS:
             tokens = min(prompt.tokens, context_tokens // 2)
-            timed = ask(endpoint, prompt.text, tokens)
+            at = f"seeds, run {run}, {prompt.name}"
+            with ticking(at, say):
+                timed = ask(endpoint, prompt.text, tokens)
             answer = Answer(
                 prompt.name, run, tokens, timed.prompt_tokens, timed.completion_tokens,
                 round(timed.first_token_s, 4), round(timed.wall_s, 4),
@@ -30,5 +33,5 @@ def measure(
             told = (
                 f"{answer.tokens_per_s:.1f} tok/s, first token after {answer.first_token_s:.2f} s"
             )
-            say(f"seeds, run {run}, {prompt.name}: {answer.completion_tokens} tokens, {told}")
+            say(f"{at}: {answer.completion_tokens} tokens, {told}")
             yield answer

@@ -14,6 +14,7 @@ from spark_contract.serving.release import Release
 
 from spark_deploy.bench.host import Login
 from spark_deploy.bench.result import Load
+from spark_deploy.bench.ticking import ticking
 from spark_deploy.errors import SparkError
 
 PROMPT_TOKENS, ANSWER_TOKENS = 8192, 256
@@ -69,14 +70,20 @@ def measure(
     version: str | None = None
     loads = []
     for case in cases:
-        seed = int(time.time())
-        told = login.told(script(release, port, key_path, case, seed), LIMIT_S)
+        seed, many = int(time.time()), "s" * (case.concurrency > 1)
+        title = f"vllm-bench, {case.concurrency} client{many}"
+        say(
+            f"{title}: vllm bench serve runs on the host; {WARM_UPS + case.requests} prompts of "
+            f"{case.prompt_tokens} tokens, answers of {case.answer_tokens}"
+        )
+        with ticking(title, say):
+            told = login.told(script(release, port, key_path, case, seed), LIMIT_S)
         if told.strip() == _ABSENT:
             return None, ()
         version, _, document = told.partition("\n")
         load = load_of(json.loads(document), case, seed)
         say(
-            f"vllm-bench, {case.concurrency} clients: {load.output_tokens_per_s:.1f} tok/s, "
+            f"{title}: {load.output_tokens_per_s:.1f} tok/s, "
             f"first token after {load.first_token_ms / 1000:.2f} s"
         )
         if load.completed < load.requests:

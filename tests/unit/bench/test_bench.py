@@ -20,7 +20,7 @@ import pytest
 from spark_contract.documents import parse, plain, text_of
 from spark_contract.host import tool
 
-from spark_deploy.bench import benchy, host, markdown, page, seeds
+from spark_deploy.bench import benchy, host, markdown, page, seeds, ticking
 from spark_deploy.bench.client import Endpoint, ask
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Published, Sample, Served
 from spark_deploy.catalog.load import read_catalog
@@ -110,6 +110,13 @@ def test_the_five_prompts_are_asked_twice_and_no_longer_than_the_context_allows(
     ]  # fmt: skip
     assert [body["max_tokens"] for body in model.asked[:5]] == [256, 500, 500, 64, 500]
     assert len(said) == len(answers) == 10
+
+
+def test_a_long_answer_is_not_waited_for_in_silence(model, monkeypatch):
+    monkeypatch.setattr(ticking, "EVERY_S", 0.05)
+    said: list[str] = []
+    next(seeds.measure(endpoint(model), 1000, said.append))
+    assert said[0] == "seeds, run 1, Q&A: 0 s"
 
 
 def test_what_llama_benchy_really_wrote_is_read():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.bench import host, markdown, page, vllm_bench
+from spark_deploy.bench import host, markdown, page, ticking, vllm_bench
 from spark_deploy.bench.result import Load
 from spark_deploy.bench.vllm_bench import Case
 from spark_deploy.checkout import CHECKOUT
@@ -43,6 +43,7 @@ class Image:
 
     def __init__(self, here: Path, monkeypatch: pytest.MonkeyPatch):
         self.here = here
+        self.said: list[str] = []
         (here / "api-key").write_text(f"{KEY}\n")
         self.put("bin/docker", DOCKER.format(here=here))
         self.put("vllm-0.32.0.dist-info/METADATA", "Name: vllm\nVersion: 0.32.0\n")
@@ -63,7 +64,7 @@ class Image:
 
     def measure(self) -> tuple[str | None, tuple[Load, ...]]:
         login, key = host.Login("here", (), False), str(self.here / "api-key")
-        return vllm_bench.measure(login, RELEASE, 8017, key, [CASE], lambda _text: None)
+        return vllm_bench.measure(login, RELEASE, 8017, key, [CASE], self.said.append)
 
     def noted(self, name: str) -> list[str]:
         return (self.here / name).read_text().splitlines()
@@ -96,6 +97,25 @@ def test_it_asks_the_gateway_with_the_key_that_no_command_line_shows(image):
         ("--num-prompts", "20"), ("--random-input-len", "64"), ("--random-output-len", "16"),
     ):  # fmt: skip
         assert told[told.index(option) + 1] == value
+
+
+def test_it_says_what_runs_and_goes_on_saying_how_long(image, monkeypatch):
+    monkeypatch.setattr(ticking, "EVERY_S", 0.05)
+    image.with_vllm()
+    slow = (
+        (image.here / "image/vllm")
+        .read_text()
+        .replace("import os,", "import time; time.sleep(0.3); import os,")
+    )
+    image.put("image/vllm", slow)
+    image.measure()
+    first, *ticks, last = image.said
+    assert first == (
+        "vllm-bench, 2 clients: vllm bench serve runs on the host; 23 prompts of 64 tokens, "
+        "answers of 16"
+    )
+    assert ticks[0] == "vllm-bench, 2 clients: 0 s"
+    assert "tok/s" in last
 
 
 def test_its_container_reads_the_tree_and_nothing_more(image):
