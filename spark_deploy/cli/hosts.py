@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -185,7 +187,19 @@ def answer(
 def again(options: Options, *words: str) -> str:
     """Return a command about the same inventory, to be typed next."""
     same = ["--inventory", str(options.inventory)] if options.inventory else []
-    return shlex.join(["spark-deploy", *words, *same])
+    return shlex.join([typed("spark-deploy"), *words, *same])
+
+
+def program(name: str) -> Path:
+    """Return a program of the environment that this runs in."""
+    return Path(sys.executable).with_name(name)
+
+
+def typed(name: str) -> str:
+    """Return what starts a program of ours: its path where the shell finds another, or none."""
+    ours, found = program(name), shutil.which(name)
+    same = found is not None and os.path.realpath(found) == os.path.realpath(ours)
+    return name if same or not ours.exists() else str(ours)
 
 
 def say(text: str) -> None:

@@ -17,7 +17,7 @@ from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.editors import SCHEMAS
-from spark_deploy.cli.hosts import answer, say
+from spark_deploy.cli.hosts import answer, say, typed
 from spark_deploy.cli.planned import lock
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
@@ -103,7 +103,7 @@ def run(options: Options) -> int:
     for name in texts:
         say(f"{'kept' if folder / name in kept else 'written':<8} {folder / name}")
     open_names = _lock(folder)
-    command = f"{_into(folder)}spark-deploy up"
+    command = f"{_into(folder)}{shlex.quote(typed('spark-deploy'))} up"
     found = {
         "folder": str(folder), "written": [str(path) for path in written],
         "kept": [str(path) for path in kept], "hosts": list(_served(here)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from rich.console import Console
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.changes.screen import watch
-from spark_deploy.cli.hosts import inventory_of, listed
+from spark_deploy.cli.hosts import inventory_of, listed, program, typed
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from spark_deploy.inventory.command_line import plans
@@ -134,20 +133,9 @@ def _said(key: str, value: Any) -> str:
 
 def show(words: Sequence[str]) -> None:
     """Print the line as a person would type it."""
-    print(shlex.join(_typed(words)), file=sys.stderr, flush=True)
+    print(shlex.join([typed(words[0]), *words[1:]]), file=sys.stderr, flush=True)
 
 
 def argv(words: Sequence[str]) -> list[str]:
     """Return what is run: the pyinfra of this environment."""
-    return [str(_pyinfra()), *words[1:]]
-
-
-def _pyinfra() -> Path:
-    return Path(sys.executable).with_name("pyinfra")
-
-
-def _typed(words: Sequence[str]) -> list[str]:
-    """Return the words, with pyinfra's whole path where the shell would find another or none."""
-    found = shutil.which("pyinfra")
-    same = found is not None and os.path.realpath(found) == os.path.realpath(_pyinfra())
-    return [words[0] if same else str(_pyinfra()), *words[1:]]
+    return [str(program(words[0])), *words[1:]]

@@ -11,7 +11,7 @@ from pyinfra.api.host import Host
 from spark_contract.host import tool
 from spark_contract.host.units import MAIN_SERVICE
 
-from spark_deploy.cli.hosts import Listed, answer, chosen_services, listed, say
+from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, listed, say
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
@@ -32,7 +32,7 @@ def run(options: Options) -> int:
         rest += ["--for", str(_seconds(options.period))]
     hosts = listed(options, judged=False)
     if options.service in (None, MAIN_SERVICE):
-        _refuse_half_a_cluster(hosts, options.command)
+        _refuse_half_a_cluster(hosts, options)
     orders = {
         one.name: [[verb, name, *rest] for name in chosen_services(one, options.service)]
         for one in hosts
@@ -44,7 +44,7 @@ def run(options: Options) -> int:
     return 0 if all(one["ok"] for one in found) else 1
 
 
-def _refuse_half_a_cluster(hosts: Sequence[Listed], command: str) -> None:
+def _refuse_half_a_cluster(hosts: Sequence[Listed], options: Options) -> None:
     """Refuse to take one member from the others, who would start again for nothing."""
     chosen = {one.name for one in hosts}
     for one in hosts:
@@ -52,7 +52,7 @@ def _refuse_half_a_cluster(hosts: Sequence[Listed], command: str) -> None:
         left_out = [name for name in members if name not in chosen]
         if left_out:
             what = f"serves together with {', '.join(left_out)}, which the command leaves out"
-            raise SparkError.one(one.name, what, f"spark-deploy {command} {' '.join(members)}")
+            raise SparkError.one(one.name, what, again(options, options.command, *members))
 
 
 def _seconds(period: str) -> int:

@@ -37,7 +37,7 @@ class Connection:
 class Client:
     """One kind of client."""
 
-    use: str  # what to do with the text, in one line
+    use: str  # what to do with the text, in one line; THIS: the command that printed it
     text: Callable[[Connection], Iterator[str]]
 
 
@@ -134,8 +134,8 @@ CLIENTS: dict[str, Client] = {
         "put it into opencode.json, and take the key with `--for env` before opencode starts",
         _opencode,
     ),
-    "claude": Client('eval "$(spark-deploy connect HOST --for claude)"; claude', _claude),
+    "claude": Client('eval "$(THIS)"; claude', _claude),
     "python": Client("pip install openai; python FILE", _python),
     "curl": Client("run the line", _curl),
-    "env": Client('eval "$(spark-deploy connect HOST --for env)"', _env),
+    "env": Client('eval "$(THIS)"', _env),
 }

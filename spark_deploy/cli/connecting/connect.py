@@ -18,7 +18,7 @@ from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.connecting.clients import CLIENTS, QUESTION, Connection
 from spark_deploy.cli.connecting.tunnels import hold_tunnels
-from spark_deploy.cli.hosts import Listed, answer, chosen_services, every_name, listed, say
+from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, every_name, listed, say
 from spark_deploy.cli.looking import look
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
@@ -46,7 +46,7 @@ def run(options: Options) -> int:
     if len(two := [name for name, given in asked.items() if given]) > 1:
         what, fix = "are two answers, and one can be given", f"leave --{two[1]} out"
         raise SparkError.one(f"--{two[0]} and --{two[1]}", what, fix)
-    hosts = _answering(listed(options, judged=False), options.service)
+    hosts = _answering(listed(options, judged=False), options)
     tailnet = _tailnet_addresses(hosts)
     places = {name: place for place, name in enumerate(every_name(options))}
     found = [
@@ -54,7 +54,7 @@ def run(options: Options) -> int:
         for host in hosts
     ]
     if options.client:
-        _for_client(options.client, found)
+        _for_client(options, found)
     elif options.tunnel:
         hold_tunnels([(one.host, one.base_url, one.tunnel) for one in found if one.tunnel])
     else:
@@ -62,32 +62,34 @@ def run(options: Options) -> int:
     return 0
 
 
-def _answering(hosts: list[Listed], service: str | None) -> list[Listed]:
+def _answering(hosts: list[Listed], options: Options) -> list[Listed]:
     """Return the hosts that clients can talk to: of a cluster only the head.
 
     Raises:
         SparkError: none of those chosen is.
     """
-    if service not in (None, MAIN_SERVICE):
+    if options.service not in (None, MAIN_SERVICE):
         return hosts
     heads = {one.name: (*one.settings.settings.cluster.hosts, one.name)[0] for one in hosts}
     found = [one for one in hosts if heads[one.name] == one.name]
     if not found:
         [(name, head), *_] = heads.items()
         what = f"computes for {head}, which answers for both"
-        raise SparkError.one(name, what, f"spark-deploy connect {head}")
+        raise SparkError.one(name, what, again(options, "connect", head))
     return found
 
 
-def _for_client(name: str, found: list[Connection]) -> None:
+def _for_client(options: Options, found: list[Connection]) -> None:
+    name: str = options.client
     if len(found) != 1:
         what = f"{len(found)} hosts: {', '.join(one.host for one in found)}"
         raise SparkError.one(f"--for {name}", what, "name the one that the client shall ask")
     [one], client = found, CLIENTS[name]
     print("\n".join(client.text(one)))
-    say(f"use      {client.use.replace('HOST', one.host)}")
+    words = ["connect", one.host, *(["--service", options.service] if options.service else [])]
+    say(f"use      {client.use.replace('THIS', again(options, *words, '--for', name))}")
     if one.tunnel:
-        say(f"tunnel   in another terminal: spark-deploy connect {one.host} --tunnel")
+        say(f"tunnel   in another terminal: {again(options, *words, '--tunnel')}")
 
 
 def _tailnet_addresses(hosts: list[Listed]) -> dict[str, str]:

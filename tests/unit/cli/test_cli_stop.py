@@ -36,9 +36,12 @@ def test_one_member_of_a_cluster_is_not_taken_from_the_others(
     half = SimpleNamespace(name="spark-2", settings=SimpleNamespace(settings=settings))
     monkeypatch.setattr(stop, "listed", lambda _, judged: [half])
     with pytest.raises(SparkError) as caught:
-        stop.run(Options(command=command, service=None, json=False, period=None))
+        stop.run(
+            Options(command=command, service=None, json=False, period=None, inventory="own.py")
+        )
     assert "serves together with spark-1, which the command leaves out" in str(caught.value)
-    assert f"spark-deploy {command} spark-1 spark-2" in str(caught.value)
+    fix = f"spark-deploy {command} spark-1 spark-2 --inventory own.py"
+    assert fix in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from spark_deploy.cli import main
 
@@ -39,6 +41,36 @@ def test_a_host_has_the_same_port_here_whether_it_is_named_alone_or_not(
     assert 'eval "$(spark-deploy connect spark-2 --for env)"' in told.err
     assert main(["connect"]) == 0
     assert "http://127.0.0.1:8001/v1 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("client", ["env", "claude"])
+def test_what_is_to_be_typed_next_is_about_the_same_server(
+    client: str, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (site / "inventory/spark.py").rename(site / "inventory/other.py")
+    small = {"model": "jina-embeddings-v5-small", "profile": "plain", "port": 8001, "memory_gib": 6}
+    told = {"model": "qwen3.5-35b", "services": {"small": small}}
+    (site / "group_vars/spark.yml").write_text(yaml.safe_dump(told))
+    where = ["--inventory", "inventory/other.py"]
+    for more in ([], ["--service", "small"]):
+        assert main(["connect", "spark-1", *more, "--for", client, *where]) == 0
+        use, tunnel = capsys.readouterr().err.splitlines()
+        said = (
+            re.findall(r"spark-deploy (connect .*?)[)\"]", use) + tunnel.split("spark-deploy ")[1:]
+        )
+        assert [one.split() for one in said] == [
+            ["connect", "spark-1", *more, "--for", client, *where],
+            ["connect", "spark-1", *more, "--tunnel", *where],
+        ]
+
+
+def test_where_the_shell_finds_no_such_program_its_path_is_said(
+    site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert main(["connect", "spark-1", "--for", "env"]) == 0
+    ours = Path(sys.executable).with_name("spark-deploy")
+    assert f'eval "$({ours} connect spark-1 --for env)"' in capsys.readouterr().err
 
 
 def test_of_a_cluster_clients_are_told_of_the_head_alone(

@@ -1,0 +1,14 @@
+"""What all tests of the command line take for granted."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell finds our programs, as after pipx."""
+    ours = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{ours}{os.pathsep}{os.environ['PATH']}")
