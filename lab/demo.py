@@ -58,6 +58,7 @@ def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
     model = [] if engine == "cpu" else ["--data", "model=lab-stub"]
     step("Two virtual hosts", up)
     info = json.loads((state_dir / "lab.json").read_text())
+    others = [guest["name"] for guest in info["guests"] if guest["name"] not in HOSTS]
     info["guests"] = [guest for guest in info["guests"] if guest["name"] in HOSTS]
     step("Bootstrap: password login becomes key login", lambda: _bootstrap(info))
     step("Deploy: from bare hosts to proven servers", lambda: _pyinfra("deploy.py", *model, "-y"))
@@ -69,7 +70,7 @@ def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
     for title, wall_s, cpu_s in [*times, ("in all", *_sums(times))]:
         print(f"{wall_s:8.1f} s {cpu_s:8.1f} s  {title}")
     print(f"\n{changed} changed" + ("" if changed == 0 else " (should be 0)"))
-    _say_how_to_go_on(info)
+    say_how_to_go_on(others)
     if changed:
         raise LabError("deploy.py", f"the second run changed {changed} things", "run it with -v")
 
@@ -224,13 +225,17 @@ def _bad_switch(info: dict[str, Any], model: list[str]) -> None:
     bad_switch.show(login, deploy)
 
 
-def _say_how_to_go_on(info: dict[str, Any]) -> None:
-    guest = info["guests"][0]
+def say_how_to_go_on(others: Sequence[str]) -> None:
+    """Say what can be done with the hosts of the demo; ``others`` of the lab may be down."""
     print(f"""
 The lab stays up.
-  talk to it       .venv/bin/spark-deploy connect --inventory {INVENTORY}
-  look into it     .venv/bin/python -m lab ssh {guest["name"]}
+  talk to it       .venv/bin/spark-deploy connect {" ".join(HOSTS)} --inventory {INVENTORY}
+  look into it     .venv/bin/python -m lab ssh {HOSTS[0]}
   switch profile   set `profile: v2-tq` in group_vars/lab.yml, then
-                   .venv/bin/pyinfra {INVENTORY} deploy.py -y
+                   .venv/bin/pyinfra {INVENTORY} deploy.py {" ".join(_LIMITS)} -y
   take it down     make lab-down; all of it, with its disks and caches: make lab-purge
 """)
+    if others:
+        names = " ".join(others)
+        print(f"It knows {names} from before; forget them with\n"
+              f"                   .venv/bin/python -m lab down --delete {names}\n")  # fmt: skip

@@ -46,6 +46,17 @@ def test_it_says_disk_time_packages_and_the_way_back(
     assert not lab.state.exists()
 
 
+@pytest.mark.parametrize("others", [[], ["lab-21"]], ids=["alone", "beside one that is down"])
+def test_what_it_says_to_type_next_is_about_its_own_hosts(
+    others: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo.say_how_to_go_on(others)
+    said = capsys.readouterr().out
+    assert "spark-deploy connect lab-1 lab-2 --inventory inventory/lab.py" in said
+    assert "inventory/lab.py deploy.py --limit lab-1 --limit lab-2 -y" in said
+    assert ("python -m lab down --delete lab-21" in said) == bool(others)
+
+
 def test_a_disk_that_is_too_full_is_refused_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
