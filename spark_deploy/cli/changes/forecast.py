@@ -11,9 +11,11 @@ from spark_contract.documents import DocumentError, parse
 from spark_contract.host import tool
 from spark_contract.host.units import MAIN_SERVICE, PREPARE
 from spark_contract.serving.records import Rollout
+from spark_contract.serving.status import UnderWay
 from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, Job
 
 from spark_deploy.cli.changes.transcript import minutes
+from spark_deploy.cli.changes.under_way import rollout_text
 from spark_deploy.cli.hosts import Listed
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.facts.service.jobs import Jobs, JobStates
@@ -33,7 +35,7 @@ class Found:
 
     status: HostStatus
     jobs: Jobs
-    last: Rollout | None  # how its last rollout went
+    last: Rollout | None  # how the last rollout went of what it serves, or is to serve
 
 
 def found_on(hosts: Sequence[Listed], plans: dict[str, HostPlan]) -> list[Answer[Found]]:
@@ -46,8 +48,9 @@ def _ask(host: Host, plan: HostPlan) -> Found:
     status = host.get_fact(Status)
     jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.of(plan.serve.name))
     service = status.service(MAIN_SERVICE)
-    active = service.active if service else None
-    return Found(status, jobs, _last_rollout(host, active) if active else None)
+    # Nothing is known of a host without our tools, and it has none to ask.
+    before = (service.active or service.good or plan.serve.name) if service else None
+    return Found(status, jobs, _last_rollout(host, before) if before else None)
 
 
 def _last_rollout(host: Host, release: str) -> Rollout | None:
@@ -72,13 +75,25 @@ def sentence(plan: HostPlan, said: Answer[Found]) -> dict[str, Any]:
     why = found.status.unproven(MAIN_SERVICE, plan.serve.name)
     stopped = found.status.stopped(MAIN_SERVICE)
     text = f"{plan.model} with {plan.profile} is served and proven; nothing of it changes"
+    under_way = found.status.rollout(MAIN_SERVICE)
     if stopped:
         text = stopped
+    elif why and under_way:
+        text = _attached(plan, found.status, under_way)
     elif why:
         text = "; ".join(_parts(plan, found))
     beside = list(_beside(plan, found.status))
     changes = bool(beside) or (bool(why) and not stopped)
     return {**plain_answer(said), "text": "; ".join([text, *beside]), "changes": changes}
+
+
+def _attached(plan: HostPlan, status: HostStatus, there: UnderWay) -> str:
+    """Say what becomes of this run where the host is carrying out a rollout already."""
+    text = rollout_text(status, there)
+    if there.release == plan.serve.name:
+        return f"{text}; this run attaches to it"
+    wanted = f"{plan.model} with {plan.profile}"
+    return f"{text}; until it ends a change to {wanted} is refused: run again then"
 
 
 def _beside(plan: HostPlan, status: HostStatus) -> Iterator[str]:
@@ -105,9 +120,19 @@ def _parts(plan: HostPlan, found: Found) -> Iterator[str]:
         yield _change((old.model, old.profile), (plan.model, plan.profile))
     yield from _work(plan, found.jobs)
     if old is None:
-        yield "then the engine starts for the first time: no figure yet of how long that takes"
+        yield f"then the engine starts{_first(plan, found)}"
     elif old.name != plan.serve.name:
         yield f"engine restarts; clients get 503 for {_down(found.last)}"
+
+
+def _first(plan: HostPlan, found: Found) -> str:
+    """Say how long a start takes where nothing runs, or why that is not known."""
+    last, release = found.last, found.status.release(plan.serve.name)
+    if last and last.state == "switched" and "start" in last.times_s:
+        return f", which takes {_down(last)}"
+    if release and release.proof:
+        return " again: how long that took is not kept"
+    return " for the first time: no figure yet of how long that takes"
 
 
 def _change(old: tuple[str, str], new: tuple[str, str]) -> str:

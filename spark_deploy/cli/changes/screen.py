@@ -17,6 +17,7 @@ from rich.text import Text
 from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes, parts_text
 
 PIPED_EVERY_S = 30.0
+INTERRUPTED = 130
 _INDENT = 4  # of what a line goes on with
 # What pyinfra says of its own first steps, and of a first login's list of hosts.
 _BEGINS = re.compile(r"--> .*\.\.\.$|\s*Failed to load host keys from .*: No such file")
@@ -77,7 +78,7 @@ def _shown(
             process.send_signal(signal.SIGINT)
             process.wait()
             show.say("interrupted: what hosts work on goes on; the same command attaches to it")
-            return 130
+            return INTERRUPTED
 
 
 class _Piped:
@@ -176,7 +177,11 @@ def ended(seen: Transcript, code: int, took_s: float) -> Iterator[Text]:
         for line in host.problems if host.failed else ():
             yield Text(f"  {line}", "red")
         of = f"{host.changed} of {host.steps} steps" if host.changed else "nothing"
-        yield Text(f"  changed {of}", "dim")
+        going_on = host.going_on
+        if code == INTERRUPTED and going_on:
+            yield Text(f"  changed {of} up to then; changes went on when you left: {going_on}")
+        else:
+            yield Text(f"  changed {of}", "dim")
     if not seen.parts_s:
         # It ended before its first step: the reason is all there is.
         reasons = [line for line in seen.others if line.strip() and not _BEGINS.match(line)]

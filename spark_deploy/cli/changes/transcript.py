@@ -21,6 +21,7 @@ _PARTS = {
     "engine": ("Serve",),
     "proof": ("Verify",),
 }
+_ENGINE = "engine"
 _WAITS_FOR_WORK = "Wait until everything is prepared"
 _PHASES = {
     "waiting": "waits for its turn",
@@ -69,6 +70,13 @@ class HostView:
         if self.how:
             return self.what, self.how
         return f"{self.step}{f': {self.what}' if self.what else ''}", ""
+
+    @property
+    def going_on(self) -> str:
+        """What the host carries out by itself, as it last said; "" when it said of nothing."""
+        if self.failed or self.ended or not self.how:
+            return ""
+        return self.how if self.what == _ENGINE else f"{self.what}: {self.how}"
 
 
 @dataclass(slots=True)
@@ -120,7 +128,7 @@ class Transcript:
         if host.step.startswith("Verify"):
             host.serves.append(text)
         if change := _ROLLOUT.match(text):
-            host.what, host.how = "engine", _phase(change["phase"], change["said"])
+            host.what, host.how = _ENGINE, _phase(change["phase"], change["said"])
         elif job := _JOB.match(text):
             host.what, host.how = job["title"], job["how"] or job["state"]
         else:
@@ -151,10 +159,15 @@ def _part_of(role: str, name: str) -> str:
 def _phase(phase: str, said: str) -> str:
     """Say a phase of a rollout in plain words; of the engine's log only how long it has been."""
     waited = re.search(r"waited_s=(\d+)", said)
-    told = _PHASES.get(phase, phase)
+    told = phase_said(phase)
     if waited:
         return f"{told}, {minutes(int(waited[1]))}"
     return f"{told}: {said}" if phase in ("rollback",) else told
+
+
+def phase_said(phase: str) -> str:
+    """Say in plain words what a rollout does."""
+    return _PHASES.get(phase, phase)
 
 
 def minutes(seconds: float) -> str:

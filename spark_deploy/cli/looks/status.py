@@ -12,6 +12,7 @@ from spark_contract.host.sentences import SPEED
 from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.checks import PREFIX_REUSE
 
+from spark_deploy.cli.changes.under_way import rollout_text
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.looking import Answer, look, plain_answer, status_of
 from spark_deploy.cli.taken import Options
@@ -89,6 +90,7 @@ def _beside(plan: HostPlan | None, status: HostStatus) -> list[dict[str, Any]]:
             "planned": wanted,
             **_serving(status, active),
             "stopped": status.stopped(name),
+            "rollout": _rollout(status, name),
             "drift": "" if status.stopped(name) else drift,
         })  # fmt: skip
     return found
@@ -124,11 +126,17 @@ def told_by(status: HostStatus) -> dict[str, Any]:
         "versions_unknown": status.unknown_versions(),
         "reboot_pending": told.get("reboot_pending", ""),
         "stopped": status.stopped(MAIN_SERVICE),
+        "rollout": _rollout(status, MAIN_SERVICE),
         "rolled_back": {"from": back.came, "to": back.to, "at": back.at} if back else None,
         "jobs": [job for job in told.get("jobs", ()) if job["state"] != "done"],
         "events": told.get("events", {}).get(MAIN_SERVICE, []),
         "daily": told.get("daily") or {},
     }
+
+
+def _rollout(status: HostStatus, service: str) -> dict[str, Any] | None:
+    there = status.rollout(service)
+    return {**plain(there), "text": rollout_text(status, there)} if there else None
 
 
 def _plan(host: Listed) -> tuple[HostPlan | None, str]:
@@ -168,6 +176,8 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
         yield f"{one['host']}: {_serves(one)}"
         wants = f" (wants {one['planned']})" if one["drift"] and one["planned"] else ""
         yield f"  plan     {one['drift'] or 'as planned'}{wants}"
+        if one["rollout"]:
+            yield f"  rollout  {one['rollout']['text']}"
         yield from _details(one)
         for service in one["services"]:
             yield from _service_lines(service)
@@ -175,6 +185,8 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
 
 def _service_lines(one: dict[str, Any]) -> Iterator[str]:
     yield f"  service  {one['service']}: {one['stopped'] or _serves(one)}"
+    if one.get("rollout"):
+        yield f"           {one['rollout']['text']}"
     if one["drift"]:
         yield f"           {one['drift']} (wants {one['planned'] or 'nothing'})"
     elif one["proof"]:

@@ -75,6 +75,11 @@ class HostStatus:
             f"{f' until {found.until}' if found.until else ''}; `spark-deploy start` brings it back"
         )
 
+    def rollout(self, service: str) -> status.UnderWay | None:
+        """Return the change of a service that the host is carrying out now."""
+        state = self.service(service)
+        return state.rollout if state else None
+
     def unknown_versions(self) -> str:
         """Say which versions the host could not tell; "" when it told all."""
         names = ", ".join(self.told.versions_unknown) if self.told else ""

@@ -137,6 +137,17 @@ def test_status_says_who_stopped_a_service_and_that_it_was_rolled_back(tmp_path)
     assert "rolled back from main-b at 2026-11-21T09:00:00Z" in text
 
 
+def test_status_says_that_a_rollout_is_under_way_where_nothing_is_served_yet(tmp_path):
+    found = document()
+    there = {"release": RELEASE, "since": "2026-11-21T10:00:00Z", "phase": "start"}
+    found["services"]["main"].update(active=None, rollout=there)
+    said = "rollout of lab-stub with v2 is under way since 2026-11-21T10:00:00Z (engine loads)"
+    assert f"\n  rollout  {said}\n" in shown(tmp_path, found)
+    assert "under way" not in shown(tmp_path, document())
+    found["services"]["small"] = found["services"]["main"] | {"enabled": ["small-1"]}
+    assert f"  service  small: serves nothing\n           {said}\n" in shown(tmp_path, found)
+
+
 @pytest.mark.parametrize(("counted", "said"), [({"main": Count(2, 1)}, True), ({}, False)])
 def test_status_says_how_many_requests_run_and_wait(tmp_path, monkeypatch, capsys, counted, said):
     host = SimpleNamespace(

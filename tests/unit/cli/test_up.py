@@ -15,7 +15,7 @@ from spark_contract.serving.records import Rollout
 from spark_contract.work.job import JobState, Progress
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.changes import screen, up
+from spark_deploy.cli.changes import forecast, screen, up
 from spark_deploy.cli.changes.forecast import Found, sentence
 from spark_deploy.cli.changes.line import agreed
 from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes
@@ -24,8 +24,8 @@ from spark_deploy.cli.looking import Answer
 from spark_deploy.cli.planned import lock
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
-from spark_deploy.facts.service.jobs import Jobs
-from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.facts.service.jobs import Jobs, JobStates
+from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.inventory.contact.host_keys import Seen
 from spark_deploy.inventory.contact.login import Access
 from spark_deploy.lockfile.resolve import Names
@@ -91,6 +91,56 @@ def test_a_change_of_profile_says_how_long_clients_wait():
     )
 
 
+def test_a_rollout_that_is_under_way_is_attached_to_or_refuses_another():
+    there = {"release": OLD, "since": "2026-11-21T10:00:00Z", "phase": "start"}
+    found = document(None, "agent")
+    found["services"]["main"]["rollout"] = there
+    going = "rollout of large with agent is under way since 2026-11-21T10:00:00Z (engine loads)"
+    assert said(told(found)) == (
+        f"{going}; until it ends a change to large with v2 is refused: run again then"
+    )
+    there["release"] = found["releases"][0]["name"] = plan_of("large", "v2").serve.name
+    assert said(told(found)).endswith("is under way since 2026-11-21T10:00:00Z (engine loads); "
+                                      "this run attaches to it")  # fmt: skip
+
+
+def test_a_start_is_only_called_the_first_where_there_was_none_before():
+    plan = plan_of("large", "v2")
+    found = document(None)
+    found["releases"][0]["name"] = plan.serve.name
+    took = Rollout(plan.serve.name, state="switched", times_s={"start": 70.0})
+    failed = Rollout(plan.serve.name, state="rolled-back", times_s={"start": 70.0})
+    done = states(plan, "done")
+    assert said(told(found), done, took).endswith(
+        "then the engine starts, which takes about a minute (the last start took 1:10)"
+    )
+    assert said(told(found), done, failed).endswith("for the first time: no figure yet of how "
+                                                    "long that takes")  # fmt: skip
+    found["releases"][0]["proof"] = {}
+    assert said(told(found), done).endswith("again: how long that took is not kept")
+
+
+@pytest.mark.parametrize("active", [None, OLD])
+def test_the_last_start_is_asked_of_what_served_before_and_else_of_what_is_to_serve(active):
+    asked = []
+
+    def ask(found: HostStatus) -> Found:
+        def run(line: str, **_: object) -> tuple[bool, SimpleNamespace]:
+            asked.append(line)
+            return False, SimpleNamespace(stdout="")
+
+        facts = {Status: found, JobStates: Jobs({})}
+        host = SimpleNamespace(
+            get_fact=lambda fact, **_: facts[fact], run_shell_command=run, data={}
+        )
+        return forecast._ask(host, plan_of("large", "v2"))
+
+    assert ask(told(document(active))).last is None
+    assert asked[0].endswith(active or plan_of("large", "v2").serve.name)
+    ask(HostStatus(None))
+    assert len(asked) == 1
+
+
 def test_services_beside_the_main_one_are_told_as_well(monkeypatch):
     monkeypatch.setattr(HostStatus, "unproven", lambda _self, name, _release: name != "main")
     plan = plan_of("large", "v2")
@@ -98,9 +148,9 @@ def test_services_beside_the_main_one_are_told_as_well(monkeypatch):
     found = document(OLD)
     found["services"]["gone"] = {**found["services"]["main"], "enabled": ["gone-1"]}
     answer = Answer(SimpleNamespace(name="a"), Found(told(found), Jobs({}), None))
-    forecast = sentence(replace(plan, services=(other,)), answer)
-    assert forecast["changes"]
-    assert forecast["text"].split("; ")[1:] == [
+    told_of = sentence(replace(plan, services=(other,)), answer)
+    assert told_of["changes"]
+    assert told_of["text"].split("; ")[1:] == [
         "nothing of it changes",
         "service small: will serve large with v2",
         "service gone: is listed no more and stops",
@@ -208,6 +258,19 @@ def test_the_end_says_of_each_host_what_serves_how_proven_how_long_and_what_chan
     assert "took 0:" in text
     assert "engine 0:" in text
     assert "red: exit code 1" in text
+
+
+def test_who_leaves_is_told_what_hosts_went_on_with_and_not_that_nothing_changed():
+    def end(part: str, code: int = 130) -> str:
+        return "\n".join(str(line) for line in screen.ended(until(part), code, 30))
+
+    assert (
+        "a  not finished\n"
+        "  changed 1 of 2 steps up to then; changes went on when you left: engine loads, 1:35\n"
+    ) in end("WARNING 11-22 odd")
+    assert "went on when you left: fetch org/a-long-name" in end("2 min left")
+    assert "when you left" not in end("[b]  Success")
+    assert "when you left" not in end("WARNING 11-22 odd", code=1)
 
 
 def test_piped_it_says_nothing_twice_and_a_line_each_half_minute(monkeypatch):

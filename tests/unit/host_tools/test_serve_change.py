@@ -13,7 +13,7 @@ from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.host.units import RETURN_TIMER, SWITCH
 from spark_contract.serving.records import Good, Rollout, Stopped
-from spark_contract.serving.status import Begun, NamedRelease, Rollback
+from spark_contract.serving.status import Begun, NamedRelease, Rollback, UnderWay
 from spark_host.records import boot
 from spark_host.rollout import recover, request, way_back
 from spark_host.rollout.record import Record
@@ -123,6 +123,26 @@ def test_a_change_that_ended_in_the_middle_is_told_as_interrupted(model: Model) 
     asked = begun(model)
     record(model, state="running")
     assert followed(model, asked).state == "interrupted"
+
+
+def test_a_change_is_under_way_while_its_unit_runs_and_its_record_of_that_run_has_not_ended(
+    model: Model,
+) -> None:
+    def seen() -> UnderWay | None:
+        host = model.host()
+        return request.under_way(A, host.units.state(SWITCH.of(A), "ActiveState", "Job"), host)
+
+    begun(model)
+    asked_at = model.documents[model.paths.request(A)].at
+    assert seen() is None
+    under_way(model)
+    assert seen() == UnderWay(A, asked_at, None)
+    record(model, state="running", phase="start", started_at="then")
+    assert seen() == UnderWay(A, "then", "start")
+    record(model, state="switched", phase="done")
+    assert seen() is None
+    record(model, state="running", invocation_id="an-earlier-run", phase="drain")
+    assert seen() == UnderWay(A, asked_at, None)
 
 
 def test_the_record_of_a_change_says_whose_outcome_it_is(model: Model) -> None:

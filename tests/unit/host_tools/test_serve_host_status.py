@@ -4,7 +4,8 @@ import json
 
 import pytest
 from spark_contract.host.units import GATEWAY, SERVE, SWITCH
-from spark_contract.serving.records import Good, WayBack
+from spark_contract.serving.records import Good, Rollout, WayBack
+from spark_contract.serving.status import UnderWay
 from spark_host.check import runner
 from spark_host.system import stored, systemd
 from spark_host.told import status
@@ -24,8 +25,12 @@ def told(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         states = {"ActiveState": "active", "InvocationID": "run-1", "NRestarts": "2", **unit}
         known = stored.names(host.paths)
         units = [template.of(name) for template in (SERVE, SWITCH) for name in known]
-        loaded = dict.fromkeys([*units, GATEWAY.of("main")], states)
-        monkeypatch.setattr(systemd, "loaded", lambda patterns, _: loaded)
+
+        def loaded(_: object, asked: list[str]) -> dict[str, systemd.UnitState]:
+            answered = {name: states[name] for name in asked if name in states}
+            return dict.fromkeys([*units, GATEWAY.of("main")], answered)
+
+        monkeypatch.setattr(systemd, "loaded", loaded)
         capsys.readouterr()
         assert status.main([], host.paths) == 0
         return Status().process(capsys.readouterr().out.splitlines())
@@ -61,6 +66,16 @@ def test_a_change_that_was_ended_by_force_is_told_of_its_release_alone(host: Hos
     assert not told().left_failed(RELEASE)
     assert told(ActiveState="failed").left_failed(RELEASE)
     assert not told(ActiveState="failed").left_failed(OTHER)
+
+
+def test_a_rollout_is_told_while_its_unit_works_whatever_engine_runs(host: Host, told) -> None:
+    host.release()
+    here = host.here
+    left = Rollout(RELEASE, "then", invocation_id="run-1", state="running", phase="start")
+    here.disk.write(here.paths.rollout(RELEASE), left)
+    assert told(ActiveState="activating").rollout("main") == UnderWay(RELEASE, "then", "start")
+    assert told(ActiveState="inactive", Job="7").rollout("main").phase == "start"
+    assert told(ActiveState="inactive", Job="0").rollout("main") is None
 
 
 def test_a_service_is_told_with_its_way_back_and_its_events(host: Host, told) -> None:

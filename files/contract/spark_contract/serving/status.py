@@ -39,6 +39,15 @@ class GatewayState:
 
 
 @dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A change that systemd is carrying out on the host, whoever watches it."""
+
+    release: str
+    since: str  # "" where nobody wrote it down
+    phase: str | None  # None: it waits for its turn
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """What is known of one service; releases by name."""
 
@@ -51,6 +60,7 @@ class Service:
     gateway: GatewayState
     # The host of a cluster that answers for what runs here; None: this host does itself.
     head: str | None = field(default=None, metadata=OPTIONAL)
+    rollout: UnderWay | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)

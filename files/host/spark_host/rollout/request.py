@@ -11,7 +11,7 @@ from dataclasses import replace
 from spark_contract.errors import ERROR
 from spark_contract.host.units import SWITCH
 from spark_contract.serving.records import Request, Rollout
-from spark_contract.serving.status import Begun
+from spark_contract.serving.status import Begun, UnderWay
 
 from spark_host.system.ports import Host
 from spark_host.system.systemd import UnitState
@@ -61,6 +61,22 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
     ended = unit.get("Result") or unit.get("ActiveState", "inactive")
     why = _last_words(name, unit, host) or f"{SWITCH.of(name)} did not run ({ended})"
     return Rollout(name, state="not-started", failed_phase="begin", reason=why)
+
+
+def under_way(name: str, unit: UnitState, host: Host) -> UnderWay | None:
+    """Return the change to a release as far as its unit, which is known already, carries it out.
+
+    A unit whose record of this run has ended only ends, too.
+    """
+    if not _is_running(unit):
+        return None
+    record = host.disk.read(Rollout, host.paths.rollout(name))
+    if record is None or not _is_of(record, name, unit, None):
+        asked = host.disk.read(Request, host.paths.request(name))
+        return UnderWay(name, asked.at if asked else "", None)
+    if record.state != "running":
+        return None
+    return UnderWay(name, record.started_at, record.phase)
 
 
 def _is_running(unit: UnitState) -> bool:

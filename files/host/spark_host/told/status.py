@@ -17,6 +17,7 @@ from spark_contract.serving.status import (
     ReleaseState,
     Service,
     Status,
+    UnderWay,
 )
 
 from spark_host.check import measure
@@ -27,6 +28,7 @@ from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
 from spark_host.records import boot, proof, upgrades
+from spark_host.rollout import request
 from spark_host.system import members, stored, systemd
 from spark_host.system.log import answer
 from spark_host.system.ports import Host
@@ -42,7 +44,7 @@ def status(paths: Paths, live: bool) -> Status:
     services = sorted({release.service for release in known} | _marked(paths))
     # One question for all units: a call of systemctl each would cost more than all the rest.
     asked = [template.of("*") for template in (SERVE, SWITCH, GATEWAY)]
-    units = systemd.loaded(asked, ["ActiveState", "InvocationID", "NRestarts"])
+    units = systemd.loaded(asked, ["ActiveState", "InvocationID", "NRestarts", "Job"])
     with ThreadPoolExecutor() as pool:  # the slow ones wait for others: engine, docker, driver
         answering = pool.submit(_live, [r for r in known if live and _is_active(r, units)], paths)
         versioning = pool.submit(proof.versions)
@@ -116,7 +118,15 @@ def _service(
             difference=gateway.difference(name, paths),
         ),
         head=_head(serving, paths) if serving else None,
+        rollout=_rollout([r.name for r in known if r.service == name], units, host),
     )
+
+
+def _rollout(names: list[str], units: dict[str, systemd.UnitState], host: Host) -> UnderWay | None:
+    """Return the change that is carried out; one that still waits for its turn only without it."""
+    asked = (request.under_way(name, units.get(SWITCH.of(name), {}), host) for name in names)
+    found = [one for one in asked if one]
+    return next((one for one in found if one.phase), found[0] if found else None)
 
 
 def _head(release: Release, paths: Paths) -> str | None:
