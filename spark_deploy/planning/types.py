@@ -170,6 +170,10 @@ class MemoryPlan:
         """What is left for all else."""
         return self.total_bytes - self.engine_bytes - self.kv_cache_bytes
 
+    def counted_tokens(self, longest: int) -> int | None:
+        """Tokens of the cache as the engine counts: requests of full length, each with a state."""
+        return None if self.full_context_users is None else int(self.full_context_users * longest)
+
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:

@@ -148,8 +148,9 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         return
     yield _row(
         "",
-        f"KV cache of {memory.kv_tokens:,} tokens has room for {memory.full_context_users:.1f} "
-        f"requests of {context:,}; {profile.limits.max_sequences} are computed at once",
+        f"KV cache of {memory.kv_tokens:,} tokens for {profile.limits.max_sequences} requests at "
+        f"once; as the engine counts {memory.counted_tokens(context):,}, room for "
+        f"{memory.full_context_users:.1f} requests of {context:,}",
     )
 
 

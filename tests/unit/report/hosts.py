@@ -18,6 +18,7 @@ from tests.unit.statuses import told
 
 SURVEYS = Path(__file__).parents[1] / "facts" / "HostSurvey"
 PLAN = plan_of()
+PLANNED_TOKENS = int((PLAN.memory.full_context_users or 0) * PLAN.serve.check.max_model_len)
 RELEASE = "main-0123456789ab"
 CHECKS = [
     {"name": "ready", "detail": "the engine answers", "seconds": 612.0},
@@ -45,7 +46,7 @@ EVIDENCE: dict[str, Any] = {
         "lines": ["Using Triton/FLA GDN prefill kernel (requested=triton, head_k_dim=128)."],
         "times_s": {"weights": 401.5, "graphs": 22.0},
         "sizes_bytes": {"kv_cache": 20 << 30},
-        "kv_cache_tokens": PLAN.memory.kv_tokens + 1000,
+        "kv_cache_tokens": PLANNED_TOKENS + 1000,
         "libraries": {"nccl": "2.29.3", "flashinfer": "0.7.2.post1"},
         "drafted_tokens": 4000, "accepted_tokens": 3000, "generated_tokens": 250_000,
         "rollout_state": "switched", "rollout_times_s": {"check": 700.0, "total": 800.0},

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hosts import EVIDENCE, PLAN, PROOF, RELEASE, report_of, said_of, status_of, survey_of
+from hosts import (
+    EVIDENCE,
+    PLAN,
+    PLANNED_TOKENS,
+    PROOF,
+    RELEASE,
+    report_of,
+    said_of,
+    status_of,
+    survey_of,
+)
 
 from spark_deploy.catalog.load import read_questions
 from spark_deploy.cli.looking import Answer
@@ -14,7 +25,7 @@ from spark_deploy.cli.looks.report import command
 from spark_deploy.cli.looks.report.document import HostReport, Report
 from spark_deploy.cli.looks.report.gather import Said
 from spark_deploy.cli.looks.report.markdown import file_of, read_report
-from spark_deploy.cli.looks.report.open_questions import ANSWERS
+from spark_deploy.cli.looks.report.open_questions import ANSWERS, answered
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from tests.unit.statuses import told
@@ -50,7 +61,9 @@ def test_an_answer_says_what_it_was_taken_from() -> None:
     told_of = {one.id: one.text for one in report_of().answers}
     assert told_of["acceptance"] == "75.0% of 4,000 drafted tokens since the start"
     assert told_of["memory-left"] == "least 17.0 GiB, floor 4.0 GiB"
-    assert told_of["kv-cache"].startswith(f"{PLAN.memory.kv_tokens + 1000:,} tokens, planned")
+    assert told_of["kv-cache"].startswith(
+        f"{PLANNED_TOKENS + 1000:,} tokens, planned {PLANNED_TOKENS:,} ("
+    )
     assert told_of["speed"] == "one_stream_tokens_per_s 51.5"
     assert "requested=triton" in told_of["gdn-prefill"]
 
@@ -97,6 +110,24 @@ def test_what_a_stand_in_shows_counts_for_no_spark() -> None:
     stubbed = report_of(said_of(stubs=["ii  labstub-driver 580.159.03+labstub"]))
     assert stubbed.stand_ins
     assert not stubbed.is_spark
+    assert set(answers_of(stubbed).values()) == {"open"}
+    told_of = {one.id: one.text for one in stubbed.answers}
+    assert told_of["driver-trouble"] == "stand-ins; 0 Xid lines since the boot"
+
+
+def test_a_machine_with_another_gpu_answers_nothing_for_sparks() -> None:
+    found = answered(replace(report_of(), versions={"gpu": "NVIDIA H200"}))
+    assert set(answers_of(found).values()) == {"open"}
+    assert found.answers[0].text.startswith("no Spark, NVIDIA H200; ")
+
+
+@pytest.mark.parametrize(("tokens", "state"), [(0.995, "yes"), (0.98, "no")])
+def test_a_cache_is_as_planned_where_the_engine_counts_as_much_as_the_plan_does(
+    tokens: float, state: str
+) -> None:
+    counted = {**ENGINE, "kv_cache_tokens": int(PLANNED_TOKENS * tokens)}
+    found = report_of(said_of(evidence={**EVIDENCE, "engines": [counted]}))
+    assert answers_of(found)["kv-cache"] == state
 
 
 def test_a_report_is_read_again_from_its_file(tmp_path: Path) -> None:

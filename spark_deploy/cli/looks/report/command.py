@@ -64,7 +64,8 @@ def _tell(options: Options, report: Report, path: Path) -> None:
     for host in report.hosts:
         states = [answer.state for answer in host.answers]
         counts = ", ".join(f"{states.count(word)} {word}" for word in ("yes", "no", "open"))
-        print(f"{host.name}: {counts} of {len(states)} questions")
+        stubs = "; stand-ins, this says nothing of a Spark" if host.stand_ins else ""
+        print(f"{host.name}: {counts} of {len(states)} questions{stubs}")
     print(f"{path}: read it, then send it (docs/reference/reports.md)")
 
 

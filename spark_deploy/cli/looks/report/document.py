@@ -67,7 +67,7 @@ class Serving:
     start_times_s: dict[str, float] = needed("Steps of the start, as the engine times them.")
     sizes_bytes: dict[str, int] = needed("As the engine counted them.")
     kv_cache_tokens: int | None = needed("As the engine counted them.")
-    planned_kv_cache_tokens: int | None = needed("By the plan of the same model and profile.")
+    planned_kv_cache_tokens: int | None = needed("By its plan, counted as the engine counts.")
     planned_kv_cache_bytes: int | None = needed("By the plan of the same model and profile.")
     start_lowest_bytes: int | None = needed("Least memory available while it started.")
     start_floor_bytes: int | None = needed("Below it the start would have been ended.")

@@ -167,6 +167,7 @@ def _serving(
     same = (release.model, release.profile) == (plan.model, plan.profile)
     events = status.told.events.get(service, ()) if status.told else ()
     start = proof.start_memory if proof else None
+    planned, longest = plan.memory, plan.serve.check.max_model_len
     return Serving(
         model=release.model,
         profile=release.profile,
@@ -182,8 +183,8 @@ def _serving(
         start_times_s=dict(engine.times_s),
         sizes_bytes=dict(engine.sizes_bytes),
         kv_cache_tokens=engine.kv_cache_tokens,
-        planned_kv_cache_tokens=plan.memory.kv_tokens if same else None,
-        planned_kv_cache_bytes=plan.memory.kv_cache_bytes if same else None,
+        planned_kv_cache_tokens=planned.counted_tokens(longest) if same else None,
+        planned_kv_cache_bytes=planned.kv_cache_bytes if same else None,
         start_lowest_bytes=start.lowest_bytes if start else None,
         start_floor_bytes=start.floor_bytes if start else None,
         drafted_tokens=engine.drafted_tokens,

@@ -8,9 +8,10 @@ from dataclasses import replace
 from spark_contract.serving import checks
 from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB
 
-from spark_deploy.cli.looks.report.document import Answered, Checked, HostReport, Serving
+from spark_deploy.cli.looks.report.document import SPARK, Answered, Checked, HostReport, Serving
 
 GIB = 1 << 30
+_AS_PLANNED = 0.99  # of the tokens: the plan rounds
 _MUCH_TOKENS = 100_000  # what an engine has to have generated before quiet says something
 Found = tuple[bool | None, str]
 
@@ -22,7 +23,17 @@ def answered(host: HostReport) -> HostReport:
 
 def _answer(name: str, host: HostReport) -> Answered:
     found, text = ANSWERS[name](host)
+    if why := _no_spark(host):
+        return Answered(name, "open", f"{why}; {text}")
     return Answered(name, "open" if found is None else "yes" if found else "no", text)
+
+
+def _no_spark(host: HostReport) -> str:
+    """Say why nothing here answers for Sparks; empty for one, and where no GPU is seen."""
+    gpu = host.versions.get("gpu", "")
+    if host.stand_ins:
+        return "stand-ins"
+    return f"no Spark, {gpu}" if gpu not in ("", SPARK) else ""
 
 
 def _served(ask: Callable[[HostReport, Serving], Found]) -> Callable[[HostReport], Found]:
@@ -164,7 +175,10 @@ def _kv_cache(host: HostReport, serving: Serving) -> Found:
     if counted is None or not planned:
         return None, f"counted {counted or 'nothing'}, planned {planned or 'nothing'}"
     apart = counted / planned - 1
-    return counted >= planned, f"{counted:,} tokens, planned {planned:,} ({apart:+.0%})"
+    return (
+        counted >= planned * _AS_PLANNED,
+        f"{counted:,} tokens, planned {planned:,} ({apart:+.0%})",
+    )
 
 
 def _speed(host: HostReport, serving: Serving) -> Found:
