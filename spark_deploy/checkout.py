@@ -11,6 +11,11 @@ _CARRIED = Path(__file__).resolve().parent / "_checkout"
 CHECKOUT = _CARRIED if _CARRIED.is_dir() else _CARRIED.parent.parent
 
 
+def page(name: str) -> str:
+    """Return where to read about something; a folder of one's own and a wheel have no pages."""
+    return f"docs/reference/{name}.md of dgx-spark-deploy"
+
+
 def catalog_names(
     kind: str, *, checkout: Path = CHECKOUT, own: Path | None = None
 ) -> tuple[str, ...]:

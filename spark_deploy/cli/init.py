@@ -15,7 +15,7 @@ import click
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.checkout import CHECKOUT, page
 from spark_deploy.cli.editors import SCHEMAS
 from spark_deploy.cli.hosts import answer, say, typed
 from spark_deploy.cli.planned import lock
@@ -181,7 +181,7 @@ def _settings(model: str | None, profile: str | None) -> str:
     said = {
         "MODEL": model,
         "PROFILE": profile,
-        "OTHERS": f"or {', '.join(others)}: docs/reference/profiles.md" if others else "",
+        "OTHERS": f"or {', '.join(others)}: {page('profiles')}" if others else "",
         "ANOTHER": next(iter(others), profile),
     }
     return re.sub("|".join(said), lambda found: said[found[0]], SETTINGS_TEXT)

@@ -49,7 +49,7 @@ def run(options: Options) -> int:
             for warning in plans[host.name].warnings:
                 lay(Text(f"  WARNING {warning}", "yellow"), console)
     if options.dry and not options.verbose:
-        say("every single step, and nothing of it done:")
+        say("nothing was done; to see every single step, run:")
         line.show(words)
         return 0 if all(one["reachable"] for one in told) else 1
     if not options.dry:

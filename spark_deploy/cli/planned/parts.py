@@ -10,6 +10,7 @@ from spark_contract.serving.release import Release
 
 from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
+from spark_deploy.checkout import page
 from spark_deploy.cli.hosts import OPEN_COMMIT
 from spark_deploy.cli.planned.brief import row as _row
 from spark_deploy.lockfile.resolve import size
@@ -174,7 +175,7 @@ def speed(
     known = "measured on no Spark"
     if count := measured.reports:
         known = f"times {times:.2f} by {count} report{'s' if count > 1 else ''} of a Spark"
-    yield _row("speed", f"{said} (computed, {known}: docs/reference/speed.md)")
+    yield _row("speed", f"{said} (computed, {known}: {page('speed')})")
     largest = sorted(one.parts_s, key=lambda part: -part[1])[:4]
     shares = ", ".join(f"{name} {seconds / one.step_s:.0%}" for name, seconds in largest)
     yield _row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from spark_deploy.catalog.model import Model
 from spark_deploy.catalog.profile import Profile
@@ -30,10 +31,11 @@ def run(options: Options) -> int:
     hosts = listed(options)
     try:
         plans = [planned(host, estimate=options.estimate) for host in hosts]
-    except LockError:
-        if not options.estimate:
-            say("`spark-deploy plan --estimate` asks no hub")
-        raise
+    except LockError as error:
+        if options.estimate:
+            raise
+        around = "; or add --estimate, which asks no hub"
+        raise LockError([replace(one, fix=one.fix + around) for one in error.problems]) from error
     for host in () if options.estimate else hosts:
         hold(host)
     there = _there(hosts, plans) if options.on_host else {}

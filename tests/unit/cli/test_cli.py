@@ -193,11 +193,19 @@ def test_defaults_as_json_end_with_their_line(spark_deploy):
     assert json.loads(out)["model"]
 
 
+def test_the_defaults_begin_with_what_an_owner_does_with_them(spark_deploy):
+    _, out, _ = spark_deploy("settings")
+    head = " ".join(out.split("\n\n")[0].replace("\n#", "").split())
+    assert "into group_vars/all.yml of your own folder" in head
+    assert "make docs" not in head
+
+
 def test_a_hub_that_is_away_is_told_in_words_and_with_the_way_around_it(spark_deploy):
     code, out, err = spark_deploy("plan", "--data", "hub.endpoint=http://127.0.0.1:9")
     assert (code, out) == (1, "")
     assert "the hub cannot be asked: ConnectError: Connection refused" in err
-    assert "`spark-deploy plan --estimate` asks no hub" in err
+    [fix] = [line for line in err.splitlines() if line.startswith("  fix: ")]
+    assert fix.endswith("; or add --estimate, which asks no hub")
 
 
 def test_a_plan_of_what_nobody_read_claims_no_more_than_it_knows(spark_deploy):

@@ -56,6 +56,12 @@ def test_hosts_are_written_as_they_are_named(words, expected, capsys):
     assert "next: cd own && spark-deploy up" in capsys.readouterr().out
 
 
+def test_pages_that_are_named_are_said_to_lie_elsewhere():
+    assert re.search(
+        r"\S+\.md of dgx-spark-deploy\n", (made("--host", "a") / "group_vars/all.yml").read_text()
+    )
+
+
 def test_a_script_reads_what_was_written_and_what_comes_next(capsys):
     folder = made("--host", "a", "--profile", "agent")
     (folder / "hosts.yml").unlink()

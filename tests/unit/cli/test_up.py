@@ -338,6 +338,17 @@ def test_without_a_key_of_ours_it_says_so_before_it_asks_for_a_password(
     assert "password" not in capsys.readouterr().err
 
 
+def test_a_dry_run_says_that_nothing_was_done_above_the_line_that_it_leaves_to_others(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(up, "listed", lambda _options: [])
+    monkeypatch.setattr(up, "found_on", lambda _hosts, _plans: [])
+    assert up.run(chosen(dry=True)) == 0
+    said, line = capsys.readouterr().err.splitlines()
+    assert said == "nothing was done; to see every single step, run:"
+    assert line.endswith("deploy.py --dry")
+
+
 def test_a_wrong_inventory_is_red(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "spark_deploy", "up", str(tmp_path / "none.py"), "-y"],

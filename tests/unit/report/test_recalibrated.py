@@ -52,7 +52,7 @@ def test_what_a_spark_measured_moves_the_range_of_the_plan_and_is_named(tmp_path
     assert "37 to 51 tokens/s for one request" in before
     assert "30 to 40 tokens/s for one request" in after
     assert "measured on no Spark" in before
-    assert "(computed, times 0.80 by 1 report of a Spark: docs/reference/speed.md)" in after
+    assert "(computed, times 0.80 by 1 report of a Spark: docs/reference/speed.md of dgx" in after
 
 
 def test_of_several_it_takes_the_median_wherever_they_lie(tmp_path):

@@ -12,6 +12,7 @@ from spark_contract import files
 from spark_contract.host.units import MAIN_SERVICE
 
 from spark_deploy.catalog.load import read_questions
+from spark_deploy.checkout import page
 from spark_deploy.cli.hosts import listed, planned, say
 from spark_deploy.cli.looking import look
 from spark_deploy.cli.looks.report.document import HostReport, Report
@@ -66,7 +67,7 @@ def _tell(options: Options, report: Report, path: Path) -> None:
         counts = ", ".join(f"{states.count(word)} {word}" for word in ("yes", "no", "open"))
         stubs = "; stand-ins, this says nothing of a Spark" if host.stand_ins else ""
         print(f"{host.name}: {counts} of {len(states)} questions{stubs}")
-    print(f"{path}: read it, then send it (docs/reference/reports.md)")
+    print(f"{path}: read it, then send it ({page('reports')})")
 
 
 def _version() -> str:
