@@ -30,10 +30,11 @@ from spark_deploy.inventory.reading import read_inventory
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import beside_of, resolve, wanted_by
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
-from spark_deploy.planning.budget.weights import original_bytes, weights_of
+from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.resolve import Request
 from spark_deploy.planning.types import HostPlan
+from spark_deploy.planning.work.requantized import original_bytes
 from spark_deploy.settings.load import HostSettings
 from spark_deploy.settings.types import Settings
 

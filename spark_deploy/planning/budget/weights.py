@@ -81,13 +81,6 @@ def weights_of(model: Architecture) -> Weights:
     )
 
 
-def original_bytes(model: Architecture) -> int:
-    """Return the bytes of ``model`` as it is published in 16 bits, which quantising begins with."""
-    weights = weights_of(replace(model, mtp_scheme="bf16"))
-    packed = weights.experts_bytes + weights.attention_bytes
-    return weights.tree_bytes - packed + round(packed / _INT4 * _BF16)
-
-
 def _attention(model: Architecture) -> int:
     """Parameters of one full-attention layer; queries carry a gate, hence twice."""
     queries = 2 * model.attention_heads * model.head_width

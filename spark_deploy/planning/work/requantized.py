@@ -22,6 +22,8 @@ from spark_deploy.settings.types import Settings
 # gradients and the best of them so far, most in 32 bits. An estimate: no Spark has measured it.
 _BYTES_PER_PARAMETER = 32
 _RUNTIME_BYTES = 8 << 30
+# 16 bits over 4 bits, with a 16-bit scale and a 4-bit zero for each 128 of them.
+_OF_INT4 = 2 / (0.5 + 2 / 128 + 0.5 / 128)
 _CALIBRATION = "/calibration.jsonl"  # until there is a job, in whose folder it lies
 
 
@@ -79,6 +81,13 @@ def requantized_plan(
     )
     order = replace(order, digest=digest, out=f"{order.out}-{digest[:12]}")
     return RequantizedPlan(order, original, wanted.calibration or "", size_bytes)
+
+
+def original_bytes(model: Architecture) -> int:
+    """Return the bytes of ``model`` as it is published in 16 bits, where nobody read its files."""
+    weights = weights_of(replace(model, mtp_scheme="bf16"))
+    packed = weights.experts_bytes + weights.attention_bytes
+    return weights.tree_bytes - packed + round(packed * _OF_INT4)
 
 
 def _with_original(model: Model) -> tuple[HybridModel, str]:
