@@ -174,7 +174,9 @@ def _settings(model: str | None, profile: str | None) -> str:
     ]
     served = [name for name in known if _is_served(model, name, catalog)]
     default = Settings().profile
-    if default not in served and _PLAIN in served:
+    if default in served:
+        served = [name for name in served if name != _PLAIN]  # that of models that are not ours
+    elif _PLAIN in served:
         default = _PLAIN
     profile = profile or default
     others = [name for name in served if name != profile]

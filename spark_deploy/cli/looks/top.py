@@ -20,6 +20,7 @@ from spark_deploy.cli.changes.screen import shortened
 from spark_deploy.cli.connecting.connect import login_of
 from spark_deploy.cli.hosts import chosen_services, listed, say
 from spark_deploy.cli.taken import Options
+from spark_deploy.planning.budget.memory import GIB
 
 EVERY_S = 2
 _METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$")
@@ -31,7 +32,7 @@ _LOOK = """while :; do
   echo "gpu HEAT"
   echo end; sleep EVERY
 done""".replace("HEAT", HEAT)
-_HEAD = ("host", "running", "waiting", "tok/s", "accepted", "cache", "free GB", "°C", "W")
+_HEAD = ("host", "running", "waiting", "tok/s", "accepted", "cache", "free GiB", "°C", "W")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +190,12 @@ def table(found: list[Now], columns: int = sys.maxsize) -> Iterator[str]:
     width = max(len(_HEAD[0]), *(len(one.host) for one in found))
     widths = [9 for _ in _HEAD[1:]]
     if width + sum(widths) > columns:
-        widths = [max(len(title), 6) + 1 for title in _HEAD[1:]]
+        # Degrees and watts have three digits.
+        widths = [max(len(title) + 1, 7 if len(title) > 2 else 6) for title in _HEAD[1:]]
         width = min(width, max(len(_HEAD[0]), columns - sum(widths)))
     yield _row(_HEAD[0], _HEAD[1:], width, widths)
     for one in found:
-        free = one.available_bytes / 1e9 if one.available_bytes is not None else None
+        free = one.available_bytes / GIB if one.available_bytes is not None else None
         cells = (
             _text(one.running, "{:.0f}"), _text(one.waiting, "{:.0f}"),
             _text(one.tokens_per_s, "{:.1f}"), _text(one.acceptance_fraction, "{:.0%}"),

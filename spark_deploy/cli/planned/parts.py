@@ -158,11 +158,11 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
 def speed(
     plan: HostPlan, model: Model, profile: Profile, measured: Calibration = UNMEASURED
 ) -> Iterator[str]:
-    """Say how fast it would be; an engine without the kernels of a Spark is no matter of bytes."""
-    if profile.engine_mode != "native" or not isinstance(model, HybridModel):
+    """Say how fast it would be, or why that is not known."""
+    why = _not_computed(plan, model, profile)
+    if why or not isinstance(model, HybridModel):
+        yield _row("speed", f"not computed for {why}")
         return
-    if plan.serve.cluster:
-        return  # what goes between hosts is not in the arithmetic
     shape, most = model.architecture, profile.limits.max_sequences
     one = speed_of(shape, profile)
     full = plan.serve.check.max_model_len
@@ -188,6 +188,15 @@ def speed(
         f"{lever.setting}, about {lever.gain:.0%} more" if lever else "no setting gains a percent"
     )
     yield _row("", f"next lever: {told}")
+
+
+def _not_computed(plan: HostPlan, model: Model, profile: Profile) -> str:
+    if not isinstance(model, HybridModel):
+        return "models that are not ours"
+    if profile.engine_mode != "native":
+        return "an engine without a Spark's kernels"
+    cluster = plan.serve.cluster  # what goes between hosts is not in the arithmetic
+    return f"{len(cluster.members)} Sparks as one server" if cluster else ""
 
 
 def _range(speed: Speed, times: float) -> str:

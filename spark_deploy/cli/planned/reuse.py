@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spark_deploy.facts.service.stored import Stored
+from spark_deploy.lockfile.resolve import size
 from spark_deploy.planning.machine import NeedsPlan
 
 
@@ -34,6 +35,8 @@ def told(one: Reuse) -> str:
     """Say it in a line; nothing where nothing lies there."""
     if not one.found_bytes:
         return ""
-    found, whole = one.found_bytes / 1e9, one.whole_bytes / 1e9
     where = f" found in {', '.join(one.folders)}" if one.folders else ""
-    return f"Reusing {found:.1f} of {whole:.1f} GB{where}; not fetched again, nothing is moved"
+    found, whole = size(one.found_bytes), size(one.whole_bytes)
+    if found.split()[1] == whole.split()[1]:
+        found = found.split()[0]
+    return f"Reusing {found} of {whole}{where}; not fetched again, nothing is moved"

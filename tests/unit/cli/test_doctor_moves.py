@@ -15,7 +15,7 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.cli.looking import Answer
 from spark_deploy.cli.looks import doctor
-from spark_deploy.cli.planned import plan
+from spark_deploy.cli.planned import plan, reuse
 from spark_deploy.errors import LockError
 from spark_deploy.facts.service.stored import Stored
 from tests.unit.operations.test_operations import NEEDS
@@ -57,6 +57,19 @@ def test_what_lies_on_the_host_already_is_told_in_bytes_of_the_model() -> None:
     found = said([], Stored(files=HERE, folders={"a" * 64: "/data/hub"}))
     assert found["looks"]["reuse"].startswith("Reusing 40.0 of 72.0 GB found in /data/hub; ")
     assert "reuse" not in said([])["looks"]
+
+
+@pytest.mark.parametrize(
+    ("found_bytes", "whole_bytes", "said"),
+    [
+        (12_900_000, 12_900_000, "Reusing 12.9 of 12.9 MB; "),
+        (12_900_000, 72_000_000_000, "Reusing 12.9 MB of 72.0 GB; "),
+    ],
+)
+def test_small_files_are_told_in_a_unit_that_shows_them(
+    found_bytes: int, whole_bytes: int, said: str
+) -> None:
+    assert reuse.told(reuse.Reuse(found_bytes, whole_bytes, ())).startswith(said)
 
 
 def test_a_plan_asks_the_host_what_lies_there_when_it_is_told_to(

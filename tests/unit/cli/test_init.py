@@ -148,6 +148,7 @@ def test_every_profile_that_the_front_page_lets_one_choose_is_named_beside_the_c
     text = (made("--host", "a", "--profile", "agent") / "group_vars/all.yml").read_text()
     named = set(re.search(r"^profile: agent  # or (.*): docs", text, re.M)[1].split(", "))
     assert "v2-tq" in choices
+    assert "plain" not in named  # that is for models of others
     assert choices <= {"agent"} | named  # a profile of one's own is named, too, but on no page
 
 

@@ -32,7 +32,7 @@ def shown(text: str) -> list[str]:
 
 def test_speed_and_acceptance_are_those_between_two_looks():
     told = shown(look(10, 1000, 100, 80) + look(12, 1100, 200, 160))
-    assert told == ["spark-1", "2", "1", "50.0", "80%", "25%", "7.2", "61", "48"]
+    assert told == ["spark-1", "2", "1", "50.0", "80%", "25%", "6.7", "61", "48"]
 
 
 def test_an_engine_that_began_anew_has_no_speed():
@@ -41,7 +41,7 @@ def test_an_engine_that_began_anew_has_no_speed():
 
 def test_a_host_without_an_engine_is_still_a_host():
     text = "at 1\nmemory 7000000\ngpu [N/A],[N/A]\nend\n"
-    assert shown(text) == ["spark-1", "-", "-", "-", "-", "-", "7.2", "-", "-"]
+    assert shown(text) == ["spark-1", "-", "-", "-", "-", "-", "6.7", "-", "-"]
 
 
 def test_a_look_that_was_cut_short_is_none():

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 
 from spark_deploy.catalog.beside import Speculation
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.planned.parts import lines
+from spark_deploy.cli.planned.parts import lines, speed
 from spark_deploy.planning.budget.speed import (
     HEADS,
     TOLERANCE,
@@ -127,8 +128,11 @@ def test_the_plan_says_a_range_that_it_marks_as_computed_and_where_the_time_goes
     assert "next lever: engine.head: int8-triton" in said
 
 
-def test_an_engine_without_a_sparks_kernels_is_said_nothing_about():
-    assert shown("v2")
-    profile = dataclasses.replace(CATALOG.profile("v2", "large"), engine_mode="portable")
-    text = "\n".join(lines(plan_of(), LARGE, profile))
+def test_where_no_speed_is_computed_the_plan_says_so():
+    portable = dataclasses.replace(CATALOG.profile("v2", "large"), engine_mode="portable")
+    text = "\n".join(lines(plan_of(), LARGE, portable))
     assert "tokens/s" not in text
+    assert "  speed       not computed for an engine without a Spark's kernels\n" in text
+    two = types.SimpleNamespace(cluster=types.SimpleNamespace(members=("one", "two")))
+    [line] = speed(types.SimpleNamespace(serve=two), LARGE, CATALOG.profile("v2", "large"))
+    assert line == "  speed       not computed for 2 Sparks as one server"
