@@ -14,6 +14,14 @@ from spark_deploy.planning.machine import NeedsPlan
 from spark_deploy.preflight.verdict import Verdict
 
 GIB = 1 << 30
+# By the kinds of `docker system df`: the command whose sum docker tells, and what it takes away.
+_PRUNED = {
+    "images": (
+        "docker image prune -a",
+        "every image that no container uses, yours and those kept for a way back",
+    ),
+    "build cache": ("docker builder prune -a", "what builds would find again"),
+}
 
 
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
@@ -72,18 +80,28 @@ def _disk(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         wanted = demand.needed_bytes + needs.disk_reserve_bytes
         if demand.available_bytes >= wanted:
             continue
-        prune = ", ".join(
-            f"{item.bytes / GIB:.1f} GiB of {item.what}" for item in survey.reclaimable
-        )
         yield Problem(
             f"disk {demand.mount}",
             f"{demand.available_bytes / GIB:.1f} GiB free, "
             f"{demand.needed_bytes / GIB:.1f} GiB to be written and "
             f"{needs.disk_reserve_bytes / GIB:.1f} GiB kept free "
             f"(for {', '.join(demand.paths)})",
-            f"free {(wanted - demand.available_bytes) / GIB:.1f} GiB"
-            + (f"; docker could give back {prune} (`docker system prune`)" if prune else ""),
-        )
+            "; ".join([
+                f"free {(wanted - demand.available_bytes) / GIB:.1f} GiB",
+                *_given_back(survey),
+            ]),
+        )  # fmt: skip
+
+
+def _given_back(survey: Survey) -> Iterator[str]:
+    """Say what frees the sum that docker tells, and what that removes.
+
+    Of containers and volumes nothing is said: only their owner knows what they are for.
+    """
+    for item in survey.reclaimable:
+        if said := _PRUNED.get(item.what):
+            command, removed = said
+            yield f"`{command}` gives back up to {item.bytes / GIB:.1f} GiB: it removes {removed}"
 
 
 def _others(survey: Survey) -> Iterator[Problem]:
@@ -106,12 +124,18 @@ def _seen(survey: Survey) -> set[str]:
 def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     memory = survey.memory
     if memory.total_bytes < needs.memory_total_min_bytes:
-        yield Problem(
-            "memory",
+        counted = (
             f"{memory.total_bytes / GIB:.1f} GiB in all, the plan counts on "
-            f"{needs.memory_total_min_bytes / GIB:.1f} GiB",
-            f"set memory.total_gib to {_floor(memory.total_bytes / GIB, 1)} for this host, "
-            "and plan again",
+            f"{needs.memory_total_min_bytes / GIB:.1f} GiB"
+        )
+        total = _floor(memory.total_bytes / GIB, 1)
+        if memory.total_bytes < needs.memory_needed_bytes:
+            needed = f"{counted} and the engine needs {needs.memory_needed_bytes / GIB:.1f} GiB"
+            fix = "choose a smaller model or profile for this host; `spark-deploy plan --data "
+            yield Problem("memory", needed, f"{fix}memory.total_gib={total}` says whether it fits")
+            return  # whatever is stopped or lowered
+        yield Problem(
+            "memory", counted, f"set memory.total_gib to {total} for this host, and plan again"
         )
     # While our own engine runs its memory is spoken for; a rollout waits for it to come back.
     if not survey.serving and memory.available_bytes < needs.memory_needed_bytes:

@@ -177,7 +177,7 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
         wants = f" (wants {one['planned']})" if one["drift"] and one["planned"] else ""
         yield f"  plan     {one['drift'] or 'as planned'}{wants}"
         if one["rollout"]:
-            yield f"  rollout  {one['rollout']['text']}"
+            yield f"  rollout  {one['rollout']['text'].removeprefix('rollout ')}"
         yield from _details(one)
         for service in one["services"]:
             yield from _service_lines(service)

@@ -141,11 +141,13 @@ def test_status_says_that_a_rollout_is_under_way_where_nothing_is_served_yet(tmp
     found = document()
     there = {"release": RELEASE, "since": "2026-11-21T10:00:00Z", "phase": "start"}
     found["services"]["main"].update(active=None, rollout=there)
-    said = "rollout of lab-stub with v2 is under way since 2026-11-21T10:00:00Z (engine loads)"
+    said = "of lab-stub with v2 is under way since 2026-11-21T10:00:00Z (engine loads)"
     assert f"\n  rollout  {said}\n" in shown(tmp_path, found)
     assert "under way" not in shown(tmp_path, document())
     found["services"]["small"] = found["services"]["main"] | {"enabled": ["small-1"]}
-    assert f"  service  small: serves nothing\n           {said}\n" in shown(tmp_path, found)
+    assert f"  service  small: serves nothing\n           rollout {said}\n" in shown(
+        tmp_path, found
+    )
 
 
 @pytest.mark.parametrize(("counted", "said"), [({"main": Count(2, 1)}, True), ({}, False)])

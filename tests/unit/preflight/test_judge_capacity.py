@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.unit.preflight.surveyed import one, problems, survey, warnings
@@ -44,6 +46,19 @@ def test_a_smaller_pool_than_planned_names_the_setting_of_its_size() -> None:
     one(problems(seen, memory_total_min_bytes=117 << 30), "113.5 GiB in all", fix)
 
 
+def test_a_host_smaller_than_the_engine_is_told_to_choose_another_model_and_no_setting_alone() -> (
+    None
+):
+    seen = survey(meminfo=["MemTotal: 24641536 kB", "MemAvailable: 23000000 kB"])
+    found = problems(seen, memory_needed_bytes=97 << 30, memory_total_min_bytes=117 << 30)
+    one(
+        found,
+        "23.5 GiB in all, the plan counts on 117.0 GiB and the engine needs 97.0 GiB",
+        "choose a smaller model or profile for this host",
+        "`spark-deploy plan --data memory.total_gib=23.5` says whether it fits",
+    )
+
+
 def test_a_process_that_holds_memory_is_a_warning_when_memory_suffices() -> None:
     seen = survey(processes=["9 2097152 /user.slice/x gnome-shell"])
     assert problems(seen) == []
@@ -62,8 +77,26 @@ def test_disk_is_added_up_per_filesystem_with_what_pruning_frees() -> None:
         problems(seen),
         "disk /: 100.0 GiB free, 100.0 GiB to be written and 20.0 GiB kept free",
         "free 20.0 GiB",
-        "11.5 GiB of images",
+        "`docker image prune -a` gives back up to 11.5 GiB: it removes every image that no "
+        "container uses, yours and those kept for a way back",
     )
+
+
+def test_nobody_is_told_to_remove_containers_or_volumes_of_theirs() -> None:
+    kinds = ("Images", "Containers", "Local Volumes", "Build Cache")
+    seen = survey(
+        places=[
+            "/srv/spark/models/x\t0\t/dev/a\t1024\t/",
+            "/var/lib/docker\t0\t/dev/a\t1024\t/",
+        ],
+        docker_df=[json.dumps({"Type": kind, "Reclaimable": "9.7GB (40%)"}) for kind in kinds],
+    )
+    [said] = problems(seen)
+    assert "docker image prune -a" in said
+    assert "docker builder prune -a" in said
+    assert "system prune" not in said
+    assert "container prune" not in said
+    assert "volume" not in said
 
 
 def test_bytes_already_in_place_are_not_asked_for_again() -> None:
