@@ -11,13 +11,25 @@ EVERY_S = 5.0
 
 
 @contextmanager
-def ticking(what: str, say: Callable[[str], None], every_s: float | None = None) -> Iterator[None]:
-    """Say ``what`` and how long it has taken, again and again during a block."""
+def ticking(
+    what: str | Callable[[], str],
+    say: Callable[[str], None],
+    every_s: float | None = None,
+    *,
+    first_s: float | None = None,
+) -> Iterator[None]:
+    """Say ``what`` and how long it has taken, again and again during a block.
+
+    It is said every ``every_s`` seconds, and for the first time after ``first_s``.
+    """
     began, over = time.monotonic(), threading.Event()
 
     def tick() -> None:
-        while not over.wait(every_s or EVERY_S):
-            say(f"{what}: {time.monotonic() - began:.0f} s")
+        wait_s = first_s or every_s or EVERY_S
+        while not over.wait(wait_s):
+            text = what if isinstance(what, str) else what()
+            say(f"{text}: {time.monotonic() - began:.0f} s")
+            wait_s = every_s or EVERY_S
 
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()

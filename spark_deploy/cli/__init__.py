@@ -111,12 +111,10 @@ def _run(options: Options) -> int:
     try:
         return int(module.run(options))
     except SparkError as error:
-        from spark_deploy.cli.looks.paper import tell
+        from spark_deploy.cli.looks.paper import tell_problem
 
         for problem in error.problems:
-            where, *fix = shown(str(problem)).splitlines()
-            tell(where, "red")
-            tell("\n".join(fix))
+            tell_problem(problem)
         return 1
     except click.Abort:
         print("\nended; nothing more was done", file=sys.stderr)

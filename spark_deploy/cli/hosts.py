@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,11 @@ def again(options: Options, *words: str) -> str:
     """Return a command about the same inventory, to be typed next."""
     same = ["--inventory", str(options.inventory)] if options.inventory else []
     return shlex.join([typed("spark-deploy"), *words, *same])
+
+
+def few(names: Sequence[str]) -> str:
+    """Return names as far as a person reads them, else how many they are."""
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} hosts"
 
 
 def program(name: str) -> Path:

@@ -15,7 +15,9 @@ from pyinfra.api.inventory import Inventory
 from pyinfra.api.state import BaseStateCallback, State, StateStage
 from pyinfra.context import ctx_host, ctx_state
 
-from spark_deploy.cli.hosts import Listed
+from spark_deploy.bench.ticking import ticking
+from spark_deploy.cli.connecting.reach import QUIET_S, with_fix
+from spark_deploy.cli.hosts import Listed, few, say
 from spark_deploy.documents.shown import in_words
 from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.serve import HostStatus, Status
@@ -53,8 +55,13 @@ def status_of(host: Host, one: Listed) -> HostStatus | None:
     return found
 
 
-def look(hosts: Sequence[Listed], ask: Callable[[Host, Listed], T | None]) -> list[Answer[T]]:
-    """Return one answer for each host, in the order of the inventory."""
+def look(
+    hosts: Sequence[Listed], ask: Callable[[Host, Listed], T | None], *, doing: str = "asking"
+) -> list[Answer[T]]:
+    """Return one answer for each host, in the order of the inventory.
+
+    Of those who take their time it is said who they are, and what is done there meanwhile.
+    """
     data = [(host.name, host.data) for host in hosts]
     inventory = Inventory((data, {}))  # type: ignore[no-untyped-call]  # pyinfra
     state = State(inventory, Config())  # type: ignore[no-untyped-call]  # pyinfra
@@ -66,7 +73,13 @@ def look(hosts: Sequence[Listed], ask: Callable[[Host, Listed], T | None]) -> li
         tasks = [
             gevent.spawn(_one, state, host, by_name[host.name], refused, ask) for host in inventory
         ]
-        gevent.joinall(tasks, raise_error=True)
+
+        def slow() -> str:
+            names = [one.name for one, task in zip(hosts, tasks, strict=True) if not task.ready()]
+            return f"{doing} {few(names)}"
+
+        with ticking(slow, say, first_s=QUIET_S):
+            gevent.joinall(tasks, raise_error=True)
         disconnect_all(state)
     return [task.get() for task in tasks]
 
@@ -84,8 +97,7 @@ def _one(
                 host.connect(raise_exceptions=False, show_errors=False)
             if not host.connected:
                 reason = refused.reasons.get(host.name, "no reason given")
-                hint = "; run deploys/bootstrap.py first" if "No host key" in reason else ""
-                return Answer(listed, None, f"cannot be reached: {in_words(reason)}{hint}")
+                return Answer(listed, None, f"cannot be reached: {with_fix(in_words(reason))}")
             state.activate_host(host)
             listen_carefully()
             value = ask(host, listed)

@@ -16,7 +16,9 @@ from rich.console import Console
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.changes.screen import watch
+from spark_deploy.cli.connecting.reach import reach
 from spark_deploy.cli.hosts import inventory_of, listed, program, typed
+from spark_deploy.cli.looks.paper import tell_problem
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
 from spark_deploy.inventory.command_line import plans
@@ -38,6 +40,8 @@ DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     ),
 }  # fmt: skip
 
+
+_INTERRUPTED = 130
 
 # What a person agrees to.
 _QUESTIONS = {
@@ -61,7 +65,8 @@ def run(options: Options) -> int:
     deploy = DEPLOYS[options.command][0]
     # What options stand for is judged here, too: a mistake in it is no failed run.
     told = Options(**{**vars(options), "data": [*options.data, *_chosen(options.command, options)]})
-    hosts = [host.name for host in listed(told, judged=plans(deploy))]
+    chosen = listed(told, judged=plans(deploy))
+    hosts = [host.name for host in chosen]
     if not options.dry:
         asked = "measure" if getattr(options, "measure", False) else options.command
         agreed(options, f"{', '.join(hosts)}: {_QUESTIONS[asked]}")
@@ -69,8 +74,14 @@ def run(options: Options) -> int:
     words = line(options.command, options, hosts, flags)
     show(words)
     if options.dry or options.json:
-        return subprocess.run(argv(words), check=False).returncode
-    return watched(words, hosts, options)
+        code = subprocess.run(argv(words), check=False).returncode
+    else:
+        code = watched(words, hosts, options)
+    if code not in (0, _INTERRUPTED):
+        # pyinfra says no more of hosts that it did not reach than that none is left.
+        for problem in reach(chosen).problems():
+            tell_problem(problem)
+    return code
 
 
 def agreed(options: Options, question: str) -> None:

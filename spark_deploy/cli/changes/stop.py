@@ -11,11 +11,11 @@ from pyinfra.api.host import Host
 from spark_contract.host import tool
 from spark_contract.host.units import MAIN_SERVICE
 
-from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, listed, say
+from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, listed
 from spark_deploy.cli.looking import Answer, look, plain_answer
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
-from spark_deploy.operations.commands import heartbeat, shell
+from spark_deploy.operations.commands import shell
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 
@@ -37,7 +37,10 @@ def run(options: Options) -> int:
         one.name: [[verb, name, *rest] for name in chosen_services(one, options.service)]
         for one in hosts
     }
-    answers = look(hosts, lambda host, one: _order(host, one, orders[one.name]))
+    answers = look(
+        hosts, lambda host, one: _order(host, one, orders[one.name]),
+        doing="stopping" if options.command == "stop" else "starting",
+    )  # fmt: skip
     found = [_outcome(one) for one in answers]
     texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in found)
     answer(options, found, texts, between="\n")
@@ -73,10 +76,7 @@ def _order(host: Host, one: Listed, orders: Sequence[Sequence[str]]) -> tuple[bo
     )
     # Each engine may take its whole start, and its stop, to answer.
     limit_s = (settings.serve.start_timeout_s + settings.serve.stop_timeout_s + 300) * len(orders)
-    with heartbeat(host, orders[0][0], report=lambda text: say(f"{one.name}: {text}")):
-        ok, output = host.run_shell_command(
-            shell(script), _sudo=one.data["_sudo"], _timeout=limit_s
-        )
+    ok, output = host.run_shell_command(shell(script), _sudo=one.data["_sudo"], _timeout=limit_s)
     return ok, output.stdout.strip()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from pyinfra.connectors.sshuserclient.client import get_host_keys
 from rich.console import Console
@@ -17,13 +16,12 @@ from rich.text import Text
 from spark_deploy.cli.changes import line
 from spark_deploy.cli.changes.forecast import found_on, sentence
 from spark_deploy.cli.changes.screen import lay
+from spark_deploy.cli.connecting.reach import reach
 from spark_deploy.cli.hosts import Listed, listed, planned, say
 from spark_deploy.cli.planned import lock
 from spark_deploy.cli.taken import Options
-from spark_deploy.errors import Problem, SparkError
-from spark_deploy.inventory.contact.bootstrap import needs_none
-from spark_deploy.inventory.contact.host_keys import Seen, look
-from spark_deploy.inventory.contact.login import endpoint, public_key, try_key
+from spark_deploy.errors import SparkError
+from spark_deploy.inventory.contact.login import public_key
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import wanted_by
 
@@ -66,20 +64,14 @@ def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
         SparkError: no host can be reached, or one does not know our key and nobody shall ask, or
             there is no key to let in.
     """
-    remote = [endpoint(host.name, host.data) for host in hosts if not needs_none(host.name)]
-    with ThreadPoolExecutor(max_workers=16) as pool:
-        found = list(pool.map(try_key, remote))
-        closed = [one for one, access in zip(remote, found, strict=True) if not access.ready]
-        seen = list(pool.map(look, closed))
-    silent = [one for one in seen if one.state == "unreachable"]
-    if silent and len(silent) == len(hosts):
-        raise SparkError([_silent(one) for one in silent])
-    there = [one.endpoint for one in seen if one.state != "unreachable"]
-    if not there:
+    found = reach(hosts)
+    if found.silent and len(found.silent) == len(hosts):
+        raise SparkError(list(found.problems()))
+    if not found.closed:
         return 0
-    for one in there:
+    for one in found.closed:
         public_key(one.key_file)  # said by itself, and not in the middle of pyinfra's words
-    new = [one.host for one in there]
+    new = [one.host for one in found.closed]
     if options.dry:
         raise SparkError.one(
             ", ".join(new), "does not let our key in yet", "run `spark-deploy up` without --dry"
@@ -90,11 +82,6 @@ def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
     code = subprocess.run(line.argv(words), check=False).returncode
     get_host_keys.cache.clear()  # what was just recorded counts from now on
     return code
-
-
-def _silent(one: Seen) -> Problem:
-    fix = "see that it is on, and that its address and port are right"
-    return Problem(one.endpoint.host, f"cannot be reached at {one.entry_name}: {one.detail}", fix)
 
 
 def _lock(hosts: Sequence[Listed], options: Options) -> None:

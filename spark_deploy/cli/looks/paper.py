@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
+from spark_deploy.documents.shown import shown
+from spark_deploy.errors import Problem
+
 _TITLE = re.compile(r"^(?:\S+: | *\S+(?: \S+)? {2,}| {2,})")
 # What people copy into a shell.
 _COMMAND = re.compile(
@@ -40,6 +43,13 @@ def tell(text: str, style: str = "") -> None:
             continue
         for part in wrapped(line, console.width):
             console.print(Text(part, style), no_wrap=True, overflow="ignore", crop=False)
+
+
+def tell_problem(problem: Problem) -> None:
+    """Print what is wrong and stands out, and below it what helps."""
+    where, *fix = shown(str(problem)).splitlines()
+    tell(where, "red")
+    tell("\n".join(fix))
 
 
 def wrapped(line: str, width: int) -> list[str]:

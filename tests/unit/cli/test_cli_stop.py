@@ -71,8 +71,9 @@ def test_each_host_is_given_its_order_and_what_it_says_is_shown(
 
     monkeypatch.setattr(stop, "listed", lambda _, judged: [LISTED])
     monkeypatch.setattr(
-        stop, "look", lambda hosts, ask: [stop.Answer(one, ask(Host(), one)) for one in hosts]
-    )
+        stop, "look",
+        lambda hosts, ask, doing: [stop.Answer(one, ask(Host(), one)) for one in hosts],
+    )  # fmt: skip
     assert stop.run(Options(command=command, service=chosen, json=False, period=period)) == 0
     assert capsys.readouterr().out == "spark-1: as you say\n"
     assert len(asked) == 1

@@ -15,8 +15,10 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.cli.changes import line
 from spark_deploy.cli.changes.screen import watch
+from spark_deploy.errors import Problem
 
 INVENTORY = str(CHECKOUT / "inventory/spark.py")
+AWAY = [Problem("spark-1", "cannot be reached", "see that it is on")]
 
 
 def run(monkeypatch, capsys, *words, code=0):
@@ -29,6 +31,7 @@ def run(monkeypatch, capsys, *words, code=0):
 
     monkeypatch.setattr(line.subprocess, "run", done)
     monkeypatch.setattr(line, "watch", lambda argv, *_more: done(argv, check=False).returncode)
+    monkeypatch.setattr(line, "reach", lambda _hosts: SimpleNamespace(problems=lambda: AWAY))
     found = main([words[0], INVENTORY, *words[1:]])
     return found, ran, capsys.readouterr().err
 
@@ -61,6 +64,16 @@ def test_it_runs_what_it_prints_for_every_host_by_name(monkeypatch, capsys, word
 @pytest.mark.parametrize("command", ["uninstall", "rollback", "prune", "rotate-key"])
 def test_a_red_run_is_red(monkeypatch, capsys, command):
     assert run(monkeypatch, capsys, command, "-y", code=3)[0] == 3
+
+
+@pytest.mark.parametrize("how", ["-y", "--dry"])
+@pytest.mark.parametrize(("code", "told"), [(0, False), (1, True), (130, False)])
+def test_a_run_that_failed_names_hosts_that_are_away_with_what_helps(
+    monkeypatch, capsys, how, code, told
+):
+    ended, _, said = run(monkeypatch, capsys, "uninstall", how, code=code)
+    assert ended == code
+    assert ("spark-1: cannot be reached\n  fix: see that it is on\n" in said) == told
 
 
 CHANGES = ["fabric", "uninstall", "unbootstrap", "rollback", "prune", "rotate-key"]

@@ -20,6 +20,7 @@ from spark_deploy.cli.changes.forecast import Found, sentence
 from spark_deploy.cli.changes.line import agreed
 from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes
 from spark_deploy.cli.commands import COMMANDS
+from spark_deploy.cli.connecting import reach
 from spark_deploy.cli.looking import Answer
 from spark_deploy.cli.planned import lock
 from spark_deploy.cli.taken import Options
@@ -330,8 +331,10 @@ def test_without_a_key_of_ours_it_says_so_before_it_asks_for_a_password(
     monkeypatch.setenv("HOME", str(tmp_path))
     host = SimpleNamespace(name="spark-1", data={})
     monkeypatch.setattr(up, "listed", lambda _options: [host])
-    monkeypatch.setattr(up, "try_key", lambda _one: Access(False, False))
-    monkeypatch.setattr(up, "look", lambda one: Seen(one, "spark-1", tmp_path, "new", None, None))
+    monkeypatch.setattr(reach, "try_key", lambda _one: Access(False, False))
+    monkeypatch.setattr(
+        reach, "look", lambda one: Seen(one, "spark-1", tmp_path, "new", None, None)
+    )
     monkeypatch.setattr(up.line, "argv", lambda _words: ["false"])
     with pytest.raises(SparkError, match="run `ssh-keygen -t ed25519`"):
         up.run(chosen(dry=dry))
