@@ -15,6 +15,7 @@ from spark_deploy.cli.planned import reuse
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.facts.machine.survey import HostSurvey, Survey
+from spark_deploy.facts.service.serve import stopped_text
 from spark_deploy.operations.machine.preflight import question
 from spark_deploy.planning.budget.memory import gib
 from spark_deploy.planning.machine import NeedsPlan
@@ -77,6 +78,7 @@ def verdict_of(
         ],
         "stubbed": list(survey.stubbed),
         "looks": dict(_looks(survey, needs)),
+        "stopped": {name: stopped_text(name, one) for name, one in survey.stopped.items()},
         "move": moving(said.host.name, survey, needs),
     }
 
@@ -98,12 +100,15 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
     if not one["reachable"]:
         yield f"{one['host']}: {one['problem']}"
         return
-    count = len(one["problems"])
+    count, stopped = len(one["problems"]), one["stopped"]
+    leaves = f", and leave {' and '.join(stopped)} stopped" if stopped else ""
     yield f"{one['host']}: " + (
         f"a deploy would refuse it for {count} reason{'s' if count > 1 else ''}"
         if count
-        else "a deploy would go ahead"
+        else f"a deploy would go ahead{leaves}"
     )
+    for text in stopped.values():
+        yield f"  stopped   {text}"
     for title, text in one["looks"].items():
         yield f"  {title:<9} {text}"
     for word, key in (("REFUSED", "problems"), ("warning", "warnings")):

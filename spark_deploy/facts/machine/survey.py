@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.errors import Problem
-from spark_contract.host.paths import DAILY
+from spark_contract.host.paths import DAILY, STOPPED_DIR
 from spark_contract.host.sentences import STAND_IN
-from spark_contract.serving.records import DailyLook
+from spark_contract.serving.records import DailyLook, Stopped
 
 from spark_deploy.facts import sections
 from spark_deploy.facts.machine import containers, disk, gpu, memory
@@ -40,6 +40,16 @@ for lock in {folder}/lock-frontend {folder}/lock; do
   inode=$(stat -c %i "$lock" 2>/dev/null) && grep -q ":$inode " /proc/locks && busy=yes
 done
 [ -n "$busy" ] || dpkg --audit
+"""
+
+
+def stopped_script(folder: str = STOPPED_DIR) -> str:
+    """Return what tells which services were stopped on purpose: names, each with its record."""
+    return f"""
+echo '== stopped'
+for file in {folder}/*.json; do
+  [ -f "$file" ] && {{ basename "$file" .json; head -c 4096 "$file" | tr -d '\\n'; echo; }}
+done
 """
 
 
@@ -73,6 +83,7 @@ class Survey:
     stored: Stored  # weights that need no room again
     daily: tuple[Problem, ...] = ()  # what the host's own daily look found
     above: tuple[Above, ...] = ()  # the folders above our places
+    stopped: Mapping[str, Stopped] = field(default_factory=dict)  # by service: on purpose
 
     @property
     def sudo_works(self) -> bool:
@@ -109,6 +120,7 @@ class HostSurvey(HostFact[Survey]):
                 ports.script(ports_wanted),
                 sections.SERVING,
                 audit_script(),
+                stopped_script(),
                 _DPKG,
                 # Half of the time is docker's.
                 beside=(
@@ -144,6 +156,7 @@ class HostSurvey(HostFact[Survey]):
             stored=stored.parse(found),
             daily=_daily(found.get("daily", ())),
             above=disk.parse_above(found.get("above", ())),
+            stopped=dict(_stopped(found.get("stopped", ()))),
         )
 
 
@@ -152,6 +165,15 @@ def _daily(lines: Sequence[str]) -> tuple[Problem, ...]:
         return documents.parse(DailyLook, "\n".join(lines)).problems
     except DocumentError:  # there was none yet, or it was cut short
         return ()
+
+
+def _stopped(lines: Sequence[str]) -> Iterator[tuple[str, Stopped]]:
+    """Read names of services, each with its record below it; that there is one keeps it down."""
+    for name, said in zip(lines[::2], lines[1::2], strict=False):
+        try:
+            yield name, documents.parse(Stopped, said)
+        except DocumentError:
+            yield name, Stopped(None, "an unknown time")
 
 
 def audited(lines: Sequence[str]) -> tuple[str, ...]:

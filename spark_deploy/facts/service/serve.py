@@ -11,6 +11,7 @@ from pyinfra.api.exceptions import FactProcessError
 from spark_contract.documents import DocumentError, read
 from spark_contract.host import tool
 from spark_contract.serving import status
+from spark_contract.serving.records import Stopped
 from spark_contract.serving.release import Release
 
 from spark_deploy.facts.reading import HostFact
@@ -68,12 +69,7 @@ class HostStatus:
         state = self.service(service)
         if state is None or not state.stopped_by_hand:
             return ""
-        found = state.stopped_by_hand
-        who = found.by or "someone on the host"
-        return (
-            f"{service} was stopped on purpose by {who} and is down since {found.at}"
-            f"{f' until {found.until}' if found.until else ''}; `spark-deploy start` brings it back"
-        )
+        return stopped_text(service, state.stopped_by_hand)
 
     def rollout(self, service: str) -> status.UnderWay | None:
         """Return the change of a service that the host is carrying out now."""
@@ -104,6 +100,15 @@ class HostStatus:
             (not (live and live.ok), f"no answer: {live.detail if live else 'not asked'}"),
         )
         return next((text for wrong, text in reasons if wrong), "")
+
+
+def stopped_text(service: str, found: Stopped) -> str:
+    """Say who stopped a service on purpose, since when, and what ends that."""
+    who = found.by or "someone on the host"
+    return (
+        f"{service} was stopped on purpose by {who} and is down since {found.at}"
+        f"{f' until {found.until}' if found.until else ''}; `spark-deploy start` brings it back"
+    )
 
 
 def _of_gateway(state: status.Service) -> tuple[tuple[object, str], ...]:

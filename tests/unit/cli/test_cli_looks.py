@@ -205,6 +205,7 @@ def test_doctor_counts_reasons_and_names_each_with_its_fix():
         "warnings": [{"where": "kernel", "what": "a reboot is pending", "fix": "reboot"}],
         "stubbed": ["driver 580+labstub"],
         "looks": {"system": "debian 12 on x86_64"},
+        "stopped": {},
         "move": [],
     }
     text = "\n".join(doctor_lines(one))

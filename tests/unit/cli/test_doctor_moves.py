@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import shlex
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from spark_deploy.cli.looking import Answer
 from spark_deploy.cli.looks import doctor
 from spark_deploy.cli.planned import plan, reuse
 from spark_deploy.errors import LockError
+from spark_deploy.facts.machine import survey as survey_fact
 from spark_deploy.facts.service.stored import Stored
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.surveyed import OLLAMA, survey
@@ -51,6 +54,31 @@ def test_engines_that_may_stay_or_are_taken_over_already_need_no_move() -> None:
     assert said([RUNNING], takeover=("ollama",))["move"] == []
     assert said([RUNNING], allow_containers=("ollama",))["move"] == []
     assert said([])["move"] == []
+
+
+def test_who_stopped_a_service_is_told_and_that_a_deploy_leaves_it_so() -> None:
+    record = '{"schema_version":1,"release":"main-1","at":"NOON","by":"ann@desk","until":"ONE"}'
+    stopped = survey(containers=[], stopped=["main", record, "small", "torn"])
+    host: Any = SimpleNamespace(name="spark-1", data={})
+    text = "\n".join(doctor.lines(doctor.verdict_of(Answer(host, stopped), NEEDS, {})))
+    assert text.startswith(
+        "spark-1: a deploy would go ahead, and leave main and small stopped\n"
+        "  stopped   main was stopped on purpose by ann@desk and is down since NOON until ONE; "
+        "`spark-deploy start` brings it back\n"
+        "  stopped   small was stopped on purpose by someone on the host and is down since an "
+        "unknown time; "
+    )
+    assert "stopped" not in "\n".join(doctor.lines(said([])))
+
+
+def test_a_host_tells_each_stop_on_one_line_and_none_where_none_is(tmp_path: Path) -> None:
+    def told() -> list[str]:
+        script = ["sh", "-ec", survey_fact.stopped_script(str(tmp_path)) + "exit 0"]
+        return subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n")
+
+    assert told() == ["== stopped", ""]
+    (tmp_path / "main.json").write_text('{\n "at": "NOON"\n}\n')
+    assert told() == ["== stopped", "main", '{ "at": "NOON"}', ""]
 
 
 def test_what_lies_on_the_host_already_is_told_in_bytes_of_the_model() -> None:
