@@ -150,9 +150,11 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
     yield _row(
         "",
         f"KV cache of {memory.kv_tokens:,} tokens for {profile.limits.max_sequences} requests at "
-        f"once; as the engine counts {memory.counted_tokens(context):,}, room for "
+        f"once; {memory.counted_tokens(context):,} as an engine counts: room for "
         f"{memory.full_context_users:.1f} requests of {context:,}",
     )
+    if profile.engine_mode != "native":
+        yield _row("", "an engine without a Spark's kernels has larger blocks, and counts less")
 
 
 def speed(

@@ -315,6 +315,22 @@ def test_the_plan_says_what_the_memory_beside_the_engine_is_for():
     assert float(left[1]) >= 0.2 * 119.7 - 0.1
 
 
+def test_the_plan_counts_the_cache_as_the_engine_does_beside_its_own_count():
+    plan, (model, profile) = plan_of(), pair_of(settings_of(), CATALOG)
+    memory, longest = plan.memory, plan.serve.check.max_model_len
+    text = "\n".join(lines(plan, model, profile))
+    counted = re.search(
+        r"([\d,]+) as an engine counts: room for ([\d.]+) requests of ([\d,]+)", text
+    )
+    tokens, requests, each = (float(word.replace(",", "")) for word in counted.groups())
+    assert (each, tokens) == (longest, memory.counted_tokens(longest))
+    assert tokens == pytest.approx(requests * each, rel=0.01)
+    larger = "has larger blocks, and counts less"
+    assert larger not in text
+    portable = dataclasses.replace(profile, engine_mode="portable")
+    assert larger in "\n".join(lines(plan, model, portable))
+
+
 @pytest.mark.parametrize(("asked", "told"), [(0.8, False), (0.93, True)])
 def test_a_share_that_leaves_others_too_little_is_lowered_and_the_plan_says_to_what(asked, told):
     chosen = {"engine.memory_fraction": asked}
