@@ -183,6 +183,9 @@ def say_what_it_takes(paths: LabPaths, engine: str) -> None:
     for part in found:
         there = f", {_gb(part.there_bytes)} there" if part.there_bytes else ""
         print(f"            {_gb(part.size_bytes):>8}  {part.what}{there}")
+    if engine == "cpu":
+        gib = len(HOSTS) * room.ENGINE_MEMORY_BYTES >> 30
+        print(f"  memory    {gib} GiB for the engines of {len(HOSTS)} hosts, by their plans")
     print(
         f"  time      {_MINUTES[engine]} minutes from nothing on two cores\n"
         f"  packages  {missing or 'none: all that hosts need is installed'}\n"

@@ -1,4 +1,4 @@
-"""What the demo takes of the disk, part by part, and how much of each part is there already.
+"""What the demo takes of the disk, part by part, how much of each is there already; its memory.
 
 The sizes are constants, to be corrected by who measures: they were taken with ``du`` on Debian 12
 and x86_64, except where it says otherwise.
@@ -24,6 +24,8 @@ HOST_BYTES = 600_000_000
 HOST_ENGINE_BYTES = ENGINE_TREES_BYTES
 # While Docker unpacks a layer it keeps the file that it downloaded; both hosts do it at once.
 HOST_PULL_BYTES = ENGINE_IMAGE_BYTES
+
+ENGINE_MEMORY_BYTES = 3 << 30  # of the memory, for each real engine; what its plan asks for
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ from lab.engine.patch import _unloaded
 from lab.errors import LabError
 from lab.images import PublishedImage, write_published
 from lab.paths import LabPaths
+from spark_deploy.catalog.load import read_catalog
+from spark_deploy.cli.hosts import Listed, planned
+from spark_deploy.settings.load import load_hosts
 from tests.labkit import CHECKOUT
 
 
@@ -43,6 +46,7 @@ def test_it_says_disk_time_packages_and_the_way_back(
         assert words in said
     assert "packages  mmdebstrap tinyproxy-bin\n" in said
     assert ("vLLM, unpacked" in said) == (engine == "cpu")
+    assert ("memory    6 GiB for the engines of 2 hosts" in said) == (engine == "cpu")
     assert not lab.state.exists()
 
 
@@ -55,6 +59,16 @@ def test_what_it_says_to_type_next_is_about_its_own_hosts(
     assert "spark-deploy connect lab-1 lab-2 --inventory inventory/lab.py" in said
     assert "inventory/lab.py deploy.py --limit lab-1 --limit lab-2 -y" in said
     assert ("python -m lab down --delete lab-21" in said) == bool(others)
+
+
+def test_the_memory_that_it_names_is_what_the_plan_of_a_host_asks_for() -> None:
+    vendor = {"cuda.repositories": [], "docker.repositories": []}  # the lab itself describes it
+    found = load_hosts({"lab": ["lab-1"]}, root=CHECKOUT, overrides=vendor)["lab-1"]
+    plan = planned(Listed("lab-1", {}, found, read_catalog()), estimate=True)
+    needed = plan.needs.memory_needed_bytes
+    assert needed <= room.ENGINE_MEMORY_BYTES < needed + (1 << 28)
+    takes = f"{len(demo.HOSTS) * room.ENGINE_MEMORY_BYTES >> 30} GiB of memory"
+    assert takes in (CHECKOUT / "README.md").read_text("utf-8")
 
 
 def test_a_disk_that_is_too_full_is_refused_before_anything_is_done(
