@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.errors import Problem
-from spark_contract.host.paths import DAILY, STOPPED_DIR
+from spark_contract.host.paths import DAILY, Paths
 from spark_contract.host.sentences import STAND_IN
+from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.records import DailyLook, Stopped
 
 from spark_deploy.facts import sections
@@ -43,7 +45,10 @@ done
 """
 
 
-def stopped_script(folder: str = STOPPED_DIR) -> str:
+_STOPPED = str(Paths(Path("/")).stopped(MAIN_SERVICE).parent)
+
+
+def stopped_script(folder: str = _STOPPED) -> str:
     """Return what tells which services were stopped on purpose: names, each with its record."""
     return f"""
 echo '== stopped'

@@ -19,7 +19,6 @@ JOBS_DIR = f"{STATE_DIR}/jobs"
 PROOFS_DIR = f"{STATE_DIR}/proofs"
 RECEIPTS_DIR = f"{STATE_DIR}/receipts"
 SWITCH_DIR = f"{STATE_DIR}/switch"
-STOPPED_DIR = f"{STATE_DIR}/stopped"
 DAILY = f"{STATE_DIR}/daily.json"
 GPU_RECEIPT = f"{RECEIPTS_DIR}/gpu-container.json"
 RUN_DIR = "/run/spark"
@@ -150,7 +149,7 @@ class Paths:
 
     def stopped(self, service: str) -> Path:
         """Return the marker of a service that a person stopped."""
-        return self.below(STOPPED_DIR) / f"{service}.json"
+        return self.state / "stopped" / f"{service}.json"
 
     def events(self, service: str) -> Path:
         """Return the file the watch writes its events to, one JSON object a line."""
