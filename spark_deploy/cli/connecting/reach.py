@@ -16,20 +16,20 @@ from spark_deploy.inventory.contact.login import endpoint, try_key
 QUIET_S = 2.0  # after which it is said whom a command waits for
 _SWITCH_ON = "see that it is on, and that its address and port are right"
 _LET_IN = "run `spark-deploy up`, or deploys/bootstrap.py: it lets our key in"
-# By how pyinfra begins to say why it has no connection.
+# By words of pyinfra on why it has no connection.
 _FIXES = {
     "Could not connect": _SWITCH_ON,
     "Could not resolve hostname": _SWITCH_ON,
     "EOF error": _SWITCH_ON,
     "Authentication error": _LET_IN,
     "SSH host key error": _LET_IN,  # there both keys are shown, and what to do
-    "SSH error (No host key": _LET_IN,
+    "No host key": _LET_IN,
 }
 
 
 def with_fix(reason: str) -> str:
     """Return why pyinfra has no connection to a host, with what helps."""
-    fix = next((fix for words, fix in _FIXES.items() if reason.startswith(words)), "")
+    fix = next((fix for words, fix in _FIXES.items() if words in reason), "")
     return f"{reason}; fix: {fix}" if fix else reason
 
 

@@ -22,7 +22,7 @@ from spark_deploy.inventory.contact.login import Access
         ("Could not connect (Unable to connect to port 22 on 10.0.0.7)", "see that it is on"),
         ("Could not resolve hostname ([Errno -2] Name or service not known)", "its address"),
         ("Authentication error (username=spark)", "spark-deploy up"),
-        ("SSH error (No host key for 10.0.0.7 found in known_hosts)", "spark-deploy up"),
+        ("SSH error (StrictPolicy: No host key for a found in known_hosts)", "spark-deploy up"),
     ],
 )
 def test_why_a_host_cannot_be_reached_is_said_with_what_helps(reason: str, helps: str) -> None:
