@@ -3,7 +3,7 @@
 Without a name it is the main service that goes back; the name of a release tells its service.
 
 The change is the same as in a deploy: prepared, proven, and undone when its check fails. The next
-``deploy.py`` goes to what group_vars say.
+``deploy.py`` goes to what the settings say, unless `spark-deploy use` wrote the old choice there.
 """
 
 from pyinfra.context import host, state
@@ -18,9 +18,13 @@ from spark_deploy.operations import lease
 lease.hold(state, host)
 settings = known_of(host).found.settings
 to = settings.releases.rollback_to
+goes = service_of(to) if to else MAIN_SERVICE
+# A service that is listed no more has no choice; the main one's does not concern it.
+chosen = settings if goes == MAIN_SERVICE else settings.services.get(goes)
 
 service.rollback(
-    service=service_of(to) if to else MAIN_SERVICE,
+    service=goes,
+    chosen=f"{chosen.model}/{chosen.profile}" if chosen else "none",
     to=to,
     timeout_s=settings.serve.start_timeout_s * 2 + 600,
     waves=waves_for(state),

@@ -113,13 +113,15 @@ def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
 
 
 @deploy("Rollback")
-def rollback(*, service: str, to: str | None, timeout_s: int, waves: Sequence[Wave]) -> None:
+def rollback(
+    *, service: str, chosen: str, to: str | None, timeout_s: int, waves: Sequence[Wave]
+) -> None:
     """Go back to the release before the current one, or to ``to``, proven as in a deploy."""
     for wave in in_waves(waves):
         rolled_back(
             name=f"Go back on {', '.join(wave)}", service=service, to=to, timeout_s=timeout_s
         )
-    still_proven(name="Prove what is served", service=service)
+    still_proven(name="Prove what is served", service=service, chosen=chosen)
 
 
 @deploy("Prune")

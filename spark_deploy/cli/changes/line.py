@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from spark_deploy.cli.connecting.reach import reach
 from spark_deploy.cli.hosts import inventory_of, listed, program, typed
 from spark_deploy.cli.looks.paper import tell_problem
 from spark_deploy.cli.taken import Options
-from spark_deploy.errors import SparkError
+from spark_deploy.errors import SettingsError, SparkError
 from spark_deploy.inventory.command_line import plans
 
 # Deploys by command, and the settings that options of the command stand for.
@@ -65,7 +66,13 @@ def run(options: Options) -> int:
     deploy = DEPLOYS[options.command][0]
     # What options stand for is judged here, too: a mistake in it is no failed run.
     told = Options(**{**vars(options), "data": [*options.data, *_chosen(options.command, options)]})
-    chosen = listed(told, judged=plans(deploy))
+    typed = {f"--data: {key}": f"--{name}" for name, key in DEPLOYS[options.command][1].items()}
+    try:
+        chosen = listed(told, judged=plans(deploy))
+    except SettingsError as error:
+        raise SettingsError(
+            [replace(one, where=typed.get(one.where, one.where)) for one in error.problems]
+        ) from error
     hosts = [host.name for host in chosen]
     if not options.dry:
         asked = "measure" if getattr(options, "measure", False) else options.command

@@ -18,7 +18,7 @@ _ENDS = ("Success", "No changes", "Skipped", "Error", "Failed")
 _PARTS = {
     "host": ("Reboots", "Preflight", "Base", "Tools", "CUDA", "Docker"),
     "model and image": ("Sources", "Checkpoint", "Image", "Ready", "Discard"),
-    "engine": ("Serve",),
+    "engine": ("Serve", "Rollback"),
     "proof": ("Verify",),
 }
 _ENGINE = "engine"
@@ -111,12 +111,20 @@ class Transcript:
     def _begin(self, role: str, name: str) -> list[str]:
         self.part = _part_of(role, name)
         self.others = []
+        turn = self._turn(name)
         for host in self.hosts.values():
             if not host.failed:
-                host.step, host.what, host.how = f"{role}: {name}", "", ""
+                waits = turn and host.name not in turn
+                host.step = f"waits for {', '.join(turn)}" if waits else f"{role}: {name}"
+                host.what, host.how = "", ""
                 host.said = [line for line in host.notes if not _is_progress(line)] or host.said
                 host.notes, host.ended = [], False
         return []
+
+    def _turn(self, name: str) -> list[str]:
+        """Return the hosts whose turn a step is; none where it is of all at once."""
+        named = name.rpartition(" on ")[2].split(", ")
+        return named if all(one in self.hosts for one in named) else []
 
     def _of_host(self, host: HostView, text: str) -> list[str]:
         if text in _ENDS or text.startswith("Error"):

@@ -11,6 +11,7 @@ from spark_contract.documents import plain
 from spark_contract.host.sentences import SPEED
 from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.checks import PREFIX_REUSE
+from spark_contract.serving.records import WayBack
 
 from spark_deploy.cli.changes.under_way import rollout_text
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
@@ -66,6 +67,7 @@ def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:
         **plain_answer(said),
         "installed": status.installed,
         "planned": wanted,
+        "planned_pair": _named(status, wanted, plan),
         "unreadable": status.unreadable,
         "drift": drift or others,
         "ready": _readiness(plan, status) if plan else [],
@@ -127,7 +129,7 @@ def told_by(status: HostStatus) -> dict[str, Any]:
         "reboot_pending": told.get("reboot_pending", ""),
         "stopped": status.stopped(MAIN_SERVICE),
         "rollout": _rollout(status, MAIN_SERVICE),
-        "rolled_back": {"from": back.came, "to": back.to, "at": back.at} if back else None,
+        "rolled_back": _gone_back(status, back) if back else None,
         "jobs": [job for job in told.get("jobs", ()) if job["state"] != "done"],
         "events": told.get("events", {}).get(MAIN_SERVICE, []),
         "daily": told.get("daily") or {},
@@ -137,6 +139,18 @@ def told_by(status: HostStatus) -> dict[str, Any]:
 def _rollout(status: HostStatus, service: str) -> dict[str, Any] | None:
     there = status.rollout(service)
     return {**plain(there), "text": rollout_text(status, there)} if there else None
+
+
+def _gone_back(status: HostStatus, back: WayBack) -> dict[str, Any]:
+    pair = _named(status, back.came, None)
+    return {"from": back.came, "from_pair": pair, "to": back.to, "at": back.at}
+
+
+def _named(status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
+    """Return a release in people's words: of the host where it lies, else of the plan."""
+    there = status.release(name)
+    pair = plan if plan and plan.serve.name == name else there
+    return f"{pair.model} with {pair.profile}, {name}" if pair else name
 
 
 def _plan(host: Listed) -> tuple[HostPlan | None, str]:
@@ -174,7 +188,7 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
         yield f"{one['host']}: nothing of ours is installed yet"
     else:
         yield f"{one['host']}: {_serves(one)}"
-        wants = f" (wants {one['planned']})" if one["drift"] and one["planned"] else ""
+        wants = f" (wants {one['planned_pair']})" if one["drift"] and one["planned"] else ""
         yield f"  plan     {one['drift'] or 'as planned'}{wants}"
         if one["rollout"]:
             yield f"  rollout  {one['rollout']['text'].removeprefix('rollout ')}"
@@ -265,7 +279,7 @@ def _intentions(one: dict[str, Any]) -> Iterator[str]:
         yield f"  stopped  {one['stopped']}"
     if one["rolled_back"]:
         back = one["rolled_back"]
-        yield f"  back     rolled back from {back['from']} at {back['at']}"
+        yield f"  back     rolled back from {back['from_pair']} at {back['at']}, by hand"
     for pair in one["ready"]:
         missing = ", ".join(pair["missing"])
         state = f"not ready: {missing}" if missing else "a rollout needs no download and no build"

@@ -12,6 +12,8 @@ from pyinfra.api.state import State
 from pyinfra.context import host
 from spark_contract.documents import parse, plain
 from spark_contract.host import tool
+from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.serving.status import ReleaseState
 from spark_contract.work.keep import Keep, Pruning
 
 from spark_deploy.errors import Problem
@@ -45,8 +47,13 @@ def rolled_back(service: str, to: str | None, timeout_s: int) -> Commands:
 
 @operation()
 @host_errors
-def still_proven(service: str) -> None:
-    """Refuse to call a rollback good unless what the host serves is proven."""
+def still_proven(service: str, chosen: str) -> None:
+    """Refuse to call a rollback good unless what the host serves is proven.
+
+    Args:
+        service: what went back.
+        chosen: the MODEL/PROFILE of it that the settings say, or "none".
+    """
     if not host.state.is_executing:
         host.noop("judged after the change")
         return
@@ -60,8 +67,22 @@ def still_proven(service: str) -> None:
             f"not proven: {why}",
             "`spark-check` on the host says which check fails; deploy.py repairs the rest",
         )
-    host.log(f"serves {release}, proven; the next deploy.py goes to what group_vars say")
+    host.log(_after(service, status.release(release), chosen))
     host.noop("proven")
+
+
+def _after(service: str, serves: ReleaseState | None, chosen: str) -> str:
+    """Say what serves after a rollback, and that the settings still say what they said."""
+    if serves is None:  # said of a service that is proven
+        raise ValueError(f"{service} serves nothing")
+    pair = f"{serves.model}/{serves.profile}"
+    next_up = "the next `spark-deploy up` goes to"
+    then = f"{next_up} {chosen} again"
+    if chosen == pair:
+        then = f"{next_up} what the settings say of it now"
+    elif service == MAIN_SERVICE:
+        then += f"; to stay: `spark-deploy use {pair}`"
+    return f"serves {pair} ({serves.name}), proven; {then}"
 
 
 @operation()

@@ -71,8 +71,8 @@ class ReleaseSettings:
     )
     rollback_to: str | None = setting(
         None,
-        "Where `deploys/rollback.py` goes: a release by name, usually given as --data "
-        "releases.rollback_to=NAME; null means the main service's before this one.",
+        "Where a rollback goes: a release by name, usually given by `spark-deploy rollback --to "
+        "NAME`; null means the main service's before this one.",
         **form(
             f"^[a-z0-9][a-z0-9-]*-{DIGEST12}$",
             "a release as `spark-deploy status` names it",

@@ -134,7 +134,9 @@ def test_status_says_who_stopped_a_service_and_that_it_was_rolled_back(tmp_path)
     }  # fmt: skip
     text = shown(tmp_path, found)
     assert "stopped on purpose by ann@desk and is down since 2026-11-21T10:00:00Z" in text
-    assert "rolled back from main-b at 2026-11-21T09:00:00Z" in text
+    assert "rolled back from main-b at 2026-11-21T09:00:00Z, by hand" in text
+    found["releases"].append({**found["releases"][0], "name": "main-b", "profile": "v2-tq"})
+    assert "rolled back from lab-stub with v2-tq, main-b at" in shown(tmp_path, found)
 
 
 def test_status_says_that_a_rollout_is_under_way_where_nothing_is_served_yet(tmp_path):

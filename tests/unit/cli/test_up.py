@@ -240,6 +240,16 @@ def test_an_engine_that_loads_is_told_by_its_phase_and_not_by_its_log():
     assert a.split() == ["a", "engine", "engine", "loads,", "1:35"]
 
 
+def test_who_waits_for_another_host_says_so_and_a_rollback_is_the_engines_time():
+    rollback = RUN.replace("Serve | Serve the release on", "Rollback | Go back on")
+    seen, _ = read(rollback[: rollback.index("[a]  rollout of")])
+    assert [line.split() for line in drawn(seen, 100)[:2]] == [
+        ["a", "Rollback:", "Go", "back", "on", "a"], ["b", "waits", "for", "a"],
+    ]  # fmt: skip
+    assert seen.part == "engine"
+    assert read(rollback)[0].hosts["b"].failed == "Rollback: Go back on b"
+
+
 def test_what_failed_is_said_at_once_with_its_reason():
     _, shown = read(RUN)
     assert shown == [

@@ -125,12 +125,11 @@ def test_a_failure_elsewhere_leaves_this_host_alone() -> None:
 
 def test_after_a_rollback_the_run_is_red_unless_what_serves_is_proven() -> None:
     good = Answering(Status=told(RIGHT))
-    assert outcome(good, releases.still_proven, "main") == []
-    assert "the next deploy.py goes to what group_vars say" in good.logs[0]
+    assert outcome(good, releases.still_proven, "main", "m/v2-tq") == []
 
     closed = {**RIGHT["services"]["main"], "traffic_open": False}
     bad = Answering(Status=told({**RIGHT, "services": {"main": closed}}))
-    [command] = outcome(bad, releases.still_proven, "main")
+    [command] = outcome(bad, releases.still_proven, "main", "m/v2-tq")
     assert "gateway is closed" in command
 
 
@@ -165,6 +164,20 @@ def test_a_prune_with_nothing_to_do_does_nothing() -> None:
     host = Answering(Prunable=read(Pruning, {**FOUND, "items": [], "bytes": 0}))
     assert outcome(host, releases.pruned, KEEP) == []
     assert host.noops == ["nothing can go"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "then"),
+    [
+        ("m/v2-tq", "goes to m/v2-tq again; to stay: `spark-deploy use m/v2`"),
+        ("m/v2", "goes to what the settings say of it now"),
+    ],
+)
+def test_a_rollback_says_where_the_next_up_goes_and_how_to_stay(chosen: str, then: str) -> None:
+    release = {**RIGHT["releases"][0], "model": "m", "profile": "v2"}
+    host = Answering(Status=told({**RIGHT, "releases": [release]}))
+    assert outcome(host, releases.still_proven, "main", chosen) == []
+    assert host.logs == [f"serves m/v2 ({RELEASE}), proven; the next `spark-deploy up` {then}"]
 
 
 def plan() -> Any:
