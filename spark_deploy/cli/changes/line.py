@@ -16,6 +16,7 @@ import click
 from rich.console import Console
 
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.changes import way_back
 from spark_deploy.cli.changes.screen import watch
 from spark_deploy.cli.connecting.reach import reach
 from spark_deploy.cli.hosts import inventory_of, listed, program, typed
@@ -74,6 +75,11 @@ def run(options: Options) -> int:
             [replace(one, where=typed.get(one.where, one.where)) for one in error.problems]
         ) from error
     hosts = [host.name for host in chosen]
+    asks = not options.yes and not options.dry and sys.stdin.isatty()
+    if options.command == "rollback" and asks:
+        code = way_back.ended(chosen, options.to)
+        if code is not None:
+            return code
     if not options.dry:
         asked = "measure" if getattr(options, "measure", False) else options.command
         agreed(options, f"{', '.join(hosts)}: {_QUESTIONS[asked]}")

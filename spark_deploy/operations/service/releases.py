@@ -9,7 +9,7 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
-from pyinfra.context import host
+from pyinfra.context import ctx_host, host
 from spark_contract.documents import parse, plain
 from spark_contract.host import tool
 from spark_contract.host.units import MAIN_SERVICE
@@ -33,6 +33,10 @@ def rolled_back(service: str, to: str | None, timeout_s: int) -> Commands:
     """Serve the release before the current one, or a named one, proven again."""
     way = read(WayBack, service=service, to=to)
     if isinstance(way, Problem):
+        if not host.state.is_executing:  # nobody shall read of a change where there will be none
+            show(ctx_host.get(), str(way))  # type: ignore[no-untyped-call]  # pyinfra
+            host.noop("refused")
+            return
         raise Refused(way)
     if way.to is None or way.done:
         why = way.done or "nothing to go back to"

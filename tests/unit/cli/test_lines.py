@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import click
 import pytest
 from rich.console import Console
+from spark_contract.serving.status import NamedRelease, Rollback
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
-from spark_deploy.cli.changes import line
+from spark_deploy.cli.changes import line, way_back
 from spark_deploy.cli.changes.screen import watch
+from spark_deploy.cli.looking import Answer
 from spark_deploy.errors import Problem
 
 INVENTORY = str(CHECKOUT / "inventory/spark.py")
@@ -103,6 +105,37 @@ def test_it_asks_once_and_naming_the_hosts(monkeypatch, capsys, answer, code, ru
     [text] = asked
     assert text.startswith("spark-1: Remove what no kept release needs?")
     assert all(words[-1] == "-y" for words in ran)
+
+
+STOPPED = Problem("main", "was stopped on purpose", "start it first")
+THERE, BACK = (NamedRelease(f"main-{one * 12}", "m", f"v-{one}") for one in "ab")
+DONE = Rollback(THERE, THERE, done="it serves in place of b")
+
+
+@pytest.mark.parametrize(
+    ("ways", "said", "code"),
+    [
+        ([Rollback(THERE, BACK), STOPPED], f"spark-1: goes back from {THERE} to {BACK}\n", None),
+        ([STOPPED, DONE], "spark-1: main: was stopped on purpose", 1),
+        ([DONE], "spark-1: it serves in place of b\n", 0),
+        ([None], "spark-1: is away\n", 1),
+    ],
+)
+def test_before_a_rollback_is_agreed_to_it_says_from_where_to_where_and_asks_only_then(
+    monkeypatch, capsys, ways, said, code
+):
+    hosts = [SimpleNamespace(name=f"spark-{number + 1}") for number in range(len(ways))]
+    answers = [Answer(*both, "is away") for both in zip(hosts, ways, strict=True)]
+    monkeypatch.setattr(way_back, "look", lambda _hosts, _ask: answers)
+    assert way_back.ended(hosts, None) == code
+    assert said in capsys.readouterr().err
+
+    monkeypatch.setattr(way_back, "ended", lambda _hosts, _to: code)
+    asked = []
+    monkeypatch.setattr(line.click, "confirm", lambda text, **_: asked.append(text))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    found, ran, _ = run(monkeypatch, capsys, "rollback")
+    assert (found, len(ran), len(asked)) == ((0, 1, 1) if code is None else (code, 0, 0))
 
 
 def test_a_measurement_is_not_asked_about_as_a_change_of_the_network(monkeypatch, capsys):

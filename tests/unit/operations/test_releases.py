@@ -78,6 +78,14 @@ def test_a_rollback_that_cannot_be_done_fails_with_the_hosts_words() -> None:
     assert command.startswith("_refuse(main: nothing to go back to")
 
 
+def test_a_dry_rollback_that_will_be_refused_says_why_and_predicts_no_change() -> None:
+    problem = {"where": "main", "what": "was stopped on purpose", "fix": "start it first"}
+    host = Answering(WayBack=way({"from": A, "to": None, "problem": problem}))
+    assert outcome(host, releases.rolled_back, "main", None, 60, executing=False) == []
+    assert host.logs == ["main: was stopped on purpose", "  fix: start it first"]
+    assert host.noops == ["refused"]
+
+
 def test_a_host_with_older_tools_is_told_to_deploy_first() -> None:
     [command] = outcome(
         Answering(WayBack=WayBack.default()), releases.rolled_back, "main", None, 60
