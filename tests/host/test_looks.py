@@ -92,7 +92,9 @@ def test_status_says_what_is_served_and_notices_what_is_not_as_planned(fleet: Fl
     assert row(good.stdout, "proof").startswith(("full check", "quick check"))
     assert row(good.stdout, "live").startswith("answered in")
     assert other.returncode == shut.returncode == 1
-    assert row(other.stdout, "plan").startswith(f"serves {release} (wants lab-stub with v2-tq, main-")
+    assert row(other.stdout, "plan").startswith(
+        f"serves {release} (wants lab-stub with v2-tq, main-"
+    )
     assert "gateway" in row(shut.stdout, "plan")
 
 
