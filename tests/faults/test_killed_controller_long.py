@@ -1,16 +1,23 @@
-"""Controllers killed where it takes longer: an image is built, a change goes back or measures."""
+"""Controllers killed in what takes longer (an image, measuring, going back), and further phases."""
 
 from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.faults.hold import Hold, controller, die
-from tests.faults.test_killed_controller import kill_in_a_phase, kill_in_the_middle_of_a_job
+from tests.faults.test_killed_controller import (
+    kill_by_turns,
+    kill_in_a_phase,
+    kill_in_the_middle_of_a_job,
+)
 from tests.host.conftest import Fleet
 from tests.labkit import lab
 
 LONG_JOBS = ["image-build"]
 MEASURES, GOES_BACK = LONG_PHASES = ["bench", "rollback"]
+FURTHER_PHASES = ["prove", "stop", "memory", "enable"]
 
 
 def test_killed_in_the_middle_of_an_image_build(fleet: Fleet) -> None:
@@ -20,6 +27,11 @@ def test_killed_in_the_middle_of_an_image_build(fleet: Fleet) -> None:
     lab("prepare", "--engine", "cpu")
     fleet.site.choose(keep_ready=[{"model": "lab-tiny", "profile": "v2"}])
     kill_in_the_middle_of_a_job(fleet, LONG_JOBS[0], seconds=400)
+
+
+@pytest.mark.parametrize("phase", FURTHER_PHASES)
+def test_killed_in_a_further_phase_of_the_change(fleet: Fleet, phase: str) -> None:
+    kill_by_turns(fleet, phase)
 
 
 def test_killed_while_the_host_measures(fleet: Fleet) -> None:

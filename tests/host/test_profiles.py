@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
 from spark_deploy.catalog.load import read_catalog
-from tests.clients import assert_no_long_wait_of_ours, clients, outages_s, own_overhead_s
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, lab
-from tests.traces import state
 
 pytestmark = pytest.mark.gate
 
@@ -100,41 +96,6 @@ def test_a_profile_round_trip_ends_where_it_began_and_shares_one_tree(fleet: Fle
     assert guest.argv() == argv
     assert_runs_as_declared(guest, "v2")
     assert guest.run("ls -i /srv/spark/models") == trees
-    fleet.site.deploy().must_have_changed_nothing()
-
-
-def test_clients_go_through_a_round_trip_without_a_wrong_answer(
-    fleet: Fleet, record_property: Callable[[str, object], None]
-) -> None:
-    fleet.settle(profile="v2-tq")
-    fleet.settle()
-    guest = fleet.guests[0]
-    first, before = guest.release(), state(guest)
-
-    with clients(guest, guest.names()[0]) as seen:
-        runs, times = [], []
-        for profile in ("v2-tq", "v2"):
-            fleet.site.choose(profile=profile)
-            runs.append(fleet.site.deploy("--limit", guest.name))
-            parts = guest.json(f"cat /var/lib/spark/switch/{guest.release()}.json")["times_s"]
-            record_property(f"outage_s to {profile}", json.dumps(parts))
-            times.append(parts)
-            assert set(parts) >= {"drain", "stop", "memory", "start", "check", "open", "enable"}
-            assert own_overhead_s(parts) < 5.0, parts
-
-    assert [run.exit_code for run in runs] == [0, 0], runs[-1].stderr[-3000:]
-    for run in runs:
-        told = re.findall(r"\b(drain|stop|memory|start|check) \d+\.\d s", run.stderr)
-        assert set(told) == {"drain", "stop", "memory", "start", "check"}, run.stderr[-3000:]
-    assert {one.kind for one in seen} == {"right", "refused"}, [
-        one.text for one in seen if one.kind == "other"
-    ]
-    outages = outages_s(seen)
-    record_property("outage_s by the clients", json.dumps(outages))
-    assert len(outages) == 2
-    for parts, outage_s in zip(times, outages, strict=True):
-        assert_no_long_wait_of_ours(parts, outage_s)
-    assert (guest.release(), state(guest)) == (first, before)
     fleet.site.deploy().must_have_changed_nothing()
 
 
