@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from spark_deploy.bench.client import Endpoint, ask
 from spark_deploy.bench.prompts import RUNS, SEEDS
 from spark_deploy.bench.result import Answer
-from spark_deploy.bench.ticking import ticking
+from spark_deploy.ticking import ticking
 
 
 def measure(

@@ -14,8 +14,8 @@ from spark_contract.serving.release import Release
 
 from spark_deploy.bench.host import Login
 from spark_deploy.bench.result import Load
-from spark_deploy.bench.ticking import ticking
 from spark_deploy.errors import SparkError
+from spark_deploy.ticking import ticking
 
 PROMPT_TOKENS, ANSWER_TOKENS = 8192, 256
 REQUESTS, WARM_UPS = 10, 3

@@ -16,12 +16,12 @@ from spark_contract.serving.release import Release
 from spark_deploy.bench import benchy, host, markdown, page, seeds, submission, vllm_bench
 from spark_deploy.bench.client import Endpoint
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served
-from spark_deploy.bench.ticking import ticking
 from spark_deploy.cli.changes import ladder
 from spark_deploy.cli.connecting.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, chosen_services, listed, planned, say
 from spark_deploy.cli.taken import Options
 from spark_deploy.errors import SparkError
+from spark_deploy.ticking import ticking
 
 _HOURS_TICK_S = 30.0  # of what may take hours
 _NAME_FILES = "name files that `spark-deploy bench` wrote (DIR/HOST-TIME.json)"

@@ -15,7 +15,6 @@ from pyinfra.api.inventory import Inventory
 from pyinfra.api.state import BaseStateCallback, State, StateStage
 from pyinfra.context import ctx_host, ctx_state
 
-from spark_deploy.bench.ticking import ticking
 from spark_deploy.cli.connecting.reach import QUIET_S, with_fix
 from spark_deploy.cli.hosts import Listed, few, say
 from spark_deploy.documents.shown import in_words
@@ -23,6 +22,7 @@ from spark_deploy.errors import SparkError
 from spark_deploy.facts.service.serve import HostStatus, Status
 from spark_deploy.inventory.contact.hearing import listen_carefully
 from spark_deploy.inventory.contact.host_keys import readable_ssh_files
+from spark_deploy.ticking import ticking
 
 T = TypeVar("T")
 

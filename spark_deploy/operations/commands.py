@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
@@ -101,14 +101,14 @@ def run(
 
 
 @contextmanager
-def heartbeat(host: Host, what: str, report: Callable[[str], None] | None = None) -> Iterator[None]:
+def heartbeat(host: Host, what: str) -> Iterator[None]:
     """Say every few seconds that ``what`` is still going on, so that a run is never silent."""
     started = monotonic()
 
     def beat() -> None:
         while True:
             gevent.sleep(HEARTBEAT_S)
-            (report or host.log)(f"{what}: {monotonic() - started:.0f} s")
+            host.log(f"{what}: {monotonic() - started:.0f} s")
 
     greenlet = gevent.spawn(beat)
     try:

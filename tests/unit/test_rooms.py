@@ -70,6 +70,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("spark_deploy/errors.py", "pyinfra"),
         ("spark_deploy/checkout.py", ""),
         ("spark_deploy/managed.py", ""),
+        ("spark_deploy/ticking.py", ""),
         ("spark_deploy/facts", "pyinfra"),
         ("spark_deploy/documents", "yaml jsonschema pydantic pydantic_core"),
         ("spark_deploy/settings", "pydantic"),

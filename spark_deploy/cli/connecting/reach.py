@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from spark_deploy.bench.ticking import ticking
 from spark_deploy.cli.hosts import Listed, few, say
 from spark_deploy.errors import Problem
 from spark_deploy.inventory.contact.bootstrap import needs_none
 from spark_deploy.inventory.contact.host_keys import Endpoint, Seen, look
 from spark_deploy.inventory.contact.login import endpoint, try_key
+from spark_deploy.ticking import ticking
 
 QUIET_S = 2.0  # after which it is said whom a command waits for
 _SWITCH_ON = "see that it is on, and that its address and port are right"

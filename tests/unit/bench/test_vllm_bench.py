@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.bench import host, markdown, page, ticking, vllm_bench
+from spark_deploy import ticking
+from spark_deploy.bench import host, markdown, page, vllm_bench
 from spark_deploy.bench.result import Load
 from spark_deploy.bench.vllm_bench import Case
 from spark_deploy.checkout import CHECKOUT
