@@ -20,7 +20,7 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
 from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
 from proven import proven_page  # noqa: E402
-from results import OLDER, device_of, marked, older, proofs_page, results_page  # noqa: E402
+from results import device_of, results_page  # noqa: E402
 from spark_contract.work.patterns import count  # noqa: E402
 from spark_host.check.table import AROUND, CHECKS  # noqa: E402
 from speed import speed_page  # noqa: E402
@@ -155,8 +155,8 @@ def profiles_page() -> Iterator[str]:
         "A profile is one way of serving. Computed figures are arithmetic for one host with the "
         "default settings and were proven on no Spark. Published figures are those of others. What "
         "is listed as proven is all there is: rows of this project's result files, of small models "
-        "on a GPU that is not a Spark's; *older code*: made before the code that it rests on was "
-        "what it is now ([which](results.md)). *Tokens* are what the cache holds beside the states "
+        "on a GPU that is not a Spark's ([when, at which commit](results.md)). *Tokens* are what "
+        "the cache holds beside the states "
         "of as many requests as the profile computes at once; a *full-length request* takes whole "
         "blocks and states of its own, so fewer of them fit than these tokens divided by their "
         "length. Which profile is the default and why: "
@@ -176,14 +176,14 @@ def profiles_page() -> Iterator[str]:
         "Combinations that are refused (or warned of) before a host is touched. *Measured here*: a "
         "result file shows it, on a GPU that is not a Spark's; *read in source*; *reported* by "
         "others only. What is marked † can be taken on with `override_rails: {RULE: WHY}`; the "
-        "plan then warns. *Older code*: see above."
+        "plan then warns."
     )
     yield from ("", "| rule | effect | why | instead | known | from |", "|---|---|---|---|---|---|")
     for rail in catalog().rails:
         known = {"measured": "*measured here*", "read": "*read in source*"}
         told = known.get(rail.evidence, "*reported*")
         effect = f"{rail.effect} †" if rail.may_be_overridden else rail.effect
-        cells = (f"`{rail.rule}`", effect, rail.reason, rail.fix, told, marked(rail.source))
+        cells = (f"`{rail.rule}`", effect, rail.reason, rail.fix, told, rail.source)
         yield f"| {' | '.join(cell(one) for one in cells)} |"
 
 
@@ -232,8 +232,7 @@ def _profile(name: str) -> Iterator[str]:
     yield from ("", "| proven by this project | on | result |", "|---|---|---|")
     for row in shown.proven:
         link = f"[{row.result}](../../benchmarks/results/gpu/{row.result})"
-        mark = OLDER if row.result in older() else ""
-        yield f"| {cell(row.what)} | {device_of(row.result)} | {link}{mark} |"
+        yield f"| {cell(row.what)} | {device_of(row.result)} | {link} |"
 
 
 def _memory_row(model: Model, profile: Profile) -> str:
@@ -374,7 +373,6 @@ FILES: dict[str, Callable[[], Iterator[str]]] = {
     "docs/reference/models.md": models_page,
     "docs/reference/profiles.md": profiles_page,
     "docs/reference/results.md": results_page,
-    "docs/reference/engine-proofs.md": proofs_page,
     "docs/reference/sweeps.md": sweeps_page,
     "docs/reference/speed.md": lambda: speed_page(catalog()),
     "docs/reference/checks.md": checks_page,

@@ -38,7 +38,7 @@ def merge(out: Path) -> None:
         document = {
             "command": "make gpu",
             "seed": 0,
-            **stages.environment(name),
+            **stages.environment(),
             "kernels": KERNELS.get(name, []),
             "rows": sorted(rows, key=lambda row: row["claim"]),
         }

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import datetime
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from proofs import code, failed
+from proofs import failed
 from proofs.engine import cases as engine_cases
 from proofs.engine import profile_cases, quality_cases, quick, talk_cases
 from proofs.engine import run as engine_run
@@ -24,6 +24,7 @@ from proofs.judges import engine as engine_judge
 from proofs.judges import profiles as profile_judge
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
+from proofs.results import describe_run
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -173,7 +174,7 @@ def _document(
     ran = {name: one for name, one in results.items() if "case" in one and name in own}
     return {
         "seed": 0,
-        **environment(name),
+        **environment(),
         "rows": rows,
         "failure": failure,
         "runs": failed.runs(ran, rows, failure),
@@ -190,35 +191,28 @@ def command(stage: str, only: list[str] | None = None, result: str | None = None
     return said + (f" --result {result}" if result else "")
 
 
-def environment(name: str) -> dict[str, Any]:
-    """Return versions and device, and the digests of the code that result ``name`` rests on."""
-    import importlib.metadata
-
+def environment() -> dict[str, Any]:
+    """Return date, commit, device and versions of a run on this CUDA machine."""
     import torch
 
-    versions = {}
-    for package in ("vllm", "torch", "triton", "transformers", "numpy", "flashinfer-python"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    needs = (importlib.metadata.requires("vllm") or []) if versions["vllm"] else []
-    pinned = [text for text in needs if text.startswith(("torch==", "flashinfer-python=="))]
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"],
         capture_output=True,
         text=True,
         check=False,
     )
+    run = describe_run(
+        driver.stdout.strip(),
+        *("vllm", "torch", "triton", "transformers", "numpy", "flashinfer-python"),
+    )
+    needs = (importlib.metadata.requires("vllm") or []) if run["versions"]["vllm"] else []
+    pinned = [text for text in needs if text.startswith(("torch==", "flashinfer-python=="))]
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "device": driver.stdout.strip(),
-        "versions": versions,
+        **run,
         "engine_pins": pinned,
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
         "caveats": [*CAVEATS, *quick.caveats()],
-        "code": code.digests(name),
     }
 
 

@@ -189,7 +189,7 @@ def main() -> None:
         "tiles": name,
         "hopper_matrix_instruction": not os.environ.get("DISABLE_MMA_V3"),
         "seed": 0,
-        **environment("lm-head"),
+        **environment(),
         "shapes": [],
     }
     for size in INPUTS:

@@ -156,7 +156,7 @@ def main() -> None:
         + "python3 benchmarks/gpu/lm_head_sweep.py"
         f" --batches {arguments.batches} --inputs {arguments.inputs}"
         + (" --spark" if arguments.spark else ""),
-        **environment("lm-head-sweep"),
+        **environment(),
         "limited_to_programs": SPARK_PROCESSORS if arguments.spark else None,
         "hopper_matrix_instruction": not WITHOUT_HOPPER,
         "read_gb_per_s": {str(size): round(read_gb_per_s(size)) for size in (762839040, 1 << 32)},

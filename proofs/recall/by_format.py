@@ -11,7 +11,6 @@ are decoded do. All questions stand in one prompt with their answers.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import platform
 import time
@@ -22,18 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import parametrize
 from transformers import AttentionInterface
 
 from lab.model.network import Network
-from proofs import code
 from proofs.recall import formats, judge, language, weights
 from proofs.recall.formats import Preset
 from proofs.recall.network import hidden_states, make_network, put_in
 from proofs.recall.rows import ENOUGH, KNOWN, row, sure
+from proofs.results import describe_run
 
 STEP = 8192
 ROWS = 512
@@ -215,10 +213,10 @@ def document(found: dict[str, list[judge.Row]]) -> dict[str, Any]:
         "stage": "recall-formats",
         "command": "python3 -m proofs.recall.by_format WEIGHTS OUT",
         "seed": 0,
-        "code": code.digests("recall-formats"),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "device": f"CPU ({platform.machine()}), no GPU: formats in torch, no engine's kernel",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **describe_run(
+            f"CPU ({platform.machine()}), no GPU: formats in torch, no engine's kernel",
+            *("torch", "transformers"),
+        ),
         "formats": {
             name: {"bytes_per_token_and_head_of_256": preset.bytes_per_head(256)}
             for name, preset in formats.PRESETS.items()

@@ -136,7 +136,7 @@ def document(
     if environment is None:
         from proofs import stages  # needs torch
 
-        environment = stages.environment(f"recall-{stage}")
+        environment = stages.environment()
     kept = failed.named(rows)
     return {
         "stage": f"recall-{stage}",

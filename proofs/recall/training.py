@@ -273,7 +273,7 @@ def main() -> None:
         "seed": seed,
         "weights_sha256": save(network, out),
         "further_from_sha256": arguments.further and sha256(arguments.further / weights.NAME),
-        **stages.environment("recall-training"),
+        **stages.environment(),
         "caveats": CAVEATS,
     }
     seen["recall"] = []

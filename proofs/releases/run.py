@@ -159,7 +159,7 @@ def prove(
     stages: list[str], trees: Path, plans: Path, work: Path, out: Path, within_s: float
 ) -> list[Row]:
     """Run all releases of ``stages`` side by side; write ``release-STAGE.json``; return rows."""
-    from proofs import stages as environment  # needs torch
+    from proofs import stages  # needs torch
 
     devices = devices_shown()
     until_s = time.monotonic() + within_s
@@ -178,7 +178,7 @@ def prove(
         document = {
             "command": f"python3 -m proofs.releases.run TREES PLANS WORK OUT --only {stage}",
             "seed": 0,
-            **environment.environment(f"release-{stage}"),
+            **stages.environment(),
             "rows": rows,
             # Answers as a whole are judged above; those of failed rows are kept.
             "runs": {name: _kept(name, one, rows) for name, one in mine.items()},

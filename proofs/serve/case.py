@@ -133,7 +133,7 @@ def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[s
         + (f" --{kind}" if kind else ""),
         "tree": tree.name,
         "seed": 0,
-        **stages.environment(out.stem),
+        **stages.environment(),
         "rows": rows,
         **result,
     }

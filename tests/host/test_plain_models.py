@@ -9,14 +9,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from proofs import code
+from proofs.results import describe_run
 from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named
 from tests.published import (
     DECODERS,
@@ -57,10 +56,8 @@ def seen(guest: Guest) -> Iterator[list[dict[str, Any]]]:
     kept = {row["model"]: row for row in [*before, *rows]}
     told = {
         "command": "RESULTS=write pytest tests/host/test_plain_models.py",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "device": "a guest of the virtual lab, x86_64 CPU",
+        **describe_run("a guest of the virtual lab, x86_64 CPU"),
         "versions": {"vllm": proof_of(guest)["engine"]["version"]},
-        "code": code.digests(RESULTS.stem),
         "rows": sorted(kept.values(), key=lambda row: str(row["model"])),
     }
     RESULTS.write_text(json.dumps(told, indent=1) + "\n")

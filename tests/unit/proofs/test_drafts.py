@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from lab.model.shape import TINY
-from proofs import code
 from proofs.drafts import cases, judge, shape, trees
 from proofs.engine.profile_cases import profile_cases
 
@@ -161,16 +160,6 @@ def test_the_stage_of_profiles_runs_and_judges_every_case() -> None:
     names = [case["name"] for case in profile_cases()]
     assert {case["name"] for case in cases.gpu_cases()} < set(names)
     assert names.count(cases.PLAIN) == 1
-
-
-@pytest.mark.parametrize("result", ["dflash", "engine-profiles"])
-def test_a_result_with_drafts_rests_on_their_weights_and_their_judge(result: str) -> None:
-    files = ("dflash/weights.npz", "eagle3/weights.npz", "judge.py")
-    wanted = {f"proofs/drafts/{name}" for name in files}
-    found = set(code.digests(result))
-    assert wanted <= found
-    assert "proofs/drafts/training.py" not in found
-    assert not wanted & set(code.digests("engine-eager"))
 
 
 def test_prompts_that_are_asked_are_no_lessons() -> None:

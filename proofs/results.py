@@ -1,0 +1,100 @@
+"""Result files: which run wrote one, what it shows, and the make target that writes it again."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+class Kind(NamedTuple):
+    """What result files of one name pattern show, and how to write them again."""
+
+    pattern: str
+    shows: str
+    target: str
+    needs: str = ""
+
+
+KINDS = (
+    Kind(r"engine-0\.\d+\.\d+", "an older engine answers like its 16-bit reference", "gpu",
+         "that vLLM in SPARK_GPU_ENGINES"),
+    Kind("engine-eager", "module numerics of every layout", "gpu"),
+    Kind("engine-head-choice", "the engine's and the baked LM head answer alike", "gpu"),
+    Kind("engine-long", "contexts up to the model's length", "gpu"),
+    Kind("engine-names", "every tensor of a checkpoint is loaded", "gpu"),
+    Kind("engine-nan", "damaged weights are noticed", "gpu"),
+    Kind("engine-prefixes", "prefix caching changes no answer", "gpu"),
+    Kind("engine-profiles", "drafts, graphs and batches of each profile", "gpu"),
+    Kind("engine-quality", "logits of each profile against 16 bit", "gpu"),
+    Kind("engine-refused", "unsupported combinations are refused", "gpu"),
+    Kind("engine-sizes", "layers of true size against transformers", "gpu"),
+    Kind("engine-speculation", "drafts and full graphs change no answer", "gpu"),
+    Kind("engine-steered", "acceptance rates known beforehand", "gpu"),
+    Kind("engine-turboquant", "TurboQuant cache with drafts and graphs", "gpu"),
+    Kind("engine-two-gpus", "tensor parallelism", "gpu", "two GPUs"),
+    Kind("experts", "fused experts against a reference", "gpu"),
+    Kind("lm-head-batches", "LM head kernel against a reference", "gpu"),
+    Kind("lm-head-sweep-.*", "LM head kernel: times by block size", "gpu-times"),
+    Kind("lm-head.*", "LM head kernel: times", "gpu-times"),
+    Kind("marlin-atomic-add", "Marlin with atomic add repeats its result", "gpu"),
+    Kind("turboquant-layer", "TurboQuant attention of one layer", "gpu"),
+    Kind("recall-flashinfer.*", "recall with FlashInfer", "gpu", "FlashInfer"),
+    Kind("recall-training.*", "training of the recall model", "gpu-train"),
+    Kind("recall-formats", "recall by cache format, without an engine", "cpu-formats"),
+    Kind("recall-.*", "recall of facts in long contexts", "gpu"),
+    Kind("release-cluster", "a planned release on two hosts", "gpu", "two GPUs"),
+    Kind("release-.*", "planned releases, served and checked", "gpu"),
+    Kind("requantize", "quantised checkpoints against the original", "gpu", "AutoRound"),
+    Kind("serve-.*-long", "metrics move while a long prompt is read", "gpu"),
+    Kind("serve-.*", "a profile's arguments serve over HTTP", "gpu"),
+    Kind("steered|prefixes|dflash", "the same claims in the engine's CPU build", "cpu-proofs"),
+    Kind("sizes", "layers of true size against transformers, CPU build", "cpu-sizes"),
+    Kind("seeing", "pictures are seen, CPU build", "cpu-seeing"),
+    Kind("plain-models", "published repositories served in the lab", "cpu-models"),
+)  # fmt: skip
+"""By the whole name; the first match counts."""
+
+
+def find_kind(name: str) -> Kind:
+    """Return the kind of the result file ``name`` (without its ending).
+
+    Raises:
+        ValueError: no kind matches.
+    """
+    for kind in KINDS:
+        if re.fullmatch(kind.pattern, name):
+            return kind
+    raise ValueError(f"{name}: unknown result file; fix: add its kind to proofs/results.py")
+
+
+def describe_run(device: str, *packages: str) -> dict[str, Any]:
+    """Return date, commit, device and package versions of a run that starts now."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "commit": read_commit(),
+        "device": device,
+        "versions": {package: _version_of(package) for package in packages},
+    }
+
+
+def read_commit() -> str | None:
+    """Return the checkout's commit, marked when files differ from it; None outside of git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

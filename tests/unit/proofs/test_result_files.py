@@ -1,0 +1,183 @@
+"""Result files: each is reproducible by a make target, and the catalog quotes them truthfully."""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from proofs.results import describe_run, find_kind
+from spark_deploy.catalog.load import read_catalog
+from spark_deploy.checkout import CHECKOUT
+
+FOLDER = CHECKOUT / "benchmarks/results"
+RESULTS = sorted(FOLDER.glob("[gc]pu/*.json"))
+GPU = FOLDER / "gpu"
+WHOLE = {
+    "gpu-all": ("gpu", "gpu-times"),
+    "cpu-all": ("cpu-proofs", "cpu-sizes", "cpu-seeing", "cpu-formats", "cpu-models"),
+}
+"""Make targets by the target that runs them all."""
+
+
+def commands(target: str) -> list[str]:
+    """Return the commands that make would run for a target."""
+    environment = {**os.environ, "MAKEFLAGS": "", "GPU_PYTEST": ""}
+    words = ["SPARK_GPU_RESULTS=/results", "GPU_PYTHON=python3", target]
+    done = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", *words],
+        cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [line.strip() for line in done.stdout.replace("\\\n", " ").splitlines()]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_has_its_origin_and_a_make_target(path) -> None:
+    result = json.loads(path.read_text("utf-8"))
+    assert all(result[key] for key in ("command", "date", "commit", "device", "versions"))
+    targets = {"gpu-train", *WHOLE["gpu-all"], *WHOLE["cpu-all"]}
+    assert find_kind(path.stem).target in targets
+
+
+def test_an_unknown_result_file_is_refused() -> None:
+    with pytest.raises(ValueError, match="unheard-of"):
+        find_kind("unheard-of")
+
+
+def test_a_run_is_described_by_commit_device_and_versions() -> None:
+    found = describe_run("a device", "pytest", "no-such-package")
+    assert found["device"] == "a device"
+    assert found["versions"] == {"pytest": pytest.__version__, "no-such-package": None}
+    assert re.fullmatch(r"[0-9a-f]{12,}(-dirty)?", found["commit"])
+
+
+@pytest.mark.parametrize(("whole", "parts"), WHOLE.items())
+def test_one_target_per_machine_runs_its_parts(whole: str, parts: tuple[str, ...]) -> None:
+    run = set(commands(whole))
+    for part in parts:
+        words = ("pytest", ".json", " -m ")
+        own = {line for line in commands(part) if any(word in line for word in words)}
+        assert own, part
+        assert own <= run, part
+
+
+def test_every_time_of_the_head_is_written_by_the_command_in_its_file() -> None:
+    lines = commands("gpu-times")
+    times = [path for path in RESULTS if find_kind(path.stem).target == "gpu-times"]
+    assert len(times) > 5
+    for path in times:
+        result = json.loads(path.read_text("utf-8"))
+        command = result["command"]
+        if not result["hopper_matrix_instruction"] and "DISABLE" not in command:
+            command = f"DISABLE_MMA_V3=1 {command}"
+        assert f"{command} --out /results/{path.name}" in lines
+
+
+def test_every_stage_of_engines_has_a_test_and_a_result() -> None:
+    """Stages are parsed, not imported: their module needs torch."""
+    tree = ast.parse((CHECKOUT / "proofs/stages.py").read_text("utf-8"))
+    [table] = [
+        node.value for node in tree.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "CASES"
+    ]  # fmt: skip
+    assert isinstance(table, ast.Dict)
+    stages = {key.value for key in table.keys if isinstance(key, ast.Constant)}
+    tests = (CHECKOUT / "tests/gpu/test_engine.py").read_text("utf-8")
+    assert {*re.findall(r'_failed\("([\w-]+)"', tests)} == stages
+    assert {f"engine-{stage}" for stage in stages} <= {path.stem for path in RESULTS}
+
+
+def test_every_profile_of_the_ladder_is_served_over_http_by_make_gpu() -> None:
+    tests = (CHECKOUT / "tests/gpu/test_serve.py").read_text("utf-8")
+    served = set(re.findall(r'^    "([\w-]+)": "tiny-', tests, re.M))
+    files = (CHECKOUT / "catalog/profiles").glob("*.yml")
+    stages = {path.stem for path in files if re.search(r"^stage:", path.read_text("utf-8"), re.M)}
+    assert len(stages) > 5
+    assert stages <= served
+
+
+def test_the_stored_recall_weights_are_those_of_the_recorded_training() -> None:
+    recorded = json.loads((GPU / "recall-training-weights.json").read_text())
+    data = (CHECKOUT / "proofs/recall/weights.npz").read_bytes()
+    assert hashlib.sha256(data).hexdigest() == recorded["weights_sha256"]
+
+
+CATALOG = read_catalog()
+QUOTED = [
+    *(
+        (name, row.what, row.result)
+        for name in CATALOG.profile_names
+        for row in CATALOG.profile(name, "qwen3.5-122b").proven
+    ),
+    *(
+        (rail.rule, f"{rail.reason} {rail.source}", rail.source)
+        for rail in CATALOG.rails
+        if rail.evidence == "measured"
+    ),
+]
+"""What profiles and measured guard rails quote of result files: name, text, source."""
+FIGURE = re.compile(r"(?<![\w.#])\d[\d,]*(?:\.\d+)?(?!\w)(?: ?%)?")
+FILE = re.compile(r"[\w.-]+\.json")
+SMALL = 20  # counts of layers, drafts and requests
+SAMPLES = 30
+"""A list this long holds raw samples: any figure would be found in it."""
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from leaves(item)
+    elif isinstance(value, list):
+        yield len(value)
+        for item in value if len(value) < SAMPLES else ():
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def numbers(name: str) -> set[float]:
+    """Return every number of a result file, those inside its texts as well."""
+    [path] = FOLDER.rglob(name)
+    texts = (str(leaf) for leaf in leaves(json.loads(path.read_text("utf-8"))))
+    found = (re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text) for text in texts)
+    return {float(one.replace(",", "")) for group in found for one in group}
+
+
+def unsupported(text: str, files: list[str]) -> list[str]:
+    """Return the figures of a text that no result file supports."""
+    known = set[float]().union(*map(numbers, files))
+    plain = re.sub(r"vLLM 0\.\d+|\b\d+\.\d+\.\d+\b|`[^`]*`", "", text)
+    return [one for one in FIGURE.findall(plain) if not supported(one, known)]
+
+
+def supported(figure: str, known: set[float]) -> bool:
+    plain = figure.rstrip(" %").replace(",", "")
+    value, places = float(plain), len(plain.partition(".")[2])
+    if value <= SMALL and "." not in plain:
+        return True
+    half = 0.5 * 10**-places + 1e-9
+    scales = (1.0, 100.0, 1e3, 1e6, 1e-6)  # percent and other units; what failed, what passed
+    return any(
+        abs(one * scale - value) <= half or abs((1 - one) * scale - value) <= half
+        for one in known
+        for scale in scales
+    )
+
+
+@pytest.mark.parametrize(("name", "text", "source"), QUOTED)
+def test_profiles_and_measured_rails_quote_figures_and_device_of_their_results(name, text, source):
+    files = [one for one in FILE.findall(source) if (GPU / one).exists()]
+    assert not files or unsupported(text, files) == [], name
+    devices = {json.loads((GPU / one).read_text())["device"] for one in files}
+    for device in set(re.findall(r"\b(H100|H200)\b", text)) if files else ():
+        assert any(device in one for one in devices), name
+
+
+def test_a_figure_without_support_is_noticed() -> None:
+    assert unsupported("the tokens stand still for 1.1 s", ["serve-v2-long.json"]) == ["1.1"]
