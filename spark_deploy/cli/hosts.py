@@ -117,7 +117,7 @@ def planned(host: Listed, *, estimate: bool = False) -> HostPlan:
         lock = with_estimates(lock, settings, catalog)
     elif missing.names:
         say("not locked yet, asking the hub (`spark-deploy lock` writes it down):")
-        lock = host.looked_up[path] = resolve(lock, missing, settings, say)
+        lock = host.looked_up[path] = resolve(lock, missing, settings, catalog.engines.engines, say)
     if not estimate:
         lock = host.looked_up[path] = read_repositories(settings, catalog, lock, say)
     return plan_host(Request(host.name, settings, catalog, lock, payload_identity()))

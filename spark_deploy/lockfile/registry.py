@@ -29,6 +29,10 @@ _ACCEPT = ", ".join(MANIFEST_TYPES)
 _ODD_ANSWERS = (HTTPException, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
+class ImageNotFound(LockError):  # noqa: N818 - named after what happened
+    """The registry has no such image or tag."""
+
+
 def look_up(
     text: str, *, arch: str, insecure: Sequence[str] = (), engine: bool = False
 ) -> LockedImage:
@@ -142,7 +146,8 @@ class _Client:
 
     def _refused(self, error: urllib.error.HTTPError) -> LockError:
         if error.code == 404:
-            return LockError.one(f"image {self._shown}", "no such image or tag", "correct images")
+            fix = "correct the tag under images"
+            return ImageNotFound.one(f"image {self._shown}", "no such image or tag", fix)
         what = f"the registry answered {error.code} {one_line(error.reason)}"
         return LockError.one(f"image {self._shown}", what, "try again later")
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from spark_deploy.catalog.engines import version_of
 from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.lockfile import registry
 from spark_deploy.lockfile.file import checked, read_lock, write_lock
-from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource
+from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, without_tag
 from spark_deploy.settings.read_secret import read_secret
 from spark_deploy.settings.types import Settings
 
@@ -108,15 +109,20 @@ def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lo
             [Problem(f"{path.name}: {name}", "is not locked", fix) for name in missing.names]
         )
     say(f"locking {len(missing.names)} new names in {path.name}")
-    lock = resolve(lock, missing, settings, say)
+    lock = resolve(lock, missing, settings, catalog.engines.engines, say)
     write_lock(path, lock)
     return lock
 
 
-def resolve(lock: Lock, wanted: Names, settings: Settings, say: Say) -> Lock:
-    """Ask hub and registries for ``wanted`` and return the lock with the answers."""
+def resolve(
+    lock: Lock, wanted: Names, settings: Settings, engines: Collection[str], say: Say
+) -> Lock:
+    """Look up ``wanted`` at hub and registries; return the lock with the answers.
+
+    ``engines`` are the supported versions, suggested when an engine's tag does not exist.
+    """
     sources = [_source(name, settings, say) for name in sorted(wanted.sources)]
-    images = [_image(name, settings, say) for name in sorted(wanted.images)]
+    images = [_image(name, settings, engines, say) for name in sorted(wanted.images)]
     return checked(lock.also(sources, images))
 
 
@@ -135,14 +141,24 @@ def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource
     return found
 
 
-def _image(reference: str, settings: Settings, say: Say) -> LockedImage:
-    engines = {image for role, image in settings.images.items() if role != "gpu_check"}
-    found = registry.look_up(
-        reference,
-        arch=settings.expect.arch,
-        insecure=settings.registries.insecure,
-        engine=reference in engines,
-    )
+def _image(reference: str, settings: Settings, engines: Collection[str], say: Say) -> LockedImage:
+    roles = [role for role, image in settings.images.items() if image == reference]
+    is_engine = any(role != "gpu_check" for role in roles)
+    try:
+        found = registry.look_up(
+            reference,
+            arch=settings.expect.arch,
+            insecure=settings.registries.insecure,
+            engine=is_engine,
+        )
+    except registry.ImageNotFound as error:
+        others = {version for version in engines if version != version_of(reference)}
+        if not is_engine or not others:
+            raise
+        newest_first = sorted(others, key=lambda one: tuple(map(int, one.split("."))), reverse=True)
+        images = " or ".join(f"{without_tag(reference)}:v{version}" for version in newest_first)
+        fix = f"set images.{roles[0]} to a supported version that exists: {images}"
+        raise LockError.one(f"image {reference}", error.problems[0].what, fix) from error
     say(f"  {reference}: {found.digest[:19]}, {size(found.size_bytes)} compressed")
     return found
 

@@ -41,7 +41,7 @@ from spark_checkpoint.sources.layers import fetch_layers
 from spark_checkpoint.storage import room_left
 from spark_checkpoint.verify.verify import verify_tree
 
-_LONGEST_LINE = 800
+_LONGEST_LINE = 4000
 _FIXES = {
     errno.ENOSPC: "free space on this filesystem, then run again: it goes on from here",
     errno.EDQUOT: "raise the quota, then run again: it goes on from here",

@@ -54,7 +54,7 @@ def _lock_file(path: Path, hosts: list[Listed], options: Options) -> int:
         todo = todo.without(done)
         done.update(todo.names)
         if todo.names and not options.check:
-            lock = resolve(lock, todo, settings, say)
+            lock = resolve(lock, todo, settings, host.catalog.engines.engines, say)
     if options.check:
         lacks = {f"{name} is not locked" for name in done} or _open_names(hosts, lock)
         for what in sorted(lacks):

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -254,6 +255,18 @@ def test_a_configuration_of_other_bytes_is_refused(server, monkeypatch):
 def test_an_unknown_tag_is_refused(server):
     with pytest.raises(LockError, match="no such image or tag"):
         registry.look_up(f"{server}/lab/engine:v9", arch="x86_64", insecure=[server])
+
+
+def test_an_engine_whose_tag_does_not_exist_names_the_supported_versions(
+    settings, server, tmp_path
+):
+    images = {**settings.images, "engine": f"{server}/lab/engine:v0.33.0"}
+    missing = dataclasses.replace(settings, images=images)
+    with pytest.raises(LockError) as refusal:
+        locked_for(missing, CATALOG, tmp_path / "spark.lock.yml", print)
+    [problem] = refusal.value.problems
+    offered = re.findall(r"\S+/lab/engine:v[\d.]+", problem.fix)
+    assert offered == [f"{server}/lab/engine:v{version}" for version in ("0.32.0", "0.30.0")]
 
 
 def test_bytes_that_differ_from_the_claimed_digest_are_refused(server):

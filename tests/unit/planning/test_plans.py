@@ -1,8 +1,11 @@
 """What the plan of a host promises, whatever the catalog holds."""
 
+import dataclasses
+
 import pytest
 from spark_contract.documents import text_of
 
+from spark_deploy.planning.budget.disk import image_after_bytes
 from spark_deploy.planning.serving.release import release_files_of
 from tests.unit.planning.plans import plan_of
 
@@ -74,6 +77,12 @@ def test_no_secret_reference_reaches_the_release():
     )
     assert "MY_KEY" not in text_of(plan.serve)
     assert "MY_TOKEN" not in text_of(plan.serve)
+
+
+def test_an_unpacked_engine_image_fits_its_disk_estimate():
+    # vllm/vllm-openai:v0.31.0: 11.0 GB compressed, 26.4 GB unpacked.
+    image = dataclasses.replace(plan_of("small", "v2").image, size_bytes=11_000_000_000)
+    assert image_after_bytes(image) >= 26_400_000_000
 
 
 def test_the_server_waits_for_the_disks_of_its_tree_and_its_cache():

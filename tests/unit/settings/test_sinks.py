@@ -139,4 +139,4 @@ def test_what_a_hub_answers_is_held_against_the_lock_s_form_before_it_is_used(
     names = resolve.Names(frozenset({("org/repo", "main")}), frozenset())
     settings = next(iter(load_hosts({"spark": ["spark-1"]}, root=Path("/nowhere")).values()))
     with pytest.raises(LockError, match="org/repo"):
-        resolve.resolve(Lock.of(), names, settings.settings, lambda _: None)
+        resolve.resolve(Lock.of(), names, settings.settings, (), lambda _: None)

@@ -11,6 +11,7 @@ from spark_contract.work.patterns import expand_all, uses_up
 
 from spark_checkpoint.build.tensors.mtp_shapes import graftable, model_sizes
 from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.format.groups import listed
 from spark_checkpoint.format.header import Tensor
 from spark_checkpoint.format.tree import Tree
 from spark_checkpoint.sources.donor import Donor, open_donor
@@ -100,7 +101,8 @@ def _open_donor(
         if mtp_missing:
             raise GateRefused(
                 str(base.directory),
-                f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from",
+                f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from: "
+                f"{listed(mtp_missing)}",
                 "plan a donor, or use a base that has them",
             )
         return None

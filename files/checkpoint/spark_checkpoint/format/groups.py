@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from heapq import nsmallest
 
 _NUMBER = re.compile(r"\d+")
+_LISTED_NAMES = 10
+_LONGEST_NAME = 120
 
 
 def groups(names: Iterable[str], limit: int = 4) -> str:
@@ -19,4 +22,15 @@ def groups(names: Iterable[str], limit: int = 4) -> str:
     shown = [f"{count} x {name}" for name, count in largest[:limit]]
     if len(counted) > limit:
         shown.append(f"{len(counted) - limit} more groups")
+    return ", ".join(shown)
+
+
+def listed(names: Collection[str]) -> str:
+    """List the first names of a set exactly, and how many more there are."""
+    shown = [
+        name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        for name in nsmallest(_LISTED_NAMES, names)
+    ]
+    if len(names) > _LISTED_NAMES:
+        shown.append(f"{len(names) - _LISTED_NAMES} more")
     return ", ".join(shown)

@@ -13,7 +13,7 @@ from spark_contract.work.orders import DonorShape
 from spark_contract.work.patterns import expand
 
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.groups import groups
+from spark_checkpoint.format.groups import groups, listed
 from spark_checkpoint.format.header import SIXTEEN_BIT, Tensor
 
 MTP_PREFIX = "mtp."
@@ -32,12 +32,17 @@ _CAUSES = {
     "lm_head": "the head is quantised differently",
     ".visual.": "the vision tower differs: a text-only or other tree",
 }
+_NAMES_FIX = (
+    "deploy the commits in the lock; `spark-deploy inspect` lists the models a repository fits, "
+    "`spark-deploy add` serves it as published; if these are the commits of a shipped model, "
+    "report this line to the project"
+)
 _FP8_FIX = "use the FP8 repositories of the same model"
 _MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantised differently"
 
 
 def same_names(where: str, what: str, found: Iterable[str], expected: Iterable[str]) -> None:
-    """Refuse unless both are the same set; the message counts groups, not names."""
+    """Refuse unless both are the same set; the message has the groups and the first names."""
     # What is a set already is not copied: a large model has 280,000 names.
     have = found if isinstance(found, Set) else set(found)
     want = expected if isinstance(expected, Set) else set(expected)
@@ -46,9 +51,9 @@ def same_names(where: str, what: str, found: Iterable[str], expected: Iterable[s
     parts = [f"{what}: {len(have)} names, expected {len(want)}"]
     missing, surplus = want - have, have - want
     if missing:
-        parts.append(f"missing {len(missing)} ({groups(missing)})")
+        parts.append(f"missing {len(missing)} ({groups(missing)}): {listed(missing)}")
     if surplus:
-        parts.append(f"surplus {len(surplus)} ({groups(surplus)})")
+        parts.append(f"surplus {len(surplus)} ({groups(surplus)}): {listed(surplus)}")
     odd = missing | surplus
     mtp = {name for name in odd if name.startswith(MTP_PREFIX)}
     rest = odd - mtp
@@ -56,11 +61,7 @@ def same_names(where: str, what: str, found: Iterable[str], expected: Iterable[s
     causes += [_MTP_CAUSE] if mtp else []
     if causes:
         parts.append(f"likely {'; '.join(causes)}")
-    raise GateRefused(
-        where,
-        ", ".join(parts),
-        "use the locked commits, or correct the model's tensor patterns after `inspect`",
-    )
+    raise GateRefused(where, ", ".join(parts), _NAMES_FIX)
 
 
 def scale_of(weight_name: str) -> str:
