@@ -76,7 +76,7 @@ editor: venv ## completion and marks of the real YAML language server (npm)
 	$(PY) -m pytest -q tests/editor
 
 photos: site ## the pictures of pages that a browser shows, in docs/photos (Chromium)
-	$(PY) docs/photos.py
+	$(PY) tools/docs/photos.py
 
 clients: venv ## clients by their real packages, with what `connect` prints, against a real gateway (npm, PyPI)
 	$(PY) -m pytest -q tests/clients
@@ -84,7 +84,7 @@ clients: venv ## clients by their real packages, with what `connect` prints, aga
 recording: venv ## the film at the top of the README, from a real run in the lab (root)
 	@test -d build/record-venv || python3 -m venv build/record-venv
 	build/record-venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/record.txt
-	PATH=$$PWD/build/record-venv/bin:$$PATH $(PY) docs/record.py
+	PATH=$$PWD/build/record-venv/bin:$$PATH $(PY) tools/docs/record.py
 
 # One command for each kind of machine: `gpu-all` and `cpu-all` make every result file again but those
 # of the training, which `gpu-train` makes: other weights, which the others would then be judged by.
@@ -127,7 +127,7 @@ cpu-formats: venv ## recall by cache format, computed without an engine; file in
 	@mkdir -p build/cpu/results
 	$(PY) -m lab.engine run -m proofs.recall.by_format proofs/recall build/cpu/results/recall-formats.json
 
-cpu-models: venv ## plain repositories in a guest of the lab; file in benchmarks/results/cpu (root)
+cpu-models: venv ## plain repositories in a guest of the lab; file in proofs/results/cpu (root)
 	RESULTS=write $(PY) -m pytest tests/host/test_plain_models.py
 
 gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in build/recall
@@ -138,7 +138,7 @@ gpu-train: ## train the recall model anew on a CUDA machine, minutes; files in b
 	@echo "its weights.npz goes into proofs/recall"
 
 # Beside nothing else: other work on the card would be in the times.
-HEAD := benchmarks/gpu/lm_head
+HEAD := proofs/kernels/lm_head
 gpu-times: ## times of the head's kernels, alone on a CUDA machine; files in SPARK_GPU_RESULTS
 	@mkdir -p $(SPARK_GPU_RESULTS)
 	$(GPU_PYTHON) $(HEAD).py --tiles 9.0 --out $(SPARK_GPU_RESULTS)/lm-head.json
@@ -190,7 +190,7 @@ plan: venv ## print the plan of the hosts in inventory/spark.py; touches no host
 	.venv/bin/spark-deploy plan
 
 docs: venv ## write schemas, group_vars/all.yml and reference pages from what they are generated from
-	$(PY) docs/generate.py
+	$(PY) tools/docs/generate.py
 
 golden: venv ## write the expected plans anew; read the diff before committing
 	GOLDEN=write $(PY) -m pytest -q tests/unit/planning/test_goldens.py

@@ -1,1 +1,1 @@
-"""Harness and judges of the proofs on a CUDA machine; used by tests and benchmarks."""
+"""Proofs on CUDA machines and CPUs, benchmarks, and their results."""

@@ -70,7 +70,7 @@ def find_kind(name: str) -> Kind:
     for kind in KINDS:
         if re.fullmatch(kind.pattern, name):
             return kind
-    raise ValueError(f"{name}: unknown result file; fix: add its kind to proofs/results.py")
+    raise ValueError(f"{name}: unknown result file; fix: add its kind to proofs/result_files.py")
 
 
 def describe_run(device: str, *packages: str) -> dict[str, Any]:

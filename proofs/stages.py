@@ -1,6 +1,6 @@
 """Stages of engine proofs: which engines each runs, how it is judged, and its result file.
 
-``make gpu`` and ``benchmarks/gpu/engine_proofs.py`` both end here.
+``make gpu`` and ``proofs/kernels/engine_proofs.py`` both end here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from proofs.judges import engine as engine_judge
 from proofs.judges import profiles as profile_judge
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
-from proofs.results import describe_run
+from proofs.result_files import describe_run
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -186,7 +186,7 @@ def command(stage: str, only: list[str] | None = None, result: str | None = None
     test = os.environ.get("PYTEST_CURRENT_TEST")  # handed down to what a test starts
     if test:
         return f"make gpu, of it {test.partition(' ')[0]}"
-    said = f"python3 benchmarks/gpu/engine_proofs.py --stage {stage}"
+    said = f"python3 proofs/kernels/engine_proofs.py --stage {stage}"
     said += f" --only {','.join(only)}" if only is not None else ""
     return said + (f" --result {result}" if result else "")
 

@@ -50,7 +50,8 @@ def lab(*arguments: str, timeout_s: float = 1500) -> str:
 
 def info() -> dict[str, Any]:
     """Return what ``lab up`` wrote about the running lab."""
-    return json.loads((STATE / "lab.json").read_text())
+    state: dict[str, Any] = json.loads((STATE / "lab.json").read_text())
+    return state
 
 
 def _known_hosts() -> Path:
@@ -114,7 +115,10 @@ class Guest:
 
     def status(self) -> dict[str, Any]:
         """Return the host tools' own view (only to wait on, never to judge by)."""
-        return self.json("/usr/local/lib/spark/current/bin/spark-host status --live")
+        status: dict[str, Any] = self.json(
+            "/usr/local/lib/spark/current/bin/spark-host status --live"
+        )
+        return status
 
     def serving(self) -> list[str]:
         """Return the active serve units, by systemd's word."""

@@ -1,14 +1,14 @@
 """Measures the checkpoint builder: time against copying, memory, planning, bytes on the wire.
 
-    python benchmarks/checkpoint.py full --work /var/tmp/bench --gigabytes 4 --pairs 5
-    python benchmarks/checkpoint.py overlay --work /var/tmp/bench
-    python benchmarks/checkpoint.py head --work /var/tmp/bench
-    python benchmarks/checkpoint.py schemes --work /var/tmp/bench
-    python benchmarks/checkpoint.py memory --work /var/tmp/bench
-    python benchmarks/checkpoint.py fetch --work /var/tmp/bench --gigabytes 2
+    python proofs/benchmarks/checkpoint.py full --work /var/tmp/bench --gigabytes 4 --pairs 5
+    python proofs/benchmarks/checkpoint.py overlay --work /var/tmp/bench
+    python proofs/benchmarks/checkpoint.py head --work /var/tmp/bench
+    python proofs/benchmarks/checkpoint.py schemes --work /var/tmp/bench
+    python proofs/benchmarks/checkpoint.py memory --work /var/tmp/bench
+    python proofs/benchmarks/checkpoint.py fetch --work /var/tmp/bench --gigabytes 2
 
 Needs Linux, numpy and room under --work (full: three times the tree). Each command writes its
-result to benchmarks/results/checkpoint-<command>.json, which says where and at which commit it was
+result to proofs/results/checkpoint-<command>.json, which says where and at which commit it was
 measured.
 """
 
@@ -32,8 +32,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / home) for home in ("files/contract", "files/checkpoint", "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [
+    str(ROOT / home) for home in ("files/contract", "files/checkpoint", "proofs/benchmarks")
+]
 
 from checkpoint_fetch import bench_fetch  # noqa: E402
 from checkpoint_memory import bench_memory  # noqa: E402
@@ -43,7 +45,7 @@ from checkpoint_schemes import bench_schemes  # noqa: E402
 from checkpoint_sources import plan, write_base, write_donor  # noqa: E402
 from checkpoint_trees import Architecture, base_entries, mtp, size_of  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results"
+RESULTS = ROOT / "proofs/results"
 REAL = Architecture()
 
 
@@ -256,7 +258,7 @@ def source() -> dict[str, Any]:
 def command_of(arguments: argparse.Namespace) -> str:
     """Return the command that runs this again, defaults spelt out, for they may change."""
     options = [f"--{name}={value}" for name, value in vars(arguments).items() if name != "command"]
-    return shlex.join(["python", "benchmarks/checkpoint.py", arguments.command, *options])
+    return shlex.join(["python", "proofs/benchmarks/checkpoint.py", arguments.command, *options])
 
 
 COMMANDS = {

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Peak memory as the process itself sees it: rusage would include the parent it was forked from.
 _WRAPPER = """
@@ -36,7 +36,7 @@ def run_builder(*arguments: str, cores: int | None = None, holes: bool = False) 
         cores: How many cores it believes to have: its workers follow from that.
         holes: Leave zeros out of what it writes, so that a result of any size fits.
     """
-    homes = ("files/contract", "files/checkpoint", "benchmarks")
+    homes = ("files/contract", "files/checkpoint", "proofs/benchmarks")
     path = os.pathsep.join(str(ROOT / home) for home in homes)
     environment = {**os.environ, "PYTHONPATH": path}
     if cores is not None:

@@ -1,10 +1,10 @@
 """Measures what the gateway adds to a streamed answer: first piece and gaps between pieces.
 
-    python benchmarks/gateway.py --answers 200
+    python proofs/benchmarks/gateway.py --answers 200
 
 Needs root, nginx and a C compiler: it runs the lab's stand-in engine on a unix socket and a gateway
 as hosts render it, and asks both in turn, so that the machine's mood falls on both alike. Writes
-benchmarks/results/gateway.json.
+proofs/results/gateway.json.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parent.parent
-RESULT = CHECKOUT / "benchmarks" / "results" / "gateway.json"
+CHECKOUT = Path(__file__).resolve().parents[2]
+RESULT = CHECKOUT / "proofs/results/gateway.json"
 sys.path[:0] = [str(CHECKOUT / "files" / "contract"), str(CHECKOUT / "files" / "host")]
 
 from spark_contract import files  # noqa: E402  (the checkout must be found first)
@@ -179,7 +179,7 @@ def report(
     return {
         "benchmark": "gateway",
         "command": (
-            f"python benchmarks/gateway.py --answers {options.answers} "
+            f"python proofs/benchmarks/gateway.py --answers {options.answers} "
             f"--pieces {options.pieces} --piece-ms {options.piece_ms:g}"
         ),
         "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),

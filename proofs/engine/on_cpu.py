@@ -24,7 +24,7 @@ from proofs.engine import profile_cases, run
 from proofs.engine.cases import case, mtp
 from proofs.engine.profile_cases import CONVERSATIONS, QUIET, STEERED_TOKENS
 from proofs.judges import profiles as judge
-from proofs.results import describe_run
+from proofs.result_files import describe_run
 from proofs.trees import special
 from proofs.trees.build import VARIANTS, build, copy_trained, plan
 

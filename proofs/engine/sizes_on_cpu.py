@@ -20,7 +20,7 @@ from typing import Any
 
 from proofs.engine import profile_cases, run
 from proofs.judges import profiles as judge
-from proofs.results import describe_run
+from proofs.result_files import describe_run
 from proofs.trees import special
 from proofs.trees.build import VARIANTS, build, plan, write_wide
 

@@ -1,6 +1,6 @@
 """Prove the plugin on real vLLM and write the rows of claim, numbers and verdict.
 
-    python3 benchmarks/gpu/engine_proofs.py --trees DIR --work DIR --out DIR --stage eager
+    python3 proofs/kernels/engine_proofs.py --trees DIR --work DIR --out DIR --stage eager
 
 Needs a CUDA machine with vLLM and ``spark_vllm`` installed. Stages: ``eager`` (numbers on random
 weights), ``refused`` (damaged trees), ``speculation`` (the lab's trained model), ``turboquant``

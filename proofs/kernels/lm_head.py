@@ -1,6 +1,6 @@
 """Time and judge the INT8 LM head beside Marlin and BF16 on this machine.
 
-    python3 benchmarks/gpu/lm_head.py --out RESULT.json
+    python3 proofs/kernels/lm_head.py --out RESULT.json
 
 Times are medians of CUDA-graph replays. Two floors are given: the bytes of the INT8 weight over
 the rate of reading as many bytes once, and over the best rate of a long read. Run it a second
@@ -185,7 +185,7 @@ def main() -> None:
     from proofs.stages import environment
 
     document: dict[str, Any] = {
-        "command": f"python3 benchmarks/gpu/lm_head.py --tiles {name}",
+        "command": f"python3 proofs/kernels/lm_head.py --tiles {name}",
         "tiles": name,
         "hopper_matrix_instruction": not os.environ.get("DISABLE_MMA_V3"),
         "seed": 0,

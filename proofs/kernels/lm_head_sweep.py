@@ -1,6 +1,6 @@
 """Search block sizes of the LM-head kernel on this machine; the input of ``head/tiles.json``.
 
-    python3 benchmarks/gpu/lm_head_sweep.py --out sweep.json [--inputs 3072] [--batches 1,16]
+    python3 proofs/kernels/lm_head_sweep.py --out sweep.json [--inputs 3072] [--batches 1,16]
 
 Compiles every candidate in parallel, times all of them roughly, then the best ones again.
 Set ``DISABLE_MMA_V3=1`` to measure what a Spark can run: Hopper's own matrix instruction, which
@@ -153,7 +153,7 @@ def main() -> None:
 
     result = {
         "command": ("DISABLE_MMA_V3=1 " if WITHOUT_HOPPER else "")
-        + "python3 benchmarks/gpu/lm_head_sweep.py"
+        + "python3 proofs/kernels/lm_head_sweep.py"
         f" --batches {arguments.batches} --inputs {arguments.inputs}"
         + (" --spark" if arguments.spark else ""),
         **environment(),

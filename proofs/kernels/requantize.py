@@ -1,6 +1,6 @@
 """AutoRound as `spark-deploy requantize` runs it, beside plain rounding: how far from 16 bits.
 
-    python3 benchmarks/gpu/requantize.py --packages DIR --out RESULTS --work DIR
+    python3 proofs/kernels/requantize.py --packages DIR --out RESULTS --work DIR
 
 The model is the lab's trained one with every input channel of a layer rescaled by a factor of
 its own and the weights behind it by the inverse: the same answers, and weights that lie on
@@ -294,7 +294,7 @@ def write(
     rows += [{"claim": claim, "passed": held, "cases": [], "numbers": {}}
              for claim, held in judged.items()]  # fmt: skip
     document = {
-        "command": "python3 benchmarks/gpu/requantize.py",
+        "command": "python3 proofs/kernels/requantize.py",
         "seed": 5,
         **stages.environment(),
         "quantiser": quantiser,

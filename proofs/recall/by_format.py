@@ -31,7 +31,7 @@ from proofs.recall import formats, judge, language, weights
 from proofs.recall.formats import Preset
 from proofs.recall.network import hidden_states, make_network, put_in
 from proofs.recall.rows import ENOUGH, KNOWN, row, sure
-from proofs.results import describe_run
+from proofs.result_files import describe_run
 
 STEP = 8192
 ROWS = 512

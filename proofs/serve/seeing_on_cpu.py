@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from proofs.releases import judge, run, server, trees
-from proofs.results import describe_run
+from proofs.result_files import describe_run
 
 CAVEATS = [
     "portable mode: the same trees dequantised to BF16, no kernel of their formats runs",

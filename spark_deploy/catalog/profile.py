@@ -55,7 +55,7 @@ class ResultRow:
 
     what: str = needed("What was shown, with its limits.")
     result: str = needed(
-        "File of benchmarks/results/gpu.",
+        "File of proofs/results/gpu.",
         **form(r"^[a-z0-9-]+\.json$", "the file's name alone", "recall.json"),
     )
     claim: str = needed("The row's claim in that file, word for word.")

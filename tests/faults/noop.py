@@ -131,7 +131,7 @@ def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[st
         "ANSIBLE_HOME": str(folder / "home"), "LC_ALL": "C.UTF-8",
     }  # fmt: skip
     command = [str(programs / "ansible-playbook"), "-i", str(folder / "hosts.yml"),
-               str(CHECKOUT / "benchmarks/ansible/noop.yml")]  # fmt: skip
+               str(CHECKOUT / "proofs/benchmarks/ansible/noop.yml")]  # fmt: skip
     return command, environment
 
 
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--ansible", type=Path, required=True)
     parser.add_argument("--data", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=CHECKOUT / "benchmarks/results")
+    parser.add_argument("--out", type=Path, default=CHECKOUT / "proofs/results")
     parser.add_argument("hosts", nargs="+")
     options = parser.parse_args()
     data = [word for one in options.data for word in ("--data", one)]

@@ -1,7 +1,7 @@
 """Sweeps: every case of a list is tried, and each leaves a row of what was seen.
 
 Rows lie in ``build/sweeps`` as they come, so that a sweep that was ended goes on where it was; the
-whole table is written into ``benchmarks/results/sweeps`` when ``SPARK_SWEEP_RESULTS`` names that
+whole table is written into ``proofs/results/sweeps`` when ``SPARK_SWEEP_RESULTS`` names that
 folder. ``SPARK_SWEEP_GUESTS`` says on which guests, side by side; ``SPARK_SWEEP_CASES`` is a
 regular expression, for a part of the cases.
 """
@@ -136,7 +136,7 @@ class Sweep:
             "sweep": self.name,
             "title": title,
             "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "command": "SPARK_SWEEP_RESULTS=benchmarks/results/sweeps python -m pytest "
+            "command": "SPARK_SWEEP_RESULTS=proofs/results/sweeps python -m pytest "
             + (test or f"tests/faults/test_sweep_{self.name}.py"),
             "machine": {
                 "cpus": os.cpu_count(), "arch": platform.machine(),

@@ -224,7 +224,7 @@ def test_a_host_is_built_anew_from_its_peers_while_seven_serve(eight: Eight) -> 
 def write_result(folder: Path, found: dict[str, Any]) -> None:
     result = {
         "benchmark": "eight hosts",
-        "command": "SPARK_LINE_RESULT=benchmarks/results python -m pytest "
+        "command": "SPARK_LINE_RESULT=proofs/results python -m pytest "
         "tests/faults/test_fleet_of_eight.py",
         "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "load": os.getloadavg()[0]},

@@ -90,7 +90,7 @@ def test_one_copy_crosses_the_line_however_many_hosts_there_are(
 def write_result(folder: Path, found: list[dict[str, Any]]) -> None:
     result = {
         "benchmark": "lending",
-        "command": "SPARK_LINE_RESULT=benchmarks/results python -m pytest "
+        "command": "SPARK_LINE_RESULT=proofs/results python -m pytest "
         "tests/faults/test_lending_line.py",
         "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "load": os.getloadavg()[0]},

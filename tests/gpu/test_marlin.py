@@ -16,7 +16,7 @@ from proofs import recorded
 
 torch = pytest.importorskip("torch")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks/gpu"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "proofs/kernels"))
 
 REACHED = {"122B in_proj_ba": (3072, 128), "35B in_proj_ba": (2048, 64)}
 NOT_REACHED = {

@@ -45,7 +45,7 @@ def test_an_older_engine_answers_like_its_16_bit_reference(
     words += [str(word) for pair in places.items() for word in pair]
     words += ["--within", os.environ.get("SPARK_GPU_WITHIN_S", "inf")]
     subprocess.run(
-        [sys.executable, "benchmarks/gpu/engine_proofs.py", *words, "--at-once", str(len(ENGINES))],
+        [sys.executable, "proofs/kernels/engine_proofs.py", *words, "--at-once", str(len(ENGINES))],
         cwd=CHECKOUT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(before)},
         check=True,

@@ -35,7 +35,7 @@ def test_tuned_weights_are_nearer_to_16_bits_than_rounded_ones(
     places = {"--packages": packages, "--work": tmp_path / "made", "--out": results}
     places["--work"].mkdir()
     subprocess.run(
-        [sys.executable, "benchmarks/gpu/requantize.py"]
+        [sys.executable, "proofs/kernels/requantize.py"]
         + [str(word) for pair in places.items() for word in pair],
         cwd=CHECKOUT,
         check=True,

@@ -1,6 +1,6 @@
 """Hosts as their owners have them: whatever they look like, they come to serve, and stay theirs.
 
-With RESULTS=write what was seen goes to benchmarks/results/lab/flavours.json.
+With RESULTS=write what was seen goes to proofs/results/lab/flavours.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.runs import Run
 NAME = SPARE[0]
 IN_THE_GATE = "awkward"
 PROXY_LOG = STATE / "run/proxy.log"
-RESULTS = CHECKOUT / "benchmarks/results/lab/flavours.json"
+RESULTS = CHECKOUT / "proofs/results/lab/flavours.json"
 WHOLE = {"doctor", "first", "second", "owners", "rebooted"}
 QUESTION = "What is the capital of France?"
 

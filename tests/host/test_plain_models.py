@@ -1,6 +1,6 @@
 """Models that nobody here prepared: written by transformers, added by one command, proven.
 
-With RESULTS=write what was seen goes to benchmarks/results/cpu/plain-models.json.
+With RESULTS=write what was seen goes to proofs/results/cpu/plain-models.json.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from proofs.results import describe_run
+from proofs.result_files import describe_run
 from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named
 from tests.published import (
     DECODERS,
@@ -32,7 +32,7 @@ from tests.published import (
 pytestmark = pytest.mark.engine
 
 NAME = SPARE[0]
-RESULTS = CHECKOUT / "benchmarks/results/cpu/plain-models.json"
+RESULTS = CHECKOUT / "proofs/results/cpu/plain-models.json"
 
 
 @pytest.fixture(scope="module")

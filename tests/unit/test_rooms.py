@@ -103,8 +103,12 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         # Beside the product; nothing above imports them.
         ("lab", "torch safetensors numpy tokenizers jinja2 aiohttp paramiko transformers"),
         ("tools", ""),
-        ("proofs", "torch vllm transformers safetensors numpy triton tokenizers PIL"),
-        ("benchmarks", "torch vllm triton numpy safetensors huggingface_hub aiohttp matplotlib"),
+        (
+            "proofs",
+            "torch vllm transformers safetensors numpy triton tokenizers PIL huggingface_hub "
+            "aiohttp matplotlib",
+        ),
+        ("tools/docs", "yaml rich mkdocs"),
     )
 )
 # What an operation is made of stands below the operations.

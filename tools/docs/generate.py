@@ -14,17 +14,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
 
-from declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
-from proven import proven_page  # noqa: E402
-from results import device_of, results_page  # noqa: E402
 from spark_contract.work.patterns import count  # noqa: E402
 from spark_host.check.table import AROUND, CHECKS  # noqa: E402
-from speed import speed_page  # noqa: E402
-from sweeps import sweeps_page  # noqa: E402
 
 from spark_deploy.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
@@ -43,6 +38,11 @@ from spark_deploy.planning.resolve import problems_of  # noqa: E402
 from spark_deploy.planning.types import MemoryPlan  # noqa: E402
 from spark_deploy.settings.service.cluster import ClusterSettings  # noqa: E402
 from spark_deploy.settings.types import Settings  # noqa: E402
+from tools.docs.declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
+from tools.docs.proven import proven_page  # noqa: E402
+from tools.docs.results import device_of, results_page  # noqa: E402
+from tools.docs.speed import speed_page  # noqa: E402
+from tools.docs.sweeps import sweeps_page  # noqa: E402
 
 DEFAULT = Settings()
 
@@ -155,8 +155,8 @@ def profiles_page() -> Iterator[str]:
         "A profile is one way of serving. Computed figures are arithmetic for one host with the "
         "default settings and were proven on no Spark. Published figures are those of others. What "
         "is listed as proven is all there is: rows of this project's result files, of small models "
-        "on a GPU that is not a Spark's ([when, at which commit](results.md)). *Tokens* are what "
-        "the cache holds beside the states "
+        "on a GPU that is not a Spark's ([when, at which commit](../../proofs/results/README.md)). "
+        "*Tokens* are what the cache holds beside the states "
         "of as many requests as the profile computes at once; a *full-length request* takes whole "
         "blocks and states of its own, so fewer of them fit than these tokens divided by their "
         "length. Which profile is the default and why: "
@@ -231,7 +231,7 @@ def _profile(name: str) -> Iterator[str]:
         return
     yield from ("", "| proven by this project | on | result |", "|---|---|---|")
     for row in shown.proven:
-        link = f"[{row.result}](../../benchmarks/results/gpu/{row.result})"
+        link = f"[{row.result}](../../proofs/results/gpu/{row.result})"
         yield f"| {cell(row.what)} | {device_of(row.result)} | {link} |"
 
 
@@ -372,8 +372,8 @@ FILES: dict[str, Callable[[], Iterator[str]]] = {
     "docs/reference/settings.md": settings_page,
     "docs/reference/models.md": models_page,
     "docs/reference/profiles.md": profiles_page,
-    "docs/reference/results.md": results_page,
-    "docs/reference/sweeps.md": sweeps_page,
+    "proofs/results/README.md": results_page,
+    "proofs/results/sweeps/README.md": sweeps_page,
     "docs/reference/speed.md": lambda: speed_page(catalog()),
     "docs/reference/checks.md": checks_page,
     "docs/reference/what-is-proven.md": functools.partial(proven_page, CHECKOUT),

@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from declared import cell
-
 from lab import flavour
 from spark_deploy.catalog.load import read_questions
 from spark_deploy.catalog.questions import Part, Question
 from spark_deploy.cli.looks.report.document import Report
 from spark_deploy.cli.looks.report.markdown import read_report
+from tools.docs.declared import cell
 
 BEGIN = "<!-- generated from catalog/open_questions.yml and reports/ by `make docs` -->"
 END = "<!-- the rest is written by hand -->"
@@ -66,7 +65,7 @@ def _flavours() -> str:
 
 def _flavours_table(checkout: Path) -> Iterator[str]:
     """Yield what `tests/host/test_flavours.py` saw on a host of each flavour, whole runs only."""
-    path = checkout / "benchmarks/results/lab/flavours.json"
+    path = checkout / "proofs/results/lab/flavours.json"
     if not path.exists():
         return
     found = json.loads(path.read_text("utf-8"))
@@ -89,7 +88,7 @@ def _flavours_table(checkout: Path) -> Iterator[str]:
 
 
 FLAVOURS = """
-[flavours.json](../../benchmarks/results/lab/flavours.json), from {device}; `{command}` writes it
+[flavours.json](../../proofs/results/lab/flavours.json), from {device}; `{command}` writes it
 anew. The owner's things are compared by `tests/host/belongings.py` with ordinary tools: content,
 mode and owner of files (below `/etc`, `/home`, `/root`, `/srv`, `/opt`, `/usr/local`, `/data`,
 crontabs, docker's volumes), units and whether they start, packages, containers with their

@@ -1,7 +1,7 @@
 """Record what pages show of hosts, in a real run in the lab, and draw it (`make recording`; root).
 
 Two virtual hosts, a stand-in for the engine, and the commands that a person types. asciinema films
-them; in the pauses, which the film cuts, commands are asked for the JSON that ``docs/screens.py``
+them; in the pauses, which the film cuts, commands are asked for the JSON that ``screens.py``
 draws. ``first.cast`` is shown faster than it was, as it says; ``first.svg`` is drawn from it by
 termtosvg-ng.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/contract")]
 
 from lab import bad_switch, lifecycle  # noqa: E402
@@ -58,7 +58,9 @@ def main() -> int:
             record(Path(folder) / "sparks", guest_names(options.guests))
     tool = ["termtosvg-ng", "render", str(FILM / "first.cast"), str(FILM / "first.svg")]
     subprocess.run([*tool, "-m", str(FRAME_MS), "-D", "4000", "-t", "window_frame"], check=True)
-    return subprocess.run([sys.executable, CHECKOUT / "docs/screens.py"], check=False).returncode
+    return subprocess.run(
+        [sys.executable, CHECKOUT / "tools/docs/screens.py"], check=False
+    ).returncode
 
 
 def record(folder: Path, names: list[str]) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from declared import cell
+from proofs.result_files import find_kind
+from tools.docs.declared import cell
 
-from proofs.results import find_kind
-
-CHECKOUT = Path(__file__).resolve().parent.parent
-RESULTS = CHECKOUT / "benchmarks/results"
+CHECKOUT = Path(__file__).resolve().parents[2]
+RESULTS = CHECKOUT / "proofs/results"
 FOLDERS = {"gpu": "CUDA machines", "cpu": "Machines without a GPU"}
 BEFORE = """
 One file per run. A result describes the code of its commit, on its device, with its package
@@ -24,13 +23,13 @@ were not committed). Counts are claims that passed, failed, or were only measure
 `make gpu-all` writes every file of a CUDA machine into `SPARK_GPU_RESULTS`, `make cpu-all` those
 of a machine without a GPU into `build/cpu/results`; `make gpu-train` trains the recall model again
 and stays apart, because other weights change other results. A test whose requirement is missing is
-skipped with that reason. What the results mean: [engine proofs](engine-proofs.md).
+skipped with that reason. What the results mean: [engine proofs](../engine-proofs.md).
 """
 
 
 def results_page() -> Iterator[str]:
     """Yield the page."""
-    yield "<!-- generated from benchmarks/results by `make docs` -->"
+    yield "<!-- generated from proofs/results by `make docs` -->"
     yield "# Results"
     yield BEFORE
     for folder, title in FOLDERS.items():
@@ -48,7 +47,7 @@ def _cells(path: Path, result: dict[str, Any]) -> tuple[str, ...]:
     verdicts = [row["passed"] for row in result.get("rows", []) if "passed" in row]
     counts = ", ".join(str(verdicts.count(verdict)) for verdict in (True, False, None))
     return (
-        f"[{path.stem}](../../{path.relative_to(CHECKOUT)})",
+        f"[{path.stem}]({path.relative_to(RESULTS)})",
         kind.shows,
         _device(result),
         result["date"],

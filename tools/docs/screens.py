@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(CHECKOUT))
 
 from rich._export_format import CONSOLE_SVG_FORMAT  # noqa: E402
@@ -56,7 +56,7 @@ def main() -> int:
         if not check:
             path.write_text(drawn, encoding="utf-8")
     if check and stale:
-        sys.stderr.write(f"{', '.join(stale)} out of date; run `python docs/screens.py`\n")
+        sys.stderr.write(f"{', '.join(stale)} out of date; run `python tools/docs/screens.py`\n")
     return 1 if check and stale else 0
 
 

@@ -13,7 +13,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 from mkdocs.utils import get_relative_url
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 ORDER = ("index.md", "how-to", "reference", "architecture.md", "decisions")
 _SHIM = "https://unpkg.com/iframe-worker/shim"  # without it no search in a folder
 _FOREIGN = re.compile(r"""<(?:script|img|iframe)[^>]+src="?https?://[^"> ]+""")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from declared import cell
-
 from spark_deploy.catalog.model import Architecture, HybridModel
 from spark_deploy.catalog.profile import Figure
 from spark_deploy.catalog.types import Catalog
@@ -23,6 +21,7 @@ from spark_deploy.planning.budget.speed import (
     speed_of,
 )
 from spark_deploy.settings.types import Settings
+from tools.docs.declared import cell
 
 BEFORE = """
 `plan` says how fast a pair would stream, before anything is downloaded. It is arithmetic, and was
@@ -76,8 +75,8 @@ computes by the median of measured over computed, of the reports in `reports/` a
 an inventory (`spark-report-*.md`, or `reports/*.md`); then it says by how many.
 """
 ON_H200 = (
-    "[measured](engine-proofs.md#lm-head-kernel) on an H200, of its own bandwidth: 3072 inputs, "
-    "one token, between both floors"
+    "[measured](../../proofs/engine-proofs.md#lm-head-kernel) on an H200, of its own bandwidth: "
+    "3072 inputs, one token, between both floors"
 )
 NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from declared import cell
+from tools.docs.declared import cell
 
-CHECKOUT = Path(__file__).resolve().parent.parent
-RESULTS = CHECKOUT / "benchmarks/results/sweeps"
+CHECKOUT = Path(__file__).resolve().parents[2]
+RESULTS = CHECKOUT / "proofs/results/sweeps"
 BEFORE = """
 A sweep tries every case of a list and keeps a row of each. With
-`SPARK_SWEEP_RESULTS=benchmarks/results/sweeps` its test writes the table anew. None ran on a Spark.
+`SPARK_SWEEP_RESULTS=proofs/results/sweeps` its test writes the table anew. None ran on a Spark.
 
 What a host holds (`tests/host_digest.py`) is compared file by file: content, links, modes, owners,
 records without times and ids, units, packages, accounts, listeners, images and containers.
@@ -22,7 +22,7 @@ records without times and ids, units, packages, accounts, listeners, images and 
 
 def sweeps_page() -> Iterator[str]:
     """Yield the page."""
-    yield "<!-- generated from benchmarks/results/sweeps by `make docs` -->"
+    yield "<!-- generated from proofs/results/sweeps by `make docs` -->"
     yield "# Sweeps"
     yield BEFORE
     for path in sorted(RESULTS.glob("*.json")):
@@ -34,7 +34,7 @@ def _sweep(path: Path, found: dict[str, Any]) -> Iterator[str]:
     tried = found["tried"]
     held, cases = (sum(one[what] for one in tried.values()) for what in ("held", "cases"))
     yield from (f"## {found['title']}", "", found["counted"], "")
-    link = f"[{path.name}](../../benchmarks/results/sweeps/{path.name})"
+    link = f"[{path.name}]({path.name})"
     yield (
         f"**{held} of {cases} held.** {link}, {found['measured_at'][:10]}, "
         f"{versions}; {found['stands_in']}."

@@ -26,7 +26,7 @@ LARGE_INT4 = 0.84
 # Fitted with LAYER_S on two published figures: 28.3 and 30.8 tokens/s of profiles base and hybrid.
 SMALL = 0.578
 LAYER_S = 92e-6  # launches, norms, routing and waiting, for each layer of a step
-# Measured on an H200 relative to its own bandwidth (benchmarks/results/gpu/lm-head.json, batch 1).
+# Measured on an H200 relative to its own bandwidth (proofs/results/gpu/lm-head.json, batch 1).
 HEADS = {"keep": 0.96, "int8-g128": 0.81, "int8-triton": 0.99}
 # Published: 0.95 of one draft accepted, 0.8 of two. Later drafts as often as the second.
 FIRST_ACCEPTED, LATER_ACCEPTED = 0.95, 0.684

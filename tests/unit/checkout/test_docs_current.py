@@ -7,7 +7,7 @@ from spark_deploy.checkout import CHECKOUT
 
 
 def test_the_generated_pages_are_current():
-    command = [sys.executable, str(CHECKOUT / "docs/generate.py"), "--check"]
+    command = [sys.executable, str(CHECKOUT / "tools/docs/generate.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -58,20 +58,20 @@ def test_readme_tells_no_time_of_a_run_that_no_file_holds():
 
 def test_every_result_file_is_named_by_a_page_or_the_catalog():
     """A result that nobody reads proves nothing to anybody."""
-    pages = [*CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("*.md")]
+    pages = [*CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("proofs/**/*.md")]
     read = "\n".join(
         path.read_text("utf-8") for path in [*pages, *CHECKOUT.glob("catalog/**/*.yml")]
     )
-    results = [path.name for path in (CHECKOUT / "benchmarks/results").rglob("*.json")]
+    results = [path.name for path in (CHECKOUT / "proofs/results").rglob("*.json")]
     assert [name for name in results if not re.search(rf"\b{re.escape(name)}", read)] == []
     assert len(set(results)) == len(results), "pages name them without their folder"
 
 
 def test_the_table_of_quantised_trees_is_that_of_its_result_file():
-    page = (CHECKOUT / "docs/reference/engine-proofs.md").read_text("utf-8")
+    page = (CHECKOUT / "proofs/engine-proofs.md").read_text("utf-8")
     table = page.partition("| tree | all positions: divergence |")[2].partition("\n\n")[0]
     shown = [[float(cell) for cell in row.split("|")[2:-1]] for row in table.splitlines()[2:]]
-    found = json.loads((CHECKOUT / "benchmarks/results/gpu/requantize.json").read_text("utf-8"))
+    found = json.loads((CHECKOUT / "proofs/results/gpu/requantize.json").read_text("utf-8"))
     rows = [row["numbers"] for row in found["rows"] if row["numbers"].get("positions")]
     keys = {"divergence_all": 3, "top_agrees_all": 3, "divergence_replies": 4}
     digits = {**keys, "perplexity_replies": 4}

@@ -16,7 +16,11 @@ from spark_deploy.settings.load import load_hosts
 from tests.unit.planning.plans import shipped_catalog
 
 PAGES = sorted(
-    [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *(CHECKOUT / "docs").rglob("*.md")]
+    [
+        *(CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md"),
+        *(CHECKOUT / "docs").rglob("*.md"),
+        *(CHECKOUT / "proofs").rglob("*.md"),
+    ]
 )
 NAMES = [str(page.relative_to(CHECKOUT)) for page in PAGES]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)

@@ -95,7 +95,7 @@ def test_a_package_of_a_later_suite_takes_the_place_of_the_release_s_own(tmp_pat
 
 
 def test_every_flavour_was_taken_whole_and_its_owner_s_things_are_as_they_were():
-    rows = json.loads((CHECKOUT / "benchmarks/results/lab/flavours.json").read_text())["rows"]
+    rows = json.loads((CHECKOUT / "proofs/results/lab/flavours.json").read_text())["rows"]
     assert [row["flavour"] for row in rows] == flavour.names()
     for row in rows:
         assert row["doctor"]["exit_code"] == 0

@@ -162,7 +162,7 @@ def test_a_drafter_of_a_repository_beside_a_hybrid_is_warned_of_and_not_refused(
     assert [one.partition(":")[0] for one in warned] == ["drafter-of-a-repository"]
 
 
-RESULTS = Path(__file__).parents[3] / "benchmarks/results/gpu"
+RESULTS = Path(__file__).parents[3] / "proofs/results/gpu"
 
 
 def test_what_is_called_measured_names_a_result_file_that_is_there():

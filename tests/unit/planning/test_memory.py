@@ -70,7 +70,7 @@ RECALL = dataclasses.replace(
     head_width=256,
     linear_attention=LinearAttention(key_heads=2, value_heads=8, head_width=128),
 )
-RESULTS = Path(__file__).parents[3] / "benchmarks/results/gpu"
+RESULTS = Path(__file__).parents[3] / "proofs/results/gpu"
 
 
 def measured_blocks(stage):

@@ -125,14 +125,14 @@ def test_one_file_for_a_model_and_one_for_a_profile_are_all_it_takes(checkout: P
         PROFILE.replace("MODEL", DEFAULT.model)
     )
 
-    run(checkout, "docs/generate.py")
+    run(checkout, "tools/docs/generate.py")
     goldens = "tests/unit/planning/test_goldens.py"
     run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", goldens, GOLDEN="write")
 
     asked = reading(checkout)
     assert len(asked) > 60
     run(checkout, "-m", "pytest", "-q", "-n", "2", "-m", "not slow", *map(str, asked))
-    run(checkout, "docs/generate.py", "--check")
+    run(checkout, "tools/docs/generate.py", "--check")
 
     added = {path.name: path for path in small_ones(checkout) - before}
     assert {name.partition("--")[2] for name in added} > {"one-draft.txt"}

@@ -8,8 +8,8 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.settings.types import Settings
 from tests.unit.planning.plans import shipped_catalog
 
-RESULTS = CHECKOUT / "benchmarks" / "results" / "gpu"
-RESULTS_LINK = "../../benchmarks/results/gpu"
+RESULTS = CHECKOUT / "proofs/results/gpu"
+RESULTS_LINK = "../../proofs/results/gpu"
 CATALOG, DEFAULT = shipped_catalog(), Settings()
 PROFILES = {name: CATALOG.profile(name, DEFAULT.model) for name in CATALOG.profile_names}
 PROVEN = [(name, row) for name, profile in PROFILES.items() for row in profile.proven]

@@ -69,7 +69,7 @@ def test_the_step_of_the_plain_tree_is_what_its_sizes_give_by_hand():
 
 
 def test_the_shares_of_heads_are_those_of_the_result_file_that_they_name():
-    path = CHECKOUT / "benchmarks/results/gpu/lm-head.json"
+    path = CHECKOUT / "proofs/results/gpu/lm-head.json"
     shape = next(one for one in json.loads(path.read_text())["shapes"] if one["inputs"] == 3072)
     floor_us = sum(shape["floors"].values()) / 2  # of the INT8 values
     names = {"keep": ("bf16", 2), "int8-g128": ("marlin", 1), "int8-triton": ("own", 1)}

@@ -10,7 +10,7 @@ import pytest
 
 from proofs.judges.answers import TRAINED_NOISE, TURBOQUANT_NOISE, same
 
-RESULTS = Path(__file__).parents[3] / "benchmarks/results/gpu"
+RESULTS = Path(__file__).parents[3] / "proofs/results/gpu"
 TRAINED = ("engine-speculation", "engine-profiles", "engine-0.30.0", "engine-0.32.0")
 STOCK = "tq-stock-full-mtp2: "
 

@@ -13,7 +13,6 @@ from spark_deploy.checkout import CHECKOUT
 ROOTS = {"spark_vllm": CHECKOUT / "files/image", "proofs": CHECKOUT, "lab": CHECKOUT}
 FILES = [
     *(CHECKOUT / "tests/gpu").glob("*.py"),
-    *(CHECKOUT / "benchmarks/gpu").glob("*.py"),
     *(CHECKOUT / "proofs").rglob("*.py"),
     CHECKOUT / "tests/unit/plugin/test_head_for_a_spark.py",
 ]

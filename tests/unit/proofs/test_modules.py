@@ -26,7 +26,7 @@ def test_every_module_finds_what_it_imports(name: str) -> None:
 
 
 def test_long_prompts_are_judged_by_the_watch_of_today() -> None:
-    kept = json.loads((CHECKOUT / "benchmarks/results/gpu/serve-v2-long.json").read_text())
+    kept = json.loads((CHECKOUT / "proofs/results/gpu/serve-v2-long.json").read_text())
     rows = long.judge(kept, "v2")
     assert rows == kept["rows"]
     alone, _ = rows  # of four prompts one ends after the other, and with each a token comes

@@ -11,7 +11,7 @@ import pytest
 
 from proofs.recall import judge, verdicts
 
-RESULTS = Path(__file__).parents[3] / "benchmarks/results"
+RESULTS = Path(__file__).parents[3] / "proofs/results"
 LENGTH = 1000
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from proofs.results import describe_run, find_kind
+from proofs.result_files import describe_run, find_kind
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
 
-FOLDER = CHECKOUT / "benchmarks/results"
+FOLDER = CHECKOUT / "proofs/results"
 RESULTS = sorted(FOLDER.glob("[gc]pu/*.json"))
 GPU = FOLDER / "gpu"
 WHOLE = {

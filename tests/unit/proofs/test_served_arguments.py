@@ -10,7 +10,7 @@ import pytest
 
 from spark_deploy.checkout import CHECKOUT
 
-SERVED = sorted((CHECKOUT / "benchmarks/results/gpu").glob("serve-*.json"))
+SERVED = sorted((CHECKOUT / "proofs/results/gpu").glob("serve-*.json"))
 
 
 def as_planned(found: dict[str, Any]) -> list[str]:

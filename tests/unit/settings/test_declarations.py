@@ -21,7 +21,7 @@ WRITTEN = {"docs/reference/settings.md", "group_vars/all.yml", "schema/settings.
 PARTS = (
     "spark_deploy", "files/contract", "files/host", "files/image", "files/checkpoint",
     "docs", "group_vars", "schema",
-    "catalog", "proofs", "benchmarks", "tests", "lab", "reports",
+    "catalog", "proofs", "tools", "tests", "lab", "reports",
 )  # fmt: skip
 # Placed behind the watch's interval; the second place is the code that uses it.
 MADE_UP = '    nap_s: int = setting(7, "Seconds of a nap.", minimum=1)\n'
@@ -100,7 +100,7 @@ def test_a_new_setting_is_typed_in_one_place_and_used_in_another(checkout, tmp_p
     declaration.write_text(before.replace(line, line + MADE_UP))
 
     was = contents(checkout)
-    run(checkout, "docs/generate.py")
+    run(checkout, "tools/docs/generate.py")
     now = contents(checkout)
 
     assert {name for name in now if now[name] != was.get(name)} == WRITTEN
@@ -123,7 +123,7 @@ def test_a_new_argument_of_the_engine_is_typed_in_one_place_and_said_in_another(
     profile.write_text(profile.read_text("utf-8").replace("\nlimits:\n", "\nlimits:\n  naps: 3\n"))
 
     was = contents(checkout)
-    run(checkout, "docs/generate.py")
+    run(checkout, "tools/docs/generate.py")
     now = contents(checkout)
 
     assert {name for name in now if now[name] != was.get(name)} == {"schema/profile.schema.json"}

@@ -99,7 +99,7 @@ class Metrics:
         """What moves while work is done; only ever compared with an earlier one.
 
         The tokens stand still while a long prompt is read in chunks. Each chunk takes blocks of the
-        cache, so the share in use moves (seen on a GPU: docs/reference/engine-proofs.md).
+        cache, so the share in use moves (seen on a GPU: proofs/engine-proofs.md).
         """
         return self.tokens, self.total(self.dialect.cache_share) or 0.0
 
