@@ -95,6 +95,9 @@ char *answer_to(const json *request, const char *prompt, int turns) {
     if (fault("garbage")) return made("ent fjord 7 lkj the the of 0x colour; blue");
     if (fault("nan")) return made("!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!");
     if (fault("empty")) return made("");
+    bool sampling = json_number(request, "temperature", 1) > 0;
+    if (sampling && fault("sampler-nan")) return made("!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!");
+    if (sampling && fault("sampler-wrong")) return made("It might be raining.");
     if (fault("forgets") && turns > 1) return made("I do not remember what we talked about.");
     if (fault("mixes-up")) {
         usleep(150000); /* long enough that requests sent together meet here */

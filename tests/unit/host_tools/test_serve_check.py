@@ -39,6 +39,7 @@ VIOLATIONS = [
     ("wrong-arithmetic", "answers", "was answered '35352138'"),
     ("copy-typo", "copy", "asked to repeat"),
     ("stream-cut", "stream", "broke"),
+    ("sampler-nan", "sampled", "by one token over and over"),
     ("tool-types", "tool call", "days='3', not the number 3"),
     ("reasoning-mixed", "reasoning", "thinking is mixed into the answer"),
     ("forgets", "conversation", "in turn 2 of a conversation"),
@@ -54,6 +55,7 @@ VIOLATIONS = [
 # What a right server may show as well.
 DOUBTS = [
     ("unsteady", "repeat", "the same greedy request gave"),
+    ("sampler-wrong", "sampled", "which does not match"),
     ("no-tool", "tool call", "no tool was called"),
     ("needle-lost", "needle", "was not found"),
     ("needle-lost", "prefix reuse", "turn 1 of a long conversation was answered"),

@@ -76,6 +76,12 @@ CHECKS = (
         lambda p: p.plan.repeat and bool(p.plan.plain_questions),
     ),
     Check(
+        "sampled", "full", conversation.sampled, "must",
+        "kernels of the sampler, which greedy requests never run: nothing, or one token",
+        "it samples another answer than the expected one: told as a warning",
+        lambda p: bool(p.plan.plain_questions),
+    ),
+    Check(
         "tool call", "full", conversation.tool_call, "must",
         "a call that stays text, arguments that are no JSON or of another type",
         "it calls no tool, or asks for other values: told as a warning",

@@ -16,9 +16,21 @@ _SAME_TOKEN_RUN = 24
 _STREAMS = 3
 
 
+# What ordinary clients send: the values of Qwen's generation_config.json, and no seed.
+_SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "seed": None}
+
+
 def _judge(question: Question, answer: str) -> None:
     if re.search(question.expect, answer):
         return
+    _refuse_one_token_repeated(question, answer)
+    raise CheckError(
+        f"{short(question.prompt)} was answered {short(answer)}, "
+        f"which does not match {question.expect!r}"
+    )
+
+
+def _refuse_one_token_repeated(question: Question, answer: str) -> None:
     longest = max((len(list(run)) for _, run in groupby(answer)), default=0)
     words = answer.split()
     same_words = max((len(list(run)) for _, run in groupby(words)), default=0)
@@ -27,10 +39,6 @@ def _judge(question: Question, answer: str) -> None:
             f"{short(question.prompt)} was answered by one token over and over, {short(answer)}: "
             "the numbers inside the model are broken"
         )
-    raise CheckError(
-        f"{short(question.prompt)} was answered {short(answer)}, "
-        f"which does not match {question.expect!r}"
-    )
 
 
 def first_answer(probe: Probe) -> str:
@@ -73,6 +81,20 @@ def repeats(probe: Probe) -> str:
     if first != second:
         raise CheckError(f"the same greedy request gave {short(first)} and then {short(second)}")
     return "the same greedy request gave the same text twice"
+
+
+def sampled(probe: Probe) -> str:
+    """Requests with temperature, top_k and top_p and without a seed get sane answers."""
+    questions = probe.plan.plain_questions
+    for question in questions:
+        answer = content(probe.chat([user(question.prompt)], question.max_tokens, **_SAMPLING))
+        if not answer.strip():
+            raise CheckError(f"{short(question.prompt)}, sampled, got an empty answer")
+        _refuse_one_token_repeated(question, answer)
+        if not re.search(question.expect, answer):
+            what = f"{short(question.prompt)}, sampled, got {short(answer)}"
+            raise CheckError(f"{what}, which does not match {question.expect!r}", "warn")
+    return f"{len(questions)} sampled answers are sane"
 
 
 def conversation(probe: Probe) -> str:
