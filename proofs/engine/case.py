@@ -53,6 +53,7 @@ COMMON: dict[str, Any] = {
     "seed": 0,
     "attention_config": {"flash_attn_version": 2},
     "additional_config": {"gdn_prefill_backend": "triton"},
+    "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
 }
 
 
@@ -270,7 +271,7 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     options["additional_config"] = {**COMMON["additional_config"], **case.get("additional", {})}
     if case["prompts"] in ("ids", "contexts"):
         options["skip_tokenizer_init"] = True
-    options = quick.arrange(options, quickly=quickly)
+    options = quick.arrange(options)
     started = time.monotonic()
     llm = LLM(**options)
     result: dict[str, Any] = {

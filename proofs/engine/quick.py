@@ -10,8 +10,6 @@ FLASH = "SPARK_FLASH_ATTENTION"
 for minutes. A Spark has version 2 only."""
 FIRST = "SPARK_FIRST_CONFIGURATION"
 """Set to 1: every autotuned kernel takes the first of its configurations."""
-QUICK = {"kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False}}
-"""Kernels compile when they are needed."""
 
 
 def caveats() -> list[str]:
@@ -74,9 +72,8 @@ def wanted() -> bool:
     return os.environ.get(FIRST) == "1"
 
 
-def arrange(options: dict[str, Any], *, quickly: bool) -> dict[str, Any]:
+def arrange(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of an engine that starts so; ``start_quickly`` was called before."""
-    options = {**QUICK, **options} if quickly else options
     if flash_attention() == 3:
         use_flash_attention_3(options)
     return options

@@ -126,7 +126,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         **engine_case.COMMON["additional_config"],
         **case.get("additional", {}),
     }
-    options = quick.arrange(options, quickly=True)
+    options = quick.arrange(options)
     started = time.monotonic()
     llm = LLM(**options)
     config = llm.llm_engine.vllm_config

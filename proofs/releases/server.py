@@ -28,8 +28,7 @@ CACHE_BYTES = 4 << 30
 STOP_S = 20
 PREFILL = "--gdn-prefill-backend"
 MACHINE = {
-    # Not carried there; and Hopper would take kernels that a Spark has not.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Hopper would take kernels that a Spark has not.
     "VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel",
 }
 PAIR = {
@@ -157,8 +156,6 @@ def _arguments(
     }
     if PREFILL not in argv:
         added[PREFILL] = "triton"  # Hopper would take a kernel of FlashInfer, which is not there
-    if quick.wanted():
-        added["--kernel-config"] = json.dumps(quick.QUICK["kernel_config"])
     for option, value in added.items():
         argv += [option, value]
         changed.append(f"added {option} {value}")

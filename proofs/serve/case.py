@@ -50,8 +50,6 @@ def adapted(argv: list[str], tree: str, sock: str, kind: str) -> tuple[list[str]
     added = {CACHE: str(serve_long.CACHE_BYTES if kind == "long" else CACHE_BYTES)}
     if "turboquant" not in " ".join(argv):  # it chooses by itself
         added["--attention-config"] = json.dumps({"flash_attn_version": quick.flash_attention()})
-    if quick.wanted():
-        added["--kernel-config"] = json.dumps(quick.QUICK["kernel_config"])
     for option, value in added.items():
         result += [option, value]
         changed.append(f"added {option} {value}")

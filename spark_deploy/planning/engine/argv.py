@@ -17,9 +17,10 @@ from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.beside import adapter_rank
 from spark_deploy.planning.budget.memory import context_tokens
+from spark_deploy.planning.engine.options import pins_drafter_experts
 from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.engine.arguments import told
-from spark_deploy.settings.engine.options import canonical, structure
+from spark_deploy.settings.engine.options import canonical, meaning, structure
 
 MODEL_MOUNT = "/model"
 CACHE_MOUNT = "/cache"
@@ -27,6 +28,10 @@ DRAFTER_MOUNT = "/drafter"
 ADAPTERS_MOUNT = "/adapters"
 HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
 """What the engine measured of the opt-in head at its first start on this host."""
+
+# Proofs ran without both. Autotuning times FlashInfer's kernels beside loaded weights; the warm-up
+# compiles kernels that no request may ever need.
+KERNEL_CONFIG = {"enable_flashinfer_autotune": False, "enable_jit_warmup": False}
 
 # Of `docker run` for every release; the GPU's follow from the host. What the engine keeps of a
 # container's usual rights, and why: docs/decisions/0015.
@@ -88,7 +93,7 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "reasoning-parser": model.parsers.reasoning,
         "enable-auto-tool-choice": True if model.parsers.tool_call else None,
         "tool-call-parser": model.parsers.tool_call,
-        "speculative-config": _drafts_told(profile),
+        "speculative-config": _drafts_told(model, profile),
         **_adapters_told(model),
         **_further_options(profile),
     }
@@ -103,7 +108,7 @@ def _pools(model: Model) -> bool:
     return isinstance(model, PlainModel) and model.pools
 
 
-def _drafts_told(profile: Profile) -> Mapping[str, Any] | None:
+def _drafts_told(model: Model, profile: Profile) -> Mapping[str, Any] | None:
     """Return the engine's speculative configuration."""
     drafts = profile.speculation
     if drafts is None:
@@ -114,6 +119,11 @@ def _drafts_told(profile: Profile) -> Mapping[str, Any] | None:
         if profile.engine_mode == "portable":
             # That format is for trees of ours; a drafter is as it was published.
             told["draft_load_config"] = {"load_format": "safetensors"}
+    if pins_drafter_experts(model, profile):
+        # By itself the engine takes FlashInfer CUTLASS on a GB10, whose 85 files may first have to
+        # be compiled beside the loaded weights. Proofs ran with Triton. The engine's own
+        # moe-backend would reach the INT4 experts of the model as well.
+        told["moe_backend"] = "triton"
     words = {"prompt_lookup_max": drafts.longest_match, "prompt_lookup_min": drafts.shortest_match}
     return {**told, **{name: count for name, count in words.items() if count is not None}}
 
@@ -132,16 +142,27 @@ def _adapters_told(model: Model) -> dict[str, Any]:
 
 
 def _further_options(profile: Profile) -> dict[str, Any]:
-    """Return the profile's own options, joined with what its head needs."""
+    """Return the profile's own options, joined with the plan's choice of kernels."""
     options = {canonical(name): value for name, value in profile.options.items()}
+    if options.setdefault("kernel-config", {}) is not None:
+        defaults = dict(KERNEL_CONFIG)
+        if "enable-flashinfer-autotune" in meaning(options):
+            del defaults["enable_flashinfer_autotune"]  # the engine refuses both spellings together
+        options["kernel-config"] = {**defaults, **_mapping_of(options, "kernel-config")}
     if profile.head == "int8-triton":
-        own = structure(options.get("additional-config") or {})
-        if not isinstance(own, Mapping):
-            what = f"{own!r} is no mapping, and head {profile.head} adds to it"
-            raise PlanError.one("engine option additional-config", what, "write it as a mapping")
+        own = _mapping_of(options, "additional-config")
         spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES, **own.get("spark", {})}
         options["additional-config"] = {**own, "spark": spark}
     return options
+
+
+def _mapping_of(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the mapping that an option holds, for the plan to add its own keys."""
+    own = structure(options.get(name) or {})
+    if not isinstance(own, Mapping):
+        what = f"{own!r} is not a mapping, and the plan adds keys to it"
+        raise PlanError.one(f"engine option {name}", what, "write it as a mapping")
+    return own
 
 
 def engine_arguments(
@@ -170,6 +191,11 @@ def engine_environment(
         "VLLM_NO_USAGE_STATS": "1",
         # Skips its warm-up: it is not used for this architecture, and lists of that change.
         "VLLM_USE_DEEP_GEMM": "0",
+        # top_k and top_p by Triton as in the proofs; FlashInfer would compile its own kernels.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # A full-width compilation beside loaded weights freezes the host.
+        "MAX_JOBS": "2",
+        "FLASHINFER_NVCC_THREADS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(start_timeout_s),
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.settings.engine.options import meaning, whole
 
@@ -14,6 +15,21 @@ def block_tokens(profile: Profile) -> int | None:
 def prefill_backend(profile: Profile) -> str:
     """Return the name of the kernel that was chosen for gated delta nets."""
     return str(meaning(profile.options).get("gdn-prefill-backend"))
+
+
+def pins_drafter_experts(model: Model, profile: Profile) -> bool:
+    """Return whether the plan chooses the kernel of the MTP layer's experts.
+
+    For 16-bit experts the engine's own choice depends on the GPU. INT4 experts get Marlin on every
+    GPU and would lose it; an engine without a GPU has no Triton.
+    """
+    drafts = profile.speculation
+    if drafts is None or not drafts.by_own_layers or profile.engine_mode == "portable":
+        return False
+    if isinstance(model, HybridModel):
+        return model.architecture.mtp_scheme == "bf16"
+    anatomy = model.anatomy
+    return anatomy is not None and anatomy.expert_width is not None and not anatomy.quantisation
 
 
 def quantises_online(profile: Profile) -> bool:

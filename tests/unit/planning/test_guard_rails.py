@@ -345,7 +345,7 @@ def test_every_option_of_the_plan_has_an_owner_or_is_free_to_change():
     made = engine_options(model, profile, plan_memory(model, profile, settings))
     free = {"load-format", "reasoning-parser", "enable-auto-tool-choice", "tool-call-parser"}
     free |= {"disable-access-log-for-endpoints"}
-    judged_by_rails = {"speculative-config"}
+    judged_by_rails = {"speculative-config", "kernel-config"}
     assert set(made) - set(OWNED_OPTIONS) == free | judged_by_rails
 
 

@@ -57,7 +57,7 @@ def test_all_names_are_served_the_first_one_first():
 def test_v2_drafts_two_tokens_and_never_caches_prefixes():
     arguments = argv()
     drafts = json.loads(value_of(arguments, "--speculative-config"))
-    assert drafts == {"method": "mtp", "num_speculative_tokens": 2}
+    assert drafts == {"method": "mtp", "moe_backend": "triton", "num_speculative_tokens": 2}
     assert "--no-enable-prefix-caching" in arguments
     assert value_of(arguments, "--gpu-memory-utilization") == "0.8"
 
@@ -82,6 +82,41 @@ def test_online_fp8_names_the_modules_the_engine_has_to_quantise():
     assert re.match(pattern, f"{layer}.shared_expert.gate_proj")
     for other in (f"{layer}.shared_expert_gate", "mtp.layers.0.mlp.shared_expert.up_proj"):
         assert not re.match(pattern, other)
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        ({}, {"enable_flashinfer_autotune": False, "enable_jit_warmup": False}),
+        (
+            {"kernel-config": {"moe_backend": "marlin"}},
+            {
+                "enable_flashinfer_autotune": False,
+                "enable_jit_warmup": False,
+                "moe_backend": "marlin",
+            },
+        ),
+        (
+            {"kernel_config": '{"enable_jit_warmup": true}'},
+            {"enable_flashinfer_autotune": False, "enable_jit_warmup": True},
+        ),
+        # The engine refuses the option together with its key.
+        ({"enable-flashinfer-autotune": True}, {"enable_jit_warmup": False}),
+        ({"no_enable_flashinfer_autotune": True}, {"enable_jit_warmup": False}),
+        ({"kernel-config": None}, None),
+    ],
+)
+def test_kernels_are_neither_tuned_nor_warmed_up_unless_the_owner_asks_for_it(own, found):
+    arguments = argv(options=own)
+    assert arguments.count("--kernel-config") == (found is not None)
+    if found is not None:
+        assert json.loads(value_of(arguments, "--kernel-config")) == found
+
+
+def test_a_kernel_config_of_another_form_is_refused():
+    with pytest.raises(PlanError) as refused:
+        argv(options={"kernel-config": "auto"})
+    assert refused.value.problems[0].where == "engine option kernel-config"
 
 
 def test_vision_drops_the_text_only_flag():
@@ -110,3 +145,15 @@ def test_the_environment_names_the_plugin_only_where_it_is_installed():
         profile, plugin=False, start_timeout_s=60, image="i"
     )
     assert with_plugin["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_sampler_is_that_of_the_proofs_and_compilers_take_two_cores():
+    made = engine_environment(
+        CATALOG.profile("v2", "large"), plugin=False, start_timeout_s=60, image="i"
+    )
+    wanted = {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "MAX_JOBS": "2",
+        "FLASHINFER_NVCC_THREADS": "1",
+    }
+    assert wanted.items() <= made.items()

@@ -1,0 +1,91 @@
+"""The kernel of the drafter's experts: which plans choose it, and what the proof then demands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from spark_deploy.catalog.anatomy import Anatomy
+from spark_deploy.catalog.model import Model, PlainModel
+from spark_deploy.planning.effective import with_drafts
+from spark_deploy.planning.engine.lines import DRAFTER_EXPERTS_LINE, lines_of
+from spark_deploy.planning.engine.options import pins_drafter_experts
+from spark_deploy.planning.types import HostPlan
+from tests.unit.planning.plans import shipped, shipped_catalog
+
+CATALOG = shipped_catalog()
+LARGE = CATALOG.model("qwen3.5-122b")
+PLANS = {(m, p): plan for m, p, plan in shipped() if isinstance(plan, HostPlan)}
+OF_BF16 = ("qwen3.5-122b", "lab-stub")
+TRITON = (
+    "INFO [unquantized.py:298] Using TRITON Unquantized MoE backend out of potential backends: "
+    "['FlashInfer TRTLLM', 'FlashInfer CUTLASS', 'TRITON', 'BATCHED_TRITON']."
+)
+
+
+def drafts_of(plan: HostPlan) -> dict[str, object]:
+    argv = plan.serve.engine.argv
+    if "--speculative-config" not in argv:
+        return {}
+    found: dict[str, object] = json.loads(argv[argv.index("--speculative-config") + 1])
+    return found
+
+
+@pytest.mark.parametrize("pair", PLANS, ids="-".join)
+def test_every_shipped_drafter_with_16_bit_experts_is_pinned_and_proven_so(
+    pair: tuple[str, str],
+) -> None:
+    plan, drafts = PLANS[pair], drafts_of(PLANS[pair])
+    wanted = pair[0] in OF_BF16 and drafts.get("method") == "mtp"
+    assert (drafts.get("moe_backend") == "triton") is wanted
+    assert (DRAFTER_EXPERTS_LINE in plan.serve.check.log_required) is wanted
+
+
+def test_a_model_of_several_hosts_is_pinned_as_well() -> None:
+    model = CATALOG.model("qwen3.5-397b")
+    assert pins_drafter_experts(model, CATALOG.profile("v2", "qwen3.5-397b"))
+
+
+def test_only_the_pinned_kernel_passes() -> None:
+    assert re.search(DRAFTER_EXPERTS_LINE, TRITON)
+    assert re.search(DRAFTER_EXPERTS_LINE, "Using TRITON Unquantized MoE LoRA backend")
+    for other in ("FlashInfer CUTLASS", "BATCHED_TRITON"):
+        assert not re.search(DRAFTER_EXPERTS_LINE, TRITON.replace("TRITON U", f"{other} U", 1))
+
+
+def plain(**said: object) -> Model:
+    anatomy = Anatomy(repository="org/x", commit="0" * 40, **said)  # type: ignore[arg-type]
+    return PlainModel(
+        name="x", kind="plain", summary="x", choose_when="x", repository="org/x", anatomy=anatomy
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "pinned"),
+    [
+        (plain(expert_width=768), True),
+        (plain(expert_width=768, quantisation="fp8"), False),
+        (plain(), False),
+        (dataclasses.replace(plain(), anatomy=None), False),
+    ],
+    ids=["16-bit experts", "other experts", "dense", "not read yet"],
+)
+def test_of_a_plain_repository_only_16_bit_experts_are_pinned(model: Model, pinned: bool) -> None:
+    profile = with_drafts(CATALOG.profile("v2", "qwen3.5-122b"), 2)
+    assert pins_drafter_experts(model, profile) is pinned
+
+
+def test_a_drafter_of_another_repository_and_an_engine_without_a_gpu_are_left_alone() -> None:
+    profile = CATALOG.profile("v2", "qwen3.5-122b")
+    assert profile.speculation is not None
+    other = dataclasses.replace(profile.speculation, repository="org/drafter")
+    for changed in (
+        dataclasses.replace(profile, speculation=other),
+        dataclasses.replace(profile, speculation=None),
+        dataclasses.replace(profile, engine_mode="portable"),
+    ):
+        assert not pins_drafter_experts(LARGE, changed)
+        assert DRAFTER_EXPERTS_LINE not in lines_of(LARGE, changed, plugin=True)[0]
