@@ -25,7 +25,7 @@ _ONE_HASH: JsonDict = {"oneOf": [{"required": ["sha256"]}, {"required": ["git_sh
 class SourceFile:
     """One file; sha256 for large files, git_sha1 (blob) for small ones."""
 
-    __pydantic_config__: ClassVar = ConfigDict(json_schema_extra=_ONE_HASH)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(json_schema_extra=_ONE_HASH)
 
     path: str = needed("Path in the repository.", pattern=r"^(?!/)(?!.*(^|/)\.\.(/|$)).+$")
     size_bytes: int = needed("Bytes.", minimum=0)

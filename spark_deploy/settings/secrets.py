@@ -17,7 +17,7 @@ _Nothing = SkipJsonSchema[None]
 class SecretRef:
     """Where the controller reads a secret; exactly one of the keys."""
 
-    __pydantic_config__: ClassVar = ConfigDict(
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         json_schema_extra={"minProperties": 1, "maxProperties": 1}
     )
 
