@@ -16,6 +16,8 @@ from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.known import KEY
 from spark_deploy.inventory.names import host_problems
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+
 
 def read_inventory(
     path: Path,
@@ -86,7 +88,10 @@ def _run(path: Path) -> dict[str, Any]:
     except SettingsError:
         raise
     except Exception as error:  # whatever a file of the user's does
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(Path(frame.filename).is_relative_to(_PACKAGE) for frame in frames[1:]):
+            raise  # raised by this package: the inventory file is not the cause
+        last = frames[-1]
         line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
         line = line or (last.lineno if Path(last.filename).name == path.name else None)
         where = f"{path} line {line}" if line else str(path)

@@ -8,6 +8,7 @@ import pytest
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import SettingsError
+from spark_deploy.inventory import groups
 from spark_deploy.inventory.groups import groups_from
 from spark_deploy.inventory.reading import read_inventory
 from tests import forked
@@ -183,6 +184,15 @@ def test_an_inventory_that_cannot_be_run_is_one_line(own, case):
     text, what = BROKEN[case]
     (own / "sparks.py").write_text(text)
     assert what in refused(own)
+
+
+def test_an_error_of_this_package_does_not_blame_the_inventory(own, monkeypatch):
+    def fail(*_args, **_options):
+        raise TypeError("unable to evaluate a type")
+
+    monkeypatch.setattr(groups, "load_hosts", fail)
+    with pytest.raises(TypeError, match="unable to evaluate"):
+        read_inventory(own / "sparks.py")
 
 
 def test_a_host_in_two_groups_of_ours_is_refused(own):
