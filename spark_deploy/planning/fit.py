@@ -1,14 +1,15 @@
-"""What to say when memory does not suffice: the cheapest changes that would make it fit.
+"""Suggest the cheapest changes of settings with which a pair fits into memory.
 
-Every change is one of settings and is tried by judging the pair again with it, guard rails
-included: what is suggested can be chosen, and fits.
+Each suggestion was judged the way a plan is, guard rails included: applied as printed, it fits.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,16 +34,17 @@ _LEAST_RESERVE_GIB = 8
 _LEAST_CONTEXT_TOKENS = 8192
 _USUAL_FRACTION = 0.8
 
-Change = Callable[[Settings], Settings]
+Change = Callable[[Settings, Any], Settings]
 Fits = Callable[[Settings], bool]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lever:
-    """One change a user can make, in the words of the settings."""
+    """One setting a user can change; each further value leaves the engine more memory."""
 
-    what: str
     setting: str  # two changes of one setting are no way
+    advice: str  # with {} for the value
+    values: Sequence[Any]
     change: Change
 
 
@@ -63,16 +65,20 @@ def refusal(
         f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
         f"{gib(memory.total_bytes)} ({gib(settings.kept_bytes)} stay reserved)"
     )
-    levers = list(_levers(model, profile, settings, catalog, fits))
-    ways = ways_to_fit(levers, settings, fits)
+    usual = ways_to_fit(
+        _levers(model, profile, settings, catalog, [_USUAL_FRACTION]), settings, fits
+    )
+    ways = usual or ways_to_fit(
+        _levers(model, profile, settings, catalog, _all_fractions(catalog)), settings, fits
+    )
     fix = "; or ".join([*ways, *_smaller_model(model, profile, settings, catalog, fits)][:_WAYS])
     if not ways:
-        together = _hosts_needed(settings, fits)
-        more = f", or {together} hosts that serve it together (cluster.hosts)" if together else ""
         fix = (
             f"no setting makes it fit, its weights alone are {gib(weights)}: "
-            f"{fix or 'choose a smaller model'}{more}"
+            f"{fix or 'choose a smaller model'}"
         )
+    if not usual and (together := _hosts_needed(settings, fits)):
+        fix += f", or {together} hosts that serve it together (cluster.hosts)"
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
 
 
@@ -88,17 +94,42 @@ def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
 
 def ways_to_fit(levers: Sequence[Lever], settings: Settings, fits: Fits) -> list[str]:
     """Return up to three ways, the least intrusive first: single changes, then pairs and so on."""
-    ways: list[tuple[Lever, ...]] = []
-    for size in range(1, len({lever.setting for lever in levers}) + 1):
-        for chosen in itertools.combinations(levers, size):
-            if len(ways) == _WAYS:
-                break
-            once = len({lever.setting for lever in chosen}) == size
-            known = any(set(way) <= set(chosen) for way in ways)
-            changed = functools.reduce(lambda so_far, one: one.change(so_far), chosen, settings)
-            if once and not known and fits(changed):
-                ways.append(chosen)
-    return [" and ".join(lever.what for lever in way) for way in ways]
+    ways: dict[tuple[Lever, ...], str] = {}
+    sizes = range(1, len({lever.setting for lever in levers}) + 1)
+    for chosen in (one for size in sizes for one in itertools.combinations(levers, size)):
+        if len(ways) == _WAYS:
+            break
+        once = len({lever.setting for lever in chosen}) == len(chosen)
+        if not once or any(set(way) <= set(chosen) for way in ways):
+            continue
+        if values := _least_values(chosen, settings, fits):
+            advice = (lever.advice.format(one) for lever, one in zip(chosen, values, strict=True))
+            ways[chosen] = " and ".join(advice)
+    return list(ways.values())
+
+
+def _least_values(chosen: Sequence[Lever], settings: Settings, fits: Fits) -> list[Any]:
+    """Return the least change of each setting with which they fit together; empty if none do."""
+    values = [lever.values[-1] for lever in chosen]
+
+    def fits_with(place: int, value: Any) -> bool:
+        changed = settings
+        for number, lever in enumerate(chosen):
+            changed = lever.change(changed, value if number == place else values[number])
+        return fits(changed)
+
+    if not fits_with(0, values[0]):
+        return []
+    for place, lever in enumerate(chosen):
+        values[place] = lever.values[
+            bisect.bisect_left(
+                lever.values,
+                True,
+                hi=len(lever.values) - 1,
+                key=functools.partial(fits_with, place),
+            )
+        ]
+    return values
 
 
 def _smaller_model(
@@ -117,38 +148,73 @@ def _smaller_model(
         if isinstance(other, HybridModel)
         and other.name != model.name
         and other.architecture.max_context_tokens >= wanted
-        and fits(_set(model=other.name)(settings))
+        and fits(replace(settings, model=other.name))
     ]
     largest = max(fitting, key=lambda one: weights_of(one.architecture).tree_bytes, default=None)
     return [f"choose model {largest.name}"] if largest else []
 
 
 def _levers(
-    model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
-) -> Iterator[Lever]:
-    """Changes that apply here, in the order of what they cost a user."""
-    if profile.vision:
-        yield Lever("set engine.vision to false", "vision", _engine(vision=False))
-    if settings.engine.kv_cache_bytes is not None:
-        yield Lever("drop engine.kv_cache_gib", "cache", _engine(kv_cache_bytes=None))
-    pinned = profile.kv_cache.size_bytes is not None
-    if not pinned and profile.limits.memory_fraction < _USUAL_FRACTION:
-        what = f"raise engine.memory_fraction to {_USUAL_FRACTION}"
-        yield Lever(what, "fraction", _engine(memory_fraction=_USUAL_FRACTION))
-    reserve_gib = _largest_reserve_gib(settings, fits)
-    if settings.memory.reserve_bytes > reserve_gib * GIB:
-        what = f"lower memory.reserve_gib to {reserve_gib}"
-        yield Lever(what, "reserve", _reserve(reserve_gib))
-    share_gib = _largest_share_gib(settings, fits)
-    if settings.services and share_gib < _share_gib(settings):
-        names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
-        yield Lever(f"lower {names} to {share_gib} together", "services", _share(share_gib))
-    context = _longest_context(settings, context_tokens(model, profile) // 2, fits)
-    if context >= _LEAST_CONTEXT_TOKENS:
-        what = f"set engine.max_context_tokens to {context}"
-        yield Lever(what, "context", _engine(max_context_tokens=context))
-    for name in _others_like(profile, model, catalog):
-        yield Lever(f"choose profile {name}", "profile", _set(profile=name))
+    model: Model,
+    profile: Profile,
+    settings: Settings,
+    catalog: Catalog,
+    fractions: Sequence[float],
+) -> list[Lever]:
+    """Return the changes that apply here, in the order of what they cost a user."""
+    higher = [one for one in fractions if one > profile.limits.memory_fraction]
+    reserve_gib = math.ceil(settings.memory.reserve_bytes / GIB)
+    share_gib = min(_share_gib(settings), settings.memory.total_bytes // GIB + 1)
+    names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
+    pinned = settings.engine.kv_cache_bytes is not None
+    levers = [
+        Lever("vision", "set engine.vision to false", [False] * profile.vision, _engine("vision")),
+        Lever("cache", "drop engine.kv_cache_gib", [None] * pinned, _engine("kv_cache_bytes")),
+        Lever("fraction", "raise engine.memory_fraction to {}", higher, _engine("memory_fraction")),
+        Lever(
+            "reserve",
+            "lower memory.reserve_gib to {}",
+            range(reserve_gib - 1, _LEAST_RESERVE_GIB - 1, -1),
+            _reserve,
+        ),
+        Lever(
+            "services",
+            f"lower {names} to {{}} together",
+            range(share_gib - 1, len(settings.services) - 1, -1) if settings.services else (),
+            _share,
+        ),
+        Lever(
+            "context",
+            "set engine.max_context_tokens to {}",
+            _halves(context_tokens(model, profile)),
+            _engine("max_context_tokens"),
+        ),
+        Lever(
+            "drafts", "set engine.drafts to {}", [0] * bool(profile.speculation), _engine("drafts")
+        ),
+        *(
+            Lever("profile", "choose profile {}", [name], _profile)
+            for name in _others_like(profile, model, catalog)
+        ),
+    ]
+    return [lever for lever in levers if lever.values]
+
+
+def _all_fractions(catalog: Catalog) -> list[float]:
+    """Return every memory fraction, in hundredths, that no guard rail on it alone refuses."""
+    refused = (
+        rail.applies["memory_fraction"].get("above", 1.0)
+        for rail in catalog.rails
+        if rail.effect == "refuse" and [*rail.applies] == ["memory_fraction"]
+    )
+    highest = min(refused, default=_USUAL_FRACTION)
+    return [number / 100 for number in range(1, 101) if number / 100 <= highest]
+
+
+def _halves(tokens: int) -> list[int]:
+    """Return half of a context, half of that and so on, as long as they are of use."""
+    halves = (tokens >> number for number in range(1, tokens.bit_length()))
+    return [one for one in halves if one >= _LEAST_CONTEXT_TOKENS]
 
 
 def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
@@ -163,26 +229,18 @@ def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
     return [other.name for other in others if other.name != profile.name]
 
 
-def _set(**fields: Any) -> Change:
-    return lambda settings: replace(settings, **fields)
-
-
-def _engine(**fields: Any) -> Change:
-    return lambda settings: replace(settings, engine=replace(settings.engine, **fields))
-
-
-def _reserve(size_gib: int) -> Change:
-    return lambda settings: replace(
-        settings, memory=replace(settings.memory, reserve_bytes=size_gib * GIB)
+def _engine(field: str) -> Change:
+    return lambda settings, value: replace(
+        settings, engine=replace(settings.engine, **{field: value})
     )
 
 
-def _largest_reserve_gib(settings: Settings, fits: Fits) -> int:
-    """Return the most that can stay reserved if nothing else changes; else the least there is."""
-    for size_gib in range(settings.memory.reserve_bytes // GIB, _LEAST_RESERVE_GIB, -1):
-        if fits(_reserve(size_gib)(settings)):
-            return size_gib
-    return _LEAST_RESERVE_GIB
+def _profile(settings: Settings, name: str) -> Settings:
+    return replace(settings, profile=name)
+
+
+def _reserve(settings: Settings, size_gib: int) -> Settings:
+    return replace(settings, memory=replace(settings.memory, reserve_bytes=size_gib * GIB))
 
 
 def _share_gib(settings: Settings) -> int:
@@ -190,34 +248,11 @@ def _share_gib(settings: Settings) -> int:
     return sum(one.memory_bytes for one in settings.services.values()) // GIB
 
 
-def _share(size_gib: int) -> Change:
+def _share(settings: Settings, size_gib: int) -> Settings:
     """Lower what services may take to this size together, each by the same part."""
-
-    def change(settings: Settings) -> Settings:
-        part = size_gib / max(1, _share_gib(settings))
-        services = {
-            name: replace(one, memory_bytes=int(one.memory_bytes * part))
-            for name, one in settings.services.items()
-        }
-        return replace(settings, services=services)
-
-    return change
-
-
-def _largest_share_gib(settings: Settings, fits: Fits) -> int:
-    """Return the most that services can take if nothing else changes; else a GiB for each."""
-    most_gib = min(_share_gib(settings) - 1, settings.memory.total_bytes // GIB)
-    for size_gib in range(most_gib, len(settings.services), -1):
-        if fits(_share(size_gib)(settings)):
-            return size_gib
-    return len(settings.services)
-
-
-def _longest_context(settings: Settings, half_tokens: int, fits: Fits) -> int:
-    """Return the longest of the halved contexts that fits by itself; else the first half."""
-    tokens = half_tokens
-    while tokens >= _LEAST_CONTEXT_TOKENS:
-        if fits(_engine(max_context_tokens=tokens)(settings)):
-            return tokens
-        tokens //= 2
-    return half_tokens
+    part = size_gib / max(1, _share_gib(settings))
+    services = {
+        name: replace(one, memory_bytes=int(one.memory_bytes * part))
+        for name, one in settings.services.items()
+    }
+    return replace(settings, services=services)

@@ -1,4 +1,6 @@
 import dataclasses
+import functools
+import itertools
 import json
 import re
 from pathlib import Path
@@ -7,19 +9,20 @@ import pytest
 import yaml
 
 from spark_deploy.catalog.beside import Speculation
-from spark_deploy.catalog.model import LinearAttention
+from spark_deploy.catalog.model import HybridModel, LinearAttention
 from spark_deploy.cli.planned.brief import brief
 from spark_deploy.cli.planned.parts import lines
 from spark_deploy.planning.budget.memory import GIB, cache_shape, plan_memory
 from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.planning.effective import effective_profile
-from spark_deploy.planning.resolve import pair_of
+from spark_deploy.planning.resolve import pair_of, problems_of
 from spark_deploy.settings.engine.arguments import KvCache
 from spark_deploy.settings.load import load_hosts
 from tests.unit.planning.plans import (
     CATALOG,
     FIXTURE,
     LARGE,
+    NOWHERE,
     plan_of,
     problems,
     settings_of,
@@ -242,15 +245,15 @@ def changed_by(way):
             [
                 "lower memory.reserve_gib to 41",
                 "set engine.max_context_tokens to 131072",
-                "choose profile v2-tq",
+                "set engine.drafts to 0",
             ],
         ),
         (
             {"memory.reserve_gib": 50},
             [
                 "lower memory.reserve_gib to 41",
+                "set engine.max_context_tokens to 131072 and set engine.drafts to 0",
                 "set engine.max_context_tokens to 131072 and choose profile agent",
-                "choose model small",
             ],
         ),
         (
@@ -259,7 +262,11 @@ def changed_by(way):
         ),
         (
             {"engine.memory_fraction": 0.55},
-            ["raise engine.memory_fraction to 0.8", "choose model small"],
+            [
+                "raise engine.memory_fraction to 0.8",
+                "set engine.max_context_tokens to 16384 and set engine.drafts to 0",
+                "set engine.max_context_tokens to 8192 and choose profile agent",
+            ],
         ),
         ({"memory.reserve_gib": 110}, ["lower memory.reserve_gib to 41"]),
     ],
@@ -269,6 +276,80 @@ def test_what_nearly_fits_names_the_cheapest_ways_and_each_of_them_works(setting
     assert problem.fix.split("; or ") == ways
     for way in ways:
         assert problems(**{**settings, **changed_by(way)}) == []
+
+
+def shipped_settings(count, **overrides):
+    """Return what the first of so many hosts of a cluster plans with; dotted keys."""
+    hosts = [f"host-{number}" for number in range(count)]
+    if count > 1:
+        overrides["cluster.hosts"] = hosts
+    return load_hosts({"spark": hosts}, root=NOWHERE, overrides=overrides)["host-0"].settings
+
+
+def advice_for(count, **overrides):
+    """Return the advice on a pair that does not fit; ``None`` for one that fits."""
+    found = problems_of(shipped_settings(count, **overrides), shipped_catalog())
+    return next((one.fix for one in found if "does not fit on" in one.what), None)
+
+
+MODELS = [
+    name for name, model in shipped_catalog().models.items() if isinstance(model, HybridModel)
+]
+PAIRS = [pair for pair in itertools.product(MODELS, shipped_catalog().profile_names)
+         if pair[1] != "plain"]  # fmt: skip
+
+
+@functools.cache
+def fits_with_every_change(count, model, total_gib):
+    """Tell whether any profile fits with all that the advice may change, as far as it may."""
+    change = {
+        "memory.total_gib": total_gib,
+        "memory.reserve_gib": 8,
+        "engine.vision": False,
+        "engine.drafts": 0,
+        "engine.max_context_tokens": 8192,
+    }
+    tried = itertools.product(shipped_catalog().profile_names, (0.8, 0.85, 0.9))
+    return any(
+        problems_of(
+            shipped_settings(
+                count, model=model, profile=profile, **change, **{"engine.memory_fraction": share}
+            ),
+            shipped_catalog(),
+        )
+        == []
+        for profile, share in tried
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(("model", "profile"), PAIRS)
+def test_advice_applied_as_printed_is_accepted_by_the_plan(model, profile, count):
+    pair = {"model": model, "profile": profile}
+    # Half of the memory as well: only the largest model is refused with all of it.
+    for pair["memory.total_gib"] in (119.7, 48):
+        advice = advice_for(count, **pair)
+        if advice is None:
+            continue
+        advice, _, hosts = advice.partition(", or ")
+        advice = advice.rpartition("GiB: ")[2]
+        for way in advice.split("; or ") if advice != "choose a smaller model" else []:
+            settings = shipped_settings(count, **{**pair, **changed_by(way)})
+            assert problems_of(settings, shipped_catalog()) == [], way
+        if "no setting makes it fit" in (advice_for(count, **pair) or ""):
+            assert not fits_with_every_change(count, model, pair["memory.total_gib"])
+        if hosts:
+            assert advice_for(int(hosts.split()[0]), **pair) is None
+
+
+def test_two_hosts_that_hold_a_model_with_more_of_their_memory_are_shown_how():
+    pair = {"model": "qwen3.5-397b", "profile": "v2"}
+    way = advice_for(2, **pair).split("; or ")[0]
+    change = changed_by(way)
+    assert 0.8 < change["engine.memory_fraction"] <= 0.9
+    lower = {"engine.memory_fraction": round(change["engine.memory_fraction"] - 0.01, 2)}
+    assert advice_for(2, **{**pair, **change, **lower}), "asks for more than it takes"
 
 
 def test_no_way_to_fit_asks_for_more_than_it_takes():
