@@ -118,8 +118,8 @@ def _table(title: str, text: str, keys: dict[str, Any], defaults: dict[str, Any]
     yield "| key | form | default | meaning |"
     yield "|---|---|---|---|"
     for key, part in keys.items():
-        default = f"`{cell(json.dumps(defaults[key]))}`" if key in defaults else ""
-        yield f"| `{key}` | {cell(_form(part))} | {default} | {cell(part['description'])} |"
+        default = f"`{json.dumps(defaults[key])}`" if key in defaults else ""
+        yield row(f"`{key}`", _form(part), default, part["description"])
 
 
 def _form(part: dict[str, Any]) -> str:
@@ -136,9 +136,10 @@ def _form(part: dict[str, Any]) -> str:
     return " or ".join(TYPES.get(str(kind), str(kind)) for kind in kinds)
 
 
-def cell(text: str) -> str:
-    """Return text as it may stand in a cell of a table."""
-    return text.replace("|", "\\|").replace("\n", " ")
+def row(*cells: object) -> str:
+    """Return a row of a Markdown table."""
+    texts = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(texts)} |".replace("|  |", "| |")
 
 
 ALL_YML_HEAD = """\

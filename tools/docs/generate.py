@@ -1,8 +1,8 @@
-"""Write the generated files; ``--check`` only says whether they are current.
+"""Write the generated files; ``--check`` only reports whether they are current.
 
-Schemas, group_vars/all.yml and settings.md come from the declarations (declared.py), models.md and
-profiles.md from the catalog and the same arithmetic that plans use, the tables of what-is-proven.md
-from the open questions and the reports of hosts.
+Schemas, group_vars/all.yml and settings.md are generated whole. Other pages are written by hand,
+with tables between marks: from the catalog, from the arithmetic of plans, from result files, and
+from the open questions and reports of hosts.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import argparse
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
-
 
 from spark_contract.work.patterns import count  # noqa: E402
 from spark_host.check.table import AROUND, CHECKS  # noqa: E402
@@ -38,11 +37,8 @@ from spark_deploy.planning.resolve import problems_of  # noqa: E402
 from spark_deploy.planning.types import MemoryPlan  # noqa: E402
 from spark_deploy.settings.service.cluster import ClusterSettings  # noqa: E402
 from spark_deploy.settings.types import Settings  # noqa: E402
-from tools.docs.declared import DOCUMENTS, all_yml, cell, schema_file, settings_page  # noqa: E402
-from tools.docs.proven import proven_page  # noqa: E402
-from tools.docs.results import device_of, results_page  # noqa: E402
-from tools.docs.speed import speed_page  # noqa: E402
-from tools.docs.sweeps import sweeps_page  # noqa: E402
+from tools.docs import evidence, speed  # noqa: E402
+from tools.docs.declared import DOCUMENTS, all_yml, row, schema_file, settings_page  # noqa: E402
 
 DEFAULT = Settings()
 
@@ -64,36 +60,48 @@ def main() -> int:
     return 1 if stale else 0
 
 
-def _settle(path: Path, lines: Callable[[], Iterator[str]], check: bool) -> bool:
-    text = "\n".join(lines()).rstrip() + "\n"
+def _settle(path: Path, make: Callable[[], Iterable[str]], check: bool) -> bool:
+    text = "\n".join(make()).rstrip() + "\n"
     if path.exists() and path.read_text("utf-8") == text:
         return True
     if not check:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return not check
 
 
-def models_page() -> Iterator[str]:
-    """Yield the page of every model."""
-    yield "<!-- generated from catalog/models by `make docs` -->"
-    yield "# Models"
-    yield ""
-    yield (
-        "Sizes are computed from the architecture, so they say what the engine loads, not what a "
-        "repository happens to store. A new model is one new file in `catalog/models`."
-    )
-    models = catalog().models.values()
-    for model in models:
+def fill(name: str, parts: dict[str, Callable[[], Iterable[str]]]) -> Iterator[str]:
+    """Yield a page with each part between its marks written again.
+
+    Raises:
+        ValueError: the page lacks the marks of a part.
+    """
+    text = (CHECKOUT / name).read_text("utf-8")
+    for part, make in parts.items():
+        begin, end = f"<!-- begin of {part}: `make docs` -->", f"<!-- end of {part} -->"
+        if begin not in text or end not in text:
+            raise ValueError(f"{name} lacks {begin} or {end}")
+        before, _, rest = text.partition(begin)
+        lines = "\n".join(make()).strip()
+        text = f"{before}{begin}\n\n{lines}\n\n{end}{rest.partition(end)[2]}"
+    yield text
+
+
+def hybrid_models() -> Iterator[str]:
+    """Yield a section per hybrid model."""
+    for model in catalog().models.values():
         if isinstance(model, HybridModel):
             yield from _model(model)
-    yield from ("", "## Repositories served as published", "", PLAIN_BEFORE, "")
-    yield "| model | repository | asked for | choose this when | from |"
+
+
+def plain_models() -> Iterator[str]:
+    """Yield the table of repositories served as published."""
+    yield "| model | repository | task | choose this when | source |"
     yield "|---|---|---|---|---|"
-    for plain in (model for model in models if isinstance(model, PlainModel)):
-        told = " ".join(plain.imported) or "*ours, for the lab*"
-        cells = (f"`{plain.name}`", f"`{plain.repository}`", plain.task, plain.choose_when, told)
-        yield f"| {' | '.join(cell(one) for one in cells)} |"
+    for model in catalog().models.values():
+        if isinstance(model, PlainModel):
+            source = " ".join(model.imported) or "*of the lab*"
+            name, repository = f"`{model.name}`", f"`{model.repository}`"
+            yield row(name, repository, model.task, model.choose_when, source)
 
 
 def _model(model: HybridModel) -> Iterator[str]:
@@ -146,60 +154,31 @@ def _together(model: HybridModel, count: int) -> str:
     )
 
 
-def profiles_page() -> Iterator[str]:
-    """Yield the page of every profile and the guard rails."""
-    yield "<!-- generated from catalog/profiles and catalog/guard_rails.yml by `make docs` -->"
-    yield "# Profiles"
-    yield ""
-    yield (
-        "A profile is one way of serving. Computed figures are arithmetic for one host with the "
-        "default settings and were proven on no Spark. Published figures are those of others. What "
-        "is listed as proven is all there is: rows of this project's result files, of small models "
-        "on a GPU that is not a Spark's ([when, at which commit](../../proofs/results/README.md)). "
-        "*Tokens* are what the cache holds beside the states "
-        "of as many requests as the profile computes at once; a *full-length request* takes whole "
-        "blocks and states of its own, so fewer of them fit than these tokens divided by their "
-        "length. Which profile is the default and why: "
-        "[decision 10](../decisions/0010-profiles-and-their-defaults.md)."
-    )
-    sizes = (f"{gib(model.architecture.vision_bytes)} with {model.name}" for model in _for_sparks())
-    yield ""
-    yield (
-        "No profile keeps the vision tower. `engine.vision: on` does, for all hosts or one: the "
-        f"proof then asks about pictures, and the KV cache gives up {', '.join(sizes)}."
-    )
+def profile_sections() -> Iterator[str]:
+    """Yield a section per profile."""
     for name in catalog().profile_names:
         yield from _profile(name)
-    yield from _compared()
-    yield from ("", "## Guard rails", "")
-    yield (
-        "Combinations that are refused (or warned of) before a host is touched. *Measured here*: a "
-        "result file shows it, on a GPU that is not a Spark's; *read in source*; *reported* by "
-        "others only. What is marked † can be taken on with `override_rails: {RULE: WHY}`; the "
-        "plan then warns."
-    )
-    yield from ("", "| rule | effect | why | instead | known | from |", "|---|---|---|---|---|---|")
+
+
+def rail_rows() -> Iterator[str]:
+    """Yield the table of guard rails."""
+    known = {"measured": "*measured here*", "read": "*read in source*"}
+    yield from ("| rule | effect | why | instead | known | from |", "|---|---|---|---|---|---|")
     for rail in catalog().rails:
-        known = {"measured": "*measured here*", "read": "*read in source*"}
-        told = known.get(rail.evidence, "*reported*")
+        evidence = known.get(rail.evidence, "*reported*")
         effect = f"{rail.effect} †" if rail.may_be_overridden else rail.effect
-        cells = (f"`{rail.rule}`", effect, rail.reason, rail.fix, told, rail.source)
-        yield f"| {' | '.join(cell(one) for one in cells)} |"
+        yield row(f"`{rail.rule}`", effect, rail.reason, rail.fix, evidence, rail.source)
 
 
-def checks_page() -> Iterator[str]:
-    """Yield the page of every check of a server."""
-    yield "<!-- generated from files/host/spark_host/check/table.py by `make docs` -->"
-    yield "# Checks of a server"
-    yield from ("", CHECKS_BEFORE, "")
+def check_rows() -> Iterator[str]:
+    """Yield the table of every check of a server."""
     yield "| check | from | weight | what breaks it | how a right server could still fail it |"
     yield "|---|---|---|---|---|"
-    around = [(name, level, "must", broken, right) for name, level, broken, right in AROUND]
-    asked = [
-        (one.name, one.level, one.weight, one.broken_by, one.right_and_failing) for one in CHECKS
-    ]
-    for name, level, weight, broken, right in [*around, *asked]:
-        yield f"| {name} | {level} | `{weight}` | {cell(broken)} | {cell(right)} |"
+    for name, level, broken, right in AROUND:
+        yield row(name, level, "`must`", broken, right)
+    for check in CHECKS:
+        weight = f"`{check.weight}`"
+        yield row(check.name, check.level, weight, check.broken_by, check.right_and_failing)
 
 
 def _profile(name: str) -> Iterator[str]:
@@ -223,16 +202,16 @@ def _profile(name: str) -> Iterator[str]:
     if shown.published:
         yield from ("", "| published | figure | source |", "|---|---|---|")
         for figure in shown.published:
-            yield f"| {cell(figure.what)} | {cell(figure.value)} | {cell(figure.source)} |"
+            yield row(figure.what, figure.value, figure.source)
     else:
         yield from ("", "Nobody has published a figure of it.")
     if not shown.proven:
         yield from ("", "Nothing is proven of it yet.")
         return
     yield from ("", "| proven by this project | on | result |", "|---|---|---|")
-    for row in shown.proven:
-        link = f"[{row.result}](../../proofs/results/gpu/{row.result})"
-        yield f"| {cell(row.what)} | {device_of(row.result)} | {link} |"
+    for proof in shown.proven:
+        link = f"[{proof.result}](../../proofs/results/gpu/{proof.result})"
+        yield row(proof.what, evidence.device_of(proof.result), link)
 
 
 def _memory_row(model: Model, profile: Profile) -> str:
@@ -277,29 +256,23 @@ def _count(patterns: tuple[str, ...]) -> int:
     return sum(count(pattern) for pattern in patterns)
 
 
-def _compared() -> Iterator[str]:
-    yield from ("", "## Computed beside published", "")
-    yield COMPARED_BEFORE
-    yield from (
-        "",
-        "| KV cache | published | as 0.19 counts | requests of 262,144 |",
-        "|---|---|---|---|",
-    )
+def compared_rows() -> Iterator[str]:
+    """Yield computed and published sizes of the KV cache, and how far they are apart."""
+    yield "| KV cache | published | as 0.19 counts | requests of 262,144 |"
+    yield "|---|---|---|---|"
     counted = {dtype: _plan_at_090(dtype) for dtype in ("auto", *PRESETS)}
-    beside = {"auto": PUBLISHED_PLAIN, _nearest(counted): PUBLISHED_TURBOQUANT}
+    published = {"auto": PUBLISHED_PLAIN, _nearest(counted): PUBLISHED_TURBOQUANT}
     apart = []
-    for dtype, found in counted.items():
-        then = _as_counted_then(found)
-        groups = f"{found.kv_tokens:,} tokens / {GROUPS} groups = {then:,}"
-        said = ""
-        if dtype in beside:
-            tokens, users = beside[dtype]
-            said = f"{tokens:,} tokens, {users}"
-            apart.append(f"{abs(then / tokens - 1):.0%}".removesuffix("%"))
-        row = f"| {dtype} | {said} | {groups} | {found.full_context_users} |"
-        yield row.replace("|  |", "| |")
-    yield ""
-    yield COMPARED_AFTER.replace("APART", " and ".join(apart))
+    for dtype, plan in counted.items():
+        then = _as_counted_then(plan)
+        groups = f"{plan.kv_tokens:,} tokens / {GROUPS} groups = {then:,}"
+        text = ""
+        if dtype in published:
+            tokens, users = published[dtype]
+            text = f"{tokens:,} tokens, {users}"
+            apart.append(f"{abs(then / tokens - 1):.0%}")
+        yield row(dtype, text, groups, plan.full_context_users)
+    yield from ("", f"Published and computed are {' and '.join(apart)} apart.")
 
 
 def _as_counted_then(plan: MemoryPlan) -> int:
@@ -329,55 +302,35 @@ PUBLISHED_PLAIN = (355_000, "1 user")
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 PUBLISHED_TURBOQUANT = (1_400_000, "5 users")
 
-PLAIN_BEFORE = """
-Files of `kind: plain` name a repository and what its engine needs; profile `plain` serves them.
-Weights, context and cache are read from the repository's own headers and `config.json` at the
-locked commit, and stand in the lock. Those marked *imported* were made from the publishers' own
-pages and recipes and never run by this project. How to add one:
-[add a model](../how-to/add-a-model.md).
-""".strip()
-
-COMPARED_BEFORE = """
-Published by the community for Qwen3.5-122B on vLLM 0.19, with two draft tokens; neither memory
-fraction nor preset stands beside the figures. Their commands take 0.88 to 0.90; ours is computed
-for 0.90, of which the reserve of 12 GiB leaves 0.89. The figure with TurboQuant stands beside the
-preset that comes nearest to it; profile `v2-tq` has `turboquant_k8v4`, which holds less.
-""".strip()
-
-COMPARED_AFTER = """
-The engine of that time logged the number of blocks divided by the number of cache groups
-(`v1/core/kv_cache_utils.py` of 0.19.1), and this architecture has four: one of attention, three of
-gated delta nets. A request needs a page for each piece of its context in the first one only, and
-a few blocks for its state in the others, so about four times as many tokens fit as that line
-says, and the users counted from it are too few by as much. 0.33.0 logs the requests of full length
-that fit, times their length. What is left between published and ours (APART %) is what weights
-and runtime took then and what we estimate. The figure that decides is what a running engine logs;
-the plan's is for choosing and refusing before the first byte.
-""".strip()
-
-CHECKS_BEFORE = """
-`must` is what a broken server fails and a right one never does: it fails a start, and sends a
-change back. `warn` is what a right server may show as well: it is told by the deploy and by
-`status`, stands in the proof, and ends nothing. Where the last column says so, one part of a check
-weighs less than the rest. An engine that answers with an error fails whatever is asked.
-
-`quick` is asked at every start, `full` when a release is proven, `deep` by `spark-check --deep`. A
-question with `thinking: off` in a model's file is one that any instruct model answers at once; the
-first of them is asked at every start. With `thinking: true` the model may think, and may be wrong.
-""".strip()
-
-FILES: dict[str, Callable[[], Iterator[str]]] = {
+FILES: dict[str, Callable[[], Iterable[str]]] = {
     **{f"schema/{name}.schema.json": functools.partial(schema_file, name) for name in DOCUMENTS},
     "group_vars/all.yml": all_yml,
     "docs/reference/settings.md": settings_page,
-    "docs/reference/models.md": models_page,
-    "docs/reference/profiles.md": profiles_page,
-    "proofs/results/README.md": results_page,
-    "proofs/results/sweeps/README.md": sweeps_page,
-    "docs/reference/speed.md": lambda: speed_page(catalog()),
-    "docs/reference/checks.md": checks_page,
-    "docs/reference/what-is-proven.md": functools.partial(proven_page, CHECKOUT),
 }
+PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
+    "docs/reference/models.md": {"hybrid models": hybrid_models, "plain models": plain_models},
+    "docs/reference/profiles.md": {
+        "profiles": profile_sections,
+        "comparison": compared_rows,
+        "guard rails": rail_rows,
+    },
+    "docs/reference/speed.md": {
+        "comparison": lambda: speed.compared_rows(catalog()),
+        "measurements": lambda: speed.measured_rows(catalog()),
+        "steps": lambda: speed.step_rows(catalog()),
+        "numbers": speed.number_rows,
+    },
+    "docs/reference/checks.md": {"checks": check_rows},
+    "docs/reference/what-is-proven.md": {
+        "parts": functools.partial(evidence.proven_rows, CHECKOUT),
+        "questions": functools.partial(evidence.question_rows, CHECKOUT),
+    },
+    "proofs/results/README.md": {
+        folder: functools.partial(evidence.result_rows, folder) for folder in ("gpu", "cpu")
+    },
+    "proofs/results/sweeps/README.md": {"sweeps": evidence.sweep_sections},
+}
+FILES |= {name: functools.partial(fill, name, parts) for name, parts in PARTS.items()}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,16 +13,14 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.looks.report.document import HostReport, Report
 from spark_deploy.cli.looks.report.markdown import file_of
 from spark_deploy.errors import SparkError
+from tools.docs.evidence import proven_rows, question_rows
 
 Page = Callable[..., str]
 
 
 @pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+def page(tmp_path: Path) -> Page:
     """Return the tables of a checkout with these reports."""
-    monkeypatch.syspath_prepend(str(CHECKOUT / "docs"))
-    from proven import tables
-
     for name in ("catalog", "schema"):
         (tmp_path / name).symlink_to(CHECKOUT / name)
     (tmp_path / "reports").mkdir()
@@ -33,7 +31,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
             report = Report(1, "2026-11-22T12:00:00Z", "1.0", (host,))
             path = tmp_path / f"reports/{number}.md"
             path.write_text(file_of(report, read_questions()))
-        return "\n".join(tables(tmp_path))
+        return "\n".join([*proven_rows(tmp_path), *question_rows(tmp_path)])
 
     return made
 

@@ -1,0 +1,118 @@
+"""Tables of result files, sweeps, and of what is proven where."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from proofs.result_files import CHECKOUT, find_kind
+from spark_deploy.catalog.load import read_questions
+from spark_deploy.catalog.questions import Part, Question
+from spark_deploy.cli.looks.report.document import Report
+from spark_deploy.cli.looks.report.markdown import read_report
+from tools.docs.declared import row
+
+RESULTS = CHECKOUT / "proofs/results"
+
+
+def result_rows(folder: str) -> Iterator[str]:
+    """Yield the table of the result files in a folder."""
+    yield row("result", "shows", "device", "date", "commit", "passed, failed, measured", "command")
+    yield "|---|---|---|---|---|---|---|"
+    for path in sorted((RESULTS / folder).glob("*.json")):
+        result, kind = json.loads(path.read_text("utf-8")), find_kind(path.stem)
+        verdicts = [found["passed"] for found in result.get("rows", []) if "passed" in found]
+        counts = ", ".join(str(verdicts.count(verdict)) for verdict in (True, False, None))
+        command = f"`make {kind.target}`" + (f"; needs {kind.needs}" if kind.needs else "")
+        link = f"[{path.stem}]({folder}/{path.name})"
+        commit = f"`{result['commit']}`"
+        yield row(link, kind.shows, _device(result), result["date"], commit, counts, command)
+
+
+def device_of(name: str) -> str:
+    """Return the short name of what a result was measured on, such as H100."""
+    [path] = RESULTS.glob(f"[gc]pu/{name}")
+    device = _device(json.loads(path.read_text("utf-8")))
+    return next((word for word in device.split() if re.match(r"[A-Z]+\d", word)), device)
+
+
+def _device(result: dict[str, Any]) -> str:
+    return str(result["device"]).partition(",")[0].partition("\n")[0]
+
+
+def sweep_sections() -> Iterator[str]:
+    """Yield a section per sweep: how many cases passed, and what the owner sees in each."""
+    for path in sorted((RESULTS / "sweeps").glob("*.json")):
+        yield from _sweep(path, json.loads(path.read_text("utf-8")))
+
+
+def _sweep(path: Path, sweep: dict[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in sweep["versions"].items())
+    tried = sweep["tried"]
+    held, cases = (sum(group[key] for group in tried.values()) for key in ("held", "cases"))
+    yield from (f"## {sweep['title']}", "", sweep["counted"], "")
+    yield (
+        f"**{held} of {cases} held.** [{path.name}]({path.name}), {sweep['measured_at'][:10]}, "
+        f"{versions}; {sweep['stands_in']}."
+    )
+    yield from ("", "| in | cases | held |", "|---|---|---|")
+    for group, about in sweep["groups"].items():
+        cases, held = (tried[group][key] for key in ("cases", "held"))
+        yield row(f"{group}: {about}", cases or "not tried yet", held or "")
+    if sweep.get("not_tried"):
+        yield f"\nNot tried yet: {', '.join(sweep['not_tried'])}."
+    yield ""
+    shown = [case for case in sweep["rows"] if case["saw"] and sweep["rows_shown"]]
+    if shown:
+        yield from ("| case | what the owner sees | afterwards |", "|---|---|---|")
+        for case in shown:
+            wrong = case["wrong"]
+            yield row(
+                case["case"], case["saw"], f"**wrong**: {wrong[:200]}" if wrong else case["state"]
+            )
+        yield ""
+
+
+def proven_rows(checkout: Path) -> Iterator[str]:
+    """Yield the table of what is proven, by part and by where it ran."""
+    reports = _reports(checkout)
+    yield from ("| part | virtual lab | H200, H100 | DGX Spark |", "|---|---|---|---|")
+    for part in read_questions(checkout).parts:
+        yield row(part.part, part.lab, part.gpu, _on_sparks(part, reports))
+
+
+def question_rows(checkout: Path) -> Iterator[str]:
+    """Yield the table of open questions, with the answers of the reports in a checkout."""
+    reports = _reports(checkout)
+    yield from ("| question | how a Spark answers it | answers |", "|---|---|---|")
+    for part in read_questions(checkout).parts:
+        for question in part.questions:
+            answers = "<br>".join(_answers(question, reports)) or "none yet"
+            yield row(question.question, question.how, answers)
+
+
+def _reports(checkout: Path) -> dict[str, Report]:
+    paths = sorted((checkout / "reports").glob("*.md"))
+    return {
+        path.name: read_report(path, checkout=checkout)
+        for path in paths
+        if path.name != "README.md"
+    }
+
+
+def _on_sparks(part: Part, reports: dict[str, Report]) -> str:
+    answered = sum(1 for question in part.questions if any(_answers(question, reports)))
+    return f"{answered} of {len(part.questions)} questions answered" if answered else "not yet"
+
+
+def _answers(question: Question, reports: dict[str, Report]) -> Iterator[str]:
+    """Yield the answers that Sparks gave to a question; lab hosts do not count."""
+    for name, report in reports.items():
+        for host in report.hosts:
+            for answer in host.answers:
+                if host.is_spark and answer.id == question.id and answer.state != "open":
+                    source = f"[{report.at[:10]}](../../reports/{name})"
+                    yield f"{answer.state}: {answer.text} ({source})"
