@@ -1,0 +1,225 @@
+"""Run a command under the restrictions of the engine's container, on a machine without docker.
+
+The restrictions are read from the release's own ``docker run`` arguments, so an argument that this
+module does not reproduce is an error. Needs root and util-linux (``unshare``, ``setpriv``).
+Not reproduced: docker's seccomp filter and its masked ``/proc`` files. The image's root directory
+is this machine's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import shutil
+import socket
+import stat
+import struct
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PRIVATE = ("dev", "proc", "sys", "tmp", "run")
+"""Top-level directories that a container does not share with its host."""
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+NAMESPACES = ("mount", "net", "ipc", "pid", "uts")
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
+
+
+@dataclass(frozen=True)
+class Container:
+    """What a ``docker run`` command line restricts, mounts and starts."""
+
+    user: int
+    group: int
+    mounts: tuple[tuple[str, str, bool], ...]  # source, target, read-only
+    tmpfs: dict[str, str]  # options by target
+    max_processes: int
+    environment: dict[str, str]
+    argv: tuple[str, ...]  # behind the image
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"docker run: {message}; fix: reproduce it in proofs/container.py")
+
+
+def parse_docker_run(argv: list[str]) -> Container:
+    """Return the container of a ``docker run`` command line.
+
+    Raises:
+        ValueError: An argument is not reproduced here, or a restriction is missing.
+    """
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    for name in ("--restart", "--name", "--label", "--log-driver", "--env-file"):
+        parser.add_argument(name)
+    parser.add_argument("--rm", action="store_true")
+    parser.add_argument("--pull", choices=["never"])
+    parser.add_argument("--gpus", choices=["all"])
+    parser.add_argument("--runtime", choices=["nvidia", "runc"])
+    parser.add_argument("--device", choices=["nvidia.com/gpu=all"])
+    parser.add_argument("--network", choices=["none"], required=True)
+    parser.add_argument("--ipc", choices=["private"], required=True)
+    parser.add_argument("--cap-drop", choices=["ALL"], required=True)
+    parser.add_argument("--security-opt", choices=["no-new-privileges"], required=True)
+    parser.add_argument("--read-only", action="store_true", required=True)
+    parser.add_argument("--shm-size", required=True)
+    parser.add_argument("--pids-limit", type=int, required=True)
+    parser.add_argument("--user", required=True)
+    parser.add_argument("--mount", action="append", type=_parse_mount, default=[])
+    parser.add_argument("--tmpfs", action="append", default=[])
+    parser.add_argument("image")
+    parser.add_argument("argv", nargs=argparse.REMAINDER)
+    found = parser.parse_args(argv[argv.index("run") + 1 :])
+    user, group = map(int, found.user.split(":"))
+    tmpfs = dict(text.split(":", 1) for text in found.tmpfs)
+    tmpfs["/dev/shm"] = f"rw,nosuid,nodev,noexec,mode=1777,size={found.shm_size}"
+    lines = Path(found.env_file).read_text().splitlines()
+    return Container(
+        user=user,
+        group=group,
+        mounts=tuple(found.mount),
+        tmpfs=tmpfs,
+        max_processes=found.pids_limit,
+        environment=dict(line.split("=", 1) for line in lines),
+        argv=tuple(found.argv),
+    )
+
+
+def _parse_mount(text: str) -> tuple[str, str, bool]:
+    fields = dict(part.partition("=")[::2] for part in text.split(","))
+    if fields.keys() - {"readonly"} != {"type", "source", "target"} or fields["type"] != "bind":
+        raise argparse.ArgumentTypeError(f"{text!r} is not reproduced")
+    return fields["source"], fields["target"], "readonly" in fields
+
+
+def start(
+    container: Container, command: list[str], work: Path, log: Path
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` inside; its output goes to ``log``.
+
+    Args:
+        container: from ``parse_docker_run``.
+        command: program and arguments; the program by its absolute path.
+        work: an empty directory for the new root.
+        log: the file for stdout and stderr.
+    """
+    root = work / "root"
+    root.mkdir()
+    specification = json.dumps({**asdict(container), "argv": command})
+    unshare = ["unshare", *(f"--{name}" for name in NAMESPACES), "--fork", "--kill-child"]
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*unshare, sys.executable, "-m", "proofs.container", str(root), specification],
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def enter(root: Path, container: Container) -> NoReturn:
+    """Build the root below ``root``, move into it, drop every right, become the command."""
+    _bring_up_loopback()
+    _mount("tmpfs", root, "-t", "tmpfs", "-o", "mode=755")
+    _bind_machine(root, {Path(target).parts[1] for _, target, _ in container.mounts})
+    _make_devices(root / "dev")
+    for target, options in container.tmpfs.items():
+        _below(root, target).mkdir(parents=True, exist_ok=True)
+        _mount("tmpfs", _below(root, target), "-t", "tmpfs", "-o", options)
+    for source, target, _ in container.mounts:
+        _below(root, target).mkdir(parents=True, exist_ok=True)
+        _mount(source, _below(root, target), "--bind")
+    (root / "proc").mkdir()
+    _mount("proc", root / "proc", "-t", "proc", "-o", "nosuid,nodev,noexec")
+    writable = {target for _, target, read_only in container.mounts if not read_only}
+    _make_read_only(root, writable | set(container.tmpfs) | {"/proc"})
+    _move_into(root)
+    socket.sethostname("engine")
+    resource.setrlimit(resource.RLIMIT_NPROC, (container.max_processes,) * 2)
+    rights = ["--reuid", str(container.user), "--regid", str(container.group), "--clear-groups"]
+    rights += ["--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all", "--no-new-privs"]
+    setpriv = shutil.which("setpriv") or "setpriv"
+    os.execve(setpriv, [setpriv, *rights, *container.argv], container.environment)
+
+
+def _bring_up_loopback() -> None:
+    # docker does so in a container without a network.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        name = b"lo".ljust(16, b"\0")
+        answer = fcntl.ioctl(control, _SIOCGIFFLAGS, name + bytes(24))
+        (flags,) = struct.unpack_from("h", answer, 16)
+        request = name + struct.pack("h", flags | _IFF_UP) + bytes(22)
+        fcntl.ioctl(control, _SIOCSIFFLAGS, request)
+
+
+def _bind_machine(root: Path, hidden: set[str]) -> None:
+    """Show this machine's top-level directories in the new root, as the image's."""
+    for entry in os.scandir("/"):
+        if entry.is_symlink():
+            os.symlink(os.readlink(entry.path), root / entry.name)
+        elif entry.is_dir() and entry.name not in {*PRIVATE, *hidden}:
+            (root / entry.name).mkdir()
+            _mount(entry.path, root / entry.name, "--rbind")
+    for name in ("dev", "sys", "run"):
+        (root / name).mkdir(exist_ok=True)
+    _mount("/sys", root / "sys", "--rbind")
+
+
+def _make_devices(folder: Path) -> None:
+    _mount("tmpfs", folder, "-t", "tmpfs", "-o", "nosuid,mode=755,size=64k")
+    nvidia = [path.name for path in Path("/dev").glob("nvidia*") if _is_device(path)]
+    for name in (*DEVICES, *nvidia):
+        (folder / name).touch()
+        _mount(f"/dev/{name}", folder / name, "--bind")
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{target}", folder / name)
+
+
+def _is_device(path: Path) -> bool:
+    return stat.S_ISCHR(path.stat().st_mode)
+
+
+def _make_read_only(root: Path, writable: set[str]) -> None:
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        place = line.split()[4].encode().decode("unicode_escape")
+        inside = Path(place)
+        if not inside.is_relative_to(root):
+            continue
+        if f"/{inside.relative_to(root)}" not in writable:
+            _mount(place, None, "-o", "remount,bind,ro")
+
+
+def _move_into(root: Path) -> None:
+    os.chdir(root)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.pivot_root(b".", b".") != 0:
+        raise OSError(ctypes.get_errno(), f"cannot pivot into {root}")
+    subprocess.run(["umount", "--lazy", "."], check=True)
+    os.chdir("/")
+
+
+def _below(root: Path, path: str) -> Path:
+    return root / path.lstrip("/")
+
+
+def _mount(source: str, target: Path | None, *options: str) -> None:
+    places = [source] if target is None else [source, str(target)]
+    subprocess.run(["mount", *options, *places], check=True)
+
+
+def main() -> NoReturn:
+    """Enter the container that ``start`` wrote on the command line."""
+    content = json.loads(sys.argv[2])
+    enter(Path(sys.argv[1]), Container(**content))
+
+
+if __name__ == "__main__":
+    main()
