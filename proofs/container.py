@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
+import grp
 import json
 import os
+import pwd
 import resource
 import shutil
 import socket
@@ -20,14 +22,29 @@ import stat
 import struct
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
+
+from spark_contract import files
+from spark_contract.documents import text_of
+from spark_contract.host.paths import Paths
+from spark_contract.serving.records import GpuProof
+from spark_contract.serving.release import Mount, Release
+from spark_host.engine import serve
+from spark_host.engine.container import account, environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PYTHONPATH = [str(REPOSITORY / folder) for folder in ("", "files/contract", "files/host")]
 PRIVATE = ("dev", "proc", "sys", "tmp", "run")
 """Top-level directories that a container does not share with its host."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+VARIABLES = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"),
+    *("SPARK_FLASH_ATTENTION", "SPARK_FIRST_CONFIGURATION", "VLLM_DISABLED_KERNELS"),
+)
+"""Taken from this machine's environment, as an image brings its own."""
 NAMESPACES = ("mount", "net", "ipc", "pid", "uts")
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 
@@ -43,6 +60,39 @@ class Container:
     max_processes: int
     environment: dict[str, str]
     argv: tuple[str, ...]  # behind the image
+
+
+def of_release(release: Release, checkpoint: Path, root: Path) -> tuple[Container, Path]:
+    """Return the container in which a host starts ``release``, and the engine's socket.
+
+    Args:
+        release: of a plan.
+        checkpoint: mounted in place of the plan's.
+        root: an empty directory with a short path; it gets the host's files and the cache.
+    """
+    paths = Paths(root)
+    user = _find_unnamed_user()
+    sources = {"/model": checkpoint, "/cache": root / "cache"}
+    mounts = tuple(
+        Mount(str(sources[mount.target]), mount.target, mount.read_only)
+        for mount in release.engine.mounts
+    )
+    release = replace(release, engine=replace(release.engine, mounts=mounts))
+    for folder in (sources["/cache"], paths.engine_run(release.service)):
+        folder.mkdir(parents=True)
+        os.chown(folder, user, user)
+    files.write_text(paths.gpu_receipt, text_of(GpuProof({}, ("--gpus=all",), "")))
+    environment.write(release, paths)
+    owner = mock.Mock(pw_uid=user, pw_gid=user)
+    with mock.patch.object(account.pwd, "getpwnam", return_value=owner):
+        argv = serve.docker_argv(release, paths)
+    return parse_docker_run(argv), paths.engine_socket(release.service)
+
+
+def _find_unnamed_user() -> int:
+    """Return a user and group number without a name on this machine."""
+    taken = {entry.pw_uid for entry in pwd.getpwall()} | {entry.gr_gid for entry in grp.getgrall()}
+    return next(number for number in range(61_000, 65_000) if number not in taken)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -112,12 +162,16 @@ def start(
     """
     root = work / "root"
     root.mkdir()
-    specification = json.dumps({**asdict(container), "argv": command})
+    machine = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    machine["PYTHONPATH"] = ":".join([*PYTHONPATH, *filter(None, [machine.get("PYTHONPATH")])])
+    environment = {**container.environment, **machine}
+    inside = replace(container, argv=tuple(command), environment=environment)
     unshare = ["unshare", *(f"--{name}" for name in NAMESPACES), "--fork", "--kill-child"]
     with log.open("wb") as output:
         return subprocess.Popen(
-            [*unshare, sys.executable, "-m", "proofs.container", str(root), specification],
+            [*unshare, sys.executable, "-m", "proofs.container", str(root), json.dumps(asdict(inside))],
             cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": machine["PYTHONPATH"]},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,0 +1,77 @@
+"""The engine's container is reproduced from the product's own ``docker run`` arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_contract.serving.release import Release
+
+from proofs import container, in_container
+from spark_deploy.planning.host import plan_host
+from spark_deploy.planning.resolve import Request
+from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
+
+
+@pytest.fixture(scope="module")
+def release() -> Release:
+    settings = settings_of("large")
+    lock = made_up_lock(settings, CATALOG)
+    return plan_host(Request("spark-1", settings, CATALOG, lock, PAYLOAD, {})).serve
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="spark-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def with_docker_arguments(release: Release, arguments: tuple[str, ...]) -> Release:
+    return replace(release, engine=replace(release.engine, docker_args=arguments))
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@needs_root
+def test_a_new_docker_argument_must_be_reproduced_before_the_proof_runs(release, root) -> None:
+    changed = with_docker_arguments(release, (*release.engine.docker_args, "--init"))
+    with pytest.raises(ValueError, match="--init"):
+        container.of_release(changed, root, root)
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["--read-only", "--network", "--cap-drop", "--security-opt"])
+def test_a_restriction_that_is_gone_is_noticed(release, root, name: str) -> None:
+    kept = [text for text in release.engine.docker_args if not text.startswith(name)]
+    assert len(kept) == len(release.engine.docker_args) - 1
+    with pytest.raises(ValueError, match=name):
+        container.of_release(with_docker_arguments(release, tuple(kept)), root, root)
+
+
+@needs_root
+def test_a_process_inside_has_the_rights_of_the_engines_container_and_no_more(release, root):
+    checkpoint = root / "model"
+    checkpoint.mkdir()
+    engine, socket = container.of_release(release, checkpoint, root)
+    assert engine.argv == release.engine.argv
+    assert socket.parent == Path(dict((t, s) for s, t, _ in engine.mounts)["/run/spark"])
+    found = run_probe(engine, root)
+    failed = [claim for claim, held in in_container.judge_rights(found, engine).items() if not held]
+    assert failed == [], found
+
+
+def run_probe(engine: container.Container, root: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "proofs.in_container"]
+    process = container.start(engine, command, root, root / "log")
+    output = (root / "log").read_text() if process.wait(60) == 0 else ""
+    assert output, (root / "log").read_text()
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
