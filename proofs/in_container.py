@@ -47,7 +47,7 @@ def read_rights() -> dict[str, Any]:
         "connect_outside": _try_connect(),
         "listens_on_loopback": _try_listen(),
         "devices": sorted(
-            path.name for path in Path("/dev").iterdir() if stat.S_ISCHR(path.stat().st_mode)
+            path.name for path in Path("/dev").iterdir() if stat.S_ISCHR(path.lstat().st_mode)
         ),
         "environment": sorted(os.environ),
     }

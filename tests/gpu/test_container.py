@@ -1,28 +1,126 @@
-"""The engine under its container's restrictions: account, rights, kernels, a served release."""
+"""The engine under the restrictions of its container: rights, kernels, a served release."""
 
 from __future__ import annotations
 
 import json
 import os
-import pwd
-import shutil
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from spark_contract import files
-from spark_contract.host.paths import Paths
-from spark_contract.serving.records import GpuProof
-from spark_host.engine import serve
-from spark_host.engine.container import account, environment
+from spark_contract.serving.release import Release
 
-from proofs import container, recorded
-from proofs.releases import asking, server
-from proofs.serve import talk as serve_talk
+from proofs import container, in_container, recorded
+from proofs.releases import asking, judge, server
+
+PLAN = Path(__file__).resolve().parents[2] / "build" / "plans" / "container.json"
+START_S = 420
+ROUNDING = 0.005
+"""Relative error of a product that is rounded to BF16."""
+pytestmark = [
+    pytest.mark.skipif(not PLAN.exists(), reason="needs plans: `make gpu-plans`"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
+]
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    # A Unix socket lies below, whose path must be shorter than pytest's directories.
+    with tempfile.TemporaryDirectory(prefix="spark-", dir="/tmp", ignore_cleanup_errors=True) as new:
+        Path(new).chmod(0o755)
+        yield Path(new)
+
+
+@pytest.fixture
+def release() -> Release:
+    return server.read_release(PLAN)
+
+
+def _record(results: Path, claims: dict[str, bool], **numbers: Any) -> list[str]:
+    for claim, held in claims.items():
+        recorded.add(results, "container", claim, held, **numbers)
+    return [claim for claim, held in claims.items() if not held]
+
+
+def test_rights_are_gone_and_kernels_compile_and_run(
+    release: Release, trees: Path, root: Path, results: Path
+) -> None:
+    engine, _ = container.of_release(release, trees / "tiny-overlay-head8", root)
+    command = [sys.executable, "-m", "proofs.in_container", "--kernels"]
+    process = container.start(engine, command, root, root / "log")
+    assert process.wait(START_S) == 0, (root / "log").read_text()[-3000:]
+    found = json.loads((root / "log").read_text().splitlines()[-1])
+    kernels = found.pop("kernels")
+    restrictions = {**asdict(engine), "environment": sorted(engine.environment)}
+    failed = _record(
+        results,
+        in_container.judge_rights(found, engine),
+        docker_arguments=release.engine.docker_args,
+        restrictions=restrictions,
+        found=found,
+    )
+    claims = {
+        f"{name} computes on the GPU": kernels[f"{name}_error"] < ROUNDING
+        for name in ("cublas", "triton", "inductor")
+    }
+    claims["compiled kernels are loaded from the cache"] = (
+        kernels["cached_libraries"]["/cache"] > 0
+    )
+    assert failed + _record(results, claims, **kernels) == []
+
+
+def test_a_release_serves_and_passes_its_full_check(
+    release: Release, trees: Path, root: Path, results: Path
+) -> None:
+    engine, socket = container.of_release(release, trees / "tiny-overlay-head8", root)
+    argv, changed = server.adapt_arguments(release, None, {})
+    command = [sys.executable, "-m", "proofs.engine.served", "serve", *argv]
+    log = root / "log"
+    process = container.start(engine, command, root, log)
+    running = server.Server(log, socket, argv, engine.environment, changed, process)
+    try:
+        healthy_s = running.healthy(START_S)
+        findings = asking.check(running, release) if healthy_s else []
+        rights = _rights_of(engine.user)
+        drafts = asking.drafts(running) if healthy_s else {}
+    finally:
+        running.stop()
+    text = log.read_text(errors="replace")
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "container.log").write_text(text)
+    required = {pattern: bool(re.search(pattern, text)) for pattern in release.check.log_required}
+    forbidden = {pattern: bool(re.search(pattern, text)) for pattern in release.check.log_forbidden}
+    claims = {
+        "the engine answers on its socket": healthy_s is not None,
+        "the release passes its full check": len(findings) > 5 and not judge.failed(findings),
+        "no process of the engine has a capability or can gain one": (
+            len(rights) > 1 and {tuple(held) for held in rights.values()} == {("0" * 16, "1")}
+        ),
+        "the log has every line that the release requires, and no forbidden one": (
+            all(required.values()) and not any(forbidden.values())
+        ),
+    }
+    numbers = {"healthy_s": healthy_s, "argv": argv, "changed": changed, "drafts": drafts}
+    failed = _record(
+        results, claims, check=findings, rights=rights, log_required=required, **numbers
+    )
+    assert failed == [], text[-3000:]
+
+
+def _rights_of(user: int) -> dict[str, list[str]]:
+    """Return bounding set and no_new_privs of every process of a user, by its number."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/status"):
+        text = path.read_text()
+        fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+        if fields["Uid"].split() == [str(user)] * 4:
+            found[path.parent.name] = [fields["CapBnd"], fields["NoNewPrivs"]]
+    return found
