@@ -169,7 +169,14 @@ def start(
     unshare = ["unshare", *(f"--{name}" for name in NAMESPACES), "--fork", "--kill-child"]
     with log.open("wb") as output:
         return subprocess.Popen(
-            [*unshare, sys.executable, "-m", "proofs.container", str(root), json.dumps(asdict(inside))],
+            [
+                *unshare,
+                sys.executable,
+                "-m",
+                "proofs.container",
+                str(root),
+                json.dumps(asdict(inside)),
+            ],
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": machine["PYTHONPATH"]},
             stdin=subprocess.DEVNULL,

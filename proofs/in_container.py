@@ -35,7 +35,9 @@ def read_rights() -> dict[str, Any]:
         "user": [os.getuid(), os.geteuid(), os.getgid()],
         "groups": os.getgroups(),
         "account": _find_account(),
-        "capabilities": {name: fields[f"Cap{name}"] for name in ("Inh", "Prm", "Eff", "Bnd", "Amb")},
+        "capabilities": {
+            name: fields[f"Cap{name}"] for name in ("Inh", "Prm", "Eff", "Bnd", "Amb")
+        },
         "no_new_privileges": fields["NoNewPrivs"],
         "writable_mounts": sorted(words[4] for words in mounts if "ro" not in words[5].split(",")),
         "writes": {path: _try_write(Path(path)) for path in (*READ_ONLY, *WRITABLE)},
@@ -96,9 +98,11 @@ def _try_connect() -> str:
 
 
 def _try_listen() -> bool:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname(), timeout=2):
-            return True
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), timeout=2),
+    ):
+        return True
 
 
 def judge_rights(found: dict[str, Any], engine: Container) -> dict[str, bool]:

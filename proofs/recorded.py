@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from proofs.result_files import read_command
+
 ENDING = ".rows.jsonl"
 KERNELS = {
     "experts": ["fused_marlin_moe"],
@@ -36,7 +38,7 @@ def merge(out: Path) -> None:
         name = path.name.removesuffix(ENDING)
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         document = {
-            "command": "make gpu",
+            "command": read_command(),
             "seed": 0,
             **stages.environment(),
             "kernels": KERNELS.get(name, []),

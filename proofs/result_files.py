@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +41,7 @@ KINDS = (
     Kind("engine-steered", "acceptance rates known beforehand", "gpu"),
     Kind("engine-turboquant", "TurboQuant cache with drafts and graphs", "gpu"),
     Kind("engine-two-gpus", "tensor parallelism", "gpu", "two GPUs"),
+    Kind("container", "an engine under its container's restrictions", "gpu", "root"),
     Kind("experts", "fused experts against a reference", "gpu"),
     Kind("lm-head-batches", "LM head kernel against a reference", "gpu"),
     Kind("lm-head-sweep-.*", "LM head kernel: times by block size", "gpu-times"),
@@ -83,8 +87,19 @@ def describe_run(device: str, *packages: str) -> dict[str, Any]:
     }
 
 
+def read_command() -> str:
+    """Return the command of this run: one test of pytest, or a program with its arguments."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    return shlex.join(["python3", "-m", "pytest", test] if test else sys.orig_argv)
+
+
 def read_commit() -> str | None:
-    """Return the checkout's commit, marked when files differ from it; None outside of git."""
+    """Return the checkout's commit, marked when files differ from it; None outside of git.
+
+    ``SPARK_COMMIT`` names it for a copy of the checkout.
+    """
+    if named := os.environ.get("SPARK_COMMIT"):
+        return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from proofs.judges import engine as engine_judge
 from proofs.judges import profiles as profile_judge
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
-from proofs.result_files import describe_run
+from proofs.result_files import describe_run, read_command
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -95,7 +94,7 @@ def prove(
         name = f"engine-{result or stage}"
         document = {
             "stage": stage,
-            "command": command(stage, only, result),
+            "command": read_command(),
             **_document(stage, name, results, rows, failure),
         }
         (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -179,16 +178,6 @@ def _document(
         "failure": failure,
         "runs": failed.runs(ran, rows, failure),
     }
-
-
-def command(stage: str, only: list[str] | None = None, result: str | None = None) -> str:
-    """Return by what a result is made again: the test that runs, or the script with its words."""
-    test = os.environ.get("PYTEST_CURRENT_TEST")  # handed down to what a test starts
-    if test:
-        return f"make gpu, of it {test.partition(' ')[0]}"
-    said = f"python3 proofs/kernels/engine_proofs.py --stage {stage}"
-    said += f" --only {','.join(only)}" if only is not None else ""
-    return said + (f" --result {result}" if result else "")
 
 
 def environment() -> dict[str, Any]:

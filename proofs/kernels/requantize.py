@@ -40,6 +40,7 @@ from lab.model.original import LAYERS, Floats  # noqa: E402
 from lab.model.safetensors import write_file, write_model  # noqa: E402
 from lab.model.shape import TINY  # noqa: E402
 from proofs import stages  # noqa: E402
+from proofs.result_files import read_command  # noqa: E402
 
 SCRIPT = ROOT / "files/checkpoint/spark_checkpoint/requantize/inside.py"
 NARROW = (".in_proj_a.weight", ".in_proj_b.weight")  # eight rows: AutoRound leaves them as they are
@@ -294,7 +295,7 @@ def write(
     rows += [{"claim": claim, "passed": held, "cases": [], "numbers": {}}
              for claim, held in judged.items()]  # fmt: skip
     document = {
-        "command": "python3 proofs/kernels/requantize.py",
+        "command": read_command(),
         "seed": 5,
         **stages.environment(),
         "quantiser": quantiser,

@@ -21,6 +21,7 @@ from typing import Any
 from proofs import failed
 from proofs.engine.run import devices_shown
 from proofs.recall import cases, judge, verdicts
+from proofs.result_files import read_command
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
@@ -140,7 +141,7 @@ def document(
     kept = failed.named(rows)
     return {
         "stage": f"recall-{stage}",
-        "command": f"python3 -m proofs.recall.run TREES WORK OUT --stage {stage}",
+        "command": read_command(),
         "seed": cases.TALK_SEED,
         **environment,
         "caveats": CAVEATS,

@@ -90,13 +90,15 @@ def drafts(server: Server) -> dict[str, float]:
     return {"drafted": found.total(DRAFTED) or 0.0, "accepted": found.total(ACCEPTED) or 0.0}
 
 
-def check(server: Server, release: Release) -> list[dict[str, Any]]:
-    """Ask what ``spark-check --full`` asks, by its own table; the log is not looked at."""
+def check(server: Server, release: Release, only: str | None = None) -> list[dict[str, Any]]:
+    """Run ``spark-check --full`` without the log, or the one check named ``only``."""
     probe = Probe(release, Engine(server.socket), server.lines)
     probe.before = probe.metrics()
     findings = []
     for one in CHECKS:
         if one.level == "deep" or one.name == NOT_ASKED or not one.wanted(probe):
+            continue
+        if only is not None and one.name != only:
             continue
         started = time.monotonic()
         probe.until_s = started + TIMEOUT_S

@@ -170,7 +170,7 @@ def _noticed(name: str, result: Row, weights: tuple[str, ...]) -> Row:
     return row(
         f"{name}: the check's pictures {'fail' if weights[0] == 'must' else 'are warned of'}, "
         "and nothing else fails",
-        not image["ok"] and image["weight"] in weights and not _failed(others),
+        not image["ok"] and image["weight"] in weights and not failed(others),
         [name],
         image=image,
         others=others,
@@ -205,14 +205,14 @@ def _checked(name: str, result: Row) -> Row:
     bad = [one for one in result["check"] if not one["ok"]]
     return row(
         f"{name}: the questions of spark-check --full, the log apart, are answered",
-        not _failed(bad) and len(result["check"]) > 5,
+        not failed(bad) and len(result["check"]) > 5,
         [name],
         asked=[one["check"] for one in result["check"]],
         not_ok=bad,
     )
 
 
-def _failed(findings: list[Row]) -> list[Row]:
+def failed(findings: list[Row]) -> list[Row]:
     return [one for one in findings if not one["ok"] and one["weight"] == "must"]
 
 

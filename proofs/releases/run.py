@@ -25,6 +25,7 @@ from proofs import failed
 from proofs.engine.run import devices_shown
 from proofs.releases import asking, judge, pictures
 from proofs.releases.server import Server, read_release, servers_of
+from proofs.result_files import read_command
 
 Row = dict[str, Any]
 START_S = 420
@@ -176,7 +177,7 @@ def prove(
         mine = {run.name: results[run.name] for run in STAGES[stage]}
         rows = JUDGES[stage](mine)
         document = {
-            "command": f"python3 -m proofs.releases.run TREES PLANS WORK OUT --only {stage}",
+            "command": read_command(),
             "seed": 0,
             **stages.environment(),
             "rows": rows,

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -120,14 +121,15 @@ def _server(
     name: str,
     device: str,
 ) -> Server:
-    socket = work / f"{name}.sock"
+    # A Unix socket's path has at most 107 bytes.
+    socket = Path(tempfile.mkdtemp(prefix="spark-")) / "engine.sock"
     replaced = {"/model": str(tree), "/run/spark/engine.sock": str(socket), "/cache": str(work)}
     if member:
         assert release.cluster is not None
         for other, address in zip(release.cluster.members, ADDRESSES, strict=True):
             replaced[other.address] = address
         replaced["INTERFACE"] = "lo"
-    argv, changed = _arguments(release, member, replaced)
+    argv, changed = adapt_arguments(release, member, replaced)
     planned = {**release.engine.env, **(member.env if member else {})}
     env = {key: _with(value, replaced) for key, value in planned.items()}
     added = dict(MACHINE)
@@ -140,7 +142,7 @@ def _server(
     return Server(work / f"{name}.log", socket, argv, {**kept, **env, **added, **shown}, changed)
 
 
-def _arguments(
+def adapt_arguments(
     release: Release, member: Member | None, replaced: dict[str, str]
 ) -> tuple[list[str], list[str]]:
     """Return the plan's arguments for this machine, and what was changed of them."""

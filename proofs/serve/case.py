@@ -13,19 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from spark_contract import documents
+from spark_contract.serving.release import Release
+
 from proofs import stages
 from proofs.engine import quick
-from proofs.engine.case import ENVIRONMENT
+from proofs.releases import asking
+from proofs.releases.server import MACHINE, Server
+from proofs.result_files import read_command
 from proofs.serve import long as serve_long
 from proofs.serve import talk as serve_talk
 
 REPLACED = {"--max-model-len": "4096", "--gpu-memory-utilization": "0.05"}
+CACHE_DIRECTORY = "/tmp/spark-serve-cache"
+"""Of all profiles: each would compile the same kernels."""
 CACHE = "--kv-cache-memory-bytes"
 CACHE_BYTES = 1 << 30
 """Without a profiling run: other engines on the same card would disturb it."""
@@ -68,20 +76,29 @@ def wait_until_healthy(sock: str, server: subprocess.Popen[bytes]) -> float | No
     return None
 
 
+def adapted_environment(planned: dict[str, str]) -> dict[str, str]:
+    """Return the release's environment with this machine's cache directory and kernels."""
+    moved = {name: value.replace("/cache", CACHE_DIRECTORY, 1) for name, value in planned.items()}
+    # Without the variable vLLM loads every plugin; the release's image has none to load.
+    return {"VLLM_PLUGINS": "", **moved, **MACHINE}
+
+
 def serve(plan: dict[str, Any], tree: str, log_path: Path, kind: str) -> dict[str, Any]:
     """Start, talk, stop; return what happened."""
-    engine = plan["serve"]["engine"]
+    engine, release = plan["serve"]["engine"], documents.read(Release, plan["serve"])
     sock = f"/tmp/spark-engine-{log_path.stem}-{os.getpid()}.sock"
     arguments, changed = adapted(engine["argv"], tree, sock, kind)
-    # An image without our plugin has none to load.
-    plugins = engine["env"].get("VLLM_PLUGINS", "")
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": plugins}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
+    environment = {**os.environ, **adapted_environment(engine["env"])}
     with log_path.open("wb") as log:
         command = [sys.executable, "-m", "proofs.engine.served", "serve", *arguments]
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=stages.ROOT)
-    result: dict[str, Any] = {"argv": arguments, "changed": changed, "plugins": plugins}
-    result["state"] = "died"
+    result: dict[str, Any] = {
+        "argv": arguments,
+        "changed": changed,
+        "env": engine["env"],
+        "env_changed": [f"/cache -> {CACHE_DIRECTORY}", *(f"{k}={v}" for k, v in MACHINE.items())],
+        "state": "died",
+    }
     try:
         result["healthy_s"] = wait_until_healthy(sock, server)
         if result["healthy_s"] is not None:
@@ -91,6 +108,8 @@ def serve(plan: dict[str, Any], tree: str, log_path: Path, kind: str) -> dict[st
                 result.update(serve_long.talk(sock, name))
             else:
                 result.update(serve_talk.talk(sock, name, pictures=kind == "pictures"))
+                running = Server(log_path, Path(sock), arguments, environment, changed, server)
+                result["sampled"] = asking.check(running, release, "sampled")
             result["state"] = "served"
     except (KeyError, ValueError, OSError) as error:
         result["error"] = repr(error)
@@ -101,6 +120,13 @@ def serve(plan: dict[str, Any], tree: str, log_path: Path, kind: str) -> dict[st
         except subprocess.TimeoutExpired:
             server.kill()
     return result
+
+
+def judge_kernels(profile: str, pinned: list[str], log: str) -> dict[str, Any]:
+    """Return the row that holds if the log names every kernel that the profile pins."""
+    found = {pattern: bool(re.search(pattern, log)) for pattern in pinned}
+    claim = f"{profile}: the log names every kernel that the profile pins"
+    return {"claim": claim, "passed": all(found.values()), "numbers": found}
 
 
 def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[str, Any]]:
@@ -126,9 +152,10 @@ def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[s
         rows = serve_long.judge(result, profile)
     else:
         rows = serve_talk.judge(result, profile, pictures=kind == "pictures")
+        pinned = [text for text in plan["serve"]["check"]["log_required"] if "Using " in text]
+        rows.append(judge_kernels(profile, pinned, "\n".join(lines)))
     document = {
-        "command": f"python3 -m proofs.serve.case TREE OUT {plan_path.name}"
-        + (f" --{kind}" if kind else ""),
+        "command": read_command(),
         "tree": tree.name,
         "seed": 0,
         **stages.environment(),

@@ -12,6 +12,7 @@ from typing import Any
 
 from lab.model import lessons
 from proofs.prompts import FILLER, picture
+from proofs.releases.judge import failed
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -174,6 +175,13 @@ def judge(result: dict[str, Any], profile: str, *, pictures: bool) -> list[dict[
             **together,
         ),
     ]
+    rows.append(
+        _row(
+            f"{name}: sampled requests without a seed are answered",
+            bool(result["sampled"]) and not failed(result["sampled"]),
+            findings=result["sampled"],
+        )
+    )
     drafted = _total(result, "vllm:spec_decode_num_draft_tokens_total")
     if "--speculative-config" in result["argv"]:
         accepted = _total(result, "vllm:spec_decode_num_accepted_tokens_total")
