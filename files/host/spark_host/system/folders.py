@@ -49,7 +49,7 @@ def empty(path: Path) -> None:
 def remove(name: str, folder: int) -> None:
     """Remove what has a name in an open folder, a link itself and not what it leads to."""
     if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
-        shutil.rmtree(name, dir_fd=folder)
+        shutil.rmtree(f"/proc/self/fd/{folder}/{name}")  # Python 3.10 has no dir_fd here
     else:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
