@@ -89,17 +89,38 @@ def _warnings(survey: Survey) -> Iterator[Problem]:
             f"its unit is {survey.docker_silent}; containers of others cannot be told yet",
             "nothing to do: it is started, and looked at again then",
         )
-    memory = survey.memory
-    if memory.cma_free_bytes > memory.cma_total_bytes:
-        yield Problem(
-            "kernel",
-            f"{survey.identity.kernel} counts {memory.cma_free_bytes / GIB:.1f} GiB as free that "
-            "the GPU cannot have (CmaFree is above CmaTotal in /proc/meminfo: kexec handover)",
-            "boot with kho=off, or with a 6.17 kernel, to have them back",
-        )
+    yield from _kernel(survey)
     if survey.identity.boot.pending:
         yield Problem(
             "reboot",
             f"pending: {survey.identity.boot.pending}",
             "reboot when it suits you, or set reboot: allow to have the deploy do it",
         )
+
+
+# Kernels with a reported fault, by the beginning of `uname -r`: the fault, the kernel parameter
+# that avoids it, and the source.
+_FAULTY_KERNELS = {
+    "7.0.0-1019-": (
+        "keeps about 9 GiB for its kexec handover, where nothing can be pinned: CUDA and NCCL "
+        "are reported to run out of memory",
+        "kho=off",
+        "NVIDIA/NV-Kernels#590; NVIDIA/open-gpu-kernel-modules#1358",
+    ),
+}
+
+
+def _kernel(survey: Survey) -> Iterator[Problem]:
+    memory, kernel = survey.memory, survey.identity.kernel
+    if memory.cma_free_bytes > memory.cma_total_bytes:
+        yield Problem(
+            "kernel",
+            f"{kernel} counts {memory.cma_free_bytes / GIB:.1f} GiB as free that "
+            "the GPU cannot have (CmaFree is above CmaTotal in /proc/meminfo: kexec handover)",
+            "boot with kho=off, or with a 6.17 kernel, to have them back",
+        )
+        return
+    for release, (fault, parameter, source) in _FAULTY_KERNELS.items():
+        if kernel.startswith(release) and parameter not in survey.identity.kernel_parameters:
+            fix = f"boot with {parameter}, or with a 6.17 kernel"
+            yield Problem("kernel", f"{kernel} {fault} ({source})", fix)

@@ -17,11 +17,11 @@ GIB = 1 << 30
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Find what would fight with our engine for memory, GPU or ports."""
     problems = [*_containers(needs, survey), *_ports(needs, survey), *_tailnet(needs, survey)]
-    warnings: list[Problem] = []
-    short = survey.memory.available_bytes < needs.memory_needed_bytes and not survey.serving
-    for problem, serious in _holders(needs, survey):
-        (problems if serious or short else warnings).append(problem)
-    return Verdict(tuple(problems), tuple(warnings))
+    holders = tuple(_holders(needs, survey))
+    # While our engine serves, the available memory does not count what its stop gives back.
+    if survey.memory.available_bytes < needs.memory_needed_bytes and not survey.serving:
+        return Verdict((*problems, *holders))
+    return Verdict(tuple(problems), holders)
 
 
 def in_the_way(
@@ -77,8 +77,8 @@ def _tailnet(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     )
 
 
-def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[tuple[Problem, bool]]:
-    """Yield each foreign holder and whether it is serious even when memory suffices."""
+def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+    """Yield each unmanaged process that holds memory or the GPU."""
     named = {*needs.takeover, *needs.allow_containers}
     known_containers = {c.id for c in survey.containers if c.name in named or c.ours}
     on_gpu = {
@@ -87,34 +87,18 @@ def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[tuple[Problem, bool]]
         # While our engine runs, a process that ended between two questions may have been its own.
         if app.container_id not in known_containers and (app.cgroup or not survey.serving)
     }
-    known: dict[int, str] = {process.pid: process.name for process in survey.processes}
+    fix = "stop it if it can grow, or add its name to allow_memory_holders:"
     for process in survey.processes:
-        if (
-            process.ours
-            or process.container_id in known_containers
-            or _allowed(needs, process.name)
-        ):
+        gpu_name = on_gpu.pop(process.pid, None)
+        if process.ours or process.container_id in known_containers:
             continue
-        uses = " and the GPU" if process.pid in on_gpu else ""
-        yield (
-            Problem(
-                f"process {process.name}",
-                f"pid {process.pid} holds {process.rss_bytes / GIB:.1f} GiB{uses}",
-                "stop it, or add its name to allow_memory_holders:",
-            ),
-            process.pid in on_gpu,
-        )
+        if not _allowed(needs, process.name):
+            what = f"pid {process.pid} holds {process.rss_bytes / GIB:.1f} GiB"
+            what += " and the GPU" if gpu_name else ""
+            yield Problem(f"process {process.name}", what, fix)
     for pid, name in on_gpu.items():
-        if pid in known or _allowed(needs, name.rsplit("/", 1)[-1]):
-            continue
-        yield (
-            Problem(
-                f"process {name}",
-                f"pid {pid} uses the GPU",
-                "stop it, or add its name to allow_memory_holders:",
-            ),
-            True,
-        )
+        if not _allowed(needs, name.rsplit("/", 1)[-1]):
+            yield Problem(f"process {name}", f"pid {pid} uses the GPU", fix)
 
 
 def _allowed(needs: NeedsPlan, name: str) -> bool:

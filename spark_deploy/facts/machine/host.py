@@ -22,6 +22,7 @@ from spark_deploy.facts.sections import Sections, first, key_values
 
 SCRIPT = rf"""
 echo '== uname'; uname -m; uname -r
+echo '== kernel-parameters'; cat /proc/cmdline
 echo '== os-release'; cat /etc/os-release
 echo '== dgx-release'; [ -r /etc/dgx-release ] && grep -v SERIAL /etc/dgx-release
 echo '== pci'
@@ -53,6 +54,7 @@ class HostIdentity:
     pci: tuple[str, ...]  # vendor:device of each function, as lspci -n prints it
     host_key: str  # fingerprint of the key that SSH shows; "" where there is none
     boot: BootSigns
+    kernel_parameters: tuple[str, ...] = ()  # what this boot was started with
     clock_ahead_s: float = 0.0  # of the controller's; below zero: behind it
 
 
@@ -80,6 +82,7 @@ def parse(sections: Sections, gpu: GpuState) -> HostIdentity:
             libraries=libraries or tuple(one.driver_version for one in gpu.gpus),
             mismatch=gpu.smi == "mismatch",
         ),
+        kernel_parameters=tuple(first(sections, "kernel-parameters").split()),
         clock_ahead_s=float(clock) - time.time() if (clock := first(sections, "clock")) else 0.0,
     )
 

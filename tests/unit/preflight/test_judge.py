@@ -164,6 +164,22 @@ def test_memory_that_is_free_only_by_count_is_told_with_the_cure() -> None:
     assert warnings(survey(meminfo=[*kept[:2], "CmaTotal: 131072 kB", "CmaFree: 118784 kB"])) == []
 
 
+@pytest.mark.parametrize(
+    ("kernel", "parameters", "named"),
+    [
+        ("7.0.0-1019-nvidia", "quiet", True),
+        ("7.0.0-1019-nvidia", "quiet kho=off", False),
+        ("6.17.0-1032-nvidia", "quiet", False),
+    ],
+)
+def test_a_kernel_with_a_known_fault_is_named_unless_its_cure_is_set(
+    kernel: str, parameters: str, named: bool
+) -> None:
+    seen = survey(uname=["aarch64", kernel], kernels=[kernel], kernel_parameters=[parameters])
+    assert problems(seen) == []
+    assert len([line for line in warnings(seen) if kernel in line and "kho=off" in line]) == named
+
+
 def test_hosts_that_show_one_ssh_host_key_are_told_of_each_other() -> None:
     key, other = (survey(host_key=[f"SHA256:{word}"]) for word in ("one", "other"))
     without = survey(host_key=[])

@@ -111,16 +111,27 @@ def test_a_stranger_on_the_gpu_beside_our_serving_engine_is_named() -> None:
         compute_apps=["77, VLLM::EngineCore", "78, /home/ann/venv/bin/python3"],
         compute_cgroups=[OUR_CGROUP, "78 /user.slice/user-1000.slice/session-3.scope"],
     )
-    one(problems(seen), "/home/ann/venv/bin/python3", "pid 78 uses the GPU")
-    assert problems(seen, allow_memory_holders=("python3",)) == []
+    assert problems(seen) == []
+    one(warnings(seen), "/home/ann/venv/bin/python3", "pid 78 uses the GPU")
+    assert warnings(seen, allow_memory_holders=("python3",)) == []
 
 
-def test_a_stranger_on_the_gpu_is_refused_even_when_memory_suffices() -> None:
-    one(problems(survey(compute_apps=["9, /opt/x/python3"])), "/opt/x/python3", "uses the GPU")
-    assert (
-        problems(survey(compute_apps=["9, /opt/x/python3"]), allow_memory_holders=("python3",))
-        == []
+@pytest.mark.parametrize("resident", [[], ["9 2097152 /user.slice/x python3"]])
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_process_on_the_gpu_is_refused_only_when_memory_does_not_suffice(
+    resident: list[str], fits: bool
+) -> None:
+    available_kib = 120000000 if fits else 60000000
+    seen = survey(
+        compute_apps=["9, /opt/x/python3"],
+        processes=resident,
+        meminfo=["MemTotal: 125513944 kB", f"MemAvailable: {available_kib} kB"],
     )
+    for allowed in ((), ("python3",)):
+        refused = [one for one in problems(seen, allow_memory_holders=allowed) if "pid 9" in one]
+        warned = [one for one in warnings(seen, allow_memory_holders=allowed) if "pid 9" in one]
+        expected = 0 if allowed else 1
+        assert (len(refused), len(warned)) == ((0, expected) if fits else (expected, 0))
 
 
 def test_a_stranger_on_our_port_is_named_and_our_gateway_is_not() -> None:
