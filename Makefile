@@ -1,23 +1,26 @@
 # Every way to work with the project; `make` alone lists them.
 SHELL := /bin/bash
 PY := .venv/bin/python
+PYTHON ?= python3
+PYTHONS ?= 3.10 3.11 3.12 3.13
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit engine site editor photos clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-formats cpu-models kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit pythons engine site editor photos clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-formats cpu-models kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 venv: .venv/installed ## the controller's Python environment, pinned with hashes
 
-.venv/installed: requirements/dev.txt pyproject.toml
-	@test ! -L .venv || { echo "error: .venv is a link: another checkout's environment would be emptied"; \
-	  echo "  fix: rm .venv, then make venv"; exit 1; }
-	@python3 -m venv --clear .venv 2>/dev/null || { \
+# PYTHON makes the environment; the lab and the hosts have interpreters of their own.
+.venv/installed $(PYTHONS:%=build/pythons/%/installed): requirements/dev.txt pyproject.toml
+	@test ! -L $(@D) || { echo "error: $(@D) is a link: another checkout's environment would be emptied"; \
+	  echo "  fix: rm $(@D), then make venv"; exit 1; }
+	@$(PYTHON) -m venv --clear $(@D) 2>/dev/null || { \
 	  apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q python3-venv && \
-	  python3 -m venv --clear .venv; }
-	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . \
-	  || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	  $(PYTHON) -m venv --clear $(@D); }
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . \
+	  || $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
 # `make test` runs what fits into 25 minutes on two cores: all unit tests, what is held against the
@@ -50,6 +53,14 @@ fmt: venv ## format and fix what can be fixed
 unit: venv ## every unit test, the slow ones as well; no network
 	$(PY) -m pytest $(PARALLEL) tests/unit
 
+pythons: ## unit tests on each of PYTHONS that is installed, in environments of their own in build/pythons
+	@failed=; for version in $(PYTHONS); do \
+	  python=$$(tools/find_python $$version) || continue; \
+	  echo "Python $$version"; \
+	  $(MAKE) --no-print-directory PYTHON=$$python build/pythons/$$version/installed && \
+	  build/pythons/$$version/bin/python -m pytest $(PARALLEL) tests/unit || failed="$$failed $$version"; \
+	done; test -z "$$failed" || { echo "error: unit tests failed on Python$$failed"; exit 1; }
+
 engine: venv ## the plugin in the real engine (CPU build), a quarter of an hour (root)
 	$(PY) -m lab prepare --engine cpu
 	$(PY) -m pytest tests/engine
@@ -68,7 +79,7 @@ gpu-plans: venv ## write into build/plans what `make gpu` serves with; the CUDA 
 	@$(PY) -m proofs.releases.planning build/plans
 
 site: venv ## the documentation as a site, in build/site
-	@test -d build/site-venv || python3 -m venv build/site-venv
+	@test -d build/site-venv || $(PYTHON) -m venv build/site-venv
 	build/site-venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 build/site-venv/bin/mkdocs build --strict
 
@@ -82,7 +93,7 @@ clients: venv ## clients by their real packages, with what `connect` prints, aga
 	$(PY) -m pytest -q tests/clients
 
 recording: venv ## the film at the top of the README, from a real run in the lab (root)
-	@test -d build/record-venv || python3 -m venv build/record-venv
+	@test -d build/record-venv || $(PYTHON) -m venv build/record-venv
 	build/record-venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/record.txt
 	PATH=$$PWD/build/record-venv/bin:$$PATH $(PY) tools/docs/record.py
 
@@ -94,6 +105,7 @@ gpu-all: ## all result files of a CUDA machine: make gpu, then alone make gpu-ti
 	  $(MAKE) --no-print-directory gpu-times && exit $$held
 
 GPU_PYTHON ?= python3
+PYTHONS ?= 3.10 3.11 3.12 3.13
 gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest; GPU_PYTEST adds to it
 	@test -d build/plans || $(MAKE) --no-print-directory gpu-plans \
 	  || echo "no plans could be made here: tests that serve them are skipped (make gpu-plans elsewhere)"
