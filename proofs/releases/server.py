@@ -122,7 +122,7 @@ def _server(
     device: str,
 ) -> Server:
     # A Unix socket's path has at most 107 bytes.
-    socket = Path(tempfile.mkdtemp(prefix="spark-")) / "engine.sock"
+    socket = Path(tempfile.gettempdir()) / f"spark-{os.getpid()}-{name}.sock"
     replaced = {"/model": str(tree), "/run/spark/engine.sock": str(socket), "/cache": str(work)}
     if member:
         assert release.cluster is not None
