@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTHON ?= python3
 PYTHONS ?= 3.10 3.11 3.12 3.13
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit pythons engine site editor photos clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-formats cpu-models kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -86,9 +86,6 @@ site: venv ## the documentation as a site, in build/site
 editor: venv ## completion and marks of the real YAML language server (npm)
 	$(PY) -m pytest -q tests/editor
 
-photos: site ## the pictures of pages that a browser shows, in docs/photos (Chromium)
-	$(PY) tools/docs/photos.py
-
 clients: venv ## clients by their real packages, with what `connect` prints, against a real gateway (npm, PyPI)
 	$(PY) -m pytest -q tests/clients
 
@@ -113,7 +110,7 @@ gpu: ## every proof on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pyt
 
 cpu-all: ## all result files of a machine without a GPU, one after another (root, with the lab)
 	@$(MAKE) --no-print-directory cpu-proofs && $(MAKE) --no-print-directory cpu-sizes && \
-	  $(MAKE) --no-print-directory cpu-seeing && $(MAKE) --no-print-directory cpu-formats && $(MAKE) --no-print-directory cpu-models
+	  $(MAKE) --no-print-directory cpu-seeing && $(MAKE) --no-print-directory cpu-models
 
 ON_CPU = PYTHONPATH=$(CURDIR)/build/cpu/plugin:$(CURDIR):$(CURDIR)/files/contract:$(CURDIR)/files/checkpoint:$(CURDIR)/files/host \
 	VLLM_PLUGINS=spark $(PY) -m lab.engine run -m
@@ -123,21 +120,17 @@ cpu-plugin: venv
 	  --target build/cpu/plugin build/cpu/context
 
 cpu-proofs: cpu-plugin ## claims that need no GPU, in the engine's CPU build; ONLY=dflash: one of its files (root)
-	$(ON_CPU) proofs.engine.on_cpu build/cpu/results $(if $(ONLY),--only $(ONLY))
+	$(ON_CPU) proofs.on_cpu build/cpu/results $(or $(ONLY),steered prefixes dflash)
 
 cpu-sizes: cpu-plugin ## true layer sizes there against transformers; 20 GB of memory; file in build/cpu/results (root)
-	$(ON_CPU) proofs.engine.sizes_on_cpu build/cpu/results
+	$(ON_CPU) proofs.on_cpu build/cpu/results sizes
 
 SEEING = spark-1 --inventory proofs/releases/inventory/two.py --model lab-tiny --profile v2-seeing
 cpu-seeing: cpu-plugin ## pictures seen, and a damaged tower noticed, there; the model learns first; a quarter of an hour (root)
 	@mkdir -p build/cpu/plans
 	.venv/bin/spark-deploy plan $(SEEING) --estimate --json > build/cpu/plans/seeing.json
 	@test -e build/cpu/eyes.npz || $(ON_CPU) proofs.releases.eyes $(CURDIR)/build/cpu/eyes.npz
-	$(ON_CPU) proofs.serve.seeing_on_cpu build/cpu/eyes.npz build/cpu/plans build/cpu/results
-
-cpu-formats: venv ## recall by cache format, computed without an engine; file in build/cpu/results (root)
-	@mkdir -p build/cpu/results
-	$(PY) -m lab.engine run -m proofs.recall.by_format proofs/recall build/cpu/results/recall-formats.json
+	$(ON_CPU) proofs.on_cpu build/cpu/results seeing
 
 cpu-models: venv ## plain repositories in a guest of the lab; file in proofs/results/cpu (root)
 	RESULTS=write $(PY) -m pytest tests/host/test_plain_models.py

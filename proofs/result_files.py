@@ -50,7 +50,6 @@ KINDS = (
     Kind("turboquant-layer", "TurboQuant attention of one layer", "gpu"),
     Kind("recall-flashinfer.*", "recall with FlashInfer", "gpu", "FlashInfer"),
     Kind("recall-training.*", "training of the recall model", "gpu-train"),
-    Kind("recall-formats", "recall by cache format, without an engine", "cpu-formats"),
     Kind("recall-.*", "recall of facts in long contexts", "gpu"),
     Kind("release-cluster", "a planned release on two hosts", "gpu", "two GPUs"),
     Kind("release-.*", "planned releases, served and checked", "gpu"),

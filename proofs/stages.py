@@ -1,10 +1,13 @@
 """Stages of engine proofs: which engines each runs, how it is judged, and its result file.
 
-``make gpu`` and ``proofs/kernels/engine_proofs.py`` both end here.
+    python3 -m proofs.stages --trees DIR --work DIR --out DIR --stage eager
+
+Needs a CUDA machine with vLLM and ``spark_vllm``; ``make gpu`` runs the same as tests.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import subprocess
@@ -223,3 +226,28 @@ def start_transformers(trees: Path, work: Path) -> list[subprocess.Popen[bytes]]
                 subprocess.Popen([*command, str(out), *more], stdout=log, stderr=log, cwd=ROOT)
             )
     return started
+
+
+def main() -> None:
+    """Run the stages named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("trees", "work", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--stage", action="append", required=True, choices=sorted(CASES))
+    parser.add_argument("--result", help="of one stage: its file becomes engine-RESULT.json")
+    parser.add_argument("--at-once", type=int, default=14)
+    parser.add_argument("--only", help="names of engines, with commas; the others are not run")
+    parser.add_argument("--within", type=float, default=float("inf"), help="seconds in all")
+    a = parser.parse_args()
+    only = a.only.split(",") if a.only else None
+    rows = prove(
+        a.stage, a.trees.resolve(), a.work.resolve(), a.out,
+        at_once=a.at_once, within_s=a.within, only=only, result=a.result,
+    )  # fmt: skip
+    for row in rows:
+        word = {True: "PASS", False: "FAIL", None: "SEEN"}[row["passed"]]
+        print(word, row["claim"], json.dumps(row["numbers"])[:420])
+
+
+if __name__ == "__main__":
+    main()

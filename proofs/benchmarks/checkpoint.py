@@ -1,15 +1,11 @@
-"""Measures the checkpoint builder: time against copying, memory, planning, bytes on the wire.
+"""Measures the checkpoint builder: time against copying, memory, planning, network.
 
     python proofs/benchmarks/checkpoint.py full --work /var/tmp/bench --gigabytes 4 --pairs 5
     python proofs/benchmarks/checkpoint.py overlay --work /var/tmp/bench
-    python proofs/benchmarks/checkpoint.py head --work /var/tmp/bench
-    python proofs/benchmarks/checkpoint.py schemes --work /var/tmp/bench
     python proofs/benchmarks/checkpoint.py memory --work /var/tmp/bench
-    python proofs/benchmarks/checkpoint.py fetch --work /var/tmp/bench --gigabytes 2
 
 Needs Linux, numpy and room under --work (full: three times the tree). Each command writes its
-result to proofs/results/checkpoint-<command>.json, which says where and at which commit it was
-measured.
+result to proofs/results/checkpoint-<command>.json.
 """
 
 from __future__ import annotations
@@ -28,25 +24,22 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [
-    str(ROOT / home) for home in ("files/contract", "files/checkpoint", "proofs/benchmarks")
-]
+HOMES = (".", "files/contract", "files/checkpoint", "proofs/benchmarks")
+sys.path[:0] = [str(ROOT / home) for home in HOMES]
 
-from checkpoint_fetch import bench_fetch  # noqa: E402
 from checkpoint_memory import bench_memory  # noqa: E402
 from checkpoint_overlay import bench_overlay  # noqa: E402
 from checkpoint_run import forget, run_builder  # noqa: E402
-from checkpoint_schemes import bench_schemes  # noqa: E402
 from checkpoint_sources import plan, write_base, write_donor  # noqa: E402
 from checkpoint_trees import Architecture, base_entries, mtp, size_of  # noqa: E402
 
+from proofs.result_files import describe_run  # noqa: E402
+
 RESULTS = ROOT / "proofs/results"
-REAL = Architecture()
 
 
 def small_of(gigabytes: float) -> Architecture:
@@ -158,101 +151,16 @@ def over(one: str, measured: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def bench_head(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The INT8 head at the real vocabulary, over normally distributed weights."""
-    import numpy as np
-    from checkpoint_trees import write_shard
-
-    work: Path = arguments.work
-    base, out = work / "base", work / "out"
-    tiny = Architecture(
-        layers=4, experts=2, hidden=3072, width=128, vision_blocks=1, shards=2, vocabulary=64
-    )
-    write_base(base, tiny, sparse=True)
-    random = np.random.default_rng(3)
-    rows, columns = REAL.vocabulary, REAL.hidden
-    shape = (rows, columns)
-    extra = base / "model_head.safetensors"
-    write_shard(extra, [("lm_head.weight", "BF16", shape)], {}, None)
-    with extra.open("r+b") as file:
-        file.seek(8 + int.from_bytes(file.read(8), "little"))
-        for _ in range(0, rows, 4096):
-            values = random.standard_normal((min(4096, rows), columns), np.float32) * 0.02
-            file.write((values.astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes())
-        file.truncate(extra.stat().st_size)
-    return _measure_head(base, out, tiny, extra, work)
-
-
-def _measure_head(
-    base: Path, out: Path, tiny: Architecture, extra: Path, work: Path
-) -> dict[str, Any]:
-    from checkpoint_sources import write_receipt
-
-    index_path = base / "model.safetensors.index.json"
-    index = json.loads(index_path.read_text())
-    length = int.from_bytes(extra.read_bytes()[:8], "little")
-    os.truncate(extra, 8 + length + REAL.vocabulary * REAL.hidden * 2)
-    index["weight_map"]["lm_head.weight"] = extra.name
-    index_path.write_text(json.dumps(index))
-    for shard in base.glob("model-*.safetensors"):
-        _drop_tensor(shard, "lm_head.weight")
-    write_receipt(base, hashed=False)
-    document = plan(base, out, tiny, head="int8-g128", shared_experts="keep", donor_unmatched=[])
-    (work / "plan.json").write_text(json.dumps(document))
-    run = run_builder("build", str(work / "plan.json"))
-    report = json.loads((out / "receipt.json").read_text())["report"]
-    return {
-        "head_shape": [REAL.vocabulary, REAL.hidden],
-        "seconds": round(run["seconds"], 2),
-        "cpu_seconds": round(run["cpu_seconds"], 2),
-        "peak_bytes": run["peak_bytes"],
-        **report["head"],
-    }
-
-
-def _drop_tensor(shard: Path, name: str) -> None:
-    """Remove the last tensor of a shard by cutting the file and its header."""
-    data = shard.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    if name not in header:
-        return
-    entry = header.pop(name)
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    body = data[8 + length : 8 + length + entry["data_offsets"][0]]
-    shard.write_bytes(len(raw).to_bytes(8, "little") + raw + body)
-
-
 def _quantise(bits: Any, shape: Sequence[int]) -> tuple[Any, Any]:
     from spark_checkpoint.format.numbers import from_bf16_bits, quantise_blocks
 
     return quantise_blocks(from_bf16_bits(bits).reshape(shape), (128, 128))
 
 
-def machine() -> dict[str, Any]:
-    """Describe where this was measured."""
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")),
-        platform.machine(),
-    )  # fmt: skip
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "load_1_min": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-    }
-
-
-def source() -> dict[str, Any]:
-    """Say what was measured: the commit, and which of its files are others here."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    changed = git("diff", "--name-only", "HEAD", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
-    return {"commit": git("rev-parse", "HEAD").strip(), "changed_files": changed.splitlines()}
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())}, {os.cpu_count()} cores"
 
 
 def command_of(arguments: argparse.Namespace) -> str:
@@ -264,9 +172,6 @@ def command_of(arguments: argparse.Namespace) -> str:
 COMMANDS = {
     "full": bench_full,
     "overlay": lambda arguments: bench_overlay(arguments, _quantise),
-    "head": bench_head,
-    "schemes": lambda arguments: bench_schemes(arguments, _quantise),
-    "fetch": bench_fetch,
     "memory": lambda arguments: bench_memory(arguments, _quantise),
 }
 
@@ -279,8 +184,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--pairs", type=int, default=5)
     arguments = parser.parse_args()
-    # Before the run: a commit made meanwhile was not measured.
-    measured = source()
+    origin = describe_run(_processor(), "numpy")  # before the run: the commit that is measured
+    load = round(os.getloadavg()[0], 1)
     arguments.work.mkdir(parents=True)
     try:
         result = COMMANDS[arguments.command](arguments)
@@ -289,9 +194,8 @@ def main() -> None:
     document = {
         "benchmark": f"checkpoint {arguments.command}",
         "command": command_of(arguments),
-        "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "machine": machine(),
-        "source": measured,
+        **origin,
+        "load_1_min": load,
         **result,
     }
     path = RESULTS / f"checkpoint-{arguments.command}.json"

@@ -160,7 +160,7 @@ def prove(
     stages: list[str], trees: Path, plans: Path, work: Path, out: Path, within_s: float
 ) -> list[Row]:
     """Run all releases of ``stages`` side by side; write ``release-STAGE.json``; return rows."""
-    from proofs import stages  # needs torch
+    from proofs.stages import environment  # needs torch
 
     devices = devices_shown()
     until_s = time.monotonic() + within_s
@@ -179,7 +179,7 @@ def prove(
         document = {
             "command": read_command(),
             "seed": 0,
-            **stages.environment(),
+            **environment(),
             "rows": rows,
             # Answers as a whole are judged above; those of failed rows are kept.
             "runs": {name: _kept(name, one, rows) for name, one in mine.items()},

@@ -39,13 +39,17 @@ def _folder(version: str) -> Path:
 def test_an_older_engine_answers_like_its_16_bit_reference(
     version: str, trees: Path, tmp_path: Path, results: Path
 ) -> None:
-    before = [str(_folder(version)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    before = [
+        str(_folder(version)),
+        str(CHECKOUT / "files/image"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     words = ["--stage", "speculation", "--only", ",".join(ENGINES), "--result", version]
     places = {"--trees": trees, "--work": tmp_path / "work", "--out": results}
     words += [str(word) for pair in places.items() for word in pair]
     words += ["--within", os.environ.get("SPARK_GPU_WITHIN_S", "inf")]
     subprocess.run(
-        [sys.executable, "proofs/kernels/engine_proofs.py", *words, "--at-once", str(len(ENGINES))],
+        [sys.executable, "-m", "proofs.stages", *words, "--at-once", str(len(ENGINES))],
         cwd=CHECKOUT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(before)},
         check=True,

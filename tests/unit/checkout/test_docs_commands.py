@@ -82,15 +82,6 @@ def test_every_picture_on_a_page_is_there_and_every_picture_is_on_a_page():
     assert drawn - shown == set()
 
 
-def test_every_photo_is_taken_by_the_command_and_is_on_a_page():
-    sizes = runpy.run_path(str(CHECKOUT / "tools/docs/photos.py"), run_name="photos")["SIZES"]
-    there = {path.stem for path in (CHECKOUT / "docs/photos").glob("*.png")}
-    shown = set(
-        re.findall(r"photos/(\w+)\.png", "".join(page.read_text("utf-8") for page in PAGES))
-    )
-    assert there == shown == set(sizes)
-
-
 def test_pictures_are_drawn_by_the_commands_from_what_was_recorded():
     screens = runpy.run_path(str(CHECKOUT / "tools/docs/screens.py"), run_name="screens")
     drawn = {

@@ -10,6 +10,7 @@ from spark_checkpoint.format.numbers import (
     bf16_bits,
     block_maxima,
     block_sums,
+    dequantise,
     floats,
     from_bf16_bits,
     from_e4m3,
@@ -113,3 +114,16 @@ def test_packed_words_hold_four_inputs_low_byte_first():
     assert packed.shape == (4, 2)
     assert packed[1, 0] == 4 | 5 << 8 | 6 << 16 | 7 << 24
     assert packed[0, 1] == 16 | 17 << 8 | 18 << 16 | 19 << 24
+
+
+def test_the_relative_errors_of_the_page_are_those_of_normally_distributed_weights():
+    weights = (np.random.default_rng(3).standard_normal((512, 1024)) * 0.02).astype(np.float32)
+    codes, words = quantise_blocks(weights, (128, 128))
+    fp8 = dequantise(codes, from_bf16_bits(words), (128, 128))
+    int8 = quantise_rows(weights)
+    scales = np.repeat(from_bf16_bits(int8.scales), GROUP, axis=1)
+    packed = (int8.codes.astype(np.float32) - 128) * scales
+    errors = [
+        float(np.linalg.norm(found - weights) / np.linalg.norm(weights)) for found in (fp8, packed)
+    ]
+    assert errors == [pytest.approx(0.0265, abs=2e-4), pytest.approx(0.0063, abs=2e-4)]

