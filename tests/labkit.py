@@ -390,3 +390,8 @@ def _merge(base: Any, over: Any) -> Any:
     if isinstance(base, dict) and isinstance(over, dict):
         return {**base, **{key: _merge(base.get(key), value) for key, value in over.items()}}
     return over
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """Return the variables that make Python import from a checkout instead of what is installed."""
+    return {"PYTHONPATH": f"{checkout}:{checkout}/files/contract"}

@@ -16,10 +16,12 @@ def source_receipt(digest: str = "e" * 64, files: Sequence[dict[str, Any]] = ())
 
 
 def checkpoint_receipt(base_dir: str = "/base", digest: str = "d" * 64) -> str:
-    """Return the receipt of a built tree, with a plan of few keys, as older builders took it."""
+    """Return the receipt of a built tree, with a plan that names one tensor."""
     plan = {
-        "schema_version": 1, "digest": digest, "name": "tree", "base": {"dir": base_dir},
-        "swap": [], "block_shape": [128, 128], "base_tensors": ["a"], "donor_unmatched": [],
+        "schema_version": 1, "digest": digest, "name": "tree",
+        "base": {"dir": base_dir, "revision": None}, "swap": [],
+        "block_shape": [128, 128], "base_tensors": ["a"], "donor_unmatched": [],
+        "donor_shapes": [], "extra": {},
         "mtp_tensors": [], "shared_experts": "keep", "head": "keep", "layout": "full",
         "out": "/srv/tree",
     }  # fmt: skip

@@ -47,7 +47,7 @@ def release_data(name: str, stub: str, **changes: Any) -> dict[str, Any]:
         "model": "lab-stub",
         "profile": "v2",
         "names": ["main-model"],
-        "image": {"tag": stub, "digest_label": None},
+        "image": {"tag": stub, "digest_label": None, "base": stub, "plugin": ""},
         "tree": {"path": "/srv/spark/models/stub", "digest": "d" * 64},
         "engine": {
             "argv": [
@@ -60,6 +60,9 @@ def release_data(name: str, stub: str, **changes: Any) -> dict[str, Any]:
                 {"source": "/srv/spark/models/stub", "target": "/model", "read_only": True}
             ],
             "docker_args": ["--network", "none"],
+            "user": "root",
+            "max_sequences": 1,
+            "kv_cache_bytes": None,
         },
         "memory": {"needed_bytes": 1 << 28, "wait_s": 10, "floor_bytes": 1 << 27},
         "timeouts": {"start_s": 20, "stop_s": 5, "drain_s": 5},
@@ -74,12 +77,18 @@ def release_data(name: str, stub: str, **changes: Any) -> dict[str, Any]:
             "tool_call": False,
             "reasoning": False,
             "repeat": True,
+            "conversation": False,
+            "image": False,
+            "needle": None,
+            "prefix": None,
+            "bench": None,
+            "metrics_required": {},
             "acceptance_floor": 0.5,
             "log_required": ["GPU KV cache size"],
             "log_forbidden": ["setting cudagraph_mode="],
             "portable": False,
         },
-        "watch": {"stall_s": 3, "interval_s": 0.5},
+        "watch": {"stall_s": 3, "interval_s": 0.5, "hot_celsius": None},
     }  # fmt: skip
     for path, value in changes.items():
         section, _, key = path.partition("__")

@@ -58,8 +58,8 @@ PLANTS = {
     ),
     "memory that others hold": Plant("memory", {"memory__wait_s": 2}),
     "more memory than there is": Plant("prove", {"memory__needed_bytes": 1 << 50}),
-    "image missing": Plant("prove", {"image": {"tag": "spark-vllm:none", "digest_label": None}}),
-    "image of another digest": Plant("prove", {"image": {"tag": "", "digest_label": "e" * 64}}),
+    "image missing": Plant("prove", {"image__tag": "spark-vllm:none"}),
+    "image of another digest": Plant("prove", {"image__digest_label": "e" * 64}),
     "tree half built": Plant(
         "prove", {"tree": {"path": "/srv/spark/models/half", "digest": "d" * 64}}
     ),

@@ -48,8 +48,6 @@ def test_a_bad_release_ends_with_the_old_one_proven(bench: Bench, plant: str) ->
         bench.good(A)
     if plant == "memory that others hold":
         changes = {"memory__needed_bytes": bench.total_bytes() - (64 << 20), **changes}
-    if plant == "image of another digest":
-        changes = {"image": {"tag": bench.image, "digest_label": "e" * 64}}
     bench.release(B, **changes)
 
     result = bench.switch(B)

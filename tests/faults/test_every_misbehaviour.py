@@ -60,8 +60,6 @@ def beside_the_engine(plant: str, trial: Trial) -> dict[str, Any]:
             found |= {f"{path}__{key}": part for key, part in value.items()}
         else:
             found[path] = value
-    if plant == "image of another digest":
-        found["image__tag"] = trial.data["image"]["tag"]
     return found
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import pytest
 import yaml
 
-from tests.labkit import CHECKOUT, SPARE, STATE, Guest, Site, guest_named, lab
-from tests.release_before import environment
+from tests.labkit import CHECKOUT, SPARE, STATE, Guest, Site, environment, guest_named, lab
 from tests.runs import Run
 
 NAME = SPARE[0]

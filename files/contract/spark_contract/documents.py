@@ -2,12 +2,8 @@
 
 A document's keys are the fields of its class. Reading is strict: a key too many, one too few or a
 value of another type is refused with the path of the key (``engine.mounts[0].source: missing``).
-A class says more about itself by two names:
-
-``SCHEMA_VERSION``
-    A ``ClassVar[int]`` that the writer states as ``schema_version`` and the reader demands.
-``upgrade``
-    A static method from the data of an older document, which hosts may hold, to that of today.
+A class with a ``SCHEMA_VERSION`` (``ClassVar[int]``) is written with it as ``schema_version``, and
+the reader requires it.
 
 Numbers keep the form they have, so what was read is written back byte for byte.
 """
@@ -38,16 +34,6 @@ OPTIONAL: Mapping[str, Any] = {"optional": True}
 def key(name: str) -> Mapping[str, Any]:
     """Return the metadata of a field whose key cannot be a name in Python, such as ``from``."""
     return {"key": name}
-
-
-def older(*gone: str) -> Any:
-    """Return an ``upgrade`` of documents that stated no version, or keys that nobody reads now."""
-
-    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in data.items() if name not in gone}
-        return {_VERSION: 1, **kept}
-
-    return staticmethod(upgrade)
 
 
 def plain(value: Any) -> Any:
@@ -114,12 +100,6 @@ def _read(kind: Any, data: Any, path: str) -> Any:
 
 def _read_fields(kind: Any, data: Any, path: str) -> Any:
     data = dict(_of(dict, "an object", data, path))
-    upgrade: Callable[[dict[str, Any]], dict[str, Any]] | None = getattr(kind, "upgrade", None)
-    if upgrade is not None:
-        try:
-            data = upgrade(data)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise _wrong(path, f"malformed: {type(error).__name__}: {error}") from error
     version = getattr(kind, "SCHEMA_VERSION", None)
     if version is not None:
         _one_of((version,), data.pop(_VERSION, None), _at(path, _VERSION))

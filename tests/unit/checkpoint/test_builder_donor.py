@@ -101,7 +101,7 @@ def test_a_donor_of_other_shapes_is_refused_from_its_headers_alone(workshop, hub
 
 def test_a_base_of_other_shapes_is_refused_before_the_hub_is_asked(workshop, hub, remote):
     shapes = [{**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]]
-    donor = {"url": f"{hub.url}/{DONOR}"}
+    donor = {"url": f"{hub.url}/{DONOR}", "tries": 8, "backoff_s": 1.0}
     done = workshop.build(check=False, donor=donor, donor_shapes=shapes)
     assert done.returncode == 3
     assert "the plan's donor_shapes say [256, 256]" in done.stderr

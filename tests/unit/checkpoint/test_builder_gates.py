@@ -222,7 +222,8 @@ def test_a_config_nothing_can_be_made_of_is_refused_before_donor_or_shards_are_r
     change, said = CONFIGS[case]
     workshop.write_base()
     change_config(workshop, change)
-    donor = {"url": f"{hub.url}/lab/tiny-fp8/resolve/{'d' * 40}"}
+    url = f"{hub.url}/lab/tiny-fp8/resolve/{'d' * 40}"
+    donor = {"url": url, "tries": 8, "backoff_s": 1.0}
     message = refused(workshop, head="int8-g128", layout="full", donor=donor)
     assert f"config.json: {said}" in message
     assert not hub.requests

@@ -107,20 +107,6 @@ def test_a_fetch_order_of_these_tests_is_valid_and_lacks_no_key(tmp_path):
             documents.read(FetchPlan, {k: v for k, v in order.items() if k != key})
 
 
-def test_the_plan_in_the_receipt_of_an_older_builder_is_read(workshop):
-    plan = workshop.plan(donor={"url": "https://hub/r/resolve/" + "0" * 40})
-    for key in ("donor_shapes", "extra"):
-        del plan[key]
-    del plan["base"]["revision"]
-    read = documents.read(BuildPlan, plan)
-    assert (read.donor_shapes, read.extra, read.base.revision, read.donor.tries) == (
-        (),
-        {},
-        None,
-        8,
-    )
-
-
 def test_a_plan_of_another_recipe_version_is_refused(workshop):
     with pytest.raises(HostToolError, match="made for recipe version 999"):
         read_build_plan(workshop.write_plan(recipe_version=999))

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.documents import DocumentError, parse, plain, read, text_of
+from spark_contract.documents import DocumentError, parse, read, text_of
 from spark_contract.errors import ERROR, HostToolError, problem_in
 from spark_contract.host import units
 from spark_contract.host.paths import ENGINE_SOCKET, Paths
 from spark_contract.host.tool import HOST_TOOL
 from spark_contract.host.units import mount_unit
 from spark_contract.serving.release import Release
-from spark_contract.work.job import Job, Progress, read_progress
+from spark_contract.work.job import Progress, read_progress
 from spark_contract.work.keep import Keep
 from spark_host.jobs import jobs
 from spark_host.prune.prune import read_keep
@@ -107,33 +107,6 @@ def test_name_and_digest_come_last_and_stand_for_all_the_rest(tmp_path: Path) ->
     assert "StartLimitIntervalSec=27780\n" in limits(plan.serve)
 
 
-def older(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a release as the first ones were written."""
-    data["restart"] = {"delay_s": 60, "burst": 3, "interval_s": 27780}
-    for section, names in {
-        "image": ("digest_label", "base", "plugin"),
-        "engine": ("user",),
-        "check": ("conversation", "image", "needle", "prefix", "acceptance_floor",
-                  "metrics_required", "bench"),
-        "watch": ("hot_celsius",),
-    }.items():  # fmt: skip
-        for name in names:
-            del data[section][name]
-    return data
-
-
-def test_a_release_of_an_older_deploy_is_read_with_what_it_meant(tmp_path: Path) -> None:
-    plan = plan_of()
-    release = read(Release, older(json.loads(release_files_of(plan)[0].content)))
-    assert release.image.base == release.image.tag
-    assert release.engine.user is None
-    assert (release.check.conversation, release.check.needle, release.check.bench) == (
-        False, None, None,
-    )  # fmt: skip
-    assert release.engine.argv == plan.serve.engine.argv
-    assert "restart" not in plain(release)
-
-
 @pytest.mark.parametrize("key", ["colour", "stream"])
 def test_a_key_that_nobody_reads_is_refused_with_its_place(key: str, tmp_path: Path) -> None:
     plan = plan_of()
@@ -151,15 +124,6 @@ def test_a_pattern_that_is_none_is_refused_before_an_engine_starts(tmp_path: Pat
     path.write_text(json.dumps(data))
     with pytest.raises(HostToolError, match=r"check: '\(' is no regular expression"):
         releases.load(plan.serve.name, paths)
-
-
-def test_a_build_of_an_image_said_its_base_in_its_arguments_once(tmp_path: Path) -> None:
-    plan = plan_of()
-    build = jobs_of(plan, ())[-1].job
-    assert build.base == plan.image.base
-    data = json.loads(text_of(build))
-    del data["base"]
-    assert read(Job, data) == build
 
 
 def test_what_to_keep_is_never_read_as_keep_nothing() -> None:

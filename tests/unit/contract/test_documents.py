@@ -40,13 +40,6 @@ class Work:
     unless: Receipt | None = field(default=None, metadata=OPTIONAL)
     tries: int = 8
 
-    @staticmethod
-    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        if data.get("schema_version") == 1:
-            words = data.pop("words")
-            return {**data, "schema_version": 2, "argv": words.split()}
-        return data
-
 
 WORK = Work(came="a", state="done", argv=("x", "y"), size=(1, 2), limit_s=600, env={"k": "v"},
             names=frozenset("ba"), proof=Absent("/tree"), more={"any": [1]}, user=None)  # fmt: skip
@@ -70,11 +63,6 @@ def test_an_optional_key_is_there_only_when_it_says_something() -> None:
     work = documents.read(Work, told)
     assert work.unless == Receipt("/r", "d")
     assert documents.plain(work) == told
-
-
-def test_a_document_of_an_older_version_is_read_as_one_of_today() -> None:
-    old = {name: value for name, value in DATA.items() if name != "argv"}
-    assert documents.read(Work, {**old, "schema_version": 1, "words": "x y"}) == WORK
 
 
 @pytest.mark.parametrize(
@@ -130,11 +118,6 @@ def test_no_key_may_be_missing_even_where_the_class_has_a_default(gone: str) -> 
 def test_a_text_that_is_no_document_is_refused(text: str) -> None:
     with pytest.raises(DocumentError):
         documents.parse(Work, text)
-
-
-def test_an_upgrade_that_meets_nonsense_refuses_it_as_any_reader_would() -> None:
-    with pytest.raises(DocumentError, match="malformed: KeyError: 'words'"):
-        documents.read(Work, {"schema_version": 1})
 
 
 def test_a_unit_is_named_by_its_template_and_tells_its_instance() -> None:

@@ -1,13 +1,12 @@
 """A run is only "nothing to do" when the host provably serves the planned release."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spark_deploy.facts.service.serve import Status, parse_status
+from spark_deploy.facts.service.serve import Status
 from tests.unit.statuses import told
 
 RELEASE = "main-0123456789ab"
@@ -74,46 +73,3 @@ def test_tools_of_another_version_are_no_error_and_prove_nothing() -> None:
     found = Status().process(['{"schema_version": 2, "colour": "red"}'])
     assert found.installed
     assert "another version (colour: unknown)" in found.unproven("main", RELEASE)
-
-
-def of_the_first_version() -> Any:
-    """What a lab host told whose engine was killed a moment before, after a way back."""
-    return json.loads((HERE / "status_of_the_first_version.json").read_text("utf-8"))
-
-
-def test_what_tools_of_the_first_version_tell_is_understood_before_others_are_there() -> None:
-    raw = of_the_first_version()
-    event = {"at": "2026-11-22T09:28:42Z", "release": FIRST, "kind": "kill", "text": "too hot"}
-    raw["events"]["main"] = [event]
-
-    found = parse_status(json.dumps(raw))
-
-    assert found.unreadable == ""
-    assert found.unproven("main", FIRST) == "serves nothing"
-    assert found.told is not None
-    main = found.told.services["main"]
-    assert (main.good, main.enabled, main.traffic_open) == (FIRST, (FIRST,), False)
-    assert main.rolled_back is not None
-    assert (main.rolled_back.came, main.rolled_back.to) == (SECOND, FIRST)
-    assert [(one.name, one.active, one.unproven) for one in found.told.releases] == [
-        (SECOND, "inactive", "not running"), (FIRST, "activating", "not running")
-    ]  # fmt: skip
-    assert found.told.releases[1].proof is not None
-    assert found.told.releases[1].proof.level == "full"
-    assert [one.text for one in found.told.events["main"]] == ["too hot"]
-
-
-def test_a_host_of_the_first_version_that_serves_provably_needs_nothing() -> None:
-    raw = of_the_first_version()
-    raw["serve"][1]["active"] = "active"
-    raw["proofs"][FIRST] |= {"current": True, "why": None}
-    raw["services"]["main"] |= {"active": FIRST, "door_open": True}
-    raw["live"] = {"ok": True, "release": FIRST, "seconds": 0.1, "detail": "Paris"}
-
-    assert parse_status(json.dumps(raw)).unproven("main", FIRST) == ""
-
-
-def test_a_first_version_that_lacks_what_it_told_is_not_understood() -> None:
-    raw = of_the_first_version()
-    del raw["serve"]
-    assert "malformed: KeyError: 'serve'" in parse_status(json.dumps(raw)).unreadable

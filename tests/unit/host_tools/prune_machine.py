@@ -21,7 +21,7 @@ BASE = "registry/vllm@sha256:" + "b" * 64
 
 
 # As the tools wrote it before it was a document of the contract.
-RUN = {"state": "done", "exit_code": 0, "started_at": None, "ended_at": "now", "last_lines": []}
+RUN = {"schema_version": 1, "state": "done", "exit_code": 0, "started_at": None, "last_lines": []}
 
 
 def put(path: Path, data: Any) -> None:
@@ -70,16 +70,26 @@ class Machine:
         release = self.host.release(
             name,
             tree={"path": self.shown(tree), "digest": "d" * 64},
-            image={"tag": image, "digest_label": None},
-            engine={"argv": ["/model"], "env": {}, "mounts": mounts, "docker_args": []},
+            image={"tag": image, "digest_label": None, "base": image, "plugin": ""},
+            engine={
+                "user": "root",
+                "max_sequences": 1,
+                "kv_cache_bytes": None,
+                "argv": ["/model"],
+                "env": {},
+                "mounts": mounts,
+                "docker_args": [],
+            },
         )
         boot.record_good(release, self.host.here)
 
-    def job(self, digest12: str, proof: dict[str, str], *words: str, kind: str = "fetch") -> None:
+    def job(
+        self, digest12: str, proof: dict[str, str], *words: str, kind: str = "fetch", **more: str
+    ) -> None:
         data = {
             "schema_version": 1, "digest": digest12.ljust(64, "0"), "kind": kind,
             "title": digest12, "argv": ["true", *words], "env": {}, "proof": proof,
-            "total_bytes": None, "after": [],
+            "total_bytes": None, "after": [], **more,
         }  # fmt: skip
         put(self.paths.job(digest12) / "job.json", data)
         files.write_text(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import subprocess
 import sys
 import time
@@ -37,7 +39,12 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
         "model": "lab-stub",
         "profile": "v2",
         "names": ["main-model", "alias"],
-        "image": {"tag": "spark-vllm:stub", "digest_label": None},
+        "image": {
+            "tag": "spark-vllm:stub",
+            "digest_label": None,
+            "base": "spark-vllm:stub",
+            "plugin": "",
+        },
         "tree": {"path": "/srv/spark/models/x", "digest": "d" * 64},
         "engine": {
             "argv": [
@@ -52,6 +59,9 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
             "env": {"STUB_LOG": "spark plugin is on"},
             "mounts": [],
             "docker_args": [],
+            "user": pwd.getpwuid(os.geteuid()).pw_name,
+            "max_sequences": 1,
+            "kv_cache_bytes": None,
         },
         "memory": {"needed_bytes": 1, "wait_s": 1, "floor_bytes": 1},
         "timeouts": {"start_s": 3, "stop_s": 2, "drain_s": 2},
@@ -71,6 +81,7 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
             "needle": {"context_tokens": 500},
             "prefix": {"block_tokens": 100},
             "acceptance_floor": 0.5,
+            "bench": None,
             "log_required": ["spark plugin is on", r"GPU KV cache size: [\d,]+ tokens"],
             "log_forbidden": ["setting cudagraph_mode="],
             "portable": False,
@@ -79,7 +90,7 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
                 "vllm:generation_tokens_total": 1,
             },
         },
-        "watch": {"stall_s": 1, "interval_s": 0.1},
+        "watch": {"stall_s": 1, "interval_s": 0.1, "hot_celsius": None},
     }
     for path, value in changes.items():
         section, _, key = path.partition("__")

@@ -108,11 +108,10 @@ def test_a_link_in_the_place_of_the_socket_is_not_followed_when_it_is_handed_ove
 def test_links_in_the_place_of_the_file_that_opens_traffic_are_not_written_through(
     host: Host, prepared: Release, victim: Path
 ) -> None:
-    # The folder as tools of before left it: it belongs to the engine that runs.
     folder = host.paths.service_run(prepared.service)
     os.chown(folder, NOBODY.pw_uid, -1)
     opened = host.paths.traffic(prepared.service)
-    with as_nobody(), listening(folder / "engine.sock"):
+    with as_nobody(), listening(host.paths.engine_socket(prepared.service)):
         opened.symlink_to(victim)
         opened.with_name(f".{opened.name}.{os.getpid()}").symlink_to(victim)
     traffic.open_for(prepared, host.paths)

@@ -22,7 +22,7 @@ from tests.receipts import source_receipt
 NOBODY = pwd.getpwnam("nobody")
 
 
-def of(host: Host, user: str | None, **more: object) -> Release:
+def of(host: Host, user: str, **more: object) -> Release:
     return host.release(engine={**release_data()["engine"], "user": user, **more})
 
 
@@ -31,14 +31,6 @@ def test_docker_starts_the_engine_as_its_account_by_number(host: Host) -> None:
     place = argv.index("--user")
     assert argv[place + 1] == f"{NOBODY.pw_uid}:{NOBODY.pw_gid}"
     assert place < argv.index("spark-vllm:stub")
-
-
-def test_a_release_from_before_the_account_goes_on_as_it_was(host: Host, tmp_path: Path) -> None:
-    release = of(host, None)
-    assert "--user" not in serve.docker_argv(release, host.paths)
-    account.give_all(tmp_path, release)
-    assert tmp_path.stat().st_uid == os.geteuid()
-    assert account.tree_problem(release) is None
 
 
 def test_a_missing_account_is_named_with_the_way_to_make_it(host: Host) -> None:
@@ -64,13 +56,12 @@ def test_a_cache_that_root_filled_becomes_the_engines_and_links_in_it_lead_nowhe
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
-@pytest.mark.parametrize("user", ["nobody", None])
 @pytest.mark.parametrize(
     "what", ["model.safetensors", "receipt.json", "", "more", "more/tokenizer"]
 )
 @pytest.mark.parametrize(("owner", "mode"), [(NOBODY.pw_uid, 0o755), (0, 0o775), (0, 0o757)])
 def test_a_tree_that_somebody_else_could_write_to_starts_no_engine_and_is_made_anew(
-    host: Host, tmp_path: Path, what: str, owner: int, mode: int, user: str | None
+    host: Host, tmp_path: Path, what: str, owner: int, mode: int
 ) -> None:
     tree = tmp_path / "tree"
     (tree / "more").mkdir(mode=0o755, parents=True)
@@ -79,7 +70,7 @@ def test_a_tree_that_somebody_else_could_write_to_starts_no_engine_and_is_made_a
     (tree / "receipt.json").write_text(source_receipt("d"))
     release = host.release(
         tree={"path": str(tree), "digest": "d"},
-        engine={**release_data()["engine"], "user": user},
+        engine={**release_data()["engine"], "user": "nobody"},
     )
     held = ReceiptProof(str(tree / "receipt.json"), "d")
     assert tree_of_engine.problem(release) is None

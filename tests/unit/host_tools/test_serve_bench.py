@@ -169,14 +169,27 @@ def test_a_slower_server_after_an_upgrade_is_told_with_the_way_back(
 def test_a_new_image_is_compared_with_the_release_before(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = released(host, image={"tag": "spark-vllm:a", "base": "vllm@sha256:a", "plugin": "1" * 12})
+    old = released(
+        host,
+        image={
+            "tag": "spark-vllm:a",
+            "digest_label": None,
+            "base": "vllm@sha256:a",
+            "plugin": "1" * 12,
+        },
+    )
     host.started(old, STUB_PIECE_S="0.0005")
     prove(host, old, monkeypatch)
     boot.record_good(old, host.here)
     new = released(
         host,
         "main-bbbbbbbbbbbb",
-        image={"tag": "spark-vllm:b", "base": "vllm@sha256:b", "plugin": "1" * 12},
+        image={
+            "tag": "spark-vllm:b",
+            "digest_label": None,
+            "base": "vllm@sha256:b",
+            "plugin": "1" * 12,
+        },
     )
     prove(host, new, monkeypatch)
     kept = proof.read(new.name, host.here)

@@ -12,7 +12,7 @@ from memory_systemd import A, B, release_of
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.host.units import RETURN_TIMER, SWITCH
-from spark_contract.serving.records import Good, Rollout, Stopped
+from spark_contract.serving.records import Rollout, Stopped
 from spark_contract.serving.status import Begun, NamedRelease, Rollback, UnderWay
 from spark_host.records import boot
 from spark_host.rollout import recover, request, way_back
@@ -327,41 +327,6 @@ def test_a_start_by_hand_ends_a_stop_for_a_while(model: Model) -> None:
     model.pass_time(3600)
     assert boot.start_when_due("main", model.host()) == 0
     assert boot.active("main", model.host()) == A
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (Good, {"release": A, "previous": [B], "at": "2026-01-01T00:00:00Z"}),
-        (Stopped, {"release": A, "at": "2026-01-01T00:00:00Z"}),
-        (Stopped, {"release": None, "at": "2026-01-01T00:00:00Z", "by": "ann"}),
-    ],
-)
-def test_what_an_earlier_edition_wrote_without_a_version_is_read(
-    kind: type[Any], text: dict[str, Any]
-) -> None:
-    found = documents.read(kind, text)
-    assert documents.plain(found) == {"schema_version": 1, **text}
-
-
-OLDER: dict[str, Any] = {
-    "schema_version": 1, "release": A, "service": "main", "started_at": "2026-01-01T00:00:00Z",
-    "boot_id": "b", "request": "r", "invocation_id": "i", "state": "rolled-back", "phase": "done",
-    "progress": None, "reason": "answers: it is wrong", "failed_phase": "check",
-    "failed_checks": ["answers"], "log_tail": ["x"], "bench": [], "previous": B, "serving": B,
-    "ended_at": "2026-01-01T00:01:00Z", "times_s": {"check": 1.0},
-}  # fmt: skip
-
-
-def test_a_record_and_an_answer_of_older_tools_are_read(model: Model) -> None:
-    for told in (OLDER, {**OLDER, "unit": "failed"}):
-        found = documents.read(Rollout, told)
-        assert (found.release, found.state, found.serving) == (A, "rolled-back", B)
-    never = {"release": A, "state": "not-started", "failed_phase": "begin", "reason": "x"}
-    found = documents.read(Rollout, {**never, "unit": "failed"})
-    assert found == Rollout(A, state="not-started", failed_phase="begin", reason="x")
-    with pytest.raises(documents.DocumentError, match="colour: unknown"):
-        documents.read(Rollout, {**OLDER, "colour": "red"})
 
 
 def test_a_record_of_today_is_written_as_before(model: Model) -> None:

@@ -112,7 +112,7 @@ def test_a_stopped_release_stays(machine: Machine) -> None:
     generations(machine)
     machine.units.clear()
     files.remove(machine.paths.good("main"))
-    put(machine.paths.stopped("main"), {"release": B, "at": "then"})
+    put(machine.paths.stopped("main"), {"schema_version": 1, "release": B, "at": "then"})
     assert machine.look(kept=0).kept == {B: "stopped on purpose"}
 
 

@@ -17,7 +17,7 @@ def test_images_go_with_their_base_and_only_their_own_layers_count(machine: Mach
     machine.image("spark-vllm:two", "b1", "b2", "p2", size=130)
     machine.image(BASE, "b1", "b2", size=100, label=None)
     proof = {"image": "spark-vllm:two", "label": "f" * 64}
-    machine.job("0" * 12, proof, f"BASE={BASE}", kind="image-build")
+    machine.job("0" * 12, proof, kind="image-build", base=BASE)
 
     found = machine.look()
 
@@ -33,7 +33,7 @@ def test_the_base_of_an_image_that_stays_stays(machine: Machine) -> None:
     generations(machine)
     machine.image(BASE, "l1", size=100, label=None)
     proof = {"image": "spark-vllm:one", "label": "f" * 64}
-    machine.job("0" * 12, proof, f"BASE={BASE}", kind="image-build")
+    machine.job("0" * 12, proof, kind="image-build", base=BASE)
     assert names(machine.look(), "image") == []
 
 

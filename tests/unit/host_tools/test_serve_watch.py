@@ -21,7 +21,7 @@ STALL_S = 120
 
 @pytest.fixture
 def judge(host: Host) -> Judge:
-    release = host.release(watch={"stall_s": STALL_S, "interval_s": 10})
+    release = host.release(watch={"stall_s": STALL_S, "interval_s": 10, "hot_celsius": None})
     return Judge(releases.load(release.name, host.paths).watch)
 
 
@@ -139,7 +139,7 @@ def test_an_engine_that_takes_no_connection_any_more_is_stalled_too(
 def test_an_engine_nobody_listens_for_is_left_to_systemd(
     host: Host, acts: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host.release(watch={"stall_s": 0, "interval_s": 0.001})
+    host.release(watch={"stall_s": 0, "interval_s": 0.001, "hot_celsius": None})
     looks(monkeypatch, most=50)
 
     with pytest.raises(SeenEnoughError):

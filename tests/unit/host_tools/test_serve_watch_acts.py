@@ -150,7 +150,7 @@ def test_an_engine_that_ends_for_another_host_has_its_starts_back(
 def test_a_driver_or_gateway_in_trouble_holds_up_no_look_at_the_memory(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host.release(watch={"stall_s": 100, "interval_s": 0.01})
+    host.release(watch={"stall_s": 100, "interval_s": 0.01, "hot_celsius": None})
     freed, followed = threading.Event(), threading.Event()
     began, looks = time.monotonic(), 0
 

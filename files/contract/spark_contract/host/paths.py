@@ -105,7 +105,6 @@ class Paths:
 
     def engine_lock(self, service: str) -> Path:
         """Return what the running engine of a service holds."""
-        # Engines of before there were several services hold the one without a name.
         name = "engine.lock" if service == MAIN_SERVICE else f"engine-{service}.lock"
         return self.run / name
 
@@ -166,10 +165,6 @@ class Paths:
     def engine_socket(self, service: str) -> Path:
         """Return the socket on which a service's engine listens."""
         return self.engine_run(service) / Path(ENGINE_SOCKET).name
-
-    def earlier_engine_socket(self, service: str) -> Path:
-        """Return where an engine listens that was started before it had a directory of its own."""
-        return self.service_run(service) / Path(ENGINE_SOCKET).name
 
     def engine_environment(self, release: str) -> Path:
         """Return the file with the variables of a release's container, for root alone."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from spark_contract.documents import OPTIONAL, key, older, plain
+from spark_contract.documents import OPTIONAL, key
 from spark_contract.errors import Problem
 
 
@@ -110,7 +110,6 @@ class Good:
     """The last proven release of a service, and the ways back from it, latest first."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
-    upgrade = older()
 
     release: str | None = None
     previous: tuple[str, ...] = ()
@@ -127,7 +126,6 @@ class Stopped:
     """Who stopped a service on purpose; that the file is there keeps the service down."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
-    upgrade = older()
 
     release: str | None  # what served
     at: str
@@ -140,7 +138,6 @@ class WayBack:
     """A way back to an earlier release that was asked for, or gone."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
-    upgrade = older()
 
     state: Literal["asked", "done"]
     came: str | None = field(metadata=key("from"))
@@ -163,7 +160,6 @@ class Request:
     """The id under which a rollout was last asked for."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
-    upgrade = older()
 
     id: str
     at: str
@@ -193,10 +189,3 @@ class Rollout:
     serving: str | None = None
     ended_at: str | None = None
     times_s: dict[str, float] = field(default_factory=dict)
-
-    @staticmethod
-    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        """Read what older tools wrote, and how they answered where there is no record."""
-        blank = plain(Rollout("")) if data["state"] in ("none", "not-started") else {}
-        gone = ("service", "failed_checks", "unit")
-        return {**blank, **{name: value for name, value in data.items() if name not in gone}}

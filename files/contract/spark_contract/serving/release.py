@@ -46,7 +46,7 @@ class Engine:
     env: dict[str, str]
     mounts: tuple[Mount, ...]
     docker_args: tuple[str, ...]
-    user: str | None  # of this host; None in releases that ran as root
+    user: str  # account of the host that runs the engine
     max_sequences: int  # requests that are computed at once
     kv_cache_bytes: int | None  # None: what is left of the engine's share of the memory
     kind: str = field(default="vllm", metadata=OPTIONAL)  # in whose words it counts
@@ -225,33 +225,6 @@ class Release:
     def serve_unit(self) -> str:
         """The unit whose activity means that this release runs."""
         return units.SERVE.of(self.name)
-
-    @staticmethod
-    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        """Add what releases lack that were made before it was asked of them; drop what went."""
-        image, engine, check = data["image"], data["engine"], data["check"]
-        return {
-            **{name: value for name, value in data.items() if name != "restart"},
-            "image": {"digest_label": None, "base": image["tag"], "plugin": "", **image},
-            "engine": {"user": None, **_told_by(engine["argv"]), **engine},
-            "check": {**dict.fromkeys(_LATER_WISHES), **_LATER_CHECKS, **check},
-            "watch": {"hot_celsius": None, **data["watch"]},
-        }
-
-
-_LATER_WISHES = ("needle", "acceptance_floor", "prefix", "bench")
-_LATER_CHECKS = {"conversation": False, "image": False, "metrics_required": {}}
-
-
-def _told_by(argv: list[str]) -> dict[str, int | None]:
-    # Only the arguments told it of releases made before the engine's part held it by name.
-    def number(option: str) -> int | None:
-        return int(argv[argv.index(option) + 1]) if option in argv else None
-
-    return {
-        "max_sequences": number("--max-num-seqs") or 1,
-        "kv_cache_bytes": number("--kv-cache-memory-bytes"),
-    }
 
 
 def service_of(name: str) -> str:

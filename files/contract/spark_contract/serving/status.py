@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from spark_contract.documents import OPTIONAL, key
 from spark_contract.errors import Problem
@@ -99,51 +99,6 @@ class Status:
     # Of further engines, where a host has several services.
     more_live: tuple[Live, ...] = field(default=(), metadata=OPTIONAL)
     daily: DailyLook | None = field(default=None, metadata=OPTIONAL)
-
-    @staticmethod
-    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        """Read what tools of the first version told: before a deploy brings others, they answer."""
-        if data.get("schema_version") != 1:
-            return data
-        units, proofs = {one["release"]: one for one in data["serve"]}, data["proofs"]
-        kept = ("jobs", "memory", "versions", "versions_unknown", "reboot_pending", "live")
-        return {
-            **{name: data[name] for name in kept},
-            "schema_version": 2,
-            "releases": [
-                _of_first_version(one, units[one["name"]], dict(proofs[one["name"]]))
-                for one in data["releases"]
-            ],
-            "services": {
-                name: {
-                    **{each: one[each] for each in ("good", "enabled", "active", "gateway")},
-                    "stopped_by_hand": one["stopped_by_hand"],
-                    "rolled_back": one["rolled_back"] and {"state": "done", **one["rolled_back"]},
-                    "traffic_open": one["door_open"],
-                }
-                for name, one in data["services"].items()
-            },
-            "events": {
-                name: [
-                    {each: one[each] for each in ("at", "release", "kind", "text")} for one in told
-                ]
-                for name, told in data["events"].items()
-            },
-        }
-
-
-def _of_first_version(
-    release: dict[str, Any], unit: dict[str, Any], proof: dict[str, Any]
-) -> dict[str, Any]:
-    why, speed = proof.pop("why"), proof.pop("speed")
-    proof.pop("current")
-    return {
-        **{name: release[name] for name in ("name", "model", "profile", "names")},
-        **{name: unit[name] for name in ("active", "restarts")},
-        "proof": proof or None,
-        "unproven": why,
-        "speed": speed,
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
-from spark_contract.documents import OPTIONAL, older
+from spark_contract.documents import OPTIONAL
 from spark_contract.host import units
 from spark_contract.host.paths import RECEIPT_NAME, job_dir
 from spark_contract.host.sentences import PHASE
@@ -75,12 +75,6 @@ class Job:
     # The image that the build of one starts from.
     base: str | None = field(default=None, metadata=OPTIONAL)
 
-    @staticmethod
-    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        """Say of builds that stated it in their arguments alone what they started from."""
-        bases = [word[5:] for word in data["argv"] if word.startswith("BASE=")]
-        return {"base": bases[0], **data} if bases else data
-
     @property
     def digest12(self) -> str:
         """The instance name of the job's unit."""
@@ -112,7 +106,6 @@ class JobRun:
     """``status.json``: how the work on a job went the last time."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
-    upgrade = older("ended_at")
 
     state: Literal["running", "done", "failed"]
     exit_code: int | None = None
@@ -177,12 +170,3 @@ class JobState:
     last_line: str | None
     log_tail: tuple[str, ...]
     memory: JobMemory | None = field(default=None, metadata=OPTIONAL)
-
-    @staticmethod
-    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        """Fill what tools before the contract left out for a job that they could not read.
-
-        They are asked by a newer controller whenever it looks before it replaced them.
-        """
-        left_out = {"title": data["digest"], "kind": "", "exit_code": None, "elapsed_s": None}
-        return {**left_out, "progress": None, "last_line": None, **data}

@@ -36,11 +36,6 @@ class Base:
     # quantised here. None hashes a tree without receipt.
     revision: str | None
 
-    @staticmethod
-    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        """Read a base without a revision, as receipts of orders written by hand hold it."""
-        return {"revision": None, **data}
-
 
 @dataclass(frozen=True, slots=True)
 class DonorDir:
@@ -54,11 +49,6 @@ class DonorUrl(Wire):
     """A donor on a hub, ``{endpoint}/{org}/{repo}/resolve/{commit}``: only ranges are read."""
 
     url: str
-
-    @staticmethod
-    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        """Read a donor from before orders said how patient to be."""
-        return {"tries": 8, "backoff_s": 1.0, **data} if "url" in data else data
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +87,6 @@ class BuildPlan:
     layout: Literal["overlay", "full"]  # links and one small shard, or rewritten shards
     out: str  # appears complete or not at all
     extra: Mapping[str, Any]  # merged into config.json, deeply and last
-
-    @staticmethod
-    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        """Read a plan from before it told the donor's shapes."""
-        return {"donor_shapes": [], "extra": {}, **data}
 
     def __post_init__(self) -> None:
         """Refuse a plan that no tree can be built by."""

@@ -26,7 +26,7 @@ class ReceiptFile:
     modified_ns: int | None = field(default=None, metadata=OPTIONAL)
     pieces: tuple[str, ...] | None = field(default=None, metadata=OPTIONAL)  # "SIZE:SHA256" each
     link_of: str | None = field(default=None, metadata=OPTIONAL)  # the base's own file
-    inode: int | None = field(default=None, metadata=OPTIONAL)  # unknown to older builders
+    inode: int | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         """Refuse a file outside of the tree."""
@@ -34,10 +34,7 @@ class ReceiptFile:
             raise DocumentError(f"files: path {self.path!r} leaves the tree")
 
     def is_touched(self, tree: Path) -> bool:
-        """Return whether the file may be another than the one that was hashed, by its stat.
-
-        Of what an older builder wrote nobody knows.
-        """
+        """Return whether the file may be another than the one that was hashed, by its stat."""
         try:
             stat = (tree / self.path).stat()
         except OSError:

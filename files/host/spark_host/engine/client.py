@@ -25,7 +25,7 @@ from spark_contract.serving.release import Release
 from spark_host.engine import dialect
 from spark_host.engine.dialect import USUAL, Dialect
 from spark_host.engine.metrics import Metrics
-from spark_host.system import folders, sockets
+from spark_host.system import folders
 
 # Far above what a long answer, a list of models or a page of counters takes.
 _ANSWER_BYTES = 16 << 20
@@ -117,7 +117,7 @@ class Engine:
     @classmethod
     def of(cls, release: Release, paths: Paths) -> Engine:
         """Return the client for a release's engine."""
-        return cls(sockets.engine(release.service, paths), dialect.of(release))
+        return cls(paths.engine_socket(release.service), dialect.of(release))
 
     def get(self, path: str, timeout_s: float = 10) -> Reply:
         """Send ``GET path``."""

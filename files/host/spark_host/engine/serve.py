@@ -7,7 +7,6 @@ import os
 import time
 from pathlib import Path
 
-from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import ENGINE_SOCKET, Paths
 from spark_contract.host.sentences import PHASE
@@ -63,13 +62,7 @@ def _make_folders(release: Release, paths: Paths) -> None:
     traffic.make_folder(service, paths)
     own.parent.mkdir(mode=0o755, exist_ok=True)
     folders.give(own, account.number(release), traffic.group_of(service, paths), 0o710)
-    _leave_no_socket(release, paths)
-
-
-def _leave_no_socket(release: Release, paths: Paths) -> None:
-    folders.empty(paths.engine_run(release.service))
-    if folders.is_socket(paths.earlier_engine_socket(release.service)):
-        files.remove(paths.earlier_engine_socket(release.service))
+    folders.empty(own)
 
 
 def run(name: str, paths: Paths) -> int:
@@ -101,7 +94,7 @@ def after_stop(name: str, paths: Paths) -> int:
     docker.remove_container(release.container)
     environment.remove(release, paths)
     if alone:
-        _leave_no_socket(release, paths)
+        folders.empty(paths.engine_run(release.service))
     return 0
 
 

@@ -16,7 +16,6 @@ from spark_contract.host.paths import Paths
 from spark_contract.serving.gateway import Gateway
 
 from spark_host.gateway import api_key, by_name, listeners, replicas, ways
-from spark_host.system import sockets
 
 # What stands between quotes in a configuration and means itself.
 _PLAIN = re.compile(r"/[A-Za-z0-9._/ +@,:=-]*\Z")
@@ -167,7 +166,7 @@ def _target(service: str, settings: Gateway, paths: Paths) -> ways.Target:
 def _upstream(service: str, settings: Gateway, paths: Paths) -> str:
     return (
         f"upstream {_target(service, settings, paths).upstream} {{\n"
-        f"        server unix:{sockets.engine(service, paths)} max_fails=0;\n"
+        f"        server unix:{paths.engine_socket(service)} max_fails=0;\n"
         "        keepalive 16;\n"
         "    }"
     )

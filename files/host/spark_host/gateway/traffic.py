@@ -14,7 +14,7 @@ from spark_contract.host.paths import Paths
 from spark_contract.host.tool import MAKE_USERS
 from spark_contract.serving.release import Release
 
-from spark_host.system import folders, sockets, stored
+from spark_host.system import folders, stored
 
 
 def is_open(service: str, paths: Paths) -> bool:
@@ -33,7 +33,7 @@ def open_for(release: Release, paths: Paths) -> None:
     service = release.service
     make_folder(service, paths)
     # vLLM makes the socket with the umask of its container: only root may connect.
-    with folders.held_socket(sockets.engine(service, paths)) as socket:
+    with folders.held_socket(paths.engine_socket(service)) as socket:
         os.chown(socket, 0, group_of(service, paths))
         os.chmod(socket, 0o660)
     # The gateway reads the names there: an older release may answer to other ones.

@@ -23,29 +23,26 @@ def docker_arguments(release: Release) -> list[str]:
         HostToolError: The account is missing.
     """
     owner = _owner(release)
-    return [] if owner is None else ["--user", f"{owner.pw_uid}:{owner.pw_gid}"]
+    return ["--user", f"{owner.pw_uid}:{owner.pw_gid}"]
 
 
 def number(release: Release) -> int:
-    """Return the number of the account on this host; root's for releases that ran as root.
+    """Return the account's user id on this host.
 
     Raises:
         HostToolError: The account is missing.
     """
-    owner = _owner(release)
-    return 0 if owner is None else owner.pw_uid
+    return _owner(release).pw_uid
 
 
 def give_all(folder: Path, release: Release) -> None:
     """Have the engine own a folder of its cache with all in it.
 
-    What root left there, as engines of earlier releases did, becomes its own. What any other
-    account left is removed: a compile cache is code, and this engine would run it.
+    Root's files go to the engine's account. Files of any other account are removed: a compile
+    cache is code, and this engine would run it.
     The folder itself comes last: while it belongs to another, the rest is looked at again.
     """
     owner = _owner(release)
-    if owner is None:
-        return
     trusted = (0, owner.pw_uid)
     if folder.stat().st_uid not in trusted:
         folders.empty(folder)
@@ -64,8 +61,6 @@ def give_all(folder: Path, release: Release) -> None:
 
 def tree_problem(release: Release) -> HostToolError | None:
     """Return the first file of the trees that the engine's account could not read."""
-    if release.engine.user is None:
-        return None
     for place, _, names in (found for tree in release.trees for found in os.walk(tree.path)):
         for path in (Path(place), *(Path(place) / name for name in names)):
             needed = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
@@ -78,9 +73,7 @@ def tree_problem(release: Release) -> HostToolError | None:
     return None
 
 
-def _owner(release: Release) -> pwd.struct_passwd | None:
-    if release.engine.user is None:
-        return None
+def _owner(release: Release) -> pwd.struct_passwd:
     try:
         return pwd.getpwnam(release.engine.user)
     except KeyError as error:
