@@ -1,9 +1,8 @@
-"""What a host's tools say of its jobs, older tools included."""
+"""States of jobs as the host tools report them."""
 
 from spark_deploy.facts.service.jobs import JobStates
 
 
-# As tools before the contract answered for a job that they did not know.
 def test_links_of_the_boot_pulled_jobs_and_a_lending_host_are_told_apart() -> None:
     said = ["[]", "linked spark-prepare@main-a.target", "pulled 0123456789ab", "lends now"]
     found = JobStates().process(said)

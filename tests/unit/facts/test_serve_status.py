@@ -11,7 +11,6 @@ from tests.unit.statuses import told
 
 RELEASE = "main-0123456789ab"
 HERE = Path(__file__).parent
-FIRST, SECOND = "main-b27efc6cafce", "main-79746fba61ec"  # of the host told below
 RIGHT: dict[str, Any] = {
     "services": {
         "main": {
