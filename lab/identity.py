@@ -9,6 +9,7 @@ from pathlib import Path
 from lab import cgroup
 from lab.archive import OS_ARCHIVE, of_flavour
 from lab.guest import Guest, GuestSpec
+from lab.memory import write_memory
 from lab.paths import HOST_IP, USER, LabPaths
 from lab.shell import run
 
@@ -37,6 +38,7 @@ def write_identity(guest: Guest) -> None:
         (etc / "systemd/system/user@.service").symlink_to("/dev/null")
     for key in (etc / "ssh").glob("ssh_host_*"):  # of a base that all its guests have them from
         key.write_bytes(key.read_bytes())  # onto the guest's own disk, where they are looked for
+    write_memory(guest.root)
     _write_sources(guest)
     sshd = etc / "ssh/sshd_config.d/10-lab.conf"
     sshd.parent.mkdir(exist_ok=True)

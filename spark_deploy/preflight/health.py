@@ -90,6 +90,13 @@ def _warnings(survey: Survey) -> Iterator[Problem]:
             "nothing to do: it is started, and looked at again then",
         )
     yield from _kernel(survey)
+    blocks = survey.memory.blocks
+    if blocks is not None and blocks.is_fragmented:
+        yield Problem(
+            "memory",
+            f"fragmented: {blocks}; the GPU driver needs contiguous blocks",
+            "a start compacts it; if the start fails, reboot the host",
+        )
     if survey.identity.boot.pending:
         yield Problem(
             "reboot",

@@ -131,6 +131,14 @@ def _looks(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
         f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} available, the engine needs "
         f"{gib(needs.memory_needed_bytes)}",
     )
+    if memory.blocks is not None:
+        yield "blocks", str(memory.blocks)
+    if memory.driver_failures:
+        yield (
+            "driver",
+            f"failed to allocate memory {memory.driver_failures} times since the boot "
+            "(NV_ERR_NO_MEMORY); reboot the host if a start fails",
+        )
     yield "serving", ", ".join(survey.serving) or "nothing of ours"
     if others := in_the_way(survey.containers):
         yield "others", ", ".join(f"{one.name} ({one.image}, {one.state})" for one in others)

@@ -11,11 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spark_contract.host.digests import SHA256
+from spark_contract.host.free_blocks import FreeBlocks, parse_buddyinfo
 
 from spark_deploy.facts.sections import Sections
 
 SCRIPT = r"""
 echo '== meminfo'; grep -E '^(MemTotal|MemAvailable|CmaTotal|CmaFree):' /proc/meminfo
+echo '== buddyinfo'; getconf PAGESIZE; cat /proc/buddyinfo
+echo '== driver-memory'; timeout 10 journalctl -k -b -q -o cat | grep -c NV_ERR_NO_MEMORY
 echo '== processes'
 ps -eo pid=,rss=,comm= --sort=-rss | head -n 40 | while read -r pid rss name; do
   [ "$rss" -ge 1048576 ] || break
@@ -32,12 +35,14 @@ _OURS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Figures of /proc/meminfo in bytes."""
+    """Figures of /proc/meminfo and /proc/buddyinfo in bytes."""
 
     total_bytes: int
     available_bytes: int  # less what a kernel with kexec handover counts as free and keeps
     cma_total_bytes: int
     cma_free_bytes: int  # above the total: free by count, but kept for the kernel's handover
+    blocks: FreeBlocks | None  # None: only root may read them
+    driver_failures: int  # lines of the kernel log since the boot
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ def is_ours(cgroup: str) -> bool:
 
 
 def parse_memory(sections: Sections) -> Memory:
-    """Read the lines of /proc/meminfo."""
+    """Read the sections about memory."""
     kib: dict[str, int] = {}
     for line in sections.get("meminfo", ()):
         match = re.match(r"(\w+):\s+(\d+) kB", line)
@@ -81,7 +86,16 @@ def parse_memory(sections: Sections) -> Memory:
     total, available, cma_total, cma_free = (
         kib.get(key, 0) * 1024 for key in ("MemTotal", "MemAvailable", "CmaTotal", "CmaFree")
     )
-    return Memory(total, available - max(0, cma_free - cma_total), cma_total, cma_free)
+    page, *zones = [*sections.get("buddyinfo", ()), ""]
+    failures = "".join(sections.get("driver-memory", ()))
+    return Memory(
+        total,
+        available - max(0, cma_free - cma_total),
+        cma_total,
+        cma_free,
+        parse_buddyinfo("\n".join(zones), int(page)) if page.isdigit() else None,
+        int(failures) if failures.isdigit() else 0,
+    )
 
 
 def parse_processes(lines: Iterable[str]) -> tuple[Process, ...]:

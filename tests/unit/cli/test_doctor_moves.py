@@ -37,6 +37,13 @@ def said(containers: list[str], stored: Stored | None = None, **needs: Any) -> d
     return doctor.verdict_of(Answer(host, seen), wanted, {})
 
 
+@pytest.mark.parametrize(("lines", "named"), [(["0"], False), (["3"], True), ([], False)])
+def test_failed_allocations_of_the_driver_are_named(lines: list[str], named: bool) -> None:
+    looks = dict(doctor._looks(survey(driver_memory=lines), NEEDS))
+    assert ("driver" in looks) == named
+    assert "blocks" in looks
+
+
 def test_other_engines_are_named_with_the_two_commands_that_move() -> None:
     found = said([RUNNING, SECOND])
     text = "\n".join(doctor.lines(found))

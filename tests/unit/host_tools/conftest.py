@@ -20,6 +20,7 @@ from spark_host.system import docker, systemd
 from stub_gateway import Door, running
 from stub_host import STUB_DIR, Host, Paths
 
+from lab.memory import PROC, write_proc
 from tests.nginx import found_nginx, put_below
 from tests.unit.prerequisites import missing
 
@@ -47,6 +48,8 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     root.chmod(0o755)
     monkeypatch.setenv("SPARK_ENGINE_LOG", str(root / "engine.log"))
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(root / "no-docker.sock"))
+    write_proc(root)  # never this machine's caches
+    monkeypatch.setenv("SPARK_PROC", str(root / PROC))
     made = Host(Paths(root), stub_program)
     before = set(threading.enumerate())
     yield made

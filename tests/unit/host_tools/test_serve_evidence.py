@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from spark_contract.serving.records import Rollout
 from spark_contract.serving.status import Evidence
-from spark_host.engine import start_log
+from spark_host.engine import kernel_log, start_log
 from spark_host.engine.container import libraries
 from spark_host.system import docker, systemd
 from spark_host.told import evidence
@@ -133,7 +133,7 @@ def test_the_kernels_trouble_is_counted_not_quoted() -> None:
         "NVRM: nvAssertOkFailedNoLog: Assertion failed: Out of memory [NV_ERR_NO_MEMORY]\n"
         "oom-kill:constraint=CONSTRAINT_NONE\nOut of memory: Killed process 9 (CANARY)\n"
     )
-    assert evidence.troubles(text) == {"xid": 1, "no_memory": 2, "oom_kills": 1}
+    assert kernel_log.parse_troubles(text) == {"xid": 1, "no_memory": 2, "oom_kills": 1}
 
 
 def test_tools_that_know_no_such_verb_are_told_as_older() -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_host.engine import start_log
-from spark_host.told import evidence
+from spark_host.engine import kernel_log, start_log
 
 from spark_deploy.facts.machine.cuda import CudaState, Toolkit
 from tests.unit.facts.test_facts import CAPTURES
@@ -134,7 +133,7 @@ TROUBLES = {
 @pytest.mark.parametrize("name", TROUBLES)
 def test_what_the_kernel_told_on_real_hosts_is_counted(name: str) -> None:
     nothing = {"xid": 0, "no_memory": 0, "oom_kills": 0}
-    assert evidence.troubles((CAPTURES / name).read_text()) == {**nothing, **TROUBLES[name]}
+    assert kernel_log.parse_troubles((CAPTURES / name).read_text()) == {**nothing, **TROUBLES[name]}
 
 
 def test_starts_of_real_engines_are_read() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lab.memory import BUDDYINFO
 from spark_deploy.facts.machine import disk
 from spark_deploy.preflight import judge
 from spark_deploy.preflight.together import same_host_key
@@ -178,6 +179,15 @@ def test_a_kernel_with_a_known_fault_is_named_unless_its_cure_is_set(
     seen = survey(uname=["aarch64", kernel], kernels=[kernel], kernel_parameters=[parameters])
     assert problems(seen) == []
     assert len([line for line in warnings(seen) if kernel in line and "kho=off" in line]) == named
+
+
+@pytest.mark.parametrize(("name", "count"), [("healthy", 0), ("fragmented", 1), ("low", 0)])
+def test_fragmented_memory_is_a_warning(name: str, count: int) -> None:
+    lines = (BUDDYINFO / f"{name}.txt").read_text().splitlines()
+    seen = survey(buddyinfo=["4096", *lines])
+    assert problems(seen) == []
+    found = [line for line in warnings(seen) if line.startswith("memory: fragmented")]
+    assert len(found) == count
 
 
 def test_hosts_that_show_one_ssh_host_key_are_told_of_each_other() -> None:

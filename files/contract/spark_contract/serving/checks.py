@@ -15,6 +15,7 @@ READY = "ready"
 
 # Events, as the watch tells them.
 COOLED = "cooled"
+FRAGMENTED = "fragmented"
 HOT = "hot"
 KILLED = "kill"
 POWER = "power"

@@ -73,7 +73,7 @@ def check(
             probe.before = _metrics_or_none(probe)
             findings += _run_all(probe, level, report)
     if guard is not None:
-        findings.insert(0, _memory(guard))
+        findings.insert(0, _memory(guard, ready=findings[0].ok))
         report(_line(findings[0]))
     after = invocation_id or systemd.invocation(release.serve_unit) or ""
     if after != before:
@@ -175,10 +175,14 @@ def _stopped(guard: StartGuard | None) -> str | None:
     return "the engine was stopped" if guard and guard.starved else None
 
 
-def _memory(guard: StartGuard) -> Finding:
+def _memory(guard: StartGuard, *, ready: bool) -> Finding:
     """Say how much memory the start left; the first of the findings, for it explains the others."""
     if guard.starved is not None:
         return Finding(checks.MEMORY, False, guard.starved, 0.0)
+    failures, fatal = guard.read_driver_failures(ready=ready)
+    if fatal:
+        fix = "reboot the host, if the engine's log names no other cause"
+        return Finding(checks.MEMORY, False, f"{failures}; fix: {fix}", 0.0)
     seen = guard.seen
     text = "not looked at"
     if seen is not None:
@@ -186,6 +190,7 @@ def _memory(guard: StartGuard) -> Finding:
             f"{seen.lowest_bytes / GIB:.1f} GiB or more were available while it started "
             f"(least after {seen.after_s:.0f} s, floor {seen.floor_bytes / GIB:.1f} GiB)"
         )
+        text += failures and f"; {failures}"
     return Finding(checks.MEMORY, seen is not None, text, 0.0)
 
 

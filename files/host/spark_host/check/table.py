@@ -176,7 +176,8 @@ CHECKS = (
 AROUND = (
     (
         checks.MEMORY, "at a start",
-        "less memory available than `memory.floor_gib` while it starts: the engine is stopped",
+        "less memory available than `memory.floor_gib` while it starts: the engine is stopped; or "
+        "the GPU driver found no contiguous memory",
         "cannot: the host would have died; what else holds memory is a reason, too",
     ),
     (

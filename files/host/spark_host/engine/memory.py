@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
+from spark_contract.host.free_blocks import FreeBlocks, parse_buddyinfo
 from spark_contract.host.sentences import PHASE, WAITED
 from spark_contract.serving.release import Release
 
-from spark_host.system import docker
+from spark_host.system import docker, programs
 from spark_host.system.log import Report
 
 GIB = 1 << 30
@@ -39,6 +40,43 @@ def available_bytes() -> int:
     values = meminfo()
     kept = values.get("CmaFree", 0) - values.get("CmaTotal", 0)
     return values["MemAvailable"] - max(0, kept)
+
+
+def _proc(name: str) -> Path:
+    return Path(os.environ.get("SPARK_PROC", "/proc")) / name
+
+
+def read_free_blocks() -> FreeBlocks | None:
+    """Read ``/proc/buddyinfo``; ``None`` without one."""
+    try:
+        return parse_buddyinfo(_proc("buddyinfo").read_text(), os.sysconf("SC_PAGE_SIZE"))
+    except OSError:
+        return None
+
+
+def defragment() -> str:
+    """Drop clean caches and compact memory; return why that failed, or "".
+
+    Compaction cannot move the kernel's own objects, so directory entries and inodes are dropped
+    too. Pages that a program has mapped stay.
+    """
+    programs.output_of("sync")  # dirty pages cannot be dropped
+    try:
+        _proc("sys/vm/drop_caches").write_text("3\n")
+        _proc("sys/vm/compact_memory").write_text("1\n")
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def prepare_blocks(release: Release, report: Report) -> None:
+    """Defragment memory before a start if the GPU driver may lack contiguous blocks."""
+    blocks = read_free_blocks()
+    if blocks is None or not (blocks.is_low(release.memory.needed_bytes) or blocks.is_fragmented):
+        return
+    report(f"{PHASE}memory {blocks}: dropping caches and compacting memory")
+    problem = defragment()
+    report(f"{PHASE}memory now {read_free_blocks()}{problem and f' ({problem})'}")
 
 
 @dataclass(slots=True)

@@ -48,6 +48,7 @@ def prepare(name: str, paths: Paths) -> int:
     tree.prove(release, log)
     starts.take_turn(release, Host(paths), log)
     memory.wait_for_memory(release, log)
+    memory.prepare_blocks(release, log)
     _make_folders(release, paths)
     for mount in release.engine.mounts:
         if not mount.read_only:  # caches of the engine start empty

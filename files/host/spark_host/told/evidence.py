@@ -13,7 +13,7 @@ from spark_contract.serving.release import Release
 from spark_contract.serving.status import EngineEvidence, Evidence
 
 from spark_host.check.runner import read_log
-from spark_host.engine import start_log
+from spark_host.engine import kernel_log, start_log
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.container import libraries
 from spark_host.records import boot
@@ -25,13 +25,6 @@ from spark_host.watch import sensors
 _DMI = ("sys_vendor", "product_name", "bios_vendor", "bios_version", "bios_date")
 _PLAIN = re.compile(r"[\w .,+/()-]{1,80}")
 _VERSION = re.compile(r"[\w.+-]{1,40}")
-_TROUBLE = {
-    "xid": re.compile(r"NVRM: Xid"),
-    "no_memory": re.compile(r"NV_ERR_NO_MEMORY"),
-    "oom_kills": re.compile(r"[Oo]ut of memory: Killed process"),
-}
-_KERNEL_LOG_BYTES = 16 << 20
-_KERNEL_LOG_S = 30.0
 
 
 def evidence(host: Host) -> Evidence:
@@ -44,7 +37,7 @@ def evidence(host: Host) -> Evidence:
         firmware=firmware(host.paths.root),
         gpu={name: value for name, value in gpu.items() if value is not None},
         gpu_container=() if docker.gpu_problem(host.paths) else docker.gpu_arguments(host.paths),
-        kernel_log=kernel_log(),
+        kernel_log=kernel_log.count_troubles(),
         engines=tuple(_engine(one, host) for one in filter(None, map(host.release, running))),
     )
 
@@ -107,21 +100,6 @@ def _capsules(text: str) -> dict[str, str]:
         for name, version in pairs
         if _PLAIN.fullmatch(name) and _VERSION.fullmatch(version)
     }
-
-
-def kernel_log() -> dict[str, int]:
-    """Count what the kernel told of the GPU and of memory since the boot."""
-    argv = ["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "cat"]
-    try:
-        said = programs.beginning_of(argv, _KERNEL_LOG_S, _KERNEL_LOG_BYTES)
-    except OSError:
-        said = None
-    return troubles(said or "")
-
-
-def troubles(text: str) -> dict[str, int]:
-    """Count the lines of each kind."""
-    return {name: len(pattern.findall(text)) for name, pattern in _TROUBLE.items()}
 
 
 def main(words: list[str], paths: Paths) -> int:

@@ -3,7 +3,8 @@
 Loading, profiling, graph capture and warm-up each allocate many GiB within seconds, and a host that
 runs out of them answers nobody any more. So the memory is looked at four times a second from the
 start of the container until its release is proven, by threads of their own: neither docker, nor a
-disk, nor an engine that is asked a question may hold up a look.
+disk, nor an engine that is asked a question may hold up a look. Reading the checkpoint fills the
+page cache and breaks up free memory; another thread drops caches and compacts memory meanwhile.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from spark_contract.serving import checks
 from spark_contract.serving.records import StartMemory
 from spark_contract.serving.release import Release
 
+from spark_host.engine import kernel_log
 from spark_host.engine.container import process
-from spark_host.engine.memory import Floor, available_bytes
+from spark_host.engine.memory import Floor, available_bytes, defragment, read_free_blocks
 from spark_host.watch import loop
 
 _EVERY_S = 0.25
 _NOTE_S = 2.0
+_BLOCKS_EVERY_S = 1.0
+_DEFRAGMENT_REST_S = 10.0  # between two rounds, each of which takes seconds
 _FIX = (
     "lower engine.memory_fraction (or pin engine.kv_cache_gib), "
     "or stop what else holds memory on this host"
@@ -42,9 +46,12 @@ class StartGuard:
         self._held: int | None = None
         self.starved: str | None = None
         """Why the engine was ended; ``None`` while there is memory enough."""
+        blocks = read_free_blocks()
+        # After the compaction that precedes a launch.
+        self._fragmented = blocks if blocks is not None and blocks.is_fragmented else None
 
     def __enter__(self) -> StartGuard:
-        for work in (self._look, self._hold):
+        for work in (self._look, self._hold, self._keep_blocks_free):
             threading.Thread(target=work, daemon=True).start()
         # A block that ends at once, as the check of a worker whose head is there, has one look.
         self._looked.wait(_NOTE_S)
@@ -68,6 +75,23 @@ class StartGuard:
             return None
         return StartMemory(lowest, round(self._lowest_after_s, 1), self._floor.bytes)
 
+    def read_driver_failures(self, *, ready: bool) -> tuple[str, bool]:
+        """Describe failed allocations of the GPU driver; whether they fail the start.
+
+        Healthy starts log such lines, too: the driver tries again with smaller blocks. So two
+        things of three have to come together: a line, a fragmented host, an engine not ready.
+        """
+        lines = kernel_log.count_troubles(time.monotonic() - self._began)[kernel_log.NO_MEMORY]
+        texts = []
+        if lines:
+            texts.append(
+                f"the GPU driver failed to allocate memory {lines} times while the engine started "
+                "(NV_ERR_NO_MEMORY in the kernel log)"
+            )
+        if self._fragmented is not None:
+            texts.append(f"memory was fragmented at the launch: {self._fragmented}")
+        return "; ".join(texts), bool(texts) and (not ready or len(texts) == 2)
+
     def _look(self) -> None:
         while not self._over.is_set():
             before = self._floor.lowest_bytes
@@ -79,6 +103,16 @@ class StartGuard:
                 self._end(reason)
                 return
             self._over.wait(_EVERY_S)
+
+    def _keep_blocks_free(self) -> None:
+        rest_s = _BLOCKS_EVERY_S
+        while not self._over.wait(rest_s):
+            blocks = read_free_blocks()
+            low = blocks is not None and blocks.is_low(self._release.memory.needed_bytes)
+            rest_s = _DEFRAGMENT_REST_S if low else _BLOCKS_EVERY_S
+            if low and (problem := defragment()):
+                loop.event(self._release, checks.FRAGMENTED, problem, self._paths)
+                return
 
     def _hold(self) -> None:
         """Get hold of the container's first process, once docker has made it."""

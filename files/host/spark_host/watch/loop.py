@@ -21,7 +21,7 @@ from spark_contract.serving.release import Release, Watch
 
 from spark_host.engine.client import Engine, EngineError, SilentError
 from spark_host.engine.container import process
-from spark_host.engine.memory import Floor, available_bytes
+from spark_host.engine.memory import Floor, available_bytes, read_free_blocks
 from spark_host.engine.metrics import Metrics
 from spark_host.gateway import gateway
 from spark_host.system import members, systemd
@@ -129,11 +129,17 @@ def run(name: str, paths: Paths) -> int:
 def _look_beside(release: Release, paths: Paths, over: threading.Event) -> None:
     """Do what may wait, apart from what may not: these programs hang on a host in trouble."""
     thermometer, looked_s, last = Thermometer(release.watch), float("-inf"), None
+    fragmented = False
     while not over.is_set():
         if time.monotonic() - looked_s >= _SENSORS_EVERY_S:
             looked_s = time.monotonic()
             for kind, text in thermometer.events(sensors.read()):
                 event(release, kind, text, paths)
+            blocks, before = read_free_blocks(), fragmented
+            fragmented = blocks is not None and blocks.is_fragmented
+            if fragmented and not before:
+                text = f"memory is fragmented: {blocks}; reboot the host before its next start"
+                event(release, checks.FRAGMENTED, text, paths)
         last = _follow_addresses(release, paths, last)
         over.wait(release.watch.interval_s)
 

@@ -1,0 +1,53 @@
+"""What guests show of free memory and of the files that change it; the machine's stay untouched.
+
+A guest shares the kernel of the machine, and so its page cache: a start that drops caches must
+not reach it. Units with ProtectKernelTunables get a fresh /proc without the files bound over it,
+so systemd passes them SPARK_PROC.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+BUDDYINFO = Path(__file__).with_name("buddyinfo")
+PROC = "var/lib/labstub/proc"  # below /usr, ProtectSystem=full would make it read-only
+_FILES = {
+    "buddyinfo": "",
+    "sys/vm/drop_caches": "",
+    "sys/vm/compact_memory": "",
+    "sys/vm/compaction_proactiveness": "20\n",
+}
+_UNIT = """\
+[Unit]
+Description=Show free memory blocks of a Spark (virtual lab)
+DefaultDependencies=no
+Before=sysinit.target
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+"""
+
+
+def write_proc(root: Path) -> None:
+    """Write the files of a host whose memory is not fragmented."""
+    for name, text in _FILES.items():
+        place = root / PROC / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    shutil.copy(BUDDYINFO / "healthy.txt", root / PROC / "buddyinfo")
+
+
+def write_memory(root: Path) -> None:
+    """Write the files, and the unit that binds them over the kernel's."""
+    write_proc(root)
+    units = root / "etc/systemd/system"
+    binds = [f"ExecStart=/bin/mount --bind /{PROC}/{name} /proc/{name}\n" for name in _FILES]
+    (units / "lab-memory.service").write_text(_UNIT + "".join(binds))
+    wants = units / "sysinit.target.wants"
+    wants.mkdir(exist_ok=True)
+    (wants / "lab-memory.service").symlink_to("../lab-memory.service")
+    manager = root / "etc/systemd/system.conf.d/50-lab-memory.conf"
+    manager.parent.mkdir(exist_ok=True)
+    manager.write_text(f"[Manager]\nDefaultEnvironment=SPARK_PROC=/{PROC}\n")

@@ -1,0 +1,166 @@
+"""Free memory in large blocks: what counts as low or fragmented, and what a start does about it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_contract.host.free_blocks import GIB, parse_buddyinfo
+from spark_contract.serving.records import Proof
+from spark_contract.serving.release import Release
+from spark_host.check import runner
+from spark_host.engine import kernel_log, memory
+from spark_host.watch import guard, loop, sensors
+from stub_host import Host
+
+from lab.memory import BUDDYINFO, PROC
+
+CAPTURES = Path(__file__).parents[2] / "fixtures/captures"
+NEEDED = {"needed_bytes": 90 * GIB, "wait_s": 1, "floor_bytes": 1}
+
+
+def show(host: Host, name: str) -> None:
+    shutil.copy(BUDDYINFO / f"{name}.txt", host.paths.root / PROC / "buddyinfo")
+
+
+def written(host: Host) -> list[str]:
+    vm = host.paths.root / PROC / "sys/vm"
+    return [(vm / name).read_text().strip() for name in ("drop_caches", "compact_memory")]
+
+
+@pytest.mark.parametrize(
+    ("name", "needed_gib", "low", "fragmented"),
+    [
+        ("healthy", 90, False, False),
+        ("fragmented", 90, False, True),
+        ("low", 90, True, False),
+        ("low", 0.05, False, False),
+    ],
+)
+def test_limits(name: str, needed_gib: float, low: bool, fragmented: bool) -> None:
+    blocks = parse_buddyinfo((BUDDYINFO / f"{name}.txt").read_text(), 4096)
+    assert blocks is not None
+    assert blocks.is_low(int(needed_gib * GIB)) == low
+    assert blocks.is_fragmented == fragmented
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "counts", "smallest_bytes", "free_bytes"),
+    [
+        (4096, "1 0 0 0 1 0 0 0 0 0 2", 64 << 10, (64 << 10) + (8 << 20)),
+        (65536, "3 0 1", 64 << 10, (3 * 64 << 10) + (256 << 10)),
+        (4096, "9 0 0 0 0 0 0 0 0 0 2", 32 << 20, 8 << 20),  # the largest is 4 MiB
+    ],
+)
+def test_pages_and_orders(
+    page_bytes: int, counts: str, smallest_bytes: int, free_bytes: int
+) -> None:
+    blocks = parse_buddyinfo(f"Node 0, zone   Normal {counts} \n", page_bytes)
+    assert blocks is not None
+    assert blocks.free_bytes(smallest_bytes) == free_bytes
+
+
+def test_no_buddyinfo_judges_nothing() -> None:
+    assert parse_buddyinfo("", 4096) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("healthy", ["", ""]), ("low", ["3", "1"]), ("fragmented", ["3", "1"])]
+)
+def test_a_start_defragments_only_where_blocks_are_missing(
+    host: Host, name: str, expected: list[str]
+) -> None:
+    show(host, name)
+    memory.prepare_blocks(host.release(memory=NEEDED), print)
+    assert written(host) == expected
+
+
+def test_a_start_goes_on_where_the_kernel_refuses(host: Host) -> None:
+    show(host, "fragmented")
+    shutil.rmtree(host.paths.root / PROC / "sys")
+    lines: list[str] = []
+    memory.prepare_blocks(host.release(memory=NEEDED), lines.append)
+    assert "drop_caches" in lines[-1]
+
+
+def loading(host: Host, monkeypatch: pytest.MonkeyPatch, lines: int, **changes: Any) -> Release:
+    monkeypatch.setattr(guard, "_BLOCKS_EVERY_S", 0.05)
+    log = (CAPTURES / "journalctl--nvrm-no-memory--01.txt").read_text() * lines
+    monkeypatch.setattr(kernel_log.programs, "beginning_of", lambda *_: log)
+    return host.release(memory=NEEDED, **changes)
+
+
+def check_at_start(host: Host, release: Release) -> Proof:
+    return runner.check(release, host.here, "quick", print, "run-1", at_start=True)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("healthy", ["", ""]), ("low", ["3", "1"])])
+def test_blocks_are_kept_free_while_the_engine_loads(
+    host: Host, monkeypatch: pytest.MonkeyPatch, name: str, expected: list[str]
+) -> None:
+    release = loading(host, monkeypatch, 0)
+    show(host, name)
+    host.start(release, STUB_LOAD_S="0.5")
+    assert check_at_start(host, release).ok
+    assert written(host) == expected
+
+
+def test_the_next_round_waits(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+    release = loading(host, monkeypatch, 0)
+    monkeypatch.setattr(guard, "defragment", lambda: rounds.append(1) or "")
+    show(host, "low")
+    host.start(release, STUB_LOAD_S="1")
+    check_at_start(host, release)
+    assert len(rounds) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "loads", "fails"),
+    [
+        ("healthy", 0, True, False),
+        ("healthy", 3, True, False),  # healthy starts log such lines
+        ("fragmented", 0, True, False),
+        ("fragmented", 3, True, True),
+        ("healthy", 3, False, True),
+        ("fragmented", 0, False, True),
+        ("healthy", 0, False, False),
+    ],
+)
+def test_driver_failures_of_a_start(
+    host: Host, monkeypatch: pytest.MonkeyPatch, name: str, lines: int, loads: bool, fails: bool
+) -> None:
+    release = loading(host, monkeypatch, lines, timeouts__start_s=20 if loads else 0.5)
+    show(host, name)
+    host.start(release, STUB_LOAD_S="0" if loads else "60")
+
+    result = check_at_start(host, release)
+
+    assert result.ok == (loads and not fails)
+    [found] = [one for one in result.checks if one.name == "memory"]
+    assert found.ok != fails
+    assert ("reboot the host" in found.detail) == fails
+    assert ("NV_ERR_NO_MEMORY" in found.detail) == bool(lines)
+
+
+def test_the_watchdog_reports_fragmentation_once(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_SENSORS_EVERY_S", 0.0)
+    monkeypatch.setattr(loop, "_follow_addresses", lambda *_: None)
+    monkeypatch.setattr(sensors, "read", lambda: None)
+    release, over = host.release(watch__interval_s=0.01), threading.Event()
+    thread = threading.Thread(target=loop._look_beside, args=(release, host.paths, over))
+    thread.start()
+    time.sleep(0.1)
+    before = loop.events("main", host.paths)
+    show(host, "fragmented")
+    time.sleep(0.3)
+    over.set()
+    thread.join()
+    assert before == ()
+    assert [event.kind for event in loop.events("main", host.paths)] == ["fragmented"]
