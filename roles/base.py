@@ -27,5 +27,6 @@ def apply(*, plan: BasePlan, asked: str) -> None:
     base.owned_directories(name="Create directories", plan=plan)
     base.no_sleep(name="Disable sleep", plan=plan)
     base.login_memory(name="Guarantee memory to the login", plan=plan)
+    base.compaction(name="Set the kernel's compaction", plan=plan)
     base.boot_target(name="Boot without the desktop", plan=plan)
     base.early_killer(name="Run earlyoom", plan=plan)

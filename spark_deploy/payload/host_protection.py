@@ -28,6 +28,16 @@ EARLYOOM_ARGUMENTS = (
 )
 
 
+COMPACTION_PATH = "/etc/sysctl.d/99-spark-compaction.conf"
+KERNEL_COMPACTION = 20  # default of vm.compaction_proactiveness
+
+
+def compaction_file(proactiveness: int) -> ManagedFile:
+    """Build the kernel's setting for compaction in the background."""
+    text = f"# Managed by dgx-spark-deploy.\nvm.compaction_proactiveness = {proactiveness}\n"
+    return ManagedFile(COMPACTION_PATH, text.encode())
+
+
 def guarantee_files() -> tuple[ManagedFile, ...]:
     """Build the drop-ins that guarantee memory to the login."""
     return tuple(

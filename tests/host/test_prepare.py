@@ -217,6 +217,24 @@ def test_host_protection_is_done_only_when_asked_for(prepared: Prepared) -> None
     assert prepared.run().changed == [LOGIN]
 
 
+def test_compaction_is_set_and_given_back(prepared: Prepared) -> None:
+    guest, step = prepared.guest, "Base | Set the kernel's compaction"
+    read = "cat /proc/sys/vm/compaction_proactiveness"
+    prepared.site.choose(base={"compaction_proactiveness": 0})
+    try:
+        asked, again, value = prepared.run(), prepared.run(), guest.run(read)
+        guest.run("echo 7 > /proc/sys/vm/compaction_proactiveness")
+        repaired, value_again = prepared.run(), guest.run(read)
+    finally:
+        prepared.site.choices.pop("base")
+        prepared.site.choose()
+    assert (asked.changed, value) == ([step], "0")
+    again.must_have_changed_nothing()
+    assert (repaired.changed, value_again) == ([step], "0")
+    assert (prepared.run().changed, guest.run(read)) == ([step], "20")
+    prepared.run().must_have_changed_nothing()
+
+
 def test_a_reboot_changes_nothing(prepared: Prepared) -> None:
     prepared.guest.reboot()
     prepared.guest.wait("systemctl is-active docker", seconds=60)

@@ -77,6 +77,7 @@ _CARED_FOR = "user.slice system.slice ssh.service earlyoom.service"
 _CARE = r"""
 echo '== stale-units'; told NeedDaemonReload user.slice system.slice ssh.service
 echo '== boot-target'; systemctl get-default
+echo '== compaction'; cat /proc/sys/vm/compaction_proactiveness
 echo '== earlyoom'
 pid=$(told MainPID earlyoom.service | cut -d' ' -f2)
 [ "${pid:-0}" != 0 ] && tr '\0' ' ' <"/proc/$pid/cmdline" | sed 's/^[^ ]* //; s/ *$//'; echo
@@ -94,6 +95,7 @@ class Base:
     stale_units: tuple[str, ...]  # those whose files systemd has not read since they changed
     boot_target: str  # "graphical.target" | "multi-user.target"
     earlyoom: str  # arguments of the running earlyoom; "" when it does not run
+    compaction_proactiveness: str  # of the running kernel
 
 
 class BaseState(HostFact[Base]):
@@ -128,6 +130,7 @@ class BaseState(HostFact[Base]):
             ),
             boot_target=sections.first(found, "boot-target"),
             earlyoom=sections.first(found, "earlyoom"),
+            compaction_proactiveness=sections.first(found, "compaction"),
             units=dict([*line.split(), ""][:2] for line in found.get("units", ()) if line.split()),
         )
 

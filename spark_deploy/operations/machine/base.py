@@ -94,6 +94,7 @@ def question(plan: BasePlan) -> dict[str, Any]:
         "files": (
             HOLD_PATH,
             host_protection.EARLYOOM_PATH,
+            host_protection.COMPACTION_PATH,
             *(file.path for file in host_protection.guarantee_files()),
         ),
         "units": SLEEP_TARGETS,
@@ -192,6 +193,30 @@ def login_memory(plan: BasePlan) -> Commands:
         yield "systemctl daemon-reload"
     else:
         host.noop("guaranteed" if plan.protect_login else "nothing is guaranteed")
+
+
+@operation()
+@host_errors
+def compaction(plan: BasePlan) -> Commands:
+    """Set how much the kernel compacts memory in the background, or restore its default."""
+    state, wanted = state_of(plan), plan.compaction_proactiveness
+    path = host_protection.COMPACTION_PATH
+    if wanted is None:
+        if path not in state.files:
+            host.noop("compaction is left as it is")
+            return
+        yield StringCommand("rm", "-f", path)
+        # Then what other files set: the kernel keeps no record of the value before ours.
+        yield f"sysctl -q vm.compaction_proactiveness={host_protection.KERNEL_COMPACTION}"
+        yield "/usr/lib/systemd/systemd-sysctl --prefix=/vm/compaction_proactiveness"
+        return
+    wrong = differing([host_protection.compaction_file(wanted)], state.files)
+    if wrong:
+        yield put(wrong)
+    if wrong or state.compaction_proactiveness != str(wanted):
+        yield f"sysctl -q -p {path}"
+    else:
+        host.noop(f"compaction is at {wanted}")
 
 
 @operation()

@@ -27,7 +27,7 @@ from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.machine.base import HOLD_PATH, SLEEP_TARGETS, directories
 from spark_deploy.operations.work.proxy import PULLS_THROUGH
 from spark_deploy.payload.content import Payload
-from spark_deploy.payload.host_protection import earlyoom_file, guarantee_files
+from spark_deploy.payload.host_protection import compaction_file, earlyoom_file, guarantee_files
 from spark_deploy.planning.serving.release import release_files_of, unit_files_of
 from spark_deploy.planning.types import GatewayPlan, HostPlan
 from spark_deploy.planning.work.jobs import ready_jobs_of, ready_name, served_jobs_of
@@ -67,6 +67,9 @@ def _base(plan: HostPlan) -> Iterator[Owned]:
             yield Owned("masked", target, "Base | Disable sleep")
     if plan.base.protect_login:
         yield from _files(guarantee_files(), "Base | Guarantee memory to the login")
+    if plan.base.compaction_proactiveness is not None:
+        file = compaction_file(plan.base.compaction_proactiveness)
+        yield from _files((file,), "Base | Set the kernel's compaction")
     if plan.base.earlyoom:
         yield Owned("package", "earlyoom", "Base | Install packages")
         yield from _files((earlyoom_file(),), "Base | Run earlyoom")

@@ -23,7 +23,7 @@ from spark_deploy.operations.host_errors import Commands, host_errors, show
 from spark_deploy.operations.machine.base import HOLD_PATH, SLEEP_TARGETS, state_of
 from spark_deploy.operations.machine.gpu_access import SPECIFICATION
 from spark_deploy.operations.service.releases import gigabytes
-from spark_deploy.payload.host_protection import EARLYOOM_PATH, guarantee_files
+from spark_deploy.payload.host_protection import COMPACTION_PATH, EARLYOOM_PATH, guarantee_files
 from spark_deploy.payload.sent import sent_command, sent_tools
 from spark_deploy.planning.machine import SUDOERS_PATH, BasePlan
 from spark_deploy.planning.work.uninstall import wanted_of
@@ -37,7 +37,7 @@ def asked_of(settings: Settings) -> str:
     """Return, as JSON, what the host is asked about."""
     wanted = wanted_of(
         settings,
-        files=(HOLD_PATH, *(file.path for file in guarantee_files())),
+        files=(HOLD_PATH, COMPACTION_PATH, *(file.path for file in guarantee_files())),
         shared_files=(EARLYOOM_PATH, SPECIFICATION),
         masked=SLEEP_TARGETS,
         access_files=(SUDOERS_PATH, ACCOUNT_HOME),

@@ -111,6 +111,7 @@ def facts_of(
         "questions_logged": _logs_questions(profile.environment, options),
         "docker_listens": _listens(settings.docker.daemon.get("hosts", ())),
         "stretched_context": stretches_context(profile),
+        "compaction_proactiveness": settings.base.compaction_proactiveness,
         "old_runner": not profile.environment.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip(" 0"),
     }
 

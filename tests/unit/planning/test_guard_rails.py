@@ -63,6 +63,7 @@ CALM = {
     "unpickles": False,
     "docker_listens": False,
     "questions_logged": False,
+    "compaction_proactiveness": None,
 }
 TQ = {"kv_cache": "turboquant_k8v4", "max_sequences": 1}
 STOCK = {"plugin": False, "tree_needs_plugin": False}
@@ -129,6 +130,7 @@ TRIPS = {
     "pickled-weights": {"load_format": "pt"},
     "docker-on-the-network": {"docker_listens": True},
     "questions-in-the-journal": {"questions_logged": True},
+    "no-background-compaction": {"compaction_proactiveness": 0},
     "engine-that-needs-dropped-caches": {**STOCK, "engine_counts_cache_as_used": True},
 }
 
