@@ -30,7 +30,6 @@ from proofs.result_files import read_command
 Row = dict[str, Any]
 START_S = 420
 SPECULATION = "--speculative-config"
-SAID = ("Selected ", "Using ", "spark", "cudagraph", "KV cache size", "Model Runner", "nccl==")
 RAW = ("answers", "compared")
 WAYS = ("via NET/", "via P2P", "via SHM")
 
@@ -125,8 +124,7 @@ def serve(
         for one in engines:
             one.stop()
     lines = [line for one in engines for line in one.lines()]
-    said = {_cut(line) for line in lines if any(text in line for text in SAID)}
-    result["log"] = sorted(line for line in said if "cache directory" not in line)
+    result["log"] = sorted({line for one in engines for line in one.kernel_lines()})
     result["ways"] = {way: sum(way in line for line in lines) for way in WAYS}
     if result["state"] != "served":
         result["log_tail"] = [one.lines()[-25:] for one in engines]
@@ -137,10 +135,6 @@ def serve(
 def _shown(server: Server) -> dict[str, str]:
     """Return what the plan and this machine put into the environment of an engine."""
     return {key: value for key, value in sorted(server.env.items()) if os.environ.get(key) != value}
-
-
-def _cut(line: str) -> str:
-    return line.split("] ", 1)[-1][:200]
 
 
 def _kept(name: str, result: Row, rows: list[Row]) -> Row:

@@ -37,6 +37,9 @@ PAIR = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "NCCL_DEBUG": "INFO",
 }
+KERNEL_LINES = (
+    *("Selected ", "Using ", "spark", "cudagraph", "KV cache size", "Model Runner", "nccl=="),
+)
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
 
@@ -90,6 +93,12 @@ class Server:
     def lines(self) -> list[str]:
         """Return what it has printed."""
         return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+
+    def kernel_lines(self) -> list[str]:
+        """Return the lines that name kernels, cache and plugin, each once."""
+        lines = (line for line in self.lines() if any(text in line for text in KERNEL_LINES))
+        found = {line.split("] ", 1)[-1][:200] for line in lines}
+        return sorted(line for line in found if "cache directory" not in line)
 
 
 def servers_of(

@@ -14,9 +14,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +61,6 @@ def adapted(argv: list[str], tree: str, sock: str, kind: str) -> tuple[list[str]
     return result, changed
 
 
-def wait_until_healthy(sock: str, server: subprocess.Popen[bytes]) -> float | None:
-    """Return the seconds it took; ``None`` when the server ended or the time was up."""
-    started = time.monotonic()
-    while time.monotonic() - started < START_LIMIT_S and server.poll() is None:
-        try:
-            if serve_talk.ask(sock, "GET", "/health")[0] == 200:
-                return round(time.monotonic() - started, 1)
-        except OSError:
-            time.sleep(1)
-    return None
-
-
 def adapted_environment(planned: dict[str, str]) -> dict[str, str]:
     """Return the release's environment with this machine's cache directory and kernels."""
     moved = {name: value.replace("/cache", CACHE_DIRECTORY, 1) for name, value in planned.items()}
@@ -83,49 +68,53 @@ def adapted_environment(planned: dict[str, str]) -> dict[str, str]:
     return {"VLLM_PLUGINS": "", **moved, **MACHINE}
 
 
-def serve(plan: dict[str, Any], tree: str, log_path: Path, kind: str) -> dict[str, Any]:
+def start(plan: dict[str, Any], tree: str, log: Path, kind: str) -> Server:
+    """Start the plan's engine on this machine."""
+    engine = plan["serve"]["engine"]
+    socket = Path(f"/tmp/spark-engine-{log.stem}-{os.getpid()}.sock")
+    argv, changed = adapted(engine["argv"], tree, str(socket), kind)
+    server = Server(
+        log, socket, argv, {**os.environ, **adapted_environment(engine["env"])}, changed
+    )
+    server.start(apart=False)
+    return server
+
+
+def serve(plan: dict[str, Any], tree: str, log: Path, kind: str) -> dict[str, Any]:
     """Start, talk, stop; return what happened."""
-    engine, release = plan["serve"]["engine"], documents.read(Release, plan["serve"])
-    sock = f"/tmp/spark-engine-{log_path.stem}-{os.getpid()}.sock"
-    arguments, changed = adapted(engine["argv"], tree, sock, kind)
-    environment = {**os.environ, **adapted_environment(engine["env"])}
-    with log_path.open("wb") as log:
-        command = [sys.executable, "-m", "proofs.engine.served", "serve", *arguments]
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=stages.ROOT)
+    release = documents.read(Release, plan["serve"])
+    server = start(plan, tree, log, kind)
     result: dict[str, Any] = {
-        "argv": arguments,
-        "changed": changed,
-        "env": engine["env"],
+        "argv": server.argv,
+        "changed": server.changed,
+        "env": release.engine.env,
         "env_changed": [f"/cache -> {CACHE_DIRECTORY}", *(f"{k}={v}" for k, v in MACHINE.items())],
         "state": "died",
     }
     try:
-        result["healthy_s"] = wait_until_healthy(sock, server)
+        result["healthy_s"] = server.healthy(START_LIMIT_S)
         if result["healthy_s"] is not None:
             result["state"] = "talking"
-            name = plan["serve"]["names"][0]
+            socket, name = str(server.socket), release.names[0]
             if kind == "long":
-                result.update(serve_long.talk(sock, name))
+                result.update(serve_long.talk(socket, name))
             else:
-                result.update(serve_talk.talk(sock, name, pictures=kind == "pictures"))
-                running = Server(log_path, Path(sock), arguments, environment, changed, server)
-                result["sampled"] = asking.check(running, release, "sampled")
+                result.update(serve_talk.talk(socket, name, pictures=kind == "pictures"))
+                result["sampled"] = asking.check(server, release, "sampled")
             result["state"] = "served"
     except (KeyError, ValueError, OSError) as error:
         result["error"] = repr(error)
     finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        server.stop()
+    result["log"] = server.kernel_lines()
+    result["log_tail"] = [] if result["state"] == "served" else server.lines()[-25:]
     return result
 
 
-def judge_kernels(profile: str, pinned: list[str], log: str) -> dict[str, Any]:
+def judge_kernels(name: str, pinned: list[str], log: str) -> dict[str, Any]:
     """Return the row that holds if the log names every kernel that the profile pins."""
     found = {pattern: bool(re.search(pattern, log)) for pattern in pinned}
-    claim = f"{profile}: the log names every kernel that the profile pins"
+    claim = f"{name}: the log names every kernel that the profile pins"
     return {"claim": claim, "passed": all(found.values()), "numbers": found}
 
 
@@ -142,18 +131,14 @@ def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[s
     log_path = out.with_suffix(".log")
     plan = json.loads(plan_path.read_text())[0]
     result = serve(plan, str(tree), log_path, kind)
-    lines = log_path.read_text(errors="replace").splitlines()
-    wanted = ("Selected ", "spark", "Using ", "cudagraph", "KV cache size", "Model Runner")
-    found = {line.split("] ", 1)[-1][:200] for line in lines if any(t in line for t in wanted)}
-    result["log"] = sorted(line for line in found if "cache directory" not in line)
-    result["log_tail"] = [] if result["state"] == "served" else lines[-25:]
     profile = plan["serve"]["profile"]
     if kind == "long":
         rows = serve_long.judge(result, profile)
     else:
         rows = serve_talk.judge(result, profile, pictures=kind == "pictures")
         pinned = [text for text in plan["serve"]["check"]["log_required"] if "Using " in text]
-        rows.append(judge_kernels(profile, pinned, "\n".join(lines)))
+        name = f"{profile}, {kind}" if kind else profile
+        rows.append(judge_kernels(name, pinned, "\n".join(result["log"])))
     document = {
         "command": read_command(),
         "tree": tree.name,

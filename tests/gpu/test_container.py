@@ -111,7 +111,13 @@ def test_a_release_serves_and_passes_its_full_check(
     }
     numbers = {"healthy_s": healthy_s, "argv": argv, "changed": changed, "drafts": drafts}
     failed = _record(
-        results, claims, check=findings, rights=rights, log_required=required, **numbers
+        results,
+        claims,
+        check=findings,
+        rights=rights,
+        log=running.kernel_lines(),
+        log_required=required,
+        **numbers,
     )
     assert failed == [], text[-3000:]
 
