@@ -1,19 +1,58 @@
-"""Peak memory of a build while the tree grows: in bytes, in names, and to the largest model."""
+"""Measures peak memory and time of builds while the checkpoint grows, to the largest model.
+
+    python proofs/benchmarks/checkpoint_memory.py --work /var/tmp/bench
+
+Needs Linux, numpy and a few GB below --work: the largest checkpoint consists of holes. Writes
+proofs/results/checkpoint-memory.json; exits with 1 when a build took more than the limit.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint_hub import serve
-from checkpoint_run import run_builder
-from checkpoint_sources import Quantise, plan, write_base, write_donor
-from checkpoint_trees import DONOR_COMMIT, Architecture, base_entries, mtp, size_of
+ROOT = Path(__file__).resolve().parents[2]
+HOMES = (".", "files/contract", "files/checkpoint", "proofs/benchmarks")
+sys.path[:0] = [str(ROOT / home) for home in HOMES]
 
+from checkpoint_hub import serve  # noqa: E402
+from checkpoint_sources import plan, write_base, write_donor  # noqa: E402
+from checkpoint_trees import (  # noqa: E402
+    DONOR_COMMIT,
+    Architecture,
+    base_entries,
+    mtp,
+    size_of,
+)
+from spark_checkpoint.format.numbers import from_bf16_bits, quantise_blocks  # noqa: E402
+
+from proofs.result_files import describe_run  # noqa: E402
+
+RESULT = ROOT / "proofs/results/checkpoint-memory.json"
+# Peak memory as the process itself sees it: rusage would include the parent it was forked from.
+_WRAPPER = """
+import os, sys
+os.cpu_count = lambda: int(os.environ["SPARK_BENCH_CORES"])
+if os.environ.get("SPARK_BENCH_HOLES"):
+    import checkpoint_holes
+from spark_checkpoint.cli import main
+code = main(sys.argv[2:])
+lines = open("/proc/self/status").read().splitlines()
+peak = next(line.split()[1] for line in lines if line.startswith("VmHWM"))
+open(sys.argv[1], "w").write(peak)
+sys.exit(code)
+"""
 ONE = Architecture(layers=4, experts=16, vocabulary=8192, vision_blocks=2, shards=4, donor_shards=4)
 # As many files of four times the size in all: what is no routed expert does not grow.
 GROWN = replace(ONE, experts=7 * ONE.experts)
@@ -33,9 +72,8 @@ LIMIT_BYTES = 256 << 20
 REPOSITORY = f"bench/donor/resolve/{DONOR_COMMIT}"
 
 
-def bench_memory(arguments: argparse.Namespace, quantise: Quantise) -> dict[str, Any]:
+def measure(work: Path) -> dict[str, Any]:
     """Build trees of growing size in both layouts and report the peak of each."""
-    work: Path = arguments.work
     trees = {
         "one": (ONE, BOTH),
         "four_times_the_tree": (GROWN, BOTH),
@@ -43,8 +81,7 @@ def bench_memory(arguments: argparse.Namespace, quantise: Quantise) -> dict[str,
         "397b_real_size": (LARGEST, ALL),
     }
     rows = {
-        name: _row(work, architecture, builds, quantise)
-        for name, (architecture, builds) in trees.items()
+        name: _row(work, architecture, builds) for name, (architecture, builds) in trees.items()
     }
     peaks = [peak for row in rows.values() for peak in row["peak_bytes"].values()]
     return {
@@ -65,14 +102,12 @@ def _growth(rows: dict[str, dict[str, Any]], grown: str) -> dict[str, float]:
     return {layout: round(other[layout] / one[layout], 3) for layout in one}
 
 
-def _row(
-    work: Path, a: Architecture, builds: dict[str, dict[str, str]], quantise: Quantise
-) -> dict[str, Any]:
+def _row(work: Path, a: Architecture, builds: dict[str, dict[str, str]]) -> dict[str, Any]:
     base, donor = work / "base", work / "hub" / REPOSITORY
     # Holes read like zeros: what is not looked at needs no disk. Small trees have real bytes.
     sparse = a is LARGEST
     write_base(base, a, sparse=sparse)
-    write_donor(donor, a, quantise)
+    write_donor(donor, a, _quantise)
     entries = base_entries(a) + mtp(a)
     done = {name: _build(work, a, changes, holes=sparse) for name, changes in builds.items()}
     largest = max(path.stat().st_size for path in base.glob("*.safetensors"))
@@ -94,6 +129,59 @@ def _build(work: Path, a: Architecture, changes: dict[str, str], *, holes: bool)
         donor = {"url": f"{url}/{REPOSITORY}", "parallel": 8}
         document = plan(base, out, a, donor=donor, **changes)
         (work / "plan.json").write_text(json.dumps(document))
-        done = run_builder("build", str(work / "plan.json"), cores=CORES, holes=holes)
+        done = _run_builder(work / "plan.json", holes=holes)
     shutil.rmtree(out)
     return done
+
+
+def _run_builder(plan_file: Path, *, holes: bool) -> dict[str, Any]:
+    """Run the builder as a host does; with holes, zeros it writes take no disk."""
+    path = os.pathsep.join(str(ROOT / home) for home in HOMES)
+    environment = {**os.environ, "PYTHONPATH": path, "SPARK_BENCH_CORES": str(CORES)}
+    if holes:
+        environment["SPARK_BENCH_HOLES"] = "1"
+    with tempfile.NamedTemporaryFile("r") as peak:
+        command = [sys.executable, "-c", _WRAPPER, peak.name, "build", str(plan_file)]
+        began = time.monotonic()
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.monotonic() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != 0:
+            raise SystemExit(f"spark_checkpoint build ended with {process.returncode}")
+        return {
+            "seconds": seconds,
+            "peak_bytes": int(peak.read()) * 1024,
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        }
+
+
+def _quantise(bits: Any, shape: Sequence[int]) -> tuple[Any, Any]:
+    return quantise_blocks(from_bf16_bits(bits).reshape(shape), (128, 128))
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())}, {os.cpu_count()} cores"
+
+
+def main() -> int:
+    """Measure and write the result; returns 1 above the limit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--work", type=Path, required=True, help="a directory to be made")
+    work: Path = parser.parse_args().work
+    work.mkdir(parents=True)
+    command = "python proofs/benchmarks/checkpoint_memory.py --work DIR"
+    origin = {"command": command, **describe_run(_processor(), "numpy")}
+    try:
+        document = {**origin, "load_1_min": round(os.getloadavg()[0], 1), **measure(work)}
+    finally:
+        shutil.rmtree(work)
+    RESULT.write_text(json.dumps(document, indent=2) + "\n")
+    print(RESULT.read_text())
+    return 0 if document["within_limit"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

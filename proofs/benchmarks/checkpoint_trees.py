@@ -33,7 +33,6 @@ class Architecture:
     experts: int = 256
     hidden: int = 3072
     width: int = 1024
-    routed_width: int | None = None  # of routed experts, where it is another
     vocabulary: int = 248320
     attention_rows: int = 16384
     kv_rows: int = 512
@@ -46,15 +45,9 @@ class Architecture:
     donor_shards: int = 39
 
     def mlp(self, part: str) -> tuple[int, int]:
-        """Return the shape of a projection of a shared expert."""
-        return self._matrix(part, self.width)
-
-    def routed(self, part: str) -> tuple[int, int]:
-        """Return the shape of a projection of a routed expert."""
-        return self._matrix(part, self.routed_width or self.width)
-
-    def _matrix(self, part: str, width: int) -> tuple[int, int]:
-        return (self.hidden, width) if part == "down_proj" else (width, self.hidden)
+        """Return the shape of a projection of an expert."""
+        down = part == "down_proj"
+        return (self.hidden, self.width) if down else (self.width, self.hidden)
 
 
 def int4(module: str, outputs: int, inputs: int) -> list[Entry]:
@@ -154,7 +147,7 @@ def mtp(a: Architecture) -> list[Entry]:
     names.append((f"{prefix}.self_attn.o_proj.weight", "BF16", o_shape))
     names += [(f"{prefix}.self_attn.{n}_norm.weight", "BF16", (256,)) for n in "qk"]
     for expert in range(a.experts):
-        names += [(f"{prefix}.mlp.experts.{expert}.{p}.weight", "BF16", a.routed(p)) for p in PARTS]
+        names += [(f"{prefix}.mlp.experts.{expert}.{p}.weight", "BF16", a.mlp(p)) for p in PARTS]
     return names
 
 
@@ -169,7 +162,7 @@ def base_entries(a: Architecture) -> list[Entry]:
         entries += [(f"{mlp}.shared_expert.{p}.weight", "BF16", a.mlp(p)) for p in PARTS]
         for expert in range(a.experts):
             for part in PARTS:
-                entries += int4(f"{mlp}.experts.{expert}.{part}", *a.routed(part))
+                entries += int4(f"{mlp}.experts.{expert}.{part}", *a.mlp(part))
     return entries + outside(a)
 
 
@@ -186,7 +179,7 @@ def donor_entries(a: Architecture) -> list[Entry]:
         for part in PARTS:
             entries += fp8(f"{mlp}.shared_expert.{part}", *a.mlp(part))
             for expert in range(a.experts):
-                entries += fp8(f"{mlp}.experts.{expert}.{part}", *a.routed(part))
+                entries += fp8(f"{mlp}.experts.{expert}.{part}", *a.mlp(part))
     for name, dtype, shape in mtp(a):
         linear = name.endswith("_proj.weight")
         entries += fp8(name.removesuffix(".weight"), *shape) if linear else [(name, dtype, shape)]
