@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -312,8 +313,8 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Run the case named on the command line."""
+def write_result(run: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
+    """Run the case named on the command line, and write what it did or why it was refused."""
     case = json.loads(Path(sys.argv[1]).read_text())
     out = Path(sys.argv[2])
     os.environ.update(ENVIRONMENT)
@@ -323,16 +324,19 @@ def main() -> None:
     try:
         result = {"state": "ran", **run(case, out)}
     except BaseException as error:  # a refusal is a result; its text is judged
-        texts, seen = [], error
+        texts: list[str] = []
+        seen: BaseException | None = error
         while seen is not None:
-            texts.append(f"{type(seen).__name__}: {seen}")
+            texts.append(f"{type(seen).__name__}: {seen}"[:4000])
             seen = seen.__cause__ or seen.__context__
         result = {"state": "refused", "error": texts, "trace": traceback.format_exc()[-3000:]}
     result["seconds"] = round(time.monotonic() - started, 1)
-    (out / f"{case['name']}.json").write_text(json.dumps({"case": case, **result}))
+    part = out / f"{case['name']}.part"
+    part.write_text(json.dumps({"case": case, **result}))
+    part.rename(out / f"{case['name']}.json")
     sys.stdout.flush()
     os._exit(0)  # an engine in this process may hang at exit; everything is written
 
 
 if __name__ == "__main__":
-    main()
+    write_result(run)

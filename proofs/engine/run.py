@@ -20,8 +20,10 @@ def run_cases(
     out: Path,
     *,
     at_once: int = 14,
-    limit_s: int = 420,
+    limit_s: float = 420,
     within_s: float = float("inf"),
+    module: str = "proofs.engine.case",
+    resume: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Run ``cases`` and return what each wrote; a case that wrote nothing has state ``died``.
 
@@ -32,9 +34,11 @@ def run_cases(
         at_once: engines running at the same time.
         limit_s: time one case may take.
         within_s: time all of them may take; what runs then is ended, what waits is not run.
+        module: the program that runs one case.
+        resume: leave out cases whose results are in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
-    waiting = list(cases)
+    waiting = [case for case in cases if not (resume and (out / f"{case['name']}.json").exists())]
     running: list[tuple[subprocess.Popen[bytes], dict[str, Any], float]] = []
     results: dict[str, dict[str, Any]] = {}
     cards = itertools.cycle(devices_shown())
@@ -46,13 +50,14 @@ def run_cases(
         while waiting and len(running) < at_once:
             case = waiting.pop(0)
             device = None if _spreads(case) else next(cards)
-            running.append((_start(case, trees, out, device), case, time.monotonic()))
+            running.append((_start(case, trees, out, device, module), case, time.monotonic()))
         time.sleep(0.5)
         for entry in list(running):
             process, case, started = entry
             late = over or time.monotonic() - started > limit_s
             if late:
                 process.kill()
+                process.wait()
             if process.poll() is not None or late:
                 running.remove(entry)
                 results[case["name"]] = result = _result(case, out, late)
@@ -83,7 +88,7 @@ def _spreads(case: dict[str, Any]) -> bool:
 
 
 def _start(
-    case: dict[str, Any], trees: Path, out: Path, device: str | None
+    case: dict[str, Any], trees: Path, out: Path, device: str | None, module: str
 ) -> subprocess.Popen[bytes]:
     path = out / f"{case['name']}.case.json"
     options = dict(case.get("options", {}))
@@ -94,7 +99,7 @@ def _start(
     visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     with (out / f"{case['name']}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "proofs.engine.case", str(path), str(out)],
+            [sys.executable, "-m", module, str(path), str(out)],
             cwd=ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -8,11 +8,8 @@ A process of its own per case, as in ``proofs.engine.case``, whose options these
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +95,7 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
     return found
 
 
-def run(case: dict[str, Any]) -> dict[str, Any]:
+def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     """Run the engine and return what it did."""
     quick.start_quickly()
     import torch
@@ -144,30 +141,5 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Run the case named on the command line."""
-    case = json.loads(Path(sys.argv[1]).read_text())
-    out = Path(sys.argv[2])
-    os.environ.update(engine_case.ENVIRONMENT)
-    os.environ["VLLM_PLUGINS"] = case.get("plugins", "spark")
-    os.environ.update(case.get("environment", {}))
-    started = time.monotonic()
-    try:
-        result = {"state": "ran", **run(case)}
-    except BaseException as error:  # a refusal is a result; its text is judged
-        texts: list[str] = []
-        seen: BaseException | None = error
-        while seen is not None:
-            texts.append(f"{type(seen).__name__}: {seen}"[:2000])
-            seen = seen.__cause__ or seen.__context__
-        result = {"state": "refused", "error": texts, "trace": traceback.format_exc()[-3000:]}
-    result["seconds"] = round(time.monotonic() - started, 1)
-    part = out / f"{case['name']}.part"
-    part.write_text(json.dumps({"case": case, **result}))
-    part.rename(out / f"{case['name']}.json")
-    sys.stdout.flush()
-    os._exit(0)  # an engine in this process may hang at exit; everything is written
-
-
 if __name__ == "__main__":
-    main()
+    engine_case.write_result(run)

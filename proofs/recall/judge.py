@@ -156,16 +156,3 @@ def talk_figures(result: dict[str, Any]) -> dict[str, Any]:
         },
         "tokens_found_in_cache": max((row["hits_so_far"] for row in rows), default=0),
     }
-
-
-def summary(result: dict[str, Any]) -> str:
-    """Return one line about a run."""
-    if result["state"] != "ran":
-        return str(result.get("error", [""])[0])[:150]
-    parts = []
-    if result.get("recall"):
-        rows = result["recall"]
-        parts.append(f"found={share(looked_up(rows))} states={share(registers(rows))}")
-    if result.get("talks"):
-        parts.append(str(talk_figures(result)).replace(" ", ""))
-    return " ".join([*parts, f"accepted={acceptance(result)}"])

@@ -8,22 +8,17 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from proofs import failed
-from proofs.engine.run import devices_shown
+from proofs.engine import run as engine_run
 from proofs.recall import cases, judge, verdicts
 from proofs.result_files import read_command
 
-ROOT = Path(__file__).resolve().parents[2]
 CACHE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 CAVEATS = [
     "not a GB10: behaviour and numerics are shown here, no Spark speed",
@@ -48,57 +43,13 @@ def run_cases(
     limit_s: float,
     within_s: float,
 ) -> dict[str, dict[str, Any]]:
-    """Run ``wanted`` and return what each wrote; results already in ``work`` are taken as they are.
-
-    Args:
-        wanted: from ``cases``.
-        trees: directory with the trees they name.
-        work: where results and logs go.
-        at_once: engines running at the same time.
-        limit_s: time one case may take.
-        within_s: time all of them may take; what waits then is not run.
-    """
-    work.mkdir(parents=True, exist_ok=True)
-    waiting = [case for case in wanted if not (work / f"{case['name']}.json").exists()]
-    running: list[tuple[subprocess.Popen[bytes], dict[str, Any], float]] = []
-    cards = itertools.cycle(devices_shown())
-    begun = time.monotonic()
-    while waiting or running:
-        over = time.monotonic() - begun > within_s
-        while waiting and len(running) < at_once and not over:
-            case = waiting.pop(0)
-            running.append((_start(case, trees, work, next(cards)), case, time.monotonic()))
-        if over:
-            waiting.clear()
-        time.sleep(0.5)
-        for entry in list(running):
-            process, case, started = entry
-            spent = time.monotonic() - started
-            if over or spent > limit_s:
-                process.kill()
-                process.wait()
-            if process.poll() is not None:
-                running.remove(entry)
-                result = read(case, work)
-                print(
-                    f"phase=case name={case['name']} state={result['state']} s={spent:.0f}"
-                    f" load_s={result.get('load_s')} {judge.summary(result)}",
-                    flush=True,
-                )
+    """Run the cases that have no result in ``work`` yet, and return what each wrote."""
+    engine_run.run_cases(
+        wanted, trees, work,
+        at_once=at_once, limit_s=limit_s, within_s=within_s,
+        module="proofs.recall.engine", resume=True,
+    )  # fmt: skip
     return {case["name"]: read(case, work) for case in wanted}
-
-
-def _start(case: dict[str, Any], trees: Path, work: Path, card: str) -> subprocess.Popen[bytes]:
-    path = work / f"{case['name']}.case.json"
-    path.write_text(json.dumps({**case, "tree": str(trees / case["tree"])}))
-    with (work / f"{case['name']}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "proofs.recall.engine", str(path), str(work)],
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": card},
-        )
 
 
 def read(case: dict[str, Any], work: Path) -> dict[str, Any]:
