@@ -42,9 +42,10 @@ def read(fact: type[FactBase[T]], **arguments: Any) -> T:
     question = (fact, tuple(sorted(arguments.items())))
     done = commands_executed(current)
     answers = _answers.setdefault(current, {})
-    known = answers.get((state.current_stage, *question)) or _crossing(answers, question)
+    key = (state.current_stage, *question)
+    known = answers.get(key) or _crossing(answers, question)
     if known is not None and known[0] == done:
-        answers[(state.current_stage, *question)] = known
+        answers[key] = known
         remembered: T = known[2]
         return remembered
     return read_now(fact, **arguments)

@@ -177,7 +177,8 @@ class Settings:
     )
     allow_memory_holders: tuple[Text, ...] = setting(
         (),
-        "Process names that may keep more than 1 GiB beside the engine.",
+        "Names of processes that may hold memory or the GPU next to the engine; preflight leaves "
+        "them out.",
         uniqueItems=True,
         examples=[["gnome-shell"]],
     )
