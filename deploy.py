@@ -29,7 +29,7 @@ tools.apply(
     units=unit_files_of(payload.units),
 )
 # Downloads and the build need no container engine: they start now and go on beside the rest.
-work.fetch(jobs=jobs, release=release, token=plan.hub_token, proxy=plan.proxy, fleet=plan.fleet)
+work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 work.build(jobs=jobs, release=release)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)

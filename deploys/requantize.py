@@ -27,7 +27,7 @@ release = f"{plan.serve.service}-requantize"
 
 base.apply(plan=plan.base, asked=asked_of(known_of(host).found.settings))
 tools.apply(plan=plan.tools, files=payload.tools, units=unit_files_of(payload.units))
-work.fetch(jobs=jobs, release=release, token=plan.hub_token, proxy=plan.proxy, fleet=plan.fleet)
+work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)
 work.image(jobs=tuple(one for one in jobs if one.job.kind != "requantize"), release=release)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pyinfra.api.deploy import deploy
-from spark_contract.host.paths import HUB_TOKEN, PROXY
+from spark_contract.host.paths import PROXY
 from spark_contract.host.units import PREPARE
 from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, REQUANTIZE_JOB
 
@@ -16,13 +16,11 @@ from spark_deploy.facts.service.jobs import JobStates
 from spark_deploy.operations.ahead import expect
 from spark_deploy.operations.files import look_at
 from spark_deploy.operations.loop import each
-from spark_deploy.operations.work.hub_token import hub_token
 from spark_deploy.operations.work.jobs import job, prepared
 from spark_deploy.operations.work.proxy import proxied_jobs
 from spark_deploy.operations.work.share import closed, lent, surveyed
 from spark_deploy.operations.work.tools import quantiser
 from spark_deploy.planning.work.jobs import Work, ready_name
-from spark_deploy.settings.secrets import SecretRef
 from spark_deploy.settings.sources import FleetSettings, ProxySettings
 
 _REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before
@@ -41,16 +39,14 @@ def fetch(
     *,
     jobs: Sequence[Work],
     release: str,
-    token: SecretRef | None,
     proxy: ProxySettings,
     fleet: FleetSettings,
 ) -> None:
     """Fetch the model's repositories, each file checked against the lock; hosts lend them."""
-    look_at((PROXY, HUB_TOKEN))
+    look_at((PROXY,))
     names = tuple(work.job.digest12 for work in jobs)
     expect(JobStates, lambda: {"jobs": names, "target": PREPARE.of(release)}, long=True)
     proxied_jobs(name="Have the proxy where jobs find it", proxy=proxy)
-    hub_token(name="Have the hub's token where jobs find it", token=token)
     surveyed(name="See which files the hosts have", jobs=tuple(jobs), release=release, fleet=fleet)
     lent(name="Lend the other hosts what they lack", jobs=tuple(jobs), fleet=fleet)
     _start(jobs, release, lambda one: f"Fetch {one.job.title.removeprefix('fetch ')}", FETCH_JOB)

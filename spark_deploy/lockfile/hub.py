@@ -77,13 +77,13 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
     try:
         info = _asked(endpoint, repo, revision, token, files_metadata=True)
     except GatedRepoError as error:
-        fix = "accept its terms on the hub and set hub.token"
+        fix = f"accept its terms at {where}, then run `hf auth login` or set hub.token"
         raise LockError.one(where, "the repository is gated", fix) from error
     except RevisionNotFoundError as error:
         fix = "correct sources.revision of the model"
         raise LockError.one(where, f"has no branch, tag or commit {revision}", fix) from error
     except RepositoryNotFoundError as error:
-        fix = "correct the name, or set hub.token when it is private"
+        fix = "correct the name; if it is private, run `hf auth login` or set hub.token"
         raise LockError.one(where, "no such repository", fix) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         why = f"{type(error).__name__}: {in_words(one_line(error))}"
@@ -120,12 +120,18 @@ def _asked(
     hooks = session.event_hooks
     if _stays_with_tls not in hooks["response"]:
         session.event_hooks = {**hooks, "response": [*hooks["response"], _stays_with_tls]}
-    return within(
-        LIMIT_S,
-        lambda: api.model_info(
-            repo, revision=revision, files_metadata=files_metadata, timeout=_TIMEOUT_S
-        ),
-    )
+    try:
+        return within(
+            LIMIT_S,
+            lambda: api.model_info(
+                repo, revision=revision, files_metadata=files_metadata, timeout=_TIMEOUT_S
+            ),
+        )
+    except HfHubHTTPError as error:
+        # The hub refuses even public repositories to a token that expired.
+        if not token or error.response.status_code != 401 or type(error) is not HfHubHTTPError:
+            raise
+        return _asked(endpoint, repo, revision, None, files_metadata=files_metadata)
 
 
 def _stays_with_tls(answer: httpx2.Response) -> None:

@@ -24,8 +24,8 @@ from spark_contract.work.orders import BuildPlan, DonorUrl, Held
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.digest import digest_of
 from spark_deploy.errors import LockError
+from spark_deploy.lockfile.hub_token import read_hub_token
 from spark_deploy.lockfile.types import HeldNames, LockedSource
-from spark_deploy.settings.read_secret import read_secret
 from spark_deploy.settings.sources import HubSettings
 
 _UNANSWERED = 4  # the builder's exit code when reading or the network failed
@@ -115,11 +115,10 @@ class Builder:
 def workplace(hub: HubSettings) -> Iterator[Builder]:
     """Have the builder at hand, in a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="spark-names-") as folder:
-        token_file = None
-        if hub.token is not None:
+        token_file, token = None, read_hub_token(hub)
+        if token is not None:
             token_file = f"{folder}/token"
-            secret = read_secret(hub.token, setting="hub.token")
             private = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(private, "w", encoding="utf-8") as file:
-                file.write(secret)
+                file.write(token)
         yield Builder(Path(folder), hub.endpoint, token_file)

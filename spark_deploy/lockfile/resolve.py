@@ -13,8 +13,8 @@ from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import LockError, Problem
 from spark_deploy.lockfile import registry
 from spark_deploy.lockfile.file import checked, read_lock, write_lock
+from spark_deploy.lockfile.hub_token import read_hub_token
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, without_tag
-from spark_deploy.settings.read_secret import read_secret
 from spark_deploy.settings.types import Settings
 
 Say = Callable[[str], None]
@@ -128,12 +128,13 @@ def resolve(
 
 def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource:
     repo, revision = name
-    token = settings.hub.token
-    secret = read_secret(token, setting="hub.token") if token else None
+    token = read_hub_token(settings.hub)
+    if token and settings.hub.token is None:
+        say(f"  {repo}: asking with your Hugging Face login")
     # Its client takes a fifth of a second to import, and most runs ask no hub.
     from spark_deploy.lockfile import hub
 
-    found = hub.look_up(settings.hub.endpoint, repo, revision, secret)
+    found = hub.look_up(settings.hub.endpoint, repo, revision, token)
     say(f"  {repo}: {revision} is commit {found.commit[:12]}, {size(found.size_bytes)}")
     if found.left_out:
         first = next(iter(found.left_out.items()))

@@ -92,7 +92,6 @@ def plan_host(request: Request) -> HostPlan:
         ready=ready,
         services=services,
         releases_kept=settings.releases.keep,
-        hub_token=settings.hub.token,
         proxy=settings.proxy,
         fleet=settings.fleet,
     )

@@ -240,7 +240,6 @@ class HostPlan(ServicePlan):
     ready: tuple[PairPlan, ...] = ()  # other pairs to have ready
     services: tuple[ServicePlan, ...] = ()  # beside the main one
     releases_kept: int = 0  # ways back that pruning leaves
-    hub_token: SecretRef | None = None  # for gated repositories; never part of a digest
     proxy: ProxySettings = field(
         default_factory=ProxySettings
     )  # of jobs and image pulls; never part of a digest

@@ -52,7 +52,8 @@ class HubSettings:
     token: SecretRef | None = setting(
         None,
         "Where the controller reads a token for gated repositories: {env: NAME}, {file: PATH} or "
-        "{command: [PROGRAM, ARGUMENT]}; null for none.",
+        "{command: [PROGRAM, ARGUMENT]}; null: your Hugging Face login (HF_TOKEN or "
+        "`hf auth login`), where hub.endpoint is its hub.",
     )
 
 

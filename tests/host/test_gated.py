@@ -1,4 +1,4 @@
-"""A repository that wants a token: refused without, fetched with it, and the token seen nowhere."""
+"""A gated repository: refused without a token, fetched with one or a login; nothing of it stays."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import yaml
 
+from lab.paths import HOST_IP, HUB_PORT
 from tests.labkit import CHECKOUT, SPARE, STATE, Guest, Site, environment, guest_named, lab
 from tests.runs import Run
 
 NAME = SPARE[0]
 CANARY = "hf_labcanary7d1e93c0b5"
+HUB = f"http://{HOST_IP}:{HUB_PORT}"
 REPOSITORY = "lab/gated-int4"
-TOKEN = "/etc/spark/hub-token"
+TOKENS = "find /var/lib/spark /etc/spark /run -xdev -name hub-token"
+JOB = "systemctl is-active -q 'spark-job@*.service'"
 # Looks at every process again and again; a token in an argument would be seen by any user. The
 # pattern does not match itself.
 WATCH = (
@@ -37,8 +41,22 @@ class Gated:
     site: Site
     guest: Guest
 
-    def deploy(self, *more: str) -> Run:
-        return self.site.deploy(*more, env={**environment(self.site.checkout), "LAB_HUB": CANARY})
+    def deploy(self, *more: str, login: str | None = None) -> Run:
+        return self.site.deploy(*more, env=self.environment(login))
+
+    def environment(self, login: str | None = None) -> dict[str, str]:
+        own = {**environment(self.site.checkout), "LAB_HUB": CANARY}
+        return own | ({"HF_TOKEN": login, "HF_ENDPOINT": HUB} if login else {})
+
+    def choose(self, **settings: Any) -> None:
+        self.site.choices.clear()
+        self.site.choose(model="lab-gated", profile="v2", **settings)
+
+    def remove_model(self) -> None:
+        """Have the next deploy download the repository again, and a wrong token fail it."""
+        self.guest.run(
+            "systemctl stop 'spark-serve@*' 'spark-watch@*'; rm -rf /srv/spark/sources/lab--gated*"
+        )
 
     def look(self, *words: str) -> str:
         done = subprocess.run(
@@ -82,14 +100,14 @@ def test_without_a_token_the_repository_is_refused_and_with_one_it_is_served(gat
     refused = gated.deploy()
     assert refused.exit_code != 0
     assert "the repository is gated" in refused.stderr
-    assert "set hub.token" in refused.stderr
+    assert "hf auth login" in refused.stderr
 
     gated.site.choose(hub={"token": {"env": "LAB_HUB"}})
     gated.guest.run(f"rm -f /run/argv-stop; {WATCH}")
     run = gated.deploy("-vvv")
     gated.guest.run("touch /run/argv-stop")
     assert run.exit_code == 0, run.stderr[-4000:]
-    assert gated.guest.run(f"stat -c '%a %U:%G' {TOKEN}; cat {TOKEN}") == f"600 root:root\n{CANARY}"
+    assert gated.guest.run(TOKENS) == ""
     assert gated.guest.run("cat /run/argv-seen", check=False) == ""
     shown_nowhere(run.stderr + json.dumps(run.document))
     served(gated)
@@ -112,21 +130,20 @@ def shown_nowhere(text: str) -> None:
         assert inside not in text
 
 
-def test_the_token_is_in_no_other_file_and_no_word_of_the_host(gated):
+def test_the_token_is_in_no_file_and_no_output_of_the_host(gated):
     guest = gated.guest
-    # The pattern is read from the file: sudo writes every command line into the journal.
+    # The pattern is sent as base64: sudo writes every command line into the journal.
+    pattern = f"/dev/shm/{NAME}-pattern"
+    guest.run(f"echo {base64.b64encode(CANARY.encode()).decode()} | base64 -d > {pattern}")
     found = guest.run(
-        f"grep -rlFs -f {TOKEN} /etc /run /var/lib/spark /var/log /usr/local/lib/spark /srv/spark "
-        f"| grep -v '^{TOKEN}$'; true"
+        f"grep -rlFs -f {pattern} /etc /run /var/lib/spark /var/log /usr/local/lib/spark /srv/spark"
+        "; true"
     )
+    guest.run(f"rm {pattern}")
     assert found == ""
     for words in ("journalctl --no-pager -o export", "systemctl show 'spark-job@*'",
                   "systemctl cat 'spark-job@*'", "docker inspect $(docker ps -aq)"):  # fmt: skip
         assert CANARY not in guest.run(words), words
-    # What root alone can read was no test of what the job had: it was handed over by systemd.
-    assert "LoadCredential=hub-token" in guest.run(
-        "cat /etc/systemd/system/spark-job@*.service.d/order.conf"
-    )
 
 
 def test_the_token_is_in_no_answer_and_no_file_of_the_controller(gated):
@@ -140,9 +157,43 @@ def test_the_token_is_in_no_answer_and_no_file_of_the_controller(gated):
             shown_nowhere(path.read_text(errors="replace"))
 
 
-def test_a_token_that_is_unset_leaves_the_host(gated):
-    gated.site.choices.clear()
-    gated.site.choose(model="lab-gated", profile="v2")
-    run = gated.deploy()
+def test_a_login_is_on_the_host_until_its_download_ends_across_a_reboot(gated):
+    gated.choose(downloads={"rate_limit_mib_per_s": 0.4})
+    gated.remove_model()
+    deploy = subprocess.Popen(
+        gated.site.command("--limit", NAME, "-y"), cwd=gated.site.root, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, **gated.environment(CANARY)},
+    )  # fmt: skip
+    try:
+        gated.guest.wait(f"{JOB} || {TOKENS} | grep .", seconds=120)
+        found = gated.guest.wait(f"{TOKENS} | grep .", seconds=20)
+    finally:
+        deploy.kill()
+        printed = deploy.communicate()[0]
+    assert "Hugging Face login" in printed
+    shown_nowhere(printed)
+    [token] = found.splitlines()
+    assert gated.guest.run(f"stat -c '%a %U:%G' {token}; cat {token}") == f"600 root:root\n{CANARY}"
+    gated.guest.reboot(seconds=180)
+    assert gated.guest.run(TOKENS) == token
+    gated.guest.wait("ls /srv/spark/sources/lab--gated-int4*/receipt.json", seconds=180)
+    gated.guest.wait(f"! {TOKENS} | grep .", seconds=20)
+
+    run = gated.deploy(login=CANARY)
     assert run.exit_code == 0, run.stderr[-4000:]
-    assert gated.guest.run(f"test -e {TOKEN} || echo gone") == "gone"
+    again = gated.deploy(login=CANARY)
+    again.must_have_changed_nothing()
+    assert gated.guest.run(TOKENS) == ""
+
+
+def test_a_login_that_the_hub_refuses_fails_the_download_and_leaves_the_host(gated):
+    gated.choose()
+    gated.remove_model()
+    refused = gated.deploy(login="hf_other")
+    assert refused.exit_code != 0
+    assert "answers 401" in refused.stderr
+    assert "hf auth login" in refused.stderr
+    gated.guest.wait(f"! {TOKENS} | grep .", seconds=20)
+    again = gated.deploy(login=CANARY)
+    assert again.exit_code == 0, again.stderr[-4000:]

@@ -23,8 +23,8 @@ from spark_deploy.documents.shown import one_line
 from spark_deploy.errors import CatalogError, SparkError
 from spark_deploy.lockfile.anatomy import anatomy_of, ask_hub
 from spark_deploy.lockfile.hub import card_of
+from spark_deploy.lockfile.hub_token import read_hub_token
 from spark_deploy.planning.resolve import pair_of
-from spark_deploy.settings.read_secret import read_secret
 
 _PROFILE = "plain"
 
@@ -137,7 +137,7 @@ def _of_repository(place: str, host: Listed) -> Draft:
         raise CatalogError.one(place, what, "check the spelling")
     hub = host.settings.settings.hub
     found = ask_hub(f"{repository}@{asked or 'main'}", hub, all_documents=True)
-    token = read_secret(hub.token, setting="hub.token") if hub.token else None
+    token = read_hub_token(hub)
     card = Card(*card_of(hub.endpoint, repository, found.commit, token))
     anatomy = anatomy_of(repository, found)
     return draft_of(anatomy, found, card, host.catalog.engines, read_families(), asked or "main")

@@ -18,8 +18,8 @@ from spark_deploy.cli.hosts import Listed, say
 from spark_deploy.errors import CatalogError, LockError
 from spark_deploy.lockfile import hub
 from spark_deploy.lockfile.file import checked, read_lock, write_lock
+from spark_deploy.lockfile.hub_token import read_hub_token
 from spark_deploy.lockfile.types import LockedSource, without_tag
-from spark_deploy.settings.read_secret import read_secret
 
 
 def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> list[Path]:
@@ -128,7 +128,7 @@ def _confirmed(shared: Shared, host: Listed) -> Iterator[LockedSource]:
     Of other repositories nothing is taken: whoever shares one model decides nothing of another.
     """
     settings, lock = host.settings.settings.hub, read_lock(host.settings.lock_path)
-    token = read_secret(settings.token, setting="hub.token") if settings.token else None
+    token = read_hub_token(settings)
     for repo, one in shared.sources.items():
         if repo not in shared.words:
             what = f"neither {shared.name} nor {shared.profile_name} names this repository"
@@ -147,7 +147,7 @@ def _confirmed(shared: Shared, host: Listed) -> Iterator[LockedSource]:
 def _moved(repo: str, one: Identity, host: Listed) -> Iterator[str]:
     """Yield where the revision that was asked for is by now, when that is elsewhere."""
     hub_settings = host.settings.settings.hub
-    token = read_secret(hub_settings.token, setting="hub.token") if hub_settings.token else None
+    token = read_hub_token(hub_settings)
     try:
         now = hub.look_up(hub_settings.endpoint, repo, one.revision, token).commit
     except LockError as error:

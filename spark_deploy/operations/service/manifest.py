@@ -13,7 +13,6 @@ from spark_contract.host.paths import (
     CURRENT_TOOLS,
     ENGINE_USER,
     GATEWAY_USER,
-    HUB_TOKEN,
     PROOFS_DIR,
     PROXY,
     SITE,
@@ -97,8 +96,6 @@ def _tools(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
 
 
 def _artefacts(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
-    if plan.hub_token:
-        yield Owned("state", HUB_TOKEN, "Sources | Have the hub's token where jobs find it", 0o600)
     if plan.proxy.used:
         yield Owned("state", PROXY, "Sources | Have the proxy where jobs find it", 0o600)
         yield from _files((PULLS_THROUGH,), "Docker | Pull images through the proxy")

@@ -7,7 +7,7 @@ gone and after a reboot; the next run attaches to whatever is there.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import gevent
 from pyinfra.api.command import FunctionCommand
@@ -15,13 +15,15 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 from pyinfra.context import host
+from spark_contract.host.paths import hub_token_file
 from spark_contract.host.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
 from spark_contract.work.job import FETCH_JOB, Job, JobState
 
 from spark_deploy.facts.memo import read, remembered
 from spark_deploy.facts.service.jobs import JobStates, parse_poll, poll_command, progress_text
+from spark_deploy.lockfile.hub_token import read_hub_token
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.commands import HEARTBEAT_S, shell
+from spark_deploy.operations.commands import HEARTBEAT_S, log_once, shell
 from spark_deploy.operations.files import place
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.reconnect import run_reconnecting
@@ -63,7 +65,8 @@ def job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         refuse(f"{host.name}: {spec.title}", progress_text(state), "run again when it answers")
     if spec.kind == FETCH_JOB and not host.state.is_executing:  # told once, before a dry run's end
         host.log(f"{spec.title}: not on this host, {spec.total_bytes or 0} bytes to fetch")
-    yield from place((*knowing_peers(work).files(), _pulled_in(spec, release)))
+    files = (*knowing_peers(work).files(), *_token(work), _pulled_in(spec, release))
+    yield from place(files)
     yield shell(
         f"{_link(target)}; "
         # What an earlier attempt left would read as the outcome of this one.
@@ -71,6 +74,16 @@ def job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         f"systemctl reset-failed {spec.unit} 2>/dev/null; "
         f"systemctl start --no-block {spec.unit}"
     )
+
+
+def _token(work: Work) -> Iterator[ManagedFile]:
+    """Yield the file with the hub's token, which the host removes when the job ends."""
+    token = read_hub_token(work.hub) if work.hub else None
+    if work.hub is None or token is None:
+        return
+    if work.hub.token is None:
+        log_once(f"{work.job.title}: uses your Hugging Face login, on the host until the job ends")
+    yield ManagedFile(hub_token_file(work.job.digest), f"{token}\n".encode(), 0o600)
 
 
 def _link(target: str) -> str:

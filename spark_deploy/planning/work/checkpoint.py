@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from spark_contract.documents import plain
-from spark_contract.host.paths import HUB_TOKEN
 from spark_contract.work.orders import RECIPE_VERSION, Base, BuildPlan, DonorShape, DonorUrl
 
 from spark_deploy.catalog.model import HybridModel, Model, PlainModel
@@ -155,7 +154,6 @@ def _order(
             tries=downloads.tries,
             backoff_s=downloads.retry_pause_s,
             outage_s=downloads.outage_s,
-            token_file=HUB_TOKEN if hub.token else None,
         )
         if donor
         else None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from spark_contract.documents import text_of
 from spark_contract.host import tool, units
-from spark_contract.host.paths import CURRENT_TOOLS, HUB_TOKEN, SITE, hub_token_of, job_dir
+from spark_contract.host.paths import CURRENT_TOOLS, SITE, hub_token_file, job_dir
 from spark_contract.host.units import DIGEST_LABEL
 from spark_contract.work import builder
 from spark_contract.work.fetching import FetchFile, FetchPlan
@@ -41,6 +41,7 @@ from spark_deploy.planning.types import (
     RequantizedPlan,
     SourcePlan,
 )
+from spark_deploy.settings.sources import HubSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Work:
 
     job: Job
     inputs: tuple[ManagedFile, ...] = ()
-    asks_with_token: bool = False  # the hub wants to know who asks
+    hub: HubSettings | None = None  # whose token the job sends
     layers: LayersPlan | None = None  # of the image that the job makes or starts from
 
     def files(self) -> tuple[ManagedFile, ...]:
@@ -67,13 +68,7 @@ class Work:
         if isinstance(self.job.proof, ReceiptProof):
             # Else a boot without that disk would fill the root's.
             text += needs_mounts(self.job.proof.receipt)
-        text = f"[Unit]\n{text}"
-        # Where a unit names a credential, the file must be there: only jobs that need it do.
-        return (
-            f"{text}[Service]\nLoadCredential=hub-token:{HUB_TOKEN}\n"
-            if self.asks_with_token
-            else text
-        )
+        return f"[Unit]\n{text}"
 
 
 def needs_mounts(*paths: str) -> str:
@@ -106,7 +101,7 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
     order = fetch_order(
         source,
         pieces=tree is not None and tree.order.layout == "full",
-        token_file=hub_token_of(units.JOB.of(digest[:12])) if source.hub.token else None,
+        token_file=hub_token_file(digest),
     )
     job = Job(
         digest=digest,
@@ -120,7 +115,7 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
         unless=unless,
     )
     files = (ManagedFile(f"{where}/fetch.json", text_of(order).encode()),)
-    return Work(job, files, asks_with_token=source.hub.token is not None)
+    return Work(job, files, hub=source.hub)
 
 
 def fetch_order(
@@ -168,14 +163,11 @@ def requantize_job(plan: RequantizedPlan, image: Job) -> Work:
         total_bytes=None,
         after=(image.digest12,),
     )
-    with_token = plan.original.hub.token is not None
-    original = plan.order.original
-    if with_token:
-        original = replace(original, token_file=hub_token_of(job.unit))
+    original = replace(plan.order.original, token_file=hub_token_file(digest))
     text = ManagedFile(f"{where}/calibration.jsonl", plan.calibration.encode())
     order = replace(plan.order, original=original, calibration=text.path)
     files = (text, ManagedFile(f"{where}/requantize.json", text_of(order).encode()))
-    return Work(job, files, asks_with_token=with_token)
+    return Work(job, files, hub=plan.original.hub)
 
 
 def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
@@ -192,12 +184,12 @@ def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
         total_bytes=plan.output_bytes,
         after=(base.digest12,),
     )
-    order, donor = plan.order, plan.order.donor
-    with_token = isinstance(donor, DonorUrl) and donor.token_file is not None
-    if isinstance(donor, DonorUrl) and with_token:
-        order = replace(order, donor=replace(donor, token_file=hub_token_of(job.unit)))
+    order, donor, hub = plan.order, plan.order.donor, None
+    if isinstance(donor, DonorUrl):
+        order = replace(order, donor=replace(donor, token_file=hub_token_file(digest)))
+        hub = (plan.base if isinstance(plan.base, SourcePlan) else plan.base.original).hub
     files = (ManagedFile(f"{where}/plan.json", text_of(order).encode()),)
-    return Work(job, files, asks_with_token=with_token)
+    return Work(job, files, hub=hub)
 
 
 def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:

@@ -151,6 +151,25 @@ def test_the_token_is_for_the_hub_and_not_for_mirrors_before_it(order, hub, tmp_
     assert {h.get("Authorization") for _, h, _ in hub.requests} == {"Bearer hf_secret"}
 
 
+def test_a_public_repository_is_fetched_without_a_token_that_the_hub_refuses(
+    order, hub, source, tmp_path
+):
+    (tmp_path / "token").write_text("hf_expired")
+    hub.fault = lambda handler, path, data: (
+        handler.headers.get("Authorization") and (handler.answer(401, b"") or True)
+    )
+    done = run_tool("fetch", order(token_file=str(tmp_path / "token"), parallel=1))
+    assert contents(tmp_path / "out") == contents(source)
+    assert len([h for _, h, _ in hub.requests if "Authorization" in h]) == 1
+    assert "hf_expired" not in done.stdout + done.stderr
+
+
+def test_a_job_whose_token_was_removed_asks_without(order, hub, source, tmp_path):
+    run_tool("fetch", order(token_file=str(tmp_path / "removed")))
+    assert contents(tmp_path / "out") == contents(source)
+    assert not any("Authorization" in headers for _, headers, _ in hub.requests)
+
+
 @pytest.mark.parametrize("bypassed", [False, True])
 def test_a_proxy_is_asked_unless_the_environment_names_the_host_as_none_of_its_own(
     order, hub, source, tmp_path, bypassed

@@ -109,6 +109,7 @@ def test_a_gated_repository_needs_the_token_and_shows_it_to_the_hub_alone(scene)
     done = scene.fetch(check=False)
     assert done.returncode == 4
     assert "answers 401; fix: check the name; if it is private or gated, accept" in done.stderr
+    assert "hf auth login" in done.stderr
     (scene.root / "token").write_text("hf_lab\n")
     scene.fetch(token_file=str(scene.root / "token"))
     signed = [line for line in scene.hub.answers() if "sha256" in line["path"]]

@@ -57,6 +57,32 @@ RECEIPT = (
 )
 
 
+@pytest.mark.parametrize(
+    ("result", "stopping", "left"),
+    [
+        ("success", False, "234"),
+        ("exit-code", False, "4"),
+        ("signal", False, "4"),
+        ("exit-code", True, "1234"),
+        ("success", True, "1234"),
+    ],
+)
+def test_the_hubs_token_leaves_with_its_job_and_with_those_that_will_not_start(
+    host: Host, monkeypatch: pytest.MonkeyPatch, result: str, stopping: bool, left: str
+) -> None:
+    """Job 2 needs 1, 3 needs 2; a host that reboots goes on with all of them."""
+    after = {"1": [], "2": ["1"], "3": ["2"], "4": []}
+    digests = {name: name * 12 for name in after}
+    for name, digest in digests.items():
+        write_job(host, "", digest, after=[digests[one] for one in after[name]])
+        (host.paths.job(digest) / "hub-token").write_text("hf_canary")
+    monkeypatch.setenv("SERVICE_RESULT", result)
+    monkeypatch.setattr(systemd, "is_stopping", lambda: stopping)
+    assert jobs.main(["end", digests["1"]], host.paths) == 0
+    there = [name for name, one in digests.items() if (host.paths.job(one) / "hub-token").exists()]
+    assert "".join(there) == left
+
+
 def poll(host: Host, *digests: str) -> list[dict[str, Any]]:
     return plain(jobs.poll(list(digests or [D12]), host.paths))
 

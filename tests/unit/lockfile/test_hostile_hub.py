@@ -58,6 +58,17 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield running
 
 
+def test_a_public_repository_is_locked_without_a_token_that_the_hub_refuses(hub: Hub) -> None:
+    refusal = {"X-Error-Message": "Invalid credentials in Authorization header"}
+    hub.fault = lambda handler, path, data: (
+        handler.headers.get("Authorization") and (handler.answer(401, b"", refusal) or True)
+    )
+    try:
+        assert lookup.look_up(hub.url, REPO, "main", "hf_expired").commit == "1" * 40
+    finally:
+        hub.fault = None
+
+
 @pytest.mark.slow
 @settings(max_examples=250)
 @given(answer=hostile(json.dumps(ANSWER).encode()))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import tarfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,8 @@ from spark_deploy.facts.service.jobs import Jobs, JobStates
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.work import jobs
 from spark_deploy.planning.work.jobs import Work
+from spark_deploy.settings.secrets import SecretRef
+from spark_deploy.settings.sources import HubSettings
 from tests.unit.operations.test_operations import on, shown
 from tests.unit.operations.test_releases import Answering, outcome
 
@@ -24,6 +31,7 @@ JOB = Job(
     proof=ImageProof("x"), total_bytes=None, after=(),
 )  # fmt: skip
 WORK = Work(JOB, (ManagedFile("/i", b"i"),))
+CANARY = "hf_canary0123456789"
 
 
 def host(state: State, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> Answering:
@@ -107,3 +115,28 @@ def test_the_host_says_what_boots_and_what_the_target_pulls_in() -> None:
         ["[]", f"linked {TARGET}", f"linked {GIVEN_UP}", "pulled dddddddddddd"]
     )
     assert told == Jobs({}, (TARGET, GIVEN_UP), ("dddddddddddd",))
+
+
+@pytest.mark.parametrize(
+    ("state", "sent"), [("waiting", True), ("failed", True), ("running", False), ("done", False)]
+)
+def test_a_token_travels_on_standard_input_when_work_begins_and_at_no_other_time(
+    tmp_path: Path, state: State, sent: bool
+) -> None:
+    (tmp_path / "token").write_text(CANARY)
+    hub = HubSettings(token=SecretRef(file=str(tmp_path / "token")))
+    seen = host(state, (TARGET,), (JOB.digest12,))
+    with on(seen) as running:
+        seen.state = running
+        begun = list(jobs.job._inner(replace(WORK, hub=hub), NOW, (JOB.digest12,)))
+    text = "".join(map(str, begun)) + "".join(map(repr, begun))
+    assert CANARY not in text
+    assert (f"600 /var/lib/spark/jobs/{JOB.digest12}/hub-token" in text) == sent
+    archives = [command.connector_arguments.get("_stdin") for command in begun]
+    with_token = [one for one in archives if one and f"{CANARY}\n".encode() in members(one)]
+    assert bool(with_token) == sent
+
+
+def members(archive: str) -> list[bytes]:
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
+        return [file.read() for each in tar if (file := tar.extractfile(each))]

@@ -8,7 +8,7 @@ from spark_contract.work.images import LayersPlan
 from spark_deploy.lockfile.types import LockedSource, SourceFile
 from spark_deploy.managed import ManagedFile
 from spark_deploy.planning.types import ImagePlan, SourcePlan
-from spark_deploy.planning.work.jobs import Work, fetch_job, image_job, jobs_of
+from spark_deploy.planning.work.jobs import fetch_job, image_job, jobs_of
 from spark_deploy.settings.sources import DownloadSettings, HubSettings
 from tests.unit.planning.plans import plan_of
 
@@ -51,21 +51,16 @@ def test_how_long_a_hub_is_asked_is_the_users_word_for_fetches_and_builds() -> N
     ]
 
 
-def test_a_token_reaches_the_jobs_that_ask_with_it_as_a_credential_of_systemd() -> None:
+def test_each_job_that_asks_the_hub_reads_a_token_of_its_own() -> None:
     fetched, built, image = jobs_of(plan_of(**{"hub.token": {"env": "TOKEN"}}), ())
 
-    for work, asked in (
+    for work, order in (
         (fetched, read(fetched, "fetch.json")),
         (built, read(built, "plan.json")["donor"]),
     ):
-        assert asked["token_file"] == f"/run/credentials/{work.job.unit}/hub-token"
-        assert loads_credential(work) == ["LoadCredential=hub-token:/etc/spark/hub-token"]
-    assert loads_credential(image) == []
-
-
-def test_without_a_token_no_job_waits_for_the_file_of_one() -> None:
-    for work in jobs_of(plan_of(), ()):
-        assert loads_credential(work) == []
+        assert order["token_file"] == f"{work.job.dir}/hub-token"
+        assert work.hub is not None
+    assert image.hub is None
 
 
 def test_a_token_is_no_reason_to_fetch_or_build_anew() -> None:
@@ -73,11 +68,6 @@ def test_a_token_is_no_reason_to_fetch_or_build_anew() -> None:
     assert [work.job.digest for work in jobs_of(with_token, ())] == [
         work.job.digest for work in jobs_of(without, ())
     ]
-
-
-def loads_credential(work: Work) -> list[str]:
-    [order] = [file for file in work.files() if file.path.endswith("/order.conf")]
-    return [line for line in order.content.decode().splitlines() if "Credential" in line]
 
 
 def test_an_image_job_waits_for_the_container_engine_and_carries_its_context() -> None:

@@ -18,6 +18,7 @@ from urllib3.connection import port_by_scheme
 from urllib3.util import make_headers, parse_url
 
 from spark_checkpoint.errors import InputRefused
+from spark_checkpoint.progress import note
 from spark_checkpoint.sources.challenge import token_for
 from spark_checkpoint.sources.leash import POOLS, put_back
 
@@ -29,7 +30,7 @@ class Connections:
         """Read the token, and refuse addresses that are none; see ``Transport``."""
         self._accept, self._wire = accept, wire
         self._pools = _pools(wire, {} if direct else urllib.request.getproxies())
-        self._token = _read_token(wire.token_file)
+        self._token = _read_token(wire.token_file, required=direct)
         try:
             self._trusted = frozenset(origin_of(url) for url in trusted_urls)
         except ValueError as error:
@@ -48,26 +49,30 @@ class Connections:
         }
         if byte_range is not None:
             headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
-        response = self._send(address, headers)
-        challenge = response.headers.get("WWW-Authenticate", "")
-        if response.status != 401 or not self.trusts(address) or not challenge:
+        token = self._token if self.trusts(address) else None
+        response = self._send(address, headers, token)
+        if response.status != 401 or not self.trusts(address):
             return response
+        challenge = response.headers.get("WWW-Authenticate", "")
         scheme = origin_of(address)[0]
         pool = self._pool(parse_url(address).host or "", scheme)
-        token = token_for(challenge, pool, scheme, self._wire)
-        if token is None:
+        new = token_for(challenge, pool, scheme, self._wire) if challenge else None
+        if new is None and token is None:
             return response
         put_back(response, self._wire)
-        self._token = token  # good for some minutes, then there is another challenge
-        return self._send(address, headers)
+        response = self._send(address, headers, new)
+        if new is not None:
+            self._token = new  # good for some minutes, then there is another challenge
+        elif response.status < 400:
+            note(f"{address}: the hub refuses the token; going on without it")
+            self._token = None
+        return response
 
-    def _send(self, address: str, headers: Mapping[str, str]) -> BaseHTTPResponse:
+    def _send(
+        self, address: str, headers: Mapping[str, str], token: str | None
+    ) -> BaseHTTPResponse:
         origin = origin_of(address)
-        login = (
-            {"Authorization": f"Bearer {self._token}"}
-            if self._token and origin in self._trusted
-            else {}
-        )
+        login = {"Authorization": f"Bearer {token}"} if token else {}
         # How much arrived is counted here, so that an early end is told in bytes.
         return self._pool(origin[1], origin[0]).request(
             "GET", address, headers={**headers, **login}, redirect=False, retries=False,
@@ -125,8 +130,9 @@ def _login(proxy: str) -> dict[str, str]:
     return dict(make_headers(proxy_basic_auth=unquote(login))) if login else {}
 
 
-def _read_token(file: str | None) -> str | None:
-    if file is None:
+def _read_token(file: str | None, *, required: bool) -> str | None:
+    # A job whose token was removed asks a hub without; a peer answers nobody without its key.
+    if file is None or not (required or Path(file).exists()):
         return None
     path = Path(file)
     try:

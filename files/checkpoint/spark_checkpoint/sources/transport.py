@@ -33,6 +33,10 @@ _EXPIRED = frozenset({400, 401, 403, 404, 410})
 _FAILURES = (Again, HTTPError, OSError)
 _COMMIT = re.compile(rf"/resolve/({COMMIT})(?:/|$)")
 _REDIRECT_LIMIT = 10
+_GATED = (
+    "accept its terms on its page of the hub, run `hf auth login` or set hub.token, "
+    "then run the deploy again"
+)
 _PAUSES = Retry(retry_after_max=120)
 
 T = TypeVar("T")
@@ -242,8 +246,8 @@ class Transport:
             return Again(f"HTTP {status} from {origin_of(address)[1]}: the signed link expired")
         fixes = {
             # What the public hub says of a name that it does not know, too.
-            401: "check the name; if it is private or gated, accept its terms and set hub.token",
-            403: "accept its terms on the hub, and set a hub.token that may read it",
+            401: f"check the name; if it is private or gated, {_GATED}",
+            403: _GATED,
             404: "check the repository's name and its revision or commit",
         }
         fix = fixes.get(status, "use another source")

@@ -12,7 +12,6 @@ CONFIG_DIR = "/etc/spark"
 RELEASES_DIR = f"{CONFIG_DIR}/releases"
 GATEWAY_DIR = f"{CONFIG_DIR}/gateway"
 API_KEY = f"{CONFIG_DIR}/api-key"
-HUB_TOKEN = f"{CONFIG_DIR}/hub-token"  # 0600; systemd hands it to the jobs that need it
 PROXY = f"{CONFIG_DIR}/proxy.env"  # 0600, it may hold a password; of jobs and of docker's daemon
 STATE_DIR = "/var/lib/spark"
 JOBS_DIR = f"{STATE_DIR}/jobs"
@@ -54,9 +53,9 @@ def engine_dir(service: str) -> str:
     return f"{ENGINES_DIR}/{service}"
 
 
-def hub_token_of(unit: str) -> str:
-    """Return where a unit that loads the hub's token as a credential finds it (systemd.exec(5))."""
-    return f"/run/credentials/{unit}/hub-token"
+def hub_token_file(digest: str) -> str:
+    """Return where a job reads the hub's token: 0600, removed when the job ends."""
+    return f"{job_dir(digest)}/hub-token"
 
 
 @dataclass(frozen=True, slots=True)

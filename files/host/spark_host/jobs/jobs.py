@@ -19,7 +19,7 @@ from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.host import units
-from spark_contract.host.paths import JOBS_DIR, Paths
+from spark_contract.host.paths import JOBS_DIR, Paths, hub_token_file
 from spark_contract.host.sentences import PHASE
 from spark_contract.host.units import TREE_NAME
 from spark_contract.work import receipts
@@ -116,6 +116,16 @@ def run(digest12: str, paths: Paths) -> int:
         # Where the disk is full the exit code and the journal tell it; see _entry.
         print(f"{directory / STATUS}: not written, errno {error.errno}", flush=True)
     return code
+
+
+def end(digest12: str, paths: Paths, *, success: bool) -> None:
+    """Remove the hub's token of a job that ended, and of those that will not start without it."""
+    if systemd.is_stopping():
+        return  # the next boot goes on with the job
+    files.remove(paths.below(hub_token_file(digest12)))
+    for other in () if success else all_digests(paths):
+        if digest12 in load(other, paths).after:
+            end(other, paths, success=False)
 
 
 def _memory(before: Mapping[str, int], after: Mapping[str, int]) -> JobMemory:
@@ -289,10 +299,15 @@ def _elapsed_s(last: JobRun | None) -> int | None:
 
 
 def main(words: list[str], paths: Paths) -> int:
-    """Run ``job run D12`` or ``job poll D12...``."""
+    """Run ``job run D12``, ``job end D12`` or ``job poll D12...``."""
     if len(words) == 2 and words[0] == "run":
         return run(words[1], paths)
+    if len(words) == 2 and words[0] == "end":
+        end(words[1], paths, success=os.environ.get("SERVICE_RESULT") == "success")
+        return 0
     if words[:1] == ["poll"]:
         answer(poll(words[1:] or all_digests(paths), paths))
         return 0
-    raise HostToolError("job", f"unknown words {words}", "job run D12 | job poll D12...", 2)
+    raise HostToolError(
+        "job", f"unknown words {words}", "job run D12 | job end D12 | job poll D12...", 2
+    )

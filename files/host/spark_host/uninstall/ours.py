@@ -16,7 +16,6 @@ from spark_contract.host.paths import (
     ENGINE_USER,
     GATEWAY_DIR,
     GATEWAY_USER,
-    HUB_TOKEN,
     RELEASES_DIR,
     SYSUSERS,
     Paths,
@@ -44,7 +43,7 @@ _OUR_TOOL = re.compile(
     rf"^\.?(site|current|(site-)?{DIGEST12})(\.zip|\.new|\.pruned)?$|^\.new-\w{{6}}$"
 )
 USERS = (GATEWAY_USER, ENGINE_USER)
-_CONFIG = (RELEASES_DIR, GATEWAY_DIR, API_KEY, HUB_TOKEN, SHARE_SETTINGS, SHARE_KEY)
+_CONFIG = (RELEASES_DIR, GATEWAY_DIR, API_KEY, SHARE_SETTINGS, SHARE_KEY)
 _RECORDS = frozenset(
     ["jobs", "proofs", "receipts", "switch", "requests", "rollback", "good", "stopped", "events"]
 )

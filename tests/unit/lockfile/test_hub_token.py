@@ -1,0 +1,55 @@
+"""Which token a hub gets: ``hub.token``, the login that belongs to it, or none."""
+
+import pytest
+from huggingface_hub import constants
+
+from spark_deploy.errors import SettingsError
+from spark_deploy.lockfile.hub_token import read_hub_token
+from spark_deploy.settings.secrets import SecretRef
+from spark_deploy.settings.sources import HubSettings
+
+MIRROR = "https://mirror.example"
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "token"),
+    [
+        ({}, HubSettings(), None),
+        ({"HF_TOKEN": "hf_login"}, HubSettings(), "hf_login"),
+        ({"HF_TOKEN": "hf_login"}, HubSettings(endpoint="https://huggingface.co/"), "hf_login"),
+        ({"HF_TOKEN": "hf_login"}, HubSettings(endpoint=MIRROR), None),
+        ({"HF_TOKEN": "hf_login", "HF_ENDPOINT": MIRROR}, HubSettings(endpoint=MIRROR), "hf_login"),
+        ({"HF_TOKEN": "hf_login", "HF_ENDPOINT": MIRROR}, HubSettings(), None),
+        ({"HF_TOKEN": "hf_login"}, HubSettings(token=SecretRef(env="MINE")), "hf_mine"),
+        ({"HF_TOKEN": "hf_login", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}, HubSettings(), None),
+        ({"HF_TOKEN": "two words"}, HubSettings(), None),
+    ],
+)
+def test_a_login_is_used_without_hub_token_and_only_for_its_own_hub(
+    tmp_path, monkeypatch, environment, settings, token
+):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    # The library reads these two from the environment when it is imported.
+    hub = environment.get("HF_ENDPOINT", "https://huggingface.co")
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    off = "HF_HUB_DISABLE_IMPLICIT_TOKEN"
+    monkeypatch.setattr(constants, off, environment.get(off) == "1")
+    for name, value in {"MINE": "hf_mine", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert read_hub_token(settings) == token
+
+
+def test_hf_auth_login_is_a_login(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    (tmp_path / "token").write_text("hf_file\n")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    assert read_hub_token(HubSettings()) == "hf_file"
+
+
+@pytest.mark.parametrize("text", ["two words", "tab\there", "schl\u00fcssel", "x" * 513])
+def test_a_malformed_hub_token_is_refused_without_being_shown(tmp_path, text):
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(SettingsError, match=r"hub\.token") as caught:
+        read_hub_token(HubSettings(token=SecretRef(file=str(tmp_path / "token"))))
+    assert text not in str(caught.value)
