@@ -60,9 +60,14 @@ for path in {words}; do
 done
 for root in {roots}; do
   [ -d "$root" ] || continue
-  timeout 20 find "$root" -type f -size +1023k \
-    \( -user root -perm -004 ! -perm /022 -printf 'file\t%D\t%s\t%p\n' \
-    -o -printf 'file\t{COPIED}\t%s\t%p\n' \)
+  list() {{
+    timeout 20 find "$@" -type f -size +1023k \
+      \( -user root -perm -004 ! -perm /022 -printf 'file\t%D\t%s\t%p\n' \
+      -o -printf 'file\t{COPIED}\t%s\t%p\n' \)
+  }}
+  list "$root" ! -path '*/blobs/??/*'
+  # Blobs that repositories of a cache share have another name; the links to them are named right.
+  list -L "$root" -maxdepth 3 -path '*/blobs/*' -xtype l
   for receipt in "$root"/{RECEIPT_NAME} "$root"/*/{RECEIPT_NAME}; do
     [ -f "$receipt" ] || continue
     printf 'receipt\t%s\t' "${{receipt%/{RECEIPT_NAME}}}"

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import os
 import stat
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,11 +127,14 @@ def _use_local(order: _Order, missing: list[FetchFile]) -> list[FetchFile]:
     if not order.plan.look_in or not missing:
         return missing
     by_size = candidates(missing, order.plan.look_in)
-    return [
-        file
-        for file in missing
-        if not any(_take_local(order, file, path) for path in by_size[file.size_bytes])
-    ]
+    return [file for file in missing if not _take_any(order, file, by_size[file.size_bytes])]
+
+
+def _take_any(order: _Order, file: FetchFile, found: Mapping[Path, set[str]]) -> bool:
+    """Take the first file that has the right content; those named by its hash are tried first."""
+    hashes = {file.sha256, file.git_sha1}
+    paths = sorted(found, key=lambda path: (not hashes & found[path], str(path)))
+    return any(_take_local(order, file, path) for path in paths)
 
 
 def _take_local(order: _Order, file: FetchFile, path: Path) -> bool:

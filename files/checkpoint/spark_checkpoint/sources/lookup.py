@@ -61,16 +61,16 @@ class ContentHash:
         return None
 
 
-def candidates(files: Iterable[FetchFile], look_in: Iterable[str]) -> dict[int, list[Path]]:
-    """Return size → files of that size below the directories the globs name.
+def candidates(
+    files: Iterable[FetchFile], look_in: Iterable[str]
+) -> dict[int, dict[Path, set[str]]]:
+    """Return size → files of that size below the directories that the globs name, with names.
 
-    Links are followed to the file behind them, once per file; a hub cache is found through
-    its blobs. Files that are named like the hash come first.
+    Links are followed to the file behind them; its names are those of all links to it. In a hub
+    cache the link named by the hash may lead to a blob that repositories share, with another name.
     """
-    hashes = {h for file in files for h in (file.sha256, file.git_sha1) if h is not None}
-    sizes = {file.size_bytes for file in files}
-    found: dict[int, list[Path]] = {size: [] for size in sizes}
-    seen: set[tuple[int, int]] = set()
+    found: dict[int, dict[Path, set[str]]] = {file.size_bytes: {} for file in files}
+    seen: dict[tuple[int, int], Path] = {}
     for pattern in look_in:
         for root in sorted(glob.glob(pattern)):
             for path in _walk(Path(root)):
@@ -79,12 +79,10 @@ def candidates(files: Iterable[FetchFile], look_in: Iterable[str]) -> dict[int, 
                 except OSError:
                     # Dangling links and files of others are no candidates.
                     continue
-                identity = (status.st_dev, status.st_ino)
-                if status.st_size in sizes and identity not in seen:
-                    seen.add(identity)
-                    found[status.st_size].append(path.resolve())
-    for paths in found.values():
-        paths.sort(key=lambda path: (path.name not in hashes, str(path)))
+                if status.st_size in found:
+                    identity = (status.st_dev, status.st_ino)
+                    target = seen.setdefault(identity, path.resolve())
+                    found[status.st_size].setdefault(target, set()).add(path.name)
     return found
 
 

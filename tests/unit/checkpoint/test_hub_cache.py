@@ -1,0 +1,126 @@
+"""A cache of the real huggingface_hub, whose repositories share blobs, is reused."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from builder_hub import contents, fetch_order
+from builder_trees import run_tool, tool_environment
+from huggingface_hub import file_download, scan_cache_dir, snapshot_download
+
+from lab.hub import responses
+from spark_deploy.facts import sections
+from spark_deploy.facts.service import stored
+from tests.unit.lab.test_hub import RunningHub
+
+COMMIT = "c" * 40
+SIZE_BYTES = (1 << 20) + 7
+# The first two shards of the repositories are the same; shards of one model are often of one size.
+SHARDS = {"a": "xyv", "b": "xyw"}
+
+
+def xet_hash(data):
+    return hashlib.sha256(b"xet" + data).hexdigest()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache with two repositories of the lab's hub; only the bytes' own way is replaced."""
+    root, by_hash = tmp_path / "hub", {}
+    for name, letters in SHARDS.items():
+        tree = root / f"lab/{name}" / COMMIT
+        tree.mkdir(parents=True)
+        (tree.parent / "refs").mkdir()
+        (tree.parent / "refs/main").write_text(COMMIT)
+        (tree / "config.json").write_text(json.dumps({"model_type": name}))
+        for number, letter in enumerate(letters):
+            data = letter.encode() * SIZE_BYTES
+            by_hash[xet_hash(data)] = data
+            (tree / f"model-{number}.safetensors").write_bytes(data)
+    plain_headers = responses.file_headers
+
+    def xet_headers(commit, record):
+        """Add what the hub says of a file in Xet storage."""
+        if not record.large:
+            return plain_headers(commit, record)
+        named = {"X-Xet-Hash": xet_hash(record.disk_path.read_bytes()), "X-Xet-Refresh-Route": "/x"}
+        return plain_headers(commit, record) | named
+
+    def xet_get(*, incomplete_path, xet_file_data, **_):
+        Path(incomplete_path).write_bytes(by_hash[xet_file_data.file_hash])
+
+    monkeypatch.setattr(responses, "file_headers", xet_headers)
+    monkeypatch.setattr(file_download, "xet_get", xet_get)
+    (tmp_path / "run").mkdir()
+    hub = RunningHub(root, tmp_path / "run")
+    place = tmp_path / "home/.cache/huggingface/hub"
+    try:
+        for name in SHARDS:
+            # One at a time: threads that make the shared folder at once do not all use it.
+            words = {"endpoint": hub.url, "cache_dir": place, "token": False, "max_workers": 1}
+            snapshot_download(f"lab/{name}", **words)
+    finally:
+        hub.close()
+    shared = list(place.glob("blobs/??/*[0-9a-f]"))
+    assert len([path for path in shared if not path.suffix]) == len(by_hash), "layout has changed"
+    return place
+
+
+def tree_of(cache, name):
+    return cache.parents[3] / f"hub/lab/{name}/{COMMIT}"
+
+
+def fetch(cache, name, look_in):
+    """Fetch a repository without any hub: from the cache or not at all."""
+    out = cache.parents[3] / f"sources/{name}-{COMMIT[:12]}"
+    order = fetch_order(tree_of(cache, name), out, urls=[], look_in=[str(look_in)])
+    path = cache.parents[3] / f"fetch-{name}.json"
+    path.write_text(json.dumps(order))
+    return out, run_tool("fetch", path)
+
+
+@pytest.mark.parametrize("below", ["", "models--lab--{}"])
+def test_both_repositories_are_fetched_from_shared_blobs_and_outlive_the_cache(cache, below):
+    trees = {}
+    for name in SHARDS:
+        trees[name], _ = fetch(cache, name, cache / below.format(name))
+    info = scan_cache_dir(cache)
+    commits = [one.commit_hash for repo in info.repos for one in repo.revisions]
+    info.delete_revisions(*commits).execute()
+    for name, out in trees.items():
+        assert contents(out) == contents(tree_of(cache, name))
+        assert not any(path.is_symlink() for path in out.rglob("*"))
+        assert run_tool("verify", out, "--full").returncode == 0
+
+
+def test_of_shards_of_one_size_only_the_one_with_the_right_name_is_read(cache):
+    read = cache.parents[3] / "read"
+    out = cache.parents[3] / "sources/a"
+    order = cache.parents[3] / "fetch.json"
+    order.write_text(json.dumps(fetch_order(tree_of(cache, "a"), out, [], look_in=[str(cache)])))
+    program = (
+        "import sys; from spark_checkpoint.cli import main; from spark_checkpoint.sources import "
+        "fetch; take = fetch._take_local\n"
+        f"def noted(order, file, path): open({str(read)!r}, 'a').write('.'); "
+        "return take(order, file, path)\n"
+        "fetch._take_local = noted; sys.exit(main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", program, "fetch", str(order)]
+    subprocess.run(words, env=tool_environment(), check=True, capture_output=True)
+    assert len(read.read_text()) == len(list(tree_of(cache, "a").iterdir()))
+
+
+def test_the_look_before_a_download_finds_shared_blobs_by_their_sha256(cache):
+    target = str(cache.parents[3] / "sources/a")
+    script = stored.script([target], [str(cache)])
+    out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
+    found = stored.parse(sections.split(out.splitlines()))
+    for letter in "xyvw":
+        sha256 = hashlib.sha256(letter.encode() * SIZE_BYTES).hexdigest()
+        assert found.folders.get(sha256) == str(cache)
+        if os.geteuid() == 0:
+            assert found.linkable_bytes(target, [(sha256, SIZE_BYTES)]) == SIZE_BYTES
