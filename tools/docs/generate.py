@@ -8,7 +8,6 @@ from the open questions and reports of hosts.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +33,6 @@ from spark_deploy.planning.budget.memory import (  # noqa: E402
 )
 from spark_deploy.planning.budget.weights import weights_of  # noqa: E402
 from spark_deploy.planning.resolve import problems_of  # noqa: E402
-from spark_deploy.planning.types import MemoryPlan  # noqa: E402
 from spark_deploy.settings.service.cluster import ClusterSettings  # noqa: E402
 from spark_deploy.settings.types import Settings  # noqa: E402
 from tools.docs import evidence, speed  # noqa: E402
@@ -256,52 +254,6 @@ def _count(patterns: tuple[str, ...]) -> int:
     return sum(count(pattern) for pattern in patterns)
 
 
-def compared_rows() -> Iterator[str]:
-    """Yield computed and published sizes of the KV cache, and how far they are apart."""
-    yield "| KV cache | published | as 0.19 counts | requests of 262,144 |"
-    yield "|---|---|---|---|"
-    counted = {dtype: _plan_at_090(dtype) for dtype in ("auto", *PRESETS)}
-    published = {"auto": PUBLISHED_PLAIN, _nearest(counted): PUBLISHED_TURBOQUANT}
-    apart = []
-    for dtype, plan in counted.items():
-        then = _as_counted_then(plan)
-        groups = f"{plan.kv_tokens:,} tokens / {GROUPS} groups = {then:,}"
-        text = ""
-        if dtype in published:
-            tokens, users = published[dtype]
-            text = f"{tokens:,} tokens, {users}"
-            apart.append(f"{abs(then / tokens - 1):.0%}")
-        yield row(dtype, text, groups, plan.full_context_users)
-    yield from ("", f"Published and computed are {' and '.join(apart)} apart.")
-
-
-def _as_counted_then(plan: MemoryPlan) -> int:
-    return (plan.kv_tokens or 0) // GROUPS
-
-
-def _nearest(counted: dict[str, MemoryPlan]) -> str:
-    """Return the preset whose cache, as counted then, is nearest to the published one."""
-    tokens, _ = PUBLISHED_TURBOQUANT
-    return min(PRESETS, key=lambda dtype: abs(_as_counted_then(counted[dtype]) - tokens))
-
-
-def _plan_at_090(dtype: str) -> MemoryPlan:
-    [model] = (one for one in _for_sparks() if one.name == DEFAULT.model)
-    profile = catalog().profile(DEFAULT.profile, model.name)
-    profile = dataclasses.replace(
-        profile,
-        kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype),
-        limits=dataclasses.replace(profile.limits, memory_fraction=0.9, max_sequences=1),
-    )
-    return plan_memory(model, profile, Settings())
-
-
-# Cache groups of this architecture, and tokens and users as published.
-GROUPS = 4
-PUBLISHED_PLAIN = (355_000, "1 user")
-PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
-PUBLISHED_TURBOQUANT = (1_400_000, "5 users")
-
 FILES: dict[str, Callable[[], Iterable[str]]] = {
     **{f"schema/{name}.schema.json": functools.partial(schema_file, name) for name in DOCUMENTS},
     "group_vars/all.yml": all_yml,
@@ -311,7 +263,6 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "docs/reference/models.md": {"hybrid models": hybrid_models, "plain models": plain_models},
     "docs/reference/profiles.md": {
         "profiles": profile_sections,
-        "comparison": compared_rows,
         "guard rails": rail_rows,
     },
     "docs/reference/speed.md": {

@@ -49,13 +49,6 @@ def test_the_way_through_the_house_leads_past_files_that_are_there():
     assert [name for name in named if not (CHECKOUT / name).exists()] == []
 
 
-def test_readme_tells_no_time_of_a_run_that_no_file_holds():
-    readme = (CHECKOUT / "README.md").read_text("utf-8")
-    see_it_work = readme.partition("## See it work")[2].partition("\n## ")[0]
-    assert "make demo" in see_it_work
-    assert re.findall(r"\d+ (?:minutes|seconds|s)\b|about \d+", see_it_work) == []
-
-
 def test_every_result_file_is_named_by_a_page_or_the_catalog():
     """A result that nobody reads proves nothing to anybody."""
     pages = [*CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("proofs/**/*.md")]

@@ -20,8 +20,3 @@ def test_every_promise_names_a_test_that_is_there() -> None:
             tree = ast.parse((CHECKOUT / "tests" / file).read_text("utf-8"))
             there = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
             assert name in there, f"{file} has no {name}"
-
-
-def test_it_says_how_to_report() -> None:
-    assert "## Reporting" in PAGE
-    assert len(PAGE.split()) < 1200, "a threat model of one page"
