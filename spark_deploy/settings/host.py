@@ -180,7 +180,7 @@ class PathSettings:
         **FOLDER,
     )
     cache_dir: str = setting(
-        "/srv/spark/cache", "Compile caches of the engine, one per image.", **FOLDER
+        "/srv/spark/cache", "Compile caches of engines, one for each release.", **FOLDER
     )
     docker_dir: str = setting(
         "/var/lib/docker",

@@ -9,8 +9,10 @@ from typing import Any
 from pyinfra.api.host import Host
 from spark_contract.documents import DocumentError, parse
 from spark_contract.host import tool
+from spark_contract.host.sentences import COMPILING
 from spark_contract.host.units import MAIN_SERVICE, PREPARE
 from spark_contract.serving.records import Rollout
+from spark_contract.serving.release import service_of
 from spark_contract.serving.status import UnderWay
 from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, Job
 
@@ -123,6 +125,15 @@ def _parts(plan: HostPlan, found: Found) -> Iterator[str]:
         yield f"then the engine starts{_first(plan, found)}"
     elif old.name != plan.serve.name:
         yield f"engine restarts; clients get 503 for {_down(found.last)}"
+    if (old is None or old.name != plan.serve.name) and _compiles(plan, found):
+        yield f"plus {COMPILING}"
+
+
+def _compiles(plan: HostPlan, found: Found) -> bool:
+    """Whether no proven release of the service has compiled for this engine and driver."""
+    releases = found.status.told.releases if found.status.told else ()
+    caches = {one.cache for one in releases if service_of(one.name) == plan.serve.service}
+    return not plan.serve.check.portable and plan.cache_dir not in caches
 
 
 def _first(plan: HostPlan, found: Found) -> str:

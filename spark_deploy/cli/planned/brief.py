@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from spark_contract.host.sentences import COMPILING
+
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.lockfile.resolve import size
 from spark_deploy.planning.budget.disk import disk_total
@@ -30,6 +32,9 @@ def brief(plan: HostPlan, profile: Profile) -> Iterator[str]:
         yield row(
             "", f"its share of {asked:g} is lowered to {taken:g}: the rest is kept for others"
         )
+    if not plan.serve.check.portable:
+        again = "and again after a change of the engine's base image or the driver"
+        yield row("first start", f"{COMPILING}, {again}")
     for one in plan.services:
         urls = ", ".join(url for url, _ in base_urls(one.gateway))
         takes = gib(one.memory.memory_fraction * one.memory.total_bytes)

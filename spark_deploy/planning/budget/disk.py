@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from spark_deploy.planning.types import CheckpointPlan, DiskUse, ImagePlan, PairPlan
 
 _GIB = 1024**3
-# vllm-openai v0.31.0: 11.0 GB compressed, 26.4 GB unpacked; Docker keeps both during the pull.
+# The engine image of 0.31.0: 11.0 GB compressed, 26.4 GB unpacked; a pull needs both.
 _UNPACKED = 2.5
-_CACHE_BYTES = 2 * _GIB
+_CACHE_BYTES = 4 * _GIB  # of the release that serves and of the one before it
 
 
 def disk_plan(docker_dir: str, pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:

@@ -119,13 +119,13 @@ def serve_plan(
 
 
 def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
-    """Return the folder of the engine's compile cache on the host.
+    """Return the folder of compile caches on the host, one in it for each release.
 
-    One for each image and number of drafts: the cache is not keyed on the latter and breaks when
-    it changes.
+    It is named by the base image and the number of drafts: an engine's cache is not keyed on the
+    latter and breaks when it changes. The plugin is not part: compilers store by source.
     """
     drafts = profile.speculation.tokens if profile.speculation else 0
-    return f"{settings.paths.cache_dir}/{cache_name(image.digest, drafts)}"
+    return f"{settings.paths.cache_dir}/{cache_name(image.base, drafts)}"
 
 
 def check_plan(

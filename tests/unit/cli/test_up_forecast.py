@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from spark_contract.host.sentences import COMPILING
 from spark_contract.serving.records import Rollout
 from spark_contract.work.job import JobState, Progress
 
@@ -61,7 +62,8 @@ def test_a_new_host_is_told_what_it_fetches():
     assert text.startswith("new here: will serve large with v2; fetches ")
     assert "an image of" in text
     assert "builds the checkpoint" in text
-    assert text.endswith("no figure yet of how long that takes")
+    assert "no figure yet of how long that takes" in text
+    assert text.endswith(COMPILING)
 
 
 def test_a_change_of_profile_says_how_long_clients_wait():
@@ -70,8 +72,16 @@ def test_a_change_of_profile_says_how_long_clients_wait():
     text = said(told(document(OLD, "agent")), states(plan_of("large", "v2"), "done"), last)
     assert text == (
         "agent → v2 (large); nothing to download; engine restarts; clients get 503 for "
-        "about 6 minutes (the last start took 5:40)"
+        f"about 6 minutes (the last start took 5:40); plus {COMPILING}"
     )
+
+
+@pytest.mark.parametrize(("name", "compiles"), [(OLD, False), ("embed-aaaaaaaaaaaa", True)])
+def test_a_cache_that_a_proven_release_of_the_service_left_saves_the_compilation(name, compiles):
+    found = document(OLD, "agent")
+    warm = {**found["releases"][0], "name": name, "cache": plan_of("large", "v2").cache_dir}
+    found["releases"].append(warm)
+    assert said(told(found)).endswith(COMPILING) is compiles
 
 
 def test_a_rollout_that_is_under_way_is_attached_to_or_refuses_another():
@@ -94,6 +104,7 @@ def test_a_start_is_only_called_the_first_where_there_was_none_before():
     took = Rollout(plan.serve.name, state="switched", times_s={"start": 70.0})
     failed = Rollout(plan.serve.name, state="rolled-back", times_s={"start": 70.0})
     done = states(plan, "done")
+    found["releases"][0]["cache"] = plan.cache_dir
     assert said(told(found), done, took).endswith(
         "then the engine starts, which takes about a minute (the last start took 1:10)"
     )

@@ -97,7 +97,7 @@ def fill_the_journal(serving: Serving) -> None:
 
 
 def fill_the_cache(serving: Serving, files: int, size: int) -> None:
-    cache = serving.host.paths.below("/srv/spark/cache/x")
+    cache = serving.host.paths.below(f"/srv/spark/cache/x/{RELEASE}")
     (cache / "deep").mkdir(parents=True)
     (cache / "deep/link").symlink_to("/")  # followed by nobody
     for number in range(files):
@@ -115,7 +115,11 @@ FAULTS: dict[str, tuple[Callable[[Serving], Any], str, str]] = {
     "journal": (fill_the_journal, "journal", "takes 0.0 GiB"),
     "disk": (lambda s: setattr(daily, "FREE_BYTES", 1 << 60), "disk", "GiB are free"),
     "inodes": (lambda s: setattr(daily, "FREE_INODES_SHARE", 2), "disk", "inodes are free"),
-    "cache": (lambda s: fill_the_cache(s, 10, 20_000), "cache", "/srv/spark/cache/x holds 0.0 GiB"),
+    "cache": (
+        lambda s: fill_the_cache(s, 10, 20_000),
+        "cache",
+        f"/srv/spark/cache/x/{RELEASE} holds 0.0 GiB",
+    ),
     "cache of files": (lambda s: fill_the_cache(s, 80, 0), "cache", "in 51 files"),
     "clock": (lambda s: setattr(s, "clock", "no"), "clock", "not synchronised"),
     "clock back": (lambda s: s.proven(ago(-2)), "clock", "went back"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 from pathlib import Path
-from typing import Any
 
 import pytest
 from spark_contract.errors import HostToolError
@@ -36,23 +35,6 @@ def test_docker_starts_the_engine_as_its_account_by_number(host: Host) -> None:
 def test_a_missing_account_is_named_with_the_way_to_make_it(host: Host) -> None:
     with pytest.raises(HostToolError, match=r"spark-nobody-knows[\s\S]*systemd-sysusers"):
         serve.docker_argv(of(host, "spark-nobody-knows"), host.paths)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
-def test_a_cache_that_root_filled_becomes_the_engines_and_links_in_it_lead_nowhere(
-    host: Host, tmp_path: Path
-) -> None:
-    cache, outside = tmp_path / "cache", tmp_path / "outside"
-    (cache / "triton").mkdir(parents=True)
-    (cache / "triton/kernel").write_text("x")
-    outside.write_text("not the engine's")
-    (cache / "link").symlink_to(outside)
-
-    account.give_all(cache, of(host, "nobody"))
-
-    for path in (cache, cache / "triton", cache / "triton/kernel"):
-        assert path.stat().st_uid == NOBODY.pw_uid
-    assert outside.stat().st_uid == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
@@ -116,49 +98,3 @@ def test_a_tree_the_engine_could_not_read_is_refused_by_name_before_anything_is_
     assert problem is not None
     assert str(tree / what).rstrip("/") in str(problem)
     assert "chmod o+rX" in str(problem)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
-@pytest.mark.parametrize("whose", ["folder", "entries"])
-def test_a_cache_of_another_account_is_not_run_by_this_engine(
-    host: Host, tmp_path: Path, whose: str
-) -> None:
-    cache, outside, stranger = tmp_path / "cache", tmp_path / "outside", 12_345
-    (cache / "planted").mkdir(parents=True)
-    (cache / "planted/kernel.so").write_text("not ours")
-    (cache / "link").symlink_to(outside)
-    (cache / "own").write_text("x")
-    outside.write_text("stays")
-    for path in (cache / "planted/kernel.so", cache / "planted", cache / "link"):
-        os.chown(path, stranger, stranger, follow_symlinks=False)
-    os.chown(cache / "own", NOBODY.pw_uid, NOBODY.pw_gid)
-    os.chown(cache, stranger if whose == "folder" else NOBODY.pw_uid, 0)
-
-    account.give_all(cache, of(host, "nobody"))
-
-    assert sorted(os.listdir(cache)) == ([] if whose == "folder" else ["own"])
-    assert outside.read_text() == "stays"
-    assert cache.stat().st_uid == NOBODY.pw_uid
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
-def test_a_folder_that_becomes_a_link_while_root_is_in_it_leads_nowhere(
-    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, outside = tmp_path / "cache", tmp_path / "outside"
-    for folder in (cache / "triton", outside):
-        folder.mkdir(parents=True)
-        (folder / "a").write_text("x")
-        (folder / "b").write_text("x")
-    chown = os.chown
-
-    def and_then_swapped(*words: Any, **more: Any) -> None:
-        chown(*words, **more)
-        if not (cache / "triton").is_symlink():
-            (cache / "triton").rename(cache / "moved")
-            (cache / "triton").symlink_to(outside)
-
-    monkeypatch.setattr(os, "chown", and_then_swapped)
-    account.give_all(cache, of(host, "nobody"))
-    assert (cache / "triton").is_symlink()
-    assert {(outside / name).stat().st_uid for name in ("a", "b")} == {0}

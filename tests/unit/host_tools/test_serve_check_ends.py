@@ -6,6 +6,8 @@ import json
 
 import pytest
 from checked import check, failed
+from spark_contract.host.sentences import COMPILING
+from spark_contract.serving.records import CompileCache
 from spark_host.check import runner
 from spark_host.records import proof
 from stub_host import Host
@@ -41,7 +43,9 @@ def test_what_a_loading_engine_said_last_is_told_and_not_what_was_told_of_it(
         with host.log.open("a") as log:  # the unit's journal holds what its check prints as well
             log.write(f"{line}\n")
 
+    host.here.disk.write(host.paths.compile_cache(release.name), CompileCache("580", None, "run-1"))
     runner.check(release, host.here, "quick", report, invocation_id="run-1")
+    assert all(COMPILING in line for line in told if "waited_s=" in line)
     waited = [line.partition(" last: ")[2] for line in told if "waited_s=" in line]
     assert len(waited) > 2
     assert all(waited)

@@ -146,8 +146,16 @@ def test_caches_go_with_the_last_release_that_mounts_them(machine: Machine) -> N
     machine.good(A, tree, cache=machine.shown(other))
     machine.good(B, tree, cache=machine.shown(ours))
     machine.image("spark-vllm:one", "l1", size=1)
-    assert names(machine.look(kept=0), "cache") == [other.name]
-    assert names(machine.look(kept=1), "cache") == []
+    for folder, letters in ((ours, "bcd"), (other, "a")):
+        for letter in letters:
+            (folder / f"main-{letter * 12}/nv").mkdir(parents=True)
+    (ours / f".{B}.17.pruned").mkdir()
+    unused = [f".{B}.17.pruned", C, D, "weights"]
+    assert sorted(names(machine.look(kept=0), "cache")) == sorted([other.name, *unused])
+    assert sorted(names(machine.look(kept=1), "cache")) == sorted([*unused, "weights"])
+    assert machine.prune(kept=1) == 0
+    assert [path.name for path in ours.iterdir()] == [B]
+    assert (other / A / "nv").is_dir()
 
 
 def test_a_kept_release_that_cannot_be_read_stops_everything(machine: Machine) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from spark_contract.host.sentences import COMPILING
 
 from spark_deploy.catalog.beside import Speculation
 from spark_deploy.catalog.model import HybridModel, LinearAttention
@@ -410,6 +411,15 @@ def test_the_plan_counts_the_cache_as_the_engine_does_beside_its_own_count():
     assert larger not in text
     portable = dataclasses.replace(profile, engine_mode="portable")
     assert larger in "\n".join(lines(plan, model, portable))
+
+
+@pytest.mark.parametrize("mode", ["native", "portable"])
+def test_the_plan_counts_the_compilation_of_the_first_start_on_a_gpu(mode):
+    plan = plan_of("large", "v2")
+    check = dataclasses.replace(plan.serve.check, portable=mode == "portable")
+    plan = dataclasses.replace(plan, serve=dataclasses.replace(plan.serve, check=check))
+    _, profile = pair_of(settings_of(), CATALOG)
+    assert (COMPILING in "\n".join(brief(plan, profile))) is (mode == "native")
 
 
 @pytest.mark.parametrize(("asked", "told"), [(0.8, False), (0.93, True)])

@@ -1,6 +1,7 @@
 """What the plan of a host promises, whatever the catalog holds."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from spark_contract.documents import text_of
@@ -77,6 +78,17 @@ def test_no_secret_reference_reaches_the_release():
     )
     assert "MY_KEY" not in text_of(plan.serve)
     assert "MY_TOKEN" not in text_of(plan.serve)
+
+
+def test_the_compile_cache_is_kept_for_base_image_and_drafts_whatever_the_plugin():
+    def cache_of(profile: str, **more: Any) -> str:
+        return plan_of("large", profile, **more).cache_dir
+
+    ours, stock = plan_of("large", "v2"), plan_of("large", "v2-native")
+    assert ours.image.tag != stock.image.tag
+    assert ours.cache_dir == stock.cache_dir
+    assert cache_of("base") != ours.cache_dir  # no drafts
+    assert cache_of("v2", images={"engine": "registry.example/other:1"}) != ours.cache_dir
 
 
 def test_an_unpacked_engine_image_fits_its_disk_estimate():

@@ -125,6 +125,10 @@ class Paths:
         """Return the file of the last check of a release."""
         return self.below(PROOFS_DIR) / f"{release}.json"
 
+    def compile_cache(self, release: str) -> Path:
+        """Return the record of a release's compile cache."""
+        return self.state / "caches" / f"{release}.json"
+
     def answers(self, release: str) -> Path:
         """Return what a release answered to its owner's prompts; only root reads it."""
         return self.state / "answers" / f"{release}.json"

@@ -79,6 +79,6 @@ def release_name(service: str, digest: str) -> str:
     return f"{service}-{digest[:12]}"
 
 
-def cache_name(image_digest: str, drafts: int) -> str:
-    """Return the name of the folder of an engine's compile cache."""
-    return f"{image_digest[:12]}-mtp{drafts}"
+def cache_name(base: str, drafts: int) -> str:
+    """Return the name of the folder of compile caches for a pinned base image."""
+    return f"{base.rpartition(':')[2][:12]}-mtp{drafts}"

@@ -85,6 +85,17 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
+class CompileCache:
+    """``caches/<release>.json``: its compile cache is whole; written last."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    driver: str
+    copied_from: str | None  # a release; None: it started empty
+    invocation_id: str  # the run of the unit that started with it
+
+
+@dataclass(frozen=True, slots=True)
 class DailyLook:
     """``daily.json``: what the host's daily look found wrong."""
 

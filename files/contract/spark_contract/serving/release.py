@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from spark_contract.documents import OPTIONAL
@@ -215,6 +215,19 @@ class Release:
     def trees(self) -> tuple[Tree, ...]:
         """Everything whose receipt has to hold before the engine starts."""
         return (self.tree, *self.beside)
+
+    @property
+    def mounts(self) -> tuple[Mount, ...]:
+        """The container's directories; the writable one is this release's own compile cache."""
+        return tuple(
+            mount if mount.read_only else replace(mount, source=f"{mount.source}/{self.name}")
+            for mount in self.engine.mounts
+        )
+
+    @property
+    def cache(self) -> str | None:
+        """The directory of its compile cache."""
+        return next((mount.source for mount in self.mounts if not mount.read_only), None)
 
     @property
     def container(self) -> str:

@@ -26,6 +26,8 @@ class ReleaseState:
     speed: tuple[str, ...]  # what was measured, in sentences
     # The last change to it ended as a failed unit, whatever has become of the release since.
     change_failed: bool = field(default=False, metadata=OPTIONAL)
+    # It was proven and its compile cache is of the loaded driver; a candidate starts with a copy.
+    cache: str | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)

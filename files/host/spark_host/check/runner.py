@@ -24,7 +24,7 @@ from spark_host.check import comparing
 from spark_host.check.probe import CheckError, Probe
 from spark_host.check.questions import together
 from spark_host.check.table import CHECKS, Check
-from spark_host.engine import start_log
+from spark_host.engine import compile_cache, start_log
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
 from spark_host.gateway import traffic
@@ -68,7 +68,8 @@ def check(
         if worker:
             findings = _of_worker(joining, level, report)
         else:
-            findings = [_ready(probe, report, lambda: _stopped(guard) or joining.problem())]
+            doing = compile_cache.compiling(release, before, host)
+            findings = [_ready(probe, report, doing, lambda: _stopped(guard) or joining.problem())]
         if findings[0].ok and not worker:
             probe.before = _metrics_or_none(probe)
             findings += _run_all(probe, level, report)
@@ -194,7 +195,7 @@ def _memory(guard: StartGuard, *, ready: bool) -> Finding:
     return Finding(checks.MEMORY, seen is not None, text, 0.0)
 
 
-def _ready(probe: Probe, report: Report, ended: Callable[[], str | None]) -> Finding:
+def _ready(probe: Probe, report: Report, doing: str, ended: Callable[[], str | None]) -> Finding:
     """Wait until the engine listens and is healthy; show what it is doing meanwhile."""
     start = time.monotonic()
     limit_s = probe.release.timeouts.start_s
@@ -220,7 +221,8 @@ def _ready(probe: Probe, report: Report, ended: Callable[[], str | None]) -> Fin
             # Our own lines are in the engine's log, too; they would repeat each other.
             said = (line.strip() for line in reversed(probe.read_log()) if WAITED not in line)
             last = next(filter(None, said), reason)
-            report(f"{PHASE}load {WAITED}{waited:.0f} limit_s={limit_s:.0f} last: {last[:160]}")
+            so_far = f"{WAITED}{waited:.0f} limit_s={limit_s:.0f}"
+            report(f"{PHASE}load {so_far} {doing}last: {last[:160]}")
         time.sleep(0.2 if waited < 10 else 1.0)
 
 

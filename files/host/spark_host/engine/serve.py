@@ -13,7 +13,7 @@ from spark_contract.host.sentences import PHASE
 from spark_contract.host.units import DIGEST_LABEL, RELEASE_LABEL, SERVICE_LABEL, SWITCH
 from spark_contract.serving.release import Release
 
-from spark_host.engine import dialect, memory, starts, tree
+from spark_host.engine import compile_cache, dialect, memory, starts, tree
 from spark_host.engine.container import account, cdi, environment
 from spark_host.gateway import traffic
 from spark_host.records import boot
@@ -50,10 +50,7 @@ def prepare(name: str, paths: Paths) -> int:
     memory.wait_for_memory(release, log)
     memory.prepare_blocks(release, log)
     _make_folders(release, paths)
-    for mount in release.engine.mounts:
-        if not mount.read_only:  # caches of the engine start empty
-            Path(mount.source).mkdir(mode=0o755, parents=True, exist_ok=True)
-            account.give_all(Path(mount.source), release)
+    compile_cache.prepare(release, Host(paths), log)
     return 0
 
 
@@ -108,7 +105,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
     argv += ["--log-driver", "none"]
     outside, inside = paths.engine_run(release.service), Path(ENGINE_SOCKET).parent
     argv += ["--mount", f"type=bind,source={outside},target={inside}"]
-    for mount in release.engine.mounts:
+    for mount in release.mounts:
         text = f"type=bind,source={mount.source},target={mount.target}"
         argv += ["--mount", text + (",readonly" if mount.read_only else "")]
     argv += ["--env-file", str(paths.engine_environment(release.name))]

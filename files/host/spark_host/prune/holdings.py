@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from spark_contract.work.job import IMAGE_PULL_JOB, ImageProof, Job, JobRun
 
 from spark_host.jobs import jobs
 from spark_host.system import disk, docker
+from spark_host.system.folders import remove_tree
 
 # How a tree is called while it grows, after it was found damaged, and while it is removed.
 _UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
@@ -130,11 +129,14 @@ def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
 
 
 def _files_below(directory: Path) -> Iterable[os.stat_result]:
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            info = os.lstat(os.path.join(folder, name))
-            if stat.S_ISREG(info.st_mode):
-                yield info
+    todo = [os.fspath(directory)]
+    while todo:
+        with suppress(OSError), os.scandir(todo.pop()) as entries:  # too deep to be named, or gone
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    yield entry.stat(follow_symlinks=False)
 
 
 def images(known: dict[str, Job], paths: Paths) -> list[Image]:
@@ -210,7 +212,9 @@ def remove_folder(path: Path) -> None:
     aside = path
     if not path.name.endswith(PRUNED):
         aside = path.with_name(f".{path.name.lstrip('.')}{PRUNED}")
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_tree(aside)
         path.rename(aside)
         files.sync_directory(path.parent)
-    shutil.rmtree(aside)
+    if not remove_tree(aside):
+        what = "cannot be removed"
+        raise HostToolError(str(aside), what, f"rm -rf {aside} shows why; then run again")

@@ -91,6 +91,13 @@ def look(keep: Keep, paths: Paths) -> Going:
         ours += found
         others += strange
     folders = [folder for folder in ours if folder.of not in needed]
+    folders += [
+        Folder("cache", path, path)
+        for folder in ours
+        if folder.kind == "cache" and folder.of in needed
+        for path in sorted(folder.path.iterdir())
+        if path.name not in kept
+    ]
     folders += holdings.old_tools(paths)
     going_images, staying = _split_images(keep, kept, busy, known, paths)
     gone = {folder.of for folder in folders}
@@ -226,7 +233,7 @@ def _remove_release(name: str, paths: Paths) -> None:
         with suppress(OSError):
             host.disk.write(paths.good(service), replace(record, previous=left))
     of_it = (paths.proof(name), paths.answers(name), paths.rollout(name), paths.request(name))
-    for path in of_it:
+    for path in (*of_it, paths.compile_cache(name)):
         path.unlink(missing_ok=True)
     for unit in (units.SERVE.of(name), units.WATCH.of(name), units.PREPARE.of(name)):
         shutil.rmtree(paths.units / f"{unit}.d", ignore_errors=True)

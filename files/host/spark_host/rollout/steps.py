@@ -10,6 +10,7 @@ from spark_contract.host.units import SERVE
 from spark_contract.serving.records import Proof
 from spark_contract.serving.release import Release, service_of
 
+from spark_host.engine import compile_cache
 from spark_host.engine.client import EngineError, SilentError
 from spark_host.records import boot, proof
 from spark_host.rollout import speed
@@ -160,7 +161,8 @@ def start(release: Release, host: Host, record: Record) -> None:
             # The check at the start reports waiting, too; the engine's own words say more.
             said_by_engine = [line.strip() for line in lines if WAITED not in line]
             last = said_by_engine[-1][:160] if said_by_engine else last
-            record.report(f"{PHASE}start {WAITED}{told - begun:.0f} last: {last}")
+            doing = compile_cache.compiling(release, state.get("InvocationID", ""), host)
+            record.report(f"{PHASE}start {WAITED}{told - begun:.0f} {doing}last: {last}")
         host.clock.sleep(0.25)
 
 

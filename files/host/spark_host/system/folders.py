@@ -10,11 +10,14 @@ import contextlib
 import os
 import shutil
 import stat
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
+
+_LIMIT_S = 600.0  # of coreutils, which copy and remove trees that engines may have made too deep
 
 
 def give(path: Path, owner: int, group: int, mode: int) -> None:
@@ -46,6 +49,28 @@ def empty(path: Path) -> None:
             remove(name, folder)
 
 
+def remove_tree(path: Path) -> bool:
+    """Remove a tree of any depth and return whether it is gone; no link in it is followed."""
+    return _run("rm", "-rf", "--one-file-system", "--", str(path))
+
+
+def copy_tree(source: Path, target: Path) -> bool:
+    """Copy a tree to a new place and return whether it is whole; links are copied as links."""
+    options = ("-a", "--reflink=auto", "--one-file-system", "--")
+    return _run("cp", *options, str(source), str(target))
+
+
+def _run(*argv: str) -> bool:
+    null = subprocess.DEVNULL  # an error for each of a million files is no output to keep
+    try:
+        done = subprocess.run(
+            argv, stdin=null, stdout=null, stderr=null, timeout=_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
+
+
 def remove(name: str, folder: int) -> None:
     """Remove what has a name in an open folder, a link itself and not what it leads to."""
     if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
@@ -53,6 +78,22 @@ def remove(name: str, folder: int) -> None:
     else:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
+
+
+def measure(folder: Path, most_bytes: int, most_files: int) -> tuple[int, int]:
+    """Return bytes and files of a folder, up to where they exceed a limit; it may be anybody's."""
+    size = count = 0
+    todo = [os.fspath(folder)]
+    while todo and size <= most_bytes and count <= most_files:
+        with contextlib.suppress(OSError), os.scandir(todo.pop()) as entries:
+            for entry in entries:
+                count += 1
+                size += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append(entry.path)
+                if count > most_files:
+                    break
+    return size, count
 
 
 def is_socket(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
@@ -23,7 +24,7 @@ from spark_contract.serving.status import (
 from spark_host.check import measure
 from spark_host.check.probe import CheckError, Probe
 from spark_host.check.questions import pooled
-from spark_host.engine import memory
+from spark_host.engine import compile_cache, memory
 from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
@@ -94,8 +95,16 @@ def _release(
         proof=found,
         unproven=why,
         speed=tuple(measure.sentences(found.bench)) if found and found.bench else (),
+        cache=_cache(release, versions, host),
         change_failed=units.get(SWITCH.of(release.name), {}).get("ActiveState") == "failed",
     )
+
+
+def _cache(release: Release, versions: dict[str, str], host: Host) -> str | None:
+    """Return the folder of compile caches in which a candidate would find one to copy."""
+    whole = compile_cache.is_whole(release, versions.get("driver", ""), host)
+    proven = release.name in boot.good(release.service, host).all
+    return str(Path(release.cache).parent) if release.cache and whole and proven else None
 
 
 def _service(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from spark_contract.serving.records import DailyLook, Proof
 from spark_contract.serving.release import Release
 
 from spark_host.records import boot, proof
-from spark_host.system import programs, stored
+from spark_host.system import folders, programs, stored
 from spark_host.system.log import log
 from spark_host.system.ports import Host
 
@@ -126,33 +125,16 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
 
 def _written(running: list[Release], paths: Paths) -> set[Path]:
     """Return the folders of the host's disk that engines write to."""
-    mounts = [mount for release in running for mount in release.engine.mounts]
-    return {paths.below(mount.source) for mount in mounts if not mount.read_only}
+    return {paths.below(release.cache) for release in running if release.cache}
 
 
 def _caches(running: list[Release], paths: Paths) -> Iterator[Problem]:
     for folder in sorted(_written(running, paths)):
-        size, count = _taken(folder)
+        size, count = folders.measure(folder, CACHE_BYTES, CACHE_FILES)
         if size > CACHE_BYTES or count > CACHE_FILES:
             what = f"{folder} holds {size / _GIB:.1f} GiB in {count} files; a compiler's is smaller"
             fix = "spark-deploy logs: who wrote it? Stop the engine, remove it, start it again"
             yield Problem("cache", what, fix)
-
-
-def _taken(folder: Path) -> tuple[int, int]:
-    """Return bytes and files of a folder, up to where they are too many; it may be anybody's."""
-    size = count = 0
-    todo = [os.fspath(folder)]
-    while todo and size <= CACHE_BYTES and count <= CACHE_FILES:
-        with suppress(OSError), os.scandir(todo.pop()) as entries:
-            for entry in entries:
-                count += 1
-                size += entry.stat(follow_symlinks=False).st_blocks * 512
-                if entry.is_dir(follow_symlinks=False):
-                    todo.append(entry.path)
-                if count > CACHE_FILES:
-                    break
-    return size, count
 
 
 def _clock(running: list[Release], host: Host) -> Iterator[Problem]:

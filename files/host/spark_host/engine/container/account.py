@@ -35,28 +35,10 @@ def number(release: Release) -> int:
     return _owner(release).pw_uid
 
 
-def give_all(folder: Path, release: Release) -> None:
-    """Have the engine own a folder of its cache with all in it.
-
-    Root's files go to the engine's account. Files of any other account are removed: a compile
-    cache is code, and this engine would run it.
-    The folder itself comes last: while it belongs to another, the rest is looked at again.
-    """
+def make_folder(folder: Path, release: Release) -> None:
+    """Make a folder of the engine's own; its parent has to be root's."""
     owner = _owner(release)
-    trusted = (0, owner.pw_uid)
-    if folder.stat().st_uid not in trusted:
-        folders.empty(folder)
-    # By descriptors: whose folder it was may put a link in the place of one that is walked.
-    for _, below, names, place in os.fwalk(folder, topdown=False):
-        for name in (*below, *names):
-            if os.stat(name, dir_fd=place, follow_symlinks=False).st_uid not in trusted:
-                folders.remove(name, place)
-    if folder.stat().st_uid == owner.pw_uid:
-        return
-    for _, _, names, place in os.fwalk(folder, topdown=False):
-        for name in names:
-            os.chown(name, owner.pw_uid, owner.pw_gid, dir_fd=place, follow_symlinks=False)
-        os.fchown(place, owner.pw_uid, owner.pw_gid)
+    folders.give(folder, owner.pw_uid, owner.pw_gid, 0o755)
 
 
 def tree_problem(release: Release) -> HostToolError | None:
