@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTHON ?= python3
 PYTHONS ?= 3.10 3.11 3.12 3.13
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models kernels demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models kernels backends demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -164,6 +164,21 @@ build/triton: requirements/kernels.txt
 	  --target $@.part -r requirements/kernels.txt
 	@mv $@.part $@ && touch $@
 
+backends: venv build/backends/installed ## which kernels vLLM chooses on an H200 and on a GB10, without a GPU; 10 GB of wheels; file in proofs/results/cpu
+	@rm -rf build/backends/plans && mkdir -p build/backends/plans
+	@for profile in $(basename $(notdir $(wildcard catalog/profiles/*.yml))); do \
+	  .venv/bin/spark-deploy plan inventory/spark.py --estimate --json --profile $$profile \
+	    > build/backends/plans/$$profile.json || exit 1; done
+	@.venv/bin/spark-deploy plan inventory/spark.py --estimate --json --model qwen3.5-35b > build/backends/plans/35b.json
+	PYTHONPATH=$(CURDIR):$(CURDIR)/files/contract:$(CURDIR)/files/host:$(CURDIR)/files/checkpoint:$(CURDIR)/files/image \
+	  build/backends/bin/python -m proofs.engine.backends build/backends/plans proofs/results/cpu/backends.json
+
+# Without --no-deps pip would also check what these packages require of each other.
+build/backends/installed: requirements/backends.txt
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	@touch $@
+
 # The environment and what hosts stand on are made side by side: the latter needs Python alone.
 define demo
 	@python3 -m lab demo --engine $(1) --say
@@ -212,6 +227,8 @@ lock-requirements: venv ## pin the Python dependencies anew, with hashes and wit
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/docs.txt
 	.venv/bin/uv pip compile requirements/record.in --universal --python-version 3.10 \
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/record.txt
+	.venv/bin/uv pip compile requirements/backends.in --python-platform x86_64-manylinux_2_28 --python-version 3.11 \
+	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/backends.txt
 
 advisories: venv ## ask osv.dev about holes in pinned packages; says when nobody could be asked
 	@$(PY) -m tools.advisories

@@ -59,6 +59,7 @@ KINDS = (
     Kind("steered|prefixes|dflash", "the same claims in the engine's CPU build", "cpu-proofs"),
     Kind("sizes", "layers of true size against transformers, CPU build", "cpu-sizes"),
     Kind("seeing", "pictures are seen, CPU build", "cpu-seeing"),
+    Kind("backends", "kernels vLLM chooses on capability 9.0 and 12.1", "backends"),
     Kind("plain-models", "published repositories served in the lab", "cpu-models"),
 )  # fmt: skip
 """By the whole name; the first match counts."""

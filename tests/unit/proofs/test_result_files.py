@@ -40,7 +40,7 @@ def commands(target: str) -> list[str]:
 def test_a_result_has_its_origin_and_a_make_target(path) -> None:
     result = json.loads(path.read_text("utf-8"))
     assert all(result[key] for key in ("command", "date", "commit", "device", "versions"))
-    targets = {"gpu-train", *WHOLE["gpu-all"], *WHOLE["cpu-all"]}
+    targets = {"gpu-train", "backends", *WHOLE["gpu-all"], *WHOLE["cpu-all"]}
     assert find_kind(path.stem).target in targets
 
 
