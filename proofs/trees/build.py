@@ -94,6 +94,8 @@ def plan(base: Path, donor: Path, out: Path, variant: dict[str, str]) -> dict[st
         "block_shape": [128, 128],
         "base_tensors": sorted(own),
         "donor_unmatched": sorted(unmatched),
+        "donor_shapes": [],
+        "extra": {},
         "mtp_tensors": sorted(base_names - own),
         "out": str(out),
         **variant,
