@@ -78,7 +78,7 @@ def of_release(release: Release, checkpoint: Path, root: Path) -> tuple[Containe
         for mount in release.engine.mounts
     )
     release = replace(release, engine=replace(release.engine, mounts=mounts))
-    for folder in (sources["/cache"], paths.engine_run(release.service)):
+    for folder in (Path(str(release.cache)), paths.engine_run(release.service)):
         folder.mkdir(parents=True)
         os.chown(folder, user, user)
     files.write_text(paths.gpu_receipt, text_of(GpuProof({}, ("--gpus=all",), "")))

@@ -126,7 +126,7 @@ def _row(work: Path, a: Architecture, builds: dict[str, dict[str, str]]) -> dict
 def _build(work: Path, a: Architecture, changes: dict[str, str], *, holes: bool) -> dict[str, Any]:
     base, out = work / "base", work / "out"
     with serve(work / "hub") as url:
-        donor = {"url": f"{url}/{REPOSITORY}", "parallel": 8}
+        donor = {"url": f"{url}/{REPOSITORY}", "parallel": 8, "tries": 8, "backoff_s": 1.0}
         document = plan(base, out, a, donor=donor, **changes)
         (work / "plan.json").write_text(json.dumps(document))
         done = _run_builder(work / "plan.json", holes=holes)

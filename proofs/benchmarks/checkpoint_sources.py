@@ -136,6 +136,7 @@ def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, An
         "block_shape": [BLOCK, BLOCK],
         "base_tensors": [routed, *sorted(n for n in base_names if ".mlp.experts." not in n)],
         "donor_unmatched": unmatched,
+        "donor_shapes": [],
         "mtp_tensors": [entry[0] for entry in mtp(a)],
         "shared_experts": "fp8-donor",
         "head": "keep",
