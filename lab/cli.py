@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lab import boot, demo, faults, flavour, guest, lifecycle, record, servers, supervise
+from lab import boot, demo, faults, flavour, guest, lifecycle, network, record, servers, supervise
 from lab.code import use_copied_code
 from lab.errors import LabError
 from lab.guest import Guest
@@ -124,6 +124,12 @@ def _break(paths: LabPaths, options: argparse.Namespace) -> int:
     return 0
 
 
+def _cable(paths: LabPaths, options: argparse.Namespace) -> int:
+    first, second = guest_names([options.first, options.second])
+    network.lay_cable(first, second, options.ports)
+    return 0
+
+
 def _demo(paths: LabPaths, options: argparse.Namespace) -> int:
     if not options.said:
         demo.say_what_it_takes(paths, options.engine)
@@ -215,6 +221,12 @@ def _parser() -> argparse.ArgumentParser:
     fault.add_argument("--match", default="*", help="only files like this (hub)")
     fault.add_argument("--times", type=int, default=0, help="only so many answers (hub)")
     fault.set_defaults(run=_break)
+
+    cable = commands.add_parser("cable", help="join ports of two running guests")
+    cable.add_argument("first", metavar="NAME")
+    cable.add_argument("second", metavar="NAME")
+    cable.add_argument("ports", nargs="+", metavar="PORT")
+    cable.set_defaults(run=_cable)
 
     show = commands.add_parser("demo", help="two hosts, from nothing to proven servers")
     show.add_argument("--engine", choices=["stub", "cpu"], default="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from lab.paths import BRIDGE, HOST_IP, PROXY_IP, guest_index, guest_ip
@@ -79,6 +80,17 @@ def disconnect(name: str) -> None:
 def set_cable(name: str, *, plugged: bool) -> None:
     """Plug or unplug the guest's network cable."""
     run(["ip", "link", "set", _veth(name), "up" if plugged else "down"])
+
+
+def lay_cable(first: str, second: str, ports: Sequence[str]) -> None:
+    """Join two guests by their ports of these names; the cable goes with either guest."""
+    ends = _netns(first), _netns(second)
+    for port in ports:
+        if not succeeds(["ip", "-n", ends[0], "link", "show", port]):
+            peer = ["peer", "name", port, "netns", ends[1]]
+            run(["ip", "-n", ends[0], "link", "add", port, "type", "veth", *peer])
+        for end in ends:
+            run(["ip", "-n", end, "link", "set", port, "up"])
 
 
 def leftovers() -> list[str]:

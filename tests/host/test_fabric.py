@@ -1,7 +1,6 @@
-"""Two hosts whose cables have no addresses yet, with the distribution's own netplan.
+"""Two hosts whose cables have no addresses yet, with netplan over networkd and NetworkManager.
 
-`SPARK_FABRIC_GUESTS` names other guests. The ports are macvlan interfaces, made as a driver would
-make them: by the kernel's own means, before anybody asks.
+`SPARK_FABRIC_GUESTS` names other guests. Each cable is a veth pair between the two guests.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ NAMES = os.environ.get("SPARK_FABRIC_GUESTS", "lab-39 lab-40").split()
 FILE = "/etc/netplan/40-spark-fabric.yaml"
 TRIAL = "/run/netplan/40-spark-fabric.yaml"
 FABRIC = "deploys/fabric.py"
-MTU = 1400  # the lab's bridge carries no larger ones than 1500
+MTU = 9000
 PORTS = "fab0 fab1"
 INSTALL = "apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y netplan.io"
 # As an installed system has it; what a guest came up with was made from outside. And it has no
@@ -43,29 +42,51 @@ chmod 755 /usr/local/bin/udevadm
 # What networkd finds configured by others it cannot configure itself, and then counts as failed.
 systemd-run --quiet --wait --collect sh -c 'ip address flush dev eth0; netplan apply'
 """
+SERVICES = {"networkd": "systemd-networkd", "NetworkManager": "NetworkManager"}
+# NetworkManager gives an address back that others took away.
+LOSE = {"networkd": "ip address flush dev eth0", "NetworkManager": "nmcli device disconnect eth0"}
+# Another file that configures a port: where, how it gets there, how it goes.
+OWNERS = {
+    "networkd": (
+        "/etc/netplan/60-owner.yaml",
+        "echo 'network: {ethernets: {fab0: {optional: true}}}' > /etc/netplan/60-owner.yaml",
+        "rm /etc/netplan/60-owner.yaml",
+    ),
+    "NetworkManager": (
+        "/etc/NetworkManager/system-connections/owner.nmconnection",
+        "nmcli connection add type ethernet ifname fab0 con-name owner "
+        "ipv4.method disabled ipv6.method disabled",
+        "nmcli connection delete owner",
+    ),
+}
 CUT = "/run/the-way-in-was-cut"
 WAY_IN = "ip route show default; ip -br addr show eth0 scope global"
-CABLE = f"""
-for n in {PORTS}; do
-  ip link show $n >/dev/null 2>&1 || ip link add $n link eth0 type macvlan mode bridge
-  ip link set $n up
-done
-"""
-
 pytestmark = pytest.mark.timeout(1800)
 
 
+@pytest.fixture(scope="module", params=["networkd", "NetworkManager"])
+def renderer(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    lab("up", *NAMES, "--fresh")
+def site(renderer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    flavour = ["--flavour", "network-manager"] if renderer == "NetworkManager" else []
+    lab("up", *NAMES, "--fresh", *flavour)
     made = Site(tmp_path_factory.mktemp("site"), hosts=list(NAMES))
     made.choose(fabric={"hosts": list(NAMES), "interfaces": PORTS.split(), "mtu": MTU})
     for guest in map(guest_named, NAMES):
-        guest.run(INSTALL, timeout_s=300)
-        guest.run(MANAGEMENT)
-        guest.run(CABLE)
+        if not flavour:
+            guest.run(INSTALL, timeout_s=300)
+            guest.run(MANAGEMENT)
+        assert guest.run(f"systemctl is-active {SERVICES[renderer]}") == "active"
+    lay_cables()
     yield made
     lab("down", "--delete", *NAMES)
+
+
+def lay_cables() -> None:
+    lab("cable", *NAMES, *PORTS.split())
 
 
 def addresses(guest: Guest) -> dict[str, tuple[list[str], int]]:
@@ -96,6 +117,17 @@ def test_a_dry_run_shows_the_file_and_changes_nothing(site: Site) -> None:
     for guest in map(guest_named, NAMES):
         assert addresses(guest) == BARE
         assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
+
+
+def test_a_port_that_another_file_configures_is_refused(site: Site, renderer: str) -> None:
+    file, write, remove = OWNERS[renderer]
+    guest = guest_named(NAMES[0])
+    guest.run(write)
+    run = site.deploy("--limit", guest.name, deploy=FABRIC)
+    guest.run(remove)
+    assert run.exit_code != 0
+    assert file in run.stderr
+    assert addresses(guest) == BARE
 
 
 def test_both_ports_of_both_hosts_get_their_addresses_and_a_second_run_changes_nothing(
@@ -174,7 +206,7 @@ def test_a_slow_cable_is_found_and_named(site: Site) -> None:
 def test_it_outlives_a_reboot(site: Site) -> None:
     guest = guest_named(NAMES[0])
     guest.reboot()
-    guest.run(CABLE)  # the driver's part
+    lay_cables()
     guest.wait("ip -4 -o addr show fab0 | grep -q 192.168.100.11/24", seconds=30)
     guest.wait(f"ip link show fab1 | grep -q 'mtu {MTU}'", seconds=30)
 
@@ -208,13 +240,13 @@ def test_what_nobody_confirms_goes_by_itself(site: Site) -> None:
     assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
 
 
-def test_a_network_that_loses_the_way_in_comes_back_by_itself(site: Site) -> None:
+def test_a_network_that_loses_the_way_in_comes_back_by_itself(site: Site, renderer: str) -> None:
     """The login is tried after the new network was applied: it fails, and nothing is kept."""
     guest = guest_named(NAMES[1])
     before = guest.run(WAY_IN)
     assert "fd00:7::5/64" in before
     # Late enough that nobody who still sets the network up gives the address again.
-    cut = f"sleep 4; ip address flush dev eth0; touch {CUT}"
+    cut = f"sleep 4; {LOSE[renderer]}; touch {CUT}"
     folder = "/etc/systemd/system/spark-fabric-apply.service.d"
     guest.run(f"mkdir -p {folder}; printf '[Service]\nExecStopPost=/bin/sh -c \"{cut}\"\n' "
               f"> {folder}/cut.conf; systemctl daemon-reload")  # fmt: skip
@@ -235,7 +267,7 @@ def test_a_power_cut_in_a_try_ends_it(site: Site) -> None:
     tried(guest, confirm_s=600)
     lab("break", "kill-guest", guest.name)
     lab("up", guest.name)
-    guest.run(CABLE)
+    lay_cables()
     guest.run("netplan apply")
     assert addresses(guest)["fab0"][0] == []
     assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"

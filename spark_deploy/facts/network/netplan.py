@@ -1,21 +1,24 @@
-"""What netplan says of a host's interfaces, and which of them carry another."""
+"""Which files configure a host's interfaces, and which interfaces are part of another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from spark_contract.host.fabric import NETPLAN_FILE
+from spark_contract.host.fabric import NETPLAN_FILE, NETPLAN_TRIAL
 
 from spark_deploy.facts.reading import HostFact
 from spark_deploy.facts.sections import first, script, whole
 
 _MOST_BYTES = 8192
+_PROFILES = "/etc/NetworkManager/system-connections/*.nmconnection"
 _SCRIPT = rf"""
 echo '== there'; command -v netplan
+echo '== tried'; ls {NETPLAN_TRIAL} 2>/dev/null
 echo '== ours'; head -c {_MOST_BYTES} {NETPLAN_FILE} 2>/dev/null
 echo; echo '== named'
-for f in /lib/netplan/*.yaml /etc/netplan/*.yaml /run/netplan/*.yaml; do
+# A profile that NetworkManager used before wins over netplan's new one.
+for f in /lib/netplan/*.yaml /etc/netplan/*.yaml /run/netplan/*.yaml {_PROFILES}; do
   [ -f "$f" ] && [ "${{f##*/}}" != '{NETPLAN_FILE.rpartition("/")[2]}' ] || continue
   for n in /sys/class/net/*; do
     grep -qwF -- "${{n##*/}}" "$f" && echo "${{n##*/}} $f"
@@ -33,8 +36,9 @@ class Netplan:
     """What has to be known before an interface gets an address."""
 
     there: bool
+    tried: bool  # a try of ours is under way
     ours: str  # the file we wrote; "" when there is none
-    named: dict[str, str]  # interface: another file that has something to say about it
+    named: dict[str, str]  # interface: another file that configures it
     below: dict[str, str]  # interface: the bridge or bond it is part of
 
 
@@ -51,6 +55,7 @@ class NetplanFiles(HostFact[Netplan]):
         ours = "\n".join(found.get("ours", ())).rstrip("\n")
         return Netplan(
             there=bool(first(found, "there")),
+            tried=bool(first(found, "tried")),
             ours=f"{ours}\n" if ours else "",
             named=_pairs(found.get("named", ())),
             below=_pairs(found.get("below", ())),

@@ -9,7 +9,7 @@ from pyinfra.api.state import State
 from pyinfra.context import host
 from spark_contract import documents
 from spark_contract.errors import problem_in
-from spark_contract.host.fabric import NETPLAN_FILE, FabricPlan
+from spark_contract.host.fabric import NETPLAN_FILE, NETPLAN_TRIAL, TRY_AGAIN, FabricPlan
 from spark_contract.host.tool import FABRIC, HOST_TOOL, line
 
 from spark_deploy.errors import Problem
@@ -32,6 +32,8 @@ def set_up(settings: Settings, check: FunctionCommand | None) -> Commands:
     is kept when that worked.
     """
     state, found = read(NetplanFiles), read(Fabric, _sudo=False)
+    if state.tried:
+        refuse(f"{host.name}: {NETPLAN_TRIAL}", "another try is under way", TRY_AGAIN)
     there = there_already(host.name, settings, found)
     if there and not state.ours:
         host.noop(f"a network is there and taken as it is: {there}")
@@ -76,8 +78,8 @@ def _must_be_free(plan: FabricPlan, state: Netplan) -> None:
             what = f"is part of {carrier}"
             problems.append(Problem(where, what, "name another port by fabric.interfaces"))
         if file := state.named.get(port.interface):
-            fix = "set it up there, or take it out of that file"
-            problems.append(Problem(where, f"{file} has something to say about it", fix))
+            fix = "set the address there, or remove the port from that file"
+            problems.append(Problem(where, f"{file} configures this port", fix))
     if problems:
         raise Refused(*problems)
 

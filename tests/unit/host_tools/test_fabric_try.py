@@ -61,6 +61,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.setattr(fabric, "_PAUSE_S", 0.01)
     monkeypatch.setattr(fabric, "_STILL_S", 0.05)
+    monkeypatch.setattr(fabric, "_REGAIN_S", 0.3, raising=False)
     return Paths(tmp_path)
 
 
@@ -94,6 +95,18 @@ def test_a_try_lies_where_no_boot_finds_it_and_its_end_is_planned_before_it_begi
     assert "--on-active=60" in order[0]
     assert order[0].endswith("fabric restore --unconfirmed")
     assert order[1].endswith("netplan apply")
+
+
+def test_a_second_try_leaves_the_first_and_its_way_back(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    before = asked(paths)
+    with pytest.raises(HostToolError, match="under way"):
+        ask(paths, monkeypatch, "try")
+    assert asked(paths) == before
+    ask(paths, monkeypatch, "restore", "--unconfirmed")
+    assert mtu(paths) == 1500
 
 
 def test_what_is_confirmed_is_kept_and_the_end_of_the_try_changes_nothing_any_more(
@@ -211,6 +224,45 @@ def test_ipv6_comes_back_beside_an_ipv4_that_stayed_but_not_what_a_router_advert
         "ip address replace fd00::5/64 dev eth0",
         "ip -6 route replace default via fd00::1 dev eth0 metric 1024 pref medium",
     ]
+
+
+def flush_for_a_while(paths: Paths, looks: int) -> None:
+    """Have eth0 lose its address and regain it: netplan stops NetworkManager while it applies."""
+    late = "echo look >> $HERE/looks; [ $(wc -l < $HERE/looks) -gt $LOOKS ] || { echo '[]'; exit; }"
+    (paths.root / "bin/ip").write_text(
+        IP.replace("cat $HERE/others", f"{late}; cat $HERE/others")
+        .replace("$HERE", str(paths.root))
+        .replace("$LOOKS", str(looks))
+    )
+
+
+def test_settled_waits_until_other_interfaces_have_their_addresses_again(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    flush_for_a_while(paths, looks=5)
+    monkeypatch.setattr(fabric, "_STILL_S", 0.0)
+    monkeypatch.setattr(fabric, "_REGAIN_S", 30.0, raising=False)
+    ask(paths, monkeypatch, "settled")
+    assert len((paths.root / "looks").read_text().splitlines()) > 5
+
+
+def test_settled_leaves_an_address_that_stays_away_to_the_login(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    (paths.root / "others").write_text("[]")
+    ask(paths, monkeypatch, "settled")
+
+
+def test_restore_adds_no_address_that_its_manager_brings_back(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(paths, monkeypatch, "try")
+    flush_for_a_while(paths, looks=5)
+    monkeypatch.setattr(fabric, "_REGAIN_S", 30.0, raising=False)
+    ask(paths, monkeypatch, "restore", "--unconfirmed")
+    assert "address replace" not in asked(paths)
 
 
 def test_a_new_lease_of_another_interface_is_left_alone(

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from spark_contract.host.fabric import (
     NETPLAN_FILE,
     NETPLAN_TRIAL,
     RETURN_UNIT,
+    TRY_AGAIN,
     FabricPlan,
     FabricPort,
     FabricRecord,
@@ -36,6 +37,9 @@ from spark_host.system.programs import finished
 _APPLY_S = 30.0  # less than a command of the controller may take
 _PAUSE_S = 0.5
 _STILL_S = 2.0  # without a change, and whoever manages the network is done
+# To apply a change netplan stops NetworkManager, which takes the addresses of all its interfaces;
+# a lease is back a few seconds later.
+_REGAIN_S = 10.0
 _TRIED = f"{RUN_DIR}/fabric.json"
 _KEPT = f"{STATE_DIR}/fabric/record.json"
 
@@ -77,6 +81,10 @@ def _try(plan: FabricPlan, paths: Paths) -> None:
     if paths.below(NETPLAN_FILE).exists():
         fix = "take it back first: spark-deploy fabric --restore"
         raise HostToolError(NETPLAN_FILE, "another set-up of ours is in use", fix)
+    if trial.exists():  # to replace it would leave its addresses without a way back
+        raise HostToolError(NETPLAN_TRIAL, "another try is under way", TRY_AGAIN)
+    # The way back of a try that has just ended may not have left systemd yet.
+    finished(["systemctl", "stop", f"{RETURN_UNIT}.timer", f"{RETURN_UNIT}.service"], _APPLY_S)
     record = _record_of(plan)
     files.write_text(paths.below(_TRIED), documents.text_of(record), 0o600)
     files.write_text(trial, plan.netplan, 0o600)
@@ -120,7 +128,7 @@ def _settled(paths: Paths) -> FabricRecord:
         raise HostToolError("fabric", "the time was over: what was before is back",
                             "raise fabric.confirm_s, and run it again")  # fmt: skip
     record = files.load(FabricRecord, paths.below(_TRIED), "no record of the try")
-    _wait_for(record.ports)
+    _wait_for(record)
     return record
 
 
@@ -159,7 +167,7 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
 
 
 def _take_from_ports(record: FabricRecord | None) -> None:
-    """Neither of netplan's two renderers takes an address from an interface it knows no more."""
+    """Remove what networkd leaves on an interface that netplan no longer names."""
     for port in record.ports if record else ():
         finished(["ip", "address", "delete", port.address, "dev", port.interface], 10)
         before = str(record.mtu_before.get(port.interface, 1500)) if record else "1500"
@@ -172,20 +180,31 @@ def _bring_back(record: FabricRecord) -> None:
     Seen with networkd 252: asked to apply addresses of some ports, it gave one of them to another
     interface, which lost its own, and crashed.
     """
+    until = time.monotonic() + _REGAIN_S
     time.sleep(_PAUSE_S)  # who manages the network acts on its own after `netplan apply`
-    now = _addresses()
+    while _lost(record, now := _addresses()) and time.monotonic() < until:
+        time.sleep(_PAUSE_S)
     ours = {port.address for port in record.ports}
-    for name, before in record.addresses_before.items():
+    for name in record.addresses_before:
         for address in ours.intersection(now.get(name, ())):
             finished(["ip", "address", "delete", address, "dev", name], 10)
-        # One of its own is the old one, or a new one of a lease.
-        has = {_version(one) for one in now.get(name, ()) if one not in ours}
-        for address in (one for one in before if _version(one) not in has):
-            print(f"{name} had lost {address}", flush=True)
-            finished(["ip", "address", "replace", address, "dev", name], 10)
+    for name, address in _lost(record, now):
+        print(f"{name} had lost {address}", flush=True)
+        finished(["ip", "address", "replace", address, "dev", name], 10)
     ways = {_version(route) for route in _default_routes()}
     for route in (one for one in record.routes_before if _version(one) not in ways):
         finished(["ip", _version(route), "route", "replace", *route.split()], 10)
+
+
+def _lost(record: FabricRecord, now: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Return interfaces with addresses from before the try that have no successor (a new lease)."""
+    ours = {port.address for port in record.ports}
+    return [
+        (name, address)
+        for name, before in record.addresses_before.items()
+        for address in before
+        if _version(address) not in {_version(one) for one in now.get(name, ()) if one not in ours}
+    ]
 
 
 def _version(text: str) -> str:
@@ -193,25 +212,27 @@ def _version(text: str) -> str:
     return "-6" if ":" in text else "-4"
 
 
-def _wait_for(ports: Sequence[FabricPort]) -> None:
+def _wait_for(record: FabricRecord) -> None:
     """Wait until netplan has ended, every port has its address and its MTU, and nothing moves.
 
-    Whoever manages the network goes on by itself for a moment, with other interfaces as well.
+    Whoever manages the network goes on by itself for a moment, with other interfaces as well. An
+    address that one of those does not regain is left to the login that follows.
 
     Raises:
         HostToolError: that takes longer than netplan does.
     """
-    until = time.monotonic() + _APPLY_S
+    began = time.monotonic()
     seen, since = None, 0.0
-    while time.monotonic() < until:
-        missing = [port for port in ports if not _is_set(port)]
+    while time.monotonic() < began + _APPLY_S:
+        missing = [port for port in record.ports if not _is_set(port)]
         now = (missing, _applies(), _addresses(), _default_routes())
         if now != seen:
             seen, since = now, time.monotonic()
-        if not (missing or now[1]) and time.monotonic() - since >= _STILL_S:
+        regained = not _lost(record, now[2]) or time.monotonic() >= began + _REGAIN_S
+        if regained and not (missing or now[1]) and time.monotonic() - since >= _STILL_S:
             return
         time.sleep(_PAUSE_S)
-    look = f"look at `journalctl -u {APPLY_UNIT}` and networkd's"
+    look = f"look at `journalctl -u {APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
     if seen and seen[0]:
         port = seen[0][0]
         what = f"{port.interface} does not get {port.address}, MTU {port.mtu}"
