@@ -4,16 +4,13 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host
 
 from roles import bootstrap
-from spark_deploy.inventory.contact.bootstrap import contact_of, needs_none
+from spark_deploy.inventory.contact.bootstrap import contact_of
 from spark_deploy.inventory.contact.granted import plan_of, prove
 
-if needs_none(host.name):
-    host.log("nothing to bootstrap: no login over ssh leads here")
-else:
-    contact = contact_of(host)
-    bootstrap.apply(
-        plan=plan_of(host),
-        password=contact.password,
-        ready=contact.ready,
-        check=FunctionCommand(prove, [contact.endpoint], {}),
-    )
+contact = contact_of(host)
+bootstrap.apply(
+    plan=plan_of(host),
+    password=contact.password,
+    ready=contact.ready,
+    check=FunctionCommand(prove, [contact.endpoint], {}),
+)

@@ -10,7 +10,6 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host, state
 
 from roles import base, fabric, tools
-from spark_deploy.inventory.contact.bootstrap import needs_none
 from spark_deploy.inventory.contact.granted import endpoint_of, prove_way
 from spark_deploy.inventory.known import known_of
 from spark_deploy.inventory.plans import payload_identity, ports_of
@@ -38,5 +37,6 @@ else:
         found = ports_of(settings.fabric.hosts or settings.cluster.hosts)
         fabric.measure(ways=rails(host.name, settings, found))
     else:
-        way = FunctionCommand(prove_way, [endpoint_of(host)], {})
-        fabric.apply(settings=settings, check=None if needs_none(host.name) else way)
+        endpoint = endpoint_of(host)
+        login = None if endpoint.is_local else FunctionCommand(prove_way, [endpoint], {})
+        fabric.apply(settings=settings, check=login)

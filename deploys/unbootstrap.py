@@ -8,12 +8,6 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host
 
 from roles import unbootstrap
-from spark_deploy.inventory.contact.bootstrap import needs_none
 from spark_deploy.inventory.contact.granted import endpoint_of, plan_of, prove_shut
 
-if needs_none(host.name):
-    host.log("nothing was bootstrapped: no login over ssh leads here")
-else:
-    unbootstrap.apply(
-        plan=plan_of(host), check=FunctionCommand(prove_shut, [endpoint_of(host)], {})
-    )
+unbootstrap.apply(plan=plan_of(host), check=FunctionCommand(prove_shut, [endpoint_of(host)], {}))

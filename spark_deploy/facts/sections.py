@@ -76,11 +76,12 @@ def as_root(text: str) -> str:
     would stop and prompt, and we want to report that host and go on.
     """
     # sudo itself says whether it works: asking it before would be one more session of PAM.
+    # -k: at this machine a password typed minutes ago would pass for a rule.
     quoted, as_sudo = shlex.quote(text), shlex.quote(f"echo yes\n{text}")
     return (
         "exec 2>/dev/null; echo '== sudo'; "
         f'if [ "$(id -u)" = 0 ]; then echo root; sh -c {quoted}; '
-        f"elif sudo -n sh -c {as_sudo} || sudo -n true; then :; "
+        f"elif sudo -k -n sh -c {as_sudo} || sudo -k -n true; then :; "
         f"else echo no; id -un; sh -c {quoted}; fi; exit 0"
     )
 

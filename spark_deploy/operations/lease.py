@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from weakref import WeakKeyDictionary
 
@@ -32,7 +32,7 @@ from pyinfra.api.state import BaseStateCallback, State
 from pyinfra.context import host as current_host
 from pyinfra.context import state as current_state
 
-from spark_deploy.errors import Problem
+from spark_deploy.errors import Problem, SparkError
 from spark_deploy.operations.commands import shell
 
 LEASE = "/run/spark-deploy.lease"
@@ -207,6 +207,9 @@ def _of_this_run() -> tuple[Host, _Held] | None:
 def _asking(host: Host, *, only_look: bool) -> Problem | None:
     try:
         return _taken(host, only_look=only_look)
+    except SparkError as error:
+        problem = error.problems[0]
+        return replace(problem, where=f"{host.name}: {problem.where}")
     except _SILENT as error:
         what, fix = f"the host does not answer ({type(error).__name__})", "run again"
         return Problem(f"{host.name}: lease", what, fix)

@@ -70,7 +70,7 @@ class NeedsPlan(ExpectSettings):
 class BootstrapPlan:
     """What a new host gets, so that it never asks for a password again."""
 
-    public_key: str  # one line of authorized_keys
+    public_key: str  # one line of authorized_keys; "": this machine, which has no login
     account: str | None = None  # made for deploys; None: the login user is let in
     allowed_from: tuple[str, ...] = ()  # empty: where the login comes from
     sudoers_path: str = SUDOERS_PATH

@@ -1,8 +1,12 @@
-"""``@local``: the host is the machine that pyinfra runs on; here that machine is a guest."""
+"""``@local``: the host is the machine that pyinfra runs on; here that machine is a guest.
+
+The first test runs as root, the others as an ordinary user whose sudo asks for a password.
+"""
 
 from __future__ import annotations
 
 import json
+import secrets
 import shlex
 import subprocess
 import sys
@@ -11,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.paths import USER
+from spark_deploy.inventory.contact.password import PASSWORD_FILE_VARIABLE
 from spark_deploy.payload.content import site_archive
 from tests.host.conftest import NAME
 from tests.labkit import CHECKOUT, STATE, Guest, Site, guest_named, lab
@@ -29,23 +35,40 @@ class Inside:
     site: Site
     guest: Guest
 
-    def deploy(self) -> Run:
-        """Run pyinfra as root in the guest, on itself."""
+    def deploy(self, user: str = "root") -> Run:
+        """Run pyinfra in the guest, on itself."""
         self.take(self.site.root / "group_vars")
-        words = [
-            "env", f"PYTHONPATH={CHECKOUT}:{CHECKOUT}/files/contract",
-            "PATH=/opt/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            sys.executable, "-m", "pyinfra", str(self.site.root / "inventory/lab.py"),
-            str(CHECKOUT / "deploy.py"), "-y", "--json",
+        command = self.command("pyinfra", str(self.site.root / "inventory/lab.py"),
+                               str(CHECKOUT / "deploy.py"), "-y", "--json", user=user)  # fmt: skip
+        done = self.run(command)
+        document = json.loads(done.stdout) if done.stdout.strip() else {}
+        return Run(done.returncode, document, done.stderr, 0.0, Silence(0.0, ""))
+
+    def bootstrap(self, *words: str, prefix: str = "") -> subprocess.CompletedProcess[str]:
+        """Run bootstrap on this machine as its ordinary user."""
+        deploy = str(CHECKOUT / "deploys/bootstrap.py")
+        inventory = str(self.site.root / "inventory/lab.py")
+        command = self.command("pyinfra", inventory, deploy, "-y", *words, user=USER)
+        return self.run(f"{prefix}{command}")
+
+    def command(self, *words: str, user: str) -> str:
+        """Return the shell line that runs a Python module as a user of the guest."""
+        # Root runs without sudo.
+        path = f"{'/opt/bin:' if user == 'root' else ''}/usr/sbin:/usr/bin:/sbin:/bin"
+        line = [
+            "env", f"PYTHONPATH={CHECKOUT}:{CHECKOUT}/files/contract", f"PATH={path}",
+            sys.executable, "-m", *words,
         ]  # fmt: skip
-        script = f"cd {self.site.root} && exec {shlex.join(words)}"
-        done = subprocess.run(
+        login = "" if user == "root" else f"runuser -u {user} -w {PASSWORD_FILE_VARIABLE} -- "
+        return f"cd {self.site.root} && {login}{shlex.join(line)}"
+
+    def run(self, script: str) -> subprocess.CompletedProcess[str]:
+        """Run a script as root in the guest, without a login."""
+        return subprocess.run(
             [sys.executable, "-m", "lab", "ssh", "--root", NAME, script],
             cwd=CHECKOUT, capture_output=True, text=True, timeout=600, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        document = json.loads(done.stdout) if done.stdout.strip() else {}
-        return Run(done.returncode, document, done.stderr, 0.0, Silence(0.0, ""))
 
     def take(self, *paths: Path) -> None:
         """Copy files and folders to the same places in the guest."""
@@ -63,6 +86,7 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
     lab("up", NAME, "--fresh", "--engine", "stub")
     guest = guest_named(NAME)
     site = Site(tmp_path_factory.mktemp("inside"), hosts=["@local"])
+    site.choose(model="lab-stub", profile="v2")
     inventory = site.root / "inventory/lab.py"
     text = inventory.read_text()
     listed = 'hosts=[_guest["name"] for _guest in _lab["guests"]]'
@@ -84,7 +108,6 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
 def test_the_machine_itself_becomes_a_proven_server_without_sudo(inside: Inside) -> None:
     run = inside.deploy()
     assert run.exit_code == 0, run.stderr[-3000:]
-    assert "Serve | Serve the release" in " ".join(run.changed)
     [unit] = inside.guest.serving()
     inside.deploy().must_have_changed_nothing()
 
@@ -95,3 +118,104 @@ def test_the_machine_itself_becomes_a_proven_server_without_sudo(inside: Inside)
     [other] = inside.guest.serving()
     assert other != unit
     inside.deploy().must_have_changed_nothing()
+
+
+RULE = "/etc/sudoers.d/90-spark-deploy"
+# What any process of the guest showed in arguments and environment while bootstrap ran.
+SPY = """
+(while [ ! -e /root/enough ]; do cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ; sleep 0.05; done
+ ) 2>/dev/null > /root/shown &
+"""
+
+
+@pytest.fixture(scope="module")
+def password(inside: Inside) -> str:
+    """Have the user's sudo ask for a password; the user may read checkout and repository."""
+    word = secrets.token_urlsafe(12)
+    readable = " ".join(str(path) for path in Path(sys.base_prefix).parents[:-1])
+    done = inside.run(
+        f"set -e; echo {USER}:{word} | chpasswd; rm /etc/sudoers.d/90-lab; umask 077; "
+        f"echo {word} > /home/{USER}/right; echo other > /home/{USER}/wrong; "
+        f"chmod a+x {readable} $(dirname {inside.site.root}) $(dirname $(dirname "
+        f"{inside.site.root})); chmod a+r {STATE}/lab.json; "
+        # The wheels that stand in for the package index.
+        f"cp -r {Path.home()}/.cache /home/{USER}/; chown -R {USER} {inside.site.root} /home/{USER}"
+    )
+    assert done.returncode == 0, done.stderr
+    return word
+
+
+def rule(inside: Inside) -> str:
+    return inside.run(f"cat {RULE} 2>/dev/null").stdout
+
+
+def test_preflight_names_bootstrap_where_sudo_asks_for_a_password(
+    inside: Inside, password: str
+) -> None:
+    run = inside.deploy(user=USER)
+    assert run.exit_code != 0
+    assert "deploys/bootstrap.py" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "fix"), [("", PASSWORD_FILE_VARIABLE), ("wrong", "run again with the right one")]
+)
+def test_bootstrap_without_the_right_password_changes_nothing(
+    inside: Inside, password: str, file: str, fix: str
+) -> None:
+    given = f"export {PASSWORD_FILE_VARIABLE}=/home/{USER}/{file}; " if file else ""
+    done = inside.bootstrap(prefix=given)
+    assert done.returncode != 0
+    assert fix in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert rule(inside) == ""
+
+
+def test_bootstrap_asks_once_in_a_terminal_and_installs_the_rule(
+    inside: Inside, password: str
+) -> None:
+    command = inside.command("pyinfra", str(inside.site.root / "inventory/lab.py"),
+                             str(CHECKOUT / "deploys/bootstrap.py"), "-y", "-vvv", "--debug",
+                             user=USER)  # fmt: skip
+    done = inside.run(
+        f"{SPY} touch /root/log; {{ until grep -q 'asked once' /root/log; do sleep 0.2; done; "
+        f"sleep 1; cat /home/{USER}/right; }} | timeout 120 script -qefc "
+        f"{shlex.quote(command)} /root/log; rc=$?; touch /root/enough; wait; exit $rc"
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.stdout.count("asked once") == 1
+    assert f"{USER} ALL=" in rule(inside)
+    everywhere = inside.run("cat /root/shown /root/log; journalctl -o cat --no-pager").stdout
+    assert "visudo" in everywhere
+    assert password not in everywhere
+    assert inside.run(f"visudo -cq; stat -c '%a %U' {RULE}; ls {RULE}*").stdout == (
+        f"440 root\n{RULE}\n"
+    )
+    again = inside.bootstrap("--json")
+    assert again.returncode == 0, again.stderr
+    Run(
+        0, json.loads(again.stdout), again.stderr, 0.0, Silence(0.0, "")
+    ).must_have_changed_nothing()
+
+
+def test_an_ordinary_user_then_deploys_to_this_machine(inside: Inside, password: str) -> None:
+    inside.site.choose(profile="v2")
+    [unit] = inside.guest.serving()
+    run = inside.deploy(user=USER)
+    assert run.exit_code == 0, run.stderr[-3000:]
+    assert inside.guest.serving() not in ([], [unit])
+    inside.deploy(user=USER).must_have_changed_nothing()
+
+
+def test_unbootstrap_takes_the_rule_back_and_keeps_the_keys_of_others(
+    inside: Inside, password: str
+) -> None:
+    keys = f"/home/{USER}/.ssh/authorized_keys"
+    before = inside.run(f"cat {keys}").stdout
+    assert before
+    command = inside.command("pyinfra", str(inside.site.root / "inventory/lab.py"),
+                             str(CHECKOUT / "deploys/unbootstrap.py"), "-y", user=USER)  # fmt: skip
+    done = inside.run(command)
+    assert done.returncode == 0, done.stderr
+    assert rule(inside) == ""
+    assert inside.run(f"cat {keys}").stdout == before

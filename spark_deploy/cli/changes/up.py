@@ -58,7 +58,7 @@ def run(options: Options) -> int:
 
 
 def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
-    """Let our key in where it is not yet; asks for the password, which is needed once.
+    """Install key and sudo rule where they are missing; asks for the password, once.
 
     Raises:
         SparkError: no host can be reached, or one does not know our key and nobody shall ask, or
@@ -70,13 +70,13 @@ def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
     if not found.closed:
         return 0
     for one in found.closed:
-        public_key(one.key_file)  # said by itself, and not in the middle of pyinfra's words
+        if not one.is_local:
+            public_key(one.key_file)  # said by itself, and not in the middle of pyinfra's words
     new = [one.host for one in found.closed]
     if options.dry:
-        raise SparkError.one(
-            ", ".join(new), "does not let our key in yet", "run `spark-deploy up` without --dry"
-        )
-    say(f"{', '.join(new)}: our key is not let in yet; its password is asked for once")
+        fix = "run `spark-deploy up` without --dry"
+        raise SparkError.one(", ".join(new), "the SSH key or the sudo rule is missing", fix)
+    say(f"{', '.join(new)}: key or sudo rule is missing; the password is asked for once")
     words = line.line("bootstrap", options, new, ["-y"])
     line.show(words)
     code = subprocess.run(line.argv(words), check=False).returncode

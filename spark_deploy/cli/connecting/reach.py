@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from spark_deploy.cli.hosts import Listed, few, say
 from spark_deploy.errors import Problem
-from spark_deploy.inventory.contact.bootstrap import needs_none
 from spark_deploy.inventory.contact.host_keys import Endpoint, Seen, look
 from spark_deploy.inventory.contact.login import endpoint, try_key
 from spark_deploy.ticking import ticking
 
 QUIET_S = 2.0  # after which it is said whom a command waits for
 _SWITCH_ON = "see that it is on, and that its address and port are right"
-_LET_IN = "run `spark-deploy up`, or deploys/bootstrap.py: it lets our key in"
+_LET_IN = "run `spark-deploy up`, or deploys/bootstrap.py: it installs key and sudo rule"
 # By words of pyinfra on why it has no connection.
 _FIXES = {
     "Could not connect": _SWITCH_ON,
@@ -46,17 +45,20 @@ class Reached:
             what = f"cannot be reached at {one.entry_name}: {one.detail}"
             yield Problem(one.endpoint.host, what, _SWITCH_ON)
         for closed in self.closed:
-            what = "does not let our key in, or asks for a password for sudo"
+            what = "sudo asks for a password"
+            if not closed.is_local:
+                what = f"does not let our key in, or {what}"
             yield Problem(closed.host, what, _LET_IN)
 
 
 def reach(hosts: Sequence[Listed]) -> Reached:
     """Try a login on each host at the same time, and look at those where it fails."""
-    remote = [endpoint(host.name, host.data) for host in hosts if not needs_none(host.name)]
-    asking = f"asking {few([one.host for one in remote])}"
+    endpoints = [endpoint(host.name, host.data) for host in hosts]
+    asking = f"asking {few([one.host for one in endpoints])}"
     with ticking(asking, say, first_s=QUIET_S), ThreadPoolExecutor(max_workers=16) as pool:
-        found = list(pool.map(try_key, remote))
-        closed = [one for one, access in zip(remote, found, strict=True) if not access.ready]
-        seen = list(pool.map(look, closed))
+        found = list(pool.map(try_key, endpoints))
+        closed = [one for one, access in zip(endpoints, found, strict=True) if not access.ready]
+        seen = list(pool.map(look, [one for one in closed if not one.is_local]))
     silent = tuple(one for one in seen if one.state == "unreachable")
-    return Reached(silent, tuple(one.endpoint for one in seen if one not in silent))
+    off = [one.endpoint for one in silent]
+    return Reached(silent, tuple(one for one in closed if one not in off))

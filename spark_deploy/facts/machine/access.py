@@ -34,14 +34,18 @@ class LoginAccess(HostFact[Access]):
     def command(self, public_key: str, sudoers_path: str) -> str:
         # Type and body of the key; the comment behind them is anybody's.
         body = shlex.quote(" ".join(public_key.split()[:2]))
+        keys = (
+            f"echo '== key'; grep -cF -- {body} ~/.ssh/authorized_keys 2>/dev/null",
+            f"echo '== account'; grep -F -- {body} {ACCOUNT_KEYS} 2>/dev/null | head -n 1",
+        )
         return sections.script(
             "echo '== user'; id -un; id -u",
-            f"echo '== key'; grep -cF -- {body} ~/.ssh/authorized_keys 2>/dev/null",
+            *(keys if public_key else ()),  # grep finds an empty text in every line
             "echo '== sudo'; command -v sudo >/dev/null && echo there",
-            "sudo -n true 2>/dev/null && echo free",
+            # -k: at this machine a password typed minutes ago would count for a while.
+            "sudo -k -n true 2>/dev/null && echo free",
             f"echo '== sudoers'; sudo -n cat {shlex.quote(sudoers_path)} 2>/dev/null",
             "echo '== from'; echo \"${SSH_CONNECTION%% *}\"",
-            f"echo '== account'; grep -F -- {body} {ACCOUNT_KEYS} 2>/dev/null | head -n 1",
             f"echo '== account-there'; getent passwd {ACCOUNT}",
         )
 

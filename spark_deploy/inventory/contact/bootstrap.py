@@ -1,4 +1,6 @@
-"""First contact: host keys, and the one password that key and sudo rule then make superfluous.
+"""First contact: host keys, and the one password that key and sudo rule then replace.
+
+This machine (``@local``) has no login: it needs the sudo rule alone.
 
 Runs while the inventory is loaded, before pyinfra connects: hosts that already let our key in
 and need no password for sudo are left as they are, the others get the password that is asked
@@ -48,17 +50,12 @@ class Contact:
 
     endpoint: Endpoint  # where deploys log in, from this run on
     ready: bool  # they do already
-    public_key: str
+    public_key: str  # "": this machine, which has no login
     password: HiddenValue | None
 
     def to_json(self) -> str:
         """Say nothing of it in ``debug-inventory``."""
         return "***"
-
-
-def needs_none(host: str) -> bool:
-    """Whether a host is reached without a login: ``@local``, this machine."""
-    return host.startswith("@")
 
 
 def contact_of(host: Host) -> Contact:
@@ -69,7 +66,9 @@ def contact_of(host: Host) -> Contact:
     """
     contact = host.data.get(CONTACT_KEY)
     if not isinstance(contact, Contact):
-        fix = "run with an inventory file, such as inventory/spark.py"
+        fix = (
+            "run with an inventory file, such as inventory/spark.py; for this machine list '@local'"
+        )
         raise SettingsError.one(host.name, "no inventory file of ours named this host", fix)
     return contact
 
@@ -94,14 +93,13 @@ def prepare(
         SettingsError: there is no key of ours, a host key changed, new keys were not agreed to, or
             there is nobody to ask.
     """
-    endpoints = [endpoint(host, data) for host, data in hosts.items() if not needs_none(host)]
-    if not endpoints:
-        return {}
+    endpoints = [endpoint(host, data) for host, data in hosts.items()]
     with ThreadPoolExecutor(max_workers=16) as pool:
-        seen = list(pool.map(look, endpoints))
-    reachable = [item.endpoint for item in seen if item.state != "unreachable"]
+        seen = list(pool.map(look, [one for one in endpoints if not one.is_local]))
+    reachable = [one for one in endpoints if one.is_local]
+    reachable += [item.endpoint for item in seen if item.state != "unreachable"]
     # Before anybody is asked: without a key to install the answers would be lost.
-    keys = [public_key(found.key_file) for found in reachable]
+    keys = ["" if found.is_local else public_key(found.key_file) for found in reachable]
     _trust(seen, confirm)
     entries = [
         _entry(found, access, hosts[found.host])

@@ -19,7 +19,9 @@ def endpoint_of(host: Host) -> Endpoint:
 
 
 def plan_of(host: Host) -> BootstrapPlan:
-    """Return what a host of this run is to grant: an account for deploys, or its login user's."""
+    """Return what a host grants: an account for deploys, or key and rule of its login user."""
+    if endpoint_of(host).is_local:
+        return BootstrapPlan(public_key="")
     ssh = known_of(host).found.settings.ssh
     return BootstrapPlan(
         public_key=public_key(ssh.key_file),
@@ -32,8 +34,12 @@ def prove(state: State, host: Host, endpoint: Endpoint) -> bool:
     """Log in anew with the key alone, and become root without a password."""
     access = try_key(endpoint)
     if access.ready:
-        host.log("our key logs in, sudo asks for nothing")
+        login = "" if endpoint.is_local else "the key logs in, "
+        host.log(f"{login}sudo needs no password")
         return True
+    if endpoint.is_local:
+        what = "sudo still asks for a password"
+        return _refused(host, what, "look for a later rule in /etc/sudoers and /etc/sudoers.d")
     what = "our key logs in, but sudo still asks for a password"
     if not access.logs_in:
         what = f"our key still does not log in ({access.detail})"
@@ -57,8 +63,12 @@ def prove_shut(state: State, host: Host, endpoint: Endpoint) -> bool:
     """Try the key anew: it must not lead to root any more."""
     access = try_key(endpoint)
     if not access.ready:
-        host.log("our key opens nothing here any more")
+        here = "sudo asks for a password again"
+        host.log(here if endpoint.is_local else "our key opens nothing here any more")
         return True
+    if endpoint.is_local:
+        what = "sudo still needs no password"
+        return _refused(host, what, "look for another rule in /etc/sudoers and /etc/sudoers.d")
     fix = "look for another rule in /etc/sudoers.d, and for the key in AuthorizedKeysFile of sshd"
     return _refused(host, "our key still logs in and sudo asks for nothing", fix)
 

@@ -19,6 +19,7 @@ from pyinfra.connectors import util
 from pyinfra.connectors.util import OutputLine
 
 from spark_deploy.documents.shown import heard
+from spark_deploy.inventory.contact.password import refuse_prompt
 
 MOST_BYTES = 128 << 20
 """Of one stream of one command; receipts of a hundred trees are a tenth of it."""
@@ -80,7 +81,8 @@ def _close(io: Any) -> None:
 
 
 def listen_carefully() -> None:
-    """Have all output of hosts come in through here, from now on."""
+    """Have all output of hosts come in through here, and pyinfra never prompt, from now on."""
     util.read_buffer = read_buffer
+    setattr(util, "getpass", refuse_prompt)  # noqa: B010 - a name that util does not export
     # Why a connection failed is raised as well, and said in one line.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)

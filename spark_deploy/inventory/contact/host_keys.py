@@ -23,6 +23,7 @@ from pyinfra.connectors.sshuserclient.client import SSHClient, get_host_keys
 
 from spark_deploy.documents.shown import one_line
 from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.inventory.names import LOCAL
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -43,6 +44,11 @@ class Endpoint:
     known_hosts: str | None
     config_file: str | None
     key_file: str | None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the host is this machine, without SSH."""
+        return self.host == LOCAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from spark_deploy.errors import SettingsError
 from spark_deploy.inventory.contact.host_keys import Endpoint
 
 PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
+
+
+def refuse_prompt(prompt: str) -> NoReturn:
+    """Fail instead of pyinfra's prompt for a sudo password, which pyinfra puts into an argv."""
+    raise SettingsError.one("sudo", "asks for a password", "run deploys/bootstrap.py once")
 
 
 class Password(str):

@@ -124,6 +124,13 @@ def _as_root(
 def taken_back(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
     """Have nothing left of what bootstrap granted: account, rule, and our key at the login user."""
     access = state_of(plan)
+    if not plan.public_key:  # this machine; an account for deploys belongs to another controller
+        if access.sudoers != sudoers(access.user):
+            host.noop("nothing of a bootstrap is here")
+            return
+        yield f"rm -f {shlex.quote(plan.sudoers_path)}"
+        yield check
+        return
     if not access.account_there and access.sudoers is None and not access.key_installed:
         host.noop("nothing of a bootstrap is here")
         return

@@ -56,6 +56,18 @@ def test_each_host_that_is_not_ready_is_told_with_what_helps(three: list[Any]) -
     assert "fix: run `spark-deploy up`" in str(strange)
 
 
+def test_this_machine_is_closed_where_sudo_asks_for_a_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[Endpoint] = []
+    monkeypatch.setattr(reach, "look", looked.append)
+    monkeypatch.setattr(reach, "try_key", lambda one: Access(True, False))
+    found = reach.reach([SimpleNamespace(name="@local", data={})])
+    assert [one.host for one in found.closed] == ["@local"]
+    assert "deploys/bootstrap.py" in next(found.problems()).fix
+    assert not looked
+
+
 def test_whoever_waits_for_a_login_is_told_for_whom(
     three: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

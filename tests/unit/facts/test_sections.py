@@ -42,9 +42,9 @@ def test_a_side_that_does_not_come_to_its_end_makes_the_answer_one_that_was_cut_
 @pytest.mark.parametrize(
     ("sudo", "told"),
     [
-        ('shift; exec "$@"', ["yes", "asked"]),
+        ('shift 2; exec "$@"', ["yes", "asked"]),
         ("exit 1", ["no", "ann", "asked"]),
-        ('[ "$2" = true ]', []),  # it works, and what it ran was killed
+        ('[ "$3" = true ]', []),  # it works, and what it ran was killed
     ],
 )
 def test_a_script_says_whether_sudo_works_and_never_runs_twice(

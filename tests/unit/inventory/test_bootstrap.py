@@ -265,11 +265,19 @@ def test_hosts_that_are_ready_ask_nobody(new_hosts) -> None:
     assert contact_in(data, "ready").password is None
 
 
-def test_nobody_looks_at_this_machine_or_asks_for_its_password() -> None:
-    """What the deploy then does with it is in test_this_machine.py."""
-    assert prepare({"@local": {}}) == {}
-    assert bootstrap.needs_none("@local")
-    assert not bootstrap.needs_none("spark-1")
+@pytest.mark.usefixtures("_terminal")
+@pytest.mark.parametrize("sudo_free", [True, False])
+def test_this_machine_needs_neither_key_nor_login_but_a_password_for_sudo(
+    sudo_free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "try_key", lambda e: Access(e.is_local, sudo_free))
+    asked: list[str] = []
+    data = prepare({"@local": {}}, ask=lambda text: asked.append(text) or "x")
+    contact = contact_in(data, "@local")
+    assert contact.ready == sudo_free
+    assert len(asked) == (0 if sudo_free else 1)
+    assert set(data["@local"]) == {bootstrap.CONTACT_KEY} | (set() if sudo_free else {"_sudo"})
+    assert sudo_free or (contact.password.unmask(), data["@local"]["_sudo"]) == ("x", False)
 
 
 def test_a_host_that_nobody_looked_at_is_a_clear_error() -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import paramiko
@@ -22,6 +23,7 @@ from pyinfra.connectors import util
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.shown import heard, shown
+from spark_deploy.errors import SparkError
 from spark_deploy.inventory.contact import hearing
 
 OWNED = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"
@@ -185,3 +187,16 @@ def test_over_ssh_the_lines_behind_bytes_that_are_no_text_arrive(
     assert "fine" in output.stderr_lines[0]
     assert not any(map(moves_a_terminal, output.output_lines))
     assert os.linesep not in output.stdout_lines[1]
+
+
+def test_pyinfra_fails_instead_of_prompting_for_a_sudo_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(util, "getpass", lambda _: "typed")
+    monkeypatch.setattr(util, "read_buffer", util.read_buffer)
+    hearing.listen_carefully()
+    host: Any = SimpleNamespace(print_prefix="", connector_data={})
+    refused = util.CommandOutput([util.OutputLine("stderr", util.SUDO_PASSWORD_REQUIRED_LINES[0])])
+    with pytest.raises(SparkError, match=r"deploys/bootstrap\.py"):
+        util.execute_command_with_sudo_retry(host, {}, lambda: (1, refused))
+    assert host.connector_data == {}

@@ -1,4 +1,4 @@
-"""``@local``, the machine a run stands on: pyinfra and `spark-deploy` themselves, looking only."""
+"""``@local``, the machine that runs the deploy, through pyinfra and `spark-deploy` themselves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.inventory.contact.password import PASSWORD_FILE_VARIABLE
 from tests import forked
 
 INVENTORY = """
@@ -35,9 +36,9 @@ class Here:
         text = INVENTORY.format(checkout=str(CHECKOUT), host_data=host_data)
         self.inventory.write_text(text)
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, **given: str) -> subprocess.CompletedProcess[str]:
         path = f"{self.root / 'bin'}:{os.environ['PATH']}"
-        env = {"HOME": str(self.root / "home"), "PATH": path}
+        env = {"HOME": str(self.root / "home"), "PATH": path, **given}
         return forked.run(words, cwd=self.root, env=env)
 
 
@@ -50,14 +51,60 @@ def bootstrap_of(here: Here, inventory: str) -> subprocess.CompletedProcess[str]
     return here.run("pyinfra", inventory, str(CHECKOUT / "deploys/bootstrap.py"), "--dry")
 
 
-@pytest.mark.parametrize("named", ["in an inventory", "as pyinfra's own word"])
-def test_bootstrap_has_nothing_to_do_here_and_says_so(here: Here, named: str) -> None:
-    inventory = str(here.inventory) if named == "in an inventory" else "@local"
-    done = bootstrap_of(here, inventory)
+# Asks for a password until the rule is there; notes its arguments and environment.
+ASKING_SUDO = """#!/bin/sh
+env | cat - >> $HERE/seen; echo "$*" >> $HERE/seen
+case "$*" in
+  *-S*) read -r given; [ "$given" = geheim ] || { echo 'Sorry, try again.' >&2; exit 1; }
+        touch $HERE/rule;;
+  *) [ -e $HERE/rule ] || { echo 'sudo: a password is required' >&2; exit 1; };;
+esac
+"""
+ORDINARY = "#!/bin/sh\ncase $* in -un) echo ann;; *) echo 1000;; esac\n"
+
+
+@pytest.fixture
+def ordinary(here: Here) -> Here:
+    """The machine of a user who is not root; sudo and id are stand-ins."""
+    for name, text in {"sudo": ASKING_SUDO, "id": ORDINARY}.items():
+        (here.root / "bin" / name).write_text(text.replace("$HERE", str(here.root)))
+        (here.root / "bin" / name).chmod(0o755)
+    for name, word in {"right": "geheim", "wrong": "other"}.items():
+        (here.root / name).write_text(f"{word}\n")
+    return here
+
+
+@pytest.mark.parametrize(
+    ("file", "error"),
+    [("right", ""), ("wrong", "sudo: refuses the password"), ("", PASSWORD_FILE_VARIABLE)],
+)
+def test_bootstrap_installs_the_sudo_rule_with_the_password_of_an_ordinary_user(
+    ordinary: Here, file: str, error: str
+) -> None:
+    given = {PASSWORD_FILE_VARIABLE: str(ordinary.root / file)} if file else {}
+    words = (str(ordinary.inventory), str(CHECKOUT / "deploys/bootstrap.py"), "-y", "-vvv")
+    done = ordinary.run("pyinfra", *words, "--debug", **given)
+    assert (done.returncode == 0) == (ordinary.root / "rule").exists() == (not error), done.stderr
+    assert error in done.stdout + done.stderr
+    shown = done.stdout + done.stderr + (ordinary.root / "seen").read_text()
+    assert "-k -n true" in shown
+    assert "geheim" not in shown
+    assert not list((ordinary.root / "home").iterdir())
+
+
+def test_bootstrap_needs_an_inventory_that_lists_this_machine(here: Here) -> None:
+    done = bootstrap_of(here, "@local")
+    assert done.returncode != 0
+    assert "list '@local'" in done.stderr
+
+
+def test_bootstrap_of_a_machine_whose_sudo_is_free_changes_nothing(ordinary: Here) -> None:
+    (ordinary.root / "rule").touch()
+    words = (str(ordinary.inventory), str(CHECKOUT / "deploys/bootstrap.py"), "-y")
+    done = ordinary.run("pyinfra", *words)
     assert done.returncode == 0, done.stderr
-    assert "[@local] nothing to bootstrap" in done.stderr
-    assert "Install our key" not in done.stdout + done.stderr
-    assert not list((here.root / "home").iterdir())
+    assert "-S" not in (ordinary.root / "seen").read_text()
+    assert not list((ordinary.root / "home").iterdir())
 
 
 def test_status_of_this_machine_asks_for_sudo_only_who_is_not_root(here: Here) -> None:
