@@ -45,23 +45,26 @@ OPTION_PINS = ("--gdn-prefill-backend", "--kernel-config", "--speculative-config
 VARIABLE_PINS = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_FLASHINFER_SAMPLER")
 PINS = (*OPTION_PINS, *VARIABLE_PINS)
 """What a plan decides instead of the engine."""
-MACHETE = "a GB10 has no Machete; GPU proofs disable it (VLLM_DISABLED_KERNELS) and run Marlin"
 NOTES = {
-    r"attention": (
-        "version 3 runs on Hopper only; GPU proofs used 3, the wheel's version 2 is the only one "
-        "for a GB10 and ran on no GPU here"
+    r".* attention: FLASH_ATTN 3 / FLASH_ATTN 2": (
+        "version 3 runs on Hopper only and is what GPU proofs ran; version 2 is the only one for a "
+        "GB10"
     ),
-    r"linear .*|LM head": MACHETE,
-    r"router": (
-        "Hopper's low-latency GEMM excludes capability 12.x, where cuBLAS multiplies the same "
-        "16-bit weights; that path ran on no GPU here"
+    r".* (linear .*|LM head): .*Machete.* / .*Marlin.*": (
+        "a GB10 has no Machete; GPU proofs disable it (VLLM_DISABLED_KERNELS) and run Marlin"
     ),
-    r"experts": (
-        "of repositories served as published: the engine chooses, no argument covers all formats; "
-        "set engine.options moe-backend to pin it"
+    r".* (linear .*|experts): .*H(UMMING|umming).* / .*M(ARLIN|arlin).*": (
+        "GPU proofs ran Marlin, which their result files name"
+    ),
+    r".* router: .* / plain GEMM": (
+        "Hopper's kernels for routers exclude a GB10, which multiplies by cuBLAS"
+    ),
+    r"target experts: \w*Unquantized.*": (
+        "the engine chooses for 16-bit repositories served as published; engine.options "
+        "moe-backend: triton takes the kernel of the GPU proofs"
     ),
 }
-"""Why a difference that no pin closes is acceptable, by the choice's name without its model."""
+"""Why a difference that no pin closes is acceptable, by ``CHOICE: ON 9.0 / ON 12.1``."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ def fake_device(capability: str, folder: Path) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.current_device = lambda: 0
+    torch.accelerator.current_device_index = lambda: 0
     torch.cuda.mem_get_info = lambda *_: (100 * GIB, 128 * GIB)
     torch.cuda.Stream = torch.cuda.Event = MagicMock
     triton_driver = MagicMock()
@@ -305,6 +309,7 @@ def chosen_by(name: str, module: Any) -> Iterator[tuple[str, str]]:
     if kind == "Attention":
         version = getattr(module.impl, "vllm_flash_attn_version", None)
         yield "attention", module.attn_backend.get_name() + (f" {version}" if version else "")
+        return
     if kind == "QwenGatedDeltaNetAttention":
         yield "GDN prefill", module.gdn_prefill_backend
         yield "GDN decode", module.gdn_decode_kernel
@@ -368,17 +373,17 @@ def compare(plans: Path, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
             {
                 "choice": choice, **dict(zip(DEVICES, values, strict=True)),
                 "without_pins": cases.get("free", []), "planned": cases.get("pinned", []),
-                "note": note_of(choice) if "pinned" in cases else None,
+                "note": note_of(choice, values) if "pinned" in cases else None,
             }
             for (choice, values), cases in sorted(differences.items())
         ],
     }  # fmt: skip
 
 
-def note_of(choice: str) -> str | None:
-    """Return why a difference is acceptable; None: nobody has said."""
-    kind = choice.split(" ", 1)[1]
-    return next((note for pattern, note in NOTES.items() if re.fullmatch(pattern, kind)), None)
+def note_of(choice: str, values: tuple[str, str]) -> str | None:
+    """Return why a difference is acceptable; None without an explanation."""
+    difference = f"{choice}: {values[0]} / {values[1]}"
+    return next((note for known, note in NOTES.items() if re.fullmatch(known, difference)), None)
 
 
 def main() -> None:
