@@ -43,6 +43,21 @@ def _device(result: dict[str, Any]) -> str:
     return str(result["device"]).partition(",")[0].partition("\n")[0]
 
 
+def kernel_rows() -> Iterator[str]:
+    """Yield the table of kernels that vLLM chooses differently on an H200 and on a GB10."""
+    table = json.loads((RESULTS / "cpu/backends.json").read_text("utf-8"))
+    devices = table["devices"]
+    layers: dict[tuple[str, ...], dict[str, None]] = {}
+    for found in table["differences"]:
+        kernels = (found[device].rpartition(" > ")[2] for device in devices)
+        key = (*kernels, found["note"] if found["planned"] else "every plan pins it")
+        layers.setdefault(key, {})[re.sub(r"linear .*", "linear layers", found["choice"])] = None
+    yield row("layers", *(f"{key}, {one['name']}" for key, one in devices.items()), "handled by")
+    yield "|---|---|---|---|"
+    for (one, other, handled), names in layers.items():
+        yield row(", ".join(names), f"`{one}`", f"`{other}`", handled)
+
+
 def sweep_sections() -> Iterator[str]:
     """Yield a section per sweep: how many cases passed, and what the owner sees in each."""
     for path in sorted((RESULTS / "sweeps").glob("*.json")):

@@ -274,6 +274,7 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "docs/reference/checks.md": {"checks": check_rows},
     "docs/reference/what-is-proven.md": {
         "parts": functools.partial(evidence.proven_rows, CHECKOUT),
+        "kernels": evidence.kernel_rows,
         "questions": functools.partial(evidence.question_rows, CHECKOUT),
     },
     "proofs/results/README.md": {
