@@ -227,3 +227,16 @@ def test_a_folder_of_somebody_elses_under_our_names_is_not_ours(tmp_path):
         "jars": "not made by us",
         "spark-serve@.service": "",
     }
+
+
+def test_each_record_that_host_tools_write_is_removed(tmp_path):
+    paths = Paths(tmp_path)
+    of_release = (paths.proof, paths.compile_cache, paths.answers, paths.rollout, paths.request)
+    of_service = (paths.rollback, paths.good, paths.stopped, paths.events)
+    records = [record("main") for record in (*of_release, *of_service, paths.job)]
+    for path in (*records, paths.gpu_receipt, paths.daily):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert [thing.name for thing in ours._records(paths) if thing.stays] == []
+    (paths.state / "theirs").touch()
+    assert [Path(thing.name).name for thing in ours._records(paths) if thing.stays] == ["theirs"]

@@ -45,8 +45,9 @@ _OUR_TOOL = re.compile(
 USERS = (GATEWAY_USER, ENGINE_USER)
 _CONFIG = (RELEASES_DIR, GATEWAY_DIR, API_KEY, SHARE_SETTINGS, SHARE_KEY)
 _RECORDS = frozenset(
-    ["jobs", "proofs", "receipts", "switch", "requests", "rollback", "good", "stopped", "events"]
-)
+    ["jobs", "proofs", "receipts", "switch", "requests", "rollback", "good", "stopped", "events",
+     "answers", "caches", "daily.json"]
+)  # fmt: skip
 NOTE = "note"  # of what the host was before: goes when nothing is left that it tells about
 _MANAGED = "Managed by dgx-spark-deploy"
 _MODELS_STAY = "models are kept; --data uninstall.models=true removes them"
