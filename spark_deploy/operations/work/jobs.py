@@ -24,7 +24,7 @@ from spark_deploy.facts.service.jobs import JobStates, parse_poll, poll_command,
 from spark_deploy.lockfile.hub_token import read_hub_token
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations.commands import HEARTBEAT_S, log_once, shell
-from spark_deploy.operations.files import place
+from spark_deploy.operations.files import archive, place, unpack_script
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
 from spark_deploy.operations.reconnect import run_reconnecting
 from spark_deploy.operations.work.share import knowing_peers
@@ -65,14 +65,18 @@ def job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         refuse(f"{host.name}: {spec.title}", progress_text(state), "run again when it answers")
     if spec.kind == FETCH_JOB and not host.state.is_executing:  # told once, before a dry run's end
         host.log(f"{spec.title}: not on this host, {spec.total_bytes or 0} bytes to fetch")
-    files = (*knowing_peers(work).files(), *_token(work), _pulled_in(spec, release))
-    yield from place(files)
+    yield from place((*knowing_peers(work).files(), _pulled_in(spec, release)))
+    token = [*_token(work)]
     yield shell(
         f"{_link(target)}; "
         # What an earlier attempt left would read as the outcome of this one.
         f"rm -f {spec.dir}/status.json {spec.dir}/progress; "
         f"systemctl reset-failed {spec.unit} 2>/dev/null; "
-        f"systemctl start --no-block {spec.unit}"
+        # In the command that starts the job, whose end removes the token: a controller that stops
+        # here leaves no token without a job.
+        + (f"(\n{unpack_script(token)}\n) && " if token else "")
+        + f"systemctl start --no-block {spec.unit}",
+        stdin=archive(token) if token else None,
     )
 
 

@@ -75,11 +75,12 @@ def test_the_hubs_token_leaves_with_its_job_and_with_those_that_will_not_start(
     digests = {name: name * 12 for name in after}
     for name, digest in digests.items():
         write_job(host, "", digest, after=[digests[one] for one in after[name]])
-        (host.paths.job(digest) / "hub-token").write_text("hf_canary")
+        for file in ("hub-token", "hub-token.spark-new"):
+            (host.paths.job(digest) / file).write_text("hf_canary")
     monkeypatch.setenv("SERVICE_RESULT", result)
     monkeypatch.setattr(systemd, "is_stopping", lambda: stopping)
     assert jobs.main(["end", digests["1"]], host.paths) == 0
-    there = [name for name, one in digests.items() if (host.paths.job(one) / "hub-token").exists()]
+    there = [name for name, one in digests.items() if [*host.paths.job(one).glob("hub-token*")]]
     assert "".join(there) == left
 
 

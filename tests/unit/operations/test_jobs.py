@@ -135,6 +135,9 @@ def test_a_token_travels_on_standard_input_when_work_begins_and_at_no_other_time
     archives = [command.connector_arguments.get("_stdin") for command in begun]
     with_token = [one for one in archives if one and f"{CANARY}\n".encode() in members(one)]
     assert bool(with_token) == sent
+    # One command brings the token and starts the job, whose end removes it.
+    starting = [one for one in begun if "systemctl start --no-block" in str(one)]
+    assert all("hub-token" not in str(one) for one in begun if one not in starting)
 
 
 def members(archive: str) -> list[bytes]:

@@ -122,7 +122,9 @@ def end(digest12: str, paths: Paths, *, success: bool) -> None:
     """Remove the hub's token of a job that ended, and of those that will not start without it."""
     if systemd.is_stopping():
         return  # the next boot goes on with the job
-    files.remove(paths.below(hub_token_file(digest12)))
+    token = paths.below(hub_token_file(digest12))
+    for path in (token, *token.parent.glob(f"{token.name}.*")):  # and what was half written
+        files.remove(path)
     for other in () if success else all_digests(paths):
         if digest12 in load(other, paths).after:
             end(other, paths, success=False)
