@@ -109,6 +109,29 @@ def test_blocks_are_kept_free_while_the_engine_loads(
     assert written(host) == expected
 
 
+@pytest.mark.parametrize("helps", [True, False])
+def test_rounds_that_do_not_help_become_rare(
+    host: Host, monkeypatch: pytest.MonkeyPatch, helps: bool
+) -> None:
+    """In 1.2 s there is room for rests of 0.04, 0.08, 0.16, 0.32 and 0.64 s, or for many short."""
+    seen: list[str] = []
+    texts = {name: (BUDDYINFO / f"{name}.txt").read_text() for name in ("healthy", "low")}
+
+    def read() -> object:
+        after_a_round = seen[-1:] == ["round"]
+        seen.append("look")
+        return parse_buddyinfo(texts["healthy" if helps and after_a_round else "low"], 4096)
+
+    release = loading(host, monkeypatch, 0)
+    monkeypatch.setattr(guard, "_BLOCKS_EVERY_S", 0.02)
+    monkeypatch.setattr(guard, "_DEFRAGMENT_REST_S", 0.02)
+    monkeypatch.setattr(guard, "read_free_blocks", read)
+    monkeypatch.setattr(guard, "defragment", lambda: seen.append("round") or "")
+    with guard.StartGuard(release, host.paths):
+        time.sleep(1.2)
+    assert seen.count("round") > 10 if helps else 1 < seen.count("round") <= 6
+
+
 def test_the_next_round_waits(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[int] = []
     release = loading(host, monkeypatch, 0)

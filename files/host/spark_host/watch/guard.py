@@ -27,6 +27,7 @@ _EVERY_S = 0.25
 _NOTE_S = 2.0
 _BLOCKS_EVERY_S = 1.0
 _DEFRAGMENT_REST_S = 10.0  # between two rounds, each of which takes seconds
+_LONGEST_REST_S = 40.0  # after rounds that did not help
 _FIX = (
     "lower engine.memory_fraction (or pin engine.kv_cache_gib), "
     "or stop what else holds memory on this host"
@@ -105,14 +106,21 @@ class StartGuard:
             self._over.wait(_EVERY_S)
 
     def _keep_blocks_free(self) -> None:
-        rest_s = _BLOCKS_EVERY_S
-        while not self._over.wait(rest_s):
-            blocks = read_free_blocks()
-            low = blocks is not None and blocks.is_low(self._release.memory.needed_bytes)
-            rest_s = _DEFRAGMENT_REST_S if low else _BLOCKS_EVERY_S
-            if low and (problem := defragment()):
+        wait_s, rest_s = _BLOCKS_EVERY_S, _DEFRAGMENT_REST_S
+        while not self._over.wait(wait_s):
+            wait_s = _BLOCKS_EVERY_S
+            if not self._is_low():
+                continue
+            if problem := defragment():
                 loop.event(self._release, checks.FRAGMENTED, problem, self._paths)
                 return
+            # A round that does not help costs the loading engine a core and its disk.
+            rest_s = min(2 * rest_s, _LONGEST_REST_S) if self._is_low() else _DEFRAGMENT_REST_S
+            wait_s = rest_s
+
+    def _is_low(self) -> bool:
+        blocks = read_free_blocks()
+        return blocks is not None and blocks.is_low(self._release.memory.needed_bytes)
 
     def _hold(self) -> None:
         """Get hold of the container's first process, once docker has made it."""
