@@ -11,7 +11,7 @@ from spark_contract.host.paths import Paths, kept_aside
 from spark_contract.work.keep import Before, Footprint
 from spark_host.system import docker, systemd
 from spark_host.uninstall import before as past
-from spark_host.uninstall import ours, packages, shared
+from spark_host.uninstall import ours, packages, shared, uninstall
 from spark_host.uninstall.containers import Others
 
 DAEMON_JSON = "/etc/docker/daemon.json"
@@ -240,3 +240,11 @@ def test_each_record_that_host_tools_write_is_removed(tmp_path):
     assert [thing.name for thing in ours._records(paths) if thing.stays] == []
     (paths.state / "theirs").touch()
     assert [Path(thing.name).name for thing in ours._records(paths) if thing.stays] == ["theirs"]
+
+
+def test_a_directory_that_another_uninstall_has_just_removed_is_no_failure(tmp_path):
+    names = [str(tmp_path / name) for name in ("gone", "there")]
+    Path(names[1]).mkdir()
+    going = [ours.Thing("directory", name) for name in names]
+    assert uninstall._round(going, wanted(), Paths(tmp_path)) == []
+    assert not Path(names[1]).exists()

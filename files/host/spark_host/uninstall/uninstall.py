@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,7 @@ def _round(going: list[Thing], wanted: Footprint, paths: Paths) -> list[str]:
         "docker user": lambda name: _run("gpasswd", "-d", name, "docker"),
         "user": lambda name: _run("userdel", name),
         "group": lambda name: _run("groupdel", name),
-        "directory": lambda name: Path(name).rmdir(),
+        "directory": _remove_directory,
         ours.NOTE: _forget,
     }
     for kind in dict.fromkeys(thing.kind for thing in going):
@@ -79,6 +80,11 @@ def _round(going: list[Thing], wanted: Footprint, paths: Paths) -> list[str]:
         if kind in ("unit", "boot link", "file"):
             systemd.reload()
     return []
+
+
+def _remove_directory(name: str) -> None:
+    with suppress(FileNotFoundError):  # an uninstall that lost its controller may still run
+        Path(name).rmdir()
 
 
 def _stop(listed: list[str]) -> str:
