@@ -242,7 +242,7 @@ def test_each_record_that_host_tools_write_is_removed(tmp_path):
     assert [Path(thing.name).name for thing in ours._records(paths) if thing.stays] == ["theirs"]
 
 
-def test_a_directory_that_another_uninstall_has_just_removed_is_no_failure(tmp_path):
+def test_a_directory_that_a_purge_has_just_removed_is_no_failure(tmp_path):
     names = [str(tmp_path / name) for name in ("gone", "there")]
     Path(names[1]).mkdir()
     going = [ours.Thing("directory", name) for name in names]

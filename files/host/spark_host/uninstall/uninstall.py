@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,7 +82,7 @@ def _round(going: list[Thing], wanted: Footprint, paths: Paths) -> list[str]:
 
 
 def _remove_directory(name: str) -> None:
-    with suppress(FileNotFoundError):  # an uninstall that lost its controller may still run
+    with suppress(FileNotFoundError):  # purging a package removes empty unit folders
         Path(name).rmdir()
 
 
