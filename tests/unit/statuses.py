@@ -9,7 +9,7 @@ from spark_contract.serving.status import Status
 
 from spark_deploy.facts.service.serve import HostStatus
 
-_WHOLE: dict[str, Any] = {
+STATUS: dict[str, Any] = {
     "schema_version": 2, "releases": [], "services": {}, "jobs": [],
     "memory": {"total_bytes": 0, "available_bytes": 0}, "versions": {}, "versions_unknown": [],
     "reboot_pending": "", "live": None, "events": {},
@@ -21,7 +21,7 @@ _PARTS: dict[str, dict[str, Any]] = {
              "exit_code": None, "elapsed_s": None, "progress": None, "last_line": None,
              "log_tail": []},
 }  # fmt: skip
-_SERVICE: dict[str, Any] = {
+SERVICE: dict[str, Any] = {
     "good": None, "enabled": [], "active": None, "stopped_by_hand": None,
     "rolled_back": None, "traffic_open": False, "gateway": {},
 }  # fmt: skip
@@ -41,7 +41,7 @@ def told(some: dict[str, Any]) -> HostStatus:
     """Return the status of a host, read as the host's own answer would be."""
     if not some:
         return HostStatus(None)
-    data = {**_WHOLE, **some}
+    data = {**STATUS, **some}
     for name, part in _PARTS.items():
         data[name] = [{**part, **one} for one in data[name]]
     data["services"] = {name: _service(one) for name, one in data["services"].items()}
@@ -58,5 +58,5 @@ def told(some: dict[str, Any]) -> HostStatus:
 
 
 def _service(some: dict[str, Any]) -> dict[str, Any]:
-    found = {**_SERVICE, **some}
+    found = {**SERVICE, **some}
     return {**found, "gateway": {**_GATEWAY, **found["gateway"]}}

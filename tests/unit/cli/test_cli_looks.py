@@ -127,10 +127,11 @@ def test_status_says_who_stopped_a_service_and_that_it_was_rolled_back(tmp_path)
     found = document()
     service = found["services"]["main"]
     service["stopped_by_hand"] = {
-        "release": RELEASE, "at": "2026-11-21T10:00:00Z", "by": "ann@desk",
+        "schema_version": 1, "release": RELEASE, "at": "2026-11-21T10:00:00Z", "by": "ann@desk",
     }  # fmt: skip
     service["rolled_back"] = {
-        "state": "done", "from": "main-b", "to": RELEASE, "at": "2026-11-21T09:00:00Z",
+        "schema_version": 1, "state": "done", "from": "main-b", "to": RELEASE,
+        "at": "2026-11-21T09:00:00Z",
     }  # fmt: skip
     text = shown(tmp_path, found)
     assert "stopped on purpose by ann@desk and is down since 2026-11-21T10:00:00Z" in text

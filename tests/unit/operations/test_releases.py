@@ -198,7 +198,12 @@ def status(**service: Any) -> Answering:
 
 
 def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
-    stopped = {"at": "2026-11-21T10:00:00Z", "by": "ann@desk", "release": RELEASE}
+    stopped = {
+        "schema_version": 1,
+        "at": "2026-11-21T10:00:00Z",
+        "by": "ann@desk",
+        "release": RELEASE,
+    }
     host = status(stopped_by_hand=stopped, active=None)
     assert outcome(host, serve.rolled_out, plan(), 60) == []
     assert "stopped on purpose by ann@desk and is down since 2026-11-21T10" in host.logs[0]
@@ -207,7 +212,10 @@ def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
 
 
 def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() -> None:
-    gone_back = {"state": "done", "from": RELEASE, "to": "main-aaaaaaaaaaaa", "at": "then"}
+    gone_back = {
+        "schema_version": 1, "state": "done", "from": RELEASE, "to": "main-aaaaaaaaaaaa",
+        "at": "then",
+    }  # fmt: skip
     host = status(active="main-aaaaaaaaaaaa", good="main-aaaaaaaaaaaa", rolled_back=gone_back)
     assert len(outcome(host, serve.rolled_out, plan(), 60)) == 1
     assert f"was rolled back from {RELEASE}" in host.logs[0]
