@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spark_deploy.errors import Problem
-from spark_deploy.facts.machine.memory import Memory
 from spark_deploy.facts.machine.survey import Survey
 from spark_deploy.planning.budget.memory import START_MARGIN
 from spark_deploy.planning.machine import NeedsPlan
@@ -26,7 +25,8 @@ _PRUNED = {
 
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Compare disk and memory with what the plan needs."""
-    return Verdict(tuple([*_disk(needs, survey), *_others(survey), *_memory(needs, survey)]))
+    problems = (*_disk(needs, survey), *_others(survey), *_memory(needs, survey))
+    return Verdict(problems, tuple(_unknown_memory(needs, survey)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +137,36 @@ def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         yield Problem(
             "memory", counted, f"set memory.total_gib to {total} for this host, and plan again"
         )
-    # While our own engine runs its memory is spoken for; a rollout waits for it to come back.
-    if not survey.serving and memory.available_bytes < needs.memory_needed_bytes:
+    obtainable_bytes = survey.obtainable_bytes
+    if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
+        once = " once our engines stop" if survey.serving else ""
         yield Problem(
             "memory",
-            f"{memory.available_bytes / GIB:.1f} GiB available, the engine needs "
+            f"{obtainable_bytes / GIB:.1f} GiB available{once}, the engine needs "
             f"{needs.memory_needed_bytes / GIB:.1f} GiB to start",
             "stop what holds it (named above where it can be told), or lower "
-            f"engine.memory_fraction to {_fitting_fraction(memory)} for this host "
+            "engine.memory_fraction to "
+            f"{_fitting_fraction(obtainable_bytes, memory.total_bytes)} for this host "
             "(engine.kv_cache_gib where the cache is pinned)",
         )
 
 
-def _fitting_fraction(memory: Memory) -> float:
+def _unknown_memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
+    available_bytes = survey.memory.available_bytes
+    if survey.obtainable_bytes is None and available_bytes < needs.memory_needed_bytes:
+        yield Problem(
+            "memory",
+            f"{available_bytes / GIB:.1f} GiB available, the engine needs "
+            f"{needs.memory_needed_bytes / GIB:.1f} GiB, and the release of a running engine "
+            "does not tell how much its stop frees: if that is too little, the new start waits "
+            "and rolls back, without service meanwhile",
+            "stop other processes that hold memory before the deploy",
+        )
+
+
+def _fitting_fraction(available_bytes: int, total_bytes: int) -> float:
     """Return the largest share of the pool with which an engine could start now."""
-    return _floor(memory.available_bytes / (memory.total_bytes * START_MARGIN), 2)
+    return _floor(available_bytes / (total_bytes * START_MARGIN), 2)
 
 
 def _floor(number: float, digits: int) -> float:

@@ -18,8 +18,8 @@ def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Find what would fight with our engine for memory, GPU or ports."""
     problems = [*_containers(needs, survey), *_ports(needs, survey), *_tailnet(needs, survey)]
     holders = tuple(_holders(needs, survey))
-    # While our engine serves, the available memory does not count what its stop gives back.
-    if survey.memory.available_bytes < needs.memory_needed_bytes and not survey.serving:
+    obtainable_bytes = survey.obtainable_bytes
+    if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
         return Verdict((*problems, *holders))
     return Verdict(tuple(problems), holders)
 

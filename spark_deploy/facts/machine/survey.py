@@ -9,9 +9,9 @@ from pathlib import Path
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.errors import Problem
-from spark_contract.host.paths import DAILY, Paths
+from spark_contract.host.paths import DAILY, RELEASES_DIR, Paths
 from spark_contract.host.sentences import STAND_IN
-from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.host.units import MAIN_SERVICE, SERVE
 from spark_contract.serving.records import DailyLook, Stopped
 
 from spark_deploy.facts import sections
@@ -66,6 +66,20 @@ echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
 """
 
 
+def engine_memory_script(folder: str = RELEASES_DIR) -> str:
+    """Return what prints each running engine's unit and the bytes that its release plans."""
+    before, after = SERVE.of("@").split("@@")
+    return rf"""
+echo '== engine-memory'
+systemctl list-units --plain --no-legend --state=active,activating '{SERVE.of("*")}' |
+  while read -r unit _; do
+    name=${{unit#{before}@}}
+    echo "$unit $(head -c 1048576 "{folder}/${{name%{after}}}/release.json" 2>/dev/null |
+      tr -d ' \n' | sed -n 's/.*"memory":{{[^}}]*"needed_bytes":\([0-9]*\).*/\1/p')"
+  done
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Survey:
     """What one look at a host found."""
@@ -89,6 +103,15 @@ class Survey:
     daily: tuple[Problem, ...] = ()  # what the host's own daily look found
     above: tuple[Above, ...] = ()  # the folders above our places
     stopped: Mapping[str, Stopped] = field(default_factory=dict)  # by service: on purpose
+    engine_bytes: Mapping[str, int] = field(default_factory=dict)  # planned, by unit that is up
+
+    @property
+    def obtainable_bytes(self) -> int | None:
+        """Memory that is available once our engines stop; ``None`` where a plan is unknown."""
+        if not set(self.serving) <= set(self.engine_bytes):
+            return None
+        held_bytes = sum(self.engine_bytes[unit] for unit in self.serving)
+        return min(self.memory.total_bytes, self.memory.available_bytes + held_bytes)
 
     @property
     def sudo_works(self) -> bool:
@@ -124,6 +147,7 @@ class HostSurvey(HostFact[Survey]):
                 stored.script(paths, look_in),
                 ports.script(ports_wanted),
                 sections.SERVING,
+                engine_memory_script(),
                 audit_script(),
                 stopped_script(),
                 _DPKG,
@@ -162,7 +186,13 @@ class HostSurvey(HostFact[Survey]):
             daily=_daily(found.get("daily", ())),
             above=disk.parse_above(found.get("above", ())),
             stopped=dict(_stopped(found.get("stopped", ()))),
+            engine_bytes=_engine_bytes(found.get("engine-memory", ())),
         )
+
+
+def _engine_bytes(lines: Sequence[str]) -> dict[str, int]:
+    pairs = (line.partition(" ") for line in lines)
+    return {unit: int(planned) for unit, _, planned in pairs if planned.isdigit()}
 
 
 def _daily(lines: Sequence[str]) -> tuple[Problem, ...]:

@@ -64,7 +64,9 @@ HEALTHY: dict[str, Any] = {
     "ss--tlnp--01.txt": whole("listeners"),
     # Memory is short because an engine of ours has it.
     "meminfo--serving-first-lines--01.txt": whole(
-        "meminfo", serving=["spark-serve@main-0123456789ab.service"]
+        "meminfo",
+        serving=["spark-serve@main-0123456789ab.service"],
+        engine_memory=[f"spark-serve@main-0123456789ab.service {90 << 30}"],
     ),
 }
 WARNED = {

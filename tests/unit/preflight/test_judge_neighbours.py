@@ -93,6 +93,7 @@ OURS = (
 SERVING: dict[str, Any] = {
     "containers": [OURS],
     "serving": ["spark-serve@main-0123456789ab.service"],
+    "engine-memory": [f"spark-serve@main-0123456789ab.service {90 << 30}"],
     "meminfo": ["MemTotal: 125513944 kB", "MemAvailable: 9000000 kB"],
 }
 OUR_CGROUP = f"77 /system.slice/docker-{'a1' * 32}.scope"
@@ -114,6 +115,26 @@ def test_a_stranger_on_the_gpu_beside_our_serving_engine_is_named() -> None:
     assert problems(seen) == []
     one(warnings(seen), "/home/ann/venv/bin/python3", "pid 78 uses the GPU")
     assert warnings(seen, allow_memory_holders=("python3",)) == []
+
+
+@pytest.mark.parametrize(
+    ("planned_gib", "fits"), [("90", True), ("82", True), ("80", False), ("", None)]
+)
+def test_memory_counts_what_the_stop_of_our_engine_frees(
+    planned_gib: str, fits: bool | None
+) -> None:
+    """8.6 GiB are available and 90 GiB needed; a process of somebody else uses the GPU, too."""
+    planned = str(int(planned_gib) << 30) if planned_gib else ""
+    seen = survey(
+        **{**SERVING, "engine-memory": [f"{SERVING['serving'][0]} {planned}"]},
+        compute_apps=["78, python3"],
+        compute_cgroups=["78 /user.slice/x"],
+    )
+    refused = [line.split(":")[0] for line in problems(seen)]
+    warned = [line.split(":")[0] for line in warnings(seen)]
+    assert refused == ([] if fits is not False else ["process python3", "memory"])
+    memory_warning = ["memory"] if fits is None else []
+    assert warned == (["process python3", *memory_warning] if fits is not False else [])
 
 
 @pytest.mark.parametrize("resident", [[], ["9 2097152 /user.slice/x python3"]])
