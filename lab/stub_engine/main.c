@@ -80,7 +80,8 @@ static void log_start(int argc, char **argv) {
     for (int i = 1; i < argc; i++) put(&words, "%s ", argv[i]);
     say("vLLM API server version 0.0.0+stub");
     say("args: %s", words.data ? words.data : "");
-    if (words.data && strstr(words.data, "\"moe_backend\":\"triton\""))
+    if (words.data && (strstr(words.data, "\"moe_backend\":\"triton\"") ||
+                       strstr(words.data, "--moe-backend triton")))
         say("Using TRITON Unquantized MoE backend out of potential backends: ['TRITON'].");
     free(words.data);
     say("Using V2 Model Runner");

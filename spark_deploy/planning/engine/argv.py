@@ -17,7 +17,7 @@ from spark_deploy.catalog.profile import Profile
 from spark_deploy.errors import PlanError
 from spark_deploy.planning.budget.beside import adapter_rank
 from spark_deploy.planning.budget.memory import context_tokens
-from spark_deploy.planning.engine.options import pins_drafter_experts
+from spark_deploy.planning.engine.options import pins_drafter_experts, pins_target_experts
 from spark_deploy.planning.types import MemoryPlan
 from spark_deploy.settings.engine.arguments import told
 from spark_deploy.settings.engine.options import canonical, meaning, structure
@@ -95,7 +95,7 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "tool-call-parser": model.parsers.tool_call,
         "speculative-config": _drafts_told(model, profile),
         **_adapters_told(model),
-        **_further_options(profile),
+        **_further_options(model, profile),
     }
 
 
@@ -141,7 +141,7 @@ def _adapters_told(model: Model) -> dict[str, Any]:
     }
 
 
-def _further_options(profile: Profile) -> dict[str, Any]:
+def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
     """Return the profile's own options, joined with the plan's choice of kernels."""
     options = {canonical(name): value for name, value in profile.options.items()}
     if options.setdefault("kernel-config", {}) is not None:
@@ -153,6 +153,9 @@ def _further_options(profile: Profile) -> dict[str, Any]:
         own = _mapping_of(options, "additional-config")
         spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES, **own.get("spark", {})}
         options["additional-config"] = {**own, "spark": spark}
+    if pins_target_experts(model, profile):
+        # Every expert is 16-bit: what holds for the drafter holds for the whole engine.
+        options["moe-backend"] = "triton"
     return options
 
 

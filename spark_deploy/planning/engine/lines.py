@@ -6,13 +6,17 @@ from spark_contract.work.patterns import expand_all
 
 from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.planning.engine.options import pins_drafter_experts, prefill_backend
+from spark_deploy.planning.engine.options import (
+    pins_drafter_experts,
+    pins_target_experts,
+    prefill_backend,
+)
 
 PREFILL_LINES = {
     "triton": r"Using Triton/FLA GDN prefill kernel \(requested=triton\b",
     "flashinfer": r"Using FlashInfer GDN prefill kernel \(requested=flashinfer\b",
 }
-DRAFTER_EXPERTS_LINE = r"Using TRITON Unquantized MoE (LoRA )?backend"
+TRITON_EXPERTS_LINE = r"Using TRITON Unquantized MoE (LoRA )?backend"
 # Before 2.29.3 ranks on this CPU are reported to wait for each other for ever after some minutes.
 WEDGING_LINE = r"is using nccl==2\.(\d|1\d|2[0-8])\.|is using nccl==2\.29\.[0-2]\b"
 _FINITE_LINE = r"spark: all numbers of \d+ tensors and the logits of \d+ heads of \w+ are finite"
@@ -30,8 +34,8 @@ def lines_of(
     if plugin and profile.tree_needs_plugin:
         required.append(_FINITE_LINE)
     required += prefill_line(model, profile)
-    if pins_drafter_experts(model, profile):
-        required.append(DRAFTER_EXPERTS_LINE)
+    if pins_target_experts(model, profile) or pins_drafter_experts(model, profile):
+        required.append(TRITON_EXPERTS_LINE)
     if plugin and profile.engine_mode == "portable":
         required.append(_PORTABLE_LINE)
     elif plugin:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_deploy.catalog.model import HybridModel, Model
+from spark_deploy.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.settings.engine.options import meaning, whole
 
@@ -28,6 +28,25 @@ def pins_drafter_experts(model: Model, profile: Profile) -> bool:
         return False
     if isinstance(model, HybridModel):
         return model.architecture.mtp_scheme == "bf16"
+    return _has_16_bit_experts(model)
+
+
+def pins_target_experts(model: Model, profile: Profile) -> bool:
+    """Return whether the plan chooses the kernel of a plain repository's 16-bit experts."""
+    options = meaning(profile.options)
+    chosen = "moe-backend" in options or "moe_backend" in (options.get("kernel-config") or {})
+    stays_16_bit = not (quantises_online(profile) or "quantization" in options)
+    return (
+        isinstance(model, PlainModel)
+        and _has_16_bit_experts(model)
+        and profile.engine_mode != "portable"
+        and not brings_own_class(profile)
+        and stays_16_bit
+        and not chosen
+    )
+
+
+def _has_16_bit_experts(model: PlainModel) -> bool:
     anatomy = model.anatomy
     return anatomy is not None and anatomy.expert_width is not None and not anatomy.quantisation
 

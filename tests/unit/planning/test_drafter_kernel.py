@@ -1,4 +1,4 @@
-"""The kernel of the drafter's experts: which plans choose it, and what the proof then demands."""
+"""The kernel of 16-bit experts: which plans choose it, and what the proof then demands."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.planning.effective import with_drafts
-from spark_deploy.planning.engine.lines import DRAFTER_EXPERTS_LINE, lines_of
-from spark_deploy.planning.engine.options import pins_drafter_experts
+from spark_deploy.planning.engine.argv import engine_options
+from spark_deploy.planning.engine.lines import TRITON_EXPERTS_LINE, lines_of
+from spark_deploy.planning.engine.options import pins_drafter_experts, pins_target_experts
 from spark_deploy.planning.types import HostPlan
 from tests.unit.planning.plans import shipped, shipped_catalog
 
@@ -41,7 +42,7 @@ def test_every_shipped_drafter_with_16_bit_experts_is_pinned_and_proven_so(
     plan, drafts = PLANS[pair], drafts_of(PLANS[pair])
     wanted = pair[0] in OF_BF16 and drafts.get("method") == "mtp"
     assert (drafts.get("moe_backend") == "triton") is wanted
-    assert (DRAFTER_EXPERTS_LINE in plan.serve.check.log_required) is wanted
+    assert (TRITON_EXPERTS_LINE in plan.serve.check.log_required) is wanted
 
 
 def test_a_model_of_several_hosts_is_pinned_as_well() -> None:
@@ -50,10 +51,10 @@ def test_a_model_of_several_hosts_is_pinned_as_well() -> None:
 
 
 def test_only_the_pinned_kernel_passes() -> None:
-    assert re.search(DRAFTER_EXPERTS_LINE, TRITON)
-    assert re.search(DRAFTER_EXPERTS_LINE, "Using TRITON Unquantized MoE LoRA backend")
+    assert re.search(TRITON_EXPERTS_LINE, TRITON)
+    assert re.search(TRITON_EXPERTS_LINE, "Using TRITON Unquantized MoE LoRA backend")
     for other in ("FlashInfer CUTLASS", "BATCHED_TRITON"):
-        assert not re.search(DRAFTER_EXPERTS_LINE, TRITON.replace("TRITON U", f"{other} U", 1))
+        assert not re.search(TRITON_EXPERTS_LINE, TRITON.replace("TRITON U", f"{other} U", 1))
 
 
 def plain(**said: object) -> Model:
@@ -78,6 +79,48 @@ def test_of_a_plain_repository_only_16_bit_experts_are_pinned(model: Model, pinn
     assert pins_drafter_experts(model, profile) is pinned
 
 
+@pytest.mark.parametrize(("width", "chosen"), [(768, "triton"), (None, None)])
+def test_16_bit_experts_of_a_target_are_pinned_and_proven_so(
+    width: int | None, chosen: str | None
+) -> None:
+    profile = CATALOG.profile("plain", "qwen3-4b")
+    model = plain(expert_width=width, context_tokens=4096)
+    memory = PLANS["qwen3-4b", "plain"].memory
+    assert engine_options(model, profile, memory).get("moe-backend") == chosen
+    required, _ = lines_of(model, profile, plugin=False)
+    assert (TRITON_EXPERTS_LINE in required) is (chosen is not None)
+
+
+def test_quantised_experts_of_a_target_keep_the_engines_choice() -> None:
+    profile = CATALOG.profile("plain", "qwen3-4b")
+    assert not pins_target_experts(plain(expert_width=768, quantisation="fp8"), profile)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moe-backend": "auto"},
+        {"kernel_config": '{"moe_backend": "flashinfer_cutlass"}'},
+        {"quantization": "fp8"},
+        {"quantization-config": {}},
+        {"model-impl": "transformers"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_change_the_experts_or_choose_their_kernel_win(
+    options: dict[str, object],
+) -> None:
+    profile = dataclasses.replace(CATALOG.profile("plain", "qwen3-4b"), options=options)
+    model = plain(expert_width=768)
+    assert not pins_target_experts(model, profile)
+    assert TRITON_EXPERTS_LINE not in lines_of(model, profile, plugin=False)[0]
+
+
+def test_portable_mode_takes_the_engines_own_kernel() -> None:
+    profile = dataclasses.replace(CATALOG.profile("plain", "qwen3-4b"), engine_mode="portable")
+    assert not pins_target_experts(plain(expert_width=768), profile)
+
+
 def test_a_drafter_of_another_repository_and_an_engine_without_a_gpu_are_left_alone() -> None:
     profile = CATALOG.profile("v2", "qwen3.5-122b")
     assert profile.speculation is not None
@@ -88,4 +131,4 @@ def test_a_drafter_of_another_repository_and_an_engine_without_a_gpu_are_left_al
         dataclasses.replace(profile, engine_mode="portable"),
     ):
         assert not pins_drafter_experts(LARGE, changed)
-        assert DRAFTER_EXPERTS_LINE not in lines_of(LARGE, changed, plugin=True)[0]
+        assert TRITON_EXPERTS_LINE not in lines_of(LARGE, changed, plugin=True)[0]
