@@ -4,8 +4,8 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host
 
 from roles import bootstrap
-from spark_deploy.inventory.contact.bootstrap import contact_of
-from spark_deploy.inventory.contact.granted import plan_of, prove
+from spark_deploy.inventory.bootstrap import contact_of
+from spark_deploy.inventory.login import plan_of, prove
 
 contact = contact_of(host)
 bootstrap.apply(

@@ -9,7 +9,7 @@ from pyinfra.context import host, state
 from roles import service
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.operations import lease
-from spark_deploy.planning.work.keep import keep_of
+from spark_deploy.planning.jobs import keep_of
 
 lease.hold(state, host)
 plan = plan_for(host)

@@ -9,13 +9,13 @@ from pyinfra.context import host, state
 
 from roles import base, cuda, docker, tools, work
 from spark_deploy.errors import PlanError
-from spark_deploy.inventory.known import known_of
+from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.operations import lease
-from spark_deploy.operations.service.uninstall import asked_of
+from spark_deploy.operations.uninstall import asked_of
 from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.serving.release import unit_files_of
-from spark_deploy.planning.work.jobs import jobs_of
+from spark_deploy.planning.jobs import jobs_of
+from spark_deploy.planning.release import unit_files_of
 
 lease.hold(state, host)
 plan, payload = plan_for(host), read_payload()

@@ -11,7 +11,7 @@ from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.release import service_of
 
 from roles import service
-from spark_deploy.inventory.known import known_of
+from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import waves_for
 from spark_deploy.operations import lease
 

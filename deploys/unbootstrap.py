@@ -8,6 +8,6 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host
 
 from roles import unbootstrap
-from spark_deploy.inventory.contact.granted import endpoint_of, plan_of, prove_shut
+from spark_deploy.inventory.login import endpoint_of, plan_of, prove_shut
 
 unbootstrap.apply(plan=plan_of(host), check=FunctionCommand(prove_shut, [endpoint_of(host)], {}))

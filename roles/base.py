@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.facts.machine.packages import BaseState
-from spark_deploy.operations.ahead import expect
-from spark_deploy.operations.machine import base
-from spark_deploy.operations.service.uninstall import noted
+from spark_deploy.facts.packages import BaseState
+from spark_deploy.operations import base
+from spark_deploy.operations.prefetch import expect
+from spark_deploy.operations.uninstall import noted
 from spark_deploy.planning.machine import BasePlan
 
 

@@ -6,7 +6,7 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.deploy import deploy
 from pyinfra.api.hiddenvalue import HiddenValue
 
-from spark_deploy.operations.machine import access
+from spark_deploy.operations import access
 from spark_deploy.planning.machine import BootstrapPlan
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.facts.machine.cuda import CudaState
-from spark_deploy.operations.ahead import expect
-from spark_deploy.operations.machine import cuda
+from spark_deploy.facts.gpu import CudaState
+from spark_deploy.operations import cuda
+from spark_deploy.operations.prefetch import expect
 from spark_deploy.planning.machine import CudaPlan
 
 

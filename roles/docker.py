@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.facts.machine.docker import DockerState
-from spark_deploy.operations.ahead import expect
+from spark_deploy.facts.docker import DockerState
+from spark_deploy.operations import docker
 from spark_deploy.operations.files import look_at
-from spark_deploy.operations.machine import docker
-from spark_deploy.operations.work.proxy import DROP_IN, proxied_docker, proxied_jobs
+from spark_deploy.operations.prefetch import expect
+from spark_deploy.operations.proxy import DROP_IN, proxied_docker, proxied_jobs
 from spark_deploy.planning.machine import DockerPlan
 from spark_deploy.settings.sources import ProxySettings
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations.machine import fabric, fabric_speed
+from spark_deploy.operations import fabric, fabric_speed
 from spark_deploy.planning.machine import Way
 from spark_deploy.settings.types import Settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations.machine import preflight
+from spark_deploy.operations import preflight
 from spark_deploy.planning.machine import NeedsPlan
 
 

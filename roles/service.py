@@ -10,29 +10,28 @@ from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.release import Release
 from spark_contract.work.keep import Keep
 
-from spark_deploy.facts.service.schedule import Timers
-from spark_deploy.facts.service.serve import Status, UsersKnown
+from spark_deploy.facts.jobs import Timers
+from spark_deploy.facts.releases import Status, UsersKnown
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.ahead import expect
+from spark_deploy.operations.commands import in_waves, one_by_one
 from spark_deploy.operations.files import look_at
-from spark_deploy.operations.loop import in_waves, one_by_one
-from spark_deploy.operations.service.gateway import configured, gateway_paths, new_key
-from spark_deploy.operations.service.reboots import rebooted
-from spark_deploy.operations.service.releases import pruned, rolled_back, still_proven
-from spark_deploy.operations.service.schedule import scheduled
-from spark_deploy.operations.service.serve import (
+from spark_deploy.operations.gateway import configured, gateway_paths, new_key, scheduled
+from spark_deploy.operations.jobs import prepared
+from spark_deploy.operations.prefetch import expect
+from spark_deploy.operations.releases import pruned, rolled_back, still_proven
+from spark_deploy.operations.serve import (
     proven,
+    rebooted,
     release_files,
     retired,
     rolled_out,
     started,
 )
-from spark_deploy.operations.work.jobs import prepared
+from spark_deploy.planning.cluster import Wave
+from spark_deploy.planning.jobs import Work
 from spark_deploy.planning.machine import NeedsPlan
-from spark_deploy.planning.serving.schedule import timer_files
-from spark_deploy.planning.serving.waves import Wave
+from spark_deploy.planning.release import timer_files
 from spark_deploy.planning.types import GatewayPlan, ScheduledPlan
-from spark_deploy.planning.work.jobs import Work
 
 
 @deploy("Reboots")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.facts.service.tools import PythonSite
+from spark_deploy.facts.jobs import PythonSite
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.ahead import expect
 from spark_deploy.operations.files import look_at
-from spark_deploy.operations.work.tools import home_of, host_tools, python_site
+from spark_deploy.operations.jobs import home_of, host_tools, python_site
+from spark_deploy.operations.prefetch import expect
 from spark_deploy.payload.content import ToolFiles
 from spark_deploy.planning.machine import ToolsPlan
 

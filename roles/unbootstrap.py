@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations.machine import access
+from spark_deploy.operations import access
 from spark_deploy.planning.machine import BootstrapPlan
 
 

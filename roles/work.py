@@ -12,15 +12,14 @@ from spark_contract.host.paths import PROXY
 from spark_contract.host.units import PREPARE
 from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, REQUANTIZE_JOB
 
-from spark_deploy.facts.service.jobs import JobStates
-from spark_deploy.operations.ahead import expect
+from spark_deploy.facts.jobs import JobStates
+from spark_deploy.operations.commands import each
 from spark_deploy.operations.files import look_at
-from spark_deploy.operations.loop import each
-from spark_deploy.operations.work.jobs import job, prepared
-from spark_deploy.operations.work.proxy import proxied_jobs
-from spark_deploy.operations.work.share import closed, lent, surveyed
-from spark_deploy.operations.work.tools import quantiser
-from spark_deploy.planning.work.jobs import Work, ready_name
+from spark_deploy.operations.jobs import job, prepared, quantiser
+from spark_deploy.operations.peer_download import closed, lent, surveyed
+from spark_deploy.operations.prefetch import expect
+from spark_deploy.operations.proxy import proxied_jobs
+from spark_deploy.planning.jobs import Work, ready_name
 from spark_deploy.settings.sources import FleetSettings, ProxySettings
 
 _REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before

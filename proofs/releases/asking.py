@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from spark_contract.documents import plain
 from spark_contract.host.paths import Paths
-from spark_contract.serving.api import COMPLETIONS
-from spark_contract.serving.checks import LOG_LINES
-from spark_contract.serving.release import Release
+from spark_contract.serving.release import COMPLETIONS, LOG_LINES, Release
 from spark_host.check import comparing
 from spark_host.check.probe import CheckError, Probe
 from spark_host.check.table import CHECKS

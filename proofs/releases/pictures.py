@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from spark_contract.serving.api import CHAT
-from spark_host.check.images import png
+from spark_contract.serving.release import CHAT
+from spark_host.check.media_questions import png
 from spark_host.engine.client import Engine
 
 from proofs.releases.colours import COLOURS, SEVERAL

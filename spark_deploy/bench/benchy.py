@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.bench.client import Endpoint
+from spark_deploy.bench.load import Endpoint
 from spark_deploy.bench.result import Cell
 from spark_deploy.errors import SparkError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from spark_deploy.bench.prompts import SEEDS
+from spark_deploy.bench.load import SEEDS
 from spark_deploy.bench.result import BenchResult, Cell, Load
 
 PROTOCOLS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spark_contract.host.sentences import STAND_IN
+from spark_contract.host.tool import STAND_IN
 
 from spark_deploy.documents.declare import later, needed
 

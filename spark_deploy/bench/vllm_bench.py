@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.serving.api import CHAT
-from spark_contract.serving.release import Release
+from spark_contract.serving.release import CHAT, Release
 
 from spark_deploy.bench.host import Login
 from spark_deploy.bench.result import Load

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract.host.digests import COMMIT
+from spark_contract.host.units import COMMIT
 
 from spark_deploy.documents.declare import needed, of_key, setting
 

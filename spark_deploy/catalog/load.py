@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spark_deploy.catalog.engines import Engines
-from spark_deploy.catalog.families import Families
+from spark_deploy.catalog.guard_rails import GuardRails, OpenQuestions, all_hold
 from spark_deploy.catalog.model import RENAMED, AnyModel, HybridModel, Model, PlainModel
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.catalog.questions import OpenQuestions
-from spark_deploy.catalog.rails import GuardRails, all_hold
-from spark_deploy.catalog.types import Catalog, Lazily
+from spark_deploy.catalog.types import Catalog, Engines, Families, Lazily
 from spark_deploy.checkout import CHECKOUT, catalog_files, catalog_names
 from spark_deploy.documents.declare import Schema, convert
-from spark_deploy.documents.files import load_schema, read_mapping
 from spark_deploy.documents.schema_check import dotted, problems_of
+from spark_deploy.documents.yaml_files import load_schema, read_mapping
 from spark_deploy.errors import CatalogError, Problem
 from spark_deploy.settings.load import merge
 

@@ -9,14 +9,13 @@ from typing import Any, Literal
 from pydantic.json_schema import SkipJsonSchema
 
 from spark_deploy.catalog.anatomy import Anatomy
-from spark_deploy.catalog.beside import HUB_REPOSITORY, Adapter
+from spark_deploy.catalog.companions import HUB_REPOSITORY, Adapter
+from spark_deploy.catalog.guard_rails import COMPARISON
 from spark_deploy.catalog.profile import TRAITS
-from spark_deploy.catalog.rails import COMPARISON
 from spark_deploy.catalog.tensor_sets import Tensors
 from spark_deploy.documents.declare import GIB, Gib, Text, needed, section, setting
-from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.service.serving import CATALOG_NAME, SERVED_NAME
-from spark_deploy.settings.sinks import IMAGE_ROLE
+from spark_deploy.settings.rules import IMAGE_ROLE, Broken
+from spark_deploy.settings.service import CATALOG_NAME, SERVED_NAME
 
 # Keys of files that people may keep, and how the same is written now.
 RENAMED = {

@@ -9,12 +9,12 @@ from typing import Any, Literal
 from pydantic.json_schema import SkipJsonSchema
 from spark_contract.work.orders import Scheme
 
-from spark_deploy.catalog.beside import Speculation
+from spark_deploy.catalog.companions import Speculation
 from spark_deploy.documents.declare import Text, form, needed, section, setting
 from spark_deploy.settings.engine.arguments import KvCache, Limits
 from spark_deploy.settings.engine.engine import ENVIRONMENT_NAMES, OPTION_NAMES, broken_words
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.service.serving import CATALOG_NAME
+from spark_deploy.settings.service import CATALOG_NAME
 
 # What a model's changes may depend on, in the words of the guard rails.
 TRAITS: dict[str, Callable[[Profile], Any]] = {

@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from spark_deploy.catalog.anatomy import Anatomy
-from spark_deploy.catalog.engines import Engines
+from spark_deploy.catalog.guard_rails import GuardRail
 from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.catalog.rails import GuardRail
+from spark_deploy.documents.declare import needed, setting
 from spark_deploy.errors import CatalogError, Problem
+
+CALLED = "vLLM"
+_VERSION = re.compile(r"v?(0\.\d+\.\d+)(?![\d.])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One version of the engine."""
+
+    source: str = needed("Wheel and file that the names are from.")
+    generates: tuple[str, ...] = needed("Architectures that answer with text.")
+    pools: tuple[str, ...] = needed("Architectures that answer with numbers.")
+    tool_call: tuple[str, ...] = needed("Its parsers of tool calls.")
+    reasoning: tuple[str, ...] = needed("Its parsers of reasoning.")
+
+    def lists(self, architecture: str) -> bool:
+        """Whether the engine has a class for an architecture."""
+        return architecture in self.generates or architecture in self.pools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """Architectures and parsers of each supported engine; written from its sources by a test."""
+
+    engines: dict[str, Engine] = needed("By version.")
+
+    def of_image(self, reference: str) -> tuple[str, Engine | None]:
+        """Return the version that an image's tag tells, and what is known of it."""
+        version = version_of(reference)
+        return version, self.engines.get(version)
+
+
+def version_of(reference: str) -> str:
+    """Return N of an image called ``...:vN``; empty when its tag tells no version of vLLM."""
+    tag = reference.partition("@")[0].rpartition("/")[2].partition(":")[2]
+    found = _VERSION.match(tag)
+    return found[1] if found else ""
+
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -120,3 +159,32 @@ def _known(model: Model, anatomies: Mapping[str, Anatomy]) -> Model:
     if isinstance(model, PlainModel):
         return replace(model, anatomy=anatomies.get(model.repository))
     return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Names of parsers that no file of a repository says."""
+
+    model_types: tuple[str, ...] = needed("model_type of config.json.", minItems=1)
+    name: str = setting("", "Regular expression found in the repository's name; empty fits all.")
+    reasoning: str | None = setting(None, "Reasoning parser of the engine; null for none.")
+    tool_call: str | None = setting(None, "Tool call parser of the engine; null for none.")
+    source: str = needed("Where this is known from.", minLength=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Families:
+    """Families in the order in which they are tried."""
+
+    families: tuple[Family, ...] = needed("The first that fits counts.")
+
+    def of(self, model_type: str, repository: str) -> Family | None:
+        """Return the family of a repository; ``None``: it is not known."""
+        return next(
+            (
+                one
+                for one in self.families
+                if model_type in one.model_types and re.search(one.name, repository)
+            ),
+            None,
+        )

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from spark_deploy.cli.commands import COMMANDS
-from spark_deploy.cli.taken import (
+from spark_deploy.cli.options import (
     Entry,
     Options,
     Several,
@@ -111,7 +111,7 @@ def _run(options: Options) -> int:
     try:
         return int(module.run(options))
     except SparkError as error:
-        from spark_deploy.cli.looks.paper import tell_problem
+        from spark_deploy.cli.terminal import tell_problem
 
         for problem in error.problems:
             tell_problem(problem)

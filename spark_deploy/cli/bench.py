@@ -13,13 +13,14 @@ from spark_contract.documents import DocumentError, parse, plain, text_of
 from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.release import Release
 
-from spark_deploy.bench import benchy, host, markdown, page, seeds, submission, vllm_bench
-from spark_deploy.bench.client import Endpoint
+from spark_deploy.bench import benchy, host, markdown, page, submission, vllm_bench
+from spark_deploy.bench import page as seeds
+from spark_deploy.bench.load import Endpoint
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served
-from spark_deploy.cli.changes import ladder
-from spark_deploy.cli.connecting.connect import connection_of, login_of
+from spark_deploy.cli import ladder
+from spark_deploy.cli.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, chosen_services, listed, planned, say
-from spark_deploy.cli.taken import Options
+from spark_deploy.cli.options import Options
 from spark_deploy.errors import SparkError
 from spark_deploy.ticking import ticking
 

@@ -19,22 +19,20 @@ from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.taken import Options
+from spark_deploy.cli.options import Options
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.documents.shown import shown
 from spark_deploy.errors import SettingsError, SparkError
-from spark_deploy.inventory.held import read_repositories
-from spark_deploy.inventory.known import KEY
-from spark_deploy.inventory.plans import payload_identity
-from spark_deploy.inventory.reading import read_inventory
+from spark_deploy.inventory.host_names import KEY, read_repositories
+from spark_deploy.inventory.plans import payload_identity, read_inventory
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.lockfile.resolve import beside_of, resolve, wanted_by
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
-from spark_deploy.planning.budget.weights import weights_of
+from spark_deploy.planning.checkpoint import original_bytes
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.resolve import Request
 from spark_deploy.planning.types import HostPlan
-from spark_deploy.planning.work.requantized import original_bytes
+from spark_deploy.planning.weights import weights_of
 from spark_deploy.settings.load import HostSettings
 from spark_deploy.settings.types import Settings
 
@@ -178,7 +176,7 @@ def answer(
         return
     text = shown(between.join("\n".join(text) for text in texts))
     if text and sys.stdout.isatty():
-        from spark_deploy.cli.looks.paper import show
+        from spark_deploy.cli.terminal import show
 
         show(text.splitlines())
     elif text:
@@ -210,6 +208,6 @@ def typed(name: str) -> str:
 
 def say(text: str) -> None:
     """Tell a person something that is no part of the answer."""
-    from spark_deploy.cli.looks.paper import tell
+    from spark_deploy.cli.terminal import tell
 
     tell(shown(text))

@@ -16,15 +16,14 @@ import click
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT, page
+from spark_deploy.cli import lock
 from spark_deploy.cli.editors import SCHEMAS
 from spark_deploy.cli.hosts import answer, say, typed
-from spark_deploy.cli.planned import lock
-from spark_deploy.cli.taken import Options
+from spark_deploy.cli.options import Options
 from spark_deploy.errors import SparkError
+from spark_deploy.inventory.host_names import KEY, LOCAL
 from spark_deploy.inventory.hosts_file import HOSTS_FILE, read_hosts
-from spark_deploy.inventory.known import KEY
-from spark_deploy.inventory.names import LOCAL
-from spark_deploy.inventory.reading import read_inventory
+from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.planning.resolve import resolve
 from spark_deploy.settings.types import Settings
 

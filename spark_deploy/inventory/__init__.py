@@ -2,6 +2,6 @@
 
 from spark_deploy.inventory.groups import group_from
 from spark_deploy.inventory.hosts_file import hosts_of
-from spark_deploy.inventory.reading import check_inventory
+from spark_deploy.inventory.plans import check_inventory
 
 __all__ = ["check_inventory", "group_from", "hosts_of"]

@@ -9,7 +9,7 @@ from typing import Any
 from spark_contract.documents import plain
 
 from spark_deploy.errors import Problem
-from spark_deploy.planning.serving.gateway import address_of
+from spark_deploy.planning.gateway import address_of
 from spark_deploy.settings.load import HostSettings
 from spark_deploy.settings.types import Settings
 

@@ -29,13 +29,12 @@ from spark_deploy.inventory.clusters import (
     twin_problems,
 )
 from spark_deploy.inventory.command_line import check_patterns, command_line, judges, overrides
-from spark_deploy.inventory.contact.hearing import listen_carefully
-from spark_deploy.inventory.contact.ssh import transport
-from spark_deploy.inventory.known import KEY, Known
-from spark_deploy.inventory.names import host_problems, stray_files
+from spark_deploy.inventory.host_keys import transport
+from spark_deploy.inventory.host_names import KEY, Known, host_problems, stray_files
+from spark_deploy.inventory.output_limits import listen_carefully
 from spark_deploy.payload.content import supported_engines
+from spark_deploy.planning.gateway import gateway_plan
 from spark_deploy.planning.resolve import problems_of
-from spark_deploy.planning.serving.gateway import gateway_plan
 from spark_deploy.settings.load import HostSettings, load_hosts
 
 T = TypeVar("T")
@@ -165,8 +164,8 @@ def _first_contact(
 ) -> list[tuple[str, dict[str, Any]]]:
     """Let bootstrap look at the hosts; everything else never logs in with a password."""
     # Only this run needs an SSH client this early.
-    from spark_deploy.inventory.contact.bootstrap import prepare
-    from spark_deploy.inventory.contact.password import Asked
+    from spark_deploy.inventory.bootstrap import prepare
+    from spark_deploy.inventory.login import Asked
 
     asked = _of_this_run("password", Asked)
     return list(prepare(data, asked=asked).items())

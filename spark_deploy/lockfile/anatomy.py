@@ -6,14 +6,12 @@ from dataclasses import replace
 
 from spark_contract import documents
 from spark_contract.documents import DocumentError
-from spark_contract.work.builder import ALL_DOCUMENTS, DESCRIBE, LEAVE_OUT
-from spark_contract.work.orders import CONFIG, Described
+from spark_contract.work.orders import ALL_DOCUMENTS, CONFIG, DESCRIBE, LEAVE_OUT, Described
 
 from spark_deploy.catalog.anatomy import Anatomy, CacheLayers
 from spark_deploy.errors import LockError
-from spark_deploy.lockfile.cache_layers import cache_layers
-from spark_deploy.lockfile.names import workplace
-from spark_deploy.lockfile.numbers import Missing, Numbers
+from spark_deploy.lockfile.kv_cache_spec import Missing, Numbers, cache_layers
+from spark_deploy.lockfile.verify_names import workplace
 from spark_deploy.settings.sources import HubSettings
 
 # A sum of headers above this is no model, and would overflow what is computed from it.

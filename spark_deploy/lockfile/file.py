@@ -9,8 +9,8 @@ import yaml
 from spark_contract import files
 
 from spark_deploy.documents.declare import convert, typed
-from spark_deploy.documents.files import load_schema, read_mapping
 from spark_deploy.documents.schema_check import problems_of
+from spark_deploy.documents.yaml_files import load_schema, read_mapping
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.types import Lock
 

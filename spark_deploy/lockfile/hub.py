@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.client import HTTPMessage
+from queue import Empty, Queue
+from typing import IO, TypeVar
+from urllib.parse import urlsplit
 
 import httpx2
 from huggingface_hub import HfApi, get_session
@@ -17,14 +24,59 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import ModelInfo
 from spark_contract import documents
 from spark_contract.documents import DocumentError
-from spark_contract.host.digests import COMMIT
+from spark_contract.host.units import COMMIT
 from spark_contract.work.fetching import FetchFile
 
 from spark_deploy.documents.shown import in_words, one_line
 from spark_deploy.errors import LockError
 from spark_deploy.lockfile.left_out import parted
-from spark_deploy.lockfile.limited import LIMIT_S, within
 from spark_deploy.lockfile.types import LockedSource, SourceFile
+
+# A look-up reads a few megabytes at most: a line of 15 KB/s brings them by then.
+LIMIT_S = 300.0
+
+T = TypeVar("T")
+
+
+def within(limit_s: float, ask: Callable[[], T]) -> T:
+    """Return what is answered in time.
+
+    Raises:
+        TimeoutError: nothing whole was; nobody waits for it any more.
+    """
+    told: Queue[tuple[T | None, BaseException | None]] = Queue()
+
+    def run() -> None:
+        try:
+            told.put((ask(), None))
+        except BaseException as error:  # whatever it is, it is raised where it was asked for
+            told.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer, error = told.get(timeout=limit_s)
+    except Empty:
+        raise TimeoutError(f"no whole answer within {limit_s:.0f} s") from None
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]
+
+
+class _PlainRedirects(urllib.request.HTTPRedirectHandler):
+    """Leads from http to http or https, and from https to https; to no other protocol."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str,
+        headers: HTTPMessage, newurl: str,
+    ) -> urllib.request.Request | None:  # fmt: skip
+        before, after = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
+        if after not in ("https", before):
+            raise urllib.error.URLError(f"it redirects from {before} to {after}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+opened = urllib.request.build_opener(_PlainRedirects).open
+
 
 _TIMEOUT_S = 30
 _LONGEST_S = 300  # of one answer, however steadily it comes

@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict
 from pydantic.config import JsonDict
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract.host.digests import COMMIT, SHA256
+from spark_contract.host.units import COMMIT, SHA256
 
 from spark_deploy.catalog.anatomy import Anatomy
-from spark_deploy.catalog.beside import HUB_REPOSITORY
+from spark_deploy.catalog.companions import HUB_REPOSITORY
 from spark_deploy.documents.declare import knowing_keys, needed, of_key, setting
 from spark_deploy.documents.digest import digest_of
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import gevent
 from paramiko import SSHException
 from pyinfra.api.command import StringCommand
 from pyinfra.api.host import Host
+from pyinfra.context import host, inventory, state
 from pyinfra.context import host as current_host
-from pyinfra.context import state
+
+from spark_deploy.planning.cluster import Wave
 
 HEARTBEAT_S = 7.0  # people are never left without a line for 10 s, on a busy host too
 
@@ -115,3 +117,28 @@ def heartbeat(host: Host, what: str) -> Iterator[None]:
         yield
     finally:
         greenlet.kill()
+
+
+T = TypeVar("T")
+
+
+def each(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items; pyinfra tells their operations apart by position, not by line alone.
+
+    A plain ``for`` would pair unrelated operations of different hosts (pyinfra 3.10 identifies
+    an operation by the line numbers of the call stack).
+    """
+    yield from host.loop(list(items))  # type: ignore[no-untyped-call]  # untyped in pyinfra
+
+
+def one_by_one() -> Iterator[str]:
+    """Yield this host's name when its turn comes: one operation per host, in inventory order.
+
+    So a fault stops at the first host that it meets.
+    """
+    yield from (name for (name,) in in_waves((member.name,) for member in inventory))
+
+
+def in_waves(waves: Iterable[Wave]) -> Iterator[Wave]:
+    """Yield the wave of this host when its turn comes: one operation per wave, in their order."""
+    yield from (wave for wave in each(waves) if host.name in wave)

@@ -14,11 +14,11 @@ from pyinfra.api.command import StringCommand
 from pyinfra.api.host import Host
 from pyinfra.context import host, state
 
-from spark_deploy.facts.files import FileStates
-from spark_deploy.facts.memo import read
+from spark_deploy.facts.fact_cache import read
+from spark_deploy.facts.reading import FileStates
 from spark_deploy.managed import FileState, ManagedFile, differing
-from spark_deploy.operations.ahead import expect
 from spark_deploy.operations.commands import shell
+from spark_deploy.operations.prefetch import expect
 
 SHOWN = 2  # names of differing files; a first run would fill screens
 

@@ -14,7 +14,7 @@ from pyinfra.context import host as current_host
 from pyinfra.context import state as current_state
 
 from spark_deploy.errors import Problem, SettingsError
-from spark_deploy.facts.memo import FactUnavailable
+from spark_deploy.facts.fact_cache import FactUnavailable
 from spark_deploy.operations import lease
 from spark_deploy.operations.reconnect import dropped_out
 

@@ -6,18 +6,22 @@ The plan is pure and gets only the digests; operations get the content.
 from __future__ import annotations
 
 import ast
+import base64
 import functools
 import hashlib
+import io
 import os
+import shlex
 import subprocess
 import sys
+import tarfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from spark_contract.host.paths import SYSUSERS
 from spark_contract.host.tool import TOOL
-from spark_contract.host.units import UNITS_DIR
+from spark_contract.host.units import UNITS_DIR, drop_in_dir
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.digest import digest_of
@@ -188,3 +192,99 @@ def _merge(wheels: Path, path: Path) -> None:
                 for info in source.infolist():
                     out.writestr(info, source.read(info))
     new.replace(path)
+
+
+# For what must work on a host that has none of our tools, older ones, or half of them: they
+# travel on standard input and are imported from memory.
+
+
+_LOADER = """
+import base64, importlib.abc, importlib.util, io, sys, tarfile
+class Sent(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    def __init__(self, text):
+        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text)), mode="r:xz") as tar:
+            self.files = {name: tar.extractfile(name).read().decode() for name in tar.getnames()}
+    def path(self, name):
+        base = name.replace(".", "/")
+        return next((p for p in (base + "/__init__.py", base + ".py") if p in self.files), None)
+    def find_spec(self, name, path=None, target=None):
+        found = self.path(name)
+        package = bool(found) and found.endswith("/__init__.py")
+        spec = importlib.util.spec_from_loader(name, self, is_package=package) if found else None
+        return spec
+    def is_package(self, name):
+        return self.path(name).endswith("/__init__.py")
+    def get_source(self, name):
+        return self.files[self.path(name)]
+sys.meta_path.insert(0, Sent(sys.stdin.read()))
+from spark_host.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+_ROOMS = ("spark_contract/", "spark_host/")
+
+
+def sent_command(*words: str) -> str:
+    """Return the command that runs a verb of the tools that come on its standard input."""
+    return shlex.join(["python3", "-I", "-B", "-c", _LOADER, *words])
+
+
+def sent_tools() -> str:
+    """Return the tools as text for standard input."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz") as tar:
+        for file in read_payload().tools.files:
+            if file.path.startswith(_ROOMS):
+                info = tarfile.TarInfo(file.path)
+                info.size = len(file.content)
+                tar.addfile(info, io.BytesIO(file.content))
+    return base64.encodebytes(buffer.getvalue()).decode()
+
+
+# GPU memory of a GB10 is charged to no cgroup, so nothing can cap an engine from outside; what
+# can be done is to keep some memory for the login, and to choose whom an out-of-memory killer
+# takes.
+
+
+# Guarantees count only as far as every cgroup above grants them (systemd.resource-control(5)).
+# logind moves a shell out of ssh.service into user.slice, so protecting sshd alone is not enough.
+_GUARANTEES = {
+    "user.slice": ("Slice", "2G"),
+    "system.slice": ("Slice", "512M"),
+    "ssh.service": ("Service", "256M"),
+}
+
+
+EARLYOOM_PATH = "/etc/default/earlyoom"
+# Acts below 2 % of memory. earlyoom waits until memory *and* swap are below their limits, and a
+# Spark's swap is never the thing to wait for: `-s 100,100`, for its SIGTERM and its SIGKILL.
+# Resident size says nothing about an engine, whose weights are GPU memory, so it has to be named.
+EARLYOOM_ARGUMENTS = (
+    "-r 3600 -m 2 -s 100,100 --prefer ^(VLLM|vllm) --avoid ^(sshd|systemd|dockerd|containerd|nginx)"
+)
+
+
+COMPACTION_PATH = "/etc/sysctl.d/99-spark-compaction.conf"
+KERNEL_COMPACTION = 20  # default of vm.compaction_proactiveness
+
+
+def compaction_file(proactiveness: int) -> ManagedFile:
+    """Build the kernel's setting for compaction in the background."""
+    text = f"# Managed by dgx-spark-deploy.\nvm.compaction_proactiveness = {proactiveness}\n"
+    return ManagedFile(COMPACTION_PATH, text.encode())
+
+
+def guarantee_files() -> tuple[ManagedFile, ...]:
+    """Build the drop-ins that guarantee memory to the login."""
+    return tuple(
+        ManagedFile(
+            f"{drop_in_dir(unit)}/50-spark.conf",
+            f"# Managed by dgx-spark-deploy.\n[{section}]\nMemoryMin={size}\n".encode(),
+        )
+        for unit, (section, size) in _GUARANTEES.items()
+    )
+
+
+def earlyoom_file() -> ManagedFile:
+    """Build the arguments of Debian's and Ubuntu's earlyoom unit."""
+    text = f'# Managed by dgx-spark-deploy.\nEARLYOOM_ARGS="{EARLYOOM_ARGUMENTS}"\n'
+    return ManagedFile(EARLYOOM_PATH, text.encode())

@@ -17,7 +17,7 @@ from spark_deploy.catalog.model import HybridModel, Model
 from spark_deploy.catalog.profile import Profile
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import PlanError
-from spark_deploy.planning.budget.memory import (
+from spark_deploy.planning.memory import (
     GIB,
     context_tokens,
     gib,
@@ -25,7 +25,7 @@ from spark_deploy.planning.budget.memory import (
     missing_bytes,
     runtime_bytes,
 )
-from spark_deploy.planning.budget.weights import weights_of
+from spark_deploy.planning.weights import weights_of
 from spark_deploy.settings.types import Settings
 
 _WAYS = 3

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from spark_deploy.catalog.rails import GuardRail, all_hold
+from spark_deploy.catalog.guard_rails import GuardRail, all_hold
 from spark_deploy.documents.schema_check import closest
 from spark_deploy.errors import PlanError, Problem
 

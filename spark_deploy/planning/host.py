@@ -11,12 +11,16 @@ from spark_contract.serving.release import Release
 from spark_deploy.catalog.model import Model, PlainModel
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import Lock
-from spark_deploy.planning.budget.disk import (
-    disk_plan,
-    done_once_there,
-    image_peak_bytes,
-    needed_by_path,
+from spark_deploy.planning.checkpoint import (
+    checkpoint_plan,
+    requantized_plan,
+    served_source,
+    source_plan,
 )
+from spark_deploy.planning.cluster import ways
+from spark_deploy.planning.disk import disk_plan, done_once_there, image_peak_bytes, needed_by_path
+from spark_deploy.planning.gateway import gateway_plan, named
+from spark_deploy.planning.image import beside_plans, image_plan, locked_image
 from spark_deploy.planning.machine import (
     NJS,
     BasePlan,
@@ -26,12 +30,8 @@ from spark_deploy.planning.machine import (
     PayloadIdentity,
     ToolsPlan,
 )
+from spark_deploy.planning.release import cache_dir, serve_plan
 from spark_deploy.planning.resolve import Request, Resolved, resolve, resolve_service
-from spark_deploy.planning.serving.beside import beside_plans
-from spark_deploy.planning.serving.cluster import ways
-from spark_deploy.planning.serving.gateway import gateway_plan, named
-from spark_deploy.planning.serving.image import image_plan, locked_image
-from spark_deploy.planning.serving.serve import cache_dir, serve_plan
 from spark_deploy.planning.types import (
     DiskUse,
     HostPlan,
@@ -40,8 +40,6 @@ from spark_deploy.planning.types import (
     ServicePlan,
     SourcePlan,
 )
-from spark_deploy.planning.work.checkpoint import checkpoint_plan, served_source, source_plan
-from spark_deploy.planning.work.requantized import requantized_plan
 from spark_deploy.settings.host import BaseSettings, ExpectSettings
 from spark_deploy.settings.sources import RepositorySettings
 from spark_deploy.settings.types import Settings

@@ -5,9 +5,9 @@ Nothing here talks to a host, so `doctor` judges in the same words as a deploy.
 
 from __future__ import annotations
 
-from spark_deploy.facts.machine.survey import Survey
+from spark_deploy.facts.survey import Survey
 from spark_deploy.planning.machine import NeedsPlan
-from spark_deploy.preflight import capacity, health, identity, workloads
+from spark_deploy.preflight import host, workloads
 from spark_deploy.preflight.verdict import Verdict
 
 __all__ = ["Verdict", "judge"]
@@ -15,7 +15,8 @@ __all__ = ["Verdict", "judge"]
 
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Collect everything that is wrong with a host at once."""
-    verdicts = [module.judge(needs, survey) for module in (identity, health, workloads, capacity)]
+    judges = (host.judge_identity, host.judge_health, workloads.judge, host.judge_capacity)
+    verdicts = [judge_part(needs, survey) for judge_part in judges]
     return Verdict(
         tuple(problem for verdict in verdicts for problem in verdict.problems),
         tuple(warning for verdict in verdicts for warning in verdict.warnings),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from spark_contract.host.fabric import SpeedFound
 
 from spark_deploy.errors import Problem
-from spark_deploy.facts.machine.survey import Survey
+from spark_deploy.facts.survey import Survey
 from spark_deploy.planning.machine import Way
 from spark_deploy.preflight.verdict import Verdict
 
@@ -114,3 +114,26 @@ def unlike(members: Sequence[str], surveys: Mapping[str, Survey]) -> Iterator[Pr
                 "NCCL is reported to find none to start with",
                 "boot with kho=off, or with a 6.17 kernel",
             )
+
+
+def same_host_key(surveys: Mapping[str, Survey]) -> dict[str, Problem]:
+    """Return a warning for each host that shows the SSH host key of another one.
+
+    Hosts cloned from one disk do: whoever holds the key of one can pass for all of them.
+    """
+    by_key: dict[str, list[str]] = {}
+    for name, survey in surveys.items():
+        if survey.identity.host_key:
+            by_key.setdefault(survey.identity.host_key, []).append(name)
+    return {
+        name: Problem(
+            "SSH host key",
+            f"is also that of {', '.join(other for other in names if other != name)}",
+            "list it once, if it is one machine; else give each its own: "
+            "`rm /etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart ssh` on it, then "
+            "`ssh-keygen -R` its name here and run deploys/bootstrap.py",
+        )
+        for names in by_key.values()
+        for name in names
+        if len(names) > 1
+    }

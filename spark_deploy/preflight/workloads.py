@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from spark_deploy.errors import Problem
-from spark_deploy.facts.machine.containers import Container
-from spark_deploy.facts.machine.survey import Survey
+from spark_deploy.facts.docker import Container
+from spark_deploy.facts.survey import Survey
 from spark_deploy.planning.machine import NeedsPlan
 from spark_deploy.preflight.verdict import Verdict
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from spark_deploy.documents.declare import GIB, Gib, Text, about, form, setting
-from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.sinks import (
+from spark_deploy.settings.rules import (
     ADDRESS,
     FOLDER,
     FROM,
     LOGIN,
     PACKAGE,
+    Broken,
     Packages,
     is_the_system_s,
 )

@@ -18,15 +18,14 @@ from typing import Any
 
 from spark_deploy.checkout import CHECKOUT, catalog_names
 from spark_deploy.documents.declare import convert
-from spark_deploy.documents.files import load_schema, read_mapping
 from spark_deploy.documents.plain_data import KeyPath
 from spark_deploy.documents.schema_check import dotted, problems_of
+from spark_deploy.documents.yaml_files import load_schema, read_mapping
 from spark_deploy.errors import Problem, SettingsError
-from spark_deploy.settings.between import broken, unknown_names
+from spark_deploy.settings.cross_checks import broken, unknown_names
 from spark_deploy.settings.engine.calibration import with_calibration
 from spark_deploy.settings.engine.chat_template import with_template
-from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.sinks import control_characters
+from spark_deploy.settings.rules import Broken, control_characters
 from spark_deploy.settings.types import Settings
 
 

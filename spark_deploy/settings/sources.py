@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract.host.digests import SHA256
+from spark_contract.host.units import SHA256
 
 from spark_deploy.documents.declare import Mib, about, form, needed, of_key, setting
+from spark_deploy.settings.rules import COMPONENT, GLOB, IP_ADDRESS, SUITE, URL
 from spark_deploy.settings.secrets import SecretRef
-from spark_deploy.settings.sinks import COMPONENT, GLOB, IP_ADDRESS, SUITE, URL
 
 REPOSITORY_NAME = form(
     "^[a-z0-9][a-z0-9._-]*$", "a name of small letters, digits and . _ -", "docker-ubuntu"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from spark_deploy.documents.declare import Gib, Text, about, knowing_keys, section, setting
+from spark_deploy.settings.cluster import ClusterSettings, FabricSettings, ReplicasSettings
 from spark_deploy.settings.engine.engine import EngineSettings
 from spark_deploy.settings.host import (
     BaseSettings,
@@ -21,19 +22,21 @@ from spark_deploy.settings.host import (
     PathSettings,
     SshSettings,
 )
-from spark_deploy.settings.service.checkpoint import CheckpointSettings, RequantizeSettings
-from spark_deploy.settings.service.cluster import ClusterSettings, FabricSettings, ReplicasSettings
-from spark_deploy.settings.service.services import SERVICE_NAME, ServiceSettings
-from spark_deploy.settings.service.serving import (
+from spark_deploy.settings.rules import BELOW, CONTAINER, IMAGE, IMAGE_ROLE, RAIL_NAME
+from spark_deploy.settings.service import (
     CATALOG_NAME,
+    CheckpointSettings,
+    CheckSettings,
+    MemorySettings,
     PairSettings,
     ReleaseSettings,
+    RequantizeSettings,
     RolloutSettings,
     ScheduledSettings,
     ServeSettings,
+    WatchSettings,
 )
-from spark_deploy.settings.service.watching import CheckSettings, MemorySettings, WatchSettings
-from spark_deploy.settings.sinks import BELOW, CONTAINER, IMAGE, IMAGE_ROLE, RAIL_NAME
+from spark_deploy.settings.services import SERVICE_NAME, ServiceSettings
 from spark_deploy.settings.sources import (
     REPOSITORY_NAME,
     DownloadSettings,
@@ -43,7 +46,18 @@ from spark_deploy.settings.sources import (
     RegistrySettings,
     RepositorySettings,
 )
-from spark_deploy.settings.uninstall import UninstallSettings
+
+
+@dataclass(frozen=True, slots=True)
+class UninstallSettings:
+    """What `deploys/uninstall.py` takes along; usually given as --data uninstall.models=true."""
+
+    models: bool = setting(False, "Remove downloaded and built models, too.")
+    engine: bool = setting(
+        False,
+        "Remove Docker, the NVIDIA container toolkit and CUDA, too, where a deploy installed them "
+        "and nobody else has containers.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

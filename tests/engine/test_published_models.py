@@ -26,7 +26,7 @@ from lab.hub.store import Store
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.cli.hosts import listed, planned
-from spark_deploy.cli.taken import Options
+from spark_deploy.cli.options import Options
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.settings.types import Settings
 from tests.published import DECODERS, DRAFTS, PROFILE, WORDS

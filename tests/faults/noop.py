@@ -34,10 +34,10 @@ from spark_contract.host.tool import COMMANDS_DIR
 from spark_contract.host.units import DAILY_LINK, UNITS_DIR
 
 from lab import cgroup
-from spark_deploy.bench import plots
-from spark_deploy.operations.machine.base import HOLD_PATH
-from spark_deploy.payload import host_protection
-from spark_deploy.planning.work.uninstall import DAEMON_JSON
+from spark_deploy.bench import page
+from spark_deploy.operations.base import HOLD_PATH
+from spark_deploy.payload import content
+from spark_deploy.planning.jobs import DAEMON_JSON
 from tests.labkit import Guest, guest_named
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -49,8 +49,8 @@ PACKAGES = (
 _OURS = (
     f"{UNITS_DIR}/*spark-*.*", f"{UNITS_DIR}/spark-serve@*.service.d/*", DAEMON_JSON, SYSUSERS,
     f"{GATEWAY_DIR}/*.json", f"{RELEASES_DIR}/*/release.json", HOLD_PATH,
-    f"{COMMANDS_DIR}/spark-*", host_protection.EARLYOOM_PATH,
-    *(file.path for file in host_protection.guarantee_files()),
+    f"{COMMANDS_DIR}/spark-*", content.EARLYOOM_PATH,
+    *(file.path for file in content.guarantee_files()),
 )  # fmt: skip
 SUMS = f"find {CURRENT_TOOLS}/ -type f ! -name '*.pyc' -exec sha256sum {{}} +"
 LINKS = (CURRENT_TOOLS, SITE, DAILY_LINK)
@@ -197,7 +197,7 @@ def main() -> int:
         for one in found
         for kind in ("ours", "ansible")
     ]
-    picture = plots.bars(
+    picture = page.bars(
         groups, "A run that changes nothing: seconds, and without what its hosts computed"
     )
     (options.out / "noop.svg").write_text(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lab.paths import USER
-from spark_deploy.inventory.contact.password import PASSWORD_FILE_VARIABLE
+from spark_deploy.inventory.login import PASSWORD_FILE_VARIABLE
 from spark_deploy.payload.content import site_archive
 from tests.host.conftest import NAME
 from tests.labkit import CHECKOUT, STATE, Guest, Site, guest_named, lab

@@ -7,7 +7,7 @@ from typing import Any
 from spark_contract.documents import read
 from spark_contract.serving.status import Status
 
-from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.facts.releases import HostStatus
 
 STATUS: dict[str, Any] = {
     "schema_version": 2, "releases": [], "services": {}, "jobs": [],

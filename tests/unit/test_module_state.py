@@ -13,7 +13,7 @@ from tests.unit.test_rooms import MODULES, none, tree_of
 REMEMBER = {
     "spark_deploy/documents/declare.py",
     "spark_deploy/payload/content.py",
-    "files/checkpoint/spark_checkpoint/format/header.py",
+    "files/checkpoint/spark_checkpoint/format/index.py",
     "files/checkpoint/spark_checkpoint/format/numbers.py",
     "files/checkpoint/spark_checkpoint/sources/connections.py",
     "files/contract/spark_contract/documents.py",
@@ -22,7 +22,7 @@ KEPT = {
     # Processes that no signal ends: the kernel keeps them, and who started them has to know.
     "files/host/spark_host/system/programs.py": "_stuck",
     # Which socket an answer comes over, while the answer lives: urllib3 has no place for it.
-    "files/checkpoint/spark_checkpoint/sources/leash.py": "_sockets",
+    "files/checkpoint/spark_checkpoint/sources/stall_timeout.py": "_sockets",
     # A script of its own, that nothing imports.
     "files/checkpoint/spark_checkpoint/requantize/inside.py": "ROOT",
 }

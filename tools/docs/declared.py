@@ -11,13 +11,11 @@ from typing import Any
 import yaml
 
 from spark_deploy.bench.result import BenchResult
-from spark_deploy.catalog.engines import Engines
-from spark_deploy.catalog.families import Families
+from spark_deploy.catalog.guard_rails import GuardRails, OpenQuestions
 from spark_deploy.catalog.model import HybridModel, PlainModel
 from spark_deploy.catalog.profile import Profile
-from spark_deploy.catalog.questions import OpenQuestions
-from spark_deploy.catalog.rails import GuardRails
-from spark_deploy.cli.looks.report.document import Report
+from spark_deploy.catalog.types import Engines, Families
+from spark_deploy.cli.report_document import Report
 from spark_deploy.documents.declare import schema_of, typed
 from spark_deploy.inventory.hosts_file import HostList
 from spark_deploy.lockfile.types import Lock

@@ -24,16 +24,16 @@ from spark_deploy.catalog.model import HybridModel, Model, PlainModel  # noqa: E
 from spark_deploy.catalog.profile import Profile  # noqa: E402
 from spark_deploy.catalog.types import Catalog  # noqa: E402
 from spark_deploy.lockfile.resolve import size  # noqa: E402
-from spark_deploy.planning.budget.memory import (  # noqa: E402
+from spark_deploy.planning.memory import (  # noqa: E402
     context_tokens,
     gib,
     loaded_bytes,
     missing_bytes,
     plan_memory,
 )
-from spark_deploy.planning.budget.weights import weights_of  # noqa: E402
 from spark_deploy.planning.resolve import problems_of  # noqa: E402
-from spark_deploy.settings.service.cluster import ClusterSettings  # noqa: E402
+from spark_deploy.planning.weights import weights_of  # noqa: E402
+from spark_deploy.settings.cluster import ClusterSettings  # noqa: E402
 from spark_deploy.settings.types import Settings  # noqa: E402
 from tools.docs import evidence, speed  # noqa: E402
 from tools.docs.declared import DOCUMENTS, all_yml, row, schema_file, settings_page  # noqa: E402

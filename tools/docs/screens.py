@@ -24,14 +24,13 @@ from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 from spark_deploy.catalog.load import read_catalog  # noqa: E402
-from spark_deploy.cli.changes import screen  # noqa: E402
-from spark_deploy.cli.changes.transcript import HostView, Transcript  # noqa: E402
+from spark_deploy.cli import progress_screen, terminal, top  # noqa: E402
 from spark_deploy.cli.hosts import Listed, planned  # noqa: E402
-from spark_deploy.cli.looks import paper, top  # noqa: E402
-from spark_deploy.cli.looks.status import lines as status_lines  # noqa: E402
-from spark_deploy.cli.looks.status import told_by  # noqa: E402
-from spark_deploy.cli.planned.plan import text  # noqa: E402
-from spark_deploy.facts.service.serve import HostStatus  # noqa: E402
+from spark_deploy.cli.plan import text  # noqa: E402
+from spark_deploy.cli.progress_screen import HostView, Transcript  # noqa: E402
+from spark_deploy.cli.status import lines as status_lines  # noqa: E402
+from spark_deploy.cli.status import told_by  # noqa: E402
+from spark_deploy.facts.releases import HostStatus  # noqa: E402
 from spark_deploy.planning.resolve import pair_of  # noqa: E402
 from spark_deploy.settings.load import load_hosts  # noqa: E402
 
@@ -76,26 +75,26 @@ def plan(console: Console) -> None:
     found = load_hosts({"spark": ["spark-1"]}, root=OUT)["spark-1"]
     one = Listed("spark-1", {}, found, read_catalog())
     made = planned(one, estimate=True)
-    paper.show(text(made, *pair_of(found.settings, one.catalog), verbose=False), console)
+    terminal.show(text(made, *pair_of(found.settings, one.catalog), verbose=False), console)
 
 
 def up_running(console: Console) -> None:
     """Draw a first deploy while engines load and one host is further than the other."""
     seen, passed_s = replayed(until=": bench: ")
-    console.print(screen.rows(seen, passed_s, WIDTH))
+    console.print(progress_screen.rows(seen, passed_s, WIDTH))
 
 
 def up_ended(console: Console) -> None:
     """Draw the end of a first deploy."""
     seen, passed_s = replayed()
-    for line in screen.ended(seen, 0, passed_s):
-        screen.lay(line, console)
+    for line in progress_screen.ended(seen, 0, passed_s):
+        progress_screen.lay(line, console)
 
 
 def dry(console: Console) -> None:
     """Draw what a switch would do."""
     for one in json.loads((RECORDED / "dry.json").read_text("utf-8")):
-        screen.lay(Text.assemble((one["host"], "bold"), f": {one['text']}"), console)
+        progress_screen.lay(Text.assemble((one["host"], "bold"), f": {one['text']}"), console)
 
 
 def status(console: Console) -> None:
@@ -104,13 +103,13 @@ def status(console: Console) -> None:
     for one in json.loads((RECORDED / "status.json").read_text("utf-8")):
         one["proof"]["checked_at"] = lately.isoformat()  # the picture stays as it is
         # What status learned to say since then was not asked.
-        paper.show(status_lines({**told_by(HostStatus(None)), **one}), console)
+        terminal.show(status_lines({**told_by(HostStatus(None)), **one}), console)
 
 
 def top_once(console: Console) -> None:
     """Draw one look of top."""
     found = [top.Now(**one) for one in json.loads((RECORDED / "top.json").read_text("utf-8"))]
-    paper.show(top.table(found), console)
+    terminal.show(top.table(found), console)
 
 
 def replayed(until: str | None = None) -> tuple[Transcript, float]:

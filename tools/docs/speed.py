@@ -8,8 +8,8 @@ from spark_deploy.catalog.model import Architecture, HybridModel
 from spark_deploy.catalog.profile import Figure
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.planned.recalibrated import calibration, files_of, measured
-from spark_deploy.planning.budget.speed import (
+from spark_deploy.cli.plan import calibration, files_of, measured
+from spark_deploy.planning.speed import (
     BANDWIDTH_BYTES_PER_S,
     FIRST_ACCEPTED,
     HEADS,

@@ -15,7 +15,7 @@ from typing import NoReturn
 from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
-from spark_contract.work import builder
+from spark_contract.work import orders
 from spark_contract.work.fetching import FetchPlan, Wire
 from spark_contract.work.images import LayersPlan
 from spark_contract.work.orders import (
@@ -30,10 +30,7 @@ from spark_contract.work.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputRefused, TransferFailed
-from spark_checkpoint.inspect.describe import describe
-from spark_checkpoint.inspect.discard import discard
-from spark_checkpoint.inspect.fits import fits
-from spark_checkpoint.inspect.held import hold
+from spark_checkpoint.inspect.commands import describe, discard, fits, hold
 from spark_checkpoint.inspect.inspection import hold_against, open_subject, report, text_of
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.fetch import fetch
@@ -59,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         with Progress(
-            quiet=arguments.command in (builder.INSPECT, builder.HOLD, builder.DESCRIBE)
+            quiet=arguments.command in (orders.INSPECT, orders.HOLD, orders.DESCRIBE)
         ) as progress:
             return _run(arguments, progress)
     except HostToolError as error:
@@ -79,25 +76,25 @@ def _told(error: OSError) -> str:
 
 
 def _run(arguments: argparse.Namespace, progress: Progress) -> int:
-    if arguments.command == builder.FETCH:
+    if arguments.command == orders.FETCH:
         fetch(files.load(FetchPlan, arguments.order, "is missing"), progress)
-    elif arguments.command == builder.LAYERS:
+    elif arguments.command == orders.LAYERS:
         order = files.load(LayersPlan, arguments.order, "is missing")
         fetch_layers(order, arguments.manifests, progress)
-    elif arguments.command == builder.BUILD:
+    elif arguments.command == orders.BUILD:
         # numpy comes with it, which nothing else needs.
         from spark_checkpoint.build.build import build
 
         copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
         build(read_build_plan(arguments.plan), progress, copies)
-    elif arguments.command == builder.REQUANTIZE:
+    elif arguments.command == orders.REQUANTIZE:
         from spark_checkpoint.requantize.requantize import requantize
 
         copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
         requantize(files.load(RequantizePlan, arguments.order, "is missing"), progress, copies)
-    elif arguments.command == builder.VERIFY:
+    elif arguments.command == orders.VERIFY:
         verify_tree(arguments.dir, progress, full=arguments.full)
-    elif arguments.command == builder.DISCARD:
+    elif arguments.command == orders.DISCARD:
         discard(arguments.base, arguments.tree, progress)
     else:
         return _look(arguments)
@@ -120,7 +117,7 @@ def read_build_plan(path: Path) -> BuildPlan:
 def _look(arguments: argparse.Namespace) -> int:
     # Somebody waits for it; nothing is lost by asking again.
     wire = Wire(token_file=arguments.token_file, parallel=8, tries=3)
-    if arguments.command == builder.DESCRIBE:
+    if arguments.command == orders.DESCRIBE:
         subject = open_subject(
             arguments.place, arguments.endpoint, wire, leave_out=arguments.leave_out,
             documents=(CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,),
@@ -128,7 +125,7 @@ def _look(arguments: argparse.Namespace) -> int:
         print(json.dumps(plain(describe(subject))), flush=True)
         return 0
     subject = open_subject(arguments.place, arguments.endpoint, wire)
-    if arguments.command == builder.HOLD:
+    if arguments.command == orders.HOLD:
         print(json.dumps(plain(hold(subject, read_build_plan(arguments.plan)))), flush=True)
         return 0
     data = report(subject)
@@ -163,7 +160,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog=builder.BUILDER,
+        prog=orders.BUILDER,
         description="Fetches sources, builds hybrid checkpoints and proves both.",
         epilog="exit codes: 0 ok, 2 bad input, 3 gate refused, 4 I/O or network, 5 tree differs",
     )
@@ -171,22 +168,20 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"{TOOL_VERSION} recipe {RECIPE_VERSION}"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser(builder.FETCH, help="have a repository at a commit, verified")
+    one = commands.add_parser(orders.FETCH, help="have a repository at a commit, verified")
     one.add_argument("order", type=Path, metavar="FETCH.json")
     one = commands.add_parser(
-        builder.LAYERS, help="have the blobs and manifests of an image, verified"
+        orders.LAYERS, help="have the blobs and manifests of an image, verified"
     )
     one.add_argument("order", type=Path, metavar="LAYERS.json")
     one.add_argument("manifests", type=Path, metavar="DIR")
-    one = commands.add_parser(builder.BUILD, help="build the checkpoint of a plan")
+    one = commands.add_parser(orders.BUILD, help="build the checkpoint of a plan")
     one.add_argument("plan", type=Path, metavar="PLAN.json")
-    one.add_argument(builder.OR_COPY, type=Path, metavar="COPY.json", help="hosts that have it")
-    one = commands.add_parser(
-        builder.REQUANTIZE, help="quantise a 16-bit repository with AutoRound"
-    )
+    one.add_argument(orders.OR_COPY, type=Path, metavar="COPY.json", help="hosts that have it")
+    one = commands.add_parser(orders.REQUANTIZE, help="quantise a 16-bit repository with AutoRound")
     one.add_argument("order", type=Path, metavar="REQUANTIZE.json")
-    one.add_argument(builder.OR_COPY, type=Path, metavar="COPY.json", help="hosts that have it")
-    one = commands.add_parser(builder.VERIFY, help="check a tree against its receipt")
+    one.add_argument(orders.OR_COPY, type=Path, metavar="COPY.json", help="hosts that have it")
+    one = commands.add_parser(orders.VERIFY, help="check a tree against its receipt")
     one.add_argument("dir", type=Path, metavar="DIR")
     depth = one.add_mutually_exclusive_group()
     depth.add_argument(
@@ -196,39 +191,39 @@ def _parser() -> argparse.ArgumentParser:
     )
     depth.add_argument("--full", action="store_true", help="hash every file")
     one = commands.add_parser(
-        builder.DISCARD, help="remove the base of a full tree, after proving it"
+        orders.DISCARD, help="remove the base of a full tree, after proving it"
     )
     one.add_argument("base", type=Path, metavar="BASE_DIR")
     one.add_argument(
-        builder.TREE, type=Path, required=True, metavar="DIR", help="made from this base"
+        orders.TREE, type=Path, required=True, metavar="DIR", help="made from this base"
     )
     one = commands.add_parser(
-        builder.HOLD, help="hold a plan's base and donor against it, by headers"
+        orders.HOLD, help="hold a plan's base and donor against it, by headers"
     )
     one.add_argument("plan", type=Path, metavar="PLAN.json")
     _place(one)
     one = commands.add_parser(
-        builder.DESCRIBE, help="print what an engine would load, and config.json"
+        orders.DESCRIBE, help="print what an engine would load, and config.json"
     )
     _place(one)
-    one.add_argument(builder.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
+    one.add_argument(orders.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
     one.add_argument(
-        builder.ALL_DOCUMENTS, action="store_true", help="tokenizer and generation, too"
+        orders.ALL_DOCUMENTS, action="store_true", help="tokenizer and generation, too"
     )
-    one = commands.add_parser(builder.INSPECT, help="print what a tree or repository holds")
+    one = commands.add_parser(orders.INSPECT, help="print what a tree or repository holds")
     _place(one)
     one.add_argument("--plan", type=Path, help="PLAN.json to hold the names against")
     one.add_argument(
-        builder.AGAINST, type=Path, action="append", default=[], metavar="PLAN.json",
+        orders.AGAINST, type=Path, action="append", default=[], metavar="PLAN.json",
         help="say as which part it fits into this plan; may be given often",
     )  # fmt: skip
-    one.add_argument(builder.JSON, action="store_true", help="print JSON")
+    one.add_argument(orders.JSON, action="store_true", help="print JSON")
     return parser
 
 
 def _place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
     parser.add_argument(
-        builder.ENDPOINT, help="hub address (default: HF_ENDPOINT, or the public hub)"
+        orders.ENDPOINT, help="hub address (default: HF_ENDPOINT, or the public hub)"
     )
-    parser.add_argument(builder.TOKEN_FILE, help="file holding a hub token")
+    parser.add_argument(orders.TOKEN_FILE, help="file holding a hub token")

@@ -13,8 +13,8 @@ from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.host import tool
 from spark_contract.host.paths import Paths
 
-from spark_host.system.log import answer
 from spark_host.system.ports import Host
+from spark_host.system.programs import answer
 from spark_host.system.stored import default_paths
 
 Words = list[str]
@@ -97,7 +97,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
     ),
     tool.SWITCH_POLL: (_poll, "RELEASE [REQUEST]: how the last change to it stands, as JSON"),
     tool.ROLLBACK: (
-        lambda words, paths: _in("rollout.way_back", "rollback")(words, _this_host(paths)),
+        lambda words, paths: _in("rollout.rollback", "rollback")(words, _this_host(paths)),
         "SERVICE [--to RELEASE] [--dry]: go back to a proven release",
     ),
     tool.PRUNE: (

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from spark_deploy.settings.rules import Broken
-from spark_deploy.settings.service.checkpoint import RequantizeSettings
+from spark_deploy.settings.service import RequantizeSettings
 
 LARGEST_BYTES = 64 << 20
 _KEY = ("calibration",)

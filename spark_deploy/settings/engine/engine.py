@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from spark_deploy.documents.declare import Gib, form, instead_of, setting
 from spark_deploy.settings.engine.arguments import KvCache, Limits
-from spark_deploy.settings.engine.environment import environment_problems
-from spark_deploy.settings.engine.options import option_problems
+from spark_deploy.settings.engine.options import environment_problems, option_problems
 from spark_deploy.settings.rules import Broken
 
 ENVIRONMENT_NAMES = form(

@@ -21,8 +21,9 @@ from spark_contract.documents import parse, plain, text_of
 from spark_contract.host import tool
 
 from spark_deploy import ticking
-from spark_deploy.bench import benchy, host, markdown, page, seeds
-from spark_deploy.bench.client import Endpoint, ask
+from spark_deploy.bench import benchy, host, markdown, page
+from spark_deploy.bench import page as seeds
+from spark_deploy.bench.load import Endpoint, ask
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Published, Sample, Served
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT

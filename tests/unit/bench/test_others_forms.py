@@ -15,8 +15,8 @@ import yaml
 from spark_deploy.bench import submission
 from spark_deploy.bench.result import Load
 from spark_deploy.cli import bench
-from spark_deploy.cli.adding.recipes import draft_of_recipe
 from spark_deploy.cli.hosts import Listed
+from spark_deploy.cli.recipes import draft_of_recipe
 from tests.unit.bench.test_bench import CAPTURED, result
 from tests.unit.planning.plans import plan_of
 

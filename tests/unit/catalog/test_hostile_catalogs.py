@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.adding.shared import read as read_shared
+from spark_deploy.cli.share import read as read_shared
 from spark_deploy.documents.declare import typed
 from spark_deploy.errors import SparkError
 from spark_deploy.lockfile.file import read_lock, write_lock

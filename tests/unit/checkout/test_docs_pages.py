@@ -11,7 +11,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.files import load_schema
+from spark_deploy.documents.yaml_files import load_schema
 from spark_deploy.settings.load import load_hosts
 from tests.unit.planning.plans import shipped_catalog
 

@@ -9,7 +9,7 @@ from builder_shards import Raw
 from builder_trees import DONOR_COMMIT, DONOR_SHAPES, tree_tensors
 from hypothesis import given
 from hypothesis import strategies as st
-from spark_checkpoint.sources.ranges import NamedRange, merge
+from spark_checkpoint.sources.donor import NamedRange, merge
 
 DONOR = f"lab/tiny-fp8/resolve/{DONOR_COMMIT}"
 # Of a range this long the half that comes is progress, also where a busy machine takes ten seconds

@@ -5,8 +5,8 @@ import pytest
 from builder_shards import bf16, e4m3_codes, e4m3_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spark_checkpoint.format.int8 import GROUP, pack_rows, quantise_rows
 from spark_checkpoint.format.numbers import (
+    GROUP,
     bf16_bits,
     block_maxima,
     block_sums,
@@ -14,7 +14,9 @@ from spark_checkpoint.format.numbers import (
     floats,
     from_bf16_bits,
     from_e4m3,
+    pack_rows,
     quantise_blocks,
+    quantise_rows,
     spread,
     to_e4m3,
 )

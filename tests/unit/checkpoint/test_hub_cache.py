@@ -13,8 +13,7 @@ from builder_trees import run_tool, tool_environment
 from huggingface_hub import file_download, scan_cache_dir, snapshot_download
 
 from lab.hub import responses
-from spark_deploy.facts import sections
-from spark_deploy.facts.service import stored
+from spark_deploy.facts import disk, reading
 from tests.unit.lab.test_hub import RunningHub
 
 COMMIT = "c" * 40
@@ -116,9 +115,9 @@ def test_of_shards_of_one_size_only_the_one_with_the_right_name_is_read(cache):
 
 def test_the_look_before_a_download_finds_shared_blobs_by_their_sha256(cache):
     target = str(cache.parents[3] / "sources/a")
-    script = stored.script([target], [str(cache)])
+    script = disk.stored_script([target], [str(cache)])
     out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
-    found = stored.parse(sections.split(out.splitlines()))
+    found = disk.parse(reading.split(out.splitlines()))
     for letter in "xyvw":
         sha256 = hashlib.sha256(letter.encode() * SIZE_BYTES).hexdigest()
         assert found.folders.get(sha256) == str(cache)

@@ -7,7 +7,7 @@ import pytest
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.tree import read_tree
 from spark_checkpoint.requantize.fused import check_kept_experts
-from spark_checkpoint.requantize.packable import check_packable, left_by_name, packed_modules
+from spark_checkpoint.requantize.requantize import check_packable, left_by_name, packed_modules
 
 from lab.model import original, repository, rounding, vocabulary
 from lab.model.safetensors import write_file

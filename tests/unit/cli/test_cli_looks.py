@@ -6,17 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli.connecting.connect import connection_of
-from spark_deploy.cli.connecting.connect import lines as connect_lines
+from spark_deploy.cli import status
+from spark_deploy.cli.connect import connection_of
+from spark_deploy.cli.connect import lines as connect_lines
+from spark_deploy.cli.doctor import lines as doctor_lines
 from spark_deploy.cli.hosts import Listed
-from spark_deploy.cli.looking import Answer
-from spark_deploy.cli.looks import status
-from spark_deploy.cli.looks.doctor import lines as doctor_lines
-from spark_deploy.cli.looks.status import lines as status_lines
-from spark_deploy.cli.looks.status import summary_of
-from spark_deploy.cli.taken import Options
-from spark_deploy.facts.service.requests import Count
-from spark_deploy.facts.service.serve import HostStatus
+from spark_deploy.cli.options import Options
+from spark_deploy.cli.query_hosts import Answer
+from spark_deploy.cli.status import lines as status_lines
+from spark_deploy.cli.status import summary_of
+from spark_deploy.facts.releases import Count, HostStatus
 from spark_deploy.settings.load import load_hosts
 from tests.unit.planning.plans import shipped_catalog
 from tests.unit.statuses import told

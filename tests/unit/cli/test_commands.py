@@ -12,10 +12,9 @@ import pytest
 
 from spark_deploy import cli
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli import init, main
+from spark_deploy.cli import init, main, top
 from spark_deploy.cli.commands import COMMANDS
-from spark_deploy.cli.looks import top
-from spark_deploy.cli.taken import host_names, names_of
+from spark_deploy.cli.options import host_names, names_of
 
 
 def run(*words, **environment):
@@ -124,7 +123,7 @@ def test_an_option_of_several_words_takes_them_all(words, given, monkeypatch):
     [(("--update", "--check"), True), (("--update",), True), (("--check",), False), ((), False)],
 )
 def test_an_update_without_a_name_is_one_of_all_names(words, all_of_them, monkeypatch):
-    from spark_deploy.cli.planned import lock
+    from spark_deploy.cli import lock
 
     seen = []
     monkeypatch.setattr(lock, "run", lambda options: seen.append(options) or 0)

@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli import main
-from spark_deploy.cli.looking import Answer
-from spark_deploy.cli.looks import doctor
-from spark_deploy.cli.planned import plan, reuse
+from spark_deploy.cli import doctor, main, plan, plan_summary
+from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.errors import LockError
-from spark_deploy.facts.machine import survey as survey_fact
-from spark_deploy.facts.service.stored import Stored
+from spark_deploy.facts import survey as survey_fact
+from spark_deploy.facts.disk import Stored
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.surveyed import OLLAMA, survey
 
@@ -104,7 +102,7 @@ def test_what_lies_on_the_host_already_is_told_in_bytes_of_the_model() -> None:
 def test_small_files_are_told_in_a_unit_that_shows_them(
     found_bytes: int, whole_bytes: int, said: str
 ) -> None:
-    assert reuse.told(reuse.Reuse(found_bytes, whole_bytes, ())).startswith(said)
+    assert plan_summary.told(plan_summary.Reuse(found_bytes, whole_bytes, ())).startswith(said)
 
 
 def test_a_plan_asks_the_host_what_lies_there_when_it_is_told_to(

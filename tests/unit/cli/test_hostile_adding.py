@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from spark_contract import files
 
 from spark_deploy.catalog.load import read_families
-from spark_deploy.cli.adding import take
-from spark_deploy.cli.adding.repository import Card, draft_of
-from spark_deploy.documents.files import read_mapping
+from spark_deploy.cli import install_shared
+from spark_deploy.cli.add import Card, draft_of
+from spark_deploy.documents.yaml_files import read_mapping
 from spark_deploy.errors import SparkError
 from spark_deploy.lockfile.anatomy import anatomy_of, ask_hub
 from spark_deploy.settings.sources import HubSettings
@@ -234,10 +234,10 @@ def test_files_are_taken_all_or_none_whatever_ends_it(
 
         return called
 
-    monkeypatch.setattr(take, "_check", may_end(take._check))
-    monkeypatch.setattr(take.files, "write_text", may_end(files.write_text))
+    monkeypatch.setattr(install_shared, "_check", may_end(install_shared._check))
+    monkeypatch.setattr(install_shared.files, "write_text", may_end(files.write_text))
     with pytest.raises(Ended):
-        take.write_files(tmp_path, texts, force=True)
+        install_shared.write_files(tmp_path, texts, force=True)
     found = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in found] == ["mine.yml"]
     assert found[0].read_text() == "# mine\n"

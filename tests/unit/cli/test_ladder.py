@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli.changes import ladder, line
-from spark_deploy.cli.taken import Options
+from spark_deploy.cli import ladder, run_pyinfra
+from spark_deploy.cli.options import Options
 from spark_deploy.errors import SparkError
 from tests.unit.planning.plans import shipped_catalog
 
@@ -58,7 +58,7 @@ def story(monkeypatch):
 
     monkeypatch.setattr(ladder, "listed", listed)
     monkeypatch.setattr(ladder, "planned", planned)
-    monkeypatch.setattr(line, "watched", watched)
+    monkeypatch.setattr(run_pyinfra, "watched", watched)
     return told
 
 

@@ -13,10 +13,9 @@ from rich.console import Console
 from spark_contract.serving.status import NamedRelease, Rollback
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli import main
-from spark_deploy.cli.changes import line, way_back
-from spark_deploy.cli.changes.screen import watch
-from spark_deploy.cli.looking import Answer
+from spark_deploy.cli import main, run_pyinfra
+from spark_deploy.cli.progress_screen import watch
+from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.errors import Problem
 
 INVENTORY = str(CHECKOUT / "inventory/spark.py")
@@ -31,9 +30,11 @@ def run(monkeypatch, capsys, *words, code=0):
         ran.append(argv)
         return SimpleNamespace(returncode=code)
 
-    monkeypatch.setattr(line.subprocess, "run", done)
-    monkeypatch.setattr(line, "watch", lambda argv, *_more: done(argv, check=False).returncode)
-    monkeypatch.setattr(line, "reach", lambda _hosts: SimpleNamespace(problems=lambda: AWAY))
+    monkeypatch.setattr(run_pyinfra.subprocess, "run", done)
+    monkeypatch.setattr(
+        run_pyinfra, "watch", lambda argv, *_more: done(argv, check=False).returncode
+    )
+    monkeypatch.setattr(run_pyinfra, "reach", lambda _hosts: SimpleNamespace(problems=lambda: AWAY))
     found = main([words[0], INVENTORY, *words[1:]])
     return found, ran, capsys.readouterr().err
 
@@ -98,7 +99,7 @@ def test_it_asks_once_and_naming_the_hosts(monkeypatch, capsys, answer, code, ru
         if answer != "y":
             raise click.Abort
 
-    monkeypatch.setattr(line.click, "confirm", confirm)
+    monkeypatch.setattr(run_pyinfra.click, "confirm", confirm)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     found, ran, _ = run(monkeypatch, capsys, "prune")
     assert (found, len(ran)) == (code, runs)
@@ -126,13 +127,13 @@ def test_before_a_rollback_is_agreed_to_it_says_from_where_to_where_and_asks_onl
 ):
     hosts = [SimpleNamespace(name=f"spark-{number + 1}") for number in range(len(ways))]
     answers = [Answer(*both, "is away") for both in zip(hosts, ways, strict=True)]
-    monkeypatch.setattr(way_back, "look", lambda _hosts, _ask: answers)
-    assert way_back.ended(hosts, None) == code
+    monkeypatch.setattr(run_pyinfra, "look", lambda _hosts, _ask: answers)
+    assert run_pyinfra.ended(hosts, None) == code
     assert said in capsys.readouterr().err
 
-    monkeypatch.setattr(way_back, "ended", lambda _hosts, _to: code)
+    monkeypatch.setattr(run_pyinfra, "ended", lambda _hosts, _to: code)
     asked = []
-    monkeypatch.setattr(line.click, "confirm", lambda text, **_: asked.append(text))
+    monkeypatch.setattr(run_pyinfra.click, "confirm", lambda text, **_: asked.append(text))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     found, ran, _ = run(monkeypatch, capsys, "rollback")
     assert (found, len(ran), len(asked)) == ((0, 1, 1) if code is None else (code, 0, 0))
@@ -140,7 +141,7 @@ def test_before_a_rollback_is_agreed_to_it_says_from_where_to_where_and_asks_onl
 
 def test_a_measurement_is_not_asked_about_as_a_change_of_the_network(monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(line.click, "confirm", lambda text, **_: asked.append(text))
+    monkeypatch.setattr(run_pyinfra.click, "confirm", lambda text, **_: asked.append(text))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     run(monkeypatch, capsys, "fabric", "--measure")
     run(monkeypatch, capsys, "fabric")
@@ -171,7 +172,7 @@ def test_it_ends_as_pyinfra_ends_and_tells_what_was_done(tmp_path, ends):
 
 @pytest.mark.parametrize("command", ["uninstall", "rollback", "prune", "rotate-key"])
 def test_an_inventory_that_is_not_there_is_said_and_nothing_runs(monkeypatch, capsys, command):
-    monkeypatch.setattr(line.subprocess, "run", lambda *words, **more: 1 / 0)
+    monkeypatch.setattr(run_pyinfra.subprocess, "run", lambda *words, **more: 1 / 0)
     assert main([command, "/nowhere.py", "-y"]) == 1
     assert "/nowhere.py: is not an inventory file" in capsys.readouterr().err
 

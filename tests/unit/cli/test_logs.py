@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli.connecting import connect
-from spark_deploy.cli.looks import logs
+from spark_deploy.cli import connect, logs
 
 
 def entry(at_us: int, unit: str, text: object) -> str:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
-from spark_deploy.cli.looks.paper import show, styled, wrapped
+from spark_deploy.cli.terminal import show, styled, wrapped
 
 WORDS = st.lists(st.text("abcdef.,-/", min_size=1, max_size=12), min_size=1, max_size=40)
 

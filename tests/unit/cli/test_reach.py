@@ -10,10 +10,9 @@ from typing import Any
 import gevent
 import pytest
 
-from spark_deploy.cli import looking
-from spark_deploy.cli.connecting import reach
-from spark_deploy.inventory.contact.host_keys import Endpoint, Seen
-from spark_deploy.inventory.contact.login import Access
+from spark_deploy.cli import query_hosts, reach
+from spark_deploy.inventory.host_keys import Endpoint, Seen
+from spark_deploy.inventory.login import Access
 
 
 @pytest.mark.parametrize(
@@ -81,14 +80,14 @@ def test_whoever_waits_for_a_login_is_told_for_whom(
 def test_of_hosts_that_take_their_time_those_are_named_that_did_not_answer_yet(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def one(_state: Any, host: Any, listed: Any, *_more: Any) -> looking.Answer[str]:
+    def one(_state: Any, host: Any, listed: Any, *_more: Any) -> query_hosts.Answer[str]:
         gevent.sleep(0.3 if host.name == "slow" else 0)
-        return looking.Answer(listed, "yes")
+        return query_hosts.Answer(listed, "yes")
 
-    monkeypatch.setattr(looking, "QUIET_S", 0.1)
-    monkeypatch.setattr(looking, "_one", one)
+    monkeypatch.setattr(query_hosts, "QUIET_S", 0.1)
+    monkeypatch.setattr(query_hosts, "_one", one)
     hosts: list[Any] = [SimpleNamespace(name=name, data={}) for name in ("fast", "slow")]
-    looking.look(hosts, lambda *_: "yes", doing="stopping")
+    query_hosts.look(hosts, lambda *_: "yes", doing="stopping")
     assert capsys.readouterr().err == "stopping slow: 0 s\n"
-    looking.look(hosts[:1], lambda *_: "yes")
+    query_hosts.look(hosts[:1], lambda *_: "yes")
     assert capsys.readouterr().err == ""

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.adding.recipes import draft_of_recipe
-from spark_deploy.documents.files import read_mapping
+from spark_deploy.cli.recipes import draft_of_recipe
+from spark_deploy.documents.yaml_files import read_mapping
 from spark_deploy.errors import CatalogError, Problem
 from tests.unit.hostile import ANYTHING
 from tests.unit.planning.plans import shipped_catalog

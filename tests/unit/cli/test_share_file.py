@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from spark_deploy.cli import main
-from spark_deploy.cli.adding import share as command
+from spark_deploy.cli import share as command
 from spark_deploy.cli.hosts import listed, planned
-from spark_deploy.cli.looking import Answer
-from spark_deploy.cli.taken import Options
+from spark_deploy.cli.options import Options
+from spark_deploy.cli.query_hosts import Answer
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.cli.test_add import COMMIT, CONFIG, add, make_site, publish

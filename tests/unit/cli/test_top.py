@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli.connecting import connect
-from spark_deploy.cli.looks import top
+from spark_deploy.cli import connect, top
 
 
 def look(at: float, tokens: int, drafted: int = 0, accepted: int = 0) -> str:

@@ -12,16 +12,14 @@ from rich.console import Console
 from rich.text import Text
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.changes import screen, up
-from spark_deploy.cli.changes.line import agreed
-from spark_deploy.cli.changes.transcript import HostView, Transcript, minutes
+from spark_deploy.cli import lock, progress_screen, reach, up
 from spark_deploy.cli.commands import COMMANDS
-from spark_deploy.cli.connecting import reach
-from spark_deploy.cli.planned import lock
-from spark_deploy.cli.taken import Options
+from spark_deploy.cli.options import Options
+from spark_deploy.cli.progress_screen import HostView, Transcript, minutes
+from spark_deploy.cli.run_pyinfra import agreed
 from spark_deploy.errors import SparkError
-from spark_deploy.inventory.contact.host_keys import Seen
-from spark_deploy.inventory.contact.login import Access
+from spark_deploy.inventory.host_keys import Seen
+from spark_deploy.inventory.login import Access
 from spark_deploy.lockfile.resolve import Names
 
 RUN = """\
@@ -69,7 +67,7 @@ def until(part: str) -> Transcript:
 
 def drawn(seen: Transcript, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(screen.rows(seen, 75, width))
+    console.print(progress_screen.rows(seen, 75, width))
     return console.export_text().splitlines()
 
 
@@ -110,7 +108,7 @@ def test_what_failed_is_said_at_once_with_its_reason():
 
 def test_the_end_says_of_each_host_what_serves_how_proven_how_long_and_what_changed():
     seen, _ = read(RUN)
-    text = "\n".join(str(line) for line in screen.ended(seen, 1, 30))
+    text = "\n".join(str(line) for line in progress_screen.ended(seen, 1, 30))
     assert "a  serves x with profile v2 as x at http://127.0.0.1:8000/v1" in text
     assert "  proof: full check of 2026-11-22T08:01:58Z" in text
     assert "b  FAILED in Serve: Serve the release on b" in text
@@ -122,7 +120,7 @@ def test_the_end_says_of_each_host_what_serves_how_proven_how_long_and_what_chan
 
 def test_who_leaves_is_told_what_hosts_went_on_with_and_not_that_nothing_changed():
     def end(part: str, code: int = 130) -> str:
-        return "\n".join(str(line) for line in screen.ended(until(part), code, 30))
+        return "\n".join(str(line) for line in progress_screen.ended(until(part), code, 30))
 
     assert (
         "a  not finished\n"
@@ -135,10 +133,10 @@ def test_who_leaves_is_told_what_hosts_went_on_with_and_not_that_nothing_changed
 
 def test_piped_it_says_nothing_twice_and_a_line_each_half_minute(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_screen.time, "monotonic", lambda: now[0])
     out = io.StringIO()
     seen = until("2 min left")
-    piped = screen._Piped(seen, Console(file=out, width=80))
+    piped = progress_screen._Piped(seen, Console(file=out, width=80))
     for _ in range(100):
         now[0] += 1
         piped.look()
@@ -153,7 +151,7 @@ def test_it_ends_as_pyinfra_ends_and_keeps_every_word_of_it(tmp_path):
     out = io.StringIO()
     console = Console(file=out, width=80)
     log = tmp_path / "deep" / "up.log"
-    assert screen.watch([sys.executable, "-c", script], ["a", "b"], log, console) == 1
+    assert progress_screen.watch([sys.executable, "-c", script], ["a", "b"], log, console) == 1
     kept = [line.partition(" ") for line in log.read_text().splitlines()]
     assert [text for _, _, text in kept if text] == [line for line in RUN.splitlines() if line]
     assert all(0 <= float(at_s) < 60 for at_s, _, _ in kept)
@@ -164,7 +162,10 @@ def test_what_ends_before_its_first_step_is_said_in_its_own_words(tmp_path):
     script = "print('--> Loading inventory...\\nhosts.yml: is odd\\n  fix: mend it'); exit(1)"
     out = io.StringIO()
     console = Console(file=out, width=80)
-    assert screen.watch([sys.executable, "-c", script], ["a"], tmp_path / "up.log", console) == 1
+    assert (
+        progress_screen.watch([sys.executable, "-c", script], ["a"], tmp_path / "up.log", console)
+        == 1
+    )
     assert "hosts.yml: is odd\n  fix: mend it" in out.getvalue()
 
 
@@ -194,7 +195,7 @@ def test_without_a_key_of_ours_it_says_so_before_it_asks_for_a_password(
     monkeypatch.setattr(
         reach, "look", lambda one: Seen(one, "spark-1", tmp_path, "new", None, None)
     )
-    monkeypatch.setattr(up.line, "argv", lambda _words: ["false"])
+    monkeypatch.setattr(up.run_pyinfra, "argv", lambda _words: ["false"])
     with pytest.raises(SparkError, match="run `ssh-keygen -t ed25519`"):
         up.run(chosen(dry=dry))
     assert "password" not in capsys.readouterr().err
@@ -252,7 +253,7 @@ def test_a_run_that_reaches_nobody_shows_the_reason_without_pyinfras_own_steps()
     seen = Transcript({"spark-1": HostView("spark-1")})
     for line in said:
         seen.read(line, 0.0)
-    shown = [text.plain for text in screen.ended(seen, 1, 1.0)]
+    shown = [text.plain for text in progress_screen.ended(seen, 1, 1.0)]
     assert "  Could not connect (Unable to connect)" in shown
     assert "--> pyinfra error: No hosts remaining!" in shown
     assert not [line for line in shown if line.endswith("...") or not line.strip()]
@@ -262,10 +263,10 @@ def test_a_run_that_reaches_nobody_shows_the_reason_without_pyinfras_own_steps()
 def test_lines_of_a_run_break_between_words_at_a_terminal_and_nowhere_in_a_file(width):
     said = " ".join(f"word{number}" for number in range(60))
     there, piped = io.StringIO(), io.StringIO()
-    screen.lay(Text(f"  {said}"), Console(file=there, width=width, force_terminal=True))
+    progress_screen.lay(Text(f"  {said}"), Console(file=there, width=width, force_terminal=True))
     lines = re.sub(r"\x1b\[[0-9;]*m", "", there.getvalue()).splitlines()
     assert max(map(len, lines)) <= width
     assert " ".join(lines).split() == said.split()
     assert all(line.startswith("    ") for line in lines[1:])
-    screen.lay(Text(f"  {said}"), Console(file=piped, width=width))
+    progress_screen.lay(Text(f"  {said}"), Console(file=piped, width=width))
     assert piped.getvalue() == f"  {said}\n"

@@ -4,17 +4,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from spark_contract.host.sentences import COMPILING
+from spark_contract.host.tool import COMPILING
 from spark_contract.serving.records import Rollout
 from spark_contract.work.job import JobState, Progress
 
-from spark_deploy.cli.changes import forecast
-from spark_deploy.cli.changes.forecast import Found, sentence
-from spark_deploy.cli.looking import Answer
-from spark_deploy.facts.service.jobs import Jobs, JobStates
-from spark_deploy.facts.service.serve import HostStatus, Status
+from spark_deploy.cli import up
+from spark_deploy.cli.query_hosts import Answer
+from spark_deploy.cli.up import Found, sentence
+from spark_deploy.facts.jobs import Jobs, JobStates
+from spark_deploy.facts.releases import HostStatus, Status
 from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.work.jobs import jobs_of
+from spark_deploy.planning.jobs import jobs_of
 from tests.unit.planning.plans import plan_of
 from tests.unit.statuses import told
 
@@ -127,7 +127,7 @@ def test_the_last_start_is_asked_of_what_served_before_and_else_of_what_is_to_se
         host = SimpleNamespace(
             get_fact=lambda fact, **_: facts[fact], run_shell_command=run, data={}
         )
-        return forecast._ask(host, plan_of("large", "v2"))
+        return up._ask(host, plan_of("large", "v2"))
 
     assert ask(told(document(active))).last is None
     assert asked[0].endswith(active or plan_of("large", "v2").serve.name)

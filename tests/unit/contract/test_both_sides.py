@@ -26,12 +26,10 @@ from spark_host.system import stored as releases
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.digest import digest_of
-from spark_deploy.planning.serving.gateway import gateway_file
-from spark_deploy.planning.serving.release import release_files_of
-from spark_deploy.planning.serving.unit_limits import limits
+from spark_deploy.planning.gateway import gateway_file
+from spark_deploy.planning.jobs import discard_jobs_of, jobs_of, keep_of
+from spark_deploy.planning.release import limits, release_files_of
 from spark_deploy.planning.types import HostPlan
-from spark_deploy.planning.work.jobs import discard_jobs_of, jobs_of
-from spark_deploy.planning.work.keep import keep_of
 from tests.unit.planning.plans import plan_of, shipped
 
 PLANS = [

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from spark_contract.serving import api, checks
+from spark_contract.serving import release
 from spark_contract.work import job
 
 from spark_deploy.checkout import CHECKOUT
@@ -16,7 +16,7 @@ SIDES = ("spark_deploy", "roles", "deploys", "files/host", "files/checkpoint")
 # What nobody writes by chance; a name of one plain word may mean something else elsewhere.
 NAMES = {
     value
-    for module in (api, checks, job)
+    for module in (release, release, job)
     for name, value in vars(module).items()
     if name.isupper() and isinstance(value, str) and re.search(r"[ /-]", value)
 }

@@ -14,7 +14,7 @@ from spark_contract.host import tool
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.serving.release import unit_files_of
+from spark_deploy.planning.release import unit_files_of
 
 # Words behind the tool's name, wherever somebody is told to say them.
 SAID = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.facts.machine import docker
+from spark_deploy.facts import docker
 
 ANSWER = {
     "docker": '{"ServerVersion": "29.2.1"}',

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.facts.machine import disk
-from spark_deploy.facts.sections import split
+from spark_deploy.facts import disk
+from spark_deploy.facts.reading import split
 
 EXPECTED = "/var/lib/docker"
 # Another filesystem than that of /, on every machine.
@@ -21,7 +21,7 @@ def place(tmp_path: Path, **tools: str) -> disk.Place:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     found = subprocess.run(
-        ["sh", "-c", disk.script([EXPECTED], [EXPECTED])],
+        ["sh", "-c", disk.disk_script([EXPECTED], [EXPECTED])],
         capture_output=True, text=True, check=False, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
     )  # fmt: skip
     [one] = disk.parse_places(split(found.stdout.splitlines())["places"])

@@ -17,14 +17,12 @@ import yaml
 from pyinfra.api.exceptions import FactProcessError
 from spark_contract.host.machine import LIBCUDA
 
-from spark_deploy.facts.machine.access import LoginAccess
-from spark_deploy.facts.machine.cuda import CudaState
-from spark_deploy.facts.machine.docker import DockerState
-from spark_deploy.facts.machine.packages import BaseState
-from spark_deploy.facts.machine.survey import HostSurvey
-from spark_deploy.facts.network.fabric import Fabric
-from spark_deploy.facts.network.netplan import NetplanFiles
-from spark_deploy.facts.network.reach import Reach
+from spark_deploy.facts.docker import DockerState
+from spark_deploy.facts.gpu import CudaState
+from spark_deploy.facts.network import Fabric, NetplanFiles, Reach
+from spark_deploy.facts.packages import BaseState
+from spark_deploy.facts.survey import HostSurvey
+from spark_deploy.facts.system import LoginAccess
 
 FACTS = {
     fact.__name__: fact

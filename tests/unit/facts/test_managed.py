@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.facts.files import FileStates
+from spark_deploy.facts.reading import FileStates
 from spark_deploy.managed import FileState, ManagedFile, differing
 from spark_deploy.operations.files import archive, unpack_script
 from spark_deploy.payload.content import tree

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from spark_deploy.facts import sections
-from spark_deploy.facts.service import stored
+from spark_deploy.facts import disk as stored
+from spark_deploy.facts import reading
 from tests.receipts import source_receipt
 
 MIB = 1 << 20
@@ -35,9 +35,9 @@ def disk(tmp_path):
 
 def look(root, wanted, look_in=("sources", "home/*/.cache/huggingface/hub")):
     target = str(root / "sources/org--name-4567")
-    script = stored.script([target], [f"{root}/{folder}" for folder in look_in])
+    script = stored.stored_script([target], [f"{root}/{folder}" for folder in look_in])
     out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
-    found = stored.parse(sections.split(out.splitlines()))
+    found = stored.parse(reading.split(out.splitlines()))
     return found, found.linkable_bytes(target, wanted)
 
 
@@ -82,7 +82,7 @@ def test_folders_with_spaces_and_damaged_receipts_are_survived(disk):
 
 
 def test_nothing_is_asked_where_there_is_nothing_to_look_in():
-    assert stored.script(["/srv/x"], []) == ""
+    assert stored.stored_script(["/srv/x"], []) == ""
 
 
 @pytest.mark.parametrize("spoil", ["chown 1000", "chmod 666", "chmod 600"])

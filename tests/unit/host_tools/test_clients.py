@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from stub_gateway import Door
 
-from spark_deploy.cli.connecting.clients import CLIENTS, QUESTION, Connection
+from spark_deploy.cli.clients import CLIENTS, QUESTION, Connection
 from tests.open_webui import READS
 
 ANSWER = "35352137"
@@ -131,7 +131,7 @@ def test_a_wrong_key_is_what_both_packages_call_it(connection: Connection) -> No
 
 
 def test_the_line_for_curl_is_a_shell_s(connection: Connection) -> None:
-    from spark_deploy.cli.connecting.connect import example
+    from spark_deploy.cli.connect import example
 
     line = example(connection.base_url, connection.model, connection.read_key, None)
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_contract.host.sentences import COMPILING
+from spark_contract.host.tool import COMPILING
 from spark_contract.serving.records import CompileCache
 from spark_contract.serving.release import Release, service_of
 from spark_host.engine import compile_cache

@@ -12,7 +12,7 @@ from spark_contract.serving.release import Release
 from spark_host.check import runner
 from spark_host.engine import serve
 from spark_host.engine.client import Engine
-from spark_host.engine.dialect import ENGINES
+from spark_host.engine.metrics import ENGINES
 from stub_host import REPOSITORY, Host, release_data
 
 from spark_deploy.settings.engine.arguments import DECIDING
@@ -92,15 +92,15 @@ def test_nothing_on_hosts_outside_one_room_knows_an_engine_by_its_names() -> Non
 
 def test_nothing_in_plans_outside_one_room_knows_an_engine_by_its_options() -> None:
     folder = REPOSITORY / "spark_deploy/planning"
-    room = folder / "engine"
+    room = {folder / f"engine_{part}.py" for part in ("arguments", "facts", "options")}
     written = re.compile(r"[\"'](?:--)?([a-z]+(?:-[a-z]+)+)[\"']")
-    options = {name for path in room.glob("*.py") for name in written.findall(path.read_text())}
+    options = {name for path in room for name in written.findall(path.read_text())}
     options |= set(DECIDING)
     assert {"max-num-seqs", "block-size", "tensor-parallel-size", "served-model-name"} <= options
     found = {
         (str(path.relative_to(folder)), said)
         for path in folder.rglob("*.py")
-        if room not in path.parents
+        if path not in room
         # The name itself as well, but for what our own image is called.
         for said in (
             *options.intersection(written.findall(path.read_text())),

@@ -12,7 +12,7 @@ import pytest
 from spark_contract.serving.release import Release
 from spark_host.check import measure, runner
 from spark_host.records import boot, proof, upgrades
-from spark_host.rollout import ports, speed
+from spark_host.rollout import ports, steps
 from spark_host.watch import loop
 from stub_host import Host, release_data
 
@@ -49,7 +49,7 @@ def prove(host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **versi
     monkeypatch.setattr(proof, "versions", lambda: {**NOW, **versions})
     runner.check(release, host.here, "full", print, invocation_id="run-1")
     record = Record()
-    speed.measured(release, ports.this_host(host.paths), record)
+    steps.measured(release, ports.this_host(host.paths), record)
     return record
 
 
@@ -217,6 +217,6 @@ def test_a_measurement_that_failed_undoes_nothing(
     host.engines[0].kill()
     host.engines[0].wait()
     record = Record()
-    speed.measured(release, ports.this_host(host.paths), record)
+    steps.measured(release, ports.this_host(host.paths), record)
     assert "no speed was measured" in record.data["bench"][0]
     assert proof.read(release.name, host.here).ok

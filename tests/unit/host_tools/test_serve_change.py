@@ -15,7 +15,7 @@ from spark_contract.host.units import RETURN_TIMER, SWITCH
 from spark_contract.serving.records import Rollout, Stopped
 from spark_contract.serving.status import Begun, NamedRelease, Rollback, UnderWay
 from spark_host.records import boot
-from spark_host.rollout import recover, request, way_back
+from spark_host.rollout import recover, request, rollback
 from spark_host.rollout.record import Record
 
 C = f"main-{'c' * 12}"
@@ -180,7 +180,7 @@ def named(name: str) -> NamedRelease:
 
 
 def back(model: Model, wanted: str | None = None) -> Rollback:
-    return way_back.way_back("main", wanted, model.host())
+    return rollback.way_back("main", wanted, model.host())
 
 
 def problem(model: Model, wanted: str | None = None) -> str:
@@ -261,12 +261,12 @@ def test_the_next_change_ends_a_rollback(model: Model) -> None:
 
 def test_a_dry_rollback_asks_for_nothing(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     good(model, A, B)
-    assert way_back.rollback(["main", "--dry"], model.host()) == 0
+    assert rollback.rollback(["main", "--dry"], model.host()) == 0
     assert json.loads(capsys.readouterr().out)["to"]["name"] == A
     assert model.asked == []
     assert model.paths.rollback("main") not in model.documents
 
-    assert way_back.rollback(["main"], model.host()) == 0
+    assert rollback.rollback(["main"], model.host()) == 0
     assert model.asked == [A]
     begun = documents.parse(Begun, capsys.readouterr().out)
     assert (begun.release, begun.joined, begun.came, begun.to) == (A, False, named(B), named(A))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from checked import check, failed, warned
 from spark_host.check import runner
-from spark_host.check.questions import long_text
+from spark_host.check.questions import conversation
 from spark_host.engine.client import Engine
 from spark_host.records import proof
 from spark_host.system import systemd
@@ -84,7 +84,7 @@ def test_a_fault_fails_the_check_made_for_it(
     }
     leave_out(monkeypatch, *alone.get(fault, ()))
     changes = {} if violated == "prefix reuse" else {"check__prefix": None}
-    monkeypatch.setattr(long_text, "_COUNTER_WAIT_S", 0.3)
+    monkeypatch.setattr(conversation, "_COUNTER_WAIT_S", 0.3)
     release = host.release(check__questions=EXACT, **changes)
     host.started(release, fault)
     problems = failed(check(host, release))
@@ -227,7 +227,7 @@ def test_the_proof_of_a_long_conversation_tells_when_turn_two_began_to_answer(ho
 def test_a_conversation_shorter_than_a_cache_block_proves_nothing(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_text, "_FILLER_TOKENS", 100_000)
+    monkeypatch.setattr(conversation, "_FILLER_TOKENS", 100_000)
     release = host.release(check__prefix={"block_tokens": 100})
     host.started(release)
     assert "a cache block 100" in failed(check(host, release))["prefix reuse"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from checked import check, failed
-from spark_contract.host.sentences import COMPILING
+from spark_contract.host.tool import COMPILING
 from spark_contract.serving.records import CompileCache
 from spark_host.check import runner
 from spark_host.records import proof

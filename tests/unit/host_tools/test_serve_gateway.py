@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_host.gateway import api_key, gateway, traffic, ways
+from spark_host.gateway import api_key, gateway, traffic
+from spark_host.gateway import routes as ways
 from stub_gateway import QUESTION, Door, as_a_unit_does, long_answer, running
 from stub_host import REPOSITORY, Host
 

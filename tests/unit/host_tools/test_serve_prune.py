@@ -15,8 +15,8 @@ from spark_contract.errors import HostToolError
 from spark_host.prune import prune
 from spark_host.records import boot
 from spark_host.rollout import ports
+from spark_host.rollout.rollback import way_back
 from spark_host.rollout.rollout import one_at_a_time
-from spark_host.rollout.way_back import way_back
 
 
 def test_what_no_kept_release_needs_goes_and_the_rest_serves_on(machine: Machine) -> None:

@@ -9,7 +9,7 @@ import pytest
 from spark_contract.documents import parse
 from spark_contract.host.paths import Paths
 from spark_contract.serving.release import Release
-from spark_host.engine.starts import take_turn
+from spark_host.engine.serve import take_turn
 from spark_host.system import ports
 
 from tests.unit.host_tools.stub_host import release_data

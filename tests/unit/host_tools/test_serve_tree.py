@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_host.engine import engines, serve, tree
+from spark_host.engine import serve, tree
+from spark_host.engine import serve as engines
 from stub_host import REPOSITORY, Host
 
 from tests.receipts import source_receipt

@@ -10,8 +10,9 @@ import pytest
 from spark_contract.host.paths import Paths, kept_aside
 from spark_contract.work.keep import Before, Footprint
 from spark_host.system import docker, systemd
-from spark_host.uninstall import before as past
-from spark_host.uninstall import ours, packages, shared, uninstall
+from spark_host.uninstall import baseline as past
+from spark_host.uninstall import ours, packages, uninstall
+from spark_host.uninstall import packages as shared
 from spark_host.uninstall.containers import Others
 
 DAEMON_JSON = "/etc/docker/daemon.json"
@@ -84,7 +85,7 @@ def judged(
     monkeypatch.setattr(past, "told", apt.told)
     monkeypatch.setattr(packages, "told", apt.told)
     in_the_way = Others(containers, (), frozenset()).in_the_way(wanted())
-    found = packages.things(wanted(**more), before, in_the_way)
+    found = packages.package_things(wanted(**more), before, in_the_way)
     return {thing.name: thing.stays for thing in found}
 
 
@@ -165,11 +166,11 @@ def test_daemon_json_is_byte_for_byte_what_it_was(tmp_path):
     first = '{"log-opts": {"max-size": "7m"},\n   "dns": ["1.1.1.1"]}'
     paths = place(tmp_path, json.dumps({"dns": ["1.1.1.1"], **OURS}))
     before = was(files={DAEMON_JSON: first})
-    [thing] = shared.things(wanted(), before, "", paths)
+    [thing] = shared.shared_things(wanted(), before, "", paths)
     assert (thing.name, thing.stays) == (DAEMON_JSON, "")
     shared.restore(DAEMON_JSON, wanted(), before, paths)
     assert (tmp_path / DAEMON_JSON.lstrip("/")).read_text() == first
-    assert shared.things(wanted(), before, "", paths) == []
+    assert shared.shared_things(wanted(), before, "", paths) == []
 
 
 @pytest.mark.usefixtures("no_docker")
@@ -178,17 +179,17 @@ def test_what_its_owner_wrote_into_daemon_json_since_stays(tmp_path):
     before = was(files={DAEMON_JSON: None})
     shared.restore(DAEMON_JSON, wanted(), before, paths)
     assert json.loads((tmp_path / DAEMON_JSON.lstrip("/")).read_text()) == {"mtu": 9000}
-    assert shared.things(wanted(), before, "", paths) == []
+    assert shared.shared_things(wanted(), before, "", paths) == []
 
 
 @pytest.mark.usefixtures("no_docker")
 def test_a_daemon_json_that_nobody_noted_stays_unless_a_deploy_kept_the_first(tmp_path):
     paths = place(tmp_path, json.dumps(OURS))
-    [thing] = shared.things(wanted(), None, "", paths)
+    [thing] = shared.shared_things(wanted(), None, "", paths)
     assert "was not noted" in thing.stays
     aside = paths.below(kept_aside(wanted().daemon_json))
     aside.write_text("{}")
-    assert [(t.name, t.stays) for t in shared.things(wanted(), None, "", paths)] == [
+    assert [(t.name, t.stays) for t in shared.shared_things(wanted(), None, "", paths)] == [
         (DAEMON_JSON, ""),
         (str(aside), ""),
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stub_host import REPOSITORY
 
-from spark_deploy.planning.serving.unit_limits import limits, start_limits
+from spark_deploy.planning.release import limits, start_limits
 from spark_deploy.planning.types import HostPlan
 from tests.unit.planning.plans import shipped
 

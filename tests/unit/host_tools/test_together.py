@@ -16,7 +16,7 @@ from spark_host.check import runner
 from spark_host.check.questions import together as joining
 from spark_host.system import systemd
 from spark_host.system.ports import Host
-from spark_host.watch import together as watching
+from spark_host.watch import cluster as watching
 from test_members import clustered, with_tables
 
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"

@@ -24,7 +24,7 @@ from pyinfra.connectors import util
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.documents.shown import heard, shown
 from spark_deploy.errors import SparkError
-from spark_deploy.inventory.contact import hearing
+from spark_deploy.inventory import output_limits
 
 OWNED = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"
 PRINTED = "".join(f"\\{byte:03o}" for byte in OWNED)
@@ -95,15 +95,15 @@ def test_with_v_pyinfra_shows_text_of_a_host_and_no_command_to_the_terminal(
 
 def read(stream: Any) -> list[str]:
     queue: Queue[util.OutputLine] = Queue()
-    hearing.read_buffer("stdout", stream, queue)
+    output_limits.read_buffer("stdout", stream, queue)
     return [line.line for line in queue.queue]
 
 
 def test_a_host_that_prints_without_end_is_listened_to_for_so_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hearing, "MOST_BYTES", 10_000)
-    monkeypatch.setattr(hearing, "_LINE_BYTES", 1_000)
+    monkeypatch.setattr(output_limits, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(output_limits, "_LINE_BYTES", 1_000)
     with subprocess.Popen(["yes", "x" * 99], stdout=subprocess.PIPE) as endless:
         lines = read(endless.stdout)
         assert endless.wait(timeout=10) != 0  # nobody reads on
@@ -116,7 +116,7 @@ def test_a_host_that_prints_without_end_is_listened_to_for_so_long(
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
-    monkeypatch.setattr(hearing, "echo", lambda text, err: told.append(text))
+    monkeypatch.setattr(output_limits, "echo", lambda text, err: told.append(text))
     return told
 
 
@@ -125,7 +125,9 @@ def test_a_flood_of_a_host_is_no_flood_of_the_operators_terminal(
     said: bytes, terminal: list[str]
 ) -> None:
     queue: Queue[util.OutputLine] = Queue()
-    hearing.read_buffer("stdout", io.BytesIO(said), queue, True, lambda line: f"[host] {line}")
+    output_limits.read_buffer(
+        "stdout", io.BytesIO(said), queue, True, lambda line: f"[host] {line}"
+    )
     assert sum(len(line.removeprefix("[host] ")) + 1 for line in terminal) < 1_100_000
     assert "the host printed more" in terminal[-1]
     assert sum(len(line.line) + 1 for line in queue.queue) >= len(said)  # what is read stays whole
@@ -133,7 +135,7 @@ def test_a_flood_of_a_host_is_no_flood_of_the_operators_terminal(
 
 def test_what_hosts_say_every_day_is_shown_whole(terminal: list[str]) -> None:
     said = [f"Unpacking package {number} ... " + "=" * 100 for number in range(2_000)]
-    hearing.read_buffer("stdout", io.BytesIO("\n".join(said).encode()), Queue(), True)
+    output_limits.read_buffer("stdout", io.BytesIO("\n".join(said).encode()), Queue(), True)
     assert terminal == said
 
 
@@ -175,7 +177,7 @@ def client() -> Iterator[paramiko.Transport]:
 def test_over_ssh_the_lines_behind_bytes_that_are_no_text_arrive(
     client: paramiko.Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(util, "read_buffer", hearing.read_buffer)
+    monkeypatch.setattr(util, "read_buffer", output_limits.read_buffer)
     channel = client.open_session(timeout=20)
     channel.exec_command("anything")
     output = util.read_output_buffers(
@@ -194,7 +196,7 @@ def test_pyinfra_fails_instead_of_prompting_for_a_sudo_password(
 ) -> None:
     monkeypatch.setattr(util, "getpass", lambda _: "typed")
     monkeypatch.setattr(util, "read_buffer", util.read_buffer)
-    hearing.listen_carefully()
+    output_limits.listen_carefully()
     host: Any = SimpleNamespace(print_prefix="", connector_data={})
     refused = util.CommandOutput([util.OutputLine("stderr", util.SUDO_PASSWORD_REQUIRED_LINES[0])])
     with pytest.raises(SparkError, match=r"deploys/bootstrap\.py"):

@@ -16,9 +16,9 @@ from spark_contract.serving.gateway import Replicas
 
 from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import SettingsError
-from spark_deploy.inventory.known import KEY
-from spark_deploy.inventory.reading import read_inventory
-from spark_deploy.planning.serving.gateway import base_urls, gateway_plan
+from spark_deploy.inventory.host_names import KEY
+from spark_deploy.inventory.plans import read_inventory
+from spark_deploy.planning.gateway import base_urls, gateway_plan
 from tests import forked
 
 INVENTORY = """

@@ -10,7 +10,7 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import SettingsError
 from spark_deploy.inventory import groups
 from spark_deploy.inventory.groups import groups_from
-from spark_deploy.inventory.reading import read_inventory
+from spark_deploy.inventory.plans import read_inventory
 from tests import forked
 
 OURS = """

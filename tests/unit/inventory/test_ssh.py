@@ -3,7 +3,7 @@
 import socket
 from types import SimpleNamespace
 
-from spark_deploy.inventory.contact.ssh import transport
+from spark_deploy.inventory.host_keys import transport
 
 
 def test_the_options_are_set_before_the_first_byte_is_sent():

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.inventory.contact.host_keys import Endpoint, look
-from spark_deploy.inventory.contact.login import try_key
+from spark_deploy.inventory.host_keys import Endpoint, look
+from spark_deploy.inventory.login import try_key
 
 CONFIGS = {
     "Host *\n  Port abc\n": "holds what cannot be read: invalid literal",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.inventory.contact.password import PASSWORD_FILE_VARIABLE
+from spark_deploy.inventory.login import PASSWORD_FILE_VARIABLE
 from tests import forked
 
 INVENTORY = """

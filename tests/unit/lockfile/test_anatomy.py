@@ -14,7 +14,7 @@ from spark_contract.work.orders import Described
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.errors import LockError
-from spark_deploy.inventory.held import held_for, hold_names, unread
+from spark_deploy.inventory.host_names import held_for, hold_names, unread
 from spark_deploy.lockfile import hub as lookup
 from spark_deploy.lockfile.anatomy import anatomy_of
 from spark_deploy.lockfile.file import checked, read_lock, write_lock

@@ -14,9 +14,9 @@ from spark_contract.work.patterns import expand_all
 
 from spark_deploy.cli import main
 from spark_deploy.errors import LockError
-from spark_deploy.inventory.held import held_for, hold_names
+from spark_deploy.inventory.host_names import held_for, hold_names
 from spark_deploy.lockfile import hub as lookup
-from spark_deploy.lockfile import names
+from spark_deploy.lockfile import verify_names
 from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.types import Lock, LockedImage
 from spark_deploy.settings.load import load_hosts
@@ -137,7 +137,7 @@ def test_what_is_not_as_the_catalog_says_is_refused_and_nothing_is_written(
 def inventory(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write an inventory of one host that builds lab-tiny, and go there."""
     from spark_deploy.checkout import CHECKOUT
-    from spark_deploy.lockfile import registry
+    from spark_deploy.lockfile import resolve
 
     here = folder / "here"
     (here / "group_vars").mkdir(parents=True)
@@ -152,7 +152,7 @@ def inventory(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
     forked.have_builder(monkeypatch)
     monkeypatch.chdir(here)
     monkeypatch.setattr(
-        registry, "look_up", lambda text, **_: LockedImage(text, f"sha256:{'0' * 64}", 1)
+        resolve, "look_up", lambda text, **_: LockedImage(text, f"sha256:{'0' * 64}", 1)
     )
     return here
 
@@ -274,7 +274,7 @@ def test_the_token_reaches_the_hub_and_no_command_line_no_lock_and_no_file_that_
         assert (more["cwd"] / "token").stat().st_mode & 0o777 == 0o600
         return real(argv, **more)
 
-    monkeypatch.setattr(names.subprocess, "run", run)
+    monkeypatch.setattr(verify_names.subprocess, "run", run)
     secret = dataclasses.replace(settings.hub, token=SecretRef(env="CANARY_TOKEN"))
     held = hold_names(dataclasses.replace(settings, hub=secret), CATALOG, lock, seen.append)
     write_lock(tmp_path / "spark.lock.yml", held)
@@ -297,7 +297,7 @@ def test_a_reader_that_dies_is_one_clear_line(
     settings: Settings, lock: Lock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = subprocess.CompletedProcess([], -9, "", "")
-    monkeypatch.setattr(names.subprocess, "run", lambda *_, **__: killed)
+    monkeypatch.setattr(verify_names.subprocess, "run", lambda *_, **__: killed)
     with pytest.raises(LockError, match="the reader of its headers ended with -9") as caught:
         hold_names(settings, CATALOG, lock, quiet)
     assert len(caught.value.problems) == 1

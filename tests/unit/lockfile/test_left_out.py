@@ -15,8 +15,8 @@ from spark_deploy.lockfile import hub as lookup
 from spark_deploy.lockfile.file import read_lock, write_lock
 from spark_deploy.lockfile.left_out import why_left_out
 from spark_deploy.lockfile.types import Lock, LockedSource, SourceFile
-from spark_deploy.planning.work.checkpoint import locked_source, source_plan
-from spark_deploy.planning.work.jobs import fetch_job
+from spark_deploy.planning.checkpoint import locked_source, source_plan
+from spark_deploy.planning.jobs import fetch_job
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.planning.plans import settings_of
 

@@ -10,10 +10,10 @@ from typing import Any
 import gevent
 import pytest
 
-from spark_deploy.facts import memo
-from spark_deploy.facts.memo import read
+from spark_deploy.facts import fact_cache
+from spark_deploy.facts.fact_cache import read
 from spark_deploy.facts.reading import HostFact
-from spark_deploy.operations.ahead import ask, expect
+from spark_deploy.operations.prefetch import ask, expect
 from tests.unit.operations.test_operations import FakeHost, on
 
 
@@ -120,11 +120,11 @@ def test_an_answer_is_forgotten_after_some_seconds_and_after_a_command(
     host: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask()
-    monkeypatch.setattr(memo, "CROSSES_S", -1)
+    monkeypatch.setattr(fact_cache, "CROSSES_S", -1)
     answer(Said)
     assert host.asked == 1
     monkeypatch.undo()
-    monkeypatch.setattr(memo, "commands_executed", lambda on: 1)
+    monkeypatch.setattr(fact_cache, "commands_executed", lambda on: 1)
     answer(Long)
     assert host.asked == 2
 

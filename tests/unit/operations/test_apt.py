@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from spark_deploy.operations import apt, docker_engine
 from spark_deploy.operations.commands import CommandFailed
 from spark_deploy.operations.host_errors import Refused
-from spark_deploy.operations.machine import apt, docker_engine
 from spark_deploy.settings.sources import RepositorySettings
 from tests.unit.facts.test_facts import lines_of
 

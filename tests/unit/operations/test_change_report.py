@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from spark_contract.serving.records import Rollout
 
-from spark_deploy.operations.service import rollout
+from spark_deploy.operations import releases
 from tests.unit.operations.test_operations import FakeHost
 
 NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
@@ -15,7 +15,7 @@ NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
 
 def said(**result: Any) -> tuple[bool, list[str]]:
     host = FakeHost({})
-    well = rollout.report(host, NEW, Rollout(NEW, **result))  # type: ignore[arg-type]
+    well = releases.report(host, NEW, Rollout(NEW, **result))  # type: ignore[arg-type]
     return well, "\n".join(host.logs).splitlines()
 
 

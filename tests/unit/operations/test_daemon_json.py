@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_deploy.operations.machine import daemon_json
+from spark_deploy.operations import docker_engine
 
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "captures"
 
@@ -23,14 +23,14 @@ json_objects = st.dictionaries(st.text(max_size=5), json_values, max_size=4)
 
 
 def test_a_file_with_nvidia_as_default_is_kept_as_it_is() -> None:
-    present = daemon_json.parse(
+    present = docker_engine.parse(
         (CAPTURES / "docker-daemon-json--nvidia-default--01.txt").read_text()
     )
-    assert daemon_json.with_runtime(present, {}) == present
+    assert docker_engine.with_runtime(present, {}) == present
 
 
 def test_an_empty_file_gets_the_runtime() -> None:
-    assert daemon_json.with_runtime(daemon_json.parse(" \n"), {}) == {
+    assert docker_engine.with_runtime(docker_engine.parse(" \n"), {}) == {
         "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "args": []}}
     }
 
@@ -38,7 +38,7 @@ def test_an_empty_file_gets_the_runtime() -> None:
 def test_lists_unite_and_objects_merge() -> None:
     present = {"insecure-registries": ["a:1"], "log-opts": {"max-size": "1m"}, "bip": "10.0.0.1/24"}
     wanted = {"insecure-registries": ["b:1", "a:1"], "log-opts": {"max-file": "3"}}
-    assert daemon_json.merged(present, wanted) == {
+    assert docker_engine.merged(present, wanted) == {
         "insecure-registries": ["a:1", "b:1"],
         "log-opts": {"max-size": "1m", "max-file": "3"},
         "bip": "10.0.0.1/24",
@@ -47,16 +47,16 @@ def test_lists_unite_and_objects_merge() -> None:
 
 @given(json_objects, json_objects)
 def test_merging_twice_is_merging_once_and_loses_no_key(present, wanted) -> None:
-    once = daemon_json.with_runtime(present, wanted)
-    assert daemon_json.with_runtime(once, wanted) == once
+    once = docker_engine.with_runtime(present, wanted)
+    assert docker_engine.with_runtime(once, wanted) == once
     assert set(once) >= set(present) | set(wanted)
-    assert daemon_json.parse(daemon_json.render(once)) == once
+    assert docker_engine.parse(docker_engine.render(once)) == once
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '"x"', "{'a': 1}", '{"a": 1,}'])
 def test_what_is_no_object_is_an_error_and_not_an_empty_file(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - any JSON complaint will do
-        daemon_json.parse(text)
+        docker_engine.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -90,4 +90,4 @@ def test_what_is_no_object_is_an_error_and_not_an_empty_file(text: str) -> None:
     ],
 )
 def test_what_the_daemon_runs_with_is_read_from_docker_info(key, value, info, met) -> None:
-    assert (daemon_json.unmet({key: value}, info) == ()) is met
+    assert (docker_engine.unmet({key: value}, info) == ()) is met

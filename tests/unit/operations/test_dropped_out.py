@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from pyinfra.api.exceptions import ConnectError
 
-from spark_deploy.operations import reconnect
+from spark_deploy.operations import reconnect, releases
 from spark_deploy.operations.host_errors import Refused
-from spark_deploy.operations.service import rollout
 from tests.unit.operations.test_operations import FakeHost, on
 
 
@@ -84,14 +83,14 @@ def test_a_change_on_a_host_that_is_lost_fails_and_says_that_the_host_goes_on(
     clock: list[float],
 ) -> None:
     host = Wired()
-    assert not rollout.change_now(None, host, "main-aaaaaaaaaaaa", 60)  # type: ignore[arg-type]
+    assert not releases.change_now(None, host, "main-aaaaaaaaaaaa", 60)  # type: ignore[arg-type]
     assert "takes it back, by itself" in host.logs[-1]
 
 
 def held_back() -> str:
     """Return why the current host has to wait; empty when it does not."""
     try:
-        rollout.hold_back("left alone")
+        releases.hold_back("left alone")
     except Refused as refused:
         return str(refused)
     return ""
@@ -124,7 +123,7 @@ def test_only_the_host_that_failed_is_blamed_and_not_those_that_were_left_alone(
 
 def test_a_host_lost_during_its_own_change_holds_the_others_back(clock: list[float]) -> None:
     lost, host = Wired(), FakeHost({})
-    rollout.change_now(None, lost, "main-aaaaaaaaaaaa", 60)  # type: ignore[arg-type]
+    releases.change_now(None, lost, "main-aaaaaaaaaaaa", 60)  # type: ignore[arg-type]
     others(host, lost)
     with on(host):
         assert "left alone, because spark-1 failed first" in held_back()

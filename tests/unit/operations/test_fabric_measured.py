@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from spark_contract.errors import ERROR
 
-from spark_deploy.operations.machine import fabric_speed
+from spark_deploy.operations import fabric_speed
 from spark_deploy.planning.machine import Way
 from tests.unit.operations.test_releases import Answering, on, shown
 

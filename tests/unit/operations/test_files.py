@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spark_deploy.facts.files import FileStates
+from spark_deploy.facts.reading import FileStates
 from spark_deploy.managed import FileState, ManagedFile
 from spark_deploy.operations.files import look_at, place, states_of
 from tests.unit.operations.test_operations import FakeHost, on

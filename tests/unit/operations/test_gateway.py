@@ -16,19 +16,19 @@ from pyinfra.api.command import FunctionCommand, StringCommand
 from spark_contract.serving.gateway import Gateway, tls_of
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.facts.files import FileStates
-from spark_deploy.facts.service.gateway import (
+from spark_deploy.facts.jobs import (
     GatewayCertificate,
     HostCertificate,
+    SymlinkTarget,
     TailnetAddress,
     WatchTools,
 )
-from spark_deploy.facts.service.serve import HostStatus, Status
-from spark_deploy.facts.service.tools import SymlinkTarget
+from spark_deploy.facts.reading import FileStates
+from spark_deploy.facts.releases import HostStatus, Status
 from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations.service import gateway
-from spark_deploy.payload.authority import issue
-from spark_deploy.planning.serving.gateway import gateway_file
+from spark_deploy.operations import gateway
+from spark_deploy.payload.certificates import issue
+from spark_deploy.planning.gateway import gateway_file
 from spark_deploy.planning.types import GatewayPlan, TlsPlan
 from spark_deploy.settings.secrets import GENERATED, SecretRef
 from tests.unit.operations.test_operations import FakeHost, on

@@ -9,7 +9,7 @@ import pytest
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.exceptions import PyinfraError
 
-from spark_deploy.facts.memo import FactUnavailable
+from spark_deploy.facts.fact_cache import FactUnavailable
 from spark_deploy.operations.host_errors import host_errors
 from tests.unit.operations.test_operations import FakeHost, on
 

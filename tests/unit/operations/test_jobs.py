@@ -13,10 +13,10 @@ import pytest
 from spark_contract.host.units import BOOT_LINKS
 from spark_contract.work.job import ImageProof, Job, JobState, State
 
-from spark_deploy.facts.service.jobs import Jobs, JobStates
+from spark_deploy.facts.jobs import Jobs, JobStates
 from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.work import jobs
-from spark_deploy.planning.work.jobs import Work
+from spark_deploy.operations import jobs
+from spark_deploy.planning.jobs import Work
 from spark_deploy.settings.secrets import SecretRef
 from spark_deploy.settings.sources import HubSettings
 from tests.unit.operations.test_operations import on, shown

@@ -22,8 +22,8 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.state import StateStage
 from pyinfra.context import ctx_host, ctx_state
 
-from spark_deploy.facts import memo
-from spark_deploy.operations.machine import access, base, cuda, docker, fabric, preflight
+from spark_deploy.facts import fact_cache
+from spark_deploy.operations import access, base, cuda, docker, fabric, preflight
 from spark_deploy.planning.machine import (
     BasePlan,
     BootstrapPlan,
@@ -32,8 +32,8 @@ from spark_deploy.planning.machine import (
     NeedsPlan,
     Way,
 )
+from spark_deploy.settings.cluster import ClusterSettings
 from spark_deploy.settings.host import PathSettings
-from spark_deploy.settings.service.cluster import ClusterSettings
 from spark_deploy.settings.sources import RepositorySettings
 from spark_deploy.settings.types import Settings
 
@@ -230,7 +230,7 @@ def test_a_prediction_of_seconds_ago_is_taken_for_the_state_at_execution() -> No
 def test_an_older_prediction_is_not_taken_for_the_state_at_execution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memo, "CROSSES_S", -1.0)
+    monkeypatch.setattr(fact_cache, "CROSSES_S", -1.0)
     assert asked_in_both_stages() == 2
 
 

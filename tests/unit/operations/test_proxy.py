@@ -14,10 +14,10 @@ import pytest
 from pyinfra.api.command import StringCommand
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.facts.files import FileStates
-from spark_deploy.facts.network.proxy import DaemonProxy
+from spark_deploy.facts.network import DaemonProxy
+from spark_deploy.facts.reading import FileStates
 from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations.work import proxy
+from spark_deploy.operations import proxy
 from spark_deploy.settings.secrets import SecretRef
 from spark_deploy.settings.sources import ProxySettings
 from tests.unit.operations.test_operations import FakeHost, on

@@ -12,10 +12,9 @@ import pytest
 from pyinfra.api.exceptions import ConnectError
 from spark_contract.host.machine import BOOT_ID
 
-from spark_deploy.facts.machine.host import RebootedFor
-from spark_deploy.facts.service.serve import HostStatus, Status
-from spark_deploy.operations.machine import preflight
-from spark_deploy.operations.service import reboots
+from spark_deploy.facts.releases import HostStatus, Status
+from spark_deploy.facts.system import RebootedFor
+from spark_deploy.operations import preflight, serve
 from tests.unit.operations.test_operations import NEEDS, FakeHost, on, sections_of, shown
 
 KERNEL = {"kernels": ["6.17.0-1021-nvidia", "6.17.0-1029-nvidia"]}
@@ -49,7 +48,7 @@ def asked(host: Host, failed: tuple[str, ...] = (), executing: bool = True) -> l
     results = {other: SimpleNamespace(error_ops={"op"}) for other in others}
     with on(host, executing):
         host.state = SimpleNamespace(inventory=others, results=results)
-        return [shown(c) for c in reboots.rebooted._inner(ALLOWED, SERVE)]
+        return [shown(c) for c in serve.rebooted._inner(ALLOWED, SERVE)]
 
 
 def test_a_host_without_a_cause_is_left_up() -> None:
@@ -111,14 +110,14 @@ def test_what_a_reboot_is_for_is_noted_under_the_boot_that_ends(
             noted.append(more["stdin"])
         return ["the-boot-before"]
 
-    monkeypatch.setattr(reboots, "run", run)
+    monkeypatch.setattr(serve, "run", run)
 
     def gone(*_: Any) -> None:
         raise ConnectError("spark-1 stayed unreachable")
 
-    monkeypatch.setattr(reboots, "run_reconnecting", gone)
-    monkeypatch.setattr(reboots.gevent, "sleep", lambda _: None)
-    assert not reboots._reboot(None, Host(), PENDING, ALLOWED, SERVE)  # type: ignore[arg-type]
+    monkeypatch.setattr(serve, "run_reconnecting", gone)
+    monkeypatch.setattr(serve.gevent, "sleep", lambda _: None)
+    assert not serve._reboot(None, Host(), PENDING, ALLOWED, SERVE)  # type: ignore[arg-type]
     assert noted == [f"the-boot-before\n{PENDING}"]
 
 

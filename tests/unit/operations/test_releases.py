@@ -12,8 +12,9 @@ from spark_contract.host.tool import HOST_TOOL
 from spark_contract.serving.records import Rollout
 from spark_contract.work.keep import Keep, Pruning
 
-from spark_deploy.facts.service.releases import Prunable, WayBack
-from spark_deploy.operations.service import releases, rollout, serve
+from spark_deploy.facts.releases import Prunable, WayBack
+from spark_deploy.operations import releases, serve
+from spark_deploy.operations import releases as rollout
 from tests.unit.facts.test_serve_status import RELEASE, RIGHT
 from tests.unit.operations.test_operations import FakeHost, on, shown
 from tests.unit.statuses import told

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts.service.schedule import Calendars, Timers
+from spark_deploy.facts.jobs import Calendars, Timers
 from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations.service import schedule, serve
+from spark_deploy.operations import gateway, serve
 from tests.unit.facts.test_serve_status import RELEASE, RIGHT
 from tests.unit.operations.test_releases import Answering, outcome
 from tests.unit.statuses import told
@@ -26,7 +26,7 @@ def changed(
     timers: dict[str, bool], files: dict[str, FileState], wanted: list[ManagedFile], bad: str = ""
 ) -> tuple[Answering, list[str]]:
     host = Answering(Timers=timers, FileStates=files, Calendars=bad)
-    return host, outcome(host, schedule.scheduled, ["20:00"] if wanted else [], wanted)
+    return host, outcome(host, gateway.scheduled, ["20:00"] if wanted else [], wanted)
 
 
 def test_a_new_timer_is_placed_enabled_and_started() -> None:

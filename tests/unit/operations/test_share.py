@@ -11,11 +11,10 @@ import pytest
 from spark_contract.work.job import JobState, ReceiptProof
 from spark_contract.work.sharing import SHARE_KEY
 
-from spark_deploy.facts.service.jobs import Jobs
-from spark_deploy.facts.service.share import LoginAddress
+from spark_deploy.facts.jobs import Jobs, LoginAddress
 from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations.work import share
-from spark_deploy.planning.work.jobs import Work, jobs_of
+from spark_deploy.operations import peer_download
+from spark_deploy.planning.jobs import Work, jobs_of
 from spark_deploy.settings.sources import FleetSettings
 from tests.unit.operations.test_releases import Answering, on, shown
 from tests.unit.planning.plans import plan_of
@@ -35,9 +34,9 @@ class Lab:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **states: str):
         self.hosts = {name: self._host(name, state) for name, state in states.items()}
         self.placed: dict[str, list[ManagedFile]] = {}
-        monkeypatch.setattr(share, "_this", lambda: self.current)
-        monkeypatch.setattr(share, "place", self._place)
-        monkeypatch.setattr(share, "read", lambda fact, **words: self._read(fact, words))
+        monkeypatch.setattr(peer_download, "_this", lambda: self.current)
+        monkeypatch.setattr(peer_download, "place", self._place)
+        monkeypatch.setattr(peer_download, "read", lambda fact, **words: self._read(fact, words))
         self.current: Any = None
 
     def _host(self, name: str, state: str) -> Answering:
@@ -77,14 +76,14 @@ class Lab:
 
     def lend(self, **settings: Any) -> dict[str, list[str]]:
         fleet = FleetSettings(**settings)
-        assert not any(self.each(share.surveyed, WORKS, NAME, fleet).values())
-        return self.each(share.lent, WORKS, fleet)
+        assert not any(self.each(peer_download.surveyed, WORKS, NAME, fleet).values())
+        return self.each(peer_download.lent, WORKS, fleet)
 
     def asked(self, name: str) -> list[str]:
         """Return whom the fetch of a host asks before the hub."""
         self.current = self.hosts[name]
         with on(self.current):
-            work: Work = share.knowing_peers(WORKS[0])
+            work: Work = peer_download.knowing_peers(WORKS[0])
         order = json.loads(work.inputs[0].content)
         urls: list[str] = order.get("peers", {"urls": []})["urls"]
         return urls
@@ -95,7 +94,7 @@ def test_a_run_in_which_no_host_lacks_anything_opens_nothing(
 ) -> None:
     lab = Lab(monkeypatch, a="done", b="done")
     assert lab.lend() == {"a": [], "b": []}
-    assert lab.each(share.closed) == {"a": [], "b": []}
+    assert lab.each(peer_download.closed) == {"a": [], "b": []}
 
 
 def test_of_hosts_that_have_nothing_the_first_fetches_and_the_others_take_from_it(
@@ -125,7 +124,7 @@ def test_a_finished_tree_is_copied_by_the_hash_of_its_receipt_that_the_login_tol
     lab.lend()
     lab.current = lab.hosts["b"]
     with on(lab.current):
-        _, build, _ = map(share.knowing_peers, WORKS)
+        _, build, _ = map(peer_download.knowing_peers, WORKS)
     copy = json.loads(build.inputs[1].content)
     assert copy["trees"] == [{"url": "http://10.0.0.a:8010", "receipt_sha256": "a" * 64}]
 
@@ -144,11 +143,11 @@ def test_the_key_is_one_for_all_and_nobody_else_s_to_read(monkeypatch: pytest.Mo
 def test_at_the_end_what_was_opened_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(monkeypatch, a="done", b="")
     lab.lend()
-    closing = lab.each(share.closed)
+    closing = lab.each(peer_download.closed)
     for [command] in closing.values():
         assert "systemctl stop spark-share@trees.service" in command
         assert f"rm -f {SHARE_KEY}" in command
-    assert lab.each(share.closed) == {"a": [], "b": []}
+    assert lab.each(peer_download.closed) == {"a": [], "b": []}
 
 
 def test_what_an_earlier_run_left_open_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +155,7 @@ def test_what_an_earlier_run_left_open_is_closed(monkeypatch: pytest.MonkeyPatch
     found = lab.hosts["a"].facts["JobStates"]
     lab.hosts["a"].facts["JobStates"] = dataclasses.replace(found, lends=True)
     assert lab.lend(share=False) == {"a": [], "b": []}
-    closing = lab.each(share.closed)
+    closing = lab.each(peer_download.closed)
     assert ["systemctl stop" in str(closing[name]) for name in "ab"] == [True, False]
 
 
@@ -200,7 +199,7 @@ def test_an_image_that_is_there_is_lent_only_with_its_blobs(
         lab.lend()
         lab.current = lab.hosts["b"]
         with on(lab.current):
-            image = share.knowing_peers(WORKS[-1])
+            image = peer_download.knowing_peers(WORKS[-1])
         return [str(file.content) for file in image.inputs if file.path.endswith("layers.json")]
 
     assert asked_of(RECEIPTS) == []

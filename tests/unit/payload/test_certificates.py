@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.payload import authority, certificates
-from spark_deploy.payload.authority import issue, why_not
-from spark_deploy.payload.certificates import check_gateway, given_problems
-from spark_deploy.planning.serving.gateway import gateway_plan
+from spark_deploy.payload import certificates
+from spark_deploy.payload import certificates as authority
+from spark_deploy.payload.certificates import check_gateway, given_problems, issue, why_not
+from spark_deploy.planning.gateway import gateway_plan
 from spark_deploy.settings.load import load_hosts
 
 NAMES = ("spark.example.org", "10.0.0.9")

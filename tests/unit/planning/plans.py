@@ -18,11 +18,11 @@ from spark_deploy.checkout import CHECKOUT
 from spark_deploy.errors import PlanError, Problem
 from spark_deploy.lockfile.resolve import wanted_by
 from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
-from spark_deploy.planning.budget.weights import weights_of
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.machine import PayloadIdentity
 from spark_deploy.planning.resolve import Request, problems_of
 from spark_deploy.planning.types import HostPlan
+from spark_deploy.planning.weights import weights_of
 from spark_deploy.settings.load import load_hosts
 from spark_deploy.settings.types import Settings
 

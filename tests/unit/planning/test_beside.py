@@ -11,17 +11,16 @@ from spark_contract.documents import parse, text_of
 from spark_contract.serving.release import Release
 
 from spark_deploy.catalog.anatomy import Anatomy, CacheLayers
-from spark_deploy.catalog.beside import Adapter, Speculation
+from spark_deploy.catalog.companions import Adapter, Speculation
 from spark_deploy.catalog.model import PlainModel
 from spark_deploy.catalog.types import Catalog
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.resolve import wanted_by
-from spark_deploy.planning.budget.memory import GIB, shape_of
 from spark_deploy.planning.host import plan_host
+from spark_deploy.planning.jobs import jobs_of, keep_of
+from spark_deploy.planning.memory import GIB, shape_of
 from spark_deploy.planning.resolve import Request
 from spark_deploy.planning.types import HostPlan
-from spark_deploy.planning.work.jobs import jobs_of
-from spark_deploy.planning.work.keep import keep_of
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
 from tests.unit.planning.test_plain import ANATOMY, MODEL, REPO, catalog_of
 

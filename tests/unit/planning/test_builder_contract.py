@@ -8,7 +8,7 @@ from spark_contract.work.fetching import FetchPlan
 from spark_contract.work.orders import BuildPlan
 from spark_contract.work.patterns import expand_all
 
-from spark_deploy.planning.work.jobs import jobs_of
+from spark_deploy.planning.jobs import jobs_of
 from tests.unit.planning.plans import CATALOG, plan_of
 
 MODELS = ("large", "small")

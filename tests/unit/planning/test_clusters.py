@@ -6,13 +6,13 @@ import re
 import pytest
 
 from spark_deploy.errors import PlanError
-from spark_deploy.facts.network.fabric import Port, Ports
-from spark_deploy.planning.budget.memory import GIB
+from spark_deploy.facts.network import Port, Ports
 from spark_deploy.planning.host import plan_host
+from spark_deploy.planning.memory import GIB
+from spark_deploy.planning.release import release_files_of
 from spark_deploy.planning.resolve import Request, problems_of
-from spark_deploy.planning.serving.release import release_files_of
 from spark_deploy.planning.types import HostPlan
-from spark_deploy.settings.service.cluster import ClusterSettings
+from spark_deploy.settings.cluster import ClusterSettings
 from spark_deploy.settings.types import Settings
 from tests.unit.planning.plans import (
     CATALOG,

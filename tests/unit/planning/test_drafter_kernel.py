@@ -10,10 +10,9 @@ import pytest
 
 from spark_deploy.catalog.anatomy import Anatomy
 from spark_deploy.catalog.model import Model, PlainModel
-from spark_deploy.planning.effective import with_drafts
-from spark_deploy.planning.engine.argv import engine_options
-from spark_deploy.planning.engine.lines import TRITON_EXPERTS_LINE, lines_of
-from spark_deploy.planning.engine.options import pins_drafter_experts, pins_target_experts
+from spark_deploy.planning.engine_arguments import TRITON_EXPERTS_LINE, engine_options, lines_of
+from spark_deploy.planning.engine_options import pins_drafter_experts, pins_target_experts
+from spark_deploy.planning.resolve import with_drafts
 from spark_deploy.planning.types import HostPlan
 from tests.unit.planning.plans import shipped, shipped_catalog
 

@@ -10,9 +10,9 @@ import yaml
 from spark_contract.host.fabric import FabricPlan
 
 from spark_deploy.errors import PlanError
-from spark_deploy.facts.network.fabric import Port, Ports
-from spark_deploy.planning.serving.fabric import fabric_plan, there_already
-from spark_deploy.settings.service.cluster import ClusterSettings, FabricSettings
+from spark_deploy.facts.network import Port, Ports
+from spark_deploy.planning.fabric import fabric_plan, there_already
+from spark_deploy.settings.cluster import ClusterSettings, FabricSettings
 from spark_deploy.settings.types import Settings
 from tests.unit.planning.plans import settings_of
 from tests.unit.planning.test_clusters import LAN, PAIR, of_cable

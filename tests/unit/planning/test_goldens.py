@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from spark_deploy.errors import PlanError
-from spark_deploy.planning.serving.release import document
+from spark_deploy.planning.release import document
 from spark_deploy.settings.types import Settings
 from tests.unit.planning.plans import shipped
 

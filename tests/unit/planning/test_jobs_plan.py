@@ -7,8 +7,8 @@ from spark_contract.work.images import LayersPlan
 
 from spark_deploy.lockfile.types import LockedSource, SourceFile
 from spark_deploy.managed import ManagedFile
+from spark_deploy.planning.jobs import fetch_job, image_job, jobs_of
 from spark_deploy.planning.types import ImagePlan, SourcePlan
-from spark_deploy.planning.work.jobs import fetch_job, image_job, jobs_of
 from spark_deploy.settings.sources import DownloadSettings, HubSettings
 from tests.unit.planning.plans import plan_of
 

@@ -7,13 +7,13 @@ import pytest
 from spark_contract.documents import plain
 from spark_contract.work.job import AbsentProof, ReceiptProof
 
-from spark_deploy.cli.planned.parts import lines
+from spark_deploy.cli.plan_text import lines
 from spark_deploy.errors import PlanError
-from spark_deploy.facts.machine.disk import Place
+from spark_deploy.facts.disk import Place
 from spark_deploy.lockfile.resolve import size
+from spark_deploy.planning.jobs import discard_jobs_of, jobs_of
 from spark_deploy.planning.resolve import pair_of
-from spark_deploy.planning.work.jobs import discard_jobs_of, jobs_of
-from spark_deploy.preflight.capacity import demands
+from spark_deploy.preflight.host import demands
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 from tests.unit.preflight.surveyed import survey
 

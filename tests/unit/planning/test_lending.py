@@ -11,8 +11,8 @@ from spark_contract.work.fetching import FetchPlan
 from spark_contract.work.images import LayersPlan
 from spark_contract.work.sharing import CopyPlan, FinishedTree, Peers
 
-from spark_deploy.planning.work.jobs import Work, jobs_of
-from spark_deploy.planning.work.lending import (
+from spark_deploy.planning.jobs import Work, jobs_of
+from spark_deploy.planning.peer_download import (
     Member,
     State,
     peers_of,

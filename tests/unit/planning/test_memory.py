@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from spark_contract.host.sentences import COMPILING
+from spark_contract.host.tool import COMPILING
 
-from spark_deploy.catalog.beside import Speculation
+from spark_deploy.catalog.companions import Speculation
 from spark_deploy.catalog.model import HybridModel, LinearAttention
-from spark_deploy.cli.planned.brief import brief
-from spark_deploy.cli.planned.parts import lines
-from spark_deploy.planning.budget.memory import GIB, cache_shape, plan_memory
-from spark_deploy.planning.budget.weights import weights_of
-from spark_deploy.planning.effective import effective_profile
-from spark_deploy.planning.resolve import pair_of, problems_of
+from spark_deploy.cli.plan_summary import brief
+from spark_deploy.cli.plan_text import lines
+from spark_deploy.planning.memory import GIB, cache_shape, plan_memory
+from spark_deploy.planning.resolve import effective_profile, pair_of, problems_of
+from spark_deploy.planning.weights import weights_of
 from spark_deploy.settings.engine.arguments import KvCache
 from spark_deploy.settings.load import load_hosts
 from tests.unit.planning.plans import (

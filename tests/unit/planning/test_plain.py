@@ -10,14 +10,14 @@ import pytest
 from spark_deploy.catalog.anatomy import Anatomy, CacheLayers, CountedCache
 from spark_deploy.catalog.model import Parsers, PlainModel
 from spark_deploy.catalog.types import Catalog
-from spark_deploy.cli.planned.plan import text
+from spark_deploy.cli.plan import text
 from spark_deploy.errors import PlanError
 from spark_deploy.lockfile.types import SourceFile
-from spark_deploy.planning.budget.memory import GIB, shape_of
 from spark_deploy.planning.host import plan_host
+from spark_deploy.planning.jobs import jobs_of
+from spark_deploy.planning.memory import GIB, shape_of
 from spark_deploy.planning.resolve import Request, problems_of
 from spark_deploy.planning.types import HostPlan
-from spark_deploy.planning.work.jobs import jobs_of
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
 
 REPO = "org/dense"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from spark_deploy.errors import PlanError
-from spark_deploy.facts.network.fabric import Port, Ports
-from spark_deploy.planning.serving.rails import rails
-from spark_deploy.settings.service.cluster import ClusterSettings, FabricSettings
+from spark_deploy.facts.network import Port, Ports
+from spark_deploy.planning.fabric import rails
+from spark_deploy.settings.cluster import ClusterSettings, FabricSettings
 from spark_deploy.settings.types import Settings
 from tests.unit.planning.plans import settings_of
 from tests.unit.planning.test_clusters import FABRIC, LAN, PAIR, of_cable

@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from spark_deploy.cli.planned.plan import text
+from spark_deploy.cli.plan import text
 from spark_deploy.errors import PlanError, SettingsError
 from spark_deploy.lockfile.resolve import wanted_by
+from spark_deploy.planning.jobs import jobs_of, keep_of
+from spark_deploy.planning.peer_download import Member, with_peers
 from spark_deploy.planning.resolve import pair_of
-from spark_deploy.planning.work.jobs import jobs_of
-from spark_deploy.planning.work.keep import keep_of
-from spark_deploy.planning.work.lending import Member, with_peers
 from tests.unit.planning.plans import CATALOG, plan_of, settings_of
 
 ORIGINAL = "org/large"

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from spark_deploy.errors import SettingsError
-from spark_deploy.planning.serving.release import document, release_files_of
-from spark_deploy.planning.serving.schedule import timer_files
+from spark_deploy.planning.jobs import keep_of
+from spark_deploy.planning.release import document, release_files_of, timer_files
 from spark_deploy.planning.types import HostPlan
-from spark_deploy.planning.work.keep import keep_of
 from tests.unit.planning.plans import plan_of
 
 NIGHT = {"model": "large", "profile": "v2-tq"}

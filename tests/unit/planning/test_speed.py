@@ -6,10 +6,11 @@ import types
 
 import pytest
 
-from spark_deploy.catalog.beside import Speculation
+from spark_deploy.catalog.companions import Speculation
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.planned.parts import lines, speed
-from spark_deploy.planning.budget.speed import (
+from spark_deploy.cli.plan_text import lines, speed
+from spark_deploy.planning.resolve import pair_of
+from spark_deploy.planning.speed import (
     HEADS,
     TOLERANCE,
     experts_touched,
@@ -17,7 +18,6 @@ from spark_deploy.planning.budget.speed import (
     speed_of,
     tokens_per_step,
 )
-from spark_deploy.planning.resolve import pair_of
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of, settings_of, shipped_catalog
 
 SHIPPED = shipped_catalog()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.planning.serving.waves import waves_of
-from spark_deploy.settings.service.serving import RolloutSettings
+from spark_deploy.planning.cluster import waves_of
+from spark_deploy.settings.service import RolloutSettings
 
 
 def waves(hosts: str, **chosen: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 from plugin_hybrids import Hybrid
 from plugin_sources import EXPERTS, LAYERS, write_sources
 from spark_contract.work.patterns import expand_all
-from spark_vllm.checkpoint.layers import missing_modules
+from spark_vllm.checkpoint.gate import missing_modules
 from test_plugin_checkpoint import LAYOUTS, TEXT, Damaged, check
 
 from spark_deploy.catalog.model import HybridModel

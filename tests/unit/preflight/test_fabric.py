@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from spark_contract.host.fabric import SpeedFound
 
+from spark_deploy.planning.cluster import ways
 from spark_deploy.planning.machine import Way
-from spark_deploy.planning.serving.cluster import ways
 from spark_deploy.preflight.fabric import judge_speed, judge_ways, told_of, unlike
 from tests.unit.planning.test_clusters import FABRIC, clustered
 from tests.unit.preflight.surveyed import survey

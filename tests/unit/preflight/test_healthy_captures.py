@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts.machine.survey import Survey
+from spark_deploy.facts.survey import Survey
 from spark_deploy.planning.machine import NeedsPlan
 from spark_deploy.planning.types import HostPlan
 from spark_deploy.preflight import judge

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lab.memory import BUDDYINFO
-from spark_deploy.facts.machine import disk
+from spark_deploy.facts import disk
 from spark_deploy.preflight import judge
-from spark_deploy.preflight.together import same_host_key
+from spark_deploy.preflight.fabric import same_host_key
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.surveyed import OLLAMA, one, problems, survey, warnings
 
@@ -49,7 +49,7 @@ def test_the_folders_above_are_asked_for_as_they_are_and_as_links_lead(tmp_path:
     (tmp_path / "real/of ann").mkdir(parents=True)
     (tmp_path / "real/of ann").chmod(0o777)
     (tmp_path / "data").symlink_to(tmp_path / "real/of ann")
-    script = disk.script([f"{tmp_path}/data/models/new"])
+    script = disk.disk_script([f"{tmp_path}/data/models/new"])
     said = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False).stdout
     lines = said.partition("== above\n")[2].partition("== ")[0].splitlines()
     found = {one.path: one for one in disk.parse_above(lines)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -69,7 +70,9 @@ def test_a_process_inside_has_the_rights_of_the_engines_container_and_no_more(re
 
 
 def run_probe(engine: container.Container, root: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "proofs.in_container"]
+    # Inside, nobody may read an interpreter in somebody's home.
+    python = shutil.which("python3", path="/usr/bin") or sys.executable
+    command = [python, "-m", "proofs.in_container"]
     process = container.start(engine, command, root, root / "log")
     output = (root / "log").read_text() if process.wait(60) == 0 else ""
     assert output, (root / "log").read_text()

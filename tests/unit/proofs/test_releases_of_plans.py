@@ -16,7 +16,7 @@ from proofs.releases import judge, trees
 from proofs.releases.server import servers_of
 from spark_deploy.planning.host import plan_host
 from spark_deploy.planning.resolve import Request
-from spark_deploy.settings.service.cluster import ClusterSettings
+from spark_deploy.settings.cluster import ClusterSettings
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
 
 

@@ -9,12 +9,11 @@ import pytest
 from hosts import report_of
 
 from spark_deploy.catalog.load import read_questions
-from spark_deploy.cli.looks.report.document import HostReport, Report
-from spark_deploy.cli.looks.report.markdown import file_of
-from spark_deploy.cli.looks.report.open_questions import answered
-from spark_deploy.cli.planned import recalibrated
-from spark_deploy.cli.planned.parts import speed
-from spark_deploy.planning.budget.speed import Calibration, calibrated, speed_of
+from spark_deploy.cli import plan
+from spark_deploy.cli.plan_text import speed
+from spark_deploy.cli.report_document import HostReport, Report, file_of
+from spark_deploy.cli.report_questions import answered
+from spark_deploy.planning.speed import Calibration, calibrated, speed_of
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of
 
 V2 = CATALOG.profile("v2", "large")
@@ -23,13 +22,13 @@ COMPUTED = speed_of(LARGE.architecture, V2).tokens_per_s
 
 @pytest.fixture(autouse=True)
 def no_reports_of_others(monkeypatch, tmp_path):
-    monkeypatch.setattr(recalibrated, "CHECKOUT", tmp_path / "checkout")
+    monkeypatch.setattr(plan, "CHECKOUT", tmp_path / "checkout")
 
 
 def host_that_measured(tokens_per_s: float | None, **changes: object) -> HostReport:
     host = report_of()
     assert host.serving
-    measured = {} if tokens_per_s is None else {recalibrated.ONE_STREAM: tokens_per_s}
+    measured = {} if tokens_per_s is None else {plan.ONE_STREAM: tokens_per_s}
     serving = replace(host.serving, **{"speed": measured, **changes})
     return answered(replace(host, serving=serving))
 
@@ -43,7 +42,7 @@ def write(folder: Path, name: str, *hosts: HostReport) -> None:
 
 def test_what_a_spark_measured_moves_the_range_of_the_plan_and_is_named(tmp_path):
     write(tmp_path, "spark-report-1.md", host_that_measured(COMPUTED * 0.8))
-    found = recalibrated.calibration(tmp_path, CATALOG)
+    found = plan.calibration(tmp_path, CATALOG)
     assert found.reports == 1
     assert found.factor == pytest.approx(0.8)
     [before], [after] = (
@@ -59,7 +58,7 @@ def test_of_several_it_takes_the_median_wherever_they_lie(tmp_path):
     write(tmp_path, "spark-report-1.md", host_that_measured(COMPUTED * 0.5))
     write(tmp_path / "reports", "any.md", host_that_measured(COMPUTED * 0.9))
     write(tmp_path / "checkout/reports", "one.md", host_that_measured(COMPUTED * 1.1))
-    found = recalibrated.calibration(tmp_path, CATALOG)
+    found = plan.calibration(tmp_path, CATALOG)
     assert (found.reports, round(found.factor, 6)) == (3, 0.9)
     assert calibrated([]) == Calibration(1.0, 0)
 
@@ -77,11 +76,11 @@ def test_of_several_it_takes_the_median_wherever_they_lie(tmp_path):
 )
 def test_hosts_of_the_lab_and_what_nobody_can_compute_move_nothing(tmp_path, host):
     write(tmp_path, "spark-report-1.md", host)
-    assert recalibrated.calibration(tmp_path, CATALOG) == Calibration()
+    assert plan.calibration(tmp_path, CATALOG) == Calibration()
 
 
 def test_a_file_that_is_no_report_is_told_and_left_out(tmp_path, capsys):
     (tmp_path / "spark-report-1.md").write_text("# nothing\n")
     write(tmp_path, "spark-report-2.md", host_that_measured(COMPUTED))
-    assert recalibrated.calibration(tmp_path, CATALOG).reports == 1
+    assert plan.calibration(tmp_path, CATALOG).reports == 1
     assert "spark-report-1.md: the speed is computed without it" in capsys.readouterr().err

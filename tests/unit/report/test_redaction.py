@@ -12,9 +12,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from spark_deploy.catalog.load import read_questions
-from spark_deploy.cli.looks.report.document import Report
-from spark_deploy.cli.looks.report.markdown import file_of
-from spark_deploy.cli.looks.report.redaction import redacted
+from spark_deploy.cli.report_document import Report, file_of
+from spark_deploy.cli.report_gather import redacted
 
 HEX = st.text("0123456789abcdef", min_size=2, max_size=2)
 MACS = st.lists(HEX, min_size=6, max_size=6).flatmap(

@@ -20,13 +20,12 @@ from hosts import (
 )
 
 from spark_deploy.catalog.load import read_questions
-from spark_deploy.cli.looking import Answer
-from spark_deploy.cli.looks.report import command
-from spark_deploy.cli.looks.report.document import HostReport, Report
-from spark_deploy.cli.looks.report.gather import Said
-from spark_deploy.cli.looks.report.markdown import file_of, read_report
-from spark_deploy.cli.looks.report.open_questions import ANSWERS, answered
-from spark_deploy.cli.taken import Options
+from spark_deploy.cli import report as command
+from spark_deploy.cli.options import Options
+from spark_deploy.cli.query_hosts import Answer
+from spark_deploy.cli.report_document import HostReport, Report, file_of, read_report
+from spark_deploy.cli.report_gather import Said
+from spark_deploy.cli.report_questions import ANSWERS, answered
 from spark_deploy.errors import SparkError
 from tests.unit.statuses import told
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from spark_deploy.catalog.load import read_catalog
 from spark_deploy.checkout import CHECKOUT
-from spark_deploy.cli.looks.report.markdown import read_report
+from spark_deploy.cli.report_document import read_report
 from spark_deploy.errors import LockError, SparkError
-from spark_deploy.facts.service.evidence import Evidence
-from spark_deploy.inventory.reading import read_inventory
-from spark_deploy.lockfile import hub, registry
+from spark_deploy.facts.releases import Evidence
+from spark_deploy.inventory.plans import read_inventory
+from spark_deploy.lockfile import hub, resolve
 from spark_deploy.lockfile.file import read_lock
 from spark_deploy.planning.resolve import problems_of
 from spark_deploy.settings.load import load_hosts
@@ -295,7 +295,7 @@ def registry_says(monkeypatch):
 def test_any_answer_of_a_registry(registry_says, body):
     registry_says(body, body)
     try:
-        registry.look_up("registry.invalid/a:b", arch="aarch64")
+        resolve.look_up("registry.invalid/a:b", arch="aarch64")
     except SparkError as error:
         said(error)
 
@@ -314,7 +314,7 @@ def test_any_configuration_of_an_engines_image(registry_says, answer):
     manifest = json.dumps({"config": {"digest": digest}, "layers": []}).encode()
     registry_says(manifest, configuration)
     with pytest.raises(LockError) as caught:
-        registry.look_up("registry.invalid/a:b", arch="aarch64", engine=True)
+        resolve.look_up("registry.invalid/a:b", arch="aarch64", engine=True)
     said(caught.value)
 
 
@@ -353,5 +353,5 @@ def test_any_question_for_a_login_and_any_token(registry_says, body, challenge):
     asks = f'Bearer realm="https://auth.invalid/token",service="{challenge}"'
     registry_says(b"first", body, body, status=401, headers={"WWW-Authenticate": asks})
     with pytest.raises(LockError) as caught:
-        registry.look_up("registry.invalid/a:b", arch="aarch64")
+        resolve.look_up("registry.invalid/a:b", arch="aarch64")
     said(caught.value)

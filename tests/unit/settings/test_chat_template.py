@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.cli.planned.parts import lines
+from spark_deploy.cli.plan_text import lines
 from spark_deploy.errors import SettingsError
 from spark_deploy.planning.resolve import pair_of
 from spark_deploy.settings.load import load_hosts

@@ -16,7 +16,7 @@ from spark_deploy.settings.engine.arguments import KvCache, Limits
 from spark_deploy.settings.engine.engine import EngineSettings
 from spark_deploy.settings.types import Settings
 
-DECLARATION = "spark_deploy/settings/service/watching.py"
+DECLARATION = "spark_deploy/settings/service.py"
 WRITTEN = {"docs/reference/settings.md", "group_vars/all.yml", "schema/settings.schema.json"}
 PARTS = (
     "spark_deploy", "files/contract", "files/host", "files/image", "files/checkpoint",
@@ -48,9 +48,9 @@ MADE_UP_ARGUMENT = (
 )
 USE_ARGUMENT = """
 from spark_deploy.catalog.load import read_catalog
-from spark_deploy.cli.adding.arguments import arguments_of
-from spark_deploy.planning.budget.memory import plan_memory
-from spark_deploy.planning.engine.argv import engine_arguments
+from spark_deploy.cli.recipe_arguments import arguments_of
+from spark_deploy.planning.memory import plan_memory
+from spark_deploy.planning.engine_arguments import engine_arguments
 from spark_deploy.settings.engine.options import option_problems
 from spark_deploy.settings.types import Settings
 catalog = read_catalog()

@@ -3,39 +3,174 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from spark_contract.files import now
 from spark_contract.work.orders import RECIPE_VERSION, BuildPlan, DonorUrl
-from spark_contract.work.receipts import CheckpointReceipt
+from spark_contract.work.receipts import (
+    AnyReceipt,
+    CheckpointReceipt,
+    ReceiptFile,
+    RequantizedReceipt,
+    SourceReceipt,
+)
 from spark_contract.work.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
-from spark_checkpoint.build.base_hashes import base_proofs, compare_duplicates
 from spark_checkpoint.build.config import result_config, usable
 from spark_checkpoint.build.copied import copied
-from spark_checkpoint.build.disk_room import peak_bytes
 from spark_checkpoint.build.gated import Gated, donor_tensors, gate
 from spark_checkpoint.build.layouts import Layout, Writer, finished, result_bytes
 from spark_checkpoint.build.staging import Changes, Staging
 from spark_checkpoint.build.tensors.grafting import graft_mtp
 from spark_checkpoint.build.tensors.replacements import Surgery
-from spark_checkpoint.format.header import Tensor
-from spark_checkpoint.format.pieces import Proof
+from spark_checkpoint.errors import GateRefused, TreeDiffers
+from spark_checkpoint.format.index import SIXTEEN_BIT, Tensor, tensor_bytes
+from spark_checkpoint.format.numbers import GROUP, PACK
+from spark_checkpoint.format.pieces import PIECE_BYTES, Piece, Proof, pieces_of, prove_file
 from spark_checkpoint.format.tree import (
     CONFIG_NAME,
     INDEX_NAME,
     QUANTIZATION_NAME,
+    Tree,
+    files_of,
     read_config,
     read_tree,
 )
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import write_receipt
-from spark_checkpoint.storage import clear, refuse_without_room, write_json
-from spark_checkpoint.verify.expected import HEAD
+from spark_checkpoint.receipt import load_receipt, write_receipt
+from spark_checkpoint.storage import WORKERS, clear, hash_file, refuse_without_room, write_json
+from spark_checkpoint.verify.expected import HEAD, swapped
+from spark_checkpoint.verify.gates import WEIGHT
 from spark_checkpoint.verify.making import make_tree
+from spark_checkpoint.verify.verify import check_files
+
+_FIX = "delete the source directory and fetch it again"
+
+
+def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
+    """Return path → hashes of every base file.
+
+    With a pinned revision they come from the source's receipt, after its commit, file set and
+    sizes were checked; a file touched since it was fetched is hashed again, and so is one whose
+    receipt lacks the pieces that *full* copies by. Without a revision every file is hashed here.
+    """
+    directory = plan.base_dir
+    if plan.base.revision is None:
+        return _prove_all(directory, files_of(directory), progress)
+    receipt = vouching_for_base(plan)
+    again = [
+        file.path
+        for file in receipt.files
+        if file.is_touched(directory)
+        or file.sha256 is None
+        or (plan.layout == "full" and _pieces(file) is None)
+    ]
+    proofs = {
+        file.path: Proof(file.sha256, _pieces(file) or ())
+        for file in receipt.files
+        if file.sha256 is not None
+    }
+    for name, proof in _prove_all(directory, again, progress).items():
+        if name not in proofs or proof.sha256 != proofs[name].sha256:
+            raise GateRefused(
+                str(directory / name), "was changed after it was fetched and verified", _FIX
+            )
+        proofs[name] = proof
+    return proofs
+
+
+def vouching_for_base(plan: BuildPlan) -> AnyReceipt:
+    """Return the receipt of the base, whole and of the revision that the plan names."""
+    directory, wanted = plan.base_dir, plan.base.revision
+    receipt = load_receipt(directory)
+    if receipt is None or revision_of(receipt) != wanted:
+        found = f"is {revision_of(receipt)}" if receipt else "has no receipt"
+        kind, fix = "commit", "fetch the base at the locked commit"
+        if len(wanted or "") > 40:
+            kind, fix = "digest", "run `spark-deploy requantize`"
+        what = f"{found}, the plan wants the verified tree of {kind} {wanted}"
+        raise GateRefused(str(directory), what, fix)
+    try:
+        check_files(directory, receipt)
+    except TreeDiffers as error:
+        raise GateRefused(error.where, error.what, _FIX) from error
+    return receipt
+
+
+def revision_of(receipt: AnyReceipt) -> str | None:
+    """Return what a plan may know a base by: a commit, or what it was quantised from."""
+    if isinstance(receipt, SourceReceipt):
+        return receipt.commit
+    return receipt.digest if isinstance(receipt, RequantizedReceipt) else None
+
+
+def compare_duplicates(base: Tree) -> dict[str, Any]:
+    """Return how many names are in several shards, and how many of them differ in bytes."""
+    differing = 0
+    for name, shards in base.duplicates.items():
+        spans = (base.span(name, shard) for shard in shards)
+        hashes = {hash_file(path, offset=at, size_bytes=size) for path, at, size in spans}
+        differing += len(hashes) > 1
+    return {"names": len(base.duplicates), "differing": differing, "rule": "last file wins"}
+
+
+def _pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:
+    """Return the pieces of a file; None when its receipt has none."""
+    if file.pieces is None and file.sha256 is not None and file.size_bytes <= PIECE_BYTES:
+        return (Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()
+    return pieces_of(file)
+
+
+def _prove_all(directory: Path, names: list[str], progress: Progress) -> dict[str, Proof]:
+    if names:
+        progress.phase("hash-base", sum((directory / name).stat().st_size for name in names))
+    with ThreadPoolExecutor(WORKERS) as pool:
+        proofs = pool.map(lambda name: prove_file(directory / name, progress.add), names)
+        return dict(zip(names, proofs, strict=True))
+
+
+def peak_bytes(
+    plan: BuildPlan, base: Tree, received: Mapping[str, Tensor], grafted: Collection[str]
+) -> int:
+    """Return the most a build writes before it frees anything.
+
+    ``received`` are donor tensors staged on disk, of which those ``grafted`` become 16-bit. What
+    is received and what is made here is staged first and written into the result afterwards.
+    """
+    staged = sum(tensor.size_bytes for tensor in received.values())
+    weights = [base.tensor(module + WEIGHT) for module in swapped(plan)]
+    if plan.shared_experts == "fp8-self":
+        staged += sum(_fp8_bytes(weight, plan.block_shape) for weight in weights)
+    elif plan.shared_experts == "int8-g128":
+        staged += sum(map(_int8_bytes, weights))
+    if plan.head == "int8-g128":
+        staged += _int8_bytes(base.tensor(HEAD))
+    for name in grafted:
+        entry = received[name]
+        dtype = entry.dtype if entry.dtype in SIXTEEN_BIT else "BF16"
+        staged += tensor_bytes(dtype, entry.shape)
+    if plan.layout == "overlay":
+        return 2 * staged
+    whole = sum(header.data_start + header.data_bytes for header in base.shards.values())
+    return 2 * staged + whole
+
+
+def _int8_bytes(weight: Tensor) -> int:
+    """Return the bytes of packed codes, scales and zero points of a weight."""
+    outputs, inputs = weight.shape
+    groups = inputs // GROUP
+    return outputs * inputs + groups * outputs * 2 + groups * outputs // PACK * 4
+
+
+def _fp8_bytes(weight: Tensor, block: tuple[int, int]) -> int:
+    """Return the bytes of e4m3 codes and BF16 block scales of a weight."""
+    rows, columns = weight.shape
+    return rows * columns + -(-rows // block[0]) * -(-columns // block[1]) * 2
 
 
 def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -> bool:

@@ -12,7 +12,7 @@ from spark_contract.work.patterns import expand_all, uses_up
 from spark_checkpoint.build.tensors.mtp_shapes import graftable, model_sizes
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.groups import listed
-from spark_checkpoint.format.header import Tensor
+from spark_checkpoint.format.index import Tensor
 from spark_checkpoint.format.tree import Tree
 from spark_checkpoint.sources.donor import Donor, open_donor
 from spark_checkpoint.verify.expected import HEAD, base_patterns, swapped

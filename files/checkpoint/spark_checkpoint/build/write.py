@@ -18,7 +18,7 @@ from spark_contract.files import sync, write_all
 
 from spark_checkpoint.build.staging import NewTensor
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.header import DTYPE_BITS, emit_header
+from spark_checkpoint.format.index import DTYPE_BITS, emit_header
 from spark_checkpoint.format.pieces import Piece, PieceHasher, Proof
 from spark_checkpoint.format.tree import Span
 from spark_checkpoint.progress import Progress

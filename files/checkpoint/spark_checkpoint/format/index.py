@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-from spark_checkpoint.errors import GateRefused
+from spark_contract.files import named
+
+from spark_checkpoint.errors import GateRefused, HeaderRefused
 
 _KEY = "weight_map"
 _SPACE = rb"[ \t\n\r]*"
@@ -69,3 +75,222 @@ def _plain_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] | None
     rest: Any = json.loads(around.decode("utf-8"), parse_constant=marked)
     own = isinstance(rest, dict) and rest.get(_KEY) is mark and len(marks) == 1
     return found if own else None
+
+
+# Layout (safetensors format, docs of version 0.8): 8 bytes little-endian length N, N bytes of
+# JSON starting with ``{`` and possibly padded with spaces, then one buffer without holes. Offsets
+# in the JSON count from the start of that buffer.
+
+
+HEADER_LIMIT_BYTES = 100_000_000
+METADATA_KEY = "__metadata__"
+# The reference reader counts in unsigned 64 bits and refuses what overflows.
+_COUNT_LIMIT = 1 << 64
+_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+_SHAPE = re.compile(r"\[(\d+(, \d+)*)?\]")
+_DIGITS = re.compile(r"\d+")
+
+_DTYPES = {
+    4: ("F4",),
+    6: ("F6_E2M3", "F6_E3M2"),
+    8: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    16: ("I16", "U16", "F16", "BF16"),
+    32: ("I32", "U32", "F32"),
+    64: ("C64", "F64", "I64", "U64"),
+}
+DTYPE_BITS = {dtype: bits for bits, dtypes in _DTYPES.items() for dtype in dtypes}
+SIXTEEN_BIT = frozenset({"BF16", "F16"})
+
+
+class Tensor(NamedTuple):
+    """One entry of a header; ``begin`` and ``end`` count from the start of the buffer."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes the tensor takes in the buffer."""
+        return self.end - self.begin
+
+
+class Header(NamedTuple):
+    """A checked header; ``tensors`` is in the order of the buffer."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    data_start: int
+    data_bytes: int
+
+    def file_offset(self, name: str) -> int:
+        """Return where the tensor's first byte is in the file."""
+        return self.data_start + self.tensors[name].begin
+
+
+def header_json_bytes(first: bytes, file_bytes: int, where: str) -> int:
+    """Return N, the length of the JSON, from the first 8 bytes of a file of ``file_bytes``."""
+    if len(first) < 8 or file_bytes < 8:
+        _refuse(where, f"only {file_bytes} bytes long, too short for a header")
+    length = int.from_bytes(first[:8], "little")
+    if length > HEADER_LIMIT_BYTES:
+        _refuse(where, f"header of {length} bytes is above the limit of {HEADER_LIMIT_BYTES}")
+    if 8 + length > file_bytes:
+        _refuse(where, f"header says {length} bytes but the file ends at byte {file_bytes}")
+    return length
+
+
+def parse_header(
+    raw: bytes, file_bytes: int, where: str, known: Mapping[str, str] | None = None
+) -> Header:
+    """Check the JSON part ``raw`` of a file of ``file_bytes`` bytes and return its header.
+
+    A name that is in ``known`` becomes the object there, so that equal names take memory once.
+
+    Raises:
+        HeaderRefused: naming the file, the tensor and the reason.
+    """
+    document = _load_json(raw, where)
+    metadata = _checked_metadata(document.pop(METADATA_KEY, None), where)
+    same: Mapping[str, str] = known or {}
+    entries = [
+        (same.get(name, name), _checked_tensor(name, entry, where))
+        for name, entry in document.items()
+    ]
+    entries.sort(key=lambda entry: (entry[1].begin, entry[1].end))
+    position = 0
+    for name, tensor in entries:
+        if tensor.begin != position:
+            kind = "overlaps the tensor before it" if tensor.begin < position else "leaves a hole"
+            _refuse(where, f"tensor {name!r} {kind}: begins at {tensor.begin}, not {position}")
+        position = tensor.end
+    data_start = 8 + len(raw)
+    if data_start + position != file_bytes:
+        _refuse(where, f"tensors end at byte {data_start + position} of {file_bytes}")
+    return Header(dict(entries), metadata, data_start, position)
+
+
+def read_header(path: Path, known: Mapping[str, str] | None = None) -> Header:
+    """Read and check the header of one local file; ``known`` is ``parse_header``'s."""
+    with path.open("rb") as file, named(file.fileno()):
+        size = os.fstat(file.fileno()).st_size
+        length = header_json_bytes(file.read(8), size, str(path))
+        raw = file.read(length)
+    if len(raw) != length:
+        _refuse(str(path), "became shorter while it was read")
+    return parse_header(raw, size, str(path), known)
+
+
+def emit_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return length field and JSON for ``(name, dtype, shape)`` in buffer order.
+
+    The JSON is padded with spaces so that the buffer starts at a multiple of 8, which GPU
+    loaders like. The same input always gives the same bytes.
+    """
+    document: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
+    position = 0
+    for name, dtype, shape in tensors:
+        if name in document:
+            _refuse("new header", f"tensor {name!r} would be written twice")
+        size = tensor_bytes(dtype, shape)
+        document[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    raw = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > HEADER_LIMIT_BYTES:
+        _refuse("new header", f"{len(raw)} bytes is above the limit of {HEADER_LIMIT_BYTES}")
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor; ``ValueError`` when they are no whole, countable number."""
+    bits = DTYPE_BITS[dtype]
+    count = 1
+    for length in shape:
+        count *= length
+        if count >= _COUNT_LIMIT:
+            raise ValueError("has more elements than 64 bits count")
+    if count * bits >= _COUNT_LIMIT:
+        raise ValueError("has more bits than 64 bits count")
+    if count * bits % 8:
+        raise ValueError(f"ends inside a byte ({count} elements of {bits} bits)")
+    return count * bits // 8
+
+
+def _refuse(where: str, what: str) -> NoReturn:
+    raise HeaderRefused(where, what, "fetch the file again; it is damaged or no safetensors file")
+
+
+def _load_json(raw: bytes, where: str) -> dict[str, Any]:
+    if raw[:1] != b"{":
+        _refuse(where, "header does not start with '{'")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            counted = Counter(name for name, _ in pairs)
+            twice = next(name for name, count in counted.items() if count > 1)
+            raise ValueError(f"name {twice!r} appears twice")
+        return result
+
+    try:
+        document = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except UnicodeDecodeError as error:
+        _refuse(where, f"header is not UTF-8 at byte {8 + error.start}")
+    except RecursionError:
+        _refuse(where, "header is nested deeper than the format ever is")
+    except ValueError as error:
+        _refuse(where, f"header is not valid JSON: {error}")
+    if not isinstance(document, dict):
+        _refuse(where, "header is no JSON object")
+    return document
+
+
+def _checked_metadata(value: Any, where: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        _refuse(where, f"{METADATA_KEY} must map text to text")
+    return value
+
+
+def _checked_tensor(name: str, entry: Any, where: str) -> Tensor:
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        _refuse(where, f"tensor {name!r} must have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        _refuse(where, f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
+    if not isinstance(shape, list):
+        _refuse(where, f"tensor {name!r} has the bad shape {str(shape)[:60]}")
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        _refuse(where, f"tensor {name!r} has bad data_offsets {str(offsets)[:60]}")
+    begin, end = offsets
+    if type(begin) is not int or type(end) is not int or not 0 <= begin < _COUNT_LIMIT > end >= 0:
+        _refuse(where, f"tensor {name!r} has bad data_offsets {str(offsets)[:60]}")
+    try:
+        dtype, shape, size = _checked_shape(dtype, str(shape))
+    except ValueError as error:
+        _refuse(where, f"tensor {name!r} {error}")
+    if end - begin != size:
+        _refuse(where, f"tensor {name!r} spans {end - begin} bytes but its shape needs {size}")
+    return Tensor(dtype, shape, begin, end)
+
+
+@lru_cache(maxsize=4096)
+def _checked_shape(dtype: str, shape_text: str) -> tuple[str, tuple[int, ...], int]:
+    """Return dtype, shape and bytes; ``shape_text`` is the JSON list as Python prints it.
+
+    A model has few shapes and many tensors: each is checked once and kept once. The text tells
+    1 from true and 1.0, which are equal as numbers.
+    """
+    if not _SHAPE.fullmatch(shape_text):
+        raise ValueError(f"has the bad shape {shape_text[:60]}")
+    shape = tuple(int(length) for length in _DIGITS.findall(shape_text))
+    return dtype, shape, tensor_bytes(dtype, shape)

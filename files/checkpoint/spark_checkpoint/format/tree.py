@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from spark_contract.host.paths import RECEIPT_NAME
 
 from spark_checkpoint.errors import GateRefused, InputRefused
-from spark_checkpoint.format.header import Header, Tensor, read_header
-from spark_checkpoint.format.index import weight_map
+from spark_checkpoint.format.index import Header, Tensor, read_header, weight_map
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"

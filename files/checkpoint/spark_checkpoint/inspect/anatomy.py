@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spark_checkpoint.build.layouts import OVERLAY_SHARD
-from spark_checkpoint.format.header import Header, Tensor
+from spark_checkpoint.format.index import Header, Tensor
 from spark_checkpoint.format.tree import natural_order
 from spark_checkpoint.verify.gates import MTP_PREFIX, SCALE
 

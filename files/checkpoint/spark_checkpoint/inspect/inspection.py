@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spark_contract.host.digests import COMMIT
+from spark_contract.host.units import COMMIT
 from spark_contract.work.fetching import Wire
 from spark_contract.work.orders import BuildPlan
 from spark_contract.work.patterns import expand_all
 
 from spark_checkpoint.errors import GateRefused, InputRefused
 from spark_checkpoint.format.groups import groups
-from spark_checkpoint.format.header import Header, read_header
+from spark_checkpoint.format.index import Header, read_header
 from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, files_of, read_index, read_json
 from spark_checkpoint.inspect.anatomy import examine, plain_name, recipe_of, scales_missing
 from spark_checkpoint.sources.donor import UrlFiles

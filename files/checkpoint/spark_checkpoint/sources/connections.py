@@ -5,22 +5,60 @@ Connections, TLS and proxies are urllib3's.
 
 from __future__ import annotations
 
+import json
+import re
 import ssl
 import urllib.request
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote, urlencode
 
+from spark_contract.errors import HostToolError
 from spark_contract.work.fetching import Wire
+from spark_contract.work.images import token_question
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager
 from urllib3.connection import port_by_scheme
+from urllib3.exceptions import HTTPError
 from urllib3.util import make_headers, parse_url
 
-from spark_checkpoint.errors import InputRefused
+from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
 from spark_checkpoint.progress import note
-from spark_checkpoint.sources.challenge import token_for
-from spark_checkpoint.sources.leash import POOLS, put_back
+from spark_checkpoint.sources.pacing import Again
+from spark_checkpoint.sources.stall_timeout import POOLS, pieces, put_back
+
+_LIMIT_BYTES = 1 << 20
+
+
+def token_for(challenge: str, pool: PoolManager, scheme: str, wire: Wire) -> str | None:
+    """Return a token of the place that a challenge names; ``None`` where it gives none.
+
+    Args:
+        challenge: the header of an answer 401.
+        pool: how that place is asked.
+        scheme: of the registry; where that was https, the token comes over https, too.
+        wire: how patient to be.
+    """
+    question = token_question(challenge, ("https", scheme))
+    if question is None:
+        return None
+    url = f"{question[0]}?{urlencode(question[1])}"
+    try:
+        answer = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
+        told = json.loads(_body(answer, wire)) if answer.status == 200 else {}
+    except (Again, HTTPError, HostToolError, OSError, ValueError):
+        return None
+    token = told.get("token") or told.get("access_token") if isinstance(told, dict) else None
+    return token if isinstance(token, str) and token.isprintable() and " " not in token else None
+
+
+def _body(answer: BaseHTTPResponse, wire: Wire) -> bytes:
+    body = b""
+    for piece in pieces(answer, _LIMIT_BYTES, wire):
+        body += piece
+        if len(body) > _LIMIT_BYTES:
+            raise ValueError(f"longer than {_LIMIT_BYTES} bytes")
+    return body
 
 
 class Connections:
@@ -144,3 +182,55 @@ def _read_token(file: str | None, *, required: bool) -> str | None:
     if not token or not token.isprintable() or " " in token:
         raise InputRefused(str(path), "holds no token", "write the token alone into it")
     return token
+
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+class RangeIgnored(TransferFailed):
+    """The server sent the whole file although a part was asked for."""
+
+
+def body_bytes(
+    url: str,
+    response: BaseHTTPResponse,
+    begin: int,
+    end: int,
+    total_bytes: int | None,
+    *,
+    whole: bool,
+) -> int:
+    """Return how many bytes the answer must bring, or refuse an answer to another question."""
+    fix = "use another source"
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise TransferFailed(url, f"answers with encoding {encoding}", fix)
+    if response.status == 206 or not whole:
+        first, last, total = content_range(url, response)
+        if total_bytes is not None and total != total_bytes:
+            raise GateRefused(url, f"is {total} bytes long, not {total_bytes}", "lock it again")
+        if first != begin or last + 1 != min(end, total):
+            raise TransferFailed(url, f"sends bytes {first}-{last} for {begin}-{end - 1}", fix)
+        expected = last + 1 - first
+    else:
+        expected = end - begin
+    announced = response.length_remaining
+    if announced not in (None, expected):
+        if whole:
+            raise GateRefused(url, f"is {announced} bytes long, not {expected}", fix)
+        raise TransferFailed(url, f"announces {announced} bytes for {expected}", fix)
+    return expected
+
+
+def content_range(url: str, response: BaseHTTPResponse) -> tuple[int, int, int]:
+    """Return first byte, last byte and file size an answer with a part states."""
+    if response.status != 206:
+        raise RangeIgnored(
+            url, "sends the whole file where a range was asked for", "use another source"
+        )
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
+    if not match:
+        raise TransferFailed(
+            url, "sends a part without a readable Content-Range", "use another source"
+        )
+    return int(match[1]), int(match[2]), int(match[3])

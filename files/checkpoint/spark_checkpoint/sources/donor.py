@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,59 @@ from spark_contract.work.fetching import Wire
 from spark_contract.work.orders import DonorDir, DonorUrl
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
-from spark_checkpoint.format.header import Header, Tensor, header_json_bytes, parse_header
-from spark_checkpoint.format.index import weight_map
+from spark_checkpoint.format.index import (
+    Header,
+    Tensor,
+    header_json_bytes,
+    parse_header,
+    weight_map,
+)
 from spark_checkpoint.format.tree import INDEX_NAME, Span, json_object, read_tree
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.sources.ranges import NamedRange, Request, merge
 from spark_checkpoint.sources.transport import Transport
+
+# Bytes between two wanted ranges that are cheaper to read along than to ask around.
+GAP_BYTES = 64 << 10
+# A request this long is lost and repeated at most; more of them keep all connections busy.
+REQUEST_LIMIT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRange:
+    """Bytes ``[begin, end)`` of a file, wanted under a name."""
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One range to read, and the wanted pieces that lie whole inside it."""
+
+    begin: int
+    end: int
+    pieces: tuple[NamedRange, ...]
+
+
+def merge(
+    wanted: Iterable[NamedRange], gap_bytes: int = GAP_BYTES, limit_bytes: int = REQUEST_LIMIT_BYTES
+) -> list[Request]:
+    """Return requests covering all wanted ranges; a piece is never split between two."""
+    requests: list[Request] = []
+    for piece in sorted(wanted, key=lambda item: (item.begin, item.end)):
+        last = requests[-1] if requests else None
+        if (
+            last is not None
+            and piece.begin - last.end <= gap_bytes
+            and max(last.end, piece.end) - last.begin <= limit_bytes
+        ):
+            end = max(last.end, piece.end)
+            requests[-1] = Request(last.begin, end, (*last.pieces, piece))
+        else:
+            requests.append(Request(piece.begin, piece.end, (piece,)))
+    return requests
+
 
 # A header's length stands before it. Guessing it instead would save a request of each shard and
 # read half as much again as headers are large.

@@ -27,6 +27,7 @@ from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.format.pieces import Proof
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import vouched, write_receipt
+from spark_checkpoint.sources.connections import RangeIgnored
 from spark_checkpoint.sources.lookup import (
     ContentHash,
     candidates,
@@ -36,7 +37,6 @@ from spark_checkpoint.sources.lookup import (
     name_of,
 )
 from spark_checkpoint.sources.peers import Peers
-from spark_checkpoint.sources.responses import RangeIgnored
 from spark_checkpoint.sources.transport import Transport
 from spark_checkpoint.storage import Passed, clear, refuse_without_room, stamp_of
 from spark_checkpoint.verify.making import make_tree

@@ -14,7 +14,7 @@ from spark_contract.work.patterns import expand
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.groups import groups, listed
-from spark_checkpoint.format.header import SIXTEEN_BIT, Tensor
+from spark_checkpoint.format.index import SIXTEEN_BIT, Tensor
 
 MTP_PREFIX = "mtp."
 WEIGHT = ".weight"

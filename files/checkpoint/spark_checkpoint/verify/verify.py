@@ -13,7 +13,7 @@ from spark_contract.work.orders import BuildPlan, RequantizePlan
 from spark_contract.work.receipts import AnyReceipt, Receipt, ReceiptFile, SourceReceipt
 
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
-from spark_checkpoint.format.header import read_header
+from spark_checkpoint.format.index import read_header
 from spark_checkpoint.format.pieces import first_difference, pieces_of
 from spark_checkpoint.format.tree import files_of, no_garbage_collection, read_index
 from spark_checkpoint.progress import Progress, note

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from spark_contract.host.digests import DIGEST12
+COMMIT = "[0-9a-f]{40}"  # of git; also of a file as git counts it
+SHA256 = "[0-9a-f]{64}"
+DIGEST12 = "[0-9a-f]{12}"  # the beginning of a SHA256, in names
+
 
 # The service every host has; others may stand beside it.
 MAIN_SERVICE = "main"

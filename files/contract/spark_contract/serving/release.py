@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from spark_contract.documents import OPTIONAL
 from spark_contract.errors import HostToolError
@@ -251,3 +251,40 @@ def service_of(name: str) -> str:
             exit_code=2,
         )
     return match["service"]
+
+
+# Checks, as a proof names them; the others are named where they are declared, and nowhere else.
+ACCEPTANCE = "acceptance"
+CONTEXT_LENGTH = "context length"
+COUNTERS = "counters"
+HEALTH = "health"
+LOG_LINES = "log lines"
+MEMORY = "memory"
+NEEDLE = "needle"
+PREFIX_REUSE = "prefix reuse"  # times a growing conversation
+READY = "ready"
+
+# Events, as the watch tells them.
+COOLED = "cooled"
+FRAGMENTED = "fragmented"
+HOT = "hot"
+KILLED = "kill"
+POWER = "power"
+STALLED = "stalled"
+STARVING = "starving"
+
+
+CHAT: Final = "/v1/chat/completions"
+CLASSIFY: Final = "/v1/classify"
+COMPLETIONS: Final = "/v1/completions"
+COUNT_TOKENS: Final = "/v1/messages/count_tokens"
+EMBEDDINGS: Final = "/v1/embeddings"
+MESSAGES: Final = "/v1/messages"
+MODELS: Final = "/v1/models"
+POOLING: Final = "/v1/pooling"
+RERANK: Final = "/v1/rerank"
+RESPONSES: Final = "/v1/responses"
+SCORE: Final = "/v1/score"
+
+# Those that a service beside the main one may answer on the main one's gateway.
+ROUTED = (EMBEDDINGS, RERANK, SCORE, CLASSIFY, POOLING)

@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 from spark_contract.documents import OPTIONAL, DocumentError, in_range, of_form, plain_directory
-from spark_contract.host.digests import COMMIT, SHA256
 from spark_contract.host.paths import RECEIPT_NAME
+from spark_contract.host.units import COMMIT, SHA256
 from spark_contract.work.sharing import Peers
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Final, Literal
 from spark_contract.documents import OPTIONAL
 from spark_contract.host import units
 from spark_contract.host.paths import RECEIPT_NAME, job_dir
-from spark_contract.host.sentences import PHASE
+from spark_contract.host.tool import PHASE
 
 FETCH_JOB: Final = "fetch"
 REQUANTIZE_JOB: Final = "requantize"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from spark_contract.documents import OPTIONAL, DocumentError, in_range, of_form, plain_directory
-from spark_contract.host.digests import COMMIT, SHA256
+from spark_contract.host.units import COMMIT, SHA256
 from spark_contract.work.fetching import FetchPlan, Wire
 
 # Of the builder. Raise it exactly when the bytes of a built tree change for the same plan; a
@@ -209,3 +209,30 @@ class Described:
     repeats_names: bool
     files: dict[str, int | None]  # sizes, as the hub says them
     documents: dict[str, dict[str, Any]]  # by name, those there are
+
+
+BUILDER = "spark_checkpoint"  # the package, run as `python3 -m`
+
+BUILD = "build"
+DESCRIBE = "describe"
+DISCARD = "discard"
+FETCH = "fetch"
+HOLD = "hold"
+INSPECT = "inspect"
+LAYERS = "layers"
+REQUANTIZE = "requantize"
+VERIFY = "verify"
+
+AGAINST = "--against"
+ALL_DOCUMENTS = "--all-documents"
+ENDPOINT = "--endpoint"
+JSON = "--json"
+LEAVE_OUT = "--leave-out"
+OR_COPY = "--or-copy"
+TOKEN_FILE = "--token-file"
+TREE = "--tree"
+
+
+def argv(command: str, *words: str) -> tuple[str, ...]:
+    """Return how a host runs one of these commands."""
+    return ("python3", "-m", BUILDER, command, *words)

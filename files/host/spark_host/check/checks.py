@@ -11,8 +11,8 @@ from spark_contract.serving.release import Release
 from spark_host.check import measure, runner
 from spark_host.records import upgrades
 from spark_host.records.proof import versions as versions
-from spark_host.system.log import Report
 from spark_host.system.ports import Host
+from spark_host.system.programs import Report
 
 
 def full(release: Release, host: Host, report: Report) -> Proof:

@@ -16,12 +16,12 @@ from typing import Any
 
 from spark_contract import files
 from spark_contract.host.paths import Paths
-from spark_contract.host.sentences import PHASE, SPEED
+from spark_contract.host.tool import PHASE, SPEED
 from spark_contract.serving.release import Release
 
 from spark_host.engine.client import Engine, EngineError
 from spark_host.records import upgrades
-from spark_host.system.log import Report
+from spark_host.system.programs import Report
 
 _ROUNDS = 5
 _TOKENS = 256

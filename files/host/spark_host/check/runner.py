@@ -15,8 +15,8 @@ from typing import Any
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
-from spark_contract.host.sentences import PHASE, STAND_IN, WAITED
-from spark_contract.serving import checks
+from spark_contract.host.tool import PHASE, STAND_IN, WAITED
+from spark_contract.serving import release as checks
 from spark_contract.serving.records import CacheCount, Finding, Proof
 from spark_contract.serving.release import Release
 
@@ -31,8 +31,8 @@ from spark_host.gateway import traffic
 from spark_host.records import boot, proof
 from spark_host.system import members, systemd
 from spark_host.system import stored as releases
-from spark_host.system.log import Report
 from spark_host.system.ports import Host
+from spark_host.system.programs import Report
 from spark_host.watch.guard import StartGuard
 
 _PROGRESS_S = 5.0

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spark_contract.serving import checks
+from spark_contract.serving import release
 
-from spark_host.check import evidence, images
+from spark_host.check import evidence, media_questions
 from spark_host.check.probe import Probe, Weight
-from spark_host.check.questions import conversation, long_text, pooled, sounds
+from spark_host.check.questions import conversation, pooled
+from spark_host.check.questions import conversation as long_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,11 @@ CHECKS = (
         "another engine, or other arguments, than the release's", NEVER,
     ),
     Check(
-        checks.CONTEXT_LENGTH, "quick", evidence.context_length, "must",
+        release.CONTEXT_LENGTH, "quick", evidence.context_length, "must",
         "the engine lowered the context, or read another configuration", NEVER,
     ),
     Check(
-        checks.LOG_LINES, "quick", evidence.log_lines, "must",
+        release.LOG_LINES, "quick", evidence.log_lines, "must",
         "plugin, kernels or scales other than those that were proven",
         "cannot: the image is named by its digest, so its words do not change",
         lambda p: bool(p.plan.log_required or p.plan.log_forbidden),
@@ -104,13 +105,13 @@ CHECKS = (
         lambda p: bool(p.plan.plain_questions),
     ),
     Check(
-        "image", "full", images.image, "must",
+        "image", "full", media_questions.image, "must",
         "pictures that do not reach the model: all are called the same",
         "it has another word for a colour: told as a warning",
         lambda p: p.plan.image,
     ),
     Check(
-        "sound", "full", sounds.sound, "must",
+        "sound", "full", media_questions.sound, "must",
         "sounds that do not reach the model: a longer one takes no more of the context",
         "cannot: what it says of them is not looked at",
         lambda p: p.plan.sound,
@@ -139,25 +140,25 @@ CHECKS = (
         lambda p: p.plan.task == "classification",
     ),
     Check(
-        checks.PREFIX_REUSE, "full", long_text.prefix_reuse, "must",
+        release.PREFIX_REUSE, "full", long_text.prefix_reuse, "must",
         "prefix caching that is off, or gives back what was not asked",
         "it does not find the number in turn 1, which no cache has a part in: told as a warning",
         lambda p: p.plan.prefix is not None,
     ),
     Check(
-        checks.ACCEPTANCE, "full", evidence.acceptance, "must",
+        release.ACCEPTANCE, "full", evidence.acceptance, "must",
         "speculation that is off, or a drafter without its weights: under a tenth is accepted",
         "below the floor and above a tenth it is slow and right: told as a warning",
         lambda p: p.plan.acceptance_floor is not None,
     ),
     Check(
-        checks.NEEDLE, "deep", long_text.needle, "warn",
+        release.NEEDLE, "deep", long_text.needle, "warn",
         "positions or caches that are damaged far from the end",
         "the model loses one number in a text that fills three quarters of its context",
         lambda p: p.plan.needle is not None,
     ),
     Check(
-        checks.COUNTERS, "quick", evidence.counters_move, "must",
+        release.COUNTERS, "quick", evidence.counters_move, "must",
         "metrics that stand still, by which the watch would not see a stall", NEVER,
         lambda p: bool(p.plan.plain_questions) or p.plan.task in pooled.ASKED,
     ),
@@ -167,7 +168,7 @@ CHECKS = (
         lambda p: bool(p.plan.metrics_required),
     ),
     Check(
-        checks.HEALTH, "quick", evidence.healthy, "must",
+        release.HEALTH, "quick", evidence.healthy, "must",
         "an engine that died of the questions", NEVER,
     ),
 )  # fmt: skip
@@ -175,13 +176,13 @@ CHECKS = (
 # What stands around the questions; the runner asks it by itself.
 AROUND = (
     (
-        checks.MEMORY, "at a start",
+        release.MEMORY, "at a start",
         "less memory available than `memory.floor_gib` while it starts: the engine is stopped; or "
         "the GPU driver found no contiguous memory",
         "cannot: the host would have died; what else holds memory is a reason, too",
     ),
     (
-        checks.READY, "quick", "it ends, or does not listen within `serve.start_timeout_s`",
+        release.READY, "quick", "it ends, or does not listen within `serve.start_timeout_s`",
         "it loads from a slow disk: raise the limit",
     ),
     (

@@ -19,12 +19,10 @@ from typing import Any
 
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
-from spark_contract.serving.api import CHAT
-from spark_contract.serving.release import Release
+from spark_contract.serving.release import CHAT, Release
 
-from spark_host.engine import dialect
-from spark_host.engine.dialect import USUAL, Dialect
-from spark_host.engine.metrics import Metrics
+from spark_host.engine import metrics
+from spark_host.engine.metrics import USUAL, Dialect, Metrics
 from spark_host.system import folders
 
 # Far above what a long answer, a list of models or a page of counters takes.
@@ -117,7 +115,7 @@ class Engine:
     @classmethod
     def of(cls, release: Release, paths: Paths) -> Engine:
         """Return the client for a release's engine."""
-        return cls(paths.engine_socket(release.service), dialect.of(release))
+        return cls(paths.engine_socket(release.service), metrics.of(release))
 
     def get(self, path: str, timeout_s: float = 10) -> Reply:
         """Send ``GET path``."""

@@ -14,16 +14,15 @@ import shutil
 import time
 from pathlib import Path
 
-from spark_contract.host.sentences import COMPILING, PHASE
+from spark_contract.host.tool import COMPILING, PHASE
 from spark_contract.serving.records import CompileCache
 from spark_contract.serving.release import Release
 
 from spark_host.engine.container import account
 from spark_host.records import boot, proof, upgrades
 from spark_host.system import folders
-from spark_host.system.log import Report
 from spark_host.system.ports import Host
-from spark_host.system.programs import ProgramSilent
+from spark_host.system.programs import ProgramSilent, Report
 
 # Several times what an engine compiles; a copy takes seconds.
 _MOST_BYTES, _MOST_FILES = 8 << 30, 200_000

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from spark_contract.errors import HostToolError
 from spark_contract.host.free_blocks import FreeBlocks, parse_buddyinfo
-from spark_contract.host.sentences import PHASE, WAITED
+from spark_contract.host.tool import PHASE, WAITED
 from spark_contract.serving.release import Release
 
 from spark_host.system import docker, programs
-from spark_host.system.log import Report
+from spark_host.system.programs import Report
 
 GIB = 1 << 30
 _LOW_SAMPLES = 2  # in a row: one may be a moment

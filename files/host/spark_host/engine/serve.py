@@ -9,18 +9,60 @@ from pathlib import Path
 
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import ENGINE_SOCKET, Paths
-from spark_contract.host.sentences import PHASE
-from spark_contract.host.units import DIGEST_LABEL, RELEASE_LABEL, SERVICE_LABEL, SWITCH
+from spark_contract.host.tool import PHASE
+from spark_contract.host.units import DIGEST_LABEL, RELEASE_LABEL, SERVE, SERVICE_LABEL, SWITCH
 from spark_contract.serving.release import Release
 
-from spark_host.engine import compile_cache, dialect, memory, starts, tree
+from spark_host.engine import compile_cache, memory, metrics, tree
+from spark_host.engine.client import Engine
 from spark_host.engine.container import account, cdi, environment
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system import docker, folders, members
-from spark_host.system.log import log
 from spark_host.system.ports import Host
+from spark_host.system.programs import Report, log
 from spark_host.system.stored import load
+
+# While an engine loads it measures what memory is free and takes its share of it; another one
+# that loads beside it would falsify that.
+
+
+def take_turn(release: Release, host: Host, report: Report) -> None:
+    """Return once no other engine is starting, and have others wait for this one.
+
+    Whose turn it is ends with its start, however that ends: systemd is asked, so nothing is left
+    to clean up. After the time that a start may take at most, this one goes on beside the other.
+    """
+    deadline = host.clock.monotonic() + release.timeouts.start_s
+    while (other := _starting(release, host)) is not None:
+        if host.clock.monotonic() > deadline:
+            report(f"{PHASE}turn does not wait any longer for the start of {other}")
+            return
+        report(f"{PHASE}turn waiting for the start of {other}")
+        host.clock.sleep(2)
+
+
+def _starting(release: Release, host: Host) -> str | None:
+    """Return the release whose turn it is; without one it is this release's from now on."""
+    descriptor = os.open(host.paths.run / "starting", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        other = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        if other and other != release.name and _is_activating(other, host):
+            return other
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{release.name}\n".encode(), 0)
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _is_activating(name: str, host: Host) -> bool:
+    unit = SERVE.of(name)
+    state = host.units.show([unit], ["ActiveState", "SubState"]).get(unit, {})
+    # Between two starts systemd says activating as well, for a minute in which nothing is loaded.
+    return state.get("ActiveState") == "activating" and state.get("SubState") != "auto-restart"
+
 
 _DOCKER_WAIT_S = 90.0
 
@@ -46,7 +88,7 @@ def prepare(name: str, paths: Paths) -> int:
     docker.gpu_arguments(paths)
     _prove_parts(release)
     tree.prove(release, log)
-    starts.take_turn(release, Host(paths), log)
+    take_turn(release, Host(paths), log)
     memory.wait_for_memory(release, log)
     memory.prepare_blocks(release, log)
     _make_folders(release, paths)
@@ -183,7 +225,7 @@ def part_problem(release: Release) -> HostToolError | None:
     """Return what is wrong with the release's image or tree; ``None`` when both are proven."""
     try:
         return (
-            dialect.problem(release)
+            metrics.problem(release)
             or _image_problem(release)
             or tree.problem(release)
             or account.tree_problem(release)
@@ -203,3 +245,39 @@ def _image_problem(release: Release) -> HostToolError | None:
             what = f"label {DIGEST_LABEL} is {label!r}, the release wants {image.digest_label!r}"
             return HostToolError(where, what, fix)
     return None
+
+
+def problem(release: Release, paths: Paths) -> HostToolError | None:
+    """Return why no engine of this release could be started; ``None`` when one could.
+
+    What was touched of its tree is hashed here, while the engine before it still serves.
+    """
+    found = (
+        part_problem(release)
+        or docker.gpu_problem(paths)
+        or memory.problem(release.memory.needed_bytes)
+    )
+    if found is not None:
+        return found
+    try:
+        tree.prove(release, log)
+    except HostToolError as error:
+        return error
+    return None
+
+
+def make_room(release: Release, report: Report) -> None:
+    """Remove every container of this service and return once this release's memory is free."""
+    for container in docker.engine_containers(release.service):
+        docker.remove_container(container)
+    memory.wait_for_memory(release, report)
+
+
+def unfinished(release: Release, paths: Paths) -> float:
+    """Return how many requests the engine of a release has not answered yet.
+
+    Raises:
+        SilentError: It did not say so in time.
+        EngineError: It is not there, or answers an error.
+    """
+    return Engine.of(release, paths).metrics(5).unfinished

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from spark_contract.errors import HostToolError, problem_in
-from spark_contract.host.sentences import PHASE
+from spark_contract.host.tool import PHASE
 from spark_contract.serving.release import Release, Tree
 from spark_contract.work import receipts
-from spark_contract.work.builder import BUILDER, VERIFY
+from spark_contract.work.orders import BUILDER, VERIFY
 
-from spark_host.system.log import Report
+from spark_host.system.programs import Report
 
 
 def problem(release: Release) -> HostToolError | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import re
+import socket
 import subprocess
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -15,7 +18,104 @@ from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
 from spark_contract.serving.gateway import Gateway
 
-from spark_host.gateway import api_key, by_name, listeners, replicas, ways
+from spark_host.gateway import api_key, listeners, routes
+from spark_host.gateway.listeners import Listener
+
+# nginx chooses. It knows nothing of proofs, and need not: each host's own gateway is open only
+# while what stands behind it is proven, and says 503 otherwise, before any engine has the
+# request. So it is asked of the next host, and that one is left alone for a moment.
+
+
+# What has just refused is asked again after so long.
+_REST = "max_fails=1 fail_timeout=2s"
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What stands in the configuration for the replicas; nothing where there are none."""
+
+    http: str = ""  # beside the servers
+    client: str = "$binary_remote_addr"  # whom limits count
+    listen: str = ""  # where the gateway of this host is asked by the balancer of this host
+    listeners: tuple[Listener, ...] = ()  # of the balancer
+
+
+def together(settings: Gateway, listeners: tuple[Listener, ...], paths: Paths) -> Together:
+    """Return the balancer of a gateway; replicas whose names nobody knows are left out for now."""
+    if settings.replicas is None:
+        return Together()
+    own = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
+    others = [found for one in settings.replicas.others if (found := _resolved(one))]
+    servers = [own, *(f"{address}:{port}" for address, port in others)]
+    # Each client was counted where it came in, at the balancer.
+    near = ("unix:", *(address.strip("[]") for address, _ in others))
+    port = settings.replicas.port
+    heard = tuple(replace(one, port=port) for one in listeners)
+    values = {
+        "NEAR": " ".join(f'"{one}" "";' for one in near),
+        "SERVERS": "\n    ".join(f"server {one} {_REST};" for one in servers),
+        "LISTEN": "\n    ".join(f"listen {one} reuseport;" for one in heard),
+        "TRIES": str(len(servers)),
+    }
+    template = resources.files("spark_host.gateway").joinpath("templates/replicas.conf").read_text()
+    text = re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], template)
+    return Together("\n\n" + text.rstrip(), "$spark_client", f"listen {own};", heard)
+
+
+def _resolved(place: str) -> tuple[str, str] | None:
+    host, _, port = place.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    family, *_, address = found[0]
+    shown = f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
+    return shown, port
+
+
+# nginx reads no bodies, so a script of nginx's own JavaScript does; it says what it reads and
+# why.
+
+
+SCRIPT = "names.js"
+# Where the packages of the distributions and of nginx.org put it.
+_MODULE = "usr/lib/nginx/modules/ngx_http_js_module.so"
+
+
+def module(settings: Gateway, paths: Paths) -> str:
+    """Return what has nginx load its JavaScript; nothing for a host with one service.
+
+    Raises:
+        HostToolError: It is not installed.
+    """
+    if not settings.names:
+        return ""
+    place = paths.root / _MODULE
+    if not place.is_file():
+        fix = "run the deploy again, or apt-get install libnginx-mod-http-js"
+        raise HostToolError("nginx's JavaScript", f"{place} is not there", fix)
+    return f"load_module {place};"
+
+
+def imported(settings: Gateway, paths: Paths) -> str:
+    """Return what has nginx read the script, which must lie beside its configuration."""
+    if not settings.names:
+        return ""
+    return f"js_import names from {paths.gateway_run(settings.service) / SCRIPT};"
+
+
+def script_text(settings: Gateway, paths: Paths) -> str:
+    """Return the script with this host's services; that of the gateway itself is the first."""
+    named = settings.names or {}
+    first = {settings.service: named[settings.service]}
+    services = [
+        {"service": one, "traffic": str(paths.traffic(one)), "names": list(names)}
+        for one, names in (first | named).items()
+    ]
+    script = resources.files("spark_host.gateway").joinpath(f"templates/{SCRIPT}").read_text()
+    known = (("SERVICES", services), ("ROUTES", settings.routes))
+    return "".join(f"const {name} = {json.dumps(value)};\n" for name, value in known) + script
+
 
 # What stands between quotes in a configuration and means itself.
 _PLAIN = re.compile(r"/[A-Za-z0-9._/ +@,:=-]*\Z")
@@ -86,7 +186,7 @@ def _beside(settings: Gateway, paths: Paths) -> dict[Path, str]:
     directory = paths.gateway_run(settings.service)
     found = {directory / "keys.conf": keys_text(api_key.read(settings, paths))}
     if settings.names:
-        found[directory / by_name.SCRIPT] = by_name.script_text(settings, paths)
+        found[directory / SCRIPT] = script_text(settings, paths)
     return found
 
 
@@ -124,7 +224,7 @@ def config_text(settings: Gateway, paths: Paths) -> str:
     own = _target(settings.service, settings, paths)
     named = settings.names or {}
     listening = listeners.wanted(settings).listeners
-    shared = replicas.together(settings, listening, paths)
+    shared = together(settings, listening, paths)
     routed = {path: _target(to, settings, paths) for path, to in settings.routes.items()}
     values = {
         "USER": settings.user,
@@ -143,9 +243,9 @@ def config_text(settings: Gateway, paths: Paths) -> str:
         ),
         "TLS": _tls(settings, paths),
         "OPEN_ONLY": own.when_open,
-        "MODULE": by_name.module(settings, paths),
-        "BY_NAME": by_name.imported(settings, paths),
-        "WAYS": ways.locations(
+        "MODULE": module(settings, paths),
+        "BY_NAME": imported(settings, paths),
+        "WAYS": routes.locations(
             lambda path: routed.get(path, own),
             {one: _target(one, settings, paths) for one in named},
         ),
@@ -156,11 +256,11 @@ def config_text(settings: Gateway, paths: Paths) -> str:
     return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
 
 
-def _target(service: str, settings: Gateway, paths: Paths) -> ways.Target:
+def _target(service: str, settings: Gateway, paths: Paths) -> routes.Target:
     """Return the engine of a service; each service opens and closes its own traffic."""
     name = "engine" if service == settings.service else f"engine-{service}"
     closed = f"if (!-f {paths.traffic(service)}) {{ rewrite ^ /refused/closed last; }}"
-    return ways.Target(name, closed)
+    return routes.Target(name, closed)
 
 
 def _upstream(service: str, settings: Gateway, paths: Paths) -> str:

@@ -20,7 +20,7 @@ from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.host import units
 from spark_contract.host.paths import JOBS_DIR, Paths, hub_token_file
-from spark_contract.host.sentences import PHASE
+from spark_contract.host.tool import PHASE
 from spark_contract.host.units import TREE_NAME
 from spark_contract.work import receipts
 from spark_contract.work.job import (
@@ -36,8 +36,8 @@ from spark_contract.work.job import (
 
 from spark_host.engine.memory import GIB, meminfo
 from spark_host.system import disk, docker, systemd
-from spark_host.system.log import answer
 from spark_host.system.ports import Host
+from spark_host.system.programs import answer
 from spark_host.system.stored import names
 
 STATUS = "status.json"

@@ -12,9 +12,8 @@ from urllib.parse import quote
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.host.digests import DIGEST12
 from spark_contract.host.paths import Paths
-from spark_contract.host.units import CACHE_NAME, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
+from spark_contract.host.units import CACHE_NAME, DIGEST12, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
 from spark_contract.work import receipts
 from spark_contract.work.job import IMAGE_PULL_JOB, ImageProof, Job, JobRun
 

@@ -28,8 +28,8 @@ from spark_host.prune.holdings import Folder, Image
 from spark_host.records import boot
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
-from spark_host.system.log import answer
 from spark_host.system.ports import Host
+from spark_host.system.programs import answer
 from spark_host.system.stored import load, names
 
 _UP = ("active", "activating", "reloading", "deactivating")

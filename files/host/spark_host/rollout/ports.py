@@ -13,10 +13,10 @@ from spark_contract.serving.records import Proof
 from spark_contract.serving.release import Release
 
 from spark_host.check import checks
-from spark_host.engine import engines
+from spark_host.engine import serve as engines
 from spark_host.gateway import gateway, traffic
 from spark_host.system import ports
-from spark_host.system.log import Report
+from spark_host.system.programs import Report
 
 
 class Engines(Protocol):

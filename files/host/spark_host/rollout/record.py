@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from spark_contract.host.sentences import PHASE
+from spark_contract.host.tool import PHASE
 from spark_contract.serving.records import Rollout
 from spark_contract.serving.release import Release
 
 from spark_host.rollout.ports import Host
 from spark_host.rollout.request import request_of
-from spark_host.system.log import log
+from spark_host.system.programs import log
 
 
 class Record:

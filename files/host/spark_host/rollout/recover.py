@@ -9,7 +9,7 @@ from spark_host.records import boot
 from spark_host.rollout import rollout, steps
 from spark_host.rollout.ports import Host
 from spark_host.rollout.record import Record
-from spark_host.system.log import log
+from spark_host.system.programs import log
 
 
 def recover(name: str, host: Host) -> int:

@@ -20,7 +20,7 @@ from spark_host.rollout import steps
 from spark_host.rollout.ports import Host
 from spark_host.rollout.record import Record
 from spark_host.system import ports
-from spark_host.system.log import log
+from spark_host.system.programs import log
 
 _BEFORE_START = ("drain", "stop", "memory")
 

@@ -5,20 +5,48 @@ from __future__ import annotations
 import subprocess
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.sentences import PHASE, WAITED
+from spark_contract.host.tool import PHASE, WAITED
 from spark_contract.host.units import SERVE
 from spark_contract.serving.records import Proof
 from spark_contract.serving.release import Release, service_of
 
+from spark_host.check import measure
 from spark_host.engine import compile_cache
 from spark_host.engine.client import EngineError, SilentError
 from spark_host.records import boot, proof
-from spark_host.rollout import speed
 from spark_host.rollout.ports import Host
 from spark_host.rollout.record import Record
 from spark_host.system import members
-from spark_host.system.log import log
+from spark_host.system.programs import log
 from spark_host.system.systemd import UnitState
+from spark_host.watch import loop
+
+# It runs when the gateway is open again, so it makes no outage longer; and it undoes nothing,
+# because a slower server that answers right is better than none: going back is a person's choice.
+
+
+def measured(release: Release, host: Host, record: Record) -> None:
+    """Measure a proven release unless that was done under these versions; keep the result."""
+    kept = proof.read(release.name, host)
+    if kept is None or kept.last_full is None or not proof.bench_due(release, kept):
+        return
+    with record.phase("bench"):
+        before = proof.bench_before(release, host)
+        try:
+            found = host.check.speed(release, host.paths, record.report)
+        except measure.NotMeasuredError as error:
+            record.set(bench=(str(error),))
+            return
+        now = {**found, "release": release.name, "versions": kept.last_full.versions}
+        result = measure.judged(release, now, before)
+        proof.keep_bench(kept, result, host)
+        record.set(bench=tuple(measure.sentences(result)))
+        for item in result["worse"]:
+            text = (
+                f"{item['text']}; the way back: {' or '.join(result['way_back']) or 'none known'}"
+            )
+            loop.event(release, "slower", text, host.paths)
+
 
 _REPORT_S = 5.0
 _TAIL_LINES = 40
@@ -73,7 +101,7 @@ def take_over(release: Release, host: Host, record: Record) -> None:
     if worker:  # what it is asked, its head is asked
         return
     try:
-        speed.measured(release, host, record)
+        measured(release, host, record)
     except FAILURES as error:  # a speed that nobody could keep undoes no change
         record.set(bench=(f"no speed was measured: {error}",))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from spark_contract import documents
 
 _LIMIT_S = 20.0
 _DEATH_S = 1.0  # a program that was killed dies within this, or is stuck
@@ -128,3 +131,16 @@ def _give_up(name: str, child: subprocess.Popen[str]) -> None:
         child.wait(_DEATH_S)
     except subprocess.TimeoutExpired:
         _stuck[name] = child
+
+
+Report = Callable[[str], None]  # takes one line about what is going on
+
+
+def answer(document: object) -> None:
+    """Print a document as one line of JSON, for who asked."""
+    print(json.dumps(documents.plain(document)), flush=True)
+
+
+def log(text: str) -> None:
+    """Print one line for the journal at once."""
+    print(text, flush=True)

@@ -18,8 +18,8 @@ from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.container import libraries
 from spark_host.records import boot
 from spark_host.system import docker, programs, stored
-from spark_host.system.log import answer
 from spark_host.system.ports import Host
+from spark_host.system.programs import answer
 from spark_host.watch import sensors
 
 _DMI = ("sys_vendor", "product_name", "bios_vendor", "bios_version", "bios_date")

@@ -31,8 +31,8 @@ from spark_host.jobs import jobs
 from spark_host.records import boot, proof, upgrades
 from spark_host.rollout import request
 from spark_host.system import members, stored, systemd
-from spark_host.system.log import answer
 from spark_host.system.ports import Host
+from spark_host.system.programs import answer
 from spark_host.watch import loop
 
 _DETAIL = 300  # an answer is shown, not handed on

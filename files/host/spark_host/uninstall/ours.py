@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from spark_contract.host import units
-from spark_contract.host.digests import DIGEST12
 from spark_contract.host.fabric import NETPLAN_FILE
 from spark_contract.host.paths import (
     API_KEY,
@@ -21,13 +20,15 @@ from spark_contract.host.paths import (
     Paths,
 )
 from spark_contract.host.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
+from spark_contract.host.units import DIGEST12
 from spark_contract.work.keep import Before, Footprint, Ours, Thing
 from spark_contract.work.sharing import SHARE_KEY, SHARE_SETTINGS
 
 from spark_host.prune import holdings
 from spark_host.system import docker, systemd
-from spark_host.uninstall import before as past
-from spark_host.uninstall import containers, packages, shared
+from spark_host.uninstall import baseline as past
+from spark_host.uninstall import containers, packages
+from spark_host.uninstall import packages as shared
 
 TEMPLATES = (
     units.HOURS, units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.SHARE, units.WATCH,
@@ -65,11 +66,11 @@ def look(wanted: Footprint, paths: Paths) -> Ours:
     others = containers.of_others()
     things = [*_running(), *_boot_links(paths), *_data(wanted, paths), *containers.images(
         before, others, paths)]  # fmt: skip
-    engine = packages.things(wanted, before, others.in_the_way(wanted)) if deployed else []
+    engine = packages.package_things(wanted, before, others.in_the_way(wanted)) if deployed else []
     stays = _engine_stays(engine, wanted, others)
     things += [*_units(paths), *_config(paths), *_files(wanted, stays, paths)]
     if deployed:
-        things += [*shared.things(wanted, before, stays, paths), *_host_care(wanted, before)]
+        things += [*shared.shared_things(wanted, before, stays, paths), *_host_care(wanted, before)]
         things += [*_users(), *engine]
     things += [*_remains(before, paths), *_tools(paths), *_records(paths)]
     things += _access(wanted, paths) if things else []

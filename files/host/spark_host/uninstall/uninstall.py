@@ -18,12 +18,12 @@ from spark_contract.work.keep import Footprint, Ours, Thing
 from spark_host.prune import holdings
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
-from spark_host.system.log import answer
 from spark_host.system.ports import Host
-from spark_host.system.programs import finished
+from spark_host.system.programs import answer, finished
 from spark_host.system.stored import names
-from spark_host.uninstall import before as past
-from spark_host.uninstall import ours, packages, shared
+from spark_host.uninstall import baseline as past
+from spark_host.uninstall import ours, packages
+from spark_host.uninstall import packages as shared
 
 _STOP_LIMIT_S = 900.0
 _ROUNDS = 6  # what is empty or unused is seen only when the rest is gone

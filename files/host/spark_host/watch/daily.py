@@ -19,8 +19,8 @@ from spark_contract.serving.release import Release
 
 from spark_host.records import boot, proof
 from spark_host.system import folders, programs, stored
-from spark_host.system.log import log
 from spark_host.system.ports import Host
+from spark_host.system.programs import log
 
 CERTIFICATE_DAYS = 30
 PROOF_DAYS = 60

@@ -14,7 +14,7 @@ import time
 from types import TracebackType
 
 from spark_contract.host.paths import Paths
-from spark_contract.serving import checks
+from spark_contract.serving import release as checks
 from spark_contract.serving.records import StartMemory
 from spark_contract.serving.release import Release
 

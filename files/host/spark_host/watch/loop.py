@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from spark_contract import documents, files
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
-from spark_contract.serving import checks
+from spark_contract.serving import release as checks
 from spark_contract.serving.records import Event
 from spark_contract.serving.release import Release, Watch
 
@@ -27,8 +27,8 @@ from spark_host.gateway import gateway
 from spark_host.system import members, systemd
 from spark_host.system.stored import load
 from spark_host.watch import sensors
+from spark_host.watch.cluster import Together
 from spark_host.watch.sensors import Thermometer
-from spark_host.watch.together import Together
 
 _EVENTS_KEPT = 1000
 _SENSORS_EVERY_S = 20.0  # nvidia-smi starts anew each time, and heat is slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_contract.serving import checks
+from spark_contract.serving import release
 from spark_contract.serving.release import Watch
 
 from spark_host.system.programs import output_of
@@ -83,10 +83,10 @@ class Thermometer:
                 f"the GPU is at {reading.celsius:.0f} °C (limit {limit:.0f} °C){_clock(reading)}; "
                 "see to its air, or cap its clock: nvidia-smi -lgc 300,2200"
             )
-            return [(checks.HOT, text)]
+            return [(release.HOT, text)]
         if self.hot and reading.celsius <= limit - _COOLED_C:
             self.hot = False
-            return [(checks.COOLED, f"the GPU is back at {reading.celsius:.0f} °C")]
+            return [(release.COOLED, f"the GPU is back at {reading.celsius:.0f} °C")]
         return []
 
     def _power(self, reading: Reading) -> list[tuple[str, str]]:
@@ -101,10 +101,10 @@ class Thermometer:
                 f"the GPU is {busy:.0f} % busy at only {clock:.0f} MHz and {power:.0f} W: its "
                 "power supply is stuck; shut down, take it off the mains for a minute, start again"
             )
-            return [(checks.POWER, text)]
+            return [(release.POWER, text)]
         if self.weak and not wrong and busy >= _BUSY_PERCENT:
             self.weak = False
-            return [(checks.POWER, f"the GPU has its power back: {clock:.0f} MHz, {power:.0f} W")]
+            return [(release.POWER, f"the GPU has its power back: {clock:.0f} MHz, {power:.0f} W")]
         return []
 
 

@@ -7,16 +7,150 @@ drafts that are never accepted, and neither says so.
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
+import struct
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from spark_vllm.checkpoint import names
-from spark_vllm.checkpoint.headers import INDEX, Tree, read_tree
-from spark_vllm.checkpoint.layers import missing_modules
-from spark_vllm.checkpoint.scales import scale_problems
+from spark_vllm.checkpoint.headers import INDEX, Tensor, Tree, read_tree
+from spark_vllm.checkpoint.names import FP8_WEIGHT, TEXT_LAYERS
 from spark_vllm.checkpoint.settings import Settings
+
+# The engine asks nobody whether every parameter of a quantised model was filled: a norm or an
+# expert that is in no file stays random memory. Layers of one kind hold the same modules, and
+# every layer holds every expert, so a gap shows by comparing them.
+
+
+WEIGHTS = ("weight", "qweight", FP8_WEIGHT)
+"""Last part of the name that says a module is there."""
+
+BARE = ("A_log", "dt_bias")
+"""Tensors that belong to no module of their own."""
+
+OUTSIDE_LAYERS = ("model.language_model.embed_tokens", "model.language_model.norm")
+KINDS = ("linear_attn", "self_attn")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def missing_modules(tensors: Iterable[str], layers: int, experts: int) -> Iterator[str]:
+    """Yield the modules that are missing, a layer without any tensor as its prefix.
+
+    Args:
+        tensors: names in the checkpoint, in its own spelling.
+        layers: layers of the text model.
+        experts: routed experts of each layer.
+    """
+    outside, inner = _modules(tensors)
+    if not inner:  # another family of names: nothing is known of it
+        return
+    yield from (name for name in OUTSIDE_LAYERS if name not in outside)
+    yield from (f"{TEXT_LAYERS}{n}." for n in range(layers) if n not in inner)
+    wanted: dict[frozenset[str], set[str]] = {}
+    for modules in inner.values():
+        wanted.setdefault(_kind(modules), set()).update(modules)
+    for number, modules in sorted(inner.items()):
+        needed = wanted[_kind(modules)] | _experts(modules, experts)
+        yield from (f"{TEXT_LAYERS}{number}.{name}" for name in sorted(needed - modules))
+
+
+def _modules(tensors: Iterable[str]) -> tuple[set[str], dict[int, set[str]]]:
+    """Return the modules outside the text layers, and those of each layer."""
+    outside: set[str] = set()
+    inner: dict[int, set[str]] = {}
+    for name in tensors:
+        parent, _, part = name.rpartition(".")
+        module = parent if part in WEIGHTS else name
+        if not name.startswith(TEXT_LAYERS):
+            outside.add(module)
+            continue
+        number, _, rest = module.removeprefix(TEXT_LAYERS).partition(".")
+        if number.isdecimal():
+            found = inner.setdefault(int(number), set())
+            if part in WEIGHTS or part in BARE:
+                found.add(rest)
+    return outside, inner
+
+
+def _kind(modules: set[str]) -> frozenset[str]:
+    """Return what tells apart layers that hold different modules."""
+    return frozenset(kind for kind in KINDS if any(name.startswith(kind) for name in modules))
+
+
+def _experts(modules: set[str], experts: int) -> set[str]:
+    """Return the experts a layer needs; none where they lie in one tensor."""
+    if not any(name.startswith("mlp.experts.0.") for name in modules):
+        return set()
+    return {f"mlp.experts.{n}.{part}" for n in range(experts) for part in PROJECTIONS}
+
+
+# A negative scale turns its block of weights round, and one that is far too large drowns all
+# others; both load, and every number stays finite. Scales of INT4 weights are not judged so:
+# symmetric AutoRound gives a group the sign of its largest weight, and half of them are negative.
+
+
+OUTSIDE = 1000
+"""How many times the usual scale of its module a block may have."""
+
+_FORMATS = {"F16": "e", "F32": "f"}
+
+
+def scale_problems(directory: Path, tree: Tree, settings: Settings) -> Iterator[str]:
+    """Yield the FP8 modules with a scale that no quantiser writes."""
+    weight_part = names.FP8_WEIGHT if settings.overlay else "weight"
+    scale_part = names.FP8_SCALE if settings.overlay else "weight_scale_inv"
+    for module in settings.fp8_modules:
+        scale = tree.tensors.get(f"{module}.{scale_part}")
+        weight = tree.tensors.get(f"{module}.{weight_part}")
+        if scale and weight and len(scale.shape) == len(weight.shape) == 2:
+            said = _problem(directory, weight, scale, settings.block_shape)
+            if said:
+                yield f"{scale.file}: {module}.{scale_part}: {said}"
+
+
+def _problem(directory: Path, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> str | None:
+    values = _floats(directory, scale)
+    bad = [value for value in values if not (math.isfinite(value) and value > 0)]
+    if bad:
+        return f"scale {bad[0]:g} of {len(bad)} of {len(values)} blocks, each has to be above zero"
+    most = OUTSIDE * statistics.median(values)
+    columns = scale.shape[1]
+    for place, value in enumerate(values):
+        # A block of zeros may have any scale.
+        if value > most and _holds_weights(directory, weight, divmod(place, columns), block):
+            return f"scale {value:g} is over {OUTSIDE} times the usual one of its module"
+    return None
+
+
+def _floats(directory: Path, tensor: Tensor) -> list[float]:
+    data = _read(directory, tensor, 0, tensor.size_bytes)
+    if tensor.dtype == "BF16":  # the upper half of a float32
+        data = b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
+    code = _FORMATS.get(tensor.dtype, "f")
+    return list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
+
+
+def _holds_weights(
+    directory: Path, weight: Tensor, at: tuple[int, int], block: tuple[int, int]
+) -> bool:
+    rows, columns = weight.shape
+    first, left = at[0] * block[0], at[1] * block[1]
+    width = min(block[1], columns - left)
+    lines = (
+        _read(directory, weight, row * columns + left, width)
+        for row in range(first, min(first + block[0], rows))
+    )
+    return any(code & 0x7F for line in lines for code in line)
+
+
+def _read(directory: Path, tensor: Tensor, start: int, length: int) -> bytes:
+    with (directory / tensor.file).open("rb") as stream:
+        stream.seek(tensor.start_bytes + start)
+        return stream.read(length)
+
 
 SHOWN = 8
 """Problems spelt out in one error; the rest is counted."""

@@ -14,7 +14,7 @@ import numpy as np
 from spark_checkpoint.build.staging import NewTensor, pieces_of_span
 from spark_checkpoint.build.tensors.replacements import Surgery, fp8_rows
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.header import Tensor
+from spark_checkpoint.format.index import Tensor
 from spark_checkpoint.format.numbers import bf16_bits
 from spark_checkpoint.format.tree import Span
 from spark_checkpoint.verify.gates import FP8

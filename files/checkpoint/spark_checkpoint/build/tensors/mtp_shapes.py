@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.header import SIXTEEN_BIT
+from spark_checkpoint.format.index import SIXTEEN_BIT
 from spark_checkpoint.format.tree import Tree
 from spark_checkpoint.sources.donor import Donor
 from spark_checkpoint.verify.gates import FP8, WEIGHT, fp8_fits, scale_of

@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spark_checkpoint.build.staging import NewTensor, Staging, read_span
-from spark_checkpoint.format.int8 import GROUP, PACK, pack_rows, quantise_rows, zero_points
-from spark_checkpoint.format.numbers import floats
+from spark_checkpoint.format.numbers import (
+    GROUP,
+    PACK,
+    floats,
+    pack_rows,
+    quantise_rows,
+    zero_points,
+)
 from spark_checkpoint.format.tree import Span, Tree
 from spark_checkpoint.verify.gates import WEIGHT
 

@@ -22,7 +22,7 @@ from spark_checkpoint.build.tensors.spotcheck import (
     check_outliers,
     check_scales,
 )
-from spark_checkpoint.format.header import Tensor
+from spark_checkpoint.format.index import Tensor
 from spark_checkpoint.format.numbers import (
     Floats,
     dequantise,

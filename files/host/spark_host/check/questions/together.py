@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field
 
 from spark_contract.host.paths import Paths
-from spark_contract.host.sentences import PHASE, WAITED
+from spark_contract.host.tool import PHASE, WAITED
 from spark_contract.serving.records import Finding
 from spark_contract.serving.release import Release
 
 from spark_host.system import members
-from spark_host.system.log import Report
+from spark_host.system.programs import Report
 
 _PROGRESS_S = 5.0
 _LOOK_S = 0.5

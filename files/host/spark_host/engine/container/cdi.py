@@ -10,8 +10,7 @@ from spark_contract.host.machine import libcuda_version
 from spark_contract.host.paths import Paths
 
 from spark_host.records import proof
-from spark_host.system.log import Report
-from spark_host.system.programs import ProgramSilent, output_of
+from spark_host.system.programs import ProgramSilent, Report, output_of
 
 
 def refresh(report: Report, paths: Paths) -> None:

@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 
 from spark_host.system import docker
-from spark_host.system.log import log
+from spark_host.system.programs import log
 
 _ANSWER_S = 5.0
 _KILL_S = 20.0

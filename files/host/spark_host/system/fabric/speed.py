@@ -22,7 +22,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.host.fabric import SpeedFound, SpeedOrder
 from spark_contract.host.paths import Paths
 
-from spark_host.system.log import answer
+from spark_host.system.programs import answer
 
 _STREAMS = 4  # one alone is bound by one core
 _CHUNK_BYTES = 1 << 20

@@ -1,1 +1,0 @@
-"""Commands that change hosts: each runs exactly the pyinfra line that it prints."""

@@ -1,1 +1,0 @@
-"""Ways to a server: what clients are told, and tunnels."""

@@ -1,0 +1,48 @@
+"""What engines counted of KV caches that nobody could compute, from the proofs on hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from spark_deploy.catalog.anatomy import Anatomy, CountedCache
+from spark_deploy.catalog.model import PlainModel
+from spark_deploy.cli.hosts import Listed, planned, say
+from spark_deploy.cli.query_hosts import look, status_of
+from spark_deploy.facts.releases import HostStatus
+from spark_deploy.lockfile.types import Lock
+
+
+def with_counts(lock: Lock, hosts: Sequence[Listed]) -> Lock:
+    """Return the lock with the figures of every host that proved what it is planned to serve."""
+    for said in look(hosts, status_of):
+        if said.value is None:
+            say(f"{said.host.name}: {said.problem}")
+            continue
+        for found in _counted(said.host, said.value, lock):
+            lock = lock.also(anatomies=[found])
+            told = found.counted
+            if told is not None:
+                say(f"  {found.repository}: {told.token_bytes:,} bytes of a token, by {told.by}")
+    return lock
+
+
+def _counted(host: Listed, status: HostStatus, lock: Lock) -> Iterator[Anatomy]:
+    plan = planned(host)
+    for one in plan.served:
+        model = host.catalog.model(one.model)
+        anatomy = lock.anatomies.get(getattr(model, "repository", ""))
+        release = status.release(one.serve.name)
+        proof = release.proof if release else None
+        if not isinstance(model, PlainModel) or anatomy is None or not anatomy.cache_unknown:
+            continue
+        if proof is None or not proof.ok or proof.kv_cache is None:
+            say(f"  {model.repository}: {host.name} has no figure of {one.serve.name} yet")
+            continue
+        counted = CountedCache(
+            kv_cache=host.catalog.profile(one.profile, one.model).kv_cache.dtype,
+            context_tokens=one.serve.check.max_model_len,
+            token_bytes=max(1, proof.kv_cache.size_bytes // proof.kv_cache.tokens),
+            by=f"{host.name}, {one.serve.name}, engine {proof.engine.get('version') or 'unknown'}",
+        )
+        yield replace(anatomy, counted=counted)

@@ -1,0 +1,150 @@
+"""``spark-deploy doctor``: judge hosts as a deploy would, and change nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pyinfra.api.host import Host
+
+from spark_deploy.cli import plan_summary
+from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
+from spark_deploy.cli.options import Options
+from spark_deploy.cli.query_hosts import Answer, look, plain_answer
+from spark_deploy.errors import LockError, Problem
+from spark_deploy.facts.releases import stopped_text
+from spark_deploy.facts.survey import HostSurvey, Survey
+from spark_deploy.operations.preflight import question
+from spark_deploy.planning.machine import NeedsPlan
+from spark_deploy.planning.memory import gib
+from spark_deploy.preflight import judge
+from spark_deploy.preflight.fabric import same_host_key
+from spark_deploy.preflight.workloads import in_the_way
+
+
+def run(options: Options) -> int:
+    """Print the verdict on the chosen hosts; 1 when a deploy would refuse one of them."""
+    hosts = listed(options)
+    needs = _needs(hosts)
+    answers = look(hosts, lambda host, one: surveyed(host, needs[one.name]))
+    surveys = {one.host.name: one.value for one in answers if one.value is not None}
+    twins = same_host_key(surveys)
+    found = [verdict_of(one, needs[one.host.name], twins) for one in answers]
+    answer(options, found, map(lines, found))
+    return 0 if all(one["reachable"] and not one["problems"] for one in found) else 1
+
+
+def _needs(hosts: Sequence[Listed]) -> dict[str, NeedsPlan]:
+    """Return what a deploy would demand; sizes are estimated once the hub could not be asked."""
+    found, estimate = dict[str, NeedsPlan](), False
+    for host in hosts:
+        try:
+            found[host.name] = planned(host, estimate=estimate).needs
+        except LockError as error:
+            say(f"{error.problems[0]}\ngoing on with estimated sizes")
+            estimate = True
+            found[host.name] = planned(host, estimate=True).needs
+    return found
+
+
+def surveyed(host: Host, needs: NeedsPlan) -> Survey | None:
+    """Look at a host without changing it."""
+    found: Survey | None = host.get_fact(
+        HostSurvey,
+        # The survey finds its own way to root, so a host that still wants a password is seen too.
+        _sudo=False,
+        **question(needs),
+    )
+    return found
+
+
+def verdict_of(
+    said: Answer[Survey], needs: NeedsPlan, twins: Mapping[str, Problem]
+) -> dict[str, Any]:
+    """Return the verdict on one host as plain data."""
+    survey = said.value
+    if survey is None:
+        return {**plain_answer(said), "problems": [], "warnings": []}
+    verdict = judge(needs, survey)
+    return {
+        **plain_answer(said),
+        "problems": [_plain(problem) for problem in verdict.problems],
+        "warnings": [
+            _plain(problem)
+            for problem in (*verdict.warnings, twins.get(said.host.name))
+            if problem is not None
+        ],
+        "stubbed": list(survey.stubbed),
+        "looks": dict(_looks(survey, needs)),
+        "stopped": {name: stopped_text(name, one) for name, one in survey.stopped.items()},
+        "move": moving(said.host.name, survey, needs),
+    }
+
+
+def moving(host: str, survey: Survey, needs: NeedsPlan) -> list[str]:
+    """Return the commands that put this project in the place of other engines; none without."""
+    others = in_the_way(survey.containers, [*needs.takeover, *needs.allow_containers])
+    if not others:
+        return []
+    names = json.dumps([one.name for one in others])
+    return [
+        f"spark-deploy up {host} --data {shlex.quote(f'takeover={names}')}",
+        f"spark-deploy connect {host}",
+    ]
+
+
+def lines(one: dict[str, Any]) -> Iterator[str]:
+    """Yield the verdict on one host as lines for people."""
+    if not one["reachable"]:
+        yield f"{one['host']}: {one['problem']}"
+        return
+    count, stopped = len(one["problems"]), one["stopped"]
+    leaves = f", and leave {' and '.join(stopped)} stopped" if stopped else ""
+    yield f"{one['host']}: " + (
+        f"a deploy would refuse it for {count} reason{'s' if count > 1 else ''}"
+        if count
+        else f"a deploy would go ahead{leaves}"
+    )
+    for text in stopped.values():
+        yield f"  stopped   {text}"
+    for title, text in one["looks"].items():
+        yield f"  {title:<9} {text}"
+    for word, key in (("REFUSED", "problems"), ("warning", "warnings")):
+        for problem in one[key]:
+            yield f"  {word:<9} {problem['where']}: {problem['what']}"
+            yield f"  {'':<9} fix: {problem['fix']}"
+    for title, command in zip(("move", "then"), one["move"], strict=False):
+        yield f"  {title:<9} {command}"
+    if one["stubbed"]:
+        yield f"  stand-ins {', '.join(one['stubbed'])}: this says nothing of a Spark"
+
+
+def _looks(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
+    identity, gpu, memory = survey.identity, survey.gpu, survey.memory
+    yield "system", f"{identity.os_id} {identity.os_version} on {identity.arch}"
+    names = ", ".join(one.name for one in gpu.gpus) or "none seen"
+    yield "gpu", f"{names}, driver {gpu.driver_version or 'not answering'}"
+    yield (
+        "memory",
+        f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} available, the engine needs "
+        f"{gib(needs.memory_needed_bytes)}",
+    )
+    if memory.blocks is not None:
+        yield "blocks", str(memory.blocks)
+    if memory.driver_failures:
+        yield (
+            "driver",
+            f"failed to allocate memory {memory.driver_failures} times since the boot "
+            "(NV_ERR_NO_MEMORY); reboot the host if a start fails",
+        )
+    yield "serving", ", ".join(survey.serving) or "nothing of ours"
+    if others := in_the_way(survey.containers):
+        yield "others", ", ".join(f"{one.name} ({one.image}, {one.state})" for one in others)
+    if reused := plan_summary.told(plan_summary.reused(survey.stored, needs)):
+        yield "reuse", reused
+
+
+def _plain(problem: Problem) -> dict[str, str]:
+    return {"where": problem.where, "what": problem.what, "fix": problem.fix}

@@ -1,0 +1,115 @@
+"""``spark-deploy lock``: write down which commit and which digest stand behind every name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.cli.options import Options
+from spark_deploy.documents.declare import typed
+from spark_deploy.documents.schema_check import closest
+from spark_deploy.errors import LockError
+from spark_deploy.inventory.host_names import hold_if_told, open_questions, unread
+from spark_deploy.lockfile.file import read_lock, write_lock
+from spark_deploy.lockfile.resolve import Names, refuse_two_revisions, resolve, wanted_by
+from spark_deploy.lockfile.types import Lock
+
+# What nobody asked for who locks on the way to something else.
+UNASKED = {"update": [], "check": False, "counted": False, "json": False}
+
+
+def lock_missing(options: Options) -> int:
+    """Lock what is missing and no more, for another command and with its options."""
+    return run(Options(**{**vars(options), **UNASKED}))
+
+
+def run(options: Options) -> int:
+    """Lock what is missing, or look up names anew, and hold them; each lock file once."""
+    by_path: dict[Path, list[Listed]] = {}
+    for host in listed(options):
+        by_path.setdefault(host.settings.lock_path, []).append(host)
+    missing = 0
+    for path, hosts in by_path.items():
+        missing += _lock_file(path, hosts, options)
+    if options.json:
+        print(
+            json.dumps(
+                {str(path): typed(read_lock(path), nulls=False) for path in by_path}, indent=1
+            )
+        )
+    return 1 if options.check and missing else 0
+
+
+def _lock_file(path: Path, hosts: list[Listed], options: Options) -> int:
+    before = lock = read_lock(path)
+    update = [name for name in options.update if name]
+    _refuse_unknown(update, hosts)
+    done: set[str] = set()
+    wanted_by_all = [wanted_by(host.settings.settings, host.catalog) for host in hosts]
+    refuse_two_revisions(set().union(*(wanted.sources for wanted in wanted_by_all)))
+    for host, wanted in zip(hosts, wanted_by_all, strict=True):
+        settings = host.settings.settings
+        todo = _named(wanted, update) if options.update else wanted.missing_in(lock)
+        todo = todo.without(done)
+        done.update(todo.names)
+        if todo.names and not options.check:
+            lock = resolve(lock, todo, settings, host.catalog.engines.engines, say)
+    if options.check:
+        lacks = {f"{name} is not locked" for name in done} or _open_names(hosts, lock)
+        for what in sorted(lacks):
+            say(f"{path.name}: {what}")
+        return len(lacks)
+    for host in hosts:
+        lock = hold_if_told(host.settings.settings, host.catalog, lock, say)
+    if options.counted:
+        from spark_deploy.cli.counted import with_counts
+
+        lock = with_counts(lock, hosts)
+    if lock == before:
+        say(f"{path}: nothing to write, {len(lock.sources) + len(lock.images)} names are locked")
+    else:
+        write_lock(path, lock)
+        say(f"{path}: written ({_difference(before, lock)})")
+    return 0
+
+
+def _open_names(hosts: list[Listed], lock: Lock) -> set[str]:
+    """Say of which builds nobody held the names against the catalog."""
+    asked = (open_questions(host.settings.settings, host.catalog, lock) for host in hosts)
+    lacks = {f"names of {one.build} are not held" for found in asked for one, _ in found}
+    read = (unread(host.settings.settings, host.catalog, lock) for host in hosts)
+    return lacks | {f"headers of {one.repository} are not read" for open_ in read for one in open_}
+
+
+def _named(wanted: Names, names: list[str]) -> Names:
+    if not names:
+        return wanted
+    return Names(
+        frozenset(source for source in wanted.sources if source[0] in names),
+        frozenset(image for image in wanted.images if image in names),
+    )
+
+
+def _refuse_unknown(names: list[str], hosts: list[Listed]) -> None:
+    wanted = (wanted_by(host.settings.settings, host.catalog) for host in hosts)
+    known = sorted({name for one in wanted for name in one.names})
+    for name in names:
+        if name not in known:
+            guess = closest(name, known)
+            fix = f"did you mean {guess}?" if guess else f"in use: {', '.join(known)}"
+            raise LockError.one(f"--update {name}", "no host of the inventory uses it", fix)
+
+
+def _difference(before: Lock, after: Lock) -> str:
+    old, new = (
+        {
+            (kind, name): one
+            for kind in ("sources", "images", "names", "anatomies")
+            for name, one in getattr(lock, kind).items()
+        }
+        for lock in (before, after)
+    )
+    added = len(set(new) - set(old))
+    moved = sum(1 for name in set(new) & set(old) if new[name] != old[name])
+    return f"{added} added, {moved} moved"

@@ -1,1 +1,0 @@
-"""What a host shows, as one document that may be sent to others, and the questions it answers."""

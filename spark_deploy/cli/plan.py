@@ -1,0 +1,152 @@
+"""``spark-deploy plan``: the plan of each host as text or JSON; hosts are asked when told to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spark_deploy.catalog.model import HybridModel, Model
+from spark_deploy.catalog.profile import Profile
+from spark_deploy.catalog.types import Catalog
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli import plan_summary
+from spark_deploy.cli.doctor import surveyed
+from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
+from spark_deploy.cli.options import Options
+from spark_deploy.cli.plan_summary import brief
+from spark_deploy.cli.plan_summary import row as _row
+from spark_deploy.cli.plan_text import UNMEASURED, lines, speed
+from spark_deploy.cli.query_hosts import look
+from spark_deploy.cli.report_document import HostReport, read_report
+from spark_deploy.errors import LockError, SparkError
+from spark_deploy.inventory.host_names import hold_if_told
+from spark_deploy.lockfile.file import read_lock
+from spark_deploy.planning.release import document
+from spark_deploy.planning.resolve import pair_of
+from spark_deploy.planning.speed import Calibration, calibrated, speed_of
+from spark_deploy.planning.types import HostPlan
+
+ONE_STREAM = "one_stream_tokens_per_s"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one Spark measured of one request, beside what is computed."""
+
+    report: str
+    model: str
+    profile: str
+    tokens_per_s: float
+    computed_tokens_per_s: float
+
+
+def calibration(root: Path, catalog: Catalog) -> Calibration:
+    """Return what the reports of this checkout and of an inventory's folder say together."""
+    found = measured(files_of(root), catalog)
+    return calibrated((one.tokens_per_s, one.computed_tokens_per_s) for one in found)
+
+
+def files_of(root: Path) -> list[Path]:
+    """Return the reports of the checkout, and those that lie in a folder or its ``reports``."""
+    found = [*(CHECKOUT / "reports").glob("*.md"), *(root / "reports").glob("*.md")]
+    found += root.glob("spark-report-*.md")
+    return sorted({path.resolve() for path in found if path.name != "README.md"})
+
+
+def measured(paths: Iterable[Path], catalog: Catalog) -> Iterator[Measured]:
+    """Yield the speed of each Spark that was measured with a pair that the catalog knows.
+
+    Of a host that several reports are of, each is a measurement of its own.
+    """
+    for path in paths:
+        try:
+            hosts = read_report(path).hosts
+        except (OSError, SparkError) as error:
+            say(f"{path}: the speed is computed without it: {error}")
+            continue
+        yield from (one for host in hosts for one in _of(path.name, host, catalog))
+
+
+def _of(report: str, host: HostReport, catalog: Catalog) -> Iterator[Measured]:
+    serving = host.serving
+    if serving is None or not host.is_spark or serving.portable:
+        return
+    profile = catalog.profiles.get((serving.profile, serving.model))
+    found = serving.speed.get(ONE_STREAM)
+    if profile is None or not found:
+        return
+    model = catalog.model(serving.model)
+    if isinstance(model, HybridModel):
+        computed = speed_of(model.architecture, profile).tokens_per_s
+        yield Measured(report, model.name, profile.name, found, computed)
+
+
+def run(options: Options) -> int:
+    """Print the plans of the chosen hosts."""
+    hosts = listed(options)
+    try:
+        plans = [planned(host, estimate=options.estimate) for host in hosts]
+    except LockError as error:
+        if options.estimate:
+            raise
+        around = "; or add --estimate, which asks no hub"
+        raise LockError([replace(one, fix=one.fix + around) for one in error.problems]) from error
+    for host in () if options.estimate else hosts:
+        hold(host)
+    there = _there(hosts, plans) if options.on_host else {}
+    texts = (
+        text(plan, *pair_of(host.settings.settings, host.catalog), verbose=options.verbose,
+             there=plan_summary.told(found) if (found := there.get(plan.host)) else "",
+             measured=calibration(host.settings.root, host.catalog))
+        for plan, host in zip(plans, hosts, strict=True)
+    )  # fmt: skip
+    more = [{"reuse": there.get(plan.host)} if options.on_host else {} for plan in plans]
+    documents = [{**document(plan), **one} for plan, one in zip(plans, more, strict=True)]
+    answer(options, documents, texts)
+    return 0 if not options.on_host or len(there) == len(hosts) else 1
+
+
+def _there(hosts: Sequence[Listed], plans: Sequence[HostPlan]) -> dict[str, plan_summary.Reuse]:
+    """Ask hosts what of their plans lies there already."""
+    needs = {plan.host: plan.needs for plan in plans}
+    answers = look(hosts, lambda host, one: surveyed(host, needs[one.name]))
+    for one in answers:
+        if one.value is None:
+            say(f"{one.host.name}: {one.problem}")
+    return {
+        one.host.name: plan_summary.reused(one.value.stored, needs[one.host.name])
+        for one in answers
+        if one.value is not None
+    }
+
+
+def text(
+    plan: HostPlan,
+    model: Model,
+    profile: Profile,
+    *,
+    verbose: bool,
+    there: str = "",
+    measured: Calibration = UNMEASURED,
+) -> Iterator[str]:
+    """Yield what a person asked for of the plan of one host, or all of it.
+
+    ``there`` says what of it lies on the host already, ``measured`` what reports say of the speed.
+    """
+    yield from brief(plan, profile)
+    if there:
+        yield _row("on the host", there)
+    if verbose:
+        yield from lines(plan, model, profile, measured)
+        return
+    yield from itertools.islice(speed(plan, model, profile, measured), 1)
+    yield _row("more", "with -v: what is fetched, built and started, with which arguments")
+
+
+def hold(host: Listed) -> None:
+    """Hold the names of what a host builds against the catalog, where the lock has not seen it."""
+    path = host.settings.lock_path
+    lock = host.looked_up.get(path) or read_lock(path)
+    host.looked_up[path] = hold_if_told(host.settings.settings, host.catalog, lock, say)

@@ -1,0 +1,17 @@
+"""``spark-deploy settings``: every setting, its default and its meaning."""
+
+from __future__ import annotations
+
+import json
+
+import yaml
+
+from spark_deploy.checkout import CHECKOUT
+from spark_deploy.cli.options import Options
+
+
+def run(options: Options) -> int:
+    """Print the file of defaults, as people would write settings of their own."""
+    text = (CHECKOUT / "group_vars/all.yml").read_text("utf-8")
+    print(json.dumps(yaml.safe_load(text), indent=1) if options.json else text.rstrip("\n"))
+    return 0

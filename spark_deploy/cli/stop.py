@@ -1,0 +1,85 @@
+"""``spark-deploy stop`` and ``start``: take hosts out of service, and back into it."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from pyinfra.api.host import Host
+from spark_contract.host import tool
+from spark_contract.host.units import MAIN_SERVICE
+
+from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, listed
+from spark_deploy.cli.options import Options
+from spark_deploy.cli.query_hosts import Answer, look, plain_answer
+from spark_deploy.errors import SparkError
+from spark_deploy.operations.commands import shell
+
+_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
+
+
+def run(options: Options) -> int:
+    """Stop or start the services of the chosen hosts; 1 when one did not obey.
+
+    A start serves the last proven release again.
+    """
+    verb = tool.STOP_SERVICE if options.command == "stop" else tool.START_SERVICE
+    by = f"{getpass.getuser()}@{socket.gethostname()}"
+    rest = ["--by", by] if options.command == "stop" else []
+    if options.command == "stop" and options.period is not None:
+        rest += ["--for", str(_seconds(options.period))]
+    hosts = listed(options, judged=False)
+    if options.service in (None, MAIN_SERVICE):
+        _refuse_half_a_cluster(hosts, options)
+    orders = {
+        one.name: [[verb, name, *rest] for name in chosen_services(one, options.service)]
+        for one in hosts
+    }
+    answers = look(
+        hosts, lambda host, one: _order(host, one, orders[one.name]),
+        doing="stopping" if options.command == "stop" else "starting",
+    )  # fmt: skip
+    found = [_outcome(one) for one in answers]
+    texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in found)
+    answer(options, found, texts, between="\n")
+    return 0 if all(one["ok"] for one in found) else 1
+
+
+def _refuse_half_a_cluster(hosts: Sequence[Listed], options: Options) -> None:
+    """Refuse to take one member from the others, who would start again for nothing."""
+    chosen = {one.name for one in hosts}
+    for one in hosts:
+        members = one.settings.settings.cluster.hosts
+        left_out = [name for name in members if name not in chosen]
+        if left_out:
+            what = f"serves together with {', '.join(left_out)}, which the command leaves out"
+            raise SparkError.one(one.name, what, again(options, options.command, *members))
+
+
+def _seconds(period: str) -> int:
+    number, unit = period[:-1], period[-1:]
+    if not number.isdecimal() or not int(number) or unit not in _UNITS_S:
+        fix = "a number and one of m, h, d: --for 90m"
+        raise SparkError.one("--for", f"{period!r} is no period", fix)
+    return int(number) * _UNITS_S[unit]
+
+
+def _order(host: Host, one: Listed, orders: Sequence[Sequence[str]]) -> tuple[bool, str]:
+    settings = one.settings.settings
+    # What one service refuses does not keep the others from obeying.
+    each = "; ".join(f"{tool.line(*words)} 2>&1 || failed=1" for words in orders)
+    script = (
+        f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {each}; exit $failed; "
+        "else echo 'nothing of ours is installed yet; run deploy.py'; exit 1; fi"
+    )
+    # Each engine may take its whole start, and its stop, to answer.
+    limit_s = (settings.serve.start_timeout_s + settings.serve.stop_timeout_s + 300) * len(orders)
+    ok, output = host.run_shell_command(shell(script), _sudo=one.data["_sudo"], _timeout=limit_s)
+    return ok, output.stdout.strip()
+
+
+def _outcome(answered: Answer[tuple[bool, str]]) -> dict[str, Any]:
+    ok, said = answered.value or (False, "")
+    return {**plain_answer(answered), "ok": ok, "said": said}

@@ -1,1 +1,0 @@
-"""What a host says of itself: hardware, system, packages, docker."""

@@ -1,1 +1,0 @@
-"""What a host says of its network: ports, proxy, fabric, reach."""

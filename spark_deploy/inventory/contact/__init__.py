@@ -1,1 +1,0 @@
-"""First contact and every later one: host keys, what bootstrap grants, SSH."""

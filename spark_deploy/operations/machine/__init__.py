@@ -1,1 +1,0 @@
-"""What is ensured on the machine itself: access, packages, CUDA, Docker, reboots."""

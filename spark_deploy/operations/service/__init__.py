@@ -1,1 +1,0 @@
-"""What is ensured of our services: tools, jobs, gateway, releases."""

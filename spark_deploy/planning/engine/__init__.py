@@ -1,1 +1,0 @@
-"""What the engine is told, and what its options, images and lines mean: nowhere else in plans."""

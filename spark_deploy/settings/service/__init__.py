@@ -1,1 +1,0 @@
-"""Settings of what is served: one service, more beside it, and hosts together."""
