@@ -84,6 +84,20 @@ def test_the_hubs_token_leaves_with_its_job_and_with_those_that_will_not_start(
     assert "".join(there) == left
 
 
+def test_an_unreadable_job_keeps_no_token_of_another(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(host, "", "1" * 12)
+    write_job(host, "", "2" * 12)
+    (host.paths.job("2" * 12) / "job.json").write_text("{")
+    write_job(host, "", "3" * 12, after=["1" * 12])
+    token = host.paths.job("3" * 12) / "hub-token"
+    token.write_text("hf_canary")
+    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
+    jobs.end("1" * 12, host.paths, success=False)
+    assert not token.exists()
+
+
 def poll(host: Host, *digests: str) -> list[dict[str, Any]]:
     return plain(jobs.poll(list(digests or [D12]), host.paths))
 

@@ -126,8 +126,9 @@ def end(digest12: str, paths: Paths, *, success: bool) -> None:
     for path in (token, *token.parent.glob(f"{token.name}.*")):  # and what was half written
         files.remove(path)
     for other in () if success else all_digests(paths):
-        if digest12 in load(other, paths).after:
-            end(other, paths, success=False)
+        with contextlib.suppress(HostToolError):  # an unreadable job cannot start
+            if digest12 in load(other, paths).after:
+                end(other, paths, success=False)
 
 
 def _memory(before: Mapping[str, int], after: Mapping[str, int]) -> JobMemory:
