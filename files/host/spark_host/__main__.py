@@ -58,6 +58,12 @@ def _begin(name: str, paths: Paths) -> int:
     return 0
 
 
+def _daily(words: Words, paths: Paths) -> int:
+    code: int = _in("watch.daily")(words, paths)
+    _in("jobs.jobs", "remove_unused_tokens")(paths)
+    return code
+
+
 def _stop_service(words: Words, paths: Paths) -> int:
     more = dict(zip(words[1::2], words[2::2], strict=False))
     for_s = more.pop("--for", None)
@@ -146,7 +152,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
         _of_one(_in("watch.loop", "run")),
         "RELEASE: watch its engine (run by spark-watch@RELEASE)",
     ),
-    "daily": (_in("watch.daily"), ": look for what decays unnoticed (run by spark-daily.timer)"),
+    "daily": (_daily, ": look for what decays unnoticed (run by spark-daily.timer)"),
     tool.JOB: (_in("jobs.jobs"), "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
     tool.IMAGE: (
         _in("jobs.image"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 from spark_contract import files
 from spark_contract.documents import plain
 from spark_contract.host.units import JOB
+from spark_contract.serving.records import DailyLook
 from spark_contract.work.job import JobRun
+from spark_host.__main__ import VERBS
 from spark_host.jobs import jobs
 from spark_host.system import disk, systemd
+from spark_host.watch import daily
 from stub_host import Host
 
 from tests.receipts import source_receipt
@@ -96,6 +100,42 @@ def test_an_unreadable_job_keeps_no_token_of_another(
     monkeypatch.setattr(systemd, "is_stopping", lambda: False)
     jobs.end("1" * 12, host.paths, success=False)
     assert not token.exists()
+
+
+@pytest.mark.parametrize("call", ["end", "daily"])
+@pytest.mark.parametrize(
+    ("unit", "age_s", "kept"),
+    [
+        ({}, 100, False),
+        ({"ActiveState": "failed", "Job": "0"}, 100, False),
+        ({"ActiveState": "inactive", "Job": "7"}, 100, True),
+        ({"ActiveState": "activating", "Job": "0"}, 100, True),
+        ({}, 0, True),
+    ],
+)
+def test_a_token_outlives_no_job_that_neither_runs_nor_waits(
+    host: Host,
+    units: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    unit: dict[str, str],
+    age_s: float,
+    kept: bool,
+) -> None:
+    token = write_job(host, "", "2" * 12) and host.paths.job("2" * 12) / "hub-token"
+    write_job(host, "", "1" * 12)
+    token.write_text("hf_canary")
+    units[JOB.of("2" * 12)] = unit
+    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + age_s)
+    if call == "end":
+        monkeypatch.setenv("SERVICE_RESULT", "success")
+        jobs.main(["end", "1" * 12], host.paths)
+    else:
+        monkeypatch.setattr(daily, "look", lambda _: DailyLook(at="", problems=()))
+        VERBS["daily"][0]([], host.paths)
+    assert token.exists() == kept
 
 
 def poll(host: Host, *digests: str) -> list[dict[str, Any]]:

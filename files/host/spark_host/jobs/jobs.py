@@ -43,6 +43,7 @@ from spark_host.system.stored import names
 STATUS = "status.json"
 _TAIL_LINES = 20
 _TAIL_PERIOD_S = 2.0
+_TOKEN_UNUSED_S = 60.0  # the command that writes a token starts its job next
 
 
 def load(digest12: str, paths: Paths) -> Job:
@@ -122,13 +123,37 @@ def end(digest12: str, paths: Paths, *, success: bool) -> None:
     """Remove the hub's token of a job that ended, and of those that will not start without it."""
     if systemd.is_stopping():
         return  # the next boot goes on with the job
-    token = paths.below(hub_token_file(digest12))
-    for path in (token, *token.parent.glob(f"{token.name}.*")):  # and what was half written
+    for path in _token_files(digest12, paths):
         files.remove(path)
     for other in () if success else all_digests(paths):
         with contextlib.suppress(HostToolError):  # an unreadable job cannot start
             if digest12 in load(other, paths).after:
                 end(other, paths, success=False)
+
+
+def _token_files(digest12: str, paths: Paths) -> list[Path]:
+    token = paths.below(hub_token_file(digest12))
+    return [*token.parent.glob(token.name), *token.parent.glob(f"{token.name}.*")]  # half written
+
+
+def remove_unused_tokens(paths: Paths) -> None:
+    """Remove the hub's token of each job that neither runs nor waits for its start.
+
+    No end of a job removes it after a power cut, or where a mount that the job requires fails.
+    """
+    folders = sorted(path for path in paths.below(JOBS_DIR).glob("*") if path.is_dir())
+    if systemd.is_stopping() or not any(_token_files(one.name, paths) for one in folders):
+        return
+    asked = systemd.loaded([units.JOB.of("*")], ("ActiveState", "Job"))
+    for folder in folders:
+        unit = asked.get(units.JOB.of(folder.name), {})
+        is_active = unit.get("ActiveState", "inactive") not in ("inactive", "failed")
+        if is_active or unit.get("Job", "0") not in ("", "0"):
+            continue
+        for path in _token_files(folder.name, paths):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_ctime > _TOKEN_UNUSED_S:
+                    files.remove(path)
 
 
 def _memory(before: Mapping[str, int], after: Mapping[str, int]) -> JobMemory:
@@ -307,6 +332,7 @@ def main(words: list[str], paths: Paths) -> int:
         return run(words[1], paths)
     if len(words) == 2 and words[0] == "end":
         end(words[1], paths, success=os.environ.get("SERVICE_RESULT") == "success")
+        remove_unused_tokens(paths)
         return 0
     if words[:1] == ["poll"]:
         answer(poll(words[1:] or all_digests(paths), paths))
