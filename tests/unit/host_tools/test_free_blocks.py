@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.host.free_blocks import GIB, parse_buddyinfo
+from spark_contract.host.free_blocks import GIB, FreeBlocks, parse_buddyinfo
 from spark_contract.serving.records import Proof
 from spark_contract.serving.release import Release
 from spark_host.check import runner
@@ -187,3 +187,25 @@ def test_the_watchdog_reports_fragmentation_once(
     thread.join()
     assert before == ()
     assert [event.kind for event in loop.events("main", host.paths)] == ["fragmented"]
+
+
+def in_large_blocks(large_gib: float) -> FreeBlocks:
+    return FreeBlocks(((4 << 10, 20 * GIB), (32 << 20, int(large_gib * GIB))))
+
+
+# The limit is 8 GiB in large blocks, and memory has recovered at 16 GiB.
+@pytest.mark.parametrize(
+    ("samples", "events"),
+    [
+        ([(0, 7), (20, 9), (40, 7), (60, 9), (80, 7)], 1),
+        ([(0, 7), (20, 17), (40, 7)], 2),
+        ([(0, 7), (300, 9), (620, 7)], 2),
+        ([(at_s, 7) for at_s in range(0, 2000, 20)], 1),
+    ],
+)
+def test_fragmentation_near_the_limit_is_reported_once(
+    samples: list[tuple[float, float]], events: int
+) -> None:
+    fragmentation = loop.Fragmentation()
+    begun = [fragmentation.begins(in_large_blocks(gib), at_s) for at_s, gib in samples]
+    assert begun.count(True) == events

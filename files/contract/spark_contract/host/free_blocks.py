@@ -39,6 +39,14 @@ class FreeBlocks:
             or self.free_bytes(LARGE_BLOCK_BYTES) < FEW_LARGE_BYTES
         )
 
+    @property
+    def is_recovered(self) -> bool:
+        """Whether twice the limits of ``is_fragmented`` are free."""
+        return (
+            self.free_bytes(DRIVER_BLOCK_BYTES) >= 2 * LOW_BYTES
+            and self.free_bytes(LARGE_BLOCK_BYTES) >= 2 * FEW_LARGE_BYTES
+        )
+
     def __str__(self) -> str:
         """Return the figures that the limits apply to."""
         return (

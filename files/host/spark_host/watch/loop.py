@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from spark_contract import documents, files
 from spark_contract.errors import HostToolError
+from spark_contract.host.free_blocks import FreeBlocks
 from spark_contract.host.paths import Paths
 from spark_contract.serving import release as checks
 from spark_contract.serving.records import Event
@@ -31,6 +32,7 @@ from spark_host.watch.cluster import Together
 from spark_host.watch.sensors import Thermometer
 
 _EVENTS_KEPT = 1000
+_UNFRAGMENTED_S = 600.0  # without fragmentation: the next one is reported
 _SENSORS_EVERY_S = 20.0  # nvidia-smi starts anew each time, and heat is slow
 _ANSWER_S = 5.0
 _WORKER_S = 0.5
@@ -126,18 +128,34 @@ def run(name: str, paths: Paths) -> int:
         over.set()
 
 
+class Fragmentation:
+    """Reports fragmentation once while the free blocks stay near the limit."""
+
+    def __init__(self) -> None:
+        self._fragmented_at_s: float | None = None
+
+    def begins(self, blocks: FreeBlocks, now_s: float) -> bool:
+        """Return whether memory is fragmented for the first time since it recovered."""
+        before_s = self._fragmented_at_s
+        if blocks.is_fragmented:
+            self._fragmented_at_s = now_s
+            return before_s is None or now_s - before_s >= _UNFRAGMENTED_S
+        if blocks.is_recovered:
+            self._fragmented_at_s = None
+        return False
+
+
 def _look_beside(release: Release, paths: Paths, over: threading.Event) -> None:
     """Do what may wait, apart from what may not: these programs hang on a host in trouble."""
     thermometer, looked_s, last = Thermometer(release.watch), float("-inf"), None
-    fragmented = False
+    fragmentation = Fragmentation()
     while not over.is_set():
         if time.monotonic() - looked_s >= _SENSORS_EVERY_S:
             looked_s = time.monotonic()
             for kind, text in thermometer.events(sensors.read()):
                 event(release, kind, text, paths)
-            blocks, before = read_free_blocks(), fragmented
-            fragmented = blocks is not None and blocks.is_fragmented
-            if fragmented and not before:
+            blocks = read_free_blocks()
+            if blocks is not None and fragmentation.begins(blocks, looked_s):
                 text = f"memory is fragmented: {blocks}; reboot the host before its next start"
                 event(release, checks.FRAGMENTED, text, paths)
         last = _follow_addresses(release, paths, last)
