@@ -14,8 +14,8 @@ from spark_contract.host.units import MAIN_SERVICE
 from spark_contract.serving.release import Release
 
 from spark_deploy.bench import benchy, host, markdown, page, submission, vllm_bench
-from spark_deploy.bench import page as seeds
 from spark_deploy.bench.load import Endpoint
+from spark_deploy.bench.page import measure
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served
 from spark_deploy.cli import ladder
 from spark_deploy.cli.connect import connection_of, login_of
@@ -187,7 +187,7 @@ class _Bench:
     def seeds(self) -> tuple[Answer, ...]:
         if not self.wanted("seeds"):
             return ()
-        return tuple(seeds.measure(self.endpoint, self.context_tokens, say))
+        return tuple(measure(self.endpoint, self.context_tokens, say))
 
     def loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
         if not self.wanted("vllm-bench"):

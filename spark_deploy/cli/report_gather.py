@@ -8,8 +8,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.serving import release as checks
 from spark_contract.serving.records import Event, Finding, Proof
+from spark_contract.serving.release import (
+    ACCEPTANCE,
+    CONTEXT_LENGTH,
+    COOLED,
+    COUNTERS,
+    HEALTH,
+    HOT,
+    LOG_LINES,
+    MEMORY,
+    POWER,
+    PREFIX_REUSE,
+    STALLED,
+    STARVING,
+)
 from spark_contract.serving.status import EngineEvidence, Evidence, ReleaseState
 
 from spark_deploy.cli.report_document import Checked, HostReport, Judged, Serving, Told, Work
@@ -80,13 +93,11 @@ def all_redacted(value: Any) -> Any:
 
 # Checks whose findings are numbers of ours; those of the others quote what was said.
 _IN_NUMBERS = frozenset(
-    {checks.MEMORY, checks.CONTEXT_LENGTH, checks.LOG_LINES, checks.PREFIX_REUSE,
-     checks.ACCEPTANCE, checks.COUNTERS, checks.HEALTH}
+    {MEMORY, CONTEXT_LENGTH, LOG_LINES, PREFIX_REUSE,
+     ACCEPTANCE, COUNTERS, HEALTH}
 )  # fmt: skip
 # Events that are sentences of ours; those of the others may name addresses or quote programs.
-_IN_OUR_WORDS = frozenset(
-    {checks.HOT, checks.COOLED, checks.POWER, checks.STARVING, checks.STALLED}
-)
+_IN_OUR_WORDS = frozenset({HOT, COOLED, POWER, STARVING, STALLED})
 _DGX = ("DGX_NAME", "DGX_PRETTY_NAME", "DGX_SWBUILD_DATE", "DGX_SWBUILD_VERSION",
         "DGX_OTA_VERSION", "DGX_OTA_DATE")  # fmt: skip
 _REPOSITORY = re.compile(r"^.*/(?=[^/]*$)")  # of an image: its registry may be an owner's

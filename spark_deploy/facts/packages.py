@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spark_deploy.facts import reading as sections
+from spark_deploy.facts import reading
 from spark_deploy.facts.reading import FileStates, HostFact, Sections
 from spark_deploy.managed import FileState
 
@@ -108,7 +108,7 @@ class BaseState(HostFact[Base]):
     ) -> str:
         places = " ".join(shlex.quote(path) for path in directories)
         names = " ".join(shlex.quote(unit) for unit in units)
-        return sections.script(
+        return reading.script(
             packages_script(packages),
             f"echo '== directories'; stat -L -c '%F|%a|%U:%G|%n' -- {places} 2>/dev/null",
             f"echo '== files'; {FileStates().command(files)}",
@@ -118,7 +118,7 @@ class BaseState(HostFact[Base]):
         )
 
     def process(self, output: list[str]) -> Base:
-        found = sections.whole(output)
+        found = reading.whole(output)
         return Base(
             packages=parse_packages(found.get("packages", ())),
             directories=parse_directories(found.get("directories", ())),
@@ -126,9 +126,9 @@ class BaseState(HostFact[Base]):
             stale_units=tuple(
                 line.split()[0] for line in found.get("stale-units", ()) if line.endswith(" yes")
             ),
-            boot_target=sections.first(found, "boot-target"),
-            earlyoom=sections.first(found, "earlyoom"),
-            compaction_proactiveness=sections.first(found, "compaction"),
+            boot_target=reading.first(found, "boot-target"),
+            earlyoom=reading.first(found, "earlyoom"),
+            compaction_proactiveness=reading.first(found, "compaction"),
             units=dict([*line.split(), ""][:2] for line in found.get("units", ()) if line.split()),
         )
 

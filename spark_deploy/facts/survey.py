@@ -14,10 +14,7 @@ from spark_contract.host.tool import STAND_IN
 from spark_contract.host.units import MAIN_SERVICE, SERVE
 from spark_contract.serving.records import DailyLook, Stopped
 
-from spark_deploy.facts import disk, gpu, memory, network, reading
-from spark_deploy.facts import disk as stored
-from spark_deploy.facts import docker as containers
-from spark_deploy.facts import system as identity
+from spark_deploy.facts import disk, docker, gpu, memory, network, reading, system
 from spark_deploy.facts.disk import Above, Place, Reclaimable, Stored
 from spark_deploy.facts.docker import Container
 from spark_deploy.facts.gpu import GpuState
@@ -139,10 +136,10 @@ class HostSurvey(HostFact[Survey]):
     ) -> str:
         return reading.as_root(
             reading.script(
-                identity.SCRIPT,
+                system.SCRIPT,
                 gpu.SCRIPT,
                 memory.SCRIPT,
-                stored.stored_script(paths, look_in),
+                disk.stored_script(paths, look_in),
                 network.ports_script(ports_wanted),
                 reading.SERVING,
                 engine_memory_script(),
@@ -152,8 +149,8 @@ class HostSurvey(HostFact[Survey]):
                 # Half of the time is docker's.
                 beside=(
                     disk.disk_script(paths, shared_paths),
-                    containers.SCRIPT,
-                    containers.images_script(images),
+                    docker.SCRIPT,
+                    docker.images_script(images),
                 ),
             )
         )
@@ -164,15 +161,15 @@ class HostSurvey(HostFact[Survey]):
         state = gpu.parse(found)
         return Survey(
             user=(sudo[1] if len(sudo) > 1 else "?") if sudo[0] == "no" else "",
-            identity=identity.parse(found, state),
+            identity=system.parse(found, state),
             gpu=state,
             memory=memory.parse_memory(found),
             processes=memory.parse_processes(found.get("processes", ())),
             places=disk.parse_places(found.get("places", ())),
             reclaimable=disk.parse_reclaimable(found),
             listeners=network.parse(found.get("listeners", ()), found.get("listener-cgroups", ())),
-            containers=containers.parse(found.get("containers", ())),
-            docker_silent=containers.silent(found.get("containers", ())),
+            containers=docker.parse(found.get("containers", ())),
+            docker_silent=docker.silent(found.get("containers", ())),
             broken_packages=audited(found.get("dpkg-audit", ())),
             serving=tuple(line for line in found.get("serving", ()) if line),
             stub_packages=tuple(
@@ -180,7 +177,7 @@ class HostSurvey(HostFact[Survey]):
             ),
             images=tuple(found.get("images", ())),
             tailscale=reading.first(found, "tailscale"),
-            stored=stored.parse(found),
+            stored=disk.parse(found),
             daily=_daily(found.get("daily", ())),
             above=disk.parse_above(found.get("above", ())),
             stopped=dict(_stopped(found.get("stopped", ()))),

@@ -18,7 +18,7 @@ from pathlib import Path
 from spark_contract import documents
 from spark_contract.documents import DocumentError, plain, text_of
 from spark_contract.errors import problem_in
-from spark_contract.work import orders as builder_words
+from spark_contract.work import orders
 from spark_contract.work.orders import BuildPlan, DonorUrl, Held
 
 from spark_deploy.checkout import CHECKOUT
@@ -63,7 +63,7 @@ def hold(asked: HeldNames, order: BuildPlan, hub: HubSettings) -> HeldNames:
                 order, donor=DonorUrl(url=order.donor.url, token_file=builder.token_file, tries=3)
             )
         (builder.folder / "plan.json").write_text(text_of(order), encoding="utf-8")
-        said = builder.ask(builder_words.HOLD, "plan.json", asked.base)
+        said = builder.ask(orders.HOLD, "plan.json", asked.base)
     try:
         found = documents.parse(Held, said)
     except DocumentError as error:
@@ -92,12 +92,12 @@ class Builder:
 
     def ask(self, *words: str) -> str:
         """Return what a command prints; it is told where the hub is, and no secret."""
-        told = [builder_words.ENDPOINT, self.endpoint]
-        told += [builder_words.TOKEN_FILE, self.token_file] if self.token_file else []
+        told = [orders.ENDPOINT, self.endpoint]
+        told += [orders.TOKEN_FILE, self.token_file] if self.token_file else []
         homes = (str(CHECKOUT / "files" / home) for home in ("contract", "checkpoint"))
         # In an empty folder: no Python of the one that somebody works in is run.
         done = subprocess.run(
-            [sys.executable, "-m", builder_words.BUILDER, *words, *told],
+            [sys.executable, "-m", orders.BUILDER, *words, *told],
             cwd=self.folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(homes)},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
         )  # fmt: skip

@@ -16,7 +16,6 @@ from spark_deploy.facts.docker import DAEMON_JSON, Docker, DockerState
 from spark_deploy.facts.fact_cache import read
 from spark_deploy.managed import ManagedFile
 from spark_deploy.operations import apt, docker_engine, gpu_access
-from spark_deploy.operations import docker_engine as daemon_json
 from spark_deploy.operations.commands import log, log_once
 from spark_deploy.operations.files import put
 from spark_deploy.operations.host_errors import Commands, host_errors, refuse
@@ -50,15 +49,15 @@ def missing(plan: DockerPlan, state: Docker) -> tuple[str, ...]:
 
 def wanted_keys(plan: DockerPlan, state: Docker) -> dict[str, Any]:
     """Return the keys of daemon.json we answer for, with the runtime the file will have."""
-    full = wanted_file(plan, state, daemon_json.parse(state.daemon_json or ""))
+    full = wanted_file(plan, state, docker_engine.parse(state.daemon_json or ""))
     return {**plan.daemon, **({"runtimes": full["runtimes"]} if "runtimes" in full else {})}
 
 
 def wanted_file(plan: DockerPlan, state: Docker, present: Mapping[str, Any]) -> dict[str, Any]:
     """Return daemon.json as it shall be; without a runtime that the host does not have."""
     if gpu_access.without_runtime(state):
-        return daemon_json.merged(present, plan.daemon)
-    return daemon_json.with_runtime(present, plan.daemon)
+        return docker_engine.merged(present, plan.daemon)
+    return docker_engine.with_runtime(present, plan.daemon)
 
 
 @operation()
@@ -96,7 +95,7 @@ def daemon_config(plan: DockerPlan) -> Commands:
     state = state_of(plan)
     text = state.daemon_json
     try:
-        present = daemon_json.parse(text or "")
+        present = docker_engine.parse(text or "")
     except ValueError as error:
         refuse(
             DAEMON_JSON,
@@ -107,7 +106,7 @@ def daemon_config(plan: DockerPlan) -> Commands:
     if text is not None and wanted == present:
         host.noop("daemon.json has our keys")
         return
-    file = ManagedFile(DAEMON_JSON, daemon_json.render(wanted).encode())
+    file = ManagedFile(DAEMON_JSON, docker_engine.render(wanted).encode())
     # The first file is somebody's work: kept beside, once.
     keep = shlex.quote(kept_aside(DAEMON_JSON))
     yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {keep}"
@@ -136,7 +135,7 @@ def running(plan: DockerPlan) -> Commands:
     if not keys:
         host.noop("the engine runs with our keys")
         return
-    if set(keys) <= daemon_json.RELOADABLE:
+    if set(keys) <= docker_engine.RELOADABLE:
         log(f"docker reloads its configuration for: {', '.join(keys)}")
     else:
         log(f"docker is restarted for: {', '.join(keys)}")
@@ -153,13 +152,13 @@ def not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
     What `docker info` does not show counts when the file is newer than the daemon, or is about
     to get the key.
     """
-    keys = list(daemon_json.unmet(wanted, state.info))
-    present = daemon_json.parse(state.daemon_json or "")
+    keys = list(docker_engine.unmet(wanted, state.info))
+    present = docker_engine.parse(state.daemon_json or "")
     newer = state.daemon_json_mtime_s > state.started_at_s
     for key, value in wanted.items():
-        if daemon_json.visible(key):
+        if docker_engine.visible(key):
             continue
-        if newer or daemon_json.merged(present, {key: value}) != present:
+        if newer or docker_engine.merged(present, {key: value}) != present:
             keys.append(key)
     return tuple(keys)
 

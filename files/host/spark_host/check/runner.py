@@ -16,9 +16,8 @@ from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.host.paths import Paths
 from spark_contract.host.tool import PHASE, STAND_IN, WAITED
-from spark_contract.serving import release as checks
 from spark_contract.serving.records import CacheCount, Finding, Proof
-from spark_contract.serving.release import Release
+from spark_contract.serving.release import MEMORY, READY, Release
 
 from spark_host.check import comparing
 from spark_host.check.probe import CheckError, Probe
@@ -179,11 +178,11 @@ def _stopped(guard: StartGuard | None) -> str | None:
 def _memory(guard: StartGuard, *, ready: bool) -> Finding:
     """Say how much memory the start left; the first of the findings, for it explains the others."""
     if guard.starved is not None:
-        return Finding(checks.MEMORY, False, guard.starved, 0.0)
+        return Finding(MEMORY, False, guard.starved, 0.0)
     failures, fatal = guard.read_driver_failures(ready=ready)
     if fatal:
         fix = "reboot the host, if the engine's log names no other cause"
-        return Finding(checks.MEMORY, False, f"{failures}; fix: {fix}", 0.0)
+        return Finding(MEMORY, False, f"{failures}; fix: {fix}", 0.0)
     seen = guard.seen
     text = "not looked at"
     if seen is not None:
@@ -192,7 +191,7 @@ def _memory(guard: StartGuard, *, ready: bool) -> Finding:
             f"(least after {seen.after_s:.0f} s, floor {seen.floor_bytes / GIB:.1f} GiB)"
         )
         text += failures and f"; {failures}"
-    return Finding(checks.MEMORY, seen is not None, text, 0.0)
+    return Finding(MEMORY, seen is not None, text, 0.0)
 
 
 def _ready(probe: Probe, report: Report, doing: str, ended: Callable[[], str | None]) -> Finding:
@@ -206,14 +205,14 @@ def _ready(probe: Probe, report: Report, doing: str, ended: Callable[[], str | N
             status = probe.engine.get("/health", 5).status
             if status == 200:
                 probe.engine_version = _version(probe)
-                return Finding(checks.READY, True, "the engine answers", round(waited, 3))
+                return Finding(READY, True, "the engine answers", round(waited, 3))
             reason = f"/health answers HTTP {status}"
         except EngineError as error:
             reason = str(error)
         gone = ended() or _unit_gone(probe.release)
         if gone or waited > limit_s:
             what = gone or f"not ready after {limit_s:.0f} s: {reason}"
-            finding = Finding(checks.READY, False, what, round(waited, 3))
+            finding = Finding(READY, False, what, round(waited, 3))
             report(_line(finding))
             return finding
         if time.monotonic() - told >= _PROGRESS_S:

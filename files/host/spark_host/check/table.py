@@ -14,7 +14,7 @@ from spark_contract.serving import release
 from spark_host.check import evidence, media_questions
 from spark_host.check.probe import Probe, Weight
 from spark_host.check.questions import conversation, pooled
-from spark_host.check.questions import conversation as long_text
+from spark_host.check.questions.conversation import needle, prefix_reuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ CHECKS = (
         lambda p: p.plan.task == "classification",
     ),
     Check(
-        release.PREFIX_REUSE, "full", long_text.prefix_reuse, "must",
+        release.PREFIX_REUSE, "full", prefix_reuse, "must",
         "prefix caching that is off, or gives back what was not asked",
         "it does not find the number in turn 1, which no cache has a part in: told as a warning",
         lambda p: p.plan.prefix is not None,
@@ -152,7 +152,7 @@ CHECKS = (
         lambda p: p.plan.acceptance_floor is not None,
     ),
     Check(
-        release.NEEDLE, "deep", long_text.needle, "warn",
+        release.NEEDLE, "deep", needle, "warn",
         "positions or caches that are damaged far from the end",
         "the model loses one number in a text that fills three quarters of its context",
         lambda p: p.plan.needle is not None,

@@ -26,9 +26,7 @@ from spark_contract.work.sharing import SHARE_KEY, SHARE_SETTINGS
 
 from spark_host.prune import holdings
 from spark_host.system import docker, systemd
-from spark_host.uninstall import baseline as past
-from spark_host.uninstall import containers, packages
-from spark_host.uninstall import packages as shared
+from spark_host.uninstall import baseline, containers, packages
 
 TEMPLATES = (
     units.HOURS, units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.SHARE, units.WATCH,
@@ -61,7 +59,7 @@ _KEEPS_RECORD = ("package", "tree", "source", "image", "settings")
 
 def look(wanted: Footprint, paths: Paths) -> Ours:
     """List what is ours."""
-    before = past.noted(paths)
+    before = baseline.noted(paths)
     deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
     others = containers.of_others()
     things = [*_running(), *_boot_links(paths), *_data(wanted, paths), *containers.images(
@@ -70,14 +68,17 @@ def look(wanted: Footprint, paths: Paths) -> Ours:
     stays = _engine_stays(engine, wanted, others)
     things += [*_units(paths), *_config(paths), *_files(wanted, stays, paths)]
     if deployed:
-        things += [*shared.shared_things(wanted, before, stays, paths), *_host_care(wanted, before)]
+        things += [
+            *packages.shared_things(wanted, before, stays, paths),
+            *_host_care(wanted, before),
+        ]
         things += [*_users(), *engine]
     things += [*_remains(before, paths), *_tools(paths), *_records(paths)]
     things += _access(wanted, paths) if things else []
     things += _empty(wanted, before, paths) if deployed else []
-    if (paths.state / past.RECORD).exists():
+    if (paths.state / baseline.RECORD).exists():
         why = "says what of the rest is ours" if _left(things) else ""
-        things.append(Thing(NOTE, str(paths.state / past.RECORD), 0, why))
+        things.append(Thing(NOTE, str(paths.state / baseline.RECORD), 0, why))
     return Ours(before.at if before else None, tuple(things))
 
 
@@ -173,13 +174,13 @@ def _engine_stays(engine: list[Thing], wanted: Footprint, others: containers.Oth
 def _host_care(wanted: Footprint, before: Before | None) -> Iterator[Thing]:
     unknown = "" if before else "nobody noted whether it was so before"
     was_masked = before.masked if before else ()
-    for unit in past.masked(wanted.masked):
+    for unit in baseline.masked(wanted.masked):
         if unit not in was_masked:
             yield Thing("mask", unit, 0, unknown)
-    target = past.boot_target()
+    target = baseline.boot_target()
     if before and target == "multi-user.target" and before.boot_target not in ("", target):
         yield Thing("boot target", before.boot_target)
-    for user in past.docker_members():
+    for user in baseline.docker_members():
         if user in wanted.docker_users and not (before and user in before.docker_members):
             yield Thing("docker user", user, 0, unknown)
 
@@ -201,7 +202,7 @@ def _tools(paths: Paths) -> Iterator[Thing]:
 
 def _records(paths: Paths) -> Iterator[Thing]:
     for path in sorted(paths.state.iterdir()) if paths.state.is_dir() else ():
-        if path.name != past.RECORD:
+        if path.name != baseline.RECORD:
             mine = path.name in _RECORDS
             yield Thing("record", str(path), 0, "" if mine else _NOT_OURS)
     for path in (paths.run, paths.below("/run/spark-gateway")):
@@ -249,13 +250,13 @@ def _remains(before: Before | None, paths: Paths) -> Iterator[Thing]:
     """List what packages of ours left behind when they were purged."""
     if before is None:
         return
-    here = past.installed()
-    for package, places in past.REMAINS.items():
+    here = baseline.installed()
+    for package, places in baseline.REMAINS.items():
         if package in here or package in before.packages:
             continue
         for path in (paths.below(place) for place in places):
             if path.is_dir() and str(path) not in before.directories:
                 yield Thing("remains", str(path), holdings.freed_bytes([path])[path])
     docker_gone = docker.client("version").returncode == 127
-    if docker_gone and "docker" in past.groups() and "docker" not in before.groups:
+    if docker_gone and "docker" in baseline.groups() and "docker" not in before.groups:
         yield Thing("group", "docker")

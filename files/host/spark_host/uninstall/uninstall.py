@@ -21,9 +21,7 @@ from spark_host.system import docker, systemd
 from spark_host.system.ports import Host
 from spark_host.system.programs import answer, finished
 from spark_host.system.stored import names
-from spark_host.uninstall import baseline as past
-from spark_host.uninstall import ours, packages
-from spark_host.uninstall import packages as shared
+from spark_host.uninstall import baseline, ours, packages
 
 _STOP_LIMIT_S = 900.0
 _ROUNDS = 6  # what is empty or unused is seen only when the rest is gone
@@ -48,7 +46,7 @@ def remove(wanted: Footprint, paths: Paths) -> Ours:
 
 def _round(going: list[Thing], wanted: Footprint, paths: Paths) -> list[str]:
     """Remove what a look found, kind by kind in its order; a kind that fails ends the round."""
-    before = past.noted(paths)
+    before = baseline.noted(paths)
     together: dict[str, Callable[[list[str]], str]] = {
         "service": _stop,
         "image": _images,
@@ -59,7 +57,7 @@ def _round(going: list[Thing], wanted: Footprint, paths: Paths) -> list[str]:
             ("tree", "source", "cache"), lambda name: holdings.remove_folder(Path(name))
         ),
         "container": docker.remove_container,
-        "settings": lambda name: shared.restore(name, wanted, before, paths),
+        "settings": lambda name: packages.restore(name, wanted, before, paths),
         "mask": lambda name: _systemctl("unmask", name),
         "boot target": lambda name: _systemctl("set-default", name),
         "docker user": lambda name: _run("gpasswd", "-d", name, "docker"),
@@ -139,7 +137,7 @@ def main(verb: str, text: str, paths: Paths) -> int:
             verb, f"cannot be read: {error}", "run it from its deploy", 2
         ) from error
     if verb == "note":
-        past.note(wanted, paths)
+        baseline.note(wanted, paths)
         return 0
     with ExitStack() as locks:
         if verb == "uninstall":

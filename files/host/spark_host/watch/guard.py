@@ -14,9 +14,8 @@ import time
 from types import TracebackType
 
 from spark_contract.host.paths import Paths
-from spark_contract.serving import release as checks
 from spark_contract.serving.records import StartMemory
-from spark_contract.serving.release import Release
+from spark_contract.serving.release import FRAGMENTED, STARVING, Release
 
 from spark_host.engine import kernel_log
 from spark_host.engine.container import process
@@ -112,7 +111,7 @@ class StartGuard:
             if not self._is_low():
                 continue
             if problem := defragment():
-                loop.event(self._release, checks.FRAGMENTED, problem, self._paths)
+                loop.event(self._release, FRAGMENTED, problem, self._paths)
                 return
             # A round that does not help costs the loading engine a core and its disk.
             rest_s = min(2 * rest_s, _LONGEST_REST_S) if self._is_low() else _DEFRAGMENT_REST_S
@@ -133,6 +132,6 @@ class StartGuard:
         # Before anything is written: at the speed at which weights load a disk is too slow.
         problem = process.end(self._release.container, self._held)
         self.starved = f"{stopped}; fix: {_FIX}"
-        loop.event(self._release, checks.STARVING, stopped, self._paths)
+        loop.event(self._release, STARVING, stopped, self._paths)
         self._told.set()
         loop.kill_unit_after(problem, self._release, self._paths)

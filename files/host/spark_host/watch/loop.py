@@ -16,9 +16,8 @@ from spark_contract import documents, files
 from spark_contract.errors import HostToolError
 from spark_contract.host.free_blocks import FreeBlocks
 from spark_contract.host.paths import Paths
-from spark_contract.serving import release as checks
 from spark_contract.serving.records import Event
-from spark_contract.serving.release import Release, Watch
+from spark_contract.serving.release import FRAGMENTED, KILLED, STALLED, STARVING, Release, Watch
 
 from spark_host.engine.client import Engine, EngineError, SilentError
 from spark_host.engine.container import process
@@ -110,7 +109,7 @@ def run(name: str, paths: Paths) -> int:
                 held = process.hold(release.container)
             reason = floor.broken(available_bytes())
             if reason is not None:
-                act(release, checks.STARVING, reason, held, paths)
+                act(release, STARVING, reason, held, paths)
                 floor.low_samples = 0
             if together.lost is not None:
                 # It ran well: its starts are counted against what fails here, not elsewhere.
@@ -119,7 +118,7 @@ def run(name: str, paths: Paths) -> int:
                 together.forget()
             reason = None if worker else _wedged(engine, judge)
             if reason is not None:
-                act(release, checks.STALLED, reason, held, paths)
+                act(release, STALLED, reason, held, paths)
                 judge.moved_at_s = None
                 judge.answered()
             # A worker is watched from when it joined: its weights are loaded after that.
@@ -157,7 +156,7 @@ def _look_beside(release: Release, paths: Paths, over: threading.Event) -> None:
             blocks = read_free_blocks()
             if blocks is not None and fragmentation.begins(blocks, looked_s):
                 text = f"memory is fragmented: {blocks}; reboot the host before its next start"
-                event(release, checks.FRAGMENTED, text, paths)
+                event(release, FRAGMENTED, text, paths)
         last = _follow_addresses(release, paths, last)
         over.wait(release.watch.interval_s)
 
@@ -195,7 +194,7 @@ def kill_unit_after(problem: str, release: Release, paths: Paths) -> None:
     if not problem:
         time.sleep(_UNIT_ENDS_S)
         problem = f"its unit goes on after {_UNIT_ENDS_S:.0f} s"
-    event(release, checks.KILLED, f"{problem}; killing the unit", paths)
+    event(release, KILLED, f"{problem}; killing the unit", paths)
     systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
 
 
