@@ -170,6 +170,8 @@ backends: venv build/backends/installed ## which kernels vLLM chooses on an H200
 	  .venv/bin/spark-deploy plan inventory/spark.py --estimate --json --profile $$profile \
 	    > build/backends/plans/$$profile.json || exit 1; done
 	@.venv/bin/spark-deploy plan inventory/spark.py --estimate --json --model qwen3.5-35b > build/backends/plans/35b.json
+	@.venv/bin/python -m proofs.releases.planning build/backends/published
+	@mv build/backends/published/published-bf16.json build/backends/plans/
 	PYTHONPATH=$(CURDIR):$(CURDIR)/files/contract:$(CURDIR)/files/host:$(CURDIR)/files/checkpoint:$(CURDIR)/files/image \
 	  build/backends/bin/python -m proofs.engine.backends build/backends/plans proofs/results/cpu/backends.json
 

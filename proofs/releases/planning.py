@@ -37,6 +37,7 @@ PLANS = {
     ],
     "plain-fp8": ["--model", "tiny-fp8", "--profile", "plain-mtp2"],
     "plain-bf16": ["--model", "tiny-bf16", "--profile", "plain-mtp2"],
+    "published-bf16": ["--model", "tiny-bf16", "--profile", "plain"],
     "plain-ngram": ["--model", "tiny-bf16", "--profile", "plain-ngram"],
     "container": ["--model", "tiny", "--profile", "v2"],
     "seeing": ["--model", "tiny", "--profile", "v2-seeing"],
