@@ -296,7 +296,9 @@ def configured(argv: list[str], tree: Path, sizes: dict[str, Any]) -> Any:
         from spark_vllm.register import register
 
         register()
-    argv = [*argv[1:], "--hf-overrides", json.dumps({"text_config": sizes})]
+    # A vision tower cannot be built on the meta device.
+    argv = [*argv[1:], "--language-model-only"]
+    argv += ["--hf-overrides", json.dumps({"text_config": sizes})]
     argv[argv.index("--max-model-len") + 1] = "4096"  # of the small checkpoints
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     arguments.model = str(tree)
