@@ -1,4 +1,4 @@
-"""A release's compile cache: its own once proven, else a copy of a proven one, else empty."""
+"""A release's compile cache: its own, else a copy of a proven one, else empty."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.host.tool import COMPILING
-from spark_contract.serving.records import CompileCache
-from spark_contract.serving.release import Release, service_of
+from spark_contract.serving.records import CompileCache, Finding, Proof
+from spark_contract.serving.release import READY, Release, service_of
 from spark_host.engine import compile_cache
 from spark_host.engine.container import account
 from spark_host.records import boot, proof
@@ -81,11 +81,71 @@ def test_a_candidate_starts_with_a_copy_and_writes_to_it_alone(caches: Caches) -
     assert content(caches.start(PROVEN)) == ["nv", "nv/kernel"]
 
 
-def test_a_candidate_that_failed_starts_again_with_a_fresh_copy(caches: Caches) -> None:
-    caches.proven()
+@pytest.mark.parametrize("has_source", [True, False])
+def test_a_candidate_that_failed_continues_with_what_it_compiled(
+    caches: Caches, has_source: bool
+) -> None:
+    old = caches.proven() if has_source else None
     new = caches.start(CANDIDATE)
-    (new / "nv/kernel").write_text("broken")
-    assert (caches.start(CANDIDATE) / "nv/kernel").read_text() == PROVEN
+    (new / "compiled").write_text("half")
+    assert (caches.start(CANDIDATE) / "compiled").read_text() == "half"
+    assert old is None or content(old) == ["nv", "nv/kernel"]
+
+
+ANSWERED, SILENT = Finding(READY, True, "", 0.0), Finding(READY, False, "", 0.0)
+WRONG = Finding("arithmetic", False, "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("checked_run", "checks", "keeps"),
+    [
+        ("1", (ANSWERED, WRONG), False),
+        ("1", (SILENT,), True),  # out of time
+        ("1", (ANSWERED, replace(WRONG, weight="warn")), True),
+        ("1", (ANSWERED,), True),
+        ("0", (ANSWERED, WRONG), True),  # of an earlier run: the last one was killed
+    ],
+)
+def test_a_candidate_that_a_check_refused_starts_with_a_new_copy(
+    caches: Caches,
+    monkeypatch: pytest.MonkeyPatch,
+    checked_run: str,
+    checks: tuple[Finding, ...],
+    keeps: bool,
+) -> None:
+    caches.proven()
+    monkeypatch.setenv("INVOCATION_ID", "1")
+    (caches.start(CANDIDATE) / "nv/kernel").write_text("torn")
+    release = caches.release(CANDIDATE)
+    found = Proof(
+        release=CANDIDATE,
+        digest=release.digest,
+        invocation_id=checked_run,
+        level="quick",
+        ok=False,
+        checked_at="",
+        checks=checks,
+        versions={},
+        engine={},
+        portable=False,
+        stubbed=(),
+    )
+    caches.here.disk.write(caches.host.paths.proof(CANDIDATE), found)
+    monkeypatch.setenv("INVOCATION_ID", "2")
+    assert (caches.start(CANDIDATE) / "nv/kernel").read_text() == ("torn" if keeps else PROVEN)
+
+
+def test_an_unproven_cache_is_not_copied(caches: Caches) -> None:
+    (caches.start(CANDIDATE) / "compiled").touch()
+    assert content(caches.start(PROVEN)) == []
+
+
+def test_an_unproven_cache_of_another_driver_is_dropped(
+    caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (caches.start(CANDIDATE) / "compiled").touch()
+    monkeypatch.setattr(proof, "driver", lambda: "590.10")
+    assert content(caches.start(CANDIDATE)) == []
 
 
 def test_a_proven_release_keeps_its_own_cache(caches: Caches) -> None:
@@ -128,6 +188,7 @@ def test_only_the_start_with_an_empty_cache_compiles(
         return bool(compile_cache.compiling(release, run, caches.here))
 
     assert compiles(PROVEN, "1")
+    assert compiles(PROVEN, "again")  # the first one was killed
     boot.record_good(caches.release(PROVEN), caches.here)
     assert not compiles(PROVEN, "2")
     assert not compiles(CANDIDATE, "3")
@@ -204,7 +265,9 @@ def test_whatever_an_engine_left_a_candidate_starts_and_starts_again(
     assert new.stat().st_uid == NOBODY.pw_uid
     assert all(one.is_symlink() for one in new.iterdir() if one.name in ("file", "folder"))
     plant(new / "nv" if is_copied else new, outside)
-    caches.start(CANDIDATE)  # what it left is removed
+    caches.start(CANDIDATE)  # continues with it
+    monkeypatch.setattr(proof, "driver", lambda: "590.10")
+    assert content(caches.start(CANDIDATE)) == []
     assert (outside / "secret").read_text() == "root's"
     assert ((outside / "secret").stat().st_uid, content(outside)) == (0, ["secret"])
     assert folders.remove_tree(new.parent)
@@ -215,6 +278,7 @@ def test_a_copy_that_was_killed_is_made_again(
 ) -> None:
     caches.proven()
     caches.start(CANDIDATE)
+    caches.host.paths.compile_cache(CANDIDATE).unlink()
 
     def killed(_: Path, target: Path) -> bool:
         (target / "half").mkdir(parents=True)
@@ -234,6 +298,7 @@ def test_whatever_fails_starts_with_an_empty_cache(
 ) -> None:
     caches.proven()
     caches.start(CANDIDATE)
+    caches.host.paths.compile_cache(CANDIDATE).unlink()
     if broken == "copy":
         monkeypatch.setattr(folders, "copy_tree", lambda *_: False)
     if broken == "room":

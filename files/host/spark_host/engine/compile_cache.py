@@ -1,7 +1,9 @@
 """Compile caches: each release has its own; a candidate starts with a copy of the last proven one.
 
 A cache fits one base image and number of drafts, which name the folder it is in, and one driver,
-which its record holds. The record is written last, and only a proven release keeps its cache.
+which its record holds. The record is written last. A release keeps its cache over starts that
+fail, so that compiling continues, but not after a check refused its engine's answers. Only a
+proven release's cache is copied.
 
 Engines write to these directories, so they may hold anything. coreutils copy and remove them: they
 follow no link, and whatever ends them leaves a start with an empty cache.
@@ -12,11 +14,12 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from spark_contract.host.tool import COMPILING, PHASE
 from spark_contract.serving.records import CompileCache
-from spark_contract.serving.release import Release
+from spark_contract.serving.release import READY, Release
 
 from spark_host.engine.container import account
 from spark_host.records import boot, proof, upgrades
@@ -29,7 +32,7 @@ _MOST_BYTES, _MOST_FILES = 8 << 30, 200_000
 
 
 def prepare(release: Release, host: Host, report: Report) -> None:
-    """Put the cache of a release in place: its own once proven, else a copy, else an empty one."""
+    """Put the cache of a release in place: its own, else a copy, else an empty one."""
     if release.cache is None:
         return
     driver = loaded_driver()
@@ -37,6 +40,10 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     if proven and _is_usable(release, driver, host):
         return
     folder, record = host.paths.below(release.cache), host.paths.compile_cache(release.name)
+    run, found = os.environ.get("INVOCATION_ID", ""), host.disk.read(CompileCache, record)
+    if found and _is_usable(release, driver, host) and not _is_refused(release, found, host):
+        _write(record, replace(found, invocation_id=run), host, report)
+        return
     host.disk.remove(record)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folders.give(folder.parent, os.geteuid(), os.getegid(), 0o700)
@@ -46,9 +53,12 @@ def prepare(release: Release, host: Host, report: Report) -> None:
         source = None
         account.make_folder(folder, release)
         report(f"{PHASE}cache starts empty")
-    run = os.environ.get("INVOCATION_ID", "")
+    _write(record, CompileCache(driver, source.name if source else None, run), host, report)
+
+
+def _write(record: Path, cache: CompileCache, host: Host, report: Report) -> None:
     try:
-        host.disk.write(record, CompileCache(driver, source.name if source else None, run))
+        host.disk.write(record, cache)
     except OSError as error:  # on a full disk the next start compiles again
         report(f"the compile cache has no record: {error}")
 
@@ -80,6 +90,14 @@ def _is_usable(release: Release, driver: str, host: Host) -> bool:
         return False
     folder = host.paths.below(release.cache)
     return folder.is_dir() and folder.lstat().st_uid == account.number(release)
+
+
+def _is_refused(release: Release, cache: CompileCache, host: Host) -> bool:
+    """Return whether the engine answered in the cache's last run and failed a check."""
+    found = proof.read(release.name, host)
+    if found is None or found.invocation_id != cache.invocation_id:
+        return False
+    return bool(found.failed) and any(one.name == READY and one.ok for one in found.checks)
 
 
 def _source(release: Release, driver: str, host: Host) -> Release | None:
