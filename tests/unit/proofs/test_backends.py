@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from proofs.engine.backends import pins_of
+from proofs.engine.backends import pins_of, without_pins
 from spark_deploy.checkout import CHECKOUT
+from spark_deploy.planning.host import plan_host
+from spark_deploy.planning.resolve import Request
 from spark_deploy.planning.types import HostPlan
-from tests.unit.planning.plans import shipped, shipped_catalog
+from spark_deploy.settings.types import Settings
+from tests.unit.planning.plans import PAYLOAD, made_up_lock, shipped, shipped_catalog
 
 TABLE = json.loads((CHECKOUT / "proofs/results/cpu/backends.json").read_text("utf-8"))
 PLANS = {(model, profile): plan for model, profile, plan in shipped()}
@@ -17,7 +21,7 @@ HYBRIDS = sorted(set(shipped_catalog().profile_names) - {"plain"})
 SERVED = {
     **{f"{name} of qwen3.5-122b": ("qwen3.5-122b", name) for name in HYBRIDS},
     "v2 of qwen3.5-35b": ("qwen3.5-35b", "v2"),
-    "plain of a BF16 repository": ("qwen3-4b", "plain"),
+    "plain of a BF16 repository": ("qwen3-30b-a3b", "plain"),
     "plain of an FP8 repository": ("qwen3-4b", "plain"),
 }
 
@@ -28,23 +32,38 @@ def test_the_table_covers_every_shipped_profile() -> None:
 
 @pytest.mark.parametrize("case", SERVED)
 def test_a_profile_has_the_pins_that_the_table_was_made_with(case: str) -> None:
-    plan = PLANS[SERVED[case]]
+    plan = bf16_plan() if "BF16" in case else PLANS[SERVED[case]]
     assert isinstance(plan, HostPlan)
     engine = plan.serve.engine
     assert pins_of(list(engine.argv), engine.env) == TABLE["cases"][case]["pins"]
+    assert not pins_of(without_pins(list(engine.argv)), {})
+
+
+def bf16_plan() -> HostPlan:
+    """Plan a repository whose config.json shows BF16 experts."""
+    model, profile = SERVED["plain of a BF16 repository"]
+    settings = replace(Settings(), model=model, profile=profile)
+    lock = made_up_lock(settings, shipped_catalog())
+    anatomies = {name: replace(one, expert_width=768) for name, one in lock.anatomies.items()}
+    lock = replace(lock, anatomies=anatomies)
+    return plan_host(Request("a", settings, shipped_catalog(), lock, PAYLOAD))
 
 
 def test_every_difference_between_the_devices_is_pinned_or_explained() -> None:
     assert not [one["choice"] for one in TABLE["differences"] if one["planned"] and not one["note"]]
 
 
-def test_the_pins_keep_flashinfer_out_of_every_drafter() -> None:
+@pytest.mark.parametrize(
+    ("layers", "unpinned"),
+    [
+        ("drafter experts", "v2 of qwen3.5-122b"),
+        ("target experts", "plain of a BF16 repository"),
+    ],
+)
+def test_the_pins_keep_flashinfer_out_of_16_bit_experts(layers: str, unpinned: str) -> None:
     chosen = {
-        form: {
-            case: found["12.1"][form].get("drafter experts", "")
-            for case, found in TABLE["cases"].items()
-        }
+        form: {case: found["12.1"][form].get(layers, "") for case, found in TABLE["cases"].items()}
         for form in ("pinned", "free")
     }
-    assert "FlashInfer" in chosen["free"]["v2 of qwen3.5-122b"]
+    assert "FlashInfer" in chosen["free"][unpinned]
     assert not [case for case, choice in chosen["pinned"].items() if "FlashInfer" in choice]
