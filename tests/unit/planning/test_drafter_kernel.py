@@ -19,7 +19,9 @@ from tests.unit.planning.plans import shipped, shipped_catalog
 CATALOG = shipped_catalog()
 LARGE = CATALOG.model("qwen3.5-122b")
 PLANS = {(m, p): plan for m, p, plan in shipped() if isinstance(plan, HostPlan)}
-OF_BF16 = ("qwen3.5-122b", "lab-stub")
+# Whether the drafter of a shipped model has 16-bit experts that a GPU computes; models that owners
+# add are not judged here.
+PINNED = {"qwen3.5-122b": True, "lab-stub": True, "qwen3.5-35b": False, "lab-tiny": False}
 TRITON = (
     "INFO [unquantized.py:298] Using TRITON Unquantized MoE backend out of potential backends: "
     "['FlashInfer TRTLLM', 'FlashInfer CUTLASS', 'TRITON', 'BATCHED_TRITON']."
@@ -34,12 +36,12 @@ def drafts_of(plan: HostPlan) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("pair", PLANS, ids="-".join)
+@pytest.mark.parametrize("pair", [pair for pair in PLANS if pair[0] in PINNED], ids="-".join)
 def test_every_shipped_drafter_with_16_bit_experts_is_pinned_and_proven_so(
     pair: tuple[str, str],
 ) -> None:
     plan, drafts = PLANS[pair], drafts_of(PLANS[pair])
-    wanted = pair[0] in OF_BF16 and drafts.get("method") == "mtp"
+    wanted = PINNED[pair[0]] and drafts.get("method") == "mtp"
     assert (drafts.get("moe_backend") == "triton") is wanted
     assert (TRITON_EXPERTS_LINE in plan.serve.check.log_required) is wanted
 
